@@ -1,0 +1,1 @@
+"""Trellis: pretrain language models on a mesh."""

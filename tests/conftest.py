@@ -1,0 +1,7 @@
+"""Eight CPU devices, strict promotion: set before JAX looks at its devices."""
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
