@@ -2,6 +2,7 @@
 
 import jax
 
+jax.config.update("jax_platforms", "cpu")  # also where a GPU, or libtpu for compiling ahead of time, is installed
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
