@@ -1,25 +1,49 @@
-"""Errors that are the user's to mend: one clear message, no traceback, exit code 2."""
+"""Errors that the user can mend: they end a command with exit code 2 and no traceback."""
 
 
 class UserError(Exception):
-    """The user's input broke a rule.
+    """The user's input is wrong. The message has four parts.
 
-    A message has four parts: the rule that was broken, the values seen, where, and the fix.
+    Args:
+        rule: the rule that was broken, one sentence.
+        seen: the values that broke it.
+        where: the file, option, field or call they came from.
+        fix: what to do about it.
 
-    >>> print(UserError("a batch has at least one row", seen="batch_size 0", where="run.yaml", fix="set batch_size"))
-    a batch has at least one row
-      seen:  batch_size 0
-      where: run.yaml
-      fix:   set batch_size
+    >>> print(UserError("A batch is split evenly.", seen="batch_size=7, data=4", where="--batch_size",
+    ...                 fix="use 4 or 8"))
+    A batch is split evenly.
+      seen:  batch_size=7, data=4
+      where: --batch_size
+      fix:   use 4 or 8
     """
 
-    def __init__(self, rule: str, *, seen: object, where: object, fix: str):
-        self.rule, self.seen, self.where, self.fix = rule, str(seen), str(where), fix
+    exit_code = 2
+
+    def __init__(self, rule: str, *, seen: object, where: str, fix: str):
+        self.rule, self.seen, self.where, self.fix = rule, str(seen), where, fix
         super().__init__(f"{rule}\n  seen:  {seen}\n  where: {where}\n  fix:   {fix}")
 
     def __reduce__(self):
-        return _rebuild, (self.rule, self.seen, self.where, self.fix)
+        return _rebuild, (type(self), self.rule, self.seen, self.where, self.fix)
 
 
-def _rebuild(rule, seen, where, fix):
-    return UserError(rule, seen=seen, where=where, fix=fix)
+def _rebuild(cls: type[UserError], rule: str, seen: str, where: str, fix: str) -> UserError:
+    return cls(rule, seen=seen, where=where, fix=fix)
+
+
+def did_you_mean(word: str, known: object) -> str:
+    """The end of a fix: the nearest known words, or all of them where none is near.
+
+    >>> did_you_mean("learning_rte", ["learning_rate", "steps"])
+    'did you mean `learning_rate`?'
+    >>> did_you_mean("zzz", ["b", "a"])
+    'use one of: a, b'
+    """
+    import difflib
+
+    known = sorted(str(k) for k in known)
+    near = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
+    if near:
+        return "did you mean " + " or ".join(f"`{n}`" for n in near) + "?"
+    return "use one of: " + ", ".join(known) if known else "there is nothing to choose from here"
