@@ -1,0 +1,47 @@
+# `make train` and `make test` need Python >= 3.11, make and a package index. Everything they install is in .venv.
+
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
+BIN := .venv/bin
+# The versions known to work together, one file for each Python; a Python without a file takes the newest.
+LOCKED = $(wildcard constraints/python$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt)
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(LOCKED)) --editable
+# A `pip.conf` or environment that asks for user installs would miss the virtual environment.
+export PIP_USER = 0
+
+.PHONY: train test lint format lock clean
+
+train: .venv/core.stamp
+	$(BIN)/trellis train
+
+test: lint
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
+
+lint: .venv/test.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/ty check --python .venv --no-progress
+
+format: .venv/test.stamp
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# Writes the constraints of this Python anew, from what the package index has today.
+lock:
+	$(PYTHON) constraints/lock.py
+
+clean:
+	rm -rf .venv build .pytest_cache .ruff_cache .hypothesis
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "Trellis needs Python 3.11 or newer; say which with: make PYTHON=/path/to/python3.11"; exit 2; }
+	$(PYTHON) -m venv .venv
+
+.venv/core.stamp: pyproject.toml $(LOCKED) | .venv/bin/python
+	@echo "Installing Trellis into .venv"
+	$(INSTALL) .
+	@touch $@
+
+.venv/test.stamp: .venv/core.stamp
+	@echo "Installing what the tests need into .venv"
+	$(INSTALL) '.[test]'
+	@touch $@

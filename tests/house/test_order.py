@@ -1,0 +1,94 @@
+"""The house rules that a program can check: import order, file length, private names, leftovers."""
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "trellis"
+ORDER = "notation mesh named inspect collectives nn models hub data optim train plan report".split()
+ABOVE_ALL = ("recipes", "cli")  # these import from every folder
+BELOW_ALL = ("errors", "_compat")  # these import from none
+FILES = sorted(SOURCE.rglob("*.py"))
+WRITTEN = [*FILES, *(f for d in ("tests", "examples", "benchmarks") for f in sorted((ROOT / d).rglob("*.py")))]
+
+
+def imports(tree: ast.AST, package: tuple[str, ...]) -> set[tuple[int, tuple[str, ...]]]:
+    """Line and dotted name of everything a file of `package` imports, at any depth, relative imports resolved."""
+    found: set[tuple[int, tuple[str, ...]]] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {(node.lineno, tuple(alias.name.split("."))) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = (*base, *(node.module.split(".") if node.module else ()))
+            found |= {(node.lineno, (*module, alias.name)) for alias in node.names}
+    return found
+
+
+def against_order(room: str, tree: ast.AST, package: tuple[str, ...]) -> list[str]:
+    """The imports of a file in `room` that the order does not allow."""
+    rooms = {(line, name[1]) for line, name in imports(tree, package) if name[0] == "trellis" and len(name) > 1}
+    wrong = []
+    for line, other in sorted(rooms):
+        if other == room or other in BELOW_ALL or room in ABOVE_ALL or room == "__init__":
+            continue
+        if room in BELOW_ALL or other not in ORDER or ORDER.index(other) > ORDER.index(room):
+            wrong.append(f"line {line}: {room} imports {other}")
+    return wrong
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
+def test_import_order(file: pathlib.Path):
+    parts = file.relative_to(SOURCE).with_suffix("").parts
+    assert parts[0] in (*ORDER, *ABOVE_ALL, *BELOW_ALL, "__init__", "__main__"), f"{parts[0]} has no place in the order"
+    assert not against_order(parts[0], ast.parse(file.read_text()), ("trellis", *parts[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("from trellis.train import loop", ["line 1: nn imports train"]),
+        ("def f():\n    import trellis.plan.search", ["line 2: nn imports plan"]),
+        ("from ..models import llama", ["line 1: nn imports models"]),
+        ("from .. import report", ["line 1: nn imports report"]),
+        ("from trellis.named import Axis\nfrom . import linear\nfrom ..errors import UserError\nimport jax", []),
+    ],
+)
+def test_the_check_itself(text: str, wrong: list[str]):
+    assert against_order("nn", ast.parse(text), ("trellis", "nn")) == wrong
+
+
+def test_files_are_short():
+    assert not [f"{f.relative_to(ROOT)}: {n} lines" for f in WRITTEN if (n := len(f.read_text().splitlines())) > 500]
+
+
+def test_private_names_of_jax_live_in_one_file():
+    private = re.compile(r"\bjax\._src\b")
+    assert not [f for f in FILES if f != SOURCE / "_compat.py" and private.search(f.read_text())]
+
+
+def test_nothing_is_left_for_later():
+    later = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
+    assert not [f for f in WRITTEN if later.search(f.read_text())]
+
+
+def test_init_files_only_re_export():
+    """A docstring, imports, `__all__`, `__version__`, and tables of names for imports on first use."""
+    allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Expr)
+    for file in SOURCE.rglob("__init__.py"):
+        nodes = [n for n in ast.parse(file.read_text()).body if not isinstance(n, allowed)]
+        functions = [n.name if isinstance(n, ast.FunctionDef) else type(n).__name__ for n in nodes]
+        assert set(functions) <= {"__getattr__", "__dir__"}, f"{file.relative_to(ROOT)} defines {functions}"
+
+
+def test_import_is_light():
+    """`import trellis` brings in nothing that only some commands need."""
+    heavy = "torch transformers tensorflow wandb ray datasets orbax zarr tokenizers huggingface_hub yaml".split()
+    code = f"import sys, trellis; print([m for m in {heavy} if m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert loaded.strip() == "[]"
