@@ -1,0 +1,115 @@
+"""The manifest of a checkpoint: its commit marker, what it holds, and a checksum of each of its files."""
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_CHUNK = 1 << 22
+
+
+class DamagedCheckpoint(Exception):
+    """A file of a checkpoint is missing or does not hold what was written."""
+
+
+def checksum(path: Path) -> list[int]:
+    """A file's size in bytes and its CRC-32, read in pieces of 4 MiB."""
+    crc = size = 0
+    with open(path, "rb") as file:
+        while piece := file.read(_CHUNK):
+            crc = zlib.crc32(piece, crc)
+            size += len(piece)
+    return [size, crc]
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes a file that exists whole or not at all: under another name first, then renamed."""
+    part = path.with_name(f".{path.name}.part")
+    with open(part, "w") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def write_checksums(folder: Path, process: int) -> None:
+    """Sums the files that this process wrote and records them in `folder/checksums-PROCESS.json`.
+
+    Each process of a run reads back only its own files. Process 0 also takes those that belong to none.
+    """
+    mine = f"state/ocdbt.process_{process}/"
+    files = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if name.startswith((".", "checksums-")) or name == MANIFEST:
+            continue
+        if name.startswith(mine) or (process == 0 and not name.startswith("state/ocdbt.process_")):
+            files[name] = checksum(path)
+    write_json(folder / f"checksums-{process}.json", files)
+
+
+def commit(folder: Path, content: dict, processes: int, timeout: float) -> None:
+    """Writes the manifest, which makes the checkpoint exist, once every process has left its checksums.
+
+    Args:
+        folder: the checkpoint's folder.
+        content: what the manifest says besides the files: `step`, `entries`, `data`.
+        processes: how many processes write the checkpoint.
+        timeout: seconds to wait for them.
+    """
+    sums = [folder / f"checksums-{p}.json" for p in range(processes)]
+    wait_for(sums, timeout)
+    files = {path.name: checksum(path) for path in sums}
+    for path in sums:
+        files.update(json.loads(path.read_text()))
+    manifest = {"format": _FORMAT, **content, "processes": processes, "files": files}
+    write_json(folder / MANIFEST, {**manifest, "crc": _own_checksum(manifest)})
+
+
+def _own_checksum(manifest: dict) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+def wait_for(paths: Iterable[Path], timeout: float) -> None:
+    """Returns when all `paths` exist. Raises TimeoutError after `timeout` seconds, naming those that do not."""
+    end = time.monotonic() + timeout
+    missing = list(paths)
+    while missing := [path for path in missing if not path.exists()]:
+        if time.monotonic() > end:
+            raise TimeoutError(f"after {timeout:g} s these files of a checkpoint are not there: "
+                               + ", ".join(str(p) for p in missing))
+        time.sleep(0.01)
+
+
+def read_manifest(folder: Path) -> dict:
+    """A checkpoint's manifest. Raises `DamagedCheckpoint` where it cannot be read."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        if manifest["format"] != _FORMAT:
+            raise DamagedCheckpoint(f"{path}: format {manifest['format']}, and this version reads {_FORMAT}")
+        if manifest.pop("crc") != _own_checksum(manifest):
+            raise DamagedCheckpoint(f"{path} does not hold what was written (checksum)")
+        return manifest
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DamagedCheckpoint(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def verify(folder: Path, manifest: dict, share: int = 0, of: int = 1) -> None:
+    """Reads every `of`-th file from the `share`-th on and compares it with the manifest.
+
+    Raises:
+        DamagedCheckpoint: a file is missing, shorter or longer, or its checksum differs.
+    """
+    for name, (size, crc) in sorted(manifest["files"].items())[share::of]:
+        path = folder / name
+        if not path.is_file():
+            raise DamagedCheckpoint(f"{path} is missing")
+        if path.stat().st_size != size:
+            raise DamagedCheckpoint(f"{path} has {path.stat().st_size} bytes, and {size} were written")
+        if checksum(path)[1] != crc:
+            raise DamagedCheckpoint(f"{path} does not hold the bytes that were written (checksum)")
