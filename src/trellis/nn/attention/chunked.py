@@ -1,0 +1,161 @@
+"""Attention in unrolled chunks of queries that never touch the keys they cannot see.
+
+Each chunk's scores live only while that chunk is computed, forward and backward: the backward pass makes them
+again from the saved log-sum-exp, as FlashAttention does (Dao et al., 2022, arXiv:2205.14135), but at the size
+of a whole chunk times all its keys, because on a CPU a large product is worth more than a small working set.
+Under causality half of all blocks are skipped, which no mask over a whole score matrix achieves.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from trellis.nn.attention.pattern import Pattern, hidden_score, same_document
+
+CHUNK = 128
+MAX_CHUNKS = 16
+
+
+class _Settings(NamedTuple):
+    pattern: Pattern
+    scale: float
+    logit_softcap: float | None
+    upcast: bool
+    offset: int | None  # None: it is traced
+    chunk: int
+    save_name: str | None
+
+
+def chunk_size(pos: int) -> int:
+    """Queries per chunk: 128, or more where that would unroll over 16 chunks.
+
+    >>> chunk_size(512), chunk_size(8192)
+    (128, 512)
+    """
+    return max(CHUNK, -(-pos // (MAX_CHUNKS * CHUNK)) * CHUNK)
+
+
+def chunked_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: tuple[jax.Array, jax.Array] | None,
+    *,
+    pattern: Pattern,
+    scale: float,
+    logit_softcap: float | None,
+    upcast: bool,
+    query_offset: int | jax.Array = 0,
+    chunk: int | None = None,
+    save_name: str | None = None,
+) -> jax.Array:
+    """Softmax attention in chunks of queries, each made again in the backward pass.
+
+    Arguments as in `trellis.nn.attention.attention`; besides,
+
+    Args:
+        query_offset: the position of the first query. If it is traced, masked blocks are masked and not skipped.
+        chunk: queries per chunk.
+        save_name: the name under which the output and the log-sum-exp are known to `jax.checkpoint` policies.
+    """
+    offset = query_offset if isinstance(query_offset, int) else None
+    settings = _Settings(pattern, scale, logit_softcap, upcast, offset, chunk or chunk_size(q.shape[1]), save_name)
+    batch, pos, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    # One product per kv head: heads that share a key lie next to each other as rows of one matrix.
+    grouped = q.reshape(batch, pos, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
+    keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    shift = None if isinstance(query_offset, int) else query_offset
+    out = _attend(grouped, keys, values, segment_ids, shift, settings)
+    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def _spans(pos: int, key_pos: int, settings: _Settings):
+    """`(start, stop, first, last)` of each chunk: its queries, and the keys that it can see."""
+    for start in range(0, pos, settings.chunk):
+        stop = min(start + settings.chunk, pos)
+        if settings.offset is None:
+            yield start, stop, 0, key_pos
+        else:
+            yield start, stop, *settings.pattern.key_range(start + settings.offset, stop + settings.offset, key_pos)
+
+
+def _scores(q, k, segment_ids, shift, span, settings: _Settings):
+    """Scores of one chunk, hidden ones at `hidden_score`, and the derivative of the cap (or None)."""
+    start, stop, first, last = span
+    dtype = jnp.float32 if settings.upcast else q.dtype
+    scores = jnp.einsum("bkgth,bksh->bkgts", q[:, :, :, start:stop], k[:, :, first:last], preferred_element_type=dtype)
+    scores = scores * jnp.asarray(settings.scale, dtype)
+    slope = None
+    if settings.logit_softcap is not None:
+        cap = jnp.asarray(settings.logit_softcap, dtype)
+        bent = jnp.tanh(scores / cap)
+        scores, slope = bent * cap, 1 - bent * bent
+    offset = settings.offset
+    if offset is None or settings.pattern.hides(start + offset, stop + offset, first, last):
+        queries = jnp.arange(start, stop) + (shift if offset is None else offset)
+        seen = settings.pattern.visible(queries, jnp.arange(first, last))
+        if seen is not None:
+            scores = jnp.where(seen[None, None, None], scores, hidden_score(dtype))
+    if segment_ids is not None:
+        together = same_document(segment_ids[0][:, start:stop], segment_ids[1][:, first:last])
+        scores = jnp.where(together[:, None, None], scores, hidden_score(dtype))
+    return scores, slope
+
+
+def _forward(q, k, v, segment_ids, shift, settings: _Settings):
+    outs, sums = [], []
+    for span in _spans(q.shape[3], k.shape[2], settings):
+        scores, _ = _scores(q, k, segment_ids, shift, span, settings)
+        largest = jnp.max(scores, axis=-1, keepdims=True)
+        weights = jnp.exp(scores - largest)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        out = jnp.einsum(
+            "bkgts,bksh->bkgth", weights.astype(v.dtype), v[:, :, span[2] : span[3]], preferred_element_type=total.dtype
+        )
+        outs.append((out / total).astype(q.dtype))
+        sums.append(largest + jnp.log(total))
+    return jnp.concatenate(outs, axis=3), jnp.concatenate(sums, axis=3)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(q, k, v, segment_ids, shift, settings: _Settings):
+    return _forward(q, k, v, segment_ids, shift, settings)[0]
+
+
+def _attend_fwd(q, k, v, segment_ids, shift, settings: _Settings):
+    out, log_sum = _forward(q, k, v, segment_ids, shift, settings)
+    if settings.save_name is not None:
+        out, log_sum = (checkpoint_name(x, settings.save_name) for x in (out, log_sum))
+    return out, (q, k, v, segment_ids, shift, out, log_sum)
+
+
+def _attend_bwd(settings: _Settings, residuals, d_out):
+    q, k, v, segment_ids, shift, out, log_sum = residuals
+    dtype = log_sum.dtype
+    d_queries = []
+    d_keys, d_values = jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
+    for span in _spans(q.shape[3], k.shape[2], settings):
+        start, stop, first, last = span
+        rows, seen = (slice(None),) * 3 + (slice(start, stop),), (slice(None),) * 2 + (slice(first, last),)
+        scores, slope = _scores(q, k, segment_ids, shift, span, settings)
+        weights = jnp.exp(scores - log_sum[rows])
+        d_values = d_values.at[seen].add(
+            jnp.einsum("bkgts,bkgth->bksh", weights.astype(v.dtype), d_out[rows], preferred_element_type=dtype)
+        )
+        d_weights = jnp.einsum("bkgth,bksh->bkgts", d_out[rows], v[seen], preferred_element_type=dtype)
+        mean = jnp.sum(out[rows].astype(dtype) * d_out[rows].astype(dtype), axis=-1, keepdims=True)
+        d_scores = weights * (d_weights - mean) * jnp.asarray(settings.scale, dtype)
+        if slope is not None:
+            d_scores = d_scores * slope
+        d_scores = d_scores.astype(q.dtype)
+        d_queries.append(jnp.einsum("bkgts,bksh->bkgth", d_scores, k[seen], preferred_element_type=dtype))
+        d_keys = d_keys.at[seen].add(jnp.einsum("bkgts,bkgth->bksh", d_scores, q[rows], preferred_element_type=dtype))
+    d_q = jnp.concatenate(d_queries, axis=3).astype(q.dtype)
+    return d_q, d_keys.astype(k.dtype), d_values.astype(v.dtype), None, None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)

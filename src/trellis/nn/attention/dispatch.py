@@ -1,0 +1,163 @@
+"""The attention function: checks its arguments, picks an implementation, runs it on each device's part."""
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from trellis.nn.attention.chunked import chunked_attention
+from trellis.nn.attention.cudnn import cudnn_attention, cudnn_refuses
+from trellis.nn.attention.pattern import Pattern
+from trellis.nn.attention.reference import reference_attention
+from trellis.nn.attention.sharded import Placement, placement_of
+from trellis.nn.attention.splash import splash_attention, splash_kernel, splash_refuses
+from trellis.nn.platform import platform_of
+
+IMPLEMENTATIONS = ("auto", "reference", "chunked", "cudnn", "splash")
+
+
+class AttentionError(ValueError):
+    """Arguments that no attention, or not this implementation of it, can take."""
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    scale: float | jax.Array | None = None,
+    logit_softcap: float | None = None,
+    upcast: bool = True,
+    implementation: str = "auto",
+    save_name: str | None = None,
+) -> jax.Array:
+    """Softmax attention of queries over keys, with grouped heads, causal, windowed and document masks.
+
+    Query head `h` reads key head `h // (heads / kv_heads)`; keys and values are never repeated. Every query must see
+    at least one key.
+
+    On a mesh in explicit mode the arrays may be sharded: `batch` alike in all of them, `heads` and `kv_heads` alike
+    (or `heads` alone, where each device's query heads read whole kv heads), `pos` alone (context parallelism: keys
+    and values are whole along `key_pos`). Keys and values may be in the `~` state, so that their gradient arrives as
+    a pending sum. Nothing moves inside.
+
+    Args:
+        q: `batch pos heads head_dim`.
+        k: `batch key_pos kv_heads head_dim`.
+        v: like `k`.
+        causal: a query sees no later key. Position 0 of `pos` and of `key_pos` is the same place.
+        window: a query sees this many keys at most, itself included (and as many ahead where not causal).
+        segment_ids: `i32["batch pos"]` and `i32["batch key_pos"]`: a query sees only keys of its own document.
+        scale: multiplies the scores; `head_dim ** -0.5` if None. An array (a scalar that depends on the layer, say)
+            is multiplied into the queries.
+        logit_softcap: scores become `cap * tanh(scores / cap)`.
+        upcast: sum and soften scores in float32 whatever the arrays' dtype. Accelerators' kernels always do.
+        implementation: "auto" takes cuDNN's on NVIDIA GPUs and splash on TPUs where these can compute what is asked,
+            and "chunked" elsewhere; "reference", "chunked", "cudnn", "splash" insist.
+        save_name: the name under which `jax.checkpoint` policies can save what the backward pass needs, so that the
+            kernel does not run again (cuDNN's has no such name: saving its output does not save its second run).
+
+    Returns:
+        `batch pos heads head_dim`, sharded like `q`.
+
+    Raises:
+        AttentionError: shapes or shardings do not agree, or the implementation cannot compute this.
+
+    >>> import jax.numpy as jnp
+    >>> q, kv = jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 1, 8))
+    >>> attention(q, kv, kv).shape
+    (1, 4, 2, 8)
+    """
+    _check(q, k, v, window, segment_ids, implementation)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if isinstance(scale, jax.Array):
+        q, scale = q * scale.astype(q.dtype), 1.0
+    pattern = Pattern(causal=causal, window=window)
+    chosen = _choose(q, k, pattern, logit_softcap, upcast, implementation)
+    place = placement_of(q, k, v, segment_ids)
+    arrays = (q, k, v, *(segment_ids or ()))
+    scores = dict(pattern=pattern, scale=float(scale), logit_softcap=logit_softcap, upcast=upcast)
+    if chosen == "splash":
+        return _splash(place, arrays, pattern, float(scale), logit_softcap, save_name)
+    if chosen == "cudnn":
+        kernel = lambda q, k, v, ids, _: cudnn_attention(q, k, v, ids, pattern=pattern, scale=float(scale))
+    elif chosen == "chunked":
+        kernel = lambda q, k, v, ids, offset: chunked_attention(
+            q, k, v, ids, query_offset=offset, save_name=save_name, **scores
+        )
+    else:
+        kernel = lambda q, k, v, ids, offset: reference_attention(q, k, v, ids, query_offset=offset, **scores)
+    return place.run(kernel, arrays)
+
+
+def _splash(place: Placement, arrays, pattern, scale, logit_softcap, save_name):
+    (_, pos, heads, _), key_pos = arrays[0].shape, arrays[1].shape[1]
+    tables = splash_kernel(
+        heads,
+        pos,
+        key_pos,
+        pattern=pattern,
+        logit_softcap=logit_softcap,
+        save_name=save_name,
+        pos_shards=place.shards(place.pos),
+        head_shards=place.shards(place.heads),
+    )
+    specs = ()
+    if place.mesh is not None:
+        blocks = PartitionSpec(place.heads or None, place.pos or None)
+        specs = tables.manual_sharding_spec(NamedSharding(place.mesh, blocks))
+    kernel = lambda q, k, v, ids, _, tables: splash_attention(q, k, v, ids, tables, scale=scale)
+    return place.run(kernel, arrays, (tables,), (specs,), check=False)
+
+
+def _choose(q, k, pattern, logit_softcap, upcast, implementation) -> str:
+    if implementation not in ("auto", "cudnn", "splash"):
+        return implementation
+    refuses = {
+        "cudnn": lambda: cudnn_refuses(q, pattern=pattern, logit_softcap=logit_softcap, upcast=upcast),
+        "splash": lambda: splash_refuses(q, k, upcast=upcast),
+    }
+    if implementation != "auto":
+        if reason := refuses[implementation]():
+            raise AttentionError(
+                f"an implementation computes what it is asked, got {implementation!r}: {reason}, "
+                f"in attention(implementation={implementation!r}): use implementation='auto'"
+            )
+        return implementation
+    best = {"cuda": "cudnn", "tpu": "splash"}.get(platform_of(q))
+    return best if best and refuses[best]() is None else "chunked"
+
+
+def _check(q, k, v, window, segment_ids, implementation) -> None:
+    where = "in attention"
+    if implementation not in IMPLEMENTATIONS:
+        raise AttentionError(
+            f"attention has the implementations {', '.join(IMPLEMENTATIONS)}, got {implementation!r}, {where}: "
+            "use one of them"
+        )
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise AttentionError(
+            "q is 'batch pos heads head_dim', k and v are 'batch key_pos kv_heads head_dim', got shapes "
+            f"{q.shape}, {k.shape}, {v.shape}, {where}: reshape or reorder the dimensions"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise AttentionError(
+            f"each key head serves the same number of query heads, got heads={q.shape[2]}, kv_heads={k.shape[2]}, "
+            f"{where}: make heads a multiple of kv_heads"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise AttentionError(
+            f"q, k and v have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}, {where}: cast them to one"
+        )
+    if window is not None and window < 1:
+        raise AttentionError(
+            f"a window holds at least the query itself, got window={window}, {where}: use 1 or more, or None"
+        )
+    if segment_ids is not None:
+        shapes = tuple(ids.shape for ids in segment_ids)
+        if shapes != (q.shape[:2], k.shape[:2]):
+            raise AttentionError(
+                f"segment_ids are a pair of 'batch pos' and 'batch key_pos', got shapes {shapes} for q {q.shape} and "
+                f"k {k.shape}, {where}: pass (query_ids, key_ids)"
+            )

@@ -1,0 +1,39 @@
+"""Attention as the formula reads: what the fast implementations are tested against."""
+
+import jax
+import jax.numpy as jnp
+
+from trellis.nn.attention.pattern import Pattern, hidden_score, same_document
+
+
+def reference_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: tuple[jax.Array, jax.Array] | None,
+    *,
+    pattern: Pattern,
+    scale: float,
+    logit_softcap: float | None,
+    upcast: bool,
+    query_offset: int | jax.Array = 0,
+) -> jax.Array:
+    """Softmax attention that holds every score: `batch kv_heads groups pos key_pos` of them.
+
+    Arguments as in `trellis.nn.attention.attention`; `query_offset` is the position of the first query.
+    """
+    batch, pos, heads, head_dim = q.shape
+    key_pos, kv_heads = k.shape[1:3]
+    grouped = q.reshape(batch, pos, kv_heads, heads // kv_heads, head_dim)
+    dtype = jnp.float32 if upcast else q.dtype
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=dtype) * jnp.asarray(scale, dtype)
+    if logit_softcap is not None:
+        cap = jnp.asarray(logit_softcap, dtype)
+        scores = jnp.tanh(scores / cap) * cap
+    seen = pattern.visible(jnp.arange(pos) + query_offset, jnp.arange(key_pos))
+    if seen is not None:
+        scores = jnp.where(seen[None, None, None], scores, hidden_score(dtype))
+    if segment_ids is not None:
+        scores = jnp.where(same_document(*segment_ids)[:, None, None], scores, hidden_score(dtype))
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q.shape)

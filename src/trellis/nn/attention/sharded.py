@@ -1,0 +1,124 @@
+"""Attention on a mesh: each device computes its own sequences, positions and heads, and nothing moves."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from trellis.mesh.state import state_of
+
+Axes = tuple[str, ...]
+
+
+class PlacementError(ValueError):
+    """Shardings of queries, keys and values under which a device does not hold what it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which mesh axes slice queries, keys and values; without a mesh, none.
+
+    Attributes:
+        mesh: the abstract mesh in the arrays' types, or None.
+        batch, pos, heads: mesh axes of those dimensions.
+        kv_heads: mesh axes of the keys' heads: `heads`, or none.
+        copied: mesh axes along which keys and values are in the `~` state, each.
+    """
+
+    mesh: jax.sharding.AbstractMesh | None
+    batch: Axes = ()
+    pos: Axes = ()
+    heads: Axes = ()
+    kv_heads: Axes = ()
+    copied: tuple[frozenset[str], ...] = (frozenset(),) * 3
+
+    def shards(self, axes: Axes) -> int:
+        """Over how many devices a dimension with these mesh axes is sharded."""
+        return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh is not None else 1
+
+    def run(self, kernel: Callable, arrays: tuple, tables=(), table_specs=(), *, check: bool = True) -> jax.Array:
+        """Calls `kernel(q, k, v, segment_ids, offset, *tables)` on each device's part.
+
+        `offset` is the position of the device's first query: the integer 0 where `pos` is not sharded. `tables` are
+        more arguments, with their specs. `check` is `jax.shard_map`'s `check_vma`.
+        """
+        if self.mesh is None:
+            return kernel(*arrays[:3], arrays[3:] or None, 0, *tables)
+
+        used = self.batch + self.pos + self.heads
+
+        def body(tables, *parts):
+            q, k, v, *ids = parts
+            if check:
+                q, k, v, *ids = (_varying(x, used) for x in (q, k, v, *ids))
+            k, v = (self._own_heads(x, q.shape[2]) for x in (k, v))
+            offset = lax.axis_index(self.pos) * q.shape[1] if self.pos else 0
+            return kernel(q, k, v, tuple(ids) or None, offset, *tables)
+
+        specs = self._specs(len(arrays))
+        mapped = jax.shard_map(
+            body, mesh=self.mesh, in_specs=(table_specs, *specs), out_specs=specs[0], check_vma=check
+        )
+        return mapped(tables, *arrays)
+
+    def _specs(self, count: int) -> tuple[PartitionSpec, ...]:
+        batch, pos, heads, kv_heads = (axes or None for axes in (self.batch, self.pos, self.heads, self.kv_heads))
+        q = PartitionSpec(batch, pos, heads, None, reduced=self.copied[0])
+        k, v = (PartitionSpec(batch, None, kv_heads, None, reduced=copied) for copied in self.copied[1:])
+        return (q, k, v, PartitionSpec(batch, pos), PartitionSpec(batch, None))[:count]
+
+    def _own_heads(self, x, local_heads: int):
+        """The kv heads that this device's query heads read, where only query heads are sharded."""
+        if self.kv_heads == self.heads:
+            return x
+        groups = local_heads * self.shards(self.heads) // x.shape[2]
+        first = lax.axis_index(self.heads) * local_heads // groups
+        return lax.dynamic_slice_in_dim(x, first, max(1, local_heads // groups), axis=2)
+
+
+def _varying(x, axes: Axes):
+    """`x` with a type that varies along all of `axes`, so that a kernel sees one kind of operand."""
+    for axis in axes:
+        if axis not in jax.typeof(x).mat.varying:
+            x = lax.pcast(x, (axis,), to="varying")
+    return x
+
+
+def placement_of(q, k, v, segment_ids) -> Placement:
+    """Reads the placement off the arrays' types.
+
+    Raises:
+        PlacementError: a device would not hold the keys that its queries need.
+    """
+    states = [state_of(x) for x in (q, k, v)]
+    if states[0].mode != "explicit":
+        return Placement(None)
+    batch, pos, heads, head_dim = states[0].axes
+    shown = ", ".join(f"{name} {jax.typeof(x).str_short()}" for name, x in zip("qkv", (q, k, v), strict=True))
+
+    def fail(rule: str, fix: str):
+        raise PlacementError(f"{rule}, got {shown}, in attention: {fix}")
+
+    if any(state.pending for state in states):
+        fail("attention is not linear, so no operand is a pending sum", "settle it first, with reshard")
+    kv_heads = states[1].axes[2]
+    for state in states[1:]:
+        if state.axes[1]:
+            fail(
+                "keys and values are whole along key_pos", "gather them first: reshard('... pos/x ... -> ... key_pos')"
+            )
+        if state.axes[0] != batch or state.axes[2] != kv_heads:
+            fail("queries, keys and values are sharded alike along batch, keys and values alike along kv_heads",
+                 "reshard one of them")  # fmt: skip
+        if head_dim or state.axes[3]:
+            fail("head_dim is whole", "gather it first, or shard heads instead")
+    mesh = jax.typeof(q).sharding.mesh
+    place = Placement(mesh, batch, pos, heads, kv_heads, tuple(state.copied for state in states))
+    local, groups = q.shape[2] // place.shards(heads), q.shape[2] // k.shape[2]
+    if kv_heads != heads and (kv_heads or (local % groups and groups % local)):
+        fail("kv_heads are sharded as heads are, or whole where each device's heads read whole kv heads",
+             "shard kv_heads like heads, or leave both whole")  # fmt: skip
+    return place

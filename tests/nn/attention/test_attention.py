@@ -1,0 +1,252 @@
+"""Every implementation against the reference: values and gradients, on one device and on a mesh."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from trellis.mesh.meshes import make_mesh
+from trellis.nn.attention import attention, decode_attention
+from trellis.nn.attention import chunked as chunked_module
+from trellis.nn.attention.dispatch import AttentionError
+from trellis.nn.attention.pattern import Pattern
+from trellis.nn.attention.sharded import PlacementError
+
+BATCH, POS, HEADS, KV_HEADS, HEAD_DIM = 4, 24, 4, 2, 8
+PATTERNS = list(itertools.product([True, False], [None, 5], [False, True], [None, 2.0]))
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(chunked_module, "CHUNK", 8)
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 4)
+    shape = (BATCH, POS, HEADS, HEAD_DIM)
+    kv_shape = (BATCH, POS, KV_HEADS, HEAD_DIM)
+    q, k, v, g = (jax.random.normal(key, s) for key, s in zip(keys, (shape, kv_shape, kv_shape, shape), strict=True))
+    ids = jnp.cumsum(jax.random.bernoulli(jax.random.key(5), 0.2, (BATCH, POS)), axis=1)
+    return q, k, v, g, ids
+
+
+def value_and_gradients(q, k, v, g, **settings):
+    def total(q, k, v):
+        out = attention(q, k, v, **settings)
+        return jnp.sum(out * g), out
+
+    return jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(q, k, v)
+
+
+def assert_near(seen, wanted, tolerance=1e-5):
+    for a, b in zip(jax.tree.leaves(seen), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=tolerance, rtol=tolerance)
+
+
+def by_hand(q, k, v, visible):
+    """Attention in numpy loops: `visible(b, i, j)` says whether query i sees key j."""
+    out = np.zeros(q.shape)
+    group = q.shape[2] // k.shape[2]
+    for b, i, h in np.ndindex(*q.shape[:3]):
+        seen = [j for j in range(k.shape[1]) if visible(b, i, j)]
+        scores = np.array([q[b, i, h] @ k[b, j, h // group] for j in seen]) * q.shape[-1] ** -0.5
+        weights = np.exp(scores - scores.max())
+        out[b, i, h] = weights / weights.sum() @ np.stack([v[b, j, h // group] for j in seen])
+    return out
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+def test_the_masks_mean_what_they_say(arrays, implementation):
+    q, k, v, _, ids = arrays
+    numbers = [np.asarray(x) for x in (q, k, v)]
+    seen = attention(q, k, v, causal=True, window=5, segment_ids=(ids, ids), implementation=implementation)
+    wanted = by_hand(*numbers, lambda b, i, j: j <= i and i - j < 5 and ids[b, i] == ids[b, j])
+    np.testing.assert_allclose(np.asarray(seen), wanted, atol=1e-5)
+    seen = attention(q, k, v, causal=False, window=3, implementation=implementation)
+    np.testing.assert_allclose(np.asarray(seen), by_hand(*numbers, lambda b, i, j: abs(i - j) < 3), atol=1e-5)
+
+
+@pytest.mark.parametrize("causal,window,documents,cap", PATTERNS)
+def test_chunks_equal_the_reference(arrays, causal, window, documents, cap):
+    q, k, v, g, ids = arrays
+    settings = dict(causal=causal, window=window, logit_softcap=cap, segment_ids=(ids, ids) if documents else None)
+    wanted = value_and_gradients(q, k, v, g, implementation="reference", **settings)
+    assert_near(value_and_gradients(q, k, v, g, implementation="chunked", **settings), wanted)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+@pytest.mark.parametrize("causal,window,documents", [(True, None, False), (True, 5, True), (False, None, False)])
+def test_a_mesh_computes_what_one_device_does(arrays, implementation, causal, window, documents, copied):
+    q, k, v, g, ids = arrays
+    settings = dict(causal=causal, window=window, implementation=implementation)
+    one = value_and_gradients(q, k, v, g, segment_ids=(ids, ids) if documents else None, **settings)
+    mesh = make_mesh(data=2, context=2, model=2)
+    with jax.set_mesh(mesh):
+        put = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, P(*axes)))
+        queries, out = put(q, "data", "context", "model"), put(g, "data", "context", "model")
+        keys, values = put(k, "data", None, "model"), put(v, "data", None, "model")
+        pair = (put(ids, "data", "context"), put(ids, "data"))
+
+        def total(q, k, v):
+            if copied:
+                spec = P("data", None, "model", None, reduced={"context"})
+                k, v = jax.reshard(k, spec), jax.reshard(v, spec)
+            seen = attention(q, k, v, segment_ids=pair if documents else None, **settings)
+            assert jax.typeof(seen).sharding.spec == P("data", "context", "model", None)
+            return jnp.sum(seen * out), seen
+
+        many = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(queries, keys, values)
+    assert_near(many, one)
+
+
+@pytest.mark.parametrize("model", [2, 4])
+def test_whole_kv_heads_serve_sharded_heads(arrays, model):
+    q, _, _, g, _ = arrays
+    k, v = (jax.random.normal(jax.random.key(i), (BATCH, POS, KV_HEADS, HEAD_DIM)) for i in (7, 8))
+    one = value_and_gradients(q, k, v, g, implementation="chunked")
+    mesh = make_mesh(model=model, devices=jax.devices()[:model])
+    with jax.set_mesh(mesh):
+        heads = NamedSharding(mesh, P(None, None, "model"))
+        whole = NamedSharding(mesh, P())
+        many = value_and_gradients(
+            *(jax.device_put(x, s) for x, s in zip((q, k, v, g), (heads, whole, whole, heads), strict=True)),
+            implementation="chunked",
+        )
+    assert_near(many, one)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+def test_causality_through_the_gradient(arrays, implementation):
+    q, k, v, _, _ = arrays
+    early = lambda k, v: jnp.sum(attention(q, k, v, implementation=implementation)[:, :11] ** 2)
+    for gradient in jax.grad(early, (0, 1))(k, v):
+        assert np.all(np.asarray(gradient[:, 11:]) == 0)
+        assert np.all(np.any(np.asarray(gradient[:, :11]) != 0, axis=(2, 3)))
+
+
+def test_masked_blocks_are_not_computed(arrays):
+    q, k, v, *_ = arrays
+    flops = lambda **s: jax.jit(lambda q, k, v: attention(q, k, v, implementation="chunked", **s)).lower(
+        q, k, v).compile().cost_analysis()["flops"]  # fmt: skip
+    assert flops() < 0.75 * flops(causal=False)
+    assert flops(window=4) < 0.7 * flops()
+
+
+def test_a_traced_scale_and_a_low_precision(arrays):
+    q, k, v, *_ = arrays
+    wanted = attention(q, k, v, scale=0.25, implementation="reference")
+    seen = jax.jit(lambda s: attention(q, k, v, scale=s))(jnp.float32(0.25))
+    assert_near(seen, wanted)
+    half = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    for upcast in (True, False):
+        low = attention(*half, scale=0.25, upcast=upcast)
+        assert low.dtype == jnp.bfloat16
+        assert_near(low.astype(jnp.float32), wanted, tolerance=0.06)
+
+
+def test_what_is_saved_by_name_is_not_computed_again(arrays):
+    q, k, v, *_ = arrays
+
+    def exps(save_name):
+        policy = jax.checkpoint_policies.save_only_these_names("attention")
+        layer = jax.checkpoint(lambda q, k, v: attention(q, k, v, save_name=save_name), policy=policy)
+        text = str(jax.make_jaxpr(jax.grad(lambda *x: jnp.sum(layer(*x) ** 2)))(q, k, v))
+        return text.count(" exp ")
+
+    # Forward and backward once each, against the forward's a second time before the backward.
+    assert exps("attention") == 2 * POS // 8
+    assert exps(None) == 3 * POS // 8
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_decoding_equals_the_last_position(arrays, window):
+    q, k, v, *_ = arrays
+    lengths = jnp.array([1, 7, 24, 12], jnp.int32)
+    whole = attention(q, k, v, window=window, logit_softcap=3.0, implementation="reference")
+    last = jnp.take_along_axis(q, lengths[:, None, None, None] - 1, axis=1)[:, 0]
+    wanted = jnp.take_along_axis(whole, lengths[:, None, None, None] - 1, axis=1)[:, 0]
+    assert_near(decode_attention(last, k, v, lengths, window=window, logit_softcap=3.0), wanted)
+
+
+def test_a_pattern_bounds_the_keys():
+    for causal, window in itertools.product([True, False], [None, 1, 3, 50]):
+        pattern = Pattern(causal=causal, window=window)
+        visible = pattern.visible(np.arange(20), np.arange(20))
+        visible = np.ones((20, 20), bool) if visible is None else visible
+        for start, stop in itertools.combinations(range(0, 21, 4), 2):
+            first, last = pattern.key_range(start, stop, 20)
+            assert not visible[start:stop, :first].any() and not visible[start:stop, last:].any()
+            assert visible[start:stop, first].any() and visible[start:stop, last - 1].any()
+            assert pattern.hides(start, stop, first, last) == (not visible[start:stop, first:last].all())
+
+
+def refusal(error, call) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_refusals(arrays):
+    q, k, v, _, ids = arrays
+    assert refusal(AttentionError, lambda: attention(q, k, v, implementation="fast")) == (
+        "attention has the implementations auto, reference, chunked, cudnn, splash, got 'fast', in attention: "
+        "use one of them"
+    )
+    assert refusal(AttentionError, lambda: attention(q, k[:, :, :, :4], v)) == (
+        "q is 'batch pos heads head_dim', k and v are 'batch key_pos kv_heads head_dim', got shapes (4, 24, 4, 8), "
+        "(4, 24, 2, 4), (4, 24, 2, 8), in attention: reshape or reorder the dimensions"
+    )
+    assert refusal(AttentionError, lambda: attention(q[:, :, :3], k, v)) == (
+        "each key head serves the same number of query heads, got heads=3, kv_heads=2, in attention: "
+        "make heads a multiple of kv_heads"
+    )
+    assert refusal(AttentionError, lambda: attention(q, k, v.astype(jnp.bfloat16))) == (
+        "q, k and v have one dtype, got float32, float32, bfloat16, in attention: cast them to one"
+    )
+    assert refusal(AttentionError, lambda: attention(q, k, v, window=0)) == (
+        "a window holds at least the query itself, got window=0, in attention: use 1 or more, or None"
+    )
+    assert refusal(AttentionError, lambda: attention(q, k, v, segment_ids=(ids, ids[:, :3]))) == (
+        "segment_ids are a pair of 'batch pos' and 'batch key_pos', got shapes ((4, 24), (4, 3)) for q (4, 24, 4, 8) "
+        "and k (4, 24, 2, 8), in attention: pass (query_ids, key_ids)"
+    )
+    assert refusal(AttentionError, lambda: attention(q, k, v, implementation="cudnn")) == (
+        "an implementation computes what it is asked, got 'cudnn': it takes bfloat16 and float16, not float32, "
+        "in attention(implementation='cudnn'): use implementation='auto'"
+    )
+    assert refusal(AttentionError, lambda: attention(q, k, v, implementation="splash")) == (
+        "an implementation computes what it is asked, got 'splash': it takes lengths that are multiples of 128, "
+        "not pos=24 and key_pos=24, in attention(implementation='splash'): use implementation='auto'"
+    )
+
+
+def test_refused_placements(arrays):
+    q, k, v, *_ = arrays
+    mesh = make_mesh(data=2, context=2, model=2)
+    with jax.set_mesh(mesh):
+        put = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, P(*axes)))
+        assert refusal(PlacementError, lambda: attention(q_ := put(q, "data"), put(k, "data", "context"), v)) == (
+            f"keys and values are whole along key_pos, got q float32[4@data,24,4,8], k float32[4@data,24@context,2,8], "
+            "v float32[4,24,2,8], in attention: gather them first: reshard('... pos/x ... -> ... key_pos')"
+        )
+        assert refusal(PlacementError, lambda: attention(put(q, "data"), put(k, "data"), put(v))) == (
+            "queries, keys and values are sharded alike along batch, keys and values alike along kv_heads, got "
+            "q float32[4@data,24,4,8], k float32[4@data,24,2,8], v float32[4,24,2,8], in attention: reshard one of them"
+        )
+        assert refusal(PlacementError, lambda: attention(put(q, None, None, None, "data"), put(k), put(v))) == (
+            "head_dim is whole, got q float32[4,24,4,8@data], k float32[4,24,2,8], v float32[4,24,2,8], in attention: "
+            "gather it first, or shard heads instead"
+        )
+        assert refusal(
+            PlacementError, lambda: attention(put(q), put(k, None, None, "model"), put(v, None, None, "model"))
+        ) == (
+            "kv_heads are sharded as heads are, or whole where each device's heads read whole kv heads, got "
+            "q float32[4,24,4,8], k float32[4,24,2@model,8], v float32[4,24,2@model,8], in attention: "
+            "shard kv_heads like heads, or leave both whole"
+        )
