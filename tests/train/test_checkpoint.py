@@ -25,8 +25,9 @@ class Named:
 
 def mesh_of(**axes):
     count = int(np.prod(list(axes.values())))
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes),
-                         devices=jax.devices()[:count])
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes), devices=jax.devices()[:count]
+    )
 
 
 def put(mesh, spec, value):
@@ -38,8 +39,10 @@ def state_on(mesh, first="data", second="model", rows=16):
     table = np.arange(rows * 8, dtype=np.float32).reshape(rows, 8) + 1
     bias = np.arange(8, dtype=np.float32).astype(jnp.bfloat16)
     return {
-        "params": {"table": Named(put(mesh, P(first, second), table), ("vocab", "embed")),
-                   "bias": Named(put(mesh, P(second), bias), ("embed",))},
+        "params": {
+            "table": Named(put(mesh, P(first, second), table), ("vocab", "embed")),
+            "bias": Named(put(mesh, P(second), bias), ("embed",)),
+        },
         "moments": (put(mesh, P(first), np.linspace(0, 1, 16, dtype=np.float32)), None),
         "step": put(mesh, P(), np.int32(7)),
         "key": put(mesh, P(), jax.random.key(3)),
@@ -140,14 +143,22 @@ def largest(folder):
     return max((p for p in (folder / "state").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
 
-@pytest.mark.parametrize("harm, words", [
-    (lambda f: flip(largest(f)), "does not hold the bytes that were written (checksum)"),
-    (lambda f: largest(f).write_bytes(largest(f).read_bytes()[:-1]), "were written"),
-    (lambda f: largest(f).unlink(), "is missing"),
-    (lambda f: (f / "manifest.json").write_text("{"), "JSONDecodeError"),
-    (lambda f: (f / "manifest.json").write_text((f / "manifest.json").read_text().replace('"step": 2', '"step": 9')),
-     "manifest.json does not hold what was written (checksum)"),
-], ids=["a bit", "cut short", "gone", "manifest cut", "manifest changed"])
+@pytest.mark.parametrize(
+    "harm, words",
+    [
+        (lambda f: flip(largest(f)), "does not hold the bytes that were written (checksum)"),
+        (lambda f: largest(f).write_bytes(largest(f).read_bytes()[:-1]), "were written"),
+        (lambda f: largest(f).unlink(), "is missing"),
+        (lambda f: (f / "manifest.json").write_text("{"), "JSONDecodeError"),
+        (
+            lambda f: (f / "manifest.json").write_text(
+                (f / "manifest.json").read_text().replace('"step": 2', '"step": 9')
+            ),
+            "manifest.json does not hold what was written (checksum)",
+        ),
+    ],
+    ids=["a bit", "cut short", "gone", "manifest cut", "manifest changed"],
+)
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(tmp_path, wide, harm, words):
     state, lines = state_on(wide), []
     with Checkpoints(tmp_path, report=lines.append) as checkpoints:

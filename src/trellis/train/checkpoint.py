@@ -48,11 +48,23 @@ class Checkpoints:
     Use as a context manager, or call `close`.
     """
 
-    def __init__(self, folder: str | Path, *, keep_latest: int = 2, keep_every: int | None = None,
-                 copy: tuple[Path, ...] = (), report: Callable[[str], None] | None = None, timeout: float = 600.0):
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep_latest: int = 2,
+        keep_every: int | None = None,
+        copy: tuple[Path, ...] = (),
+        report: Callable[[str], None] | None = None,
+        timeout: float = 600.0,
+    ):
         if keep_latest < 1:
-            raise UserError("A run keeps at least its newest checkpoint.", seen=f"keep_latest={keep_latest}",
-                            where="checkpoint.keep_latest", fix="use 1 or more")
+            raise UserError(
+                "A run keeps at least its newest checkpoint.",
+                seen=f"keep_latest={keep_latest}",
+                where="checkpoint.keep_latest",
+                fix="use 1 or more",
+            )
         self.folder = Path(folder).absolute()
         self._keep_latest, self._keep_every = keep_latest, keep_every
         self._copy, self._timeout = copy, timeout
@@ -130,8 +142,9 @@ class Checkpoints:
                 self._writer.close()
                 self._writer = None
 
-    def restore(self, target: Any, *, step: int | None = None, partial: bool = False,
-                resizable: Mapping[str, int] | None = None) -> Restored | None:
+    def restore(
+        self, target: Any, *, step: int | None = None, partial: bool = False, resizable: Mapping[str, int] | None = None
+    ) -> Restored | None:
         """Reads the newest checkpoint that is whole, onto the target's mesh.
 
         Each process reads only what its devices hold. A damaged checkpoint is reported, set aside under another
@@ -153,8 +166,12 @@ class Checkpoints:
         known = self.steps()
         wanted = known[::-1] if step is None else [s for s in known if s == step]
         if step is not None and not wanted:
-            raise UserError("Only a finished checkpoint can be restored.", seen=f"step {step}", where=str(self.folder),
-                            fix=f"use one of the steps {known}" if known else "there is none: train first")
+            raise UserError(
+                "Only a finished checkpoint can be restored.",
+                seen=f"step {step}",
+                where=str(self.folder),
+                fix=f"use one of the steps {known}" if known else "there is none: train first",
+            )
         for candidate in wanted:
             folder = self.path(candidate)
             manifest, damage = _verify_together(folder)
@@ -163,8 +180,12 @@ class Checkpoints:
             if step is None:
                 self._set_aside(folder, damage)
         if wanted:
-            raise UserError("A run resumes from a checkpoint that is whole.", seen=damage,
-                            where=str(self.folder), fix="restore a copy of the folder, or start a new run")
+            raise UserError(
+                "A run resumes from a checkpoint that is whole.",
+                seen=damage,
+                where=str(self.folder),
+                fix="restore a copy of the folder, or start a new run",
+            )
         return None
 
     def _read(self, folder: Path, manifest: dict, target: Any, partial: bool, resizable: dict[str, int]) -> Restored:
@@ -174,10 +195,13 @@ class Checkpoints:
         args = {}
         for name, entry in wanted.items():
             resized = check_fit(folder, name, manifest["entries"][name], entry, resizable)
-            args[name] = ocp.ArrayRestoreArgs(sharding=_sharding(entry.leaf), global_shape=entry.shape,
-                                              dtype=entry.leaf.dtype, strict=not resized)
-        arrays = self._checkpointer().restore(folder / "state", args=ocp.args.PyTreeRestore(
-            dict.fromkeys(args, 0), restore_args=args, partial_restore=True))
+            args[name] = ocp.ArrayRestoreArgs(
+                sharding=_sharding(entry.leaf), global_shape=entry.shape, dtype=entry.leaf.dtype, strict=not resized
+            )
+        arrays = self._checkpointer().restore(
+            folder / "state",
+            args=ocp.args.PyTreeRestore(dict.fromkeys(args, 0), restore_args=args, partial_restore=True),
+        )
         arrays = {name: clear_padding(arrays[name], manifest["entries"][name], resizable) for name in args}
         return Restored(state=rebuild(target, arrays), step=manifest["step"], data=manifest["data"])
 
@@ -200,7 +224,7 @@ class Checkpoints:
             self._failure = error
 
     def _apply_rule(self) -> None:
-        for step in self.steps()[:-self._keep_latest]:
+        for step in self.steps()[: -self._keep_latest]:
             if self._keep_every is None or step % self._keep_every:
                 # The manifest goes first: what is half removed is no checkpoint.
                 (self.path(step) / MANIFEST).unlink()

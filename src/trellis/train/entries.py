@@ -47,8 +47,12 @@ def entries(tree: Any) -> dict[str, Entry]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_named):
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
         if name in found:
-            raise UserError("Two leaves of a state may not share a name.", seen=f"`{name}` twice",
-                            where="the state's tree of keys and fields", fix="rename the key that contains a slash")
+            raise UserError(
+                "Two leaves of a state may not share a name.",
+                seen=f"`{name}` twice",
+                where="the state's tree of keys and fields",
+                fix="rename the key that contains a slash",
+            )
         names = tuple(leaf.names) if _is_named(leaf) else None
         found[name] = _entry(name, leaf.array if _is_named(leaf) else leaf, names)
     return found
@@ -67,8 +71,12 @@ def _is_named(x: Any) -> bool:
 
 def _entry(name: str, leaf: Any, names: tuple[str, ...] | None) -> Entry:
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-        raise UserError("A state is made of arrays.", seen=f"{type(leaf).__name__} ({leaf!r:.60})", where=name,
-                        fix="make it an array, or a static field that is no leaf")
+        raise UserError(
+            "A state is made of arrays.",
+            seen=f"{type(leaf).__name__} ({leaf!r:.60})",
+            where=name,
+            fix="make it an array, or a static field that is no leaf",
+        )
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return Entry(leaf=leaf, names=names)
     data, impl = _key_data(leaf)

@@ -14,20 +14,27 @@ def check_names(folder: Path, saved: dict, wanted: dict[str, Entry], partial: bo
     missing = sorted(set(wanted) - set(saved))
     extra = [] if partial else sorted(set(saved) - set(wanted))
     if missing or extra:
-        raise UserError("A checkpoint holds the entries of the state that it fills.",
-                        seen=f"not in the checkpoint: {_some(missing)}; not in the state: {_some(extra)}",
-                        where=str(folder),
-                        fix="resume with the model and optimizer that saved it, or use another run folder")
+        raise UserError(
+            "A checkpoint holds the entries of the state that it fills.",
+            seen=f"not in the checkpoint: {_some(missing)}; not in the state: {_some(extra)}",
+            where=str(folder),
+            fix="resume with the model and optimizer that saved it, or use another run folder",
+        )
 
 
 def check_fit(folder: Path, name: str, saved: dict, entry: Entry, resizable: dict[str, int]) -> bool:
     """Refuses an entry that does not fit its target. True where an axis changes its length, with permission."""
+
     def refuse(fix: str) -> UserError:
         stored = "x".join(map(str, saved["shape"])), saved["dtype"], saved.get("names"), saved.get("key")
         asked = entry.describe()
         needed = "x".join(map(str, asked["shape"])), asked["dtype"], asked.get("names"), asked.get("key")
-        return UserError("An entry of a checkpoint has its target's axes, lengths and dtype.",
-                         seen=f"saved {_type(*stored)}, wanted {_type(*needed)}", where=f"{name} in {folder}", fix=fix)
+        return UserError(
+            "An entry of a checkpoint has its target's axes, lengths and dtype.",
+            seen=f"saved {_type(*stored)}, wanted {_type(*needed)}",
+            where=f"{name} in {folder}",
+            fix=fix,
+        )
 
     if saved["dtype"] != str(entry.leaf.dtype) or saved.get("key") != entry.key_impl:
         raise refuse("resume with the dtypes and random generator that saved it")
@@ -49,8 +56,7 @@ def clear_padding(array: jax.Array, saved: dict, resizable: dict[str, int]) -> j
         if name in resizable and saved["shape"][i] != array.shape[i]:
             inside = np.arange(array.shape[i]) < resizable[name]
             keep = inside.reshape([-1 if j == i else 1 for j in range(array.ndim)])
-            clear = jax.jit(lambda a, k=keep: jnp.where(k, a, jnp.zeros_like(a)),
-                            out_shardings=array.sharding)
+            clear = jax.jit(lambda a, k=keep: jnp.where(k, a, jnp.zeros_like(a)), out_shardings=array.sharding)
             array = clear(array)
     return array
 

@@ -80,8 +80,9 @@ def wait_for(paths: Iterable[Path], timeout: float) -> None:
     missing = list(paths)
     while missing := [path for path in missing if not path.exists()]:
         if time.monotonic() > end:
-            raise TimeoutError(f"after {timeout:g} s these files of a checkpoint are not there: "
-                               + ", ".join(str(p) for p in missing))
+            raise TimeoutError(
+                f"after {timeout:g} s these files of a checkpoint are not there: " + ", ".join(str(p) for p in missing)
+            )
         time.sleep(0.01)
 
 

@@ -1,0 +1,171 @@
+"""Metrics leave the device without stopping it."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """One step's metrics on the host, and when things happened (seconds of `time.perf_counter`).
+
+    Attributes:
+        step: how many steps had been made after this one.
+        values: the metrics, those that were added for the same step (an evaluation) among them.
+        dispatched: when the step was handed to the device.
+        done: when the device had finished it.
+        idle_from: when the device had finished what it was given before; None for the first.
+        waited: when the loop began and ended to wait for the step's batch.
+        released: when the device had finished what was added for the step, such as an evaluation.
+    """
+
+    step: int
+    values: dict[str, float]
+    dispatched: float
+    waited: tuple[float, float] | None = None
+    done: float = 0.0
+    idle_from: float | None = None
+    released: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """From the end of what the device did before to the end of this step: waiting for data counts."""
+        return self.done - (self.dispatched if self.idle_from is None else self.idle_from)
+
+    @property
+    def data_wait(self) -> float:
+        """Seconds that the device had nothing to do while the loop waited for the step's batch."""
+        if self.waited is None or self.idle_from is None:
+            return 0.0
+        return max(0.0, self.waited[1] - max(self.waited[0], self.idle_from))
+
+
+@dataclass(slots=True)
+class _Pending:
+    record: Record
+    first: dict[str, jax.Array]
+    later: dict[str, jax.Array] = field(default_factory=dict)
+    sealed: bool = False
+
+
+class Drain:
+    """A thread that waits for each step's metrics, so that the training loop does not.
+
+    The loop pushes device scalars and goes on; it blocks only where it is `max_ahead` steps ahead of the device, which
+    bounds the batches in flight and never lets the device run out of work.
+
+    Args:
+        max_ahead: how many steps may be dispatched and unfinished.
+
+    A failure on the device is raised by the next call of any method.
+    """
+
+    def __init__(self, max_ahead: int = 4):
+        self._max_ahead = max_ahead
+        self._pending: deque[_Pending] = deque()
+        self._unfinished = 0
+        self._records: deque[Record] = deque()
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._change = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="metrics", daemon=True)
+        self._thread.start()
+
+    def push(self, step: int, metrics: Mapping[str, jax.Array], waited: tuple[float, float] | None = None) -> None:
+        """Hands over a step's metrics, scalars on the device.
+
+        Args:
+            step: how many steps have been made with this one.
+            metrics: scalar arrays, each on all devices or on one.
+            waited: when the loop began and ended to wait for the step's batch, in `time.perf_counter` seconds.
+        """
+        now = time.perf_counter()
+        with self._change:
+            self._seal()
+            record = Record(step=step, values={}, dispatched=now, waited=waited)
+            self._pending.append(_Pending(record, dict(metrics)))
+            self._unfinished += 1
+            self._change.notify_all()
+            self._change.wait_for(lambda: self._failure or self._unfinished <= self._max_ahead)
+            self._raise()
+
+    def add(self, metrics: Mapping[str, jax.Array]) -> None:
+        """Adds metrics to the step pushed last, such as an evaluation that was dispatched after it."""
+        with self._change:
+            self._raise()
+            self._pending[-1].later.update(metrics)
+
+    def poll(self) -> list[Record]:
+        """The finished records since the last call, in order. Never waits.
+
+        A step's record comes after the next step was pushed: until then something may be added to it.
+        """
+        with self._change:
+            self._raise()
+            found = list(self._records)
+            self._records.clear()
+            return found
+
+    def flush(self) -> list[Record]:
+        """Waits for everything that was pushed and returns what `poll` had not."""
+        with self._change:
+            self._seal()
+            self._change.notify_all()
+            self._change.wait_for(lambda: self._failure or not self._pending)
+        return self.poll()
+
+    def close(self) -> None:
+        """Ends the thread, without waiting for the device."""
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+
+    def _seal(self) -> None:
+        if self._pending:
+            self._pending[-1].sealed = True
+
+    def _raise(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _work(self) -> None:
+        idle_from = None
+        try:
+            while True:
+                with self._change:
+                    self._change.wait_for(lambda: self._closed or self._pending)
+                    if self._closed:
+                        return
+                    item = self._pending[0]
+                _fetch(item.record.values, item.first)
+                item.record.done, item.record.idle_from = time.perf_counter(), idle_from
+                with self._change:
+                    self._unfinished -= 1
+                    self._change.notify_all()
+                    self._change.wait_for(lambda item=item: self._closed or item.sealed)
+                    if not item.sealed:
+                        return
+                _fetch(item.record.values, item.later)
+                idle_from = time.perf_counter() if item.later else item.record.done
+                item.record.released = idle_from
+                with self._change:
+                    self._records.append(item.record)
+                    self._pending.popleft()
+                    self._change.notify_all()
+        except BaseException as error:  # the loop's thread raises it again
+            with self._change:
+                self._failure = error
+                self._change.notify_all()
+
+
+def _fetch(values: dict[str, float], arrays: dict[str, jax.Array]) -> None:
+    for array in arrays.values():
+        if isinstance(array, jax.Array):
+            array.copy_to_host_async()
+    for name, array in arrays.items():
+        values[name] = float(np.asarray(array))

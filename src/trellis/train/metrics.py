@@ -1,0 +1,82 @@
+"""From the device's numbers to the line that a run writes for a step."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+
+from .drain import Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a token costs, and what the devices could do.
+
+    Attributes:
+        flops_per_token: floating-point operations that training on one token takes, attention counted causally.
+        peak_flops: the devices' dense peak together, per second; None where it is not known.
+    """
+
+    flops_per_token: float
+    peak_flops: float | None
+
+    def utilisation(self, tokens_per_second: float) -> float | None:
+        """The model's FLOPs per second over the peak (MFU), from 0 to 1."""
+        return tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
+
+
+class Meter:
+    """Turns records into lines: rates over the steps since the line before.
+
+    Args:
+        tokens: how many tokens the run had seen before the first record.
+        work: what a token costs; None leaves `mfu` empty.
+    """
+
+    def __init__(self, *, tokens: int, work: Work | None):
+        self.tokens = tokens
+        self._work = work
+        self._steps, self._new_tokens, self._seconds, self._data_wait = 0, 0, 0.0, 0.0
+
+    def add(self, record: Record, tokens: int) -> None:
+        """Counts a step over `tokens` tokens."""
+        self.tokens += tokens
+        self._steps += 1
+        self._new_tokens += tokens
+        self._seconds += record.seconds
+        self._data_wait += record.data_wait
+
+    def line(self, record: Record) -> dict[str, float | int | None]:
+        """The line of the step that was added last. A value that is no finite number becomes None.
+
+        Keys: `step`, `tokens` (so far), the step's metrics, and over the steps since the line before:
+        `tokens_per_second`, `mfu` (0 to 1), `step_seconds` (waiting included), `data_wait_seconds` (a step's share of
+        the time that the device had no batch); `memory_bytes` is what the fullest device of this process holds, or
+        this process where the devices do not say.
+        """
+        rate = self._new_tokens / self._seconds if self._seconds > 0 else None
+        line: dict[str, float | int | None] = {"step": record.step, "tokens": self.tokens}
+        line.update(record.values)
+        line.update(
+            tokens_per_second=rate,
+            mfu=self._work.utilisation(rate) if self._work and rate else None,
+            step_seconds=self._seconds / self._steps,
+            data_wait_seconds=self._data_wait / self._steps,
+            memory_bytes=memory_bytes(),
+        )
+        self._steps, self._new_tokens, self._seconds, self._data_wait = 0, 0, 0.0, 0.0
+        return {name: value if value is None or math.isfinite(value) else None for name, value in line.items()}
+
+
+def memory_bytes() -> int | None:
+    """What the fullest device of this process holds; on a CPU, what the process holds; None where unknown."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    held = [s["bytes_in_use"] for s in stats if s and "bytes_in_use" in s]
+    if held:
+        return max(held)
+    try:
+        with open("/proc/self/status") as file:
+            found = [line.split()[1] for line in file if line.startswith("VmRSS:")]
+    except OSError:
+        return None
+    return int(found[0]) * 1024 if found else None

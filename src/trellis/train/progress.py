@@ -1,0 +1,92 @@
+"""What a run shows while it trains: one line that rewrites itself on a terminal, plain lines elsewhere."""
+
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TextIO
+
+from .figures import count, duration, size
+
+
+class Progress:
+    """A progress bar with loss, tokens per second, MFU, memory and time left.
+
+    Args:
+        total: the run's number of steps.
+        done: how many were made before it began.
+        stream: where to write; the default is stderr.
+        every: where the stream is no terminal, seconds between two lines. Evaluations and the last step always show.
+    """
+
+    def __init__(self, total: int, done: int = 0, *, stream: TextIO | None = None, every: float = 10.0):
+        self._total, self._stream, self._every = total, stream or sys.stderr, every
+        self._tty = self._stream.isatty()
+        # Time left follows the last hundred lines: a slow start, a compilation, is forgotten.
+        self._times: deque[tuple[int, float]] = deque([(done, time.monotonic())], maxlen=100)
+        self._shown: float | None = None
+        self._bar = ""
+
+    def update(self, line: Mapping[str, float | int | None]) -> None:
+        """Shows a line of metrics, as `Meter.line` makes them."""
+        now = time.monotonic()
+        self._times.append((int(line["step"]), now))
+        text = self.describe(line)
+        if self._tty:
+            self._bar = self._draw(line["step"], text)
+            self._stream.write("\r\x1b[K" + self._bar)
+            self._stream.flush()
+        due = self._shown is None or now - self._shown >= self._every
+        if not self._tty and (due or "validation_loss" in line or line["step"] >= self._total):
+            self._shown = now
+            self._stream.write(text + "\n")
+            self._stream.flush()
+        elif self._tty and "validation_loss" in line:
+            self.note(text)
+
+    def describe(self, line: Mapping[str, float | int | None]) -> str:
+        """The line in words: `step 20/100  loss 3.21  1.20k tok/s  MFU 31.0 %  1.20 GiB  left 2 min 10 s`."""
+        parts = [f"step {line['step']}/{self._total}"]
+        loss = line.get("loss")
+        parts.append(f"loss {loss:.4f}" if loss is not None else "loss not finite")
+        if line.get("validation_loss") is not None:
+            parts.append(f"validation {line['validation_loss']:.4f}")
+        if line.get("bits_per_byte") is not None:
+            parts.append(f"{line['bits_per_byte']:.4f} bits/byte")
+        if line.get("tokens_per_second") is not None:
+            parts.append(f"{count(line['tokens_per_second'])} tok/s")
+        if line.get("mfu") is not None:
+            parts.append(f"MFU {100 * line['mfu']:.1f} %")
+        if line.get("memory_bytes") is not None:
+            parts.append(size(line["memory_bytes"]))
+        left = self._left(int(line["step"]))
+        if left is not None:
+            parts.append(f"left {duration(left)}")
+        return "  ".join(parts)
+
+    def note(self, text: str) -> None:
+        """Writes a line of its own, above the bar."""
+        self._stream.write(f"\r\x1b[K{text}\n{self._bar}" if self._tty else text + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Leaves the last line standing."""
+        if self._tty and self._bar:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._bar = ""
+
+    def _left(self, step: int) -> float | None:
+        (first, start), (last, end) = self._times[0], self._times[-1]
+        if last <= first or step >= self._total:
+            return None
+        return (self._total - step) * (end - start) / (last - first)
+
+    def _draw(self, step: float, text: str) -> str:
+        width = shutil.get_terminal_size().columns - 1
+        room = min(30, width - len(text) - 2)
+        if room < 5:
+            return text[:width]
+        filled = round(room * min(1.0, step / max(1, self._total)))
+        return "━" * filled + "╌" * (room - filled) + "  " + text

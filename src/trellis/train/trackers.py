@@ -1,0 +1,165 @@
+"""Where a run's numbers go: JSON lines always; TensorBoard and Weights & Biases as extras."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import UserError, did_you_mean
+
+Line = Mapping[str, float | int | None]
+
+
+class Tracker(Protocol):
+    """Takes a run's lines and texts. A new tracker is these three methods and a name in `open_trackers`."""
+
+    def log(self, line: Line) -> None:
+        """One line: `step` and the numbers of that step; None where a number is not known or not finite."""
+
+    def text(self, name: str, step: int, text: str) -> None:
+        """A text that belongs to a step, such as a sample."""
+
+    def close(self) -> None:
+        """Writes what is left."""
+
+
+class JsonLines:
+    """`metrics.jsonl`: one object a line, each on disk when `log` returns.
+
+    Args:
+        path: the file; lines of steps after `step` are cut off, a half-written last line too.
+        step: the step that the run goes on from; 0 begins anew.
+    """
+
+    def __init__(self, path: Path, step: int = 0):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            kept = [line for line in read_lines(path) if line["step"] <= step]
+            part = path.with_name(f".{path.name}.part")
+            part.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            os.replace(part, path)
+        self._file = open(path, "a")
+
+    def log(self, line: Line) -> None:
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def text(self, name: str, step: int, text: str) -> None:
+        """Texts have no place among the numbers; a run keeps them in files of their own."""
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The lines of a `metrics.jsonl`, oldest first. A last line that a killed run left half written is skipped."""
+    lines = []
+    texts = path.read_text().splitlines() if path.exists() else []
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+            line["step"] += 0
+            lines.append(line)
+        except (ValueError, TypeError, KeyError):
+            if number < len(texts):
+                raise UserError(
+                    "Each line of a metrics file is a JSON object with a step.",
+                    seen=f"{text:.60}",
+                    where=f"{path}, line {number}",
+                    fix="remove the line",
+                ) from None
+    return lines
+
+
+class TensorBoard:
+    """Event files for TensorBoard, under `folder`. Needs the extra `tensorboard`."""
+
+    def __init__(self, folder: Path, step: int = 0):
+        self._writer = _need("tensorboardX", "tensorboard").SummaryWriter(str(folder), purge_step=step + 1)
+
+    def log(self, line: Line) -> None:
+        for name, value in line.items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, line["step"])
+
+    def text(self, name: str, step: int, text: str) -> None:
+        self._writer.add_text(name, text, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """Weights & Biases. Without an account it writes offline, into the run's folder. Needs the extra `wandb`.
+
+    Args:
+        folder: the run's folder, whose name becomes the run's. A resumed run goes on under the same id.
+        config: the resolved run, as plain values.
+        mode: `offline`, `online`, or None for what the environment variable WANDB_MODE says, offline by default.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any] | None = None, mode: str | None = None):
+        wandb = _need("wandb", "wandb")
+        id_file = folder / "wandb-id"
+        if not id_file.exists():
+            id_file.write_text(os.urandom(4).hex())
+        self._wandb = wandb
+        self._run = wandb.init(
+            project="trellis",
+            name=folder.name,
+            dir=str(folder),
+            config=dict(config or {}),
+            id=id_file.read_text().strip(),
+            resume="allow",
+            mode=mode or os.environ.get("WANDB_MODE", "offline"),
+        )
+
+    def log(self, line: Line) -> None:
+        values = {name: value for name, value in line.items() if name != "step" and value is not None}
+        self._run.log(values, step=line["step"])
+
+    def text(self, name: str, step: int, text: str) -> None:
+        self._run.log({name: self._wandb.Html(f"<pre>{_escape(text)}</pre>")}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_trackers(
+    names: Sequence[str], folder: Path, *, step: int = 0, config: Mapping[str, Any] | None = None
+) -> list[Tracker]:
+    """The trackers of a run: JSON lines, and those named (`tensorboard`, `wandb`).
+
+    Args:
+        names: the extra ones.
+        folder: the run's folder.
+        step: the step that the run goes on from.
+        config: the resolved run, as plain values.
+    """
+    known = {"tensorboard": lambda: TensorBoard(folder / "tensorboard", step), "wandb": lambda: WandB(folder, config)}
+    for name in names:
+        if name not in known:
+            raise UserError("A tracker has a known name.", seen=name, where="trackers", fix=did_you_mean(name, known))
+    extras = [known[name]() for name in names]
+    return [JsonLines(folder / "metrics.jsonl", step), *extras]
+
+
+def _need(module: str, extra: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UserError(
+            "A tracker that is asked for is installed.",
+            seen=f"no module `{module}`",
+            where="trackers",
+            fix=f"pip install 'trellis[{extra}]', or leave the tracker out",
+        ) from None
+
+
+def _escape(text: str) -> str:
+    import html
+
+    return html.escape(text)

@@ -1,0 +1,165 @@
+"""The lines of a run: their keys, their rates, where they go, what is shown."""
+
+import io
+import json
+import math
+import sys
+import types
+
+import pytest
+
+from trellis.errors import UserError
+from trellis.train.drain import Record
+from trellis.train.metrics import Meter, Work, memory_bytes
+from trellis.train.progress import Progress
+from trellis.train.trackers import JsonLines, open_trackers, read_lines
+
+
+def record(step, start, end, loss=1.5, **values):
+    return Record(
+        step=step,
+        values={"loss": loss, **values},
+        dispatched=start,
+        idle_from=start,
+        done=end,
+        waited=(start, start + 0.25),
+    )
+
+
+def test_rates_are_over_the_steps_since_the_line_before():
+    meter = Meter(tokens=1000, work=Work(flops_per_token=10.0, peak_flops=4000.0))
+    meter.add(record(5, 0.0, 1.0), 100)
+    meter.add(record(6, 1.0, 4.0), 100)
+    line = meter.line(record(6, 1.0, 4.0, loss=0.5, learning_rate=0.1, grad_norm=2.0))
+    memory = line.pop("memory_bytes")
+    assert line == {
+        "step": 6,
+        "tokens": 1200,
+        "loss": 0.5,
+        "learning_rate": 0.1,
+        "grad_norm": 2.0,
+        "tokens_per_second": 50.0,
+        "mfu": 0.125,
+        "step_seconds": 2.0,
+        "data_wait_seconds": 0.25,
+    }
+    assert memory == pytest.approx(memory_bytes(), rel=0.5)
+    meter.add(record(7, 4.0, 5.0), 100)
+    assert meter.line(record(7, 4.0, 5.0))["tokens_per_second"] == 100.0
+
+
+def test_what_is_not_finite_or_not_known_is_none():
+    meter = Meter(tokens=0, work=Work(flops_per_token=10.0, peak_flops=None))
+    meter.add(record(1, 0.0, 1.0), 10)
+    line = meter.line(record(1, 0.0, 1.0, loss=math.nan))
+    assert line["loss"] is None and line["mfu"] is None
+    json.dumps(line, allow_nan=False)
+
+
+def test_a_resumed_run_cuts_the_lines_past_its_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    for step in (1, 2, 3):
+        lines.log({"step": step, "loss": 1.0 / step})
+    lines.close()
+    with open(path, "a") as file:
+        file.write('{"step": 4, "lo')
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
+    again = JsonLines(path, step=2)
+    again.log({"step": 3, "loss": None})
+    again.close()
+    assert read_lines(path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, {"step": 3, "loss": None}]
+    JsonLines(path).close()
+    assert read_lines(path) == [], "a run that begins anew keeps nothing"
+
+
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnot json\n{"step": 2}\n')
+    with pytest.raises(UserError, match="Each line of a metrics file is a JSON object with a step") as error:
+        read_lines(path)
+    assert error.value.where == f"{path}, line 2"
+
+
+def test_trackers_have_known_names_and_are_installed(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="A tracker has a known name") as error:
+        open_trackers(["tensorbord"], tmp_path)
+    assert error.value.fix == "did you mean `tensorboard`?"
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="A tracker that is asked for is installed") as error:
+        open_trackers(["wandb"], tmp_path)
+    assert error.value.fix == "pip install 'trellis[wandb]', or leave the tracker out"
+
+
+def test_wandb_goes_on_under_the_same_id_and_offline(tmp_path, monkeypatch):
+    calls = []
+
+    class Run:
+        def log(self, values, step):
+            calls.append((step, values))
+
+        def finish(self):
+            calls.append("finish")
+
+    fake = types.SimpleNamespace(init=lambda **kw: calls.append(kw) or Run(), Html=lambda text: text)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for _ in range(2):
+        lines, tracker = open_trackers(["wandb"], tmp_path, config={"steps": 3})
+        tracker.log({"step": 1, "loss": 2.0, "mfu": None})
+        tracker.text("sample", 1, "a < b")
+        tracker.close()
+        lines.close()
+    first, log, text, end, second = calls[:5]
+    assert first["mode"] == "offline" and first["config"] == {"steps": 3} and first["resume"] == "allow"
+    assert first["id"] == second["id"]
+    assert (log, text, end) == ((1, {"loss": 2.0}), (1, {"sample": "<pre>a &lt; b</pre>"}), "finish")
+
+
+def test_tensorboard_writes_events(tmp_path):
+    json_lines, board = open_trackers(["tensorboard"], tmp_path)
+    board.log({"step": 1, "loss": 2.0, "mfu": None})
+    board.text("sample", 1, "hello")
+    board.close()
+    json_lines.close()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    content = events.read_bytes()
+    assert b"loss" in content and b"hello" in content and b"mfu" not in content
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+LINE = {"step": 20, "loss": 3.21, "tokens_per_second": 1200.0, "mfu": 0.31, "memory_bytes": 3 << 30}
+
+
+def test_progress_in_a_pipe_is_plain_lines():
+    stream = io.StringIO()
+    progress = Progress(100, stream=stream, every=1000.0)
+    progress.update(LINE)
+    progress.update({**LINE, "step": 30})
+    progress.update({**LINE, "step": 40, "validation_loss": 3.5, "bits_per_byte": 1.25})
+    progress.update({**LINE, "step": 100, "loss": None})
+    progress.note("a note")
+    progress.close()
+    shown = stream.getvalue()
+    assert "\r" not in shown and "\x1b" not in shown
+    first, evaluated, last, note = shown.splitlines()
+    assert first.startswith("step 20/100  loss 3.2100  1.20k tok/s  MFU 31.0 %  3.00 GiB  left ")
+    assert "validation 3.5000  1.2500 bits/byte" in evaluated
+    assert last == "step 100/100  loss not finite  1.20k tok/s  MFU 31.0 %  3.00 GiB"
+    assert note == "a note"
+
+
+def test_progress_on_a_terminal_rewrites_its_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = Terminal()
+    progress = Progress(100, stream=stream)
+    progress.update({**LINE, "step": 50})
+    progress.update({**LINE, "step": 100})
+    progress.close()
+    bars = stream.getvalue().split("\r\x1b[K")
+    assert "━" * 15 + "╌" * 15 in bars[1] and "━" * 30 in bars[2]
+    assert bars[2].endswith("\n") and all(len(bar.rstrip()) < 120 for bar in bars)
