@@ -1,0 +1,16 @@
+"""The few private names of JAX that Trellis needs, each with the versions it was tried on."""
+
+import jax
+
+
+def is_tracer(x) -> bool:
+    """Whether `x` stands for a value inside a trace. Public since JAX 0.4."""
+    return isinstance(x, jax.core.Tracer)
+
+
+def same_trace(a, b) -> bool:
+    """Whether two tracers belong to one trace, so that one may be kept beside the other.
+
+    `Tracer._trace` is private; it exists in JAX 0.10.2 to 0.12.0.
+    """
+    return is_tracer(a) and is_tracer(b) and getattr(a, "_trace", a) is getattr(b, "_trace", b)

@@ -1,0 +1,138 @@
+"""A layout: a mesh and two maps from axis names to mesh axes. It is where parallelism is chosen."""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import math
+import threading
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from trellis.notation import spec_of
+
+from .meshes import MeshError, nearest_sizes
+
+_current: contextvars.ContextVar["Layout | None"] = contextvars.ContextVar("layout", default=None)
+
+Axes = tuple[str, ...]
+
+
+def _freeze(entries: "Mapping[str, str | Sequence[str]] | tuple", mesh: Mesh, which: str) -> tuple[tuple[str, Axes], ...]:
+    items = entries.items() if isinstance(entries, Mapping) else entries
+    frozen = tuple((name, (axes,) if isinstance(axes, str) else tuple(axes)) for name, axes in items)
+    for name, axes in frozen:
+        for axis in axes:
+            if axis not in mesh.axis_names:
+                raise MeshError(
+                    f"a layout maps names to axes of its mesh, got '{name}: {axis}' in {which}, where the mesh has "
+                    f"{', '.join(mesh.axis_names)}: use one of these, or add '{axis}' to make_mesh"
+                )
+    return frozen
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Layout:
+    """Which named axes are sliced over which mesh axes, at rest and in use.
+
+    Earlier entries win: where two names of one operation map to the same mesh
+    axis, the first entry gets it and the other name stays whole. So
+    `compute={"batch": "data", "mlp": "model", "pos": "model"}` is Megatron's
+    sequence parallelism: `pos` is sliced wherever `mlp` is absent.
+
+    Attributes:
+        mesh: the devices.
+        params: slices of parameters and optimizer state at rest.
+        compute: slices of everything in use.
+        strict: refuse operations that would gather a sliced axis on their own
+            (sort, cumsum, top_k, ...) instead of gathering it.
+        gather: "joint" gathers a weight over all its mesh axes in one
+            collective, "per_axis" over one mesh axis after the other.
+
+    Raises:
+        MeshError: an entry names an axis that the mesh does not have.
+    """
+
+    mesh: Mesh
+    params: tuple[tuple[str, Axes], ...]
+    compute: tuple[tuple[str, Axes], ...]
+    strict: bool
+    gather: str
+
+    def __init__(self, mesh: Mesh, params=(), compute=(), *, strict: bool = False, gather: str = "joint"):
+        if gather not in ("joint", "per_axis"):
+            raise MeshError(f"a layout gathers 'joint' or 'per_axis', got gather={gather!r}, in Layout: pass one of the two")
+        object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "params", _freeze(params, mesh, "params"))
+        object.__setattr__(self, "compute", _freeze(compute, mesh, "compute"))
+        object.__setattr__(self, "strict", strict)
+        object.__setattr__(self, "gather", gather)
+
+    def assign(self, names: Sequence[str], which: str = "compute") -> tuple[Axes, ...]:
+        """The mesh axes of each name, when these names meet in one array or operation."""
+        return _assign(self, tuple(names), which)
+
+    def spec(self, names: Sequence[str], which: str = "compute") -> PartitionSpec:
+        """The same as JAX writes it."""
+        return spec_of(self.assign(names, which))
+
+    def sharding(self, names: Sequence[str], which: str = "compute") -> NamedSharding:
+        """The same, on this layout's devices."""
+        return NamedSharding(self.mesh, self.spec(names, which))
+
+    def check(self, names: Sequence[str], sizes: Sequence[int], which: str = "compute") -> None:
+        """Refuses sizes that do not divide over their mesh axes.
+
+        Raises:
+            MeshError: with both sizes, and the nearest sizes that work.
+        """
+        for name, size, axes in zip(names, sizes, self.assign(names, which), strict=True):
+            check_divides(name, size, axes, self.mesh.shape)
+
+    def __enter__(self) -> "Layout":
+        stack = contextlib.ExitStack()
+        token = _current.set(self)
+        stack.callback(_current.reset, token)
+        if jax.sharding.get_abstract_mesh() != self.mesh.abstract_mesh:
+            stack.enter_context(jax.set_mesh(self.mesh))
+        _entered.stacks = [*getattr(_entered, "stacks", []), stack]
+        return self
+
+    def __exit__(self, *exception) -> None:
+        _entered.stacks.pop().close()
+
+
+_entered = threading.local()
+
+
+def current_layout() -> Layout | None:
+    """The layout of the innermost `with layout:`, or None."""
+    return _current.get()
+
+
+def check_divides(name: str | int, size: int, axes: Sequence[str], mesh_shape: Mapping[str, int]) -> None:
+    """Refuses a dimension that its mesh axes do not divide.
+
+    Raises:
+        MeshError: with both sizes, and the nearest sizes that work.
+    """
+    parts = math.prod(mesh_shape[axis] for axis in axes)
+    if size % parts:
+        raise MeshError(
+            f"a mesh axis divides what it slices, got {name}={size} over {'/'.join(axes)}={parts}, "
+            f"in '{'/'.join((str(name), *axes))}': make {name} {nearest_sizes(size, parts)}, or change the layout"
+        )
+
+
+@functools.lru_cache(maxsize=65536)
+def _assign(layout: Layout, names: tuple[str, ...], which: str) -> tuple[Axes, ...]:
+    taken: dict[str, Axes] = {}
+    used: set[str] = set()
+    for name, axes in getattr(layout, which):
+        if name in names and name not in taken:
+            mine = tuple(a for a in axes if a not in used and layout.mesh.shape[a] > 1)
+            taken[name] = mine
+            used.update(mine)
+    return tuple(taken.get(name, ()) for name in names)

@@ -1,0 +1,114 @@
+"""Meshes: devices arranged so that the axes that talk least cross the slow links."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+# From rarely to often talking: gradients once a step, activations of a stage
+# once a microbatch, weights once a layer, then what moves several times a layer.
+OUTER_TO_INNER = ("replica", "stage", "data", "expert", "context", "model")
+
+_TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
+
+
+class MeshError(ValueError):
+    """A mesh that cannot be made of these devices, or a size that it does not divide."""
+
+
+def make_mesh(devices: Sequence | None = None, *, axis_type: str = "explicit", **sizes: int) -> Mesh:
+    """Arranges devices in a mesh with the given axes.
+
+    Axes with the usual names are ordered outermost first as `OUTER_TO_INNER`
+    says, others follow in the order written. Where the devices belong to
+    several slices or hosts, the outermost axes are the ones that cross them.
+
+    >>> make_mesh(model=2, data=4).shape
+    OrderedDict([('data', 4), ('model', 2)])
+
+    Args:
+        devices: the devices to use; all of them if not given.
+        axis_type: "explicit" (shardings are in the types) or "auto".
+        **sizes: axis sizes. One of them may be -1: it takes what is left.
+
+    Raises:
+        MeshError: the sizes do not multiply to the number of devices, or the
+            axes cannot be divided over the slices or hosts.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    if axis_type not in _TYPES:
+        raise MeshError(f"a mesh axis is 'explicit' or 'auto', got axis_type={axis_type!r}, in make_mesh: pass one of the two")
+    sizes = _resolve(sizes, len(devices))
+    names = sorted(sizes, key=lambda n: OUTER_TO_INNER.index(n) if n in OUTER_TO_INNER else len(OUTER_TO_INNER))
+    shape = [sizes[name] for name in names]
+    return Mesh(_arrange(devices, names, shape), tuple(names), axis_types=(_TYPES[axis_type],) * len(names))
+
+
+def _resolve(sizes: dict[str, int], count: int) -> dict[str, int]:
+    shown = " ".join(f"{name}={size}" for name, size in sizes.items())
+    if not sizes:
+        raise MeshError("a mesh has at least one axis, got none, in make_mesh: write make_mesh(data=-1)")
+    if bad := [n for n, s in sizes.items() if s < 1 and s != -1]:
+        raise MeshError(f"a mesh axis has a positive size, or -1 for what is left, got {shown}, in make_mesh: correct '{bad[0]}'")
+    free = [name for name, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise MeshError(f"one mesh axis at most takes what is left, got {shown}, in make_mesh: give '{free[1]}' a size")
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if free and count % known == 0:
+        return {name: count // known if size == -1 else size for name, size in sizes.items()}
+    if known != count or free:
+        raise MeshError(
+            f"the axes of a mesh multiply to the number of devices, got {shown} ({'at least ' if free else ''}{known}) "
+            f"for {count} devices, in make_mesh: {_suggest(sizes, count)}"
+        )
+    return dict(sizes)
+
+
+def _suggest(sizes: dict[str, int], count: int) -> str:
+    first = next(iter(sizes))
+    rest = math.prod(s for n, s in sizes.items() if n != first and s != -1)
+    if count % rest == 0:
+        return f"'{first}={count // rest}' fits, or use {rest} x n devices"
+    return f"choose sizes that multiply to {count}, or pass devices=jax.devices()[:n]"
+
+
+def _arrange(devices: list, names: list[str], shape: list[int]) -> np.ndarray:
+    """The devices as an array of the mesh's shape, slices (or hosts) along the outermost axes."""
+    key = "slice_index" if len({getattr(d, "slice_index", 0) for d in devices}) > 1 else "process_index"
+    one_torus = key == "process_index" and devices[0].platform == "tpu"
+    groups = 1 if one_torus else len({getattr(d, key, 0) for d in devices})
+    if groups == 1:
+        if devices[0].platform == "cpu":
+            return np.array(devices).reshape(shape)
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    across, left = [], groups
+    for size in shape:
+        across.append(math.gcd(size, left))
+        left //= across[-1]
+    if left != 1:
+        raise MeshError(
+            f"the outermost axes of a mesh divide over its {'slices' if key == 'slice_index' else 'hosts'}, got "
+            f"{dict(zip(names, shape, strict=True))} for {groups} of them, in make_mesh: make the size of "
+            f"'{names[0]}' a multiple of {groups}"
+        )
+    if devices[0].platform == "tpu":
+        within = [size // part for size, part in zip(shape, across, strict=True)]
+        return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
+    # Hosts in order, then the devices of a host in order: [across..., within...] -> interleaved.
+    ordered = np.array(sorted(devices, key=lambda d: (getattr(d, key), d.id)))
+    within = [size // part for size, part in zip(shape, across, strict=True)]
+    axes = [i + side * len(shape) for i in range(len(shape)) for side in (0, 1)]
+    return ordered.reshape(across + within).transpose(axes).reshape(shape)
+
+
+def nearest_sizes(size: int, parts: int) -> str:
+    """The sizes around `size` that `parts` divides, as text for an error.
+
+    >>> nearest_sizes(6, 4)
+    '4 or 8'
+    """
+    below, above = size // parts * parts, -(-size // parts) * parts
+    return f"{below} or {above}" if below else str(above)

@@ -1,0 +1,192 @@
+"""One verb for communication: `reshard("before -> after", x)`, in all three modes, and its four named forms."""
+
+import functools
+
+import jax
+from jax.sharding import NamedSharding
+
+from trellis.notation import Dim, NotationError, Shape, parse_transition, spec_of
+from trellis.notation.state import State, state_of
+
+from .layout import check_divides
+
+
+
+class ReshardError(ValueError):
+    """A transition that does not fit its array, or a verb that does not fit its transition."""
+
+
+def reshard(transition: str, x):
+    """Moves an array from one sharding to another.
+
+    The text says both, so both are checked. What moves follows from it:
+
+        a/x -> a          all-gather          (gradient: slice)
+        a/x -> a ~x       all-gather          (gradient: reduce-scatter)
+        a +x -> a         all-reduce          (gradient: nothing moves)
+        a +x -> a/x       reduce-scatter      (gradient: all-gather)
+        a/x b -> a b/x    all-to-all          (gradient: all-to-all)
+        a -> a/x          slice               (gradient: all-gather)
+        a -> a ~x         cast                (gradient: all-reduce)
+
+    In explicit mode this is one `jax.reshard`, in manual mode the `jax.lax`
+    collectives themselves, in auto mode a sharding constraint (there are no
+    pending sums there), without a mesh nothing.
+
+    Args:
+        transition: `before -> after`, the same dimensions on both sides.
+        x: a plain or a named array.
+
+    Raises:
+        ReshardError: `x` is not what `before` says.
+        NotationError: the text is not a transition.
+        MeshError: a mesh axis does not divide its dimension.
+    """
+    before, after = parse_transition(transition)
+    return _reshard(before, after, x, transition)
+
+
+def _verb(name: str, doc: str):
+    def verb(transition: str, x):
+        before, after = parse_transition(transition)
+        from trellis.notation.transition import kind_of
+
+        kinds = sorted({kind for kind, *_ in kind_of(before, after)})
+        if kinds != [name.replace("_", "-")]:
+            raise ReshardError(
+                f"{name} performs {_article(name)}, got a transition that is {', '.join(kinds) or 'nothing'}, "
+                f"in '{transition}': correct the text, or write reshard for any transition"
+            )
+        return _reshard(before, after, x, transition)
+
+    verb.__name__ = verb.__qualname__ = name
+    verb.__doc__ = f"`reshard`, where the transition must be {doc}.\n\n    Raises:\n        ReshardError: it is another."
+    return verb
+
+
+def _article(name: str) -> str:
+    return f"an {name}".replace("_", "-") if name[0] == "a" else f"a {name}".replace("_", "-")
+
+
+all_gather = _verb("all_gather", "an all-gather: `a/x -> a` or `a/x -> a ~x`")
+reduce_scatter = _verb("reduce_scatter", "a reduce-scatter: `a +x -> a/x`")
+all_reduce = _verb("all_reduce", "an all-reduce: `a +x -> a`")
+all_to_all = _verb("all_to_all", "an all-to-all: `a/x b -> a b/x`")
+
+
+def _reshard(before: Shape, after: Shape, x, transition: str):
+    named = hasattr(x, "names") and hasattr(x, "array")
+    array = x.array if named else x
+    if named:
+        _check_names(before, x, transition)
+    if before.ellipsis:
+        before, after = _fill(before, after, array, x.names if named else None)
+    state = state_of(array)
+    if state.mode == "manual":
+        from .manual import manual_reshard
+
+        moved = manual_reshard(before, after, array)
+        return x.with_array(moved, after) if named else moved
+    if state.mode == "none":
+        return x
+    _check_state(before, state, array, transition)
+    moved = place(array, [dim.axes for dim in after.dims], after.pending, after.copied, names=before.names)
+    return x.with_array(moved) if named else moved
+
+
+def _check_names(before: Shape, x, transition: str) -> None:
+    names = before.names
+    if names != (tuple(x.names)[len(x.names) - len(names) :] if before.ellipsis else tuple(x.names)):
+        raise ReshardError(
+            f"a transition names the dimensions of its array in order, got '{before.bare()}' for an array "
+            f"with '{' '.join(map(str, x.names))}', in reshard('{transition}'): write the array's own names"
+        )
+
+
+def _fill(before: Shape, after: Shape, array, names) -> tuple[Shape, Shape]:
+    """Writes out `...`: the leading dimensions keep their sharding."""
+    extra = array.ndim - len(before.dims)
+    axes = state_of(array).axes
+    lead = tuple(Dim(names[i] if names else f"_{i}", axes[i]) for i in range(extra))
+    return (
+        Shape(lead + before.dims, before.pending, before.copied),
+        Shape(lead + after.dims, after.pending, after.copied),
+    )
+
+
+def _check_state(before: Shape, state: State, array, transition: str) -> None:
+    if array.ndim != len(before.dims):
+        raise ReshardError(
+            f"a transition has one name for each dimension, got {len(before.dims)} names for an array of shape "
+            f"{array.shape}, in reshard('{transition}'): write all dimensions, or '...' for leading ones"
+        )
+    if state.mode == "auto":
+        return
+    mesh = jax.typeof(array).sharding.mesh
+    real = [tuple(a for a in dim.axes if mesh.shape[a] > 1) for dim in before.dims]
+    wanted = (tuple(real), _real(before.pending, mesh), _real(before.copied, mesh))
+    seen = (
+        tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in state.axes),
+        _real(state.pending, mesh),
+        _real(state.copied, mesh),
+    )
+    if wanted != seen:
+        held = Shape(
+            tuple(Dim(d.name, a) for d, a in zip(before.dims, state.axes, strict=True)),
+            tuple(sorted(state.pending)),
+            tuple(sorted(state.copied)),
+        )
+        raise ReshardError(
+            f"the left side of a transition is what the array is, got an array of type '{held}', "
+            f"in reshard('{transition}'): write '{held} -> ...'"
+        )
+
+
+def _real(axes, mesh) -> frozenset[str]:
+    return frozenset(axis for axis in axes if mesh.shape[axis] > 1)
+
+
+def place(array, axes, pending=(), copied=(), *, names=None):
+    """Moves a plain array (explicit or auto mode) to the given mesh axes and states, in one step.
+
+    Args:
+        array: any sharding.
+        axes: for each dimension the mesh axes that slice it.
+        pending, copied: the states of the result.
+        names: the dimensions' names, for the ledger and for errors.
+
+    Raises:
+        MeshError: a mesh axis does not divide its dimension.
+    """
+    state = state_of(array)
+    if state.mode == "none":
+        return array
+    mesh = jax.typeof(array).sharding.mesh
+    axes = tuple(tuple(a for a in mine if mesh.shape[a] > 1) for mine in axes)
+    pending, copied = _real(pending, mesh), _real(copied, mesh)
+    if (axes, pending, copied) == (state.axes, state.pending, state.copied):
+        return array
+    names = names or tuple(f"_{i}" for i in range(array.ndim))
+    for name, size, mine in zip(names, array.shape, axes, strict=True):
+        check_divides(name, size, mine, mesh.shape)
+    spec = spec_of(axes, pending, copied)
+    if state.mode == "auto":
+        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(axes)))
+    with jax.named_scope(_scope(names, state, axes, pending, copied)):
+        return jax.reshard(array, spec)
+
+
+@functools.lru_cache(maxsize=4096)
+def _scope(names, state: State, axes, pending, copied) -> str:
+    def shape(axes, pending, copied):
+        return Shape(tuple(map(Dim, names, axes)), tuple(sorted(pending)), tuple(sorted(copied)))
+
+    return scope_name(f"{shape(state.axes, state.pending, state.copied)} -> {shape(axes, pending, copied)}")
+
+
+def scope_name(text: str) -> str:
+    """The name scope that carries a transition's text into the program, for the ledger."""
+    return f"reshard[{text}]"
+
+
+__all__ = ["NotationError", "ReshardError", "all_gather", "all_reduce", "all_to_all", "place", "reduce_scatter", "reshard"]

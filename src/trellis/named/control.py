@@ -1,0 +1,149 @@
+"""`vmap`, `scan`, `fold` and `map` over a name."""
+
+import jax
+
+from .array import NamedArray, is_named
+from .axis import Axis, NamesError
+
+
+def _length(tree, name: str, what: str) -> int:
+    sizes = {x.shape[name] for x in _named_leaves(tree) if name in x.names}
+    if len(sizes) != 1:
+        seen = f"sizes {sorted(sizes)}" if sizes else "no array with it"
+        raise NamesError(f"{what} goes along one dimension, got {seen} for '{name}': pass arrays that have '{name}', of one size")
+    return sizes.pop()
+
+
+def _named_leaves(tree):
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_named) if is_named(x)]
+
+
+def _front(tree, name: str):
+    """Moves `name` to the front of every array that has it, and takes the name off."""
+
+    def lead(x):
+        if is_named(x) and name in x.names:
+            i = x.index(name)
+            x = x.transpose((name, *(n for n in x.names if n != name))) if i else x
+            return _Mapped(NamedArray(x.array, x.names[1:], x.slices[1:]))
+        return x
+
+    return jax.tree.map(lead, tree, is_leaf=is_named)
+
+
+@jax.tree_util.register_pytree_node_class
+class _Mapped:
+    """Marks an array whose leading, unnamed dimension is the one mapped."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def tree_flatten(self):
+        return (self.x,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(children[0])
+
+
+def _is_mapped(x) -> bool:
+    return isinstance(x, _Mapped)
+
+
+def _unwrap(tree):
+    return jax.tree.map(lambda x: x.x if _is_mapped(x) else x, tree, is_leaf=_is_mapped)
+
+
+def _restore(tree, name: str):
+    def back(x):
+        return NamedArray(x.array, (name, *x.names), ((), *x.slices) if x.slices else ()) if is_named(x) else x
+
+    return jax.tree.map(back, tree, is_leaf=is_named)
+
+
+def _name(axis) -> str:
+    return axis.name if isinstance(axis, Axis) else axis
+
+
+def vmap(fn, axis: str | Axis):
+    """Maps a function over a name.
+
+    Arrays that have the name are mapped, everything else is passed whole. Inside
+    `fn` the name is gone; the results get it back as their first dimension.
+
+    >>> import jax.numpy as jnp
+    >>> from trellis.named import named
+    >>> x = named(jnp.ones((2, 3)), "batch embed")
+    >>> vmap(lambda row: row.sum("embed"), "batch")(x).shape
+    {'batch': 2}
+
+    Raises:
+        NamesError: no argument has the name, or with different sizes.
+    """
+    name = _name(axis)
+
+    def mapped(*args, **kwargs):
+        _length((args, kwargs), name, "vmap")
+        tree = _front((args, kwargs), name)
+        in_axes = jax.tree.map(lambda x: 0 if _is_mapped(x) else None, tree, is_leaf=_is_mapped)
+
+        def call(tree):
+            args, kwargs = _unwrap(tree)
+            return fn(*args, **kwargs)
+
+        return _restore(jax.vmap(call, in_axes=(in_axes,))(tree), name)
+
+    return mapped
+
+
+def scan(fn, axis: str | Axis, *, reverse: bool = False, unroll: int = 1, policy=None):
+    """A loop along a name that carries a value: `carry, ys = scan(f, "layers")(carry, xs)`.
+
+    `fn(carry, x) -> (carry, y)` sees one position of every array in `xs` that
+    has the name, and everything else whole. It is compiled once.
+
+    Args:
+        fn: the body.
+        axis: the name.
+        reverse: from the last position to the first.
+        unroll: how many bodies one iteration of the compiled loop holds.
+        policy: what each iteration keeps for the backward pass (see `trellis.keep`).
+    """
+    from .saving import checkpoint
+
+    name = _name(axis)
+
+    def scanned(carry, *xs):
+        length = _length(xs, name, "scan")
+        tree = _front(xs, name)
+        leaves, structure = jax.tree.flatten(tree, is_leaf=_is_mapped)
+        moving = [x.x if _is_mapped(x) else None for x in leaves]
+        still = [None if _is_mapped(x) else x for x in leaves]
+
+        def body(carry, moving):
+            slots = [s if m is None else m for m, s in zip(moving, still, strict=True)]
+            return fn(carry, *jax.tree.unflatten(structure, slots))
+
+        body = checkpoint(body, policy)
+        carry, ys = jax.lax.scan(body, carry, moving, length=length, reverse=reverse, unroll=unroll)
+        return carry, _restore(ys, name)
+
+    return scanned
+
+
+def fold(fn, axis: str | Axis, *, reverse: bool = False, unroll: int = 1, policy=None):
+    """A `scan` that keeps only the last value: `x = fold(block, "layers")(x, params)`."""
+
+    def folded(carry, *xs):
+        return scan(lambda c, *x: (fn(c, *x), None), axis, reverse=reverse, unroll=unroll, policy=policy)(carry, *xs)[0]
+
+    return folded
+
+
+def map(fn, axis: str | Axis, *, policy=None):  # noqa: A001
+    """One position after the other, without a carried value (where `vmap` would need too much memory)."""
+
+    def mapped(*xs):
+        return scan(lambda _, *x: (None, fn(*x)), axis, policy=policy)(None, *xs)[1]
+
+    return mapped

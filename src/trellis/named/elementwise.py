@@ -1,0 +1,169 @@
+"""Elementwise operations: tables of JAX functions, lifted to names."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from trellis.notation.state import State, state_of
+from trellis.notation import spec_of
+
+from .array import NamedArray, describe
+from .axis import NamesError
+from .placing import assign, bring, check_sizes, refuse_pending, spread, union
+
+
+def lift(fn, *, name: str | None = None):
+    """Makes an elementwise function of arrays one of named arrays, broadcasting by name.
+
+    >>> from trellis.named import named
+    >>> softplus = lift(jax.nn.softplus)
+    >>> softplus(named(jnp.zeros(3), "embed")).names
+    ('embed',)
+
+    Args:
+        fn: takes arrays of one shape (and scalars) and gives an array of that shape.
+        name: what errors call it.
+    """
+    name = name or getattr(fn, "__name__", "the function")
+
+    @functools.wraps(fn)
+    def lifted(*args, **kwargs):
+        operands = [a for a in args if isinstance(a, NamedArray)]
+        if not operands:
+            return fn(*args, **kwargs)
+        for x in operands:
+            refuse_pending(x, name)
+        arrays, names, slices = together(args, name)
+        return NamedArray(fn(*arrays, **kwargs), names, slices)
+
+    return lifted
+
+
+def together(args, what: str):
+    """The plain arrays of elementwise operands, placed and broadcast, with the result's names and slices.
+
+    Raises:
+        NamesError: a plain array with dimensions, or a name with two sizes.
+    """
+    operands = [a for a in args if isinstance(a, NamedArray)]
+    for a in args:
+        if not isinstance(a, NamedArray) and getattr(a, "ndim", 0):
+            types = " and ".join(describe(o) for o in args)
+            raise NamesError(
+                f"an operation by name takes named arrays and scalars, got {types} in {what}: "
+                f"name the dimensions with named(array, '...')"
+            )
+    first = operands[0]
+    if len(operands) == 1:
+        return [a.array if a is first else a for a in args], first.names, first.slices
+    check_sizes(operands, what)
+    names = union(operands)
+    where = assign(operands, names)
+    placed = [bring(a, where) if isinstance(a, NamedArray) else a for a in args]
+    sizes = {n: s for a in placed if isinstance(a, NamedArray) for n, s in zip(a.names, a.array.shape, strict=True)}
+    arrays = [spread(a, names, where, sizes) if isinstance(a, NamedArray) else a for a in placed]
+    slices = tuple(where[name] for name in names) if any(x.slices for x in operands) else ()
+    return arrays, names, slices
+
+
+def _pending(*args) -> frozenset[str]:
+    return frozenset().union(*(state_of(a.array).pending for a in args if isinstance(a, NamedArray)))
+
+
+def add(x, y):
+    """Sum by name. Partial sums over the same mesh axes may be added to each other."""
+    return _linear(jnp.add, x, y)
+
+
+def subtract(x, y):
+    """Difference by name. Partial sums over the same mesh axes may be subtracted from each other."""
+    return _linear(jnp.add, x, negative(y)) if _pending(x, y) else _subtract(x, y)
+
+
+def negative(x):
+    """The negative; of partial sums too."""
+    return _scale(x, -1) if _pending(x) else _negative(x)
+
+
+def multiply(x, y):
+    """Product by name. Partial sums may be multiplied by a scalar."""
+    if _pending(x, y):
+        for value, factor in ((x, y), (y, x)):
+            if isinstance(value, NamedArray) and not isinstance(factor, NamedArray):
+                return _scale(value, factor)
+    return _multiply(x, y)
+
+
+def divide(x, y):
+    """Quotient by name. Partial sums may be divided by a scalar."""
+    return _scale(x, 1 / y) if _pending(x) and not isinstance(y, NamedArray) else _divide(x, y)
+
+
+def _linear(fn, x, y):
+    if not _pending(x, y):
+        return _add(x, y)
+    if not (isinstance(x, NamedArray) and isinstance(y, NamedArray)) or _pending(x) != _pending(y) or x.names != y.names:
+        for a in (x, y):
+            if isinstance(a, NamedArray):
+                refuse_pending(a, "adding something that is not the same partial sum")
+    return NamedArray(fn(x.array, y.array), x.names, x.slices)
+
+
+def _scale(x: NamedArray, factor):
+    """A linear map of partial sums: the factor is held as copies, as the type system asks."""
+    state: State = state_of(x.array)
+    factor = jnp.asarray(factor, x.dtype)
+    if state.mode == "manual":
+        factor = jax.lax.pcast(factor, tuple(state.pending), to="reduced")
+    else:
+        factor = jax.reshard(factor, spec_of([], (), state.pending))
+    return x.with_array(x.array * factor)
+
+
+_add, _subtract, _multiply, _divide, _negative = map(
+    lift, (jnp.add, jnp.subtract, jnp.multiply, jnp.true_divide, jnp.negative)
+)
+
+UNARY = {
+    fn: lift(getattr(jnp, fn), name=fn)
+    for fn in (
+        "abs ceil conj cos cosh arccos arccosh sin sinh arcsin arcsinh tan tanh arctan arctanh deg2rad rad2deg "
+        "exp exp2 expm1 fabs floor imag invert isfinite isinf isnan log log10 log1p log2 logical_not "
+        "nan_to_num real reciprocal rint round sign signbit sqrt square trunc cbrt"
+    ).split()
+}
+ACTIVATIONS = {
+    fn: lift(getattr(jax.nn, fn), name=fn)
+    for fn in (
+        "relu relu6 sigmoid silu swish gelu elu selu celu glu softplus soft_sign log_sigmoid leaky_relu "
+        "hard_sigmoid hard_tanh hard_silu mish squareplus"
+    ).split()
+    if fn != "glu"
+}
+BINARY = {
+    fn: lift(getattr(jnp, fn), name=fn)
+    for fn in (
+        "arctan2 bitwise_and bitwise_or bitwise_xor copysign equal float_power floor_divide fmax fmin fmod gcd "
+        "greater greater_equal heaviside hypot lcm left_shift less less_equal logaddexp logaddexp2 logical_and "
+        "logical_or logical_xor maximum minimum mod not_equal power remainder right_shift"
+    ).split()
+}
+OTHERS = {
+    "add": add,
+    "subtract": subtract,
+    "multiply": multiply,
+    "divide": divide,
+    "negative": negative,
+    "rsqrt": lift(jax.lax.rsqrt, name="rsqrt"),
+    "erf": lift(jax.lax.erf, name="erf"),
+    "clip": lift(jnp.clip, name="clip"),
+    "where": lift(jnp.where, name="where"),
+    "stop_gradient": lift(jax.lax.stop_gradient, name="stop_gradient"),
+}
+ELEMENTWISE = {**UNARY, **ACTIVATIONS, **BINARY, **OTHERS}
+
+
+def astype(x, dtype):
+    """The same values in another dtype (partial sums stay partial sums)."""
+    return x.with_array(x.array.astype(dtype)) if isinstance(x, NamedArray) else x.astype(dtype)

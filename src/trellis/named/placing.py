@@ -1,0 +1,198 @@
+"""Where operands go: the rules of a layout, in one place.
+
+For an operation over the names N (those of all operands together):
+
+1. `compute` assigns mesh axes to N, earlier entries first.
+2. Every operand is moved to agree. Over mesh axes that slice names it lacks it
+   is held as copies whose gradient is a pending sum (`~`), so that a gathered
+   parameter's gradient arrives as one reduce-scatter, and an activation's as
+   one all-reduce however many products it feeds: the moved array is kept with
+   the operand and reused.
+3. The result of a product holds pending sums over the mesh axes of its
+   contracted names; they are settled to what `compute` gives the result.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from trellis._compat import is_tracer, same_trace
+from trellis.mesh.layout import current_layout
+from trellis.mesh.reshard import place
+from trellis.notation.state import state_of
+
+from .array import NamedArray, PendingSumError, describe
+from .axis import NamesError
+
+Assignment = dict[str, tuple[str, ...]]
+
+
+def union(operands: list[NamedArray]) -> tuple[str, ...]:
+    """All names: those of the operand that has most first, then the others' in order."""
+    first = max(operands, key=lambda x: len(x.names))
+    names = list(first.names)
+    for x in operands:
+        names += [name for name in x.names if name not in names]
+    return tuple(names)
+
+
+def check_sizes(operands: list[NamedArray], what: str) -> None:
+    """A name has one size in an operation.
+
+    Raises:
+        NamesError: with the full types of all operands.
+    """
+    sizes: dict[str, int] = {}
+    for x in operands:
+        for name, size in x.shape.items():
+            if sizes.setdefault(name, size) != size:
+                types = " and ".join(describe(o) for o in operands)
+                raise NamesError(
+                    f"a name has one size in an operation, got {name}={sizes[name]} and {name}={size} "
+                    f"in {what} of {types}: rename one of them, or slice it"
+                )
+
+
+def assign(operands: list[NamedArray], names: tuple[str, ...]) -> Assignment | None:
+    """The mesh axes of each name in an operation, or None where nothing is to be placed."""
+    modes = {state_of(x.array).mode for x in operands}
+    if "manual" in modes:
+        return _from_slices(operands, names)
+    layout = current_layout()
+    if layout is not None and modes != {"none"}:
+        return dict(zip(names, layout.assign(names), strict=True))
+    if "explicit" in modes:
+        return _from_types(operands, names)
+    return None
+
+
+def _from_types(operands, names) -> Assignment:
+    """Without a layout the operands' own types decide, the first that slices a name wins."""
+    found: Assignment = {}
+    used: set[str] = set()
+    for x in operands:
+        for name, axes in zip(x.names, state_of(x.array).axes, strict=True):
+            if axes and name not in found and not used & set(axes):
+                found[name] = axes
+                used |= set(axes)
+    return {name: found.get(name, ()) for name in names}
+
+
+def _from_slices(operands, names) -> Assignment:
+    found: Assignment = {}
+    for x in operands:
+        for dim in x.dims:
+            if found.setdefault(dim.name, dim.axes) != dim.axes:
+                types = " and ".join(describe(o) for o in operands)
+                raise NamesError(
+                    f"in manual mode a name is sliced alike in all operands, got {dim.name} over "
+                    f"{found[dim.name] or 'nothing'} and over {dim.axes or 'nothing'} in {types}: reshard one of them"
+                )
+    return {name: found.get(name, ()) for name in names}
+
+
+def missing_axes(x: NamedArray, where: Assignment) -> frozenset[str]:
+    """The mesh axes that slice names which `x` does not have."""
+    return frozenset(axis for name, axes in where.items() if name not in x.names for axis in axes)
+
+
+def bring(x: NamedArray, where: Assignment | None) -> NamedArray:
+    """An operand as an operation wants it (rule 2), moved at most once per array."""
+    if where is None:
+        return x
+    state = state_of(x.array)
+    if state.mode in ("none", "manual"):
+        return x
+    axes = tuple(where[name] for name in x.names)
+    copied = missing_axes(x, where) - state.pending
+    if not jnp.issubdtype(x.dtype, jnp.inexact) or state.mode == "auto":
+        copied = frozenset()
+    if state.mode == "explicit" and (axes, copied, frozenset()) == (state.axes, state.copied, state.pending):
+        return x
+    key = (axes, copied)
+    if x._placed is not None and key in x._placed:
+        return x._placed[key]
+    moved = NamedArray(_gather(x, axes, copied), x.names)
+    if is_tracer(x.array) and same_trace(x.array, moved.array):
+        x._placed = {**(x._placed or {}), key: moved}
+    return moved
+
+
+def _gather(x: NamedArray, axes, copied):
+    layout = current_layout()
+    if layout is None or layout.gather == "joint" or not copied:
+        return place(x.array, axes, (), copied, names=x.names)
+    # One mesh axis after the other, minor ones first, each with its own reduce-scatter in the backward pass.
+    array = x.array
+    held = state_of(array)
+    for axis in [a for mine in held.axes for a in reversed(mine)]:
+        now = state_of(array)
+        if any(axis in mine for mine in axes):
+            continue
+        step = tuple(tuple(a for a in mine if a != axis) for mine in now.axes)
+        array = place(array, step, (), now.copied | ({axis} & copied), names=x.names)
+    return place(array, axes, (), copied, names=x.names)
+
+
+def settle(x: NamedArray) -> NamedArray:
+    """Moves an array to what `compute` says of its names; pending sums are summed on the way."""
+    layout = current_layout()
+    state = state_of(x.array)
+    if layout is None or state.mode in ("none", "manual"):
+        return x
+    return NamedArray(place(x.array, layout.assign(x.names), names=x.names), x.names)
+
+
+def whole(x: NamedArray, names: tuple[str, ...], what: str) -> NamedArray:
+    """Gathers the given axes, for operations that JAX refuses on a sliced dimension.
+
+    Raises:
+        NamesError: the layout is strict.
+    """
+    state = state_of(x.array)
+    sliced = [n for n, axes in zip(x.names, x.slices or state.axes, strict=True) if axes and n in names]
+    if not sliced:
+        return x
+    layout = current_layout()
+    if state.mode == "manual" or (layout is not None and layout.strict):
+        raise NamesError(
+            f"{what} needs the whole of '{sliced[0]}', got {describe(x)}"
+            f"{'' if state.mode == 'manual' else ' under a strict layout'}: reshard it first"
+        )
+    axes = tuple(() if n in names else mine for n, mine in zip(x.names, state.axes, strict=True))
+    return NamedArray(place(x.array, axes, state.pending, state.copied, names=x.names), x.names)
+
+
+def refuse_pending(x: NamedArray, what: str) -> None:
+    """Only linear operations make sense on partial sums.
+
+    Raises:
+        PendingSumError: `x` holds some; the message says which reshard was forgotten.
+    """
+    state = state_of(x.array)
+    if state.pending:
+        settled = x.type.__class__(x.type.dims, (), x.type.copied)
+        raise PendingSumError(
+            f"{what} is not linear, and each device holds only a partial sum, got {describe(x)}: "
+            f'sum first, with reshard("{x.type} -> {settled}", x)'
+        )
+
+
+def spread(x: NamedArray, names: tuple[str, ...], where: Assignment | None, sizes: dict[str, int]):
+    """The plain array of an elementwise operand, broadcast to all names of the operation."""
+    if x.names == names:
+        return x.array
+    dims = [names.index(name) for name in x.names]
+    array = x.array
+    if dims != sorted(dims):
+        order = sorted(range(len(dims)), key=dims.__getitem__)
+        array, dims = jnp.transpose(array, order), sorted(dims)
+    if len(dims) == len(names):
+        return array
+    shape = tuple(sizes[name] for name in names)
+    state = state_of(array)
+    if where is None or state.mode in ("none", "manual", "auto"):
+        return jax.lax.broadcast_in_dim(array, shape, dims)
+    from trellis.notation import spec_of
+
+    spec = spec_of([where[name] for name in names], state.pending)
+    return jax.lax.broadcast_in_dim(array, shape, dims, out_sharding=spec)

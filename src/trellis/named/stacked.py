@@ -1,0 +1,89 @@
+"""Homogeneous layers: stacked under a name and scanned (one compilation), or unrolled, under one interface."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+
+from .array import NamedArray, is_named
+from .axis import Axis
+from .control import scan, vmap
+from .index import index
+from .saving import Keep, checkpoint
+
+
+class Stacked(eqx.Module):
+    """Layers of one kind: every parameter of the block gets the layers' name in front.
+
+    `layers.fold(x)` computes `for layer in layers: x = layer(x)` as a scan, so the
+    block is traced and compiled once; `unrolled=True` runs them one by one.
+
+    Attributes:
+        block: the block, with stacked parameters.
+        axis: the layers' axis.
+        unrolled: one after the other instead of a scan.
+        policy: what each layer keeps for the backward pass.
+        unroll: how many layers one iteration of the scan holds.
+    """
+
+    block: eqx.Module
+    axis: Axis = eqx.field(static=True)
+    unrolled: bool = eqx.field(static=True, default=False)
+    policy: Keep | None = eqx.field(static=True, default=None)
+    unroll: int = eqx.field(static=True, default=1)
+
+    @staticmethod
+    def init(make: Callable, axis: Axis, *, key, unrolled: bool = False, policy: Keep | None = None, unroll: int = 1):
+        """Makes the layers: `Stacked.init(lambda key: Block(config, key=key), Axis("layers", 4), key=key)`."""
+        keys = NamedArray(jax.random.split(key, axis.size), (axis.name,))
+        block = vmap(lambda k: make(k.array), axis)(keys)
+        return Stacked(block, axis, unrolled, policy, unroll)
+
+    def layer(self, i: int):
+        """The block at one position."""
+        return jax.tree.map(lambda p: index(p, {self.axis.name: i}) if is_named(p) else p, self.block, is_leaf=is_named)
+
+    def fold(self, x, *args, each=(), call: Callable | None = None):
+        """Carries `x` through the layers.
+
+        Args:
+            x: what the first layer gets; each layer's result goes to the next.
+            *args: passed to every layer.
+            each: a tree of arrays with the layers' name; every layer gets its position.
+            call: `call(layer, x, *each, *args)` instead of `layer(x, *each, *args)`.
+        """
+        return self._run(lambda layer, x, *rest: (_call(call)(layer, x, *rest), None), x, args, each)[0]
+
+    def scan(self, x, *args, each=(), call: Callable | None = None):
+        """`fold` for layers that give `(x, y)`: also the ys, under the layers' name."""
+        return self._run(_call(call), x, args, each)
+
+    def _run(self, body, x, args, each):
+        if not self.unrolled:
+            scanned = scan(
+                lambda c, block, e: body(block, c, *e, *args), self.axis, policy=self.policy, unroll=self.unroll
+            )
+            return scanned(x, self.block, tuple(each))
+        ys = []
+        one = checkpoint(lambda c, block, e: body(block, c, *e, *args), self.policy)
+        for i in range(self.axis.size):
+            picked = jax.tree.map(lambda a, i=i: index(a, {self.axis.name: i}), tuple(each), is_leaf=is_named)
+            x, y = one(x, self.layer(i), picked)
+            ys.append(y)
+        return x, _stack(ys, self.axis.name)
+
+    def __call__(self, x, *args, **kwargs):
+        return self.fold(x, *args, **kwargs)
+
+
+def _call(call):
+    return call if call is not None else lambda layer, x, *rest: layer(x, *rest)
+
+
+def _stack(ys, name: str):
+    from .reshape import stack
+
+    if ys[0] is None:
+        return None
+    return jax.tree.map(lambda *y: stack(y, name) if is_named(y[0]) else jax.numpy.stack(y), *ys, is_leaf=is_named)
+
