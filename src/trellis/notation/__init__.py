@@ -1,5 +1,25 @@
 """The shape language: parse, print, annotations, checks. No mesh, no models."""
 
+from .annotation import (
+    ArrayType,
+    DType,
+    Stack,
+    bf16,
+    bool_,
+    f16,
+    f32,
+    f64,
+    i8,
+    i16,
+    i32,
+    i64,
+    key,
+    shaped,
+    u8,
+    u16,
+    u32,
+)
+from .binding import Bindings, TypeMismatch
+from .checked import checked, checking
 from .shape import Dim, NotationError, Shape, parse, parse_transition, spec_of
-
-__all__ = ["Dim", "NotationError", "Shape", "parse", "parse_transition", "spec_of"]
+from .typeof import short_dtype, typeof

@@ -1,0 +1,182 @@
+"""Annotations: `f32["batch/data pos embed"]` on arguments, results and fields."""
+
+import dataclasses
+import functools
+import types
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .shape import NotationError, Shape, parse
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArrayType:
+    """What an annotation says: a dtype and a shape.
+
+    Attributes:
+        dtype: the dtype's name in the notation, or "shaped" for any.
+        shape: names, sizes and sharding.
+    """
+
+    dtype: str
+    shape: Shape
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{self.shape}]"
+
+    def __repr__(self) -> str:
+        return f'{self.dtype}["{self.shape}"]'
+
+    def __or__(self, other):
+        return typing.Union[self, other]  # noqa: UP007  (`|` is what this defines)
+
+    def __ror__(self, other):
+        return typing.Union[other, self]  # noqa: UP007
+
+    def under(self, prefix: Shape) -> "ArrayType":
+        """The type of an array of these, stacked under leading dimensions."""
+        stacked = Shape((*prefix.dims, *self.shape.dims), self.shape.pending, self.shape.copied, self.shape.ellipsis)
+        return ArrayType(self.dtype, parse(str(stacked)) if not self.shape.ellipsis else stacked)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DType:
+    """A dtype in annotations: subscript it with a shape.
+
+    >>> f32["batch/data pos embed"]
+    f32["batch/data pos embed"]
+    """
+
+    name: str
+
+    def __getitem__(self, text: str | bytes) -> ArrayType:
+        if not isinstance(text, str):
+            raise NotationError(
+                f"an annotation's shape is a text, got {text!r}, in '{self.name}[...]': "
+                f'write {self.name}["batch/data pos embed"]'
+            )
+        return ArrayType(self.name, parse(text))
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def jax(self):
+        """The dtype as JAX knows it."""
+        return _jax_dtype(self.name)
+
+
+f32, bf16, f16, f64 = (DType(name) for name in ("f32", "bf16", "f16", "f64"))
+i32, i64, i16, i8 = (DType(name) for name in ("i32", "i64", "i16", "i8"))
+u32, u16, u8 = (DType(name) for name in ("u32", "u16", "u8"))
+bool_, key = DType("bool_"), DType("key")
+# Any dtype: for functions that run in float32 and in bfloat16.
+shaped = DType("shaped")
+
+_DTYPES = {
+    "f32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "f16": jnp.float16,
+    "f64": np.float64,
+    "i32": jnp.int32,
+    "i64": np.int64,
+    "i16": jnp.int16,
+    "i8": jnp.int8,
+    "u32": jnp.uint32,
+    "u16": jnp.uint16,
+    "u8": jnp.uint8,
+    "bool_": jnp.bool_,
+}
+
+
+@functools.cache
+def _jax_dtype(name: str):
+    if name == "key":
+        return jax.eval_shape(lambda: jax.random.key(0)).dtype
+    if name == "shaped":
+        raise NotationError(
+            "an abstract tree needs each dtype, got 'shaped', in an annotation: write f32, bf16, ... instead"
+        )
+    return np.dtype(_DTYPES[name])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StackType:
+    """The annotation `Stack["layers", Block]`: a Block whose arrays all have leading dimensions more."""
+
+    prefix: Shape
+    of: typing.Any
+
+    def __repr__(self) -> str:
+        return f'Stack["{self.prefix}", {getattr(self.of, "__name__", self.of)!s}]'
+
+    def __or__(self, other):
+        return typing.Union[self, other]  # noqa: UP007
+
+
+class Stack:
+    """`Stack["layers", Block]`: the fields of `Block` with a leading `layers` dimension.
+
+    The value is a `Block` whose arrays hold all layers. The leading dimension
+    may be sliced too: `Stack["layers/stage", Block]`.
+    """
+
+    def __class_getitem__(cls, item) -> StackType:
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+            raise NotationError(
+                f"a stack has a leading dimension and a type, got {item!r}, in 'Stack[...]': "
+                f'write Stack["layers", Block]'
+            )
+        prefix = parse(item[0])
+        if prefix.pending or prefix.copied or prefix.ellipsis or not prefix.dims:
+            raise NotationError(
+                f"a stack's leading dimension is a dimension, got '{item[0]}', in 'Stack[...]': "
+                f"write states in the annotations of the fields, as in Stack[\"layers\", Block]"
+            )
+        return StackType(prefix, item[1])
+
+
+def hints_of(obj) -> dict[str, typing.Any]:
+    """The annotations of a function or class, with texts evaluated.
+
+    Raises:
+        NotationError: an annotation written as a text names something that is not there.
+    """
+    try:
+        return _hints(obj)
+    except NameError as error:
+        raise NotationError(
+            f"annotations can be evaluated where they stand, got {error}, in `{getattr(obj, '__qualname__', obj)}`: "
+            f"define that name at the module's top level, or drop `from __future__ import annotations`"
+        ) from error
+
+
+@functools.cache
+def _hints(obj) -> dict[str, typing.Any]:
+    return typing.get_type_hints(obj)
+
+
+def alternatives(hint) -> tuple:
+    """The members of a union, or the hint alone."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
+
+
+def array_types(hint, prefix: Shape | None = None, seen: tuple = ()) -> list[ArrayType]:
+    """All array types that a hint mentions, those in the fields of its classes included, in order."""
+    if isinstance(hint, ArrayType):
+        return [hint.under(prefix) if prefix else hint]
+    if isinstance(hint, StackType):
+        lead = Shape((*(prefix.dims if prefix else ()), *hint.prefix.dims))
+        return array_types(hint.of, lead, seen)
+    if typing.get_origin(hint) is not None:
+        return [t for arg in typing.get_args(hint) for t in array_types(arg, prefix, seen)]
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and hint not in seen:
+        hints = hints_of(hint)
+        fields = [hints[field.name] for field in dataclasses.fields(hint)]
+        return [t for field in fields for t in array_types(field, prefix, (*seen, hint))]
+    return []

@@ -1,0 +1,229 @@
+"""One length for a name in one call: what `@checked` and the typed `shard_map` bind, and how a mismatch reads."""
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+
+import jax
+
+from .annotation import ArrayType
+from .shape import Dim, NotationError, Shape
+from .state import State, mesh_of, state_of
+from .typeof import is_array, is_named, short_dtype, typeof
+
+
+class TypeMismatch(NotationError, TypeError):
+    """A value is not of the type that its annotation says. The message names both places."""
+
+
+@dataclasses.dataclass
+class Bindings:
+    """The lengths of the names in one call of one function.
+
+    Attributes:
+        function: the function's name, for messages.
+        sizes: for each name its whole length and the place that bound it.
+        pending: the pending sums that products left in this call (manual mode), for messages.
+    """
+
+    function: str
+    sizes: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    pending: list[Shape] = dataclasses.field(default_factory=list)
+
+    def bind(self, name: str, size: int, place: str) -> None:
+        """Gives a name its length, or holds it against the length it has.
+
+        Raises:
+            TypeMismatch: the name has another length, with both places.
+        """
+        bound, first = self.sizes.setdefault(name, (size, place))
+        if bound != size:
+            raise TypeMismatch(
+                f"a name has one length in a call, got {name}={bound} from {first} and {name}={size} from {place}, "
+                f"in `{self.function}`: make them agree, or give one of them another name"
+            )
+
+
+_live: contextvars.ContextVar[Bindings | None] = contextvars.ContextVar("bindings", default=None)
+
+
+def live() -> Bindings | None:
+    """The bindings of the innermost checked call, or None."""
+    return _live.get()
+
+
+@contextlib.contextmanager
+def binding(bindings: Bindings):
+    """Makes these the live bindings: every text read inside is held against them."""
+    token = _live.set(bindings)
+    try:
+        yield bindings
+    finally:
+        _live.reset(token)
+
+
+def manual_axes() -> frozenset[str]:
+    """The mesh axes that are manual here (inside `shard_map`)."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def real_axes(shape: Shape, mesh) -> Shape:
+    """The shape without the mesh axes of size 1, which no type mentions.
+
+    Args:
+        mesh: a mesh or abstract mesh, or None: then no axis is real. Axes it does not have count as size 1.
+    """
+    sizes = dict(mesh.shape) if mesh is not None else {}
+
+    def keep(axes):
+        return tuple(a for a in axes if sizes.get(a, 1) > 1)
+
+    dims = tuple(Dim(dim.name, keep(dim.axes)) for dim in shape.dims)
+    return Shape(dims, keep(shape.pending), keep(shape.copied), shape.ellipsis)
+
+
+def whole_sizes(shape: Shape, array, place: str) -> tuple[int, ...]:
+    """The sizes of the whole array, of which `array` may be one device's slice.
+
+    Raises:
+        TypeMismatch: the array has another rank.
+    """
+    rank = len(shape.dims)
+    if len(array.shape) != rank and not (shape.ellipsis and len(array.shape) > rank):
+        raise TypeMismatch(
+            f"a type names each dimension, got {rank}{' or more' if shape.ellipsis else ''} in '{shape}' and "
+            f"{len(array.shape)} in {typeof(array)}, in {place}: write all dimensions, or '...' for leading ones"
+        )
+    manual = manual_axes()
+    sizes = dict(jax.sharding.get_abstract_mesh().shape) if manual else {}
+    local = array.shape[len(array.shape) - rank :]
+    return tuple(
+        size * math.prod(sizes[a] for a in dim.axes if a in manual) for dim, size in zip(shape.dims, local, strict=True)
+    )
+
+
+def bind_shape(shape: Shape, array, place: str, bindings: Bindings | None) -> None:
+    """Holds rank, literal sizes and the lengths of names against a plain array.
+
+    Raises:
+        TypeMismatch: with both places where two lengths of one name meet.
+    """
+    for dim, size in zip(shape.dims, whole_sizes(shape, array, place), strict=True):
+        if isinstance(dim.name, int):
+            if dim.name != size:
+                raise TypeMismatch(
+                    f"a literal dimension has that size, got {size} where '{shape}' says {dim.name}, in {place}: "
+                    f"pass an array of {dim.name}, or write a name"
+                )
+        elif bindings is not None:
+            bindings.bind(dim.name, size, place)
+
+
+def check_array(x, kind: ArrayType, place: str, bindings: Bindings, *, strict: bool = False) -> None:
+    """Holds one plain or named array against its annotation.
+
+    Names, sizes and dtype always. The sharding where the JAX type carries it
+    and the annotation mentions a mesh axis or a state; then it is the whole
+    sharding, and a dimension without a mesh axis says "not sliced".
+
+    Args:
+        strict: the sharding even if the annotation mentions no mesh axis.
+
+    Raises:
+        TypeMismatch: in one of these.
+    """
+    if not is_array(x):
+        raise TypeMismatch(f"an array of type {kind} goes here, got {typeof(x)}, in {place}: pass an array")
+    array = x.array if is_named(x) else x
+    if is_named(x) and not _same_names(kind.shape, tuple(x.names)):
+        raise TypeMismatch(
+            f"a named array has the names of its annotation in their order, got {typeof(x)} for {kind}, in {place}: "
+            f"rename or rearrange it to '{kind.shape.bare()}', or correct the annotation"
+        )
+    seen = short_dtype(array.dtype)
+    if kind.dtype not in (seen, "shaped"):
+        raise TypeMismatch(
+            f"an array has the dtype of its annotation, got {typeof(x)} for {kind}, in {place}: "
+            f"cast it to {kind.dtype}, or annotate {seen}"
+        )
+    bind_shape(kind.shape, array, place, bindings)
+    if strict or kind.shape.mesh_axes or kind.shape.pending or kind.shape.copied:
+        held = held_shape(kind.shape, x)
+        if held is not None and not _agrees(wanted := real_axes(kind.shape, mesh_of(array)), held, array):
+            _mismatch(x, kind, wanted, held, place)
+
+
+def _same_names(shape: Shape, names: tuple[str, ...]) -> bool:
+    mine = names[len(names) - len(shape.dims) :] if shape.ellipsis else names
+    return len(mine) == len(shape.dims) and all(
+        isinstance(dim.name, int) or dim.name == name for dim, name in zip(shape.dims, mine, strict=True)
+    )
+
+
+def held_shape(shape: Shape, x) -> Shape | None:
+    """What the JAX type of `x` says, in the names of `shape`; None where it says nothing (no mesh, auto mode).
+
+    In manual mode the type says which mesh axes slice an array but not which
+    dimension: dimensions are taken from `shape` (or from a named array's own
+    record) where the type agrees.
+    """
+    state = state_of(x.array if is_named(x) else x)
+    if state.mode not in ("explicit", "manual"):
+        return None
+    mesh = mesh_of(x.array if is_named(x) else x)
+    rank = len(shape.dims)
+    lead = len(state.axes) - rank
+    own = getattr(x, "dims", None)
+    dims = []
+    for i, dim in enumerate(shape.dims):
+        sliced = state.axes[lead + i]
+        if state.mode == "manual":
+            said = own[lead + i].axes if own is not None else dim.axes
+            sliced = sliced + tuple(a for a in said if a in state.varying and a not in sliced)
+        dims.append(Dim(dim.name, sliced))
+    held = Shape(tuple(dims), tuple(sorted(state.pending)), tuple(sorted(state.copied)), shape.ellipsis)
+    return real_axes(held, mesh)
+
+
+def partly_manual() -> bool:
+    """Whether some mesh axes are left to the surrounding program. JAX types carry no `+x` and `~x` there."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = frozenset(mesh.manual_axes)
+    return bool(manual) and any(size > 1 for axis, size in mesh.shape.items() if axis not in manual)
+
+
+def _agrees(wanted: Shape, held: Shape, array) -> bool:
+    state: State = state_of(array)
+    mesh = mesh_of(array)
+    if state.mode == "explicit":
+        auto = {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if "Explicit" not in str(kind)}
+        return _without(wanted, auto) == _without(held, auto)
+    states = (*wanted.pending, *wanted.copied)
+    varying = frozenset(a for a in state.varying if mesh.shape[a] > 1)
+    if partly_manual():
+        # Of a slice, of a partial sum and of a copy that is summed later the type says one thing: "varying".
+        return not varying - {*wanted.mesh_axes, *states}
+    if varying - set(wanted.mesh_axes):
+        return False
+    # A value that is the same on all devices is a legal slice (of equal slices).
+    return (wanted.pending, wanted.copied) == (held.pending, held.copied)
+
+
+def _without(shape: Shape, axes: set[str]) -> Shape:
+    if not axes:
+        return shape
+
+    def keep(mine):
+        return tuple(a for a in mine if a not in axes)
+
+    dims = tuple(Dim(dim.name, keep(dim.axes)) for dim in shape.dims)
+    return Shape(dims, keep(shape.pending), keep(shape.copied), shape.ellipsis)
+
+
+def _mismatch(x, kind: ArrayType, wanted: Shape, held: Shape, place: str):
+    raise TypeMismatch(
+        f"an annotation that mentions a mesh axis says the whole sharding, got {typeof(x)} for {kind}, in {place}: "
+        + (f'write reshard("{held} -> {wanted}", ...) before, or correct the annotation' if held != wanted else
+           "reshard it before, or correct the annotation")
+    )

@@ -1,0 +1,237 @@
+"""`@checked`: the annotations of a function hold in every call."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import os
+import typing
+from collections.abc import Callable, Iterator
+
+import jax
+
+from .annotation import ArrayType, StackType, alternatives, array_types, hints_of
+from .binding import Bindings, TypeMismatch, binding, check_array
+from .shape import Shape
+from .typeof import is_array, is_named, typeof
+
+_on = os.environ.get("TRELLIS_CHECK", "0") not in ("", "0")
+
+
+def checking(on: bool | None = None):
+    """Turns checks on or off; without an argument, says whether they are on.
+
+    They are off unless the environment has TRELLIS_CHECK=1, and then cost
+    one comparison a call. Manual mode (`shard_map`) checks always: it reads its
+    shardings from the annotations.
+
+    >>> with checking(True):
+    ...     checking()
+    True
+
+    Returns:
+        Without an argument, a bool. With one, a context manager that restores the earlier setting at its end.
+    """
+    global _on
+    if on is None:
+        return _on
+    before, _on = _on, bool(on)
+    return _restore(before)
+
+
+@contextlib.contextmanager
+def _restore(before: bool):
+    global _on
+    try:
+        yield
+    finally:
+        _on = before
+
+
+def checked(fn: Callable) -> Callable:
+    """Holds the arguments and the result of every call against the annotations.
+
+    A name has one length in a call: in all arguments, the result, and the
+    fields of dataclasses among them. Also dtype, rank, literal sizes, and the
+    sharding where JAX's types carry it and the annotation mentions a mesh axis
+    or a state (then a dimension without a mesh axis says "not sliced").
+    Under `jit` this happens while tracing, so compiled code does not change.
+
+    >>> import jax.numpy as jnp
+    >>> from trellis.notation import f32
+    >>> @checked
+    ... def scale(x: f32["batch embed"], by: f32["embed"]) -> f32["batch embed"]:
+    ...     return x * by
+    >>> with checking(True):
+    ...     scale(jnp.ones((2, 3)), jnp.ones(4))
+    Traceback (most recent call last):
+        ...
+    trellis.notation.binding.TypeMismatch: a name has one length in a call, got embed=3 from argument `x` of `scale`
+    and embed=4 from argument `by` of `scale`, in `scale`: make them agree, or give one of them another name
+
+    Raises:
+        TypeMismatch: a value is not what its annotation says; names both places.
+    """
+    signature = inspect.signature(fn)
+    name = fn.__qualname__.rsplit("<locals>.", 1)[-1]
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        if not _on:
+            return fn(*args, **kwargs)
+        hints = hints_of(fn)
+        bindings = Bindings(name)
+        bound = signature.bind(*args, **kwargs)
+        for argument, hint, value, place in arguments(signature, bound, hints, name):
+            check_tree(value, hint, place, bindings)
+        with binding(bindings):
+            result = fn(*args, **kwargs)
+        check_tree(result, hints.get("return"), f"result of `{name}`", bindings)
+        return result
+
+    return call
+
+
+def arguments(signature, bound, hints, name) -> Iterator[tuple[str, typing.Any, typing.Any, str]]:
+    """The arguments of one call: name, annotation, value, and the place for messages."""
+    for argument, value in bound.arguments.items():
+        hint = hints.get(argument)
+        kind = signature.parameters[argument].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            for i, item in enumerate(value):
+                yield argument, hint, item, f"argument `{argument}[{i}]` of `{name}`"
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            for word, item in value.items():
+                yield argument, hint, item, f"argument `{word}` of `{name}`"
+        else:
+            yield argument, hint, value, f"argument `{argument}` of `{name}`"
+
+
+def check_tree(value, hint, place: str, bindings: Bindings, *, strict: bool = False) -> None:
+    """Holds a pytree of arrays against an annotation: arrays, dataclasses, stacks, and containers of them."""
+    if hint is None or not array_types(hint):
+        return
+    for leaf in typed_leaves(value, hint, place):
+        if leaf.kind is not None:
+            check_array(leaf.value, leaf.kind, leaf.place, bindings, strict=strict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array of a pytree: where it stands, its value and its annotated type (None if it has none)."""
+
+    place: str
+    value: typing.Any
+    kind: ArrayType | None
+
+
+def is_typed_leaf(value) -> bool:
+    """Where a walk along annotations ends: at named arrays, and at None, which has no place in an array's type."""
+    return value is None or is_named(value)
+
+
+def typed_leaves(value, hint, place: str) -> list[Leaf]:
+    """The leaves of a pytree in JAX's order (named arrays whole, None kept), with the types that the hint gives them.
+
+    Raises:
+        TypeMismatch: the tree is not of the classes that the hint names.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_typed_leaf)[0]
+    return [_walk(path, leaf, value, hint, place) for path, leaf in leaves]
+
+
+def _walk(path, leaf, value, hint, place: str) -> Leaf:
+    prefix: tuple = ()
+    text = ""
+    for key in (*path, None):
+        hint, prefix = _resolve(hint, prefix, value, _at(place, text))
+        if isinstance(hint, ArrayType):
+            if key is not None and not is_array(value):
+                raise TypeMismatch(
+                    f"an array of type {hint} goes here, got {typeof(value)}, in {_at(place, text)}: pass an array, "
+                    f"or annotate the container, as in list[{hint!r}]"
+                )
+            if leaf is None:
+                raise TypeMismatch(
+                    f"an array of type {hint} goes here, got None, in {_at(place, text)}: "
+                    f"pass an array, or annotate `{hint!r} | None`"
+                )
+            return Leaf(_at(place, text), leaf, hint.under(Shape(prefix)) if prefix else hint)
+        if key is None or hint is None:
+            break
+        value, hint, word = _step(value, hint, key)
+        text += word
+    return Leaf(_at(place, text + jax.tree_util.keystr(path) if hint is None and not text else text), leaf, None)
+
+
+def _at(place: str, text: str) -> str:
+    """`argument `w` of `f`` and `.w1` to `argument `w.w1` of `f``."""
+    head, tick, rest = place.partition("`")
+    if not text:
+        return place
+    if head.startswith("result"):
+        return f"`{text.lstrip('.')}` in {place}"
+    name, _, rest = rest.partition("`")
+    return f"{head}{tick}{name}{text}`{rest}"
+
+
+def _resolve(hint, prefix: tuple, value, place: str):
+    """Follows stacks and unions down to an array type, a class, a container, or nothing."""
+    while True:
+        if isinstance(hint, StackType):
+            hint, prefix = hint.of, (*prefix, *hint.prefix.dims)
+            continue
+        options = alternatives(hint)
+        if len(options) == 1:
+            break
+        hint = next((o for o in options if _fits(o, value)), None)
+        if hint is None:
+            shown = " | ".join(o.__name__ if isinstance(o, type) else repr(o) for o in options)
+            raise TypeMismatch(
+                f"a value is one of its annotation's alternatives, got {typeof(value)} for {shown}, in {place}: "
+                f"pass one of these"
+            )
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and array_types(hint):
+        if not isinstance(value, hint):
+            raise TypeMismatch(
+                f"a value is of its annotated class, got {typeof(value)} for {hint.__name__}, in {place}: "
+                f"pass a {hint.__name__}"
+            )
+        hint = type(value)
+    return hint, prefix
+
+
+def _fits(option, value) -> bool:
+    if isinstance(option, StackType):
+        return _fits(option.of, value)
+    if isinstance(option, ArrayType):
+        return is_array(value) and (not is_named(value) or len(option.shape.dims) <= len(value.names))
+    origin = typing.get_origin(option) or option
+    return isinstance(value, origin) if isinstance(origin, type) else option is typing.Any
+
+
+def _step(value, hint, key):
+    """One key of a path: the child, its hint, and how it is written."""
+    tree = jax.tree_util
+    args = typing.get_args(hint)
+    if isinstance(key, tree.GetAttrKey):
+        typed = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        child = getattr(value, key.name)
+        if typed:
+            return child, hints_of(hint).get(key.name), f".{key.name}"
+        if isinstance(value, tuple) and key.name in hints_of(type(value)):  # a NamedTuple
+            return child, hints_of(type(value))[key.name], f".{key.name}"
+        return child, None, f".{key.name}"
+    if isinstance(key, tree.SequenceKey):
+        child, word = value[key.idx], f"[{key.idx}]"
+        if typing.get_origin(hint) is tuple and not (len(args) == 2 and args[1] is Ellipsis):
+            if len(args) != len(value):
+                raise TypeMismatch(
+                    f"a tuple has as many members as its annotation, got {len(value)} for {len(args)}, in `{word}`: "
+                    f"pass {len(args)}"
+                )
+            return child, args[key.idx], word
+        return child, args[0] if args else None, word
+    if isinstance(key, tree.DictKey):
+        return value[key.key], args[1] if len(args) == 2 else None, f"[{key.key!r}]"
+    return None, None, str(key)

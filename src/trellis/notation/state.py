@@ -1,0 +1,73 @@
+"""Where an array is: the sharding that its JAX type carries, read in one place for all three modes."""
+
+import dataclasses
+import typing
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class State:
+    """The sharding in an array's type.
+
+    Attributes:
+        mode: "none" (no mesh), "explicit", "auto" or "manual".
+        axes: for each dimension the mesh axes that slice it, major to minor. Of
+            manual mesh axes the type does not say which dimension they slice:
+            they are not here but in `varying`.
+        pending: mesh axes with partial sums.
+        copied: mesh axes with copies whose gradient is a pending sum.
+        varying: manual mode: the mesh axes along which devices hold different values.
+    """
+
+    mode: typing.Literal["none", "explicit", "auto", "manual"]
+    axes: tuple[Axes, ...]
+    pending: frozenset[str] = frozenset()
+    copied: frozenset[str] = frozenset()
+    varying: frozenset[str] = frozenset()
+
+
+def mode_of(mesh) -> str:
+    """The mode of code under an (abstract) mesh: manual wins over explicit, explicit over auto."""
+    if mesh is None or mesh.empty:
+        return "none"
+    for kind, name in ((AxisType.Manual, "manual"), (AxisType.Explicit, "explicit")):
+        if kind in mesh.axis_types:
+            return name
+    return "auto"
+
+
+def state_of(x) -> State:
+    """The state of a plain array, tracer or `ShapeDtypeStruct`."""
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    rank = len(aval.shape)
+    sharding = aval.sharding
+    whole = ((),) * rank
+    if not isinstance(sharding, NamedSharding):
+        return State("none", whole)
+    mesh = sharding.mesh
+    mode = mode_of(mesh)
+    if mode == "none":
+        context = mode_of(jax.sharding.get_abstract_mesh())
+        return State("manual" if context == "manual" else "none", whole)
+    spec = sharding.spec
+    parts = [() if p is None else (p,) if isinstance(p, str) else tuple(p) for p in spec.partitions]
+    axes = tuple(parts) + ((),) * (rank - len(parts))
+    if mode != "manual":
+        return State(mode, axes, frozenset(spec.unreduced), frozenset(spec.reduced))
+    mat = getattr(aval, "mat", None)
+    if mat is None:
+        return State(mode, axes)
+    return State(mode, axes, frozenset(mat.unreduced), frozenset(mat.reduced), frozenset(mat.varying))
+
+
+def mesh_of(x):
+    """The (abstract) mesh in an array's type, or the one in force, or None."""
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    for mesh in (getattr(aval.sharding, "mesh", None), jax.sharding.get_abstract_mesh()):
+        if mesh is not None and not mesh.empty:
+            return mesh
+    return None

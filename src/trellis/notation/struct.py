@@ -1,0 +1,175 @@
+"""Dataclasses of annotated arrays, which know their abstract tree: dtypes, names and shardings, with no device."""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import NamedSharding
+
+from .annotation import ArrayType, DType, StackType, alternatives, array_types, hints_of
+from .binding import real_axes
+from .shape import NotationError, Shape, spec_of
+
+
+@typing.dataclass_transform(frozen_default=True, kw_only_default=False)
+def struct(cls):
+    """Makes a class of annotated fields a frozen dataclass and a pytree.
+
+    Fields whose annotation mentions an array (`f32["..."]`, another struct,
+    `Stack[...]`, `jax.Array`, or a container of these) are children of the
+    pytree; the others (`int`, `str`, ...) are static.
+
+    >>> from trellis.notation import Stack, f32
+    >>> @struct
+    ... class Block:
+    ...     up: f32["embed/data mlp/model"]
+    ...     down: f32["mlp/model embed/data"]
+    >>> @struct
+    ... class Weights:
+    ...     layers: Stack["layers", Block]
+    >>> abstract(Weights, dict(layers=2, embed=8, mlp=16)).layers.up
+    ShapeDtypeStruct(shape=(2, 8, 16), dtype=float32)
+    >>> specs(Weights).layers.up
+    P(None, 'data', 'model')
+    """
+    cls = dataclasses.dataclass(frozen=True)(cls)
+    names = [field.name for field in dataclasses.fields(cls) if field.init]
+    # Texts (`from __future__ import annotations`) may name classes that come later, so they count as children.
+    raw = {field.name: field.type for field in dataclasses.fields(cls)}
+    data = [name for name in names if isinstance(raw[name], str) or _holds_arrays(raw[name])]
+    return jax.tree_util.register_dataclass(cls, data, [name for name in names if name not in data])
+
+
+def _holds_arrays(hint) -> bool:
+    if isinstance(hint, ArrayType | StackType | DType) or hint is typing.Any or array_types(hint):
+        return True
+    if any(_holds_arrays(arg) for arg in typing.get_args(hint)):
+        return True
+    return isinstance(hint, type) and (issubclass(hint, jax.Array) or dataclasses.is_dataclass(hint))
+
+
+def abstract(cls, sizes: Mapping[str, int], mesh=None, **static):
+    """The abstract tree of a struct: `jax.ShapeDtypeStruct`s, with shardings where a mesh is given.
+
+    Args:
+        cls: a struct, an array type, or a stack of them.
+        sizes: the length of each name.
+        mesh: a `jax.sharding.Mesh` or `AbstractMesh`; without one there are no shardings.
+        **static: values of the outermost struct's static fields.
+
+    Raises:
+        NotationError: a name has no length, a mesh axis is not in the mesh or
+            does not divide its dimension, or a field's annotation does not say
+            what it holds.
+    """
+
+    def leaf(kind: ArrayType, place: str):
+        shape = tuple(_size(dim.name, sizes, place) for dim in _whole(kind, place).dims)
+        if mesh is None:
+            return jax.ShapeDtypeStruct(shape, DType(kind.dtype).jax)
+        for dim, size in zip(kind.shape.dims, shape, strict=True):
+            check_divides(dim.name, size, _known(dim.axes, mesh, place), mesh.shape, place)
+        _known((*kind.shape.pending, *kind.shape.copied), mesh, place)
+        spec = real_axes(kind.shape, mesh).spec
+        return jax.ShapeDtypeStruct(shape, DType(kind.dtype).jax, sharding=NamedSharding(mesh, spec))
+
+    return _build(cls, leaf, (), _name(cls), static)
+
+
+def specs(cls, mesh=None, **static):
+    """The `PartitionSpec`s of a struct, as its annotations say (without axes of size 1 where a mesh is given)."""
+
+    def leaf(kind: ArrayType, place: str):
+        shape = _whole(kind, place)
+        shape = real_axes(shape, mesh) if mesh is not None else shape
+        return spec_of([dim.axes for dim in shape.dims], shape.pending, shape.copied)
+
+    return _build(cls, leaf, (), _name(cls), static)
+
+
+def types(cls, **static):
+    """The same tree with each array's annotated type (`ArrayType`) as its leaf."""
+    return _build(cls, lambda kind, place: kind, (), _name(cls), static)
+
+
+def check_divides(name, size: int, axes, mesh_shape: Mapping[str, int], place: str) -> None:
+    """Refuses a dimension that its mesh axes do not divide.
+
+    Raises:
+        NotationError: with both sizes, and the nearest sizes that work.
+    """
+    parts = math.prod(mesh_shape[axis] for axis in axes)
+    if size % parts:
+        below, above = size // parts * parts, -(-size // parts) * parts
+        near = f"{below} or {above}" if below else f"{above}"
+        raise NotationError(
+            f"a mesh axis divides what it slices, got {name}={size} over {'/'.join(axes)}={parts}, in {place}: "
+            f"make {name} {near}, or slice it over other axes"
+        )
+
+
+def _build(hint, leaf, prefix: tuple, place: str, static: Mapping):
+    options = [option for option in alternatives(hint) if option is not type(None)]
+    if len(options) != 1:
+        raise NotationError(
+            f"an abstract tree needs one type for each field, got {hint}, in {place}: annotate one, or build this field"
+        )
+    (hint,) = options
+    if isinstance(hint, StackType):
+        return _build(hint.of, leaf, (*prefix, *hint.prefix.dims), place, static)
+    if isinstance(hint, ArrayType):
+        return leaf(hint.under(Shape(prefix)) if prefix else hint, f"`{place}`")
+    if typing.get_origin(hint) is tuple and Ellipsis not in typing.get_args(hint):
+        return tuple(_build(a, leaf, prefix, f"{place}[{i}]", {}) for i, a in enumerate(typing.get_args(hint)))
+    if not (isinstance(hint, type) and dataclasses.is_dataclass(hint)):
+        raise NotationError(
+            f"an abstract tree needs to know what a field holds, got {hint}, in `{place}`: "
+            f"annotate an array, a struct, a tuple of these or Stack[...], or pass a static field's value by name"
+        )
+    hints, values = hints_of(hint), dict(static)
+    for field in dataclasses.fields(hint):
+        if not field.init or field.name in values:
+            continue
+        if not _holds_arrays(hints[field.name]) and _has_default(field):
+            continue
+        values[field.name] = _build(hints[field.name], leaf, prefix, f"{place}.{field.name}", {})
+    return hint(**values)
+
+
+def _has_default(field) -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+
+
+def _name(hint) -> str:
+    return getattr(hint, "__name__", None) or str(hint)
+
+
+def _whole(kind: ArrayType, place: str) -> Shape:
+    if kind.shape.ellipsis:
+        raise NotationError(
+            f"an abstract array has all its dimensions named, got '{kind.shape}', in {place}: write them instead of '...'"
+        )
+    return kind.shape
+
+
+def _size(name, sizes: Mapping[str, int], place: str) -> int:
+    if isinstance(name, int):
+        return name
+    if name not in sizes:
+        given = ", ".join(sizes) or "none"
+        raise NotationError(
+            f"an abstract tree needs the length of each name, got {given}, in {place}: add {name}=... to the sizes"
+        )
+    return sizes[name]
+
+
+def _known(axes, mesh, place: str):
+    for axis in axes:
+        if axis not in mesh.shape:
+            raise NotationError(
+                f"a sharding uses axes of its mesh, got '{axis}' where the mesh has {', '.join(mesh.axis_names)}, "
+                f"in {place}: use one of these, or add '{axis}' to the mesh (size 1 will do)"
+            )
+    return axes
