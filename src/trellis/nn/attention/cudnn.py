@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from trellis.mesh.state import state_of
 from trellis.nn.attention.pattern import Pattern, same_document
+from trellis.notation.state import state_of
 
 
 def cudnn_refuses(q: jax.Array, *, pattern: Pattern, logit_softcap: float | None, upcast: bool) -> str | None:

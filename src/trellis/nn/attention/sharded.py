@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import jax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from trellis.mesh.state import state_of
-
-Axes = tuple[str, ...]
+from trellis.nn.partition import Axes, varying
+from trellis.notation.state import state_of
 
 
 class PlacementError(ValueError):
@@ -53,7 +52,7 @@ class Placement:
         def body(tables, *parts):
             q, k, v, *ids = parts
             if check:
-                q, k, v, *ids = (_varying(x, used) for x in (q, k, v, *ids))
+                q, k, v, *ids = (varying(x, used) for x in (q, k, v, *ids))
             k, v = (self._own_heads(x, q.shape[2]) for x in (k, v))
             offset = lax.axis_index(self.pos) * q.shape[1] if self.pos else 0
             return kernel(q, k, v, tuple(ids) or None, offset, *tables)
@@ -77,14 +76,6 @@ class Placement:
         groups = local_heads * self.shards(self.heads) // x.shape[2]
         first = lax.axis_index(self.heads) * local_heads // groups
         return lax.dynamic_slice_in_dim(x, first, max(1, local_heads // groups), axis=2)
-
-
-def _varying(x, axes: Axes):
-    """`x` with a type that varies along all of `axes`, so that a kernel sees one kind of operand."""
-    for axis in axes:
-        if axis not in jax.typeof(x).mat.varying:
-            x = lax.pcast(x, (axis,), to="varying")
-    return x
 
 
 def placement_of(q, k, v, segment_ids) -> Placement:

@@ -1,0 +1,261 @@
+"""Cross entropy in chunks of tokens: the logits of the whole batch never exist, forward or backward."""
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from trellis.nn.partition import Axes, varying
+from trellis.nn.platform import platform_of
+from trellis.notation.state import State, state_of
+
+CHUNK = {"cpu": 512}
+ACCELERATOR_CHUNK = 2048
+
+
+class LossError(ValueError):
+    """Shapes or shardings that the loss cannot take."""
+
+
+class TokenLoss(NamedTuple):
+    """Sums over all tokens of the batch, float32 scalars; divide by `tokens` for means.
+
+    Attributes:
+        total: what is minimized: cross entropy plus z-loss. Only this one carries a gradient.
+        cross_entropy: the first part, in nats.
+        z_loss: the second part.
+        correct: how many tokens had the largest logit.
+        tokens: the sum of the weights.
+    """
+
+    total: jax.Array
+    cross_entropy: jax.Array
+    z_loss: jax.Array
+    correct: jax.Array
+    tokens: jax.Array
+
+
+class _Settings(NamedTuple):
+    z_loss: float
+    logit_softcap: float | None
+    chunk: int
+    vocab_size: int | None
+    vocab_first: bool
+    vocab_axes: Axes
+
+
+def cross_entropy(
+    x: jax.Array,
+    unembed: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array | None = None,
+    *,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    vocab_size: int | None = None,
+    vocab_first: bool = False,
+    chunk: int | None = None,
+) -> TokenLoss:
+    """Summed cross entropy of next-token logits `x @ unembed`, and what is reported beside it.
+
+    Gradients are made together with the loss, chunk by chunk, so each logit is computed once; without
+    differentiation only the loss is. Logits, their softmax and all sums are float32 whatever the dtype of `x`.
+
+    On a mesh in explicit mode `batch` and `pos` may be sharded, and `vocab` over other axes (vocabulary parallel:
+    devices share the largest logit, the sum of exponentials and the target's logit, three numbers a token). `x` and
+    `unembed` may be in the `~` state, so that their gradients arrive as pending sums.
+
+    Args:
+        x: `batch pos embed`.
+        unembed: `embed vocab`, or `vocab embed` if `vocab_first`.
+        targets: `i32["batch pos"]`.
+        weights: `f32["batch pos"]`, what each token counts, 0 for none; all 1 if None.
+        z_loss: adds `z_loss * log_sum_exp ** 2` to each token's loss (PaLM, Chowdhery et al., 2022,
+            arXiv:2204.02311, section 5).
+        logit_softcap: logits become `cap * tanh(logits / cap)`.
+        vocab_size: the true size of a vocabulary that is padded: later columns get no probability and no gradient.
+        vocab_first: the layout of `unembed`.
+        chunk: tokens per chunk on each device.
+
+    Raises:
+        LossError: shapes or shardings do not fit together.
+
+    >>> import jax.numpy as jnp
+    >>> x, unembed = jnp.ones((1, 2, 4)), jnp.zeros((4, 8))
+    >>> loss = cross_entropy(x, unembed, jnp.zeros((1, 2), jnp.int32))
+    >>> float(loss.total / loss.tokens) == float(jnp.log(8.0))
+    True
+    """
+    _check(x, unembed, targets, weights, vocab_size, vocab_first)
+    weights = jnp.ones_like(targets, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    chunk = chunk or CHUNK.get(platform_of(x), ACCELERATOR_CHUNK)
+    settings = _Settings(z_loss, logit_softcap, chunk, vocab_size, vocab_first, ())
+    states = [state_of(a) for a in (x, unembed, targets)]
+    if states[0].mode != "explicit":
+        return _local(x, unembed, targets, weights, settings)
+    batch, pos, vocab = _placement(states, x, unembed, vocab_first)
+    settings = settings._replace(vocab_axes=vocab)
+
+    def body(x, unembed, targets, weights):
+        x, unembed = (varying(a, batch + pos + vocab) for a in (x, unembed))
+        targets, weights = (varying(a, batch + pos) for a in (targets, weights))
+        sums = _local(x, unembed, targets, weights, settings)
+        return jax.tree.map(lambda s: lax.psum(s, batch + pos), sums) if batch + pos else sums
+
+    tokens = (batch or None, pos or None)
+    across = (vocab or None, None) if vocab_first else (None, vocab or None)
+    return jax.shard_map(
+        body,
+        mesh=jax.typeof(x).sharding.mesh,
+        in_specs=(
+            PartitionSpec(*tokens, None, reduced=states[0].copied),
+            PartitionSpec(*across, reduced=states[1].copied),
+            PartitionSpec(*tokens),
+            PartitionSpec(*tokens),
+        ),
+        out_specs=PartitionSpec(),
+    )(x, unembed, targets, weights)
+
+
+def _local(x, unembed, targets, weights, settings: _Settings) -> TokenLoss:
+    """The loss of one device's tokens over its part of the vocabulary."""
+    count = targets.size
+    chunk = min(settings.chunk, count)
+    padding = -count % chunk
+    x, targets, weights = x.reshape(count, -1), targets.reshape(count), weights.reshape(count)
+    if padding:
+        x, targets, weights = (jnp.pad(a, ((0, padding),) + ((0, 0),) * (a.ndim - 1)) for a in (x, targets, weights))
+    in_chunks = lambda a: a.reshape(-1, chunk, *a.shape[1:])
+    total, rest = _summed(in_chunks(x), unembed, in_chunks(targets), in_chunks(weights), settings)
+    return TokenLoss(total, *(lax.stop_gradient(s) for s in rest))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _summed(x, unembed, targets, weights, settings: _Settings):
+    def step(sums, part):
+        mine, _, _ = _chunk(*part, unembed, settings, gradient=False)
+        return jax.tree.map(jnp.add, sums, mine), None
+
+    sums, _ = lax.scan(step, _zero_sums(weights), (x, targets, weights))
+    return sums
+
+
+def _summed_fwd(x, unembed, targets, weights, settings: _Settings):
+    def step(carry, part):
+        sums, d_unembed = carry
+        mine, d_x, d_more = _chunk(*part, unembed, settings, gradient=True)
+        return (jax.tree.map(jnp.add, sums, mine), d_unembed + d_more), d_x
+
+    start = varying(jnp.zeros(unembed.shape, jnp.float32), _axes_of(x, unembed))
+    (sums, d_unembed), d_x = lax.scan(step, (_zero_sums(weights), start), (x, targets, weights))
+    return sums, (d_x, d_unembed.astype(unembed.dtype))
+
+
+def _summed_bwd(settings: _Settings, gradients, cotangents):
+    d_total, _ = cotangents
+    d_x, d_unembed = gradients
+    return d_x * d_total.astype(d_x.dtype), d_unembed * d_total.astype(d_unembed.dtype), None, None
+
+
+_summed.defvjp(_summed_fwd, _summed_bwd)
+
+
+def _axes_of(*arrays) -> Axes:
+    return tuple(sorted(frozenset().union(*(jax.typeof(a).mat.varying for a in arrays))))
+
+
+def _zero_sums(weights):
+    zero = varying(jnp.zeros((), jnp.float32), _axes_of(weights))
+    return zero, (zero, zero, zero, zero)
+
+
+def _chunk(x, targets, weights, unembed, settings: _Settings, *, gradient: bool):
+    """Sums of one chunk, the gradients of its `total`: `(sums, d_x, d_unembed)`."""
+    vocab_axes = settings.vocab_axes
+    columns = unembed.shape[0 if settings.vocab_first else 1]
+    to_logits, to_x, to_unembed = (
+        ("te,ve->tv", "tv,ve->te", "tv,te->ve") if settings.vocab_first else ("te,ev->tv", "tv,ev->te", "tv,te->ev")
+    )
+    first = lax.axis_index(vocab_axes) * columns if vocab_axes else 0
+    logits = jnp.einsum(to_logits, x, unembed, preferred_element_type=jnp.float32)
+    slope = None
+    if settings.logit_softcap is not None:
+        bent = jnp.tanh(logits / settings.logit_softcap)
+        logits, slope = bent * settings.logit_softcap, 1 - bent * bent
+    if settings.vocab_size is not None:
+        real = first + jnp.arange(columns) < settings.vocab_size
+        logits = jnp.where(real[None, :], logits, -jnp.inf)
+
+    largest = _over(lax.pmax, jnp.max(logits, axis=1), vocab_axes)
+    powers = jnp.exp(logits - largest[:, None])
+    total = _over(lax.psum, jnp.sum(powers, axis=1), vocab_axes)
+    log_sum = largest + jnp.log(total)
+    place = targets - first
+    here = (place >= 0) & (place < columns)
+    hit = jnp.take_along_axis(logits, jnp.clip(place, 0, columns - 1)[:, None], axis=1)[:, 0]
+    if vocab_axes:
+        hit = lax.psum(jnp.where(here, hit, 0.0), vocab_axes)
+
+    z_losses = settings.z_loss * log_sum * log_sum
+    entropy, z_sum = jnp.sum(weights * (log_sum - hit)), jnp.sum(weights * z_losses)
+    # The target has the largest logit exactly if it is the largest logit: no search for its place.
+    correct = jnp.sum(jnp.where(hit >= largest, weights, 0.0))
+    sums = entropy + z_sum, (entropy, z_sum, correct, jnp.sum(weights))
+    if not gradient:
+        return sums, None, None
+
+    pull = weights * (1 + 2 * settings.z_loss * log_sum) / total
+    hot = jnp.arange(columns)[None, :] == place[:, None]
+    d_logits = powers * pull[:, None] - jnp.where(hot, weights[:, None], 0.0)
+    if slope is not None:
+        d_logits = d_logits * slope
+    d_logits = d_logits.astype(x.dtype)
+    d_x = jnp.einsum(to_x, d_logits, unembed)
+    return sums, d_x, jnp.einsum(to_unembed, d_logits, x, preferred_element_type=jnp.float32)
+
+
+def _over(collective, x, axes: Axes):
+    return collective(x, axes) if axes else x
+
+
+def _placement(states: list[State], x, unembed, vocab_first: bool) -> tuple[Axes, Axes, Axes]:
+    batch, pos, embed = states[0].axes
+    vocab, contracted = states[1].axes if vocab_first else states[1].axes[::-1]
+    shown = f"got x {jax.typeof(x).str_short()}, unembed {jax.typeof(unembed).str_short()}, in cross_entropy"
+    if states[0].pending or states[1].pending:
+        raise LossError(f"the loss is not linear, so no operand is a pending sum, {shown}: settle it, with reshard")
+    if embed or contracted:
+        raise LossError(f"embed is whole in x and unembed, {shown}: gather it first, with reshard")
+    if set(vocab) & set(batch + pos):
+        raise LossError(
+            f"tokens and vocabulary are sharded over different mesh axes, {shown}: gather one of them first"
+        )
+    if states[2].axes != (batch, pos):
+        raise LossError(f"targets are sharded as x is, {shown}, targets sharded {states[2].axes}: reshard them like x")
+    return batch, pos, vocab
+
+
+def _check(x, unembed, targets, weights, vocab_size, vocab_first) -> None:
+    where = f"in cross_entropy(vocab_first={vocab_first})"
+    embed = unembed.shape[1 if vocab_first else 0] if unembed.ndim == 2 else None
+    if x.ndim != 3 or x.shape[-1] != embed or targets.shape != x.shape[:2]:
+        layout = "vocab embed" if vocab_first else "embed vocab"
+        raise LossError(
+            f"x is 'batch pos embed', unembed '{layout}', targets 'batch pos', got shapes {x.shape}, {unembed.shape}, "
+            f"{targets.shape}, {where}: reorder the dimensions, or change vocab_first"
+        )
+    if weights is not None and weights.shape != targets.shape:
+        raise LossError(
+            f"each token has a weight, got weights of shape {weights.shape} for targets {targets.shape}, {where}: "
+            "pass weights of the targets' shape"
+        )
+    columns = math.prod(unembed.shape) // embed
+    if vocab_size is not None and not 0 < vocab_size <= columns:
+        raise LossError(
+            f"the vocabulary is at most the unembedding's, got vocab_size={vocab_size} for {columns} columns, {where}: "
+            "pass the tokenizer's size, or pad the unembedding further"
+        )

@@ -1,0 +1,47 @@
+"""Norms. They compute in float32 and give their input's dtype back."""
+
+import equinox as eqx
+import jax.numpy as jnp
+
+from trellis.named import ELEMENTWISE, Axis, NamedArray
+
+from .params import constant
+
+_rsqrt = ELEMENTWISE["rsqrt"]
+
+
+class RMSNorm(eqx.Module):
+    """Root-mean-square norm (Zhang and Sennrich, 2019, arXiv:1910.07467): `x / rms(x) * scale`."""
+
+    scale: NamedArray
+    eps: float = eqx.field(static=True)
+
+    @staticmethod
+    def init(axis: Axis, eps: float) -> "RMSNorm":
+        return RMSNorm(constant(axis, 1.0), eps)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        (name,) = self.scale.names
+        wide = x.astype(jnp.float32)
+        wide = wide * _rsqrt((wide * wide).mean(name) + self.eps)
+        return wide.astype(x.dtype) * self.scale.astype(x.dtype)
+
+
+class LayerNorm(eqx.Module):
+    """Layer norm (Ba et al., 2016, arXiv:1607.06450): `(x - mean) / deviation * scale + bias`."""
+
+    scale: NamedArray
+    bias: NamedArray | None
+    eps: float = eqx.field(static=True)
+
+    @staticmethod
+    def init(axis: Axis, eps: float, *, bias: bool = True) -> "LayerNorm":
+        return LayerNorm(constant(axis, 1.0), constant(axis, 0.0) if bias else None, eps)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        (name,) = self.scale.names
+        wide = x.astype(jnp.float32)
+        wide = wide - wide.mean(name)
+        wide = wide * _rsqrt((wide * wide).mean(name) + self.eps)
+        out = wide.astype(x.dtype) * self.scale.astype(x.dtype)
+        return out if self.bias is None else out + self.bias.astype(x.dtype)

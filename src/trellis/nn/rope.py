@@ -1,0 +1,96 @@
+"""Rotary position embeddings (Su et al., 2021, arXiv:2104.09864), with Llama 3's and linear scaling."""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from trellis.named import ELEMENTWISE, Axis, NamedArray, einsum
+from trellis.nn.platform import platform_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """Positions divided by a factor (Chen et al., 2023, arXiv:2306.15595)."""
+
+    kind: Literal["linear"] = "linear"
+    factor: float
+    """How many times longer the context is than in training."""
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        return frequencies / self.factor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """Low frequencies divided by a factor, high ones kept, a smooth step between (Llama 3.1's model card)."""
+
+    kind: Literal["llama3"] = "llama3"
+    factor: float
+    """How many times longer the context is than in training."""
+    low_freq_factor: float
+    """Waves longer than original_context / low_freq_factor are stretched fully."""
+    high_freq_factor: float
+    """Waves shorter than original_context / high_freq_factor are kept."""
+    original_context: int
+    """Positions in training."""
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        turns = self.original_context * frequencies / (2 * math.pi)
+        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        smooth = np.clip(smooth, 0.0, 1.0)
+        return (1 - smooth) * frequencies / self.factor + smooth * frequencies
+
+
+Scaling = LinearScaling | Llama3Scaling
+
+
+def frequencies(size: int, theta: float, scaling: Scaling | None = None) -> np.ndarray:
+    """Radians a position, `f64["size/2"]`: theta ** (-2i / size), scaled."""
+    plain = theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
+    return plain if scaling is None else scaling(plain)
+
+
+def rotary_tables(positions: NamedArray, head_dim: Axis, theta: float, scaling: Scaling | None = None):
+    """Cosines and sines, `f32["... pos head_dim"]` each, the two halves of `head_dim` alike.
+
+    Computed once for all layers.
+
+    Args:
+        positions: `i32["batch pos"]` or `i32["pos"]`.
+        head_dim: the dimension to rotate; its size is even.
+        theta: the base of the frequencies.
+        scaling: for contexts longer than in training.
+    """
+    rates = np.tile(frequencies(head_dim.size, theta, scaling), 2).astype(np.float32)
+    angles = positions.astype(jnp.float32) * NamedArray(jnp.asarray(rates), (head_dim.name,))
+    angles = angles.transpose(f"... {head_dim.name}")
+    return ELEMENTWISE["cos"](angles), ELEMENTWISE["sin"](angles)
+
+
+def rotate(x: NamedArray, tables, head_dim: str = "head_dim") -> NamedArray:
+    """Turns pairs `(i, i + head_dim/2)` of a query or key by its position's angles.
+
+    On TPUs the exchange of halves is a product with a signed permutation,
+    exact in every dtype: slicing a dimension of 64 or 128 lanes is slow there.
+    """
+    cos, sin = (t.astype(x.dtype) for t in tables)
+    return x * cos + _turned(x, head_dim) * sin
+
+
+def _turned(x: NamedArray, name: str) -> NamedArray:
+    """(-second half, first half) of the dimension."""
+    size = x.shape[name]
+    if platform_of(x.array) == "tpu":
+        swap = np.zeros((size, size), np.float32)
+        swap[np.arange(size // 2) + size // 2, np.arange(size // 2)] = -1
+        swap[np.arange(size // 2), np.arange(size // 2) + size // 2] = 1
+        matrix = NamedArray(jnp.asarray(swap, x.dtype), (name, "turned"))
+        names = " ".join(x.names)
+        out = names.replace(name, "turned")
+        return einsum(f"{names}, {name} turned -> {out}", x, matrix).rename(turned=name)
+    axis = x.index(name)
+    first, second = jnp.split(x.array, 2, axis=axis)
+    return x.with_array(jnp.concatenate([-second, first], axis=axis))
