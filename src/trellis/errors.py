@@ -1,5 +1,8 @@
 """Errors that the user can mend: they end a command with exit code 2 and no traceback."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """The user's input is wrong. The message has four parts.
@@ -32,18 +35,22 @@ def _rebuild(cls: type[UserError], rule: str, seen: str, where: str, fix: str) -
     return cls(rule, seen=seen, where=where, fix=fix)
 
 
-def did_you_mean(word: str, known: object) -> str:
+def did_you_mean(word: str, known: Iterable[object], shown: str = "{}") -> str:
     """The end of a fix: the nearest known words, or all of them where none is near.
+
+    Dotted names are near where their last parts are.
 
     >>> did_you_mean("learning_rte", ["learning_rate", "steps"])
     'did you mean `learning_rate`?'
+    >>> did_you_mean("mesh.modl", ["mesh.model", "mesh.data"], shown="--{}")
+    'did you mean `--mesh.model`?'
     >>> did_you_mean("zzz", ["b", "a"])
     'use one of: a, b'
     """
-    import difflib
-
-    known = sorted(str(k) for k in known)
-    near = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
-    if near:
-        return "did you mean " + " or ".join(f"`{n}`" for n in near) + "?"
-    return "use one of: " + ", ".join(known) if known else "there is nothing to choose from here"
+    words = sorted({str(k) for k in known})
+    ends = [w.rpartition(".")[2] for w in words]
+    near = difflib.get_close_matches(word.rpartition(".")[2], sorted(set(ends)), n=3, cutoff=0.6)
+    found = [shown.format(w) for n in near for w, end in zip(words, ends, strict=True) if end == n]
+    if found:
+        return "did you mean " + " or ".join(f"`{f}`" for f in found) + "?"
+    return "use one of: " + ", ".join(map(shown.format, words)) if words else "there is nothing to choose from here"

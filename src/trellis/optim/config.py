@@ -1,0 +1,210 @@
+"""What an optimizer and a schedule are, as configuration. Learning rates are peaks: schedules scale them."""
+
+import dataclasses
+from typing import Literal
+
+from ..errors import UserError
+
+
+def _check(holds: bool, rule: str, name: str, value: object, fix: str) -> None:
+    if not holds:
+        raise UserError(rule, seen=f"{name}={value}", where=name, fix=fix)
+
+
+def _check_rates(learning_rate: float, weight_decay: float) -> None:
+    _check(learning_rate > 0, "A learning rate is positive.", "learning_rate", learning_rate, "try 0.0003")
+    _check(weight_decay >= 0, "Weight decay is not negative.", "weight_decay", weight_decay, "use 0.1, or 0 for none")
+
+
+def _check_decay(name: str, value: float) -> None:
+    _check(0 <= value < 1, "The decay of a moving average is at least 0 and below 1.", name, value, "try 0.95")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019, arXiv:1711.05101)."""
+
+    kind: Literal["adamw"] = "adamw"
+    learning_rate: float
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the moving average of gradients."""
+    beta2: float = 0.95
+    """Decay of the moving average of squared gradients."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Each step takes this times the learning rate off every decayed parameter."""
+
+    def __post_init__(self):
+        _check_rates(self.learning_rate, self.weight_decay)
+        _check_decay("beta1", self.beta1)
+        _check_decay("beta2", self.beta2)
+        _check(self.epsilon > 0, "Epsilon is positive.", "epsilon", self.epsilon, "use 1e-8")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lion:
+    """The sign of a moving average (Chen et al., 2023, arXiv:2302.06675)."""
+
+    kind: Literal["lion"] = "lion"
+    learning_rate: float
+    """Peak learning rate; about a third to a tenth of AdamW's."""
+    beta1: float = 0.9
+    """Weight of the moving average in the update's sign."""
+    beta2: float = 0.99
+    """Decay of the moving average."""
+    weight_decay: float = 0.3
+    """Each step takes this times the learning rate off every decayed parameter."""
+
+    def __post_init__(self):
+        _check_rates(self.learning_rate, self.weight_decay)
+        _check_decay("beta1", self.beta1)
+        _check_decay("beta2", self.beta2)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Muon:
+    """Orthogonalized momentum for matrices (Jordan et al., 2024), AdamW for everything else.
+
+    Matrices are the parameters that are decayed: see `weight_decay_mask`. Embeddings are not among them.
+    """
+
+    kind: Literal["muon"] = "muon"
+    learning_rate: float
+    """Peak learning rate, of both rules. Updates of matrices are scaled to the size of AdamW's (`update_rms`)."""
+    beta: float = 0.95
+    """Decay of the momentum."""
+    nesterov: bool = True
+    """Whether the update looks one step ahead along the momentum."""
+    iterations: int = 5
+    """Newton-Schulz iterations."""
+    update_rms: float = 0.2
+    """Root mean square of a matrix's update before the learning rate (Liu et al., 2025, arXiv:2502.16982)."""
+    adam_beta1: float = 0.9
+    """For parameters that are no matrices: decay of the moving average of gradients."""
+    adam_beta2: float = 0.95
+    """For parameters that are no matrices: decay of the moving average of squared gradients."""
+    epsilon: float = 1e-8
+    """Added to norms and to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Each step takes this times the learning rate off every decayed parameter."""
+
+    def __post_init__(self):
+        _check_rates(self.learning_rate, self.weight_decay)
+        for name in ("beta", "adam_beta1", "adam_beta2"):
+            _check_decay(name, getattr(self, name))
+        _check(self.iterations >= 1, "Newton-Schulz iterates at least once.", "iterations", self.iterations, "use 5")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Adafactor:
+    """Second moments as row and column sums (Shazeer and Stern, 2018, arXiv:1804.04235)."""
+
+    kind: Literal["adafactor"] = "adafactor"
+    learning_rate: float
+    """Peak learning rate."""
+    beta1: float | None = None
+    """Decay of the moving average of updates; null keeps none, and no memory for it."""
+    decay_exponent: float = 0.8
+    """The second moment's decay at step t is 1 - t^-decay_exponent."""
+    min_factored_size: int = 128
+    """Both lengths of a matrix must reach this for its second moment to be factored."""
+    clip_update_rms: float | None = 1.0
+    """The root mean square of an update is clipped to this, one parameter at a time."""
+    weight_decay: float = 0.1
+    """Each step takes this times the learning rate off every decayed parameter."""
+
+    def __post_init__(self):
+        _check_rates(self.learning_rate, self.weight_decay)
+        if self.beta1 is not None:
+            _check_decay("beta1", self.beta1)
+
+
+Optimizer = AdamW | Lion | Muon | Adafactor
+
+
+def _check_warmup(steps: int) -> None:
+    _check(steps >= 0, "A number of steps is not negative.", "warmup_steps", steps, "use 0 for no warmup")
+
+
+def _check_final(fraction: float) -> None:
+    rule = "The final learning rate is a fraction of the peak, from 0 to 1."
+    _check(0 <= fraction <= 1, rule, "final_fraction", fraction, "use 0.1")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """The peak learning rate after a linear warmup."""
+
+    kind: Literal["constant"] = "constant"
+    warmup_steps: int
+    """Steps from 0 to the peak."""
+
+    def __post_init__(self):
+        _check_warmup(self.warmup_steps)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """A linear warmup, then a straight line down to the last step."""
+
+    kind: Literal["linear"] = "linear"
+    warmup_steps: int
+    """Steps from 0 to the peak."""
+    final_fraction: float = 0.0
+    """Learning rate at the last step, as a fraction of the peak."""
+
+    def __post_init__(self):
+        _check_warmup(self.warmup_steps)
+        _check_final(self.final_fraction)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cosine:
+    """A linear warmup, then half a cosine down to the last step (Loshchilov and Hutter, 2017, arXiv:1608.03983)."""
+
+    kind: Literal["cosine"] = "cosine"
+    warmup_steps: int
+    """Steps from 0 to the peak."""
+    final_fraction: float = 0.1
+    """Learning rate at the last step, as a fraction of the peak."""
+
+    def __post_init__(self):
+        _check_warmup(self.warmup_steps)
+        _check_final(self.final_fraction)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WSD:
+    """Warmup, stable, decay (Hu et al., 2024, arXiv:2404.06395): a straight line down over the last `decay_steps`."""
+
+    kind: Literal["wsd"] = "wsd"
+    warmup_steps: int
+    """Steps from 0 to the peak."""
+    decay_steps: int
+    """Steps from the peak to the final learning rate; they end with the run."""
+    final_fraction: float = 0.0
+    """Learning rate at the last step, as a fraction of the peak."""
+
+    def __post_init__(self):
+        _check_warmup(self.warmup_steps)
+        _check_final(self.final_fraction)
+        rule = "The decay takes at least one step."
+        _check(self.decay_steps >= 1, rule, "decay_steps", self.decay_steps, "use a tenth of the run's steps")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InverseSqrt:
+    """A linear warmup, then the peak times sqrt(warmup_steps / step) (Vaswani et al., 2017, arXiv:1706.03762)."""
+
+    kind: Literal["inverse_sqrt"] = "inverse_sqrt"
+    warmup_steps: int
+    """Steps from 0 to the peak, and the time scale of the decay."""
+
+    def __post_init__(self):
+        rule = "An inverse square root starts where its warmup ends."
+        _check(self.warmup_steps >= 1, rule, "warmup_steps", self.warmup_steps, "use 1 or more")
+
+
+Schedule = Constant | Linear | Cosine | WSD | InverseSqrt
