@@ -96,14 +96,18 @@ def missing_axes(x: NamedArray, where: Assignment) -> frozenset[str]:
 
 
 def bring(x: NamedArray, where: Assignment | None) -> NamedArray:
-    """An operand as an operation wants it (rule 2), moved at most once per array."""
+    """An operand as an operation wants it (rule 2)."""
     if where is None:
         return x
+    return move(x, tuple(where[name] for name in x.names), missing_axes(x, where))
+
+
+def move(x: NamedArray, axes, copied: frozenset[str]) -> NamedArray:
+    """An array at the given mesh axes, with copies over `copied` where it has a gradient; moved at most once."""
     state = state_of(x.array)
     if state.mode in ("none", "manual"):
         return x
-    axes = tuple(where[name] for name in x.names)
-    copied = missing_axes(x, where) - state.pending
+    copied -= state.pending
     if not jnp.issubdtype(x.dtype, jnp.inexact) or state.mode == "auto":
         copied = frozenset()
     if state.mode == "explicit" and (axes, copied, frozenset()) == (state.axes, state.copied, state.pending):

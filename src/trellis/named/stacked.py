@@ -22,28 +22,26 @@ class Stacked(eqx.Module):
         block: the block, with stacked parameters.
         axis: the layers' axis.
         unrolled: one after the other instead of a scan.
-        policy: what each layer keeps for the backward pass.
         unroll: how many layers one iteration of the scan holds.
     """
 
     block: eqx.Module
     axis: Axis = eqx.field(static=True)
     unrolled: bool = eqx.field(static=True, default=False)
-    policy: Keep | None = eqx.field(static=True, default=None)
     unroll: int = eqx.field(static=True, default=1)
 
     @staticmethod
-    def init(make: Callable, axis: Axis, *, key, unrolled: bool = False, policy: Keep | None = None, unroll: int = 1):
+    def init(make: Callable, axis: Axis, *, key, unrolled: bool = False, unroll: int = 1) -> "Stacked":
         """Makes the layers: `Stacked.init(lambda key: Block(config, key=key), Axis("layers", 4), key=key)`."""
         keys = NamedArray(jax.random.split(key, axis.size), (axis.name,))
         block = vmap(lambda k: make(k.array), axis)(keys)
-        return Stacked(block, axis, unrolled, policy, unroll)
+        return Stacked(block, axis, unrolled, unroll)
 
     def layer(self, i: int):
         """The block at one position."""
         return jax.tree.map(lambda p: index(p, {self.axis.name: i}) if is_named(p) else p, self.block, is_leaf=is_named)
 
-    def fold(self, x, *args, each=(), call: Callable | None = None):
+    def fold(self, x, *args, each=(), call: Callable | None = None, policy: Keep | None = None):
         """Carries `x` through the layers.
 
         Args:
@@ -51,21 +49,22 @@ class Stacked(eqx.Module):
             *args: passed to every layer.
             each: a tree of arrays with the layers' name; every layer gets its position.
             call: `call(layer, x, *each, *args)` instead of `layer(x, *each, *args)`.
+            policy: what each layer keeps for the backward pass.
         """
-        return self._run(lambda layer, x, *rest: (_call(call)(layer, x, *rest), None), x, args, each)[0]
+        return self._run(lambda layer, x, *rest: (_call(call)(layer, x, *rest), None), x, args, each, policy)[0]
 
-    def scan(self, x, *args, each=(), call: Callable | None = None):
+    def scan(self, x, *args, each=(), call: Callable | None = None, policy: Keep | None = None):
         """`fold` for layers that give `(x, y)`: also the ys, under the layers' name."""
-        return self._run(_call(call), x, args, each)
+        return self._run(_call(call), x, args, each, policy)
 
-    def _run(self, body, x, args, each):
+    def _run(self, body, x, args, each, policy):
         if not self.unrolled:
             scanned = scan(
-                lambda c, block, e: body(block, c, *e, *args), self.axis, policy=self.policy, unroll=self.unroll
+                lambda c, block, e: body(block, c, *e, *args), self.axis, policy=policy, unroll=self.unroll
             )
             return scanned(x, self.block, tuple(each))
         ys = []
-        one = checkpoint(lambda c, block, e: body(block, c, *e, *args), self.policy)
+        one = checkpoint(lambda c, block, e: body(block, c, *e, *args), policy)
         for i in range(self.axis.size):
             picked = jax.tree.map(lambda a, i=i: index(a, {self.axis.name: i}), tuple(each), is_leaf=is_named)
             x, y = one(x, self.layer(i), picked)
