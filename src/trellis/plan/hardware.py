@@ -15,10 +15,6 @@ from collections.abc import Mapping
 from trellis.errors import UserError, did_you_mean
 from trellis.mesh.topology import TopologyError, parse_slice
 
-# A collective reaches about nine tenths of a link's published rate (the "one-way" rates of jax-ml's scaling book,
-# 45 of 50 GB/s on v5e; NCCL's bus bandwidth on NVLink is alike). One number for all hardware.
-LINK_EFFICIENCY = 0.9
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
@@ -112,11 +108,15 @@ def chip_from(name: str, entry: Mapping, where: str = "hardware.yaml") -> Chip:
             where=where, fix=f"add `{missing[0]}`, or write `like: h100` and only what differs",
         )  # fmt: skip
     if entry["kind"] not in ("tpu", "gpu"):
-        raise UserError("A chip is a tpu or a gpu.", seen=f"{name}.kind: {entry['kind']}", where=where, fix="write tpu or gpu")
+        raise UserError(
+            "A chip is a tpu or a gpu.", seen=f"{name}.kind: {entry['kind']}", where=where, fix="write tpu or gpu"
+        )
     rates = {key: entry.get(key) for key in _FIELDS - {"kind", "source", "like"} if entry.get(key) is not None}
     for key, value in rates.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-            raise UserError("A rate is a positive number.", seen=f"{name}.{key}: {value}", where=where, fix="write a number")
+            raise UserError(
+                "A rate is a positive number.", seen=f"{name}.{key}: {value}", where=where, fix="write a number"
+            )
     per_chip = entry.get("devices_per_chip", 1)
     bf16 = entry["bf16_tflops"] * 1e12
     cycle = entry.get("kiloflops_per_cycle")

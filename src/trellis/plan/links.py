@@ -1,0 +1,177 @@
+"""Which physical links a mesh axis runs over, and how fast a collective over it can be.
+
+The last mesh axes talk most, so they are placed first, each on the sides of the torus that its size fills exactly
+(as `jax.experimental.mesh_utils` does); what does not fit fills parts of sides, which are lines and not rings. On GPU
+nodes the last axes stay inside a host. The first axes cross hosts or slices.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+from trellis.errors import UserError
+
+from .hardware import Target
+
+# Share of the published rate that a collective reaches: TPU torus links 45 of 50 GB/s (the scaling book's one-way
+# rates); NCCL's bus bandwidth on NVSwitch about 360 of 450 GB/s.
+EFFICIENCY = {"tpu": 0.9, "gpu": 0.8}
+NETWORK_EFFICIENCY = 0.8
+# The two cores of a v7x chip are joined six times as fast as one torus link (Google's TPU7x page).
+CORE_TO_CORE = 6
+HOP_SECONDS = 1e-6
+LAUNCH_SECONDS = {"tpu": 2e-6, "gpu": 12e-6}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of one mesh axis on one kind of link.
+
+    Attributes:
+        size: devices along it.
+        where: "side 0", "host", "core", "network".
+        bandwidth: bytes a second a device can take in over it, all links together, at the efficiency above.
+        ring: whether it is a closed ring.
+    """
+
+    size: int
+    where: str
+    bandwidth: float
+    ring: bool = False
+
+    def __str__(self) -> str:
+        if not self.where.startswith("side"):
+            return f"{self.size} over {self.where}"
+        return f"{'ring' if self.ring else 'line'} of {self.size} on {self.where}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Links:
+    """The links of every axis of a mesh on a target."""
+
+    target: Target
+    parts: Mapping[str, tuple[Part, ...]]
+
+    def bandwidth(self, axes: Sequence[str]) -> float:
+        """Bytes a second that a device takes in, in a collective over these mesh axes together.
+
+        Sides of the torus are used at once, so their rates add. Where the group crosses slices or hosts, each
+        device brings its share through the network and the fast links hand it on: the network's rate times the
+        devices of the group in one slice or host, at most the fast links' rate.
+        """
+        parts = [part for axis in axes for part in self.parts.get(axis, ()) if part.size > 1]
+        near = [part for part in parts if part.where != "network"]
+        if self.target.chip.kind == "gpu":
+            fast = near[0].bandwidth if near else math.inf
+        else:
+            fast = sum(part.bandwidth for part in near) or math.inf
+        far = [part.bandwidth for part in parts if part.where == "network"]
+        return min(fast, far[0] * math.prod(part.size for part in near)) if far else fast
+
+    def seconds(self, wire_bytes: float, axes: Sequence[str]) -> float:
+        """Time of one collective that brings `wire_bytes` to each device: bytes over rate, plus hops and a launch."""
+        parts = [part for axis in axes for part in self.parts.get(axis, ()) if part.size > 1]
+        if not parts:
+            return 0.0
+        hops = sum(part.size // 2 if part.ring else part.size - 1 for part in parts if part.where.startswith("side"))
+        return wire_bytes / self.bandwidth(axes) + LAUNCH_SECONDS[self.target.chip.kind] + hops * HOP_SECONDS
+
+    def crosses_network(self, axes: Sequence[str]) -> bool:
+        """Whether a collective over these axes leaves a slice or a host."""
+        return any(part.where == "network" for axis in axes for part in self.parts.get(axis, ()))
+
+    def describe(self, axis: str) -> str:
+        """The links of one axis in words, as in `ring of 16 on side 0`."""
+        return ", ".join(map(str, self.parts.get(axis, ()))) or "no links (size 1)"
+
+
+def check_tiles(mesh: Mapping[str, int], target: Target) -> None:
+    """Refuses a mesh that does not fill the target.
+
+    Raises:
+        UserError: with the shapes that do.
+    """
+    size = math.prod(mesh.values())
+    if size == target.num_devices:
+        return
+    first = next(iter(mesh), "data")
+    others = math.prod(size for axis, size in mesh.items() if axis != first)
+    if target.num_devices % max(others, 1) == 0:
+        fitting = [{**mesh, first: target.num_devices // others}]
+    else:
+        axes = list(mesh)[:2] if len(mesh) > 1 else [first, "model"]
+        count = target.num_devices
+        fitting = [{axes[0]: count // part, axes[1]: part} for part in (1, 2, 4, 8) if count % part == 0]
+    shown = ", or ".join(" ".join(f"{axis}={n}" for axis, n in shape.items()) for shape in fitting)
+    written = " ".join(f"{axis}={n}" for axis, n in mesh.items()) or "no axes"
+    raise UserError(
+        "The axes of a mesh multiply to the number of devices.",
+        seen=f"{written} ({size}) on {target.name} ({target.num_devices} devices)",
+        where="mesh",
+        fix=f"use {shown}",
+    )
+
+
+def place(mesh: Mapping[str, int], target: Target) -> Links:
+    """Puts a mesh on a target, its last axis first.
+
+    >>> from trellis.plan.hardware import target
+    >>> place({"data": 16, "model": 16}, target("v5e:16x16")).describe("model")
+    'ring of 16 on side 1'
+
+    Raises:
+        UserError: the mesh does not fill the target.
+    """
+    check_tiles(mesh, target)
+    chip = target.chip
+    rate = chip.link_bandwidth * EFFICIENCY[chip.kind]
+    network = chip.network_bandwidth * NETWORK_EFFICIENCY
+    parts: dict[str, list[Part]] = {axis: [] for axis in mesh}
+    if chip.kind == "gpu":
+        hosts, per_host = target.shape
+        left = per_host
+        for axis in reversed(mesh):
+            inside = math.gcd(mesh[axis], left)
+            left //= inside
+            if inside > 1:
+                parts[axis].append(Part(inside, "NVLink", rate))
+            if mesh[axis] > inside:
+                parts[axis].append(Part(mesh[axis] // inside, "network", network))
+        return Links(target, {axis: tuple(p) for axis, p in parts.items()})
+    # One entry per side still free: (side, length free, whole length)
+    free = dict(enumerate(target.shape))
+    cores, slices = chip.devices_per_chip, target.num_slices
+    for position, axis in reversed(list(enumerate(mesh))):
+        size = mesh[axis]
+        earlier = math.prod(list(mesh.values())[:position])
+        if cores > 1 and size % cores == 0:
+            parts[axis].append(Part(cores, "core", rate * CORE_TO_CORE))
+            size, cores = size // cores, 1
+        across = math.gcd(size, slices) if earlier % slices else 1  # the first axes cross slices
+        if across > 1:
+            size, slices = size // across, slices // across
+        for side, part in _sides(size, free, target.shape):
+            whole = part == target.shape[side]
+            ring = whole and target.wrap[side]
+            parts[axis].append(Part(part, f"side {side}", rate * (2 if ring else 1), ring))
+            free[side] //= part
+        if across > 1:
+            parts[axis].append(Part(across, "network", network))
+    return Links(target, {axis: tuple(p) for axis, p in parts.items()})
+
+
+def _sides(size: int, free: Mapping[int, int], shape: Sequence[int]) -> list[tuple[int, int]]:
+    """Sides (and how much of each) that make up `size`: whole sides if some do, else parts."""
+    whole = [side for side, left in free.items() if left == shape[side] and left > 1]
+    for count in range(len(whole), 0, -1):
+        for sides in itertools.combinations(reversed(whole), count):
+            if math.prod(free[side] for side in sides) == size:
+                return [(side, free[side]) for side in sorted(sides)]
+    taken = []
+    for side in sorted(free, key=lambda side: (free[side] != size, -side)):
+        part = math.gcd(size, free[side])
+        if part > 1:
+            taken.append((side, part))
+            size //= part
+    return taken
