@@ -1,1 +1,17 @@
+"""Text in, exactly reproducible batches out: source -> tokenizer -> store -> order -> loader."""
 
+from .batches import Batches
+from .embedded import embedded_stores
+from .loader import Loader
+from .order import Shuffle
+from .packing import Batch
+from .sources import FileSource, embedded_corpus, find_files
+from .store import Store, TokenStore, check_tokenizer, check_vocabulary
+from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from .tokenizing import tokenize
+
+__all__ = [
+    "Batch", "Batches", "FileSource", "Loader", "Shuffle", "Store", "TokenStore", "Tokenizer", "byte_tokenizer",
+    "check_tokenizer", "check_vocabulary", "embedded_corpus", "embedded_stores", "find_files", "load_tokenizer",
+    "tokenize", "train_bpe",
+]

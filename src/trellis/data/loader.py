@@ -1,0 +1,105 @@
+"""Batches on the devices, one read ahead of the other while the devices work."""
+
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+from .batches import Batches
+from .packing import Batch
+
+
+class Loader:
+    """An iterator of (step, batch) whose arrays are spread over the devices of ``sharding``.
+
+    Only the rows of this host's devices are read. A background thread reads one batch after the other and keeps up to
+    ``prefetch`` of them ready; memory is that many batches, one in the making and one in use.
+
+    Args:
+        batches: what to load.
+        sharding: a `jax.sharding.Sharding` of ``[batch pos]`` arrays.
+        start_step: the first step.
+        prefetch: batches kept ready.
+
+    Attributes:
+        wait_seconds: how long the last `next` waited for data.
+        total_wait_seconds: how long all of them did.
+
+    Use it as a context manager, or call `close`.
+    """
+
+    def __init__(self, batches: Batches, sharding, start_step: int = 0, prefetch: int = 2):
+        self._batches, self._sharding, self._step = batches, sharding, start_step
+        self.wait_seconds = self.total_wait_seconds = 0.0
+        self._ready: queue.Queue = queue.Queue()
+        self._room = threading.Semaphore(max(1, prefetch))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(start_step,), name="trellis-loader", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[tuple[int, Batch]]:
+        return self
+
+    def __next__(self) -> tuple[int, Batch]:
+        if self._stop.is_set():
+            raise StopIteration
+        began = time.perf_counter()
+        step, batch, error = self._ready.get()
+        self.wait_seconds = time.perf_counter() - began
+        self.total_wait_seconds += self.wait_seconds
+        if error is not None:
+            self.close()
+            raise error
+        if batch is None:
+            self.close()
+            raise StopIteration
+        self._room.release()
+        return step, batch
+
+    def close(self) -> None:
+        """Stop reading ahead. Safe to call twice."""
+        self._stop.set()
+        self._room.release()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def _run(self, step):
+        last = self._batches.num_steps
+        while True:
+            self._room.acquire()
+            if self._stop.is_set():
+                return
+            if last is not None and step >= last:
+                self._ready.put((step, None, None))
+                return
+            try:
+                batch = place(self._batches, step, self._sharding)
+            except BaseException as error:
+                self._ready.put((step, None, error))
+                return
+            self._ready.put((step, batch, None))
+            step += 1
+
+
+def place(batches: Batches, step: int, sharding) -> Batch:
+    """The batch of ``step`` as `jax.Array`s over the devices of ``sharding``, reading this host's rows alone."""
+    import jax
+
+    shape = (batches.sizes.at(step), batches.sequence_length)
+    here = sharding.addressable_devices_indices_map(shape).values()
+    rows = {index[0].indices(shape[0])[:2] for index in here}
+    read = {(start, stop): batches.batch(step, rows=slice(start, stop)) for start, stop in sorted(rows)}
+
+    def field(name):
+        def part(index):
+            return getattr(read[index[0].indices(shape[0])[:2]], name)[:, index[1]]
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return Batch(**{f.name: field(f.name) for f in dataclasses.fields(Batch)})

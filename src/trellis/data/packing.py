@@ -1,0 +1,207 @@
+"""Rows of a fixed length out of a token store: concatenated and cut, whole documents packed, or padded."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from ..errors import UserError
+from .store import TokenStore
+
+PACKINGS = ("chunk", "best_fit", "pad")
+PACK_DOCUMENTS = 1 << 14  # documents that are packed among each other
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of tokens: a pytree of arrays, all ``[batch pos]``.
+
+    Attributes:
+        tokens: i32, what the model reads: the token before each target; before a document's first token the store's
+            start token (its end-of-document id).
+        targets: i32, what it predicts.
+        loss_mask: f32, 1 where the target counts and 0 where it does not (padding, turns of others in a chat).
+        segment_ids: i32, which document of the row a position belongs to, from 1; 0 is padding. Attention stays inside
+            a segment.
+        positions: i32, the place of a token in its segment, from 0.
+    """
+
+    tokens: np.ndarray | jax.Array
+    targets: np.ndarray | jax.Array
+    loss_mask: np.ndarray | jax.Array
+    segment_ids: np.ndarray | jax.Array
+    positions: np.ndarray | jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tokens.shape
+
+
+def concatenate(batches: list[Batch]) -> Batch:
+    """The rows of several batches, one after the other."""
+    fields = [f.name for f in dataclasses.fields(Batch)]
+    return Batch(**{name: np.concatenate([getattr(b, name) for b in batches]) for name in fields})
+
+
+class ChunkRows:
+    """The corpus as one stream, cut every ``sequence_length`` tokens; row r predicts tokens [r*S, (r+1)*S).
+
+    Every token of every document is a target exactly once in all rows together; the last row is padded.
+    """
+
+    def __init__(self, store: TokenStore, sequence_length: int):
+        self.store, self.sequence_length = store, sequence_length
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the tokens that are there now."""
+        whole, rest = divmod(self.store.num_tokens, self.sequence_length)
+        return whole + (1 if rest and self.store.complete else 0)
+
+    def wait_for(self, rows: int) -> None:
+        """Return once ``rows`` rows are there or the store is complete."""
+        if self.num_rows < rows:
+            self.store.wait_for(rows * self.sequence_length)
+
+    def read(self, rows: np.ndarray) -> Batch:
+        """The given rows (i64[batch])."""
+        length = self.sequence_length
+        begins = np.asarray(rows, np.int64) * length
+        inputs, targets, starts = self.store.shifted(begins, length)
+        starts[:, 0] = True
+        real = np.arange(length) < np.minimum(self.store.num_tokens - begins, length)[:, None]
+        mask = real.astype(np.float32)
+        if self.store.has_loss_mask:
+            for row, begin in zip(mask, begins, strict=True):
+                stop = min(int(begin) + length, self.store.num_tokens)
+                row[:stop - int(begin)] = self.store.loss_mask(int(begin), stop)
+        return _finish(inputs, targets, mask, starts, real)
+
+
+class PieceRows:
+    """Whole documents in rows: one to a row ("pad"), or several by best fit ("best_fit").
+
+    A document longer than a row is cut into pieces of a row each and a rest. "best_fit" packs the pieces of
+    ``PACK_DOCUMENTS`` documents at a time: the longest first, each into the fullest row that still holds it, else
+    into a new one; among rows and pieces alike the earlier one. Opening reads the offset of every document once, and
+    keeps 24 bytes for each piece.
+    """
+
+    def __init__(self, store: TokenStore, sequence_length: int, *, pack: bool):
+        if not store.complete:
+            raise UserError("Packing whole documents needs a complete store.", seen=f"{store.num_tokens:,} tokens so "
+                            "far", where=store.url, fix="wait until it is complete, or use packing chunk")
+        self.store, self.sequence_length = store, sequence_length
+        begins, lengths, first = [], [], [0]
+        step = PACK_DOCUMENTS
+        for start in range(0, store.num_documents, step):
+            stop = min(start + step, store.num_documents)
+            piece_begins, piece_lengths = _pieces(store.offsets(start, stop + 1), sequence_length)
+            if pack:
+                order, sizes = best_fit(piece_lengths, sequence_length)
+            else:
+                order, sizes = np.arange(len(piece_begins)), np.ones(len(piece_begins), np.int64)
+            begins.append(piece_begins[order])
+            lengths.append(piece_lengths[order])
+            first.append(sizes)
+        self._begins, self._lengths = np.concatenate(begins), np.concatenate(lengths)
+        self._first = np.cumsum(np.concatenate([np.atleast_1d(f) for f in first]))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._first) - 1
+
+    def wait_for(self, rows: int) -> None:
+        """The store is complete: nothing to wait for."""
+
+    def read(self, rows: np.ndarray) -> Batch:
+        """The given rows (i64[batch])."""
+        shape = (len(rows), self.sequence_length)
+        inputs, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        mask, starts, real = np.zeros(shape, np.float32), np.zeros(shape, bool), np.zeros(shape, bool)
+        for i, row in enumerate(rows):
+            at = 0
+            for piece in range(self._first[row], self._first[row + 1]):
+                begin, size = int(self._begins[piece]), int(self._lengths[piece])
+                here = slice(at, at + size)
+                a, b, _ = self.store.shifted(np.array([begin]), size)
+                inputs[i, here], targets[i, here] = a[0], b[0]
+                mask[i, here] = self.store.loss_mask(begin, begin + size)
+                starts[i, at], real[i, here] = True, True
+                at += size
+        return _finish(inputs, targets, mask, starts, real)
+
+
+def open_rows(store: TokenStore, sequence_length: int, packing: str) -> ChunkRows | PieceRows:
+    """The rows of a store under one of ``PACKINGS``."""
+    if packing not in PACKINGS:
+        raise UserError("A packing is one that Trellis knows.", seen=packing, where="packing",
+                        fix="use one of " + ", ".join(PACKINGS))
+    if sequence_length < 1:
+        raise UserError("A sequence has at least one token.", seen=sequence_length, where="sequence_length",
+                        fix="use 1 or more")
+    if store.complete and not store.num_tokens:
+        raise UserError("A corpus has at least one document.", seen="0 tokens", where=store.url,
+                        fix="give a store with tokens in it")
+    if packing == "chunk":
+        return ChunkRows(store, sequence_length)
+    return PieceRows(store, sequence_length, pack=packing == "best_fit")
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Best-fit decreasing: pieces in the order in which rows hold them, and the number of pieces in each row.
+
+    Args:
+        lengths: i64[pieces], each from 1 to ``capacity``.
+
+    Returns:
+        order i64[pieces]; sizes i64[rows].
+
+    >>> order, sizes = best_fit(np.array([3, 5, 2, 4]), 8)
+    >>> order.tolist(), sizes.tolist()
+    ([1, 0, 3, 2], [2, 2])
+    """
+    rows: list[list[int]] = []
+    room_rows: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by room left, latest first
+    rooms = 0  # bit r is set where some row has r left
+    for piece in np.argsort(-lengths, kind="stable"):
+        length = int(lengths[piece])
+        fitting = rooms >> length
+        if fitting:
+            room = length + ((fitting & -fitting).bit_length() - 1)
+            row = room_rows[room].pop()
+            if not room_rows[room]:
+                rooms &= ~(1 << room)
+        else:
+            room, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(int(piece))
+        left = room - length
+        if left:
+            room_rows[left].append(row)
+            rooms |= 1 << left
+    return (np.array([piece for row in rows for piece in row], np.int64),
+            np.array([len(row) for row in rows], np.int64))
+
+
+def _pieces(offsets, capacity):
+    """Documents cut into pieces of at most ``capacity`` tokens: where each begins, and its length."""
+    lengths = np.diff(offsets)
+    counts = -(-lengths // capacity)
+    document = np.repeat(np.arange(len(lengths)), counts)
+    within = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begins = offsets[:-1][document] + within * capacity
+    return begins, np.minimum(lengths[document] - within * capacity, capacity)
+
+
+def _finish(inputs, targets, mask, starts, real):
+    """Number the segments and positions of rows whose segments begin at ``starts``, and blank out the padding."""
+    index = np.arange(inputs.shape[1], dtype=np.int32)
+    positions = index - np.maximum.accumulate(np.where(starts, index, np.int32(0)), axis=1)
+    segments = np.cumsum(starts, axis=1, dtype=np.int32)
+    if not real.all():
+        for array in (inputs, targets, segments, positions):
+            array[~real] = 0
+    return Batch(tokens=np.ascontiguousarray(inputs), targets=np.ascontiguousarray(targets), loss_mask=mask,
+                 segment_ids=segments, positions=positions)

@@ -1,0 +1,191 @@
+"""Tokenizers: any Hugging Face `tokenizer.json`, one trained here, or bytes; all as one `tokenizers.Tokenizer`."""
+
+import functools
+import hashlib
+import json
+import os
+
+import numpy as np
+
+from ..errors import UserError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+_END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eot|>", "[SEP]")
+
+
+class Tokenizer:
+    """Text to token ids and back, with the id that ends a document.
+
+    Special tokens written out in a text are encoded as ordinary text, so an end-of-document id inside the tokens
+    always is the end of a document.
+
+    >>> t = byte_tokenizer()
+    >>> t.encode("hé").tolist(), t.vocab_size, t.end_of_document
+    ([104, 195, 169], 257, 256)
+    >>> t.decode([104, 195, 169])
+    'hé'
+    """
+
+    def __init__(self, serialized: str, *, end_of_document: str | None = None, where: str = "tokenizer.json"):
+        import tokenizers
+
+        try:
+            self._inner = tokenizers.Tokenizer.from_str(serialized)
+        except Exception as error:
+            raise UserError("A tokenizer is a tokenizer.json of Hugging Face tokenizers.", seen=error, where=where,
+                            fix="give a tokenizer.json or a folder that holds one") from error
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._inner.encode_special_tokens = True
+        self.json = serialized
+        self.end_of_document_text = self._end_text(end_of_document, where)
+        self.end_of_document = self._inner.token_to_id(self.end_of_document_text)
+        self.is_bytes = _is_bytes(serialized)
+
+    def _end_text(self, wanted, where):
+        for text in (wanted,) if wanted else _END_NAMES:
+            if self._inner.token_to_id(text) is not None:
+                return text
+        raise UserError("A tokenizer has a token that ends a document.",
+                        seen=f"no {wanted}" if wanted else "none of " + " ".join(_END_NAMES), where=where,
+                        fix="name one with --end-of-document")
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return 1 + max(self._inner.get_vocab(with_added_tokens=True).values())
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """The hash of the serialized tokenizer and its end-of-document text."""
+        return hashlib.sha256((self.json + "\0" + self.end_of_document_text).encode()).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of one text, without any special token: i64[tokens]."""
+        return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def encode_markup(self, text: str) -> np.ndarray:
+        """The ids of one text in which special tokens that are written out are recognized: i64[tokens]."""
+        return np.asarray(self._markup.encode(text, add_special_tokens=False).ids, np.int64)
+
+    @functools.cached_property
+    def _markup(self):
+        import tokenizers
+
+        return tokenizers.Tokenizer.from_str(self.json)
+
+    def encode_batch(self, texts: list[str], dtype=np.uint32) -> list[np.ndarray]:
+        """The ids of many texts, without any special token."""
+        if self.is_bytes:
+            return [np.frombuffer(text.encode(), np.uint8).astype(dtype) for text in texts]
+        encode = getattr(self._inner, "encode_batch_fast", self._inner.encode_batch)
+        return [np.array(e.ids, dtype) for e in encode(texts, add_special_tokens=False)]
+
+    def decode(self, ids, *, special: bool = True) -> str:
+        """The text of some ids; special tokens are written out unless ``special`` is False."""
+        return self._inner.decode([int(i) for i in ids], skip_special_tokens=not special)
+
+    @functools.cached_property
+    def token_bytes(self) -> np.ndarray:
+        """How many UTF-8 bytes of text each id stands for: i32[vocab]; special tokens stand for none.
+
+        Exact where the tokenizer works on bytes; for others it counts the decoded text.
+        """
+        out = np.zeros(self.vocab_size, np.int32)
+        special = {i for i, token in self._inner.get_added_tokens_decoder().items() if token.special}
+        byte_level = "ByteLevel" in self.json
+        characters = _byte_characters()
+        for text, i in self._inner.get_vocab(with_added_tokens=True).items():
+            if i in special:
+                continue
+            if byte_level and all(c in characters for c in text):
+                out[i] = len(text)
+            else:
+                out[i] = len(text.replace("\u2581", " ").encode())
+        return out
+
+
+def load_tokenizer(path: str, *, end_of_document: str | None = None) -> Tokenizer:
+    """The tokenizer in a tokenizer.json, a Hugging Face folder, or (with the ``hf`` extra) a repository name.
+
+    A folder's tokenizer_config.json names the end-of-document token, if it has an ``eos_token``.
+    """
+    where = path
+    if os.path.isdir(path):
+        config = os.path.join(path, "tokenizer_config.json")
+        if end_of_document is None and os.path.exists(config):
+            with open(config, encoding="utf-8") as file:
+                eos = json.load(file).get("eos_token")
+            end_of_document = eos.get("content") if isinstance(eos, dict) else eos
+        path = os.path.join(path, "tokenizer.json")
+    elif not os.path.exists(path) and "/" in path and not path.endswith(".json") and "://" not in path:
+        path = _from_hub(path)
+    try:
+        with open(path, encoding="utf-8") as file:
+            serialized = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError("A tokenizer is a tokenizer.json of Hugging Face tokenizers.", seen=error, where=where,
+                        fix="give a tokenizer.json or a folder that holds one") from error
+    return Tokenizer(serialized, end_of_document=end_of_document, where=where)
+
+
+def _from_hub(name):
+    try:
+        from huggingface_hub import hf_hub_download
+        return hf_hub_download(name, "tokenizer.json")
+    except ImportError as error:
+        raise UserError("A tokenizer of the Hugging Face hub needs the package huggingface_hub.",
+                        seen=f"no such file: {name}", where="--tokenizer",
+                        fix="give an existing path, or pip install 'trellis[hf]'") from error
+    except Exception as error:
+        raise UserError("A tokenizer is a file, a folder or a repository of the Hugging Face hub.", seen=error,
+                        where=f"--tokenizer {name}", fix="check the name and the network") from error
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Every byte is its own token (ids 0-255); the end of a document is 256."""
+    vocab = _byte_characters() | {END_OF_DOCUMENT: 256}
+    return Tokenizer(json.dumps({
+        "version": "1.0", "truncation": None, "padding": None,
+        "added_tokens": [{"id": 256, "content": END_OF_DOCUMENT, "single_word": False, "lstrip": False,
+                          "rstrip": False, "normalized": False, "special": True}],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                  "vocab": vocab, "merges": []},
+    }, ensure_ascii=False, sort_keys=True))
+
+
+def train_bpe(texts, vocab_size: int) -> Tokenizer:
+    """A byte-level BPE trained on an iterator of texts, with ``vocab_size`` ids, the last of them special.
+
+    Sennrich, Haddow and Birch (2016), over bytes as in GPT-2 (2019).
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < 257:
+        raise UserError("A byte-level vocabulary holds 256 bytes and the end of a document.", seen=vocab_size,
+                        where="--train-bpe", fix="ask for 257 or more")
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, show_progress=False, initial_alphabet=sorted(_byte_characters())))
+    inner.add_special_tokens([END_OF_DOCUMENT])
+    return Tokenizer(inner.to_str())
+
+
+def _byte_characters():
+    """The character that stands for each byte in byte-level vocabularies (GPT-2): printable ones for themselves."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def _is_bytes(serialized):
+    model = json.loads(serialized)
+    return model["model"].get("merges") == [] and len(model["model"]["vocab"]) == 257 and not model["normalizer"]
