@@ -1,1 +1,17 @@
+"""Runs that are ready to go. Each is a function; its docstring has the command."""
 
+from .gpt2 import gpt2_small
+from .llama import (
+    llama_1b,
+    llama_2b,
+    llama_8b,
+    llama_8b_v5e_256,
+    llama_8b_v5p_64,
+    llama_70b,
+    llama_70b_v5p_512,
+    llama_84m,
+    llama_270m,
+    llama_540m,
+)
+from .load import RECIPES, load_run
+from .starter import starter, tiny

@@ -124,28 +124,11 @@ class Distributed:
     """How several processes find each other. SLURM, Open MPI, Kubernetes and TPU pods are detected."""
 
     coordinator: str | None = None
-    """Address and port of process 0, as in 10.0.0.1:8476. With it, give the other two."""
+    """Address and port of process 0, as in 10.0.0.1:8476. With it, give the other two, unless they are detected."""
     processes: int | None = None
     """Number of processes."""
     process: int | None = None
     """Number of this process, from 0."""
-
-    def __post_init__(self):
-        given = (self.coordinator is not None, self.processes is not None, self.process is not None)
-        if any(given) and not all(given):
-            raise UserError(
-                "Processes that are not detected are described by three values.",
-                seen=f"coordinator={self.coordinator}, processes={self.processes}, process={self.process}",
-                where="coordinator",
-                fix="give --distributed.coordinator, --distributed.processes and --distributed.process",
-            )
-        if all(given) and not 0 <= (self.process or 0) < (self.processes or 0):
-            raise UserError(
-                "Processes are numbered from 0.",
-                seen=f"process={self.process}, processes={self.processes}",
-                where="process",
-                fix=f"use 0 to {(self.processes or 1) - 1}",
-            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,11 +215,12 @@ class Run:
             )
         for size in (b.size for b in sizes):
             if size < 1 or size % self.microbatches:
+                up = -(-max(size, 1) // self.microbatches) * self.microbatches
                 raise UserError(
                     "Microbatches divide the batch.",
                     seen=f"batch_size={size}, microbatches={self.microbatches}",
                     where="batch_size",
-                    fix=f"use a multiple of {self.microbatches}, as in {-(-max(size, 1) // self.microbatches) * self.microbatches}",
+                    fix=f"use a multiple of {self.microbatches}, as in {up}",
                 )
 
     def _check_schedule(self) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from ..errors import UserError, did_you_mean
@@ -24,7 +24,7 @@ def resolve(
     Raises:
         UserError: something does not fit the types or is not known; the message has a suggestion.
     """
-    options = {name.replace("-", "_"): text for name, text in (options or {}).items()}
+    options = dict(options or {})
     data = merge(kind, plain(base) if base is not None else {}, patch or {})
     tags_first = sorted(options, key=lambda name: (not _chooses(kind, data, name.split(".")), name.count(".")))
     for name in tags_first:
@@ -35,23 +35,6 @@ def resolve(
         return f"--{option}" if option else f"`{path}` in {source}" if source else f"`{path}`"
 
     return build(kind, data, origin=origin)
-
-
-def split_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Separates words from options: `--name VALUE`, `--name=VALUE`, or `--name` alone, which stands for true.
-
-    >>> split_arguments(["tiny", "--mesh.data", "-1", "--seed=3", "--json"])
-    (['tiny'], {'mesh.data': '-1', 'seed': '3', 'json': 'true'})
-    """
-    words, options, rest = [], {}, list(arguments)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            words.append(word)
-            continue
-        name, equals, text = word[2:].partition("=")
-        options[name] = text if equals else rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-    return words, options
 
 
 def merge(kind: Any, base: Any, patch: Any) -> Any:

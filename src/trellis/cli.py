@@ -1,0 +1,172 @@
+"""The command line: `trellis COMMAND`.
+
+A command `name` is two functions in its folder's file: `add_name_arguments(parser)` declares its arguments, and
+`run_name(args)` does the work and returns the exit code. The file is loaded when the command runs, so that
+`trellis --help` is instant. A command about a run also takes `--dotted.name VALUE` for any field of the run, and finds
+the run in `args.run`.
+
+Exit codes: 0 done; 2 the input is wrong; 3 the run stopped itself; 143 after SIGTERM with a checkpoint written.
+"""
+
+import argparse
+import importlib
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+from .errors import UserError, did_you_mean
+
+
+class Command(NamedTuple):
+    """Where a command is, one line about it, and the run it is about.
+
+    `run` is the recipe that stands for no word; "" asks for a word; None is for commands that are not about a recipe.
+    """
+
+    module: str
+    summary: str
+    run: str | None = None
+
+
+_ALL = {
+    "train": Command("train.commands", "train a recipe or a YAML file; on an existing run folder, resume", "starter"),
+    "tokenize": Command("data.commands", "any corpus to a token store"),
+    "data": Command("data.commands", "look into token stores and check them"),
+    "plan": Command("plan.commands", "memory, communication and time on hardware that is not here", ""),
+    "memory": Command("plan.commands", "what each device holds, by kind", ""),
+    "generate": Command("train.commands", "samples from a run"),
+    "evaluate": Command("train.commands", "loss, perplexity and bits per byte of a run"),
+    "export": Command("hub.commands", "a run to a Hugging Face folder"),
+    "import": Command("hub.commands", "a Hugging Face folder to a run"),
+    "report": Command("report.commands", "one self-contained HTML page about a run"),
+    "doctor": Command("train.doctor", "versions, devices, what is installed and what is missing"),
+    "recipes": Command("recipes.commands", "the recipes there are, or one of them in full"),
+}
+
+
+def commands() -> dict[str, Command]:
+    """The commands that are installed."""
+    here = pathlib.Path(__file__).parent
+    return {name: c for name, c in _ALL.items() if (here / (c.module.replace(".", "/") + ".py")).exists()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code. What the user can mend is printed without a traceback."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("--help", "-h", "help"):
+        print(_overview())
+        return 0
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(version("trellis"))
+        return 0
+    try:
+        return _run(arguments[0], arguments[1:])
+    except UserError as error:
+        print(f"trellis: {error}", file=sys.stderr)
+        return error.exit_code
+    except ValueError as error:
+        # Meshes, layouts and the notation raise ValueErrors that say the same four things.
+        if not type(error).__module__.startswith("trellis."):
+            raise
+        print(f"trellis: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _overview() -> str:
+    lines = [f"  {name:<10} {command.summary}" for name, command in commands().items()]
+    head, tail = "Trellis trains language models on a mesh.", "`trellis COMMAND --help` explains each."
+    return "\n".join([head, "", *lines, "", tail])
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    known = commands()
+    if name not in known:
+        fix = did_you_mean(name, known)
+        raise UserError("`trellis` is followed by a command.", seen=f"`{name}`", where="trellis", fix=fix)
+    command = known[name]
+    module = importlib.import_module(f"trellis.{command.module}")
+    parser = _Parser(prog=f"trellis {name}", description=command.summary, allow_abbrev=False)
+    if command.run is not None:
+        parser.add_argument("recipe", metavar="RECIPE", nargs="?", default=command.run, help=_RECIPE)
+    getattr(module, f"add_{name}_arguments")(parser)
+    overrides: dict[str, str] = {}
+    if command.run is not None:
+        arguments, overrides = _split_overrides(parser, arguments)
+        if "--help" in arguments or "-h" in arguments:
+            print(parser.format_help(), _fields(arguments, command.run), sep="\n")
+            return 0
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        known_options = [option[2:] for option in parser.options() if option.startswith("--")]
+        fix = did_you_mean(unknown[0][2:], known_options, shown="--{}")
+        fix = fix if unknown[0].startswith("--") else f"leave it out, or see `{parser.prog} --help`"
+        raise UserError(f"`trellis {name}` knows its words and options.", seen=unknown[0], where=parser.prog, fix=fix)
+    if command.run is not None:
+        args.run = _load(args.recipe, overrides, parser.prog)
+    return getattr(module, f"run_{name}")(args) or 0
+
+
+_RECIPE = "a recipe (`trellis recipes` lists them) or a YAML file; --dotted.name VALUE replaces any of its fields"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in four parts, raised instead of printed; subparsers too."""
+
+    def error(self, message: str) -> NoReturn:
+        rule = "A command's words and options are complete and of their types."
+        raise UserError(rule, seen=message, where=self.prog, fix=f"see `{self.prog} --help`")
+
+    def options(self) -> dict[str, argparse.Action]:
+        """Every declared option, by its spelling."""
+        return self._option_string_actions
+
+
+def _split_overrides(parser: _Parser, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """What the parser knows, and the options that it does not: those are fields of the run."""
+    mine: list[str] = []
+    overrides: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, text = word.partition("=")
+        if not word.startswith("--") or name in parser.options():
+            mine.append(word)
+            action = parser.options().get(name)
+            if action is not None and not equals and action.nargs != 0 and rest:
+                mine.append(rest.pop(0))  # its value, which may look like anything
+            continue
+        if not equals and (not rest or rest[0].startswith("--")):
+            text = "true"
+        overrides[name[2:].replace("-", "_")] = text if equals or text else rest.pop(0)
+    return mine, overrides
+
+
+def _load(target: str, overrides: dict[str, str], prog: str):
+    from .recipes import RECIPES, load_run
+
+    if not target:
+        fix = f"{prog} RECIPE, one of: {', '.join(RECIPES)}; or a YAML file"
+        raise UserError(f"`{prog}` is about a run.", seen="no recipe", where=prog, fix=fix)
+    return load_run(target, overrides)
+
+
+def _fields(arguments: list[str], default: str) -> str:
+    from .recipes import load_run
+    from .train.help import help_text
+
+    words = [a for a in arguments if not a.startswith("-")]
+    target = words[0] if words else default or "starter"
+    return f"fields of the run, with the values of {target}:\n{help_text(load_run(target))}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

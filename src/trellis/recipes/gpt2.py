@@ -1,0 +1,38 @@
+"""GPT-2 on a token store of the user's."""
+
+from ..models import GPT2Config
+from ..optim.config import AdamW, Cosine
+from ..train.config import CheckpointRule, Evaluation, Remat, Run
+from ..train.data_config import Data, Store
+
+
+def gpt2_small() -> Run:
+    """GPT-2 of 124M parameters, half a million tokens a step, with the Mistral stability options.
+
+    trellis tokenize CORPUS --out tokens --tokenizer gpt2/tokenizer.json
+    trellis train gpt2_small --data.source.path tokens
+    """
+    return Run(
+        name="gpt2_small",
+        model=GPT2Config(
+            vocab=50_257,
+            positions=1024,
+            embed=768,
+            layers=12,
+            heads=12,
+            mlp=3072,
+            norm_eps=1e-5,
+            dropout=0.0,
+            scale_by_inverse_layer=True,
+            upcast_attention=True,
+        ),
+        data=Data(source=Store(path="tokens"), sequence_length=1024),
+        batch_size=512,
+        microbatches=8,
+        steps=20_000,
+        optimizer=AdamW(learning_rate=6e-4),
+        schedule=Cosine(warmup_steps=1000),
+        remat=Remat(policy="saved"),
+        checkpoints=CheckpointRule(every=1000, keep_every=10_000),
+        evaluation=Evaluation(every=1000, batches=64),
+    )

@@ -1,0 +1,64 @@
+"""The devices of a run: all accelerators there are, or a CPU split into several."""
+
+import dataclasses
+import math
+import os
+from typing import Any
+
+import jax
+
+from ..errors import UserError
+from .config import Run
+
+# The processors' caches and memory are shared: past this many devices a CPU gains nothing and compiles for longer.
+_MOST_BY_DEFAULT = 8
+
+
+def find_devices(run: Run) -> list[Any]:
+    """The devices that a run uses, `--devices` of them where that is given.
+
+    On a CPU they are made here, which must happen before JAX has looked at its devices: call it first.
+
+    Raises:
+        UserError: there are fewer devices than asked for, or JAX has looked already.
+    """
+    count = run.devices or default_count(run, _cores())
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # the backend is there already: what counts is how many devices it has
+        pass
+    devices = jax.devices()
+    wanted = run.devices or (count if devices[0].platform == "cpu" or run.layout.preset == "single" else len(devices))
+    if jax.process_count() > 1:
+        return devices
+    if wanted > len(devices):
+        raise UserError(
+            "A run uses devices that are there.",
+            seen=f"devices={wanted} where JAX has {len(devices)} ({devices[0].device_kind})",
+            where="--devices",
+            fix=f"use {len(devices)} or fewer; JAX_PLATFORMS=cpu rehearses more on a CPU",
+        )
+    return devices[:wanted]
+
+
+def default_count(run: Run, cores: int) -> int:
+    """One CPU device a core, as far as the mesh and the batch can be divided so."""
+    if run.layout.preset == "single":
+        return 1
+    sizes = dataclasses.asdict(run.mesh).values()
+    known = math.prod(size for size in sizes if size != -1)
+    if -1 not in sizes:
+        return known if known <= cores else 1
+    fits = [n for n in range(known, min(cores, _MOST_BY_DEFAULT) + 1, known) if _divides(run, n // known)]
+    return max(fits, default=1)
+
+
+def _divides(run: Run, left: int) -> bool:
+    """Whether every batch can be sliced, with the mesh axis that takes what is left taking so much."""
+    mesh = {name: left if size == -1 else size for name, size in dataclasses.asdict(run.mesh).items()}
+    parts = math.prod(mesh[name] for name in ("replica", "data", "data_y", "data_z", "expert"))
+    return all(b.size // run.microbatches % parts == 0 for b in run.batch_sizes())
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
