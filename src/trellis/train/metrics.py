@@ -7,6 +7,9 @@ import jax
 
 from .drain import Record
 
+# A compiled step returns its metrics in alphabetical order; a line begins with what people look for.
+_FIRST = ("loss", "learning_rate", "grad_norm")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
@@ -56,6 +59,7 @@ class Meter:
         """
         rate = self._new_tokens / self._seconds if self._seconds > 0 else None
         line: dict[str, float | int | None] = {"step": record.step, "tokens": self.tokens}
+        line.update({name: record.values[name] for name in _FIRST if name in record.values})
         line.update(record.values)
         line.update(
             tokens_per_second=rate,

@@ -25,7 +25,7 @@ class Tracker(Protocol):
 
 
 class JsonLines:
-    """`metrics.jsonl`: one object a line, each on disk when `log` returns.
+    """`metrics.jsonl`: one object a line, each on disk when `log` returns; and `samples.jsonl` beside it.
 
     Args:
         path: the file; lines of steps after `step` are cut off, a half-written last line too.
@@ -34,11 +34,9 @@ class JsonLines:
 
     def __init__(self, path: Path, step: int = 0):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            kept = [line for line in read_lines(path) if line["step"] <= step]
-            part = path.with_name(f".{path.name}.part")
-            part.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            os.replace(part, path)
+        self._texts = path.with_name("samples.jsonl")
+        _cut(path, step)
+        _cut(self._texts, step)
         self._file = open(path, "a")
 
     def log(self, line: Line) -> None:
@@ -46,10 +44,19 @@ class JsonLines:
         self._file.flush()
 
     def text(self, name: str, step: int, text: str) -> None:
-        """Texts have no place among the numbers; a run keeps them in files of their own."""
+        with open(self._texts, "a") as file:
+            file.write(json.dumps({"step": step, "name": name, "text": text}) + "\n")
 
     def close(self) -> None:
         self._file.close()
+
+
+def _cut(path: Path, step: int) -> None:
+    """Leaves only the lines up to `step`."""
+    if path.exists():
+        part = path.with_name(f".{path.name}.part")
+        part.write_text("".join(json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step))
+        os.replace(part, path)
 
 
 def read_lines(path: Path) -> list[dict]:

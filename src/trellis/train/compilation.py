@@ -1,0 +1,55 @@
+"""Compiling a step once, and keeping what was compiled for the next run."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def cache_folder() -> Path:
+    """Where compiled programs are kept between runs: the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trellis" / "compiled"
+
+
+def use_persistent_cache(folder: str | Path | None = None) -> None:
+    """Keeps compiled programs between runs. What JAX_COMPILATION_CACHE_DIR says goes first.
+
+    Args:
+        folder: where; None takes `cache_folder()`.
+    """
+    from jax.experimental.compilation_cache import compilation_cache
+
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR") is None:
+        path = Path(folder) if folder is not None else cache_folder()
+        path.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(path))
+    # The small programs around a step take tenths of a second each: keep them too.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    compilation_cache.reset_cache()  # JAX settles at its first compilation whether it has a cache
+
+
+class CompiledStep:
+    """A step compiled ahead of its first call: once for each shape of a batch, so once for a run of one batch size.
+
+    Calling it can never compile anew for another reason: a state or batch with another sharding or dtype is an error.
+
+    Args:
+        step: a function under `jax.jit`, `step(state, batch) -> (state, metrics)`.
+    """
+
+    def __init__(self, step: Any):
+        self._step = step
+        self._programs: dict[tuple, Any] = {}
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+        key = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(batch))
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._step.lower(state, batch).compile()
+        return program(state, batch)
+
+    @property
+    def programs(self) -> list[Any]:
+        """The compiled programs (`jax.stages.Compiled`), in order of their first use."""
+        return list(self._programs.values())

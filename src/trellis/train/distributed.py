@@ -1,0 +1,169 @@
+"""Several processes as one run: how they find each other."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ..errors import UserError
+
+
+def detect(
+    env: Mapping[str, str],
+    *,
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    tpu: bool | None = None,
+) -> dict[str, Any] | None:
+    """The arguments for `jax.distributed.initialize`, or None where the run is one process.
+
+    In this order: three options; a SLURM step, Open MPI, a Kubernetes indexed job, each of more than one process; a
+    TPU host, where JAX asks the platform. With SLURM and GPUs each task gets its share of the node's GPUs (JAX alone
+    gives a task one GPU, also where one task is to drive all eight).
+
+    Args:
+        env: the environment's variables.
+        coordinator: address and port of process 0, such as `10.0.0.1:1234`.
+        processes: how many there are.
+        process: which one this is, from 0.
+        tpu: whether this host has TPUs; None looks.
+
+    Raises:
+        UserError: the options are incomplete or wrong, or a cluster was found that they must complete.
+    """
+    options = {"coordinator": coordinator, "processes": processes, "process": process}
+    if processes is None and process is None and "OMPI_COMM_WORLD_SIZE" in env:
+        processes, process = int(env["OMPI_COMM_WORLD_SIZE"]), int(env["OMPI_COMM_WORLD_RANK"])
+        if processes == 1:
+            return None
+        if coordinator is None and "OMPI_MCA_orte_hnp_uri" in env:
+            return {"cluster_detection_method": "ompi"}
+        if coordinator is None:
+            raise UserError(
+                "The processes of a run find each other at one address.",
+                seen=f"Open MPI with {processes} processes, which names no address",
+                where="the environment",
+                fix="add --distributed.coordinator HOST:PORT, HOST being that of rank 0",
+            )
+    if coordinator is not None or options["processes"] is not None or options["process"] is not None:
+        return _from_options(coordinator, processes, process)
+    if int(env.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_NODELIST" in env and "SLURM_PROCID" in env:
+        found: dict[str, Any] = {"cluster_detection_method": "slurm"}
+        devices = _slurm_devices(env)
+        return found | ({"local_device_ids": devices} if devices else {})
+    if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
+        return {"cluster_detection_method": "k8s"}
+    if _has_tpu() if tpu is None else tpu:
+        return {}
+    return None
+
+
+def initialize(
+    *,
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    heartbeat_seconds: int = 100,
+    timeout_seconds: int = 300,
+) -> bool:
+    """Joins this process to the others of its run, if there are any. Call it before anything touches a device.
+
+    Args:
+        coordinator: see `detect`; likewise `processes` and `process`.
+        heartbeat_seconds: a process that is silent for so long is taken for dead, and the others stop.
+        timeout_seconds: how long to wait for all to come.
+
+    Returns:
+        Whether the run has several processes.
+
+    Raises:
+        UserError: the options are wrong, or the others did not come.
+    """
+    found = detect(os.environ, coordinator=coordinator, processes=processes, process=process)
+    if found is None:
+        return False
+    try:
+        jax.distributed.initialize(
+            **found, heartbeat_timeout_seconds=heartbeat_seconds, initialization_timeout=timeout_seconds
+        )
+    except (ValueError, RuntimeError) as error:
+        if found == {}:  # a TPU host that belongs to no pod
+            return False
+        raise UserError(
+            "All processes of a run reach the first of them.",
+            seen=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            where=f"jax.distributed.initialize({', '.join(f'{k}={v!r}' for k, v in found.items())})",
+            fix="check that process 0 runs, that its port is open, and that all were started alike",
+        ) from error
+    return jax.process_count() > 1
+
+
+def is_first() -> bool:
+    """Whether this is the process that prints and writes the run's files."""
+    return jax.process_index() == 0
+
+
+def _from_options(coordinator: str | None, processes: int | None, process: int | None) -> dict[str, Any]:
+    given = {
+        "--distributed.coordinator": coordinator,
+        "--distributed.processes": processes,
+        "--distributed.process": process,
+    }
+    where = "the options --distributed.*"
+    if coordinator is None or processes is None or process is None:
+        missing = ", ".join(name for name, value in given.items() if value is None)
+        raise UserError(
+            "A process that is told of others is told of all three: coordinator, processes, process.",
+            seen=" ".join(f"{name} {value}" for name, value in given.items() if value is not None),
+            where=where,
+            fix=f"add {missing}",
+        )
+    if not re.fullmatch(r".+:\d+", coordinator):
+        raise UserError(
+            "A coordinator is an address and a port.", seen=coordinator, where=where, fix="write it as HOST:PORT"
+        )
+    if not 0 <= process < processes:
+        raise UserError(
+            "Processes are counted from 0.",
+            seen=f"process {process} of {processes}",
+            where=where,
+            fix=f"use 0 to {processes - 1}",
+        )
+    if processes == 1:
+        raise UserError(
+            "A run of several processes has more than one.",
+            seen="--distributed.processes 1",
+            where=where,
+            fix="leave the options out",
+        )
+    # JAX would otherwise take the devices of this process from the cluster around it.
+    return {
+        "coordinator_address": coordinator,
+        "num_processes": processes,
+        "process_id": process,
+        "cluster_detection_method": "deactivate",
+    }
+
+
+def _slurm_devices(env: Mapping[str, str]) -> list[int] | None:
+    """This task's share of the node's GPUs; None where SLURM does not say, or has bound them to the task itself.
+
+    >>> _slurm_devices({"SLURM_GPUS_ON_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "2(x4)", "SLURM_LOCALID": "1"})
+    [4, 5, 6, 7]
+    """
+    per_node = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", ""))
+    tasks = {int(n) for n in re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", per_node)}
+    gpus = env.get("SLURM_GPUS_ON_NODE", "")
+    if len(tasks) != 1 or not gpus.isdigit() or "SLURM_LOCALID" not in env:
+        return None
+    share, rest = divmod(int(gpus), tasks.pop())
+    local = int(env["SLURM_LOCALID"])
+    return list(range(local * share, (local + 1) * share)) if share and not rest else None
+
+
+def _has_tpu() -> bool:
+    return any(Path("/dev").glob("accel[0-9]*")) or Path("/dev/vfio/0").exists()

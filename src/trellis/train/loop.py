@@ -1,0 +1,282 @@
+"""The training loop: effects only. What a step computes is the step's affair."""
+
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ..errors import UserError
+from .checkpoint import Checkpoints
+from .compilation import CompiledStep
+from .config import CheckpointRule, Evaluation, Logging
+from .config import Profile as ProfileRule
+from .distributed import is_first
+from .drain import Drain, Record
+from .figures import duration
+from .metrics import Meter, Work
+from .profile import Profile
+from .progress import Progress
+from .stopping import LossNotFinite, Signals, explain, leave_at_once
+from .timeline import Timeline
+from .trackers import Tracker, open_trackers
+
+# How many steps may be dispatched before the first of them is finished.
+_AHEAD = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What is trained: pure functions and the data.
+
+    Attributes:
+        init: makes the first state, sharded.
+        abstract: the same as `jax.ShapeDtypeStruct`s with shardings; a checkpoint is restored onto it.
+        step: a function under `jax.jit`, `step(state, batch) -> (state, metrics)`. The metrics are scalar arrays,
+            `loss` among them; with `tokens` the batch's count of tokens comes from the device.
+        batches: `batches(n)` yields `(n, batch), (n + 1, batch), ...`: the batch of a step depends on nothing else.
+        tokens: how many tokens the batch of a step has.
+        evaluate: from a state to scalar arrays, on the device still, `validation_loss` among them.
+        sample: from a state to a text.
+        work: what a token costs, for MFU.
+        resizable: axes whose padding may change when a run resumes, with their true sizes.
+    """
+
+    init: Callable[[], Any]
+    abstract: Any
+    step: Any
+    batches: Callable[[int], Iterable[tuple[int, Any]]]
+    tokens: Callable[[int], int]
+    evaluate: Callable[[Any], dict[str, jax.Array]] | None = None
+    sample: Callable[[Any], str] | None = None
+    work: Work | None = None
+    resizable: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How long the loop goes on, and when it does what else.
+
+    Attributes:
+        steps: how many steps the run has.
+        checkpoints: when a checkpoint is written, and which are kept.
+        evaluation: when the validation loss is measured.
+        logging: when a line of metrics is written, and where to.
+        profile: which steps are recorded.
+        nonfinite_limit: how many steps in a row may have a loss or gradient that is not finite (the step leaves
+            the state as it was); one more stops the run.
+    """
+
+    steps: int
+    checkpoints: CheckpointRule = CheckpointRule()
+    evaluation: Evaluation = Evaluation()
+    logging: Logging = Logging()
+    profile: ProfileRule | None = None
+    nonfinite_limit: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        state: the last state.
+        step: how many steps were made, those before a resume counted in.
+        exit_code: 0, or 128 and a signal's number: a checkpoint was written.
+        lines: the lines of metrics that this process logged.
+        programs: the compiled step.
+    """
+
+    state: Any
+    step: int
+    exit_code: int
+    lines: list[dict]
+    programs: list[Any]
+
+
+def train(
+    program: Program,
+    rules: Rules,
+    folder: str | Path,
+    *,
+    config: dict | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Trains until the last step or a signal; goes on where the folder's newest checkpoint ends.
+
+    Args:
+        program: what is trained.
+        rules: how long, and when to log, evaluate and save.
+        folder: the run's folder. It gets `metrics.jsonl`, `timeline.jsonl`, `checkpoints/`, and `samples.jsonl` and
+            `profile/` where asked; a `run.yaml` in it is copied into each checkpoint.
+        config: the resolved run as plain values, for the trackers that show it.
+        progress: where progress is shown; the default is stderr.
+
+    Raises:
+        RunStopped: the loss was not finite too often, or memory did not suffice. The message names the last good
+            checkpoint.
+    """
+    folder = Path(folder)
+    run_file = folder / "run.yaml"
+    copy = (run_file,) if run_file.exists() else ()
+    rule = rules.checkpoints
+    keep = {"keep_latest": rule.keep_latest, "keep_every": rule.keep_every}
+    with Checkpoints(folder / "checkpoints", copy=copy, **keep) as saved, Signals() as signals:
+        try:
+            return _Loop(program, rules, folder, saved, signals).run(config, progress)
+        except BaseException as error:
+            told = explain(error, _last_good(saved, others_live=jax.process_count() == 1))
+            if jax.process_count() > 1 and not isinstance(told, LossNotFinite):
+                leave_at_once(told)
+            if told is error:
+                raise
+            raise told from error
+
+
+class _Loop:
+    """One run's loop with what it holds open."""
+
+    def __init__(self, program: Program, rules: Rules, folder: Path, saved: Checkpoints, signals: Signals):
+        self._program, self._rules, self._folder = program, rules, folder
+        self._saved, self._signals = saved, signals
+        self._not_finite = 0
+        self._unchecked: deque[Record] = deque()
+        self._lines: list[dict] = []
+        self._trackers: list[Tracker] = []
+        self._timeline = Timeline(folder / "timeline.jsonl" if is_first() else None)
+
+    def run(self, config: dict | None, progress: Progress | None) -> Outcome:
+        program, rules = self._program, self._rules
+        restored = self._saved.restore(program.abstract, resizable=program.resizable)
+        start, tokens = (0, 0) if restored is None else (restored.step, restored.data["tokens"])
+        state = program.init() if restored is None else restored.state
+        del restored  # the step is about to donate its arrays
+        self._progress = progress or Progress(rules.steps, start)
+        self._note(f"resuming after step {start}, from {self._saved.path(start)}" if start else "")
+        self._timeline.add("resumed" if start else "started", start)
+        self._meter = Meter(tokens=tokens, work=program.work)
+        step = CompiledStep(program.step)
+        self._drain = Drain(max_ahead=_AHEAD)
+        try:
+            if is_first():
+                self._trackers = open_trackers(rules.logging.trackers, self._folder, step=start, config=config)
+            state, made, exit_code = self._steps(step, state, start)
+            if made >= rules.steps:
+                self._sample(state, made)
+            self._timeline.add("finished" if made >= rules.steps else "interrupted", made)
+        except Exception as error:
+            self._timeline.add("stopped", None, why=str(error).splitlines()[0] if str(error) else type(error).__name__)
+            raise
+        finally:
+            self._drain.close()
+            self._progress.close()
+            for tracker in self._trackers:
+                tracker.close()
+        return Outcome(state=state, step=made, exit_code=exit_code, lines=self._lines, programs=step.programs)
+
+    def _steps(self, step: CompiledStep, state: Any, start: int) -> tuple[Any, int, int]:
+        """From `start` to the end: the state, how many steps were made, and the exit code."""
+        rules, made = self._rules, start
+        profile = Profile(self._folder / "profile", rules.profile if is_first() else None)
+        if start >= rules.steps:
+            return state, start, 0
+        asked = time.perf_counter()
+        for index, batch in self._program.batches(start):
+            waited = (asked, time.perf_counter())
+            made = index + 1
+            profile.before(index)
+            compiled = len(step.programs)
+            state, metrics = step(state, batch)
+            if len(step.programs) > compiled:
+                seconds = time.perf_counter() - waited[1]
+                self._note(f"compiled the step in {duration(seconds)}")
+                self._timeline.add("compiled", index, seconds=seconds)
+            self._drain.push(made, metrics, waited)
+            profile.after(index, metrics)
+            exit_code = self._signals.exit_code(made)
+            last = made >= rules.steps or exit_code is not None
+            if self._program.evaluate is not None and (made >= rules.steps or _due(made, rules.evaluation.every)):
+                self._drain.add(self._program.evaluate(state))
+                self._timeline.add("evaluation", made)
+            self._handle(self._drain.poll(), certain=made - _AHEAD - 1)
+            if last or _due(made, rules.checkpoints.every):
+                # What is saved is known to be good: every loss up to it was looked at.
+                self._handle(self._drain.flush(), certain=made)
+                if self._saved.save(made, state, data={"tokens": self._meter.tokens}):
+                    self._timeline.add("checkpoint", made)
+            if last:
+                profile.close()
+                self._saved.wait()
+                return state, made, exit_code or 0
+            asked = time.perf_counter()
+        raise UserError(
+            "The data lasts as long as the run.",
+            seen=f"{made - start} batches for {rules.steps - start} steps",
+            where=str(self._folder),
+            fix="repeat the data, or make fewer steps",
+        )
+
+    def _handle(self, records: Sequence[Record], certain: int) -> None:
+        """Logs what came from the device, and looks at the losses up to the step `certain`.
+
+        Records come when they come, on each process at other times; those up to `certain` have come on all. Only
+        these may stop the run, so that all processes stop at the same step.
+        """
+        rules = self._rules
+        for record in records:
+            counted = record.values.pop("tokens", None)
+            self._meter.add(record, self._program.tokens(record.step - 1) if counted is None else int(counted))
+            self._unchecked.append(record)
+            evaluated = "validation_loss" in record.values
+            if evaluated or _due(record.step, rules.logging.every) or record.step >= rules.steps:
+                line = self._meter.line(record)
+                self._lines.append(line)
+                for tracker in self._trackers:
+                    tracker.log(line)
+                if is_first():
+                    self._progress.update(line)
+        while self._unchecked and self._unchecked[0].step <= certain:
+            self._check(self._unchecked.popleft())
+
+    def _check(self, record: Record) -> None:
+        """Stops the run when the loss was not finite more often in a row than is allowed."""
+        loss, norm = record.values["loss"], record.values.get("grad_norm", 0.0)
+        self._not_finite = 0 if math.isfinite(loss) and math.isfinite(norm) else self._not_finite + 1
+        if self._not_finite > self._rules.nonfinite_limit:
+            raise LossNotFinite(
+                "A run goes on while its loss and its gradient are finite.",
+                seen=f"loss {loss}, gradient norm {norm} at step {record.step}, {self._not_finite} in a row "
+                f"(allowed: {self._rules.nonfinite_limit})",
+                where=_last_good(self._saved, others_live=True),
+                fix="lower the learning rate, or clip the gradient more tightly, and run the same command again",
+            )
+
+    def _sample(self, state: Any, step: int) -> None:
+        if self._program.sample is None:
+            return
+        text = self._program.sample(state)
+        self._note(text)
+        for tracker in self._trackers:
+            tracker.text("sample", step, text)
+
+    def _note(self, text: str) -> None:
+        if text and is_first():
+            self._progress.note(text)
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _last_good(saved: Checkpoints, others_live: bool) -> str:
+    """Words that name the last good checkpoint; one under way is waited for if the processes that write it live."""
+    if others_live:
+        with contextlib.suppress(Exception):
+            saved.wait()
+    step = saved.latest()
+    return "no checkpoint was written yet" if step is None else f"last good checkpoint: {saved.path(step)}"

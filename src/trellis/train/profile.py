@@ -1,0 +1,38 @@
+"""A profile of a few steps, in files that Perfetto and XProf open."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .config import Profile as ProfileRule
+
+
+class Profile:
+    """Records some steps of a run. The last of these is the only step that the loop waits for.
+
+    Args:
+        folder: where the trace goes; `perfetto_trace.json.gz` in it opens at https://ui.perfetto.dev.
+        rule: which steps to record, counted from 0 as the data counts them; None records nothing.
+    """
+
+    def __init__(self, folder: Path, rule: ProfileRule | None):
+        self._folder, self._rule, self._on = folder, rule, False
+
+    def before(self, index: int) -> None:
+        """Call before the step of `index` is dispatched."""
+        if self._rule is not None and index == self._rule.start:
+            jax.profiler.start_trace(self._folder, create_perfetto_trace=True)
+            self._on = True
+
+    def after(self, index: int, result: Any) -> None:
+        """Call when it was dispatched, with something that it computes."""
+        if self._on and self._rule is not None and index == self._rule.start + self._rule.steps - 1:
+            jax.block_until_ready(result)
+            self.close()
+
+    def close(self) -> None:
+        """Ends a recording that is under way."""
+        if self._on:
+            self._on = False
+            jax.profiler.stop_trace()

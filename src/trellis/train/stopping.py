@@ -1,0 +1,115 @@
+"""How a run ends before its last step: a signal from outside, or its own decision."""
+
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from types import FrameType
+from typing import NoReturn
+
+import jax
+
+from ..errors import UserError
+
+# What the runtimes write when another process of the run is gone.
+_PEER = re.compile(
+    r"gloo|nccl|connection (reset|refused|closed)|coordination service|heartbeat|peer|barrier|"
+    r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED",
+    re.IGNORECASE,
+)
+
+
+class RunStopped(UserError):
+    """The run stopped itself; its message names the last good checkpoint. Exit code 3."""
+
+    exit_code = 3
+
+
+class LossNotFinite(RunStopped):
+    """The loss was not finite too often. Every process of a run finds this at the same step."""
+
+
+def explain(error: BaseException, last_good: str) -> BaseException:
+    """What to tell the user of an error that ended a loop: the error itself, or a `RunStopped` in its place.
+
+    Args:
+        error: what was raised.
+        last_good: words that name the last good checkpoint.
+    """
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        first = str(error).splitlines()[0]
+        if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):
+            return RunStopped(
+                "A step fits into the memory of its devices.",
+                seen=f"{first:.300}",
+                where=last_good,
+                fix="use smaller microbatches, more checkpointing of activations, or more devices; "
+                "`trellis memory` shows what each device holds",
+            )
+        if jax.process_count() > 1 and _PEER.search(str(error)):
+            return RunStopped(
+                "A run goes on while all its processes do.",
+                seen=f"process {jax.process_index()} of {jax.process_count()} lost another one: {first:.200}",
+                where=last_good,
+                fix="look at the other processes' output, then start them all again",
+            )
+    return error
+
+
+def leave_at_once(error: BaseException) -> NoReturn:
+    """Says what happened and ends this process of several without the runtime's goodbye.
+
+    The interpreter's ordinary exit would wait for the other processes, and those wait for this one.
+    """
+    if isinstance(error, UserError):
+        print(error, file=sys.stderr)
+    elif not isinstance(error, KeyboardInterrupt):
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1))
+
+
+class Signals:
+    """Notes SIGTERM and SIGINT while a run trains, so that it saves a checkpoint before it ends.
+
+    With several processes JAX's preemption service takes the signal of any of them and lets all stop at the same
+    step. A second SIGINT ends the run at once.
+    """
+
+    def __init__(self) -> None:
+        self._received: int | None = None
+        self._before: dict[int, object] = {}
+        self._together = jax.process_count() > 1
+
+    def __enter__(self) -> "Signals":
+        # Python lets only the main thread set handlers.
+        if not self._together and threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # ty: ignore[invalid-argument-type]
+        self._before.clear()
+
+    def exit_code(self, step: int) -> int | None:
+        """128 and the signal's number once the run is to stop, 143 for SIGTERM; else None.
+
+        Args:
+            step: how many steps have been made; every process asks once a step.
+        """
+        if self._together and self._received is None:
+            from jax.experimental import multihost_utils
+
+            if multihost_utils.reached_preemption_sync_point(step):
+                self._received = signal.SIGTERM
+        return None if self._received is None else 128 + self._received
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._received = number

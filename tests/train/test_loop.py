@@ -1,0 +1,266 @@
+"""The loop: one compilation, no waiting for the device, resuming to the bit, and every way to stop."""
+
+import dataclasses
+import io
+import json
+import os
+import signal
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.train.toy import mesh_of, program
+from trellis.errors import UserError
+from trellis.train import config
+from trellis.train.compilation import use_persistent_cache
+from trellis.train.config import CheckpointRule, Evaluation, Logging
+from trellis.train.loop import Rules, train
+from trellis.train.progress import Progress
+from trellis.train.stopping import LossNotFinite, RunStopped
+from trellis.train.trackers import read_lines
+
+EVERY = Rules(
+    steps=12,
+    checkpoints=CheckpointRule(every=3, keep_latest=9),
+    evaluation=Evaluation(every=5),
+    logging=Logging(every=1),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    """The same small programs are compiled in every test: keep them."""
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    use_persistent_cache(tmp_path_factory.mktemp("compiled"))
+    yield
+    jax.config.update("jax_compilation_cache_dir", before[0])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+
+
+@pytest.fixture
+def mesh():
+    mesh = mesh_of(2, 2)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def quiet():
+    return Progress(12, stream=io.StringIO())
+
+
+def raw(tree):
+    keys = jax.tree.map(lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, tree)
+    return [np.asarray(x) for x in jax.tree.leaves(keys)]
+
+
+def losses(folder):
+    return [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
+
+
+def test_a_run_writes_its_folder(tmp_path, mesh):
+    (tmp_path / "run.yaml").write_text("steps: 12\n")
+    shown = io.StringIO()
+    outcome = train(program(mesh), EVERY, tmp_path, progress=Progress(12, stream=shown))
+    assert (outcome.step, outcome.exit_code) == (12, 0)
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert lines == outcome.lines
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    expected = (
+        "step tokens loss learning_rate grad_norm tokens_per_second mfu step_seconds data_wait_seconds memory_bytes"
+    )
+    assert list(lines[0]) == expected.split()
+    assert lines[-1]["tokens"] == 12 * 16
+    assert [line["step"] for line in lines if "validation_loss" in line] == [5, 10, 12]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert (tmp_path / "checkpoints" / "step-00000012" / "run.yaml").read_text() == "steps: 12\n"
+    (sample,) = read_lines(tmp_path / "samples.jsonl")
+    assert sample == {"step": 12, "name": "sample", "text": "a sample after 12 steps"}
+    assert "a sample after 12 steps" in shown.getvalue()
+    events = [json.loads(line)["event"] for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    assert events[:2] == ["started", "compiled"] and events[-1] == "finished" and events.count("checkpoint") == 4
+
+
+def test_a_run_compiles_its_step_once_and_nothing_later(tmp_path, mesh):
+    compiled, at_step = [], {}
+
+    def count(name, seconds, **_):
+        if name == "/jax/core/compile/backend_compile_duration":
+            compiled.append(name)
+
+    toy = program(mesh)
+
+    def batches(start):
+        for index, batch in toy.batches(start):
+            at_step[index] = len(compiled)
+            yield index, batch
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        rules = dataclasses.replace(EVERY, evaluation=Evaluation(every=1))
+        outcome = train(dataclasses.replace(toy, batches=batches), rules, tmp_path, progress=quiet())
+        at_end = len(compiled)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert len(outcome.programs) == 1
+    assert at_step[1] > at_step[0], "the counter counts: the step and the evaluation were compiled"
+    assert at_step[11] == at_step[1], "after the first step nothing is compiled"
+    # The sample reads one number off the state: that is the only program after the last step.
+    assert at_end <= at_step[11] + 1
+
+
+def test_a_batch_of_another_size_is_one_more_compilation(tmp_path, mesh):
+    toy = program(mesh)
+
+    def batches(start):
+        for index, batch in toy.batches(start):
+            rows = 8 if index < 4 else 16
+            yield index, jax.device_put(np.asarray(batch)[:rows], batch.sharding)
+
+    outcome = train(dataclasses.replace(toy, batches=batches), EVERY, tmp_path, progress=quiet())
+    assert len(outcome.programs) == 2
+
+
+def test_the_loop_never_waits_for_the_device_in_order_to_log(tmp_path, mesh):
+    """The first step ends only when the fourth batch is asked for: a loop that waited for its metrics would hang."""
+    opened = threading.Event()
+    everywhere = NamedSharding(mesh, P())
+    toy = program(mesh)
+
+    def wait(x):
+        if not opened.wait(60):
+            raise TimeoutError("the loop waited for the first step")
+        return np.asarray(x)
+
+    @jax.jit
+    def step(state, batch):
+        state, metrics = toy.step(state, batch)
+        loss = jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere), metrics["loss"])
+        return state, {**metrics, "loss": loss}
+
+    def batches(start):
+        for index, batch in toy.batches(start):
+            if index == 3:
+                opened.set()
+            yield index, batch
+
+    rules = Rules(steps=6, logging=Logging(every=1), evaluation=Evaluation(every=1))
+    outcome = train(dataclasses.replace(toy, step=step, batches=batches), rules, tmp_path, progress=quiet())
+    assert outcome.step == 6 and len(outcome.lines) == 6
+
+
+def test_resuming_gives_the_same_state_and_lines_to_the_bit(tmp_path, mesh):
+    whole = train(program(mesh), EVERY, tmp_path / "whole", progress=quiet())
+    folder = tmp_path / "parts"
+    for steps in (5, 9, 12):
+        parts = train(program(mesh), dataclasses.replace(EVERY, steps=steps), folder, progress=quiet())
+    for a, b in zip(raw(whole.state), raw(parts.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert losses(folder) == losses(tmp_path / "whole")
+    assert parts.lines[-1]["tokens"] == whole.lines[-1]["tokens"] == 192
+
+
+def test_resuming_on_another_mesh_goes_on_along_the_same_curve(tmp_path, mesh):
+    train(program(mesh), EVERY, tmp_path / "whole", progress=quiet())
+    train(program(mesh), dataclasses.replace(EVERY, steps=5), tmp_path / "moved", progress=quiet())
+    other = mesh_of(8, 1)
+    with jax.set_mesh(other):
+        outcome = train(program(other), EVERY, tmp_path / "moved", progress=quiet())
+    assert outcome.state["params"]["w1"].sharding.mesh.shape == {"data": 8, "model": 1}
+    # Sums over eight devices are taken in another order: a few float32 roundings over seven steps.
+    np.testing.assert_allclose(losses(tmp_path / "moved"), losses(tmp_path / "whole"), rtol=1e-5)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_a_checkpoint_and_the_same_command_resumes(tmp_path, mesh, number, code):
+    toy = program(mesh)
+
+    def batches(start):
+        for index, batch in toy.batches(start):
+            if index == 7:
+                os.kill(os.getpid(), number)
+            yield index, batch
+
+    before = signal.getsignal(number)
+    outcome = train(dataclasses.replace(toy, batches=batches), EVERY, tmp_path, progress=quiet())
+    assert (outcome.exit_code, outcome.step) == (code, 8)
+    assert (tmp_path / "checkpoints" / "step-00000008" / "manifest.json").exists()
+    assert not (tmp_path / "samples.jsonl").exists(), "an unfinished run has no sample"
+    assert signal.getsignal(number) is before
+    again = train(toy, EVERY, tmp_path, progress=quiet())
+    whole = train(toy, EVERY, tmp_path / "whole", progress=quiet())
+    assert again.exit_code == 0
+    for a, b in zip(raw(again.state), raw(whole.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_finished_run_is_not_trained_on(tmp_path, mesh):
+    train(program(mesh), EVERY, tmp_path, progress=quiet())
+    outcome = train(program(mesh), EVERY, tmp_path, progress=quiet())
+    assert (outcome.step, outcome.exit_code, outcome.programs) == (12, 0, [])
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 12
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(tmp_path, mesh):
+    with pytest.raises(LossNotFinite, match="A run goes on while its loss and its gradient are finite") as error:
+        train(program(mesh, spoil_at=7), EVERY, tmp_path, progress=quiet())
+    assert error.value.exit_code == 3
+    assert error.value.seen.startswith("loss nan, gradient norm ")
+    assert error.value.seen.endswith("at step 8, 1 in a row (allowed: 0)")
+    assert error.value.where == f"last good checkpoint: {tmp_path / 'checkpoints' / 'step-00000006'}"
+    assert error.value.fix.startswith("lower the learning rate")
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir())[-1] == "step-00000006"
+    last = json.loads((tmp_path / "timeline.jsonl").read_text().splitlines()[-1])
+    assert last["event"] == "stopped" and last["why"].startswith("A run goes on")
+
+
+def test_some_steps_in_a_row_may_be_skipped(tmp_path, mesh):
+    with pytest.raises(LossNotFinite, match=r"3 in a row \(allowed: 2\)") as error:
+        train(program(mesh, spoil_at=7), dataclasses.replace(EVERY, nonfinite_limit=2), tmp_path, progress=quiet())
+    assert "at step 10" in error.value.seen
+    assert read_lines(tmp_path / "metrics.jsonl")[7]["loss"] is None
+
+
+def test_out_of_memory_stops_the_run_with_advice(tmp_path, mesh):
+    toy = program(mesh)
+
+    def batches(start):
+        for index, batch in toy.batches(start):
+            if index == 4:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes\nmore")
+            yield index, batch
+
+    with pytest.raises(RunStopped, match="A step fits into the memory of its devices") as error:
+        train(dataclasses.replace(toy, batches=batches), EVERY, tmp_path, progress=quiet())
+    assert error.value.exit_code == 3
+    assert error.value.seen == "RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes"
+    assert error.value.where.endswith("step-00000003")
+    assert "`trellis memory`" in error.value.fix
+
+
+def test_data_that_ends_early_is_an_error(tmp_path, mesh):
+    toy = program(mesh)
+
+    def batches(start):
+        for index, batch in toy.batches(start):
+            if index == 4:
+                return
+            yield index, batch
+
+    with pytest.raises(UserError, match="The data lasts as long as the run") as error:
+        train(dataclasses.replace(toy, batches=batches), EVERY, tmp_path, progress=quiet())
+    assert error.value.seen == "4 batches for 12 steps"
+
+
+def test_a_profile_of_two_steps_opens_in_perfetto(tmp_path, mesh):
+    import gzip
+
+    rules = dataclasses.replace(EVERY, steps=5, profile=config.Profile(start=2))
+    train(program(mesh), rules, tmp_path, progress=quiet())
+    (trace,) = (tmp_path / "profile").rglob("perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert any("jit_step" in str(event.get("name", "")) + str(event.get("args", "")) for event in events)
