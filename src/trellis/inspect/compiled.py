@@ -1,0 +1,336 @@
+"""What a compiled program really does: its collectives, its products, its memory, its schedule.
+
+Reads `compiled.as_text()` of CPU, GPU and TPU programs; the collectives come as the ledger's own rows, so that the
+two can be held against each other.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from .hlo import Instruction, Program, parse_program, source_target_pairs
+from .rows import Ledger, Row, aligned, human_bytes, wire_bytes
+
+_KINDS = {
+    "all-gather": "all-gather",
+    "all-reduce": "all-reduce",
+    "reduce-scatter": "reduce-scatter",
+    "all-to-all": "all-to-all",
+    "ragged-all-to-all": "all-to-all",
+    "collective-permute": "permute",
+    "collective-broadcast": "permute",
+}
+
+
+# XLA's name of an element type, where the notation has another.
+_DTYPES = {"pred": "bool", "s4": "i4", "s8": "i8", "s16": "i16", "s32": "i32", "s64": "i64"}
+
+
+def program_of(compiled) -> Program:
+    """The program of a `jax.stages.Compiled`, or of its text, read once."""
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    return _parsed(text)
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(text: str) -> Program:
+    return parse_program(text)
+
+
+def _axes_of(groups: Sequence[tuple[int, ...]], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The mesh axes along which the members of a group differ (groups hold positions in the mesh's devices)."""
+    sizes = tuple(mesh.shape.values())
+    differs = [False] * len(sizes)
+    for group in groups:
+        places = np.array(np.unravel_index(np.array(group), sizes))
+        for index, row in enumerate(places):
+            differs[index] |= bool((row != row[0]).any())
+    return tuple(name for name, differ in zip(mesh.axis_names, differs) if differ)
+
+
+def _scattered(program: Program, computation: str, reduce: Instruction) -> bool:
+    """Whether an all-reduce inside a fused computation is sliced there: a TPU's fused reduce-scatter."""
+    if computation == program.entry:
+        return False
+    instructions = program.computations[computation]
+    results = {reduce.name} | {
+        i.name for i in instructions if i.op == "get-tuple-element" and reduce.name in i.operands
+    }
+    return any(i.op == "dynamic-slice" and i.operands[0] in results for i in instructions)
+
+
+def _continued(program: Program, computation: str, instruction: Instruction) -> bool:
+    """Whether this is a later step of a TPU's asynchronous collective fusion, which repeats its collective in the
+    fusion that starts it, in the products it runs beside, and in the fusion that waits for it."""
+    if '"async_collective_fusion_config"' not in instruction.attributes:
+        return False
+    return not any("AsyncCollectiveStart" in i.attributes for i in program.computations[computation])
+
+
+def _direction(op_name: str | None) -> str:
+    if not op_name:
+        return ""
+    if "rematted_computation" in op_name:
+        return "recomputed"
+    return "backward" if "transpose(" in op_name else "forward"
+
+
+def collectives(compiled, mesh: Mesh | AbstractMesh) -> Ledger:
+    """The collectives of a compiled program, as a ledger.
+
+    An asynchronous pair counts once, at its start; a loop's body counts as often as the loop runs; an all-reduce that
+    a TPU program slices inside the same fusion is the reduce-scatter that it is.
+
+    Args:
+        compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
+        mesh: the mesh it was compiled for, whose device order numbers the program's partitions.
+
+    Returns:
+        Rows whose `what` is the operand's type and whose `note` says `asynchronous` or `loop count not known`.
+    """
+    program = program_of(compiled)
+    rows = []
+    for instruction, times, computation in program.walk():
+        kind = _KINDS.get(instruction.op.removesuffix("-start"))
+        if kind is None or _continued(program, computation, instruction):
+            continue
+        operands = [a for name in instruction.operands if (i := program.by_name.get(name)) for a in i.results]
+        if instruction.op.startswith("collective-permute"):
+            operands = operands[:1]  # the in-place form has buffers and indices behind it
+            groups = source_target_pairs(instruction.attribute("source_target_pairs") or "")
+        else:
+            if instruction.op.startswith("ragged"):
+                operands = operands[:1]
+            groups = instruction.groups()
+            if not groups:
+                groups = [tuple(range(math.prod(mesh.shape.values())))]
+        axes = _axes_of(groups, mesh)
+        if not axes or not operands:
+            continue
+        size = len(groups[0])
+        origin = instruction if instruction.quoted("op_name") else program.callers.get(computation, instruction)
+        payload = sum(array.num_bytes for array in operands) * (size if kind == "all-gather" else 1)
+        if kind == "all-reduce" and _scattered(program, computation, instruction):
+            kind = "reduce-scatter"
+        rows.append(
+            Row(
+                kind=kind,
+                axes=axes,
+                what=" + ".join(" ".join(map(str, array.shape)) for array in operands),
+                dtype=_DTYPES.get(operands[0].dtype, operands[0].dtype),
+                payload=payload,
+                wire=payload if kind == "permute" else wire_bytes(kind, size, payload),
+                times=times,
+                direction=_direction(origin.quoted("op_name")),
+                source=program.source(origin),
+                note="asynchronous" if _is_async(instruction) else "",
+            )
+        )
+    return Ledger(tuple(rows), dict(mesh.shape))
+
+
+def _is_async(instruction: Instruction) -> bool:
+    """Whether it runs beside other work, as far as the text says."""
+    if '"is_sync":true' in instruction.attributes:
+        return False
+    return instruction.op.endswith("-start") or '"async_collective_fusion_config"' in instruction.attributes
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A ledger held against a compiled program.
+
+    Attributes:
+        axes: for each mesh axis, bytes one device sends by the ledger and by the program (`Ledger.per_axis`).
+        kinds: the same for each (axis, kind).
+    """
+
+    axes: Mapping[str, tuple[int, int]]
+    kinds: Mapping[tuple[str, str], tuple[int, int]]
+
+    def agrees(self, *, relative: float = 0.0, absolute: int = 0) -> bool:
+        """Whether every mesh axis has the same bytes, within a fraction of the larger or a number of bytes."""
+        return all(abs(a - b) <= max(relative * max(a, b), absolute) for a, b in self.axes.values())
+
+    def __str__(self) -> str:
+        def line(axis: str, kind: str, predicted: int, found: int) -> tuple[str, ...]:
+            ratio = f"{found / predicted:.3f}" if predicted else "-" if not found else "new"
+            return axis, kind, human_bytes(predicted), human_bytes(found), ratio
+
+        lines = []
+        for axis, (predicted, found) in sorted(self.axes.items()):
+            lines += [line(axis, k, *both) for (a, k), both in sorted(self.kinds.items()) if a == axis]
+            lines.append(line(axis, "in all", predicted, found))
+        return aligned(("axis", "collective", "ledger", "compiled", "ratio"), lines, right=(2, 3, 4))
+
+
+def compare(ledger: Ledger, compiled: Ledger, *, scatter_as_reduce: bool = False) -> Comparison:
+    """Bytes per mesh axis by the ledger and by the program.
+
+    Args:
+        ledger: from types.
+        compiled: from `collectives`.
+        scatter_as_reduce: count every reduce-scatter as an all-reduce and a slice, which is what the CPU's compiler
+            makes of those in explicit mode, and the TPU's of small ones.
+    """
+    axes: dict[str, list[int]] = {}
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for side, table in enumerate((ledger, compiled)):
+        table = dataclasses.replace(table, mesh=compiled.mesh)
+        for row in table.rows:
+            scattered = scatter_as_reduce and row.kind == "reduce-scatter"
+            for axis, wire in table.split(row):
+                total = wire * row.times * (2 if scattered else 1)
+                axes.setdefault(axis, [0, 0])[side] += total
+                kinds.setdefault((axis, "all-reduce" if scattered else row.kind), [0, 0])[side] += total
+    return Comparison({k: (a, b) for k, (a, b) in axes.items()}, {k: (a, b) for k, (a, b) in kinds.items()})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product of a compiled program.
+
+    Attributes:
+        what: the types of operands and result.
+        flops: floating-point operations, a multiplication and an addition counting two, of one run on one device.
+        num_bytes: bytes of operands and result.
+        times: how often it runs.
+        source: `file.py:line (function)`.
+    """
+
+    what: str
+    flops: int
+    num_bytes: int
+    times: int
+    source: str
+
+
+def products(compiled) -> list[Product]:
+    """The matrix products (dots, convolutions, GEMM calls) of a compiled program."""
+    program = program_of(compiled)
+    found = []
+    for instruction, times, _ in program.walk():
+        contracted = _contracted(instruction)
+        if instruction.op not in ("dot", "convolution") and contracted is None:
+            continue
+        operands = [program.by_name[name].results[0] for name in instruction.operands[:2] if name in program.by_name]
+        if len(operands) < 2 or not instruction.results:
+            continue
+        left, right, result = *operands, instruction.results[0]
+        if instruction.op == "convolution":
+            flops = _convolution_flops(instruction, left.shape, right.shape, result.shape)
+        else:
+            flops = 2 * math.prod(result.shape) * math.prod(left.shape[i] for i in contracted or ())
+        arrays = (left, right, result)
+        what = " ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)
+        found.append(Product(what, flops, sum(a.num_bytes for a in arrays), times, program.source(instruction)))
+    return found
+
+
+def _contracted(instruction: Instruction) -> list[int] | None:
+    """The left operand's contracted dimensions, of a dot or of a GEMM custom call."""
+    if instruction.op == "dot":
+        return [int(n) for n in re.findall(r"\d+", instruction.attribute("lhs_contracting_dims") or "")]
+    if instruction.op == "custom-call" and re.search(r"gemm|matmul", instruction.quoted("custom_call_target") or ""):
+        listed = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
+        return [int(n) for n in re.findall(r"\d+", listed[1])] if listed else None
+    return None
+
+
+def _convolution_flops(instruction: Instruction, left, right, result) -> int:
+    """As many multiplications as there are pairs of an output element and an input element under the window."""
+    inputs, rest = (instruction.attribute("dim_labels") or "").split("_")
+    kernel, outputs = rest.split("->")
+    window = dict(re.findall(r"(\w+)=([\w\-x]+)", instruction.attribute("window") or ""))
+    spatial = sorted(label for label in kernel if label.isdigit())
+
+    def field(name: str, index: int, default: int) -> int:
+        return int(window[name].split("x")[index]) if name in window else default
+
+    pairs = 1
+    for index, label in enumerate(spatial):
+        taps, length, steps = (
+            right[kernel.index(label)],
+            left[inputs.index(label)],
+            result[outputs.index(label)],
+        )
+        stride, spread = field("stride", index, 1), field("rhs_dilate", index, 1)
+        gaps = field("lhs_dilate", index, 1)
+        before = window["pad"].split("x")[index].split("_")[0] if "pad" in window else "0"
+        places = (np.arange(steps) * stride)[:, None] + (np.arange(taps) * spread)[None, :] - int(before)
+        pairs *= int(((places >= 0) & (places % gaps == 0) & (places // gaps < length)).sum())
+    batch, features = result[outputs.index("b")], result[outputs.index("f")]
+    groups = int(instruction.attribute("batch_group_count") or 1)
+    return 2 * batch * features * right[kernel.index("i")] * pairs // (groups if groups > 1 else 1)
+
+
+def flops(compiled) -> int:
+    """Floating-point operations of the matrix products, of one call on one device."""
+    return sum(product.flops * product.times for product in products(compiled))
+
+
+def scheduled_cycles(compiled) -> int:
+    """The TPU compiler's own estimate for everything but collectives and custom kernels, loops multiplied out.
+
+    Divide by the chip's clock for seconds. Zero for programs that carry no estimates (CPU, GPU).
+    """
+    total = 0
+    for instruction, times, _ in program_of(compiled).walk(fusions=False):
+        cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
+        total += int(cycles[1]) * times if cycles else 0
+    return total
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompiledMemory:
+    """Bytes one device needs to run a program, by the compiler's own count.
+
+    Attributes:
+        arguments: inputs.
+        outputs: results.
+        aliased: results that reuse an input's memory (donated).
+        temporaries: everything made on the way.
+        code: the program itself.
+        host: all of these on the host, where the program offloads.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    code: int
+    host: int = 0
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the highest point: arguments, results that are not donated, temporaries and code."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+
+    def __str__(self) -> str:
+        lines = [
+            (name, human_bytes(getattr(self, name))) for name in ("arguments", "outputs", "aliased", "temporaries")
+        ]
+        return aligned(
+            ("kind", "bytes a device"),
+            [*lines, ("code", human_bytes(self.code)), ("peak", human_bytes(self.peak))],
+            right=(1,),
+        )
+
+
+def compiled_memory(compiled) -> CompiledMemory:
+    """The compiler's memory analysis."""
+    m = compiled.memory_analysis()
+    return CompiledMemory(
+        arguments=m.argument_size_in_bytes,
+        outputs=m.output_size_in_bytes,
+        aliased=m.alias_size_in_bytes,
+        temporaries=m.temp_size_in_bytes,
+        code=m.generated_code_size_in_bytes,
+        host=m.host_argument_size_in_bytes + m.host_output_size_in_bytes + m.host_temp_size_in_bytes
+        - m.host_alias_size_in_bytes,
+    )  # fmt: skip

@@ -1,0 +1,351 @@
+"""The text of a compiled program (`compiled.as_text()`), read into computations, instructions and how often each runs.
+
+Reads what XLA prints for CPU, GPU and TPU. It is a reader of one text format and knows no JAX.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator
+
+_ITEM_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "bf16": 16}
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-~]+) \(.*\) -> .* \{")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-~]+) = ")
+_CALLED = re.compile(r"(\w+)=(?:%([\w.\-~]+)|\{(%[^}]*)\})")
+_CALLERS = ("calls", "to_apply", "body", "condition", "branch_computations", "true_computation", "false_computation",
+            "called_computations")  # fmt: skip
+
+
+def item_bits(dtype: str) -> int:
+    """Bits of one element: of `bf16`, `f32`, `s4`, `f8e4m3fn`.
+
+    >>> item_bits("f8e4m3fn"), item_bits("s4"), item_bits("pred")
+    (8, 4, 8)
+    """
+    if dtype in _ITEM_BITS:
+        return _ITEM_BITS[dtype]
+    digits = re.match(r"[a-z]+(\d+)", dtype)
+    if not digits:
+        raise ValueError(f"'{dtype}' is not an element type of HLO")
+    return int(digits[1])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Array:
+    """An array's type in HLO."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes, without padding."""
+        return math.prod(self.shape) * item_bits(self.dtype) // 8
+
+
+def arrays_in(text: str) -> list[Array]:
+    """The arrays of a type: one, or those of a tuple.
+
+    >>> arrays_in("(f32[8,4]{1,0}, u32[])")
+    [Array(dtype='f32', shape=(8, 4)), Array(dtype='u32', shape=())]
+    """
+    text = re.sub(r"\{[^{}]*\}", "", text)
+    return [
+        Array(dtype, tuple(int(size.lstrip("<=")) for size in shape.split(",") if size))
+        for dtype, shape in _ARRAY.findall(text)
+    ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of HLO.
+
+    Attributes:
+        name: without the percent sign.
+        type: the result's type, as text.
+        op: the operation, as in `all-gather-start`.
+        operands: names.
+        attributes: everything after the operands, as text.
+    """
+
+    name: str
+    type: str
+    op: str
+    operands: tuple[str, ...]
+    attributes: str
+    literal: str = ""
+
+    @property
+    def results(self) -> list[Array]:
+        """The arrays of the result's type."""
+        return arrays_in(self.type)
+
+    def attribute(self, name: str) -> str | None:
+        """The value of an attribute, up to the comma that ends it."""
+        found = re.search(rf"(?:^|[\s,]){name}=", self.attributes)
+        return _balanced(self.attributes, found.end()) if found else None
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """Its replica groups, or nothing where it has none."""
+        found = re.search(r"replica_groups=(mesh\[[^{]*\{[^}]*\}|\[[\d,]*\]<=[^\s]*|\{)", self.attributes)
+        if not found:
+            return []
+        return replica_groups(_balanced(self.attributes, found.start(1)) if found[1] == "{" else found[1].rstrip(","))
+
+    def quoted(self, name: str) -> str | None:
+        """A string somewhere in the attributes: `op_name="..."` or `"estimated_cycles":"..."`."""
+        found = re.search(rf'{name}"?[=:]"((?:[^"\\]|\\.)*)"', self.attributes)
+        return found[1] if found else None
+
+    def called(self) -> dict[str, list[str]]:
+        """Computations it calls, by the attribute that names them."""
+        found: dict[str, list[str]] = {}
+        for key, single, several in _CALLED.findall(self.attributes.partition("metadata={")[0]):
+            if key in _CALLERS:
+                found[key] = [single] if single else [name.strip().lstrip("%") for name in several.split(",")]
+        return found
+
+
+def _balanced(text: str, start: int) -> str:
+    """From `start` to the comma at depth zero."""
+    depth, quoted = 0, False
+    for index in range(start, len(text)):
+        char = text[index]
+        if char == '"' and text[index - 1] != "\\":
+            quoted = not quoted
+        if quoted:
+            continue
+        if char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        elif char == "," and depth == 0:
+            return text[start:index].strip()
+        if depth < 0:
+            return text[start:index].strip()
+    return text[start:].strip()
+
+
+def _closing(text: str, start: int) -> int:
+    """The index of the bracket that closes the one at `start`."""
+    depth = 0
+    for index in range(start, len(text)):
+        if text[index] in "([{":
+            depth += 1
+        elif text[index] in ")]}":
+            depth -= 1
+            if depth == 0:
+                return index
+    raise ValueError(f"unbalanced brackets in HLO: {text[start : start + 80]}")
+
+
+def _instruction(line: str, head: re.Match) -> Instruction:
+    rest = line[head.end() :]
+    if rest.startswith("("):  # a tuple's type
+        end = _closing(rest, 0) + 1
+    else:  # a single array's type has no spaces
+        end = rest.index(" ")
+    type_, rest = rest[:end], rest[end:].lstrip()
+    open_ = rest.index("(")
+    close = _closing(rest, open_)
+    inside = rest[open_ + 1 : close]
+    operands = tuple(re.findall(r"%([\w.\-~]+)", inside))
+    return Instruction(head[2], type_, rest[:open_], operands, rest[close + 1 :].lstrip(", "), inside)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program.
+
+    Attributes:
+        computations: instructions by computation.
+        entry: the computation that runs.
+        frames: `stack_frame_id` to (file, line, function), where the text has such a table.
+    """
+
+    computations: dict[str, list[Instruction]]
+    entry: str
+    frames: dict[int, tuple[str, int, str]]
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        """Every instruction by its name (unique in a program)."""
+        return {i.name: i for instructions in self.computations.values() for i in instructions}
+
+    @functools.cached_property
+    def callers(self) -> dict[str, Instruction]:
+        """The instruction that calls each computation; the last where there are several."""
+        return {name: i for i in self.by_name.values() for names in i.called().values() for name in names}
+
+    def trip_count(self, loop: Instruction) -> int | None:
+        """How often a `while` runs, from `known_trip_count` or from a condition that compares with a constant."""
+        known = re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.attributes)
+        if known:
+            return int(known[1])
+        condition = self.computations.get(loop.called().get("condition", [""])[0], [])
+        constants = [int(i.literal) for i in condition if i.op == "constant" and re.fullmatch(r"-?\d+", i.literal)]
+        for instruction in condition:  # the bound may be compared inside a fusion that takes it as an operand
+            for called in instruction.called().get("calls", []):
+                inner = self.computations.get(called, [])
+                constants += [int(i.literal) for i in inner if i.op == "constant" and re.fullmatch(r"-?\d+", i.literal)]
+        return constants[0] if len(set(constants)) == 1 else None
+
+    def walk(self, *, fusions: bool = True) -> Iterator[tuple[Instruction, int, str]]:
+        """Every instruction with how often it runs and the computation it stands in.
+
+        Loop bodies are multiplied out (a loop whose count is not known counts once); of a conditional's branches each
+        counts once. Computations that only say how to combine two elements (`to_apply` of a reduction) are not
+        entered, nor those of fusions where `fusions` is false.
+        """
+        yield from self._walk(self.entry, 1, fusions)
+
+    def _walk(self, name: str, times: int, fusions: bool) -> Iterator[tuple[Instruction, int, str]]:
+        for instruction in self.computations.get(name, ()):
+            yield instruction, times, name
+            if instruction.op.endswith(("-done", "-update")):
+                continue  # the start of the same pair has been entered
+            if instruction.op == "fusion" and not fusions:
+                continue
+            for key, names in instruction.called().items():
+                if key == "to_apply" and instruction.op != "call":
+                    continue
+                inner = times
+                if instruction.op == "while":
+                    inner = times * (self.trip_count(instruction) or 1)
+                for called in names:
+                    yield from self._walk(called, inner, fusions)
+
+    def source(self, instruction: Instruction) -> str:
+        """`file.py:line (function)` from the metadata, or nothing."""
+        file, line, function = "", "", ""
+        frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        if frame and int(frame[1]) in self.frames:
+            file, line, function = self.frames[int(frame[1])]
+        elif name := instruction.quoted("source_file"):
+            number = re.search(r"source_line=(\d+)", instruction.attributes)
+            file, line = name, number[1] if number else 0
+        if not file:
+            return ""
+        return f"{file.rpartition('/')[2]}:{line}" + (f" ({function})" if function else "")
+
+
+def parse_program(text: str) -> Program:
+    """Reads a program.
+
+    Raises:
+        ValueError: the text has no ENTRY computation.
+    """
+    computations: dict[str, list[Instruction]] = {}
+    entry = current = None
+    for line in text.splitlines():
+        head = _INSTRUCTION.match(line)
+        if head and current is not None:
+            computations[current].append(_instruction(line, head))
+        elif line.startswith("}"):
+            current = None
+        elif found := _COMPUTATION.match(line):
+            current = found[2]
+            computations[current] = []
+            entry = current if found[1] else entry
+    if entry is None:
+        raise ValueError("a compiled program's text has an ENTRY computation, and this text has none: pass as_text()")
+    return Program(computations, entry, _frames(text))
+
+
+def _frames(text: str) -> dict[int, tuple[str, int, str]]:
+    """XLA's tables of files, functions, locations and frames at the head of the text."""
+
+    def section(title: str) -> dict[int, str]:
+        found = re.search(rf"^{title}\n((?:\d+ .*\n)*)", text, re.M)
+        lines = found[1].splitlines() if found else []
+        return {int(number): rest for number, _, rest in (line.partition(" ") for line in lines)}
+
+    files = {key: value.strip('"') for key, value in section("FileNames").items()}
+    functions = {key: value.strip('"') for key, value in section("FunctionNames").items()}
+    locations = {}
+    for key, value in section("FileLocations").items():
+        fields = dict(pair.split("=") for pair in value.strip("{}").split())
+        locations[key] = (
+            files.get(int(fields.get("file_name_id", 0)), ""),
+            int(fields.get("line", 0)),
+            functions.get(int(fields.get("function_name_id", 0)), ""),
+        )
+    frames = {}
+    for key, value in section("StackFrames").items():
+        found = re.search(r"file_location_id=(\d+)", value)
+        if found and int(found[1]) in locations:
+            frames[key] = locations[int(found[1])]
+    return frames
+
+
+def replica_groups(text: str) -> list[tuple[int, ...]]:
+    """Device groups in any of the ways XLA writes them.
+
+    >>> replica_groups("{{0,1},{2,3}}")
+    [(0, 1), (2, 3)]
+    >>> replica_groups("[2,4]<=[4,2]T(1,0)")
+    [(0, 2, 4, 6), (1, 3, 5, 7)]
+    >>> replica_groups("mesh['a'=4,'b'=2] {'a'}")
+    [(0, 2, 4, 6), (1, 3, 5, 7)]
+    >>> replica_groups("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}")
+    [(0, 2, 4, 6), (1, 3, 5, 7)]
+    """
+    text = text.strip()
+    if text.startswith("mesh["):
+        return _mesh_groups(text)
+    if text.startswith("["):
+        found = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+        if not found:
+            raise ValueError(f"replica groups in a form that is not known: {text[:120]}")
+        groups, size = _numbers(found[1])[0], math.prod(_numbers(found[1])[1:])
+        order = _transposed(_numbers(found[2]), _numbers(found[3]) if found[3] else None)
+        return [tuple(order[i * size : (i + 1) * size]) for i in range(groups)]
+    return [tuple(_numbers(group)) for group in re.findall(r"\{([\d,\s]+)\}", text)]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number.strip()]
+
+
+def _transposed(sizes: list[int], permutation: list[int] | None) -> list[int]:
+    """The numbers 0, 1, ... laid out in `sizes`, read in the order of the permuted dimensions."""
+    permutation = permutation or list(range(len(sizes)))
+    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    ranges = [range(sizes[i]) for i in permutation]
+    return [sum(x * strides[i] for x, i in zip(index, permutation)) for index in itertools.product(*ranges)]
+
+
+def _mesh_groups(text: str) -> list[tuple[int, ...]]:
+    """`mesh['a'=4,'b'=2], device_ids=(...) {'a', 'b':(1)2}`: the devices that differ in the named axes only."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text.partition("]")[0])}
+    devices = list(range(math.prod(sizes.values())))
+    if ids := re.search(r"device_ids=\(?(\[[\d,]*\](?:T\([\d,]*\))?|[\d,\s]+)", text):
+        iota = re.match(r"\[([\d,]*)\](?:T\(([\d,]*)\))?", ids[1])
+        devices = _transposed(_numbers(iota[1]), _numbers(iota[2] or "") or None) if iota else _numbers(ids[1])
+    used = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", text.rpartition("{")[2])
+    split: list[tuple[str, int, bool]] = []  # every mesh axis as (name, size, in the group), sub-axes apart
+    for name, size in sizes.items():
+        parts = [(int(before), int(part)) for other, before, part in used if other == name and before]
+        if not parts:
+            split.append((name, size, any(other == name for other, _, _ in used)))
+            continue
+        before, part = parts[0]
+        split += [(name, before, False), (name, part, True), (name, size // (before * part), False)]
+    layout = [size for _, size, _ in split]
+    inside = [i for i, (_, _, used_) in enumerate(split) if used_]
+    outside = [i for i in range(len(split)) if i not in inside]
+    size = math.prod(layout[i] for i in inside)
+    order = _transposed(layout, outside + inside)
+    return [tuple(devices[d] for d in order[i : i + size]) for i in range(0, len(order), size)]
+
+
+def source_target_pairs(text: str) -> list[tuple[int, int]]:
+    """The pairs of a collective-permute.
+
+    >>> source_target_pairs("{{0,1},{1,0}}")
+    [(0, 1), (1, 0)]
+    """
+    return [(int(a), int(b)) for a, b in re.findall(r"\{\s*(\d+)\s*,\s*(\d+)\s*\}", text)]

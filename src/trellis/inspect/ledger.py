@@ -1,0 +1,173 @@
+"""The ledger: every communication of a function, read off its types, without compiling.
+
+The function is traced to a jaxpr, and the jaxpr is walked with its loops multiplied out. In explicit mode each value
+carries its placement in its type, so that a communication is an equation whose result is not where its operands put
+it: a `reshard`, a product or a sum over a sharded dimension whose result is not a pending sum. In manual mode
+(`shard_map`) the collectives are equations themselves. What the types do not decide is left to the compiler, and the
+row says so in its note.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from trellis.named.array import short_dtype
+
+from . import manual
+from .rows import Ledger, Row
+from .rules import Implied, Placements
+from .source import direction_of, names_of, source_of
+
+
+def ledger(fn: Callable, *args, **kwargs) -> Ledger:
+    """Lists every communication of a call of a function: forward, recomputed and backward.
+
+    Nothing is compiled and nothing runs. Give it a gradient or a whole train step to see all three.
+
+    Args:
+        fn: any function of JAX, jitted or not.
+        *args, **kwargs: its arguments: arrays, named arrays, trees of them, or `jax.ShapeDtypeStruct`s with
+            shardings. Leaves that are not arrays are passed as they are.
+
+    Returns:
+        The rows in program order. `print` it for a table. Over mesh axes in auto mode, where types say nothing, only
+        what `shard_map` does is known; `Ledger.auto` names them.
+    """
+    closed, mesh = trace(fn, *args, **kwargs)
+    live, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    walk = _Walk(dict(mesh.shape) if mesh is not None else {})
+    rows = walk.jaxpr(live, 1, _Here("", ""))
+    sizes = {name: size for name, size in walk.sizes.items() if size > 1}
+    auto = [a for a, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto] if mesh is not None else []
+    return Ledger(tuple(rows), sizes, tuple(axis for axis in auto if axis in sizes))
+
+
+def trace(fn: Callable, *args, **kwargs) -> tuple[ClosedJaxpr, Mesh | None]:
+    """The function's jaxpr, and the mesh of its arguments.
+
+    Without a mesh in force (`with layout:`, `jax.set_mesh`) the arguments' own is used.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+
+    def call(arrays):
+        arrays = iter(arrays)
+        filled = [next(arrays) if array else leaf for leaf, array in zip(leaves, is_array)]
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        out = fn(*args, **kwargs)
+        return [leaf for leaf in jax.tree.leaves(out) if hasattr(leaf, "dtype")]
+
+    arrays = [leaf for leaf, array in zip(leaves, is_array) if array]
+    mesh = next((m for m in map(_mesh_of, arrays) if m is not None), None)
+    with contextlib.ExitStack() as stack:
+        if mesh is not None and jax.sharding.get_abstract_mesh().empty:
+            stack.enter_context(jax.set_mesh(mesh))
+        return jax.make_jaxpr(call)(arrays), mesh
+
+
+def _mesh_of(array) -> Mesh | None:
+    sharding = getattr(array, "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
+
+
+_LOCAL = ("reduce", "reduce_window", "select_and_scatter_add", "pallas_call")
+
+
+def _inner(equation: JaxprEqn) -> Jaxpr | None:
+    """The jaxpr of a call: of jit, remat, custom derivatives, shard_map."""
+    if equation.primitive.name in _LOCAL or equation.primitive.name.startswith("scatter"):
+        return None
+    for value in equation.params.values():
+        if isinstance(value, ClosedJaxpr):
+            return value.jaxpr
+        if isinstance(value, Jaxpr):
+            return value
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Here:
+    """Where the walk is: name scopes and the source line, those of the calls around included."""
+
+    scope: str
+    source: str
+
+    def inside(self, equation: JaxprEqn) -> "_Here":
+        own = str(equation.source_info.name_stack)
+        return _Here("/".join(filter(None, (self.scope, own))), source_of(equation) or self.source)
+
+
+class _Walk:
+    """A walk over a jaxpr that yields rows, and learns the sizes of mesh axes on the way."""
+
+    def __init__(self, sizes: dict[str, int]):
+        self.sizes = sizes
+
+    def jaxpr(self, jaxpr: Jaxpr, times: int, here: _Here, placements: Placements | None = None) -> list[Row]:
+        placements = placements or Placements(self.sizes)
+        return [row for equation in jaxpr.eqns for row in self.equation(equation, times, here, placements)]
+
+    def equation(self, equation: JaxprEqn, times: int, outer: _Here, placements: Placements) -> Iterator[Row]:
+        name = equation.primitive.name
+        here = outer.inside(equation)
+        self._meet(equation)
+        if name == "scan":
+            yield from self.jaxpr(equation.params["jaxpr"].jaxpr, times * equation.params["length"], here)
+        elif name == "while":
+            for part in ("cond_jaxpr", "body_jaxpr"):
+                rows = self.jaxpr(equation.params[part].jaxpr, times, here)
+                yield from (_noted(row, "once a turn of a while loop") for row in rows)
+        elif name == "cond":
+            branches = [self.jaxpr(branch.jaxpr, times, here) for branch in equation.params["branches"]]
+            largest = max(branches, key=lambda rows: sum(row.total for row in rows))
+            yield from (_noted(row, f"the largest of {len(branches)} branches") for row in largest)
+        elif inner := _inner(equation):
+            child = placements.enter(equation, inner)
+            yield from self.jaxpr(inner, times, here, child)
+            placements.leave(equation, inner, child)
+        elif name in manual.COLLECTIVES:
+            for move, aval, note in manual.moves(equation, self.sizes):
+                after = manual.place(equation.outvars[0].aval)
+                yield self._row(equation, Implied(move, aval, manual.place(aval), after, note), times, here)
+        else:
+            for implied in placements.implied(equation):
+                yield self._row(equation, implied, times, here)
+
+    def _meet(self, equation: JaxprEqn) -> None:
+        meshes = [equation.params.get("mesh")]
+        meshes += [getattr(getattr(v.aval, "sharding", None), "mesh", None) for v in equation.outvars]
+        for mesh in meshes:
+            for axis, size in (getattr(mesh, "shape", None) or {}).items():
+                self.sizes.setdefault(axis, size)
+
+    def _row(self, equation: JaxprEqn, implied: Implied, times: int, here: _Here) -> Row:
+        aval = implied.aval
+        names = names_of(here.scope, len(aval.shape)) or tuple(map(str, aval.shape))
+        return Row(
+            kind=implied.move.kind,
+            axes=implied.move.axes,
+            what=_words(implied, names),
+            dtype=short_dtype(aval.dtype),
+            payload=implied.move.payload,
+            wire=implied.move.wire,
+            times=times,
+            direction=direction_of(here.scope),
+            source=here.source,
+            note=implied.note,
+        )
+
+
+def _words(implied: Implied, names: tuple[str, ...]) -> str:
+    before, after = implied.before, implied.after
+    if len(before.dims) != len(names) or len(after.dims) != len(names):
+        return " ".join(names)
+    return f"{before.words(names)} -> {after.words(names)}"
+
+
+def _noted(row: Row, note: str) -> Row:
+    return dataclasses.replace(row, note=f"{row.note}; {note}" if row.note else note)

@@ -1,0 +1,57 @@
+"""The collectives of manual mode (`shard_map`), where they are equations on one device's slices."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from .rows import wire_bytes
+from .rules import num_bytes, place_of
+from .transition import Move, Place
+
+# The names are the same in JAX 0.10.2 and 0.12.
+COLLECTIVES = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "unreduced_psum": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_reduced": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "unreduced_reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "all-to-all",
+    "ppermute": "permute",
+    "pbroadcast": "permute",
+}
+
+
+def moves(equation: JaxprEqn, sizes: Mapping[str, int]) -> Iterator[tuple[Move, Any, str]]:
+    """The communication of a manual collective: how much, of which type, and what is uncertain about it."""
+    kind = COLLECTIVES[equation.primitive.name]
+    named = equation.params.get("axes", equation.params.get("axis_name", ()))
+    named = (named,) if isinstance(named, str) else tuple(axis for axis in named if isinstance(axis, str))
+    axes = tuple(axis for axis in named if sizes.get(axis, 1) > 1)
+    groups = equation.params.get("axis_index_groups")
+    count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
+    if kind == "permute" and all(source == target for source, target in equation.params.get("perm", ((0, 1),))):
+        return
+    ragged = equation.primitive.name == "ragged_all_to_all"
+    note = "at most: the sizes are known when it runs" if ragged else ""
+    variables = equation.outvars if kind == "all-gather" else equation.invars[:1] if ragged else equation.invars
+    for variable in variables:
+        payload = num_bytes(variable.aval) // math.prod(sizes.get(a, 1) for a in place_of(variable.aval).sharded)
+        if axes and payload:
+            yield Move(kind, axes, payload, wire_bytes(kind, count, payload)), variable.aval, note
+
+
+def place(aval) -> Place:
+    """A manual-mode type's placement: the axes left to explicit mode, and the states along manual axes."""
+    outside = place_of(aval)
+    states = getattr(aval, "mat", None)
+    pending = frozenset(getattr(states, "unreduced", ()) or ())
+    copied = frozenset(getattr(states, "reduced", ()) or ())
+    return Place(outside.dims, outside.pending | pending, outside.copied | copied)

@@ -1,0 +1,220 @@
+"""A communication and its cost, and a table of them: what the ledger and the compiled program's reader share.
+
+Bytes on the wire are what one device sends around a ring of the n devices that take part, the least that a ring
+needs; a compiler that does better than a ring (switches that reduce, tori with several links) moves fewer over the
+slowest link but not fewer in all:
+
+| collective     | payload on one device    | bytes sent             |
+|----------------|--------------------------|------------------------|
+| all-gather     | the gathered array, B    | (n - 1) / n * B        |
+| reduce-scatter | the unscattered sum, B   | (n - 1) / n * B        |
+| all-reduce     | the array, B             | 2 (n - 1) / n * B      |
+| all-to-all     | the device's array, B    | (n - 1) / n * B        |
+| permute        | the device's array, B    | B                      |
+"""
+
+import collections
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute")
+DIRECTIONS = ("forward", "recomputed", "backward")
+
+
+def wire_bytes(kind: str, size: int, payload: int) -> int:
+    """Bytes one device sends, by the table above.
+
+    Args:
+        kind: one of `KINDS`.
+        size: devices that take part, n.
+        payload: bytes B.
+
+    >>> wire_bytes("all-reduce", 4, 1000)
+    1500
+    """
+    if size <= 1:
+        return 0
+    if kind == "permute":
+        return payload
+    if kind not in KINDS:
+        raise ValueError(f"a collective is one of {', '.join(KINDS)}, got '{kind}'")
+    return (2 if kind == "all-reduce" else 1) * (size - 1) * payload // size
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One communication.
+
+    Attributes:
+        kind: one of `KINDS`.
+        axes: the mesh axes it runs over, jointly.
+        what: the value, as `before -> after` in the notation where its names are known.
+        dtype: as JAX writes it.
+        payload: bytes on one device, see the module's table.
+        wire: bytes one device sends, once.
+        times: how often it runs in a call of the function.
+        direction: one of `DIRECTIONS`, or empty where it is not known.
+        source: `file.py:line (function)`.
+        note: what is uncertain about it, or how it runs; empty as a rule.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    what: str
+    dtype: str
+    payload: int
+    wire: int
+    times: int = 1
+    direction: str = ""
+    source: str = ""
+    note: str = ""
+
+    @property
+    def axis(self) -> str:
+        """The mesh axes as one word: `data`, or `data,model` for a joint collective."""
+        return ",".join(self.axes)
+
+    @property
+    def total(self) -> int:
+        """Bytes one device sends in a call of the function."""
+        return self.wire * self.times
+
+
+def human_bytes(count: float) -> str:
+    """Bytes for people.
+
+    >>> human_bytes(1536), human_bytes(12)
+    ('1.5 KiB', '12 B')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def aligned(header: Iterable[str], lines: Iterable[Iterable[str]], right: Iterable[int] = ()) -> str:
+    """Text columns, two spaces apart; the columns in `right` are aligned to the right."""
+    table = [list(header), *(list(line) for line in lines)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    right = set(right)
+    return "\n".join(
+        "  ".join(
+            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in table
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """Every communication of a function, as rows and as sums.
+
+    Attributes:
+        rows: in program order.
+        mesh: the sizes of the mesh axes that were met.
+        auto: mesh axes in auto mode, along which the compiler moves what it likes and the types do not say.
+    """
+
+    rows: tuple[Row, ...]
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    auto: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, *, kind: str | None = None, axis: str | None = None, direction: str | None = None) -> "Ledger":
+        """The rows of one kind, over one mesh axis (alone or jointly with others), in one direction."""
+        rows = (
+            row
+            for row in self.rows
+            if (kind is None or row.kind == kind)
+            and (axis is None or axis in (row.axis, *row.axes))
+            and (direction is None or row.direction == direction)
+        )
+        return dataclasses.replace(self, rows=tuple(rows))
+
+    def total(self, *, kind: str | None = None, axis: str | None = None, direction: str | None = None) -> int:
+        """Bytes one device sends, over the rows that `select` picks."""
+        return sum(row.total for row in self.select(kind=kind, axis=axis, direction=direction).rows)
+
+    def count(self, *, kind: str | None = None, axis: str | None = None, direction: str | None = None) -> int:
+        """How many collectives run, over the rows that `select` picks."""
+        return sum(row.times for row in self.select(kind=kind, axis=axis, direction=direction).rows)
+
+    def per_axis(self) -> dict[str, int]:
+        """Bytes one device sends over each mesh axis.
+
+        A joint gather or reduction over `data,model` moves as many bytes as one over each axis after the other, and
+        is split so; a joint all-to-all or permute is not, and has an entry of its own, `data,model`.
+        """
+        sums: collections.Counter[str] = collections.Counter()
+        for row in self.rows:
+            for axis, wire in self.split(row):
+                sums[axis] += wire * row.times
+        return dict(sorted(sums.items()))
+
+    def split(self, row: Row) -> list[tuple[str, int]]:
+        """The bytes of one row for each of its mesh axes: an all-gather goes over the last of the mesh's axes first,
+        when the array is smallest, and a reduce-scatter over it last, which is as many bytes.
+
+        >>> row = Row(kind="all-gather", axes=("x", "y"), what="", dtype="f32", payload=800, wire=700)
+        >>> Ledger((row,), {"x": 4, "y": 2}).split(row)
+        [('y', 100), ('x', 600)]
+        """
+        if len(row.axes) == 1 or row.kind in ("all-to-all", "permute") or not set(row.axes) <= set(self.mesh):
+            return [(row.axis, row.wire)]
+        order = list(self.mesh)
+        size = math.prod(self.mesh[axis] for axis in row.axes)
+        held, parts = 1, []
+        for axis in sorted(row.axes, key=order.index, reverse=True):
+            held *= self.mesh[axis]
+            parts.append((axis, wire_bytes(row.kind, self.mesh[axis], held * row.payload) // size))
+        return parts
+
+    def per_kind(self) -> dict[str, int]:
+        """Bytes one device sends with each kind of collective."""
+        sums: collections.Counter[str] = collections.Counter()
+        for row in self.rows:
+            sums[row.kind] += row.total
+        return {kind: sums[kind] for kind in KINDS if sums[kind]}
+
+    def as_dict(self) -> dict:
+        """Everything as plain data."""
+        rows = [dataclasses.asdict(row) | {"axes": list(row.axes), "total": row.total} for row in self.rows]
+        return {"mesh": dict(self.mesh), "rows": rows, "per_axis": self.per_axis(), "total": self.total()}
+
+    def to_json(self) -> str:
+        """`as_dict`, as JSON."""
+        return json.dumps(self.as_dict())
+
+    def __str__(self) -> str:
+        unknown = f"not known: what the compiler moves along {', '.join(self.auto)} (auto mode)" if self.auto else ""
+        if not self.rows:
+            return unknown or "no communication"
+        merged: dict[Row, int] = {}
+        for row in self.rows:  # the same thing at the same place is one line, counted
+            key = dataclasses.replace(row, times=1)
+            merged[key] = merged.get(key, 0) + row.times
+        lines = [
+            (
+                row.kind,
+                row.axis,
+                f"{row.dtype}[{row.what}]",
+                human_bytes(row.wire),
+                str(times),
+                human_bytes(row.wire * times),
+                row.direction,
+                row.source + (f"  ({row.note})" if row.note else ""),
+            )
+            for row, times in merged.items()
+        ]
+        header = ("collective", "axis", "of", "bytes", "times", "total", "in", "at")
+        sums = ", ".join(f"{axis} {human_bytes(total)}" for axis, total in self.per_axis().items())
+        foot = f"each device sends {human_bytes(self.total())} in {self.count()} collectives: {sums}"
+        return "\n".join(filter(None, (aligned(header, lines, right=(3, 4, 5)), foot, unknown)))

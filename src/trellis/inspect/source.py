@@ -1,0 +1,64 @@
+"""The line of a user's program that an equation comes from."""
+
+import functools
+import os
+import re
+import sysconfig
+
+import equinox
+import jax
+import optax
+
+_LIBRARIES = tuple(os.path.dirname(module.__file__) + os.sep for module in (jax, equinox, optax))
+_LANGUAGE = tuple(
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), folder) + os.sep
+    for folder in ("notation", "mesh", "named", "inspect")
+)
+_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+
+
+@functools.lru_cache(maxsize=4096)
+def _ours(file: str) -> bool:
+    """Whether a frame belongs to JAX, to a library over it, or to the language itself."""
+    installed = file.startswith(_STANDARD) and "site-packages" not in file
+    return file.startswith(_LIBRARIES) or file.startswith(_LANGUAGE) or installed or file.startswith("<frozen")
+
+
+def source_of(equation) -> str:
+    """`file.py:line (function)` of the innermost frame outside JAX and the language, or nothing."""
+    traceback = equation.source_info.traceback
+    if traceback is None:
+        return ""
+    for frame in traceback.frames:
+        if not _ours(frame.file_name):
+            name = frame.function_name.rpartition(".")[2]
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num}" + (f" ({name})" if name else "")
+    return ""
+
+
+def direction_of(scope: str) -> str:
+    """Whether an equation in this name scope is forward, recomputed or backward."""
+    if "rematted_computation" in scope:
+        return "recomputed"
+    return "backward" if "transpose(" in scope else "forward"
+
+
+_SCOPE = re.compile(r"[A-Za-z_]\w*\[([^\[\]]*)\]")
+
+
+def names_of(scope: str, ndim: int) -> tuple[str, ...] | None:
+    """The dimension names that the language wrote into a name scope, if they are of that many dimensions.
+
+    A `reshard` runs under `reshard[embed/data mlp -> embed mlp ~data]`; types themselves have no names.
+
+    >>> names_of("jit(f)/transpose(jvp(reshard[embed/data mlp -> embed mlp ~data]))", 2)
+    ('embed', 'mlp')
+    """
+    texts = _SCOPE.findall(scope)
+    if not texts:
+        return None
+    words = texts[-1].rpartition("->")[0].split() or texts[-1].split()
+    names = tuple(word.partition("/")[0] for word in words if word[0] not in "+~")
+    if len(names) != ndim or any(name.startswith("_") for name in names):
+        return None
+    return names

@@ -1,0 +1,82 @@
+"""The ledger, read off types, held against the collectives in the compiled program.
+
+On the CPU every program is held, with reduce-scatters counted as all-reduces on both sides: its compiler writes them
+so in explicit mode. The programs with reduce-scatters are held once more as what they are, compiled for a TPU slice.
+A collective over two mesh axes counts for each of them what one over each axis after the other would move, which is
+how XLA writes some of them.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from tests.inspect.programs import PROGRAMS, arg, gradient, partly_manual, sequence_parallel, settled, tensor_parallel
+from trellis.inspect import collectives, compare, ledger
+from trellis.mesh.topology import slice_devices
+
+
+def mesh_of(devices, shape=(4, 2)):
+    return Mesh(np.array(devices).reshape(shape), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+
+@functools.cache
+def both(name):
+    """A program's ledger and its compiled collectives on eight CPU devices."""
+    program, *types = PROGRAMS[name]
+    return _both(program, types, mesh_of(jax.devices()), {})
+
+
+def _both(program, types, mesh, dtypes):
+    with jax.set_mesh(mesh):
+        args = [
+            jax.ShapeDtypeStruct(shape, dtypes.get(dtype, dtype), sharding=NamedSharding(mesh, spec))
+            for shape, spec, dtype in types
+        ]
+        return ledger(program, *args), collectives(jax.jit(program).lower(*args).compile(), mesh)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_bytes_per_mesh_axis(name):
+    predicted, found = both(name)
+    comparison = compare(predicted, found, scatter_as_reduce=True)
+    assert comparison.agrees(), f"\n{predicted}\n{found}\n{comparison}"
+
+
+# Large enough that the TPU's compiler keeps them: it makes all-reduces of small reduce-scatters.
+SCATTERS = {
+    "scatter": (settled(["data"], "data", None), arg((256, 512), None, "data"), arg((512, 256), "data", None)),
+    "tensor parallel": (
+        gradient(tensor_parallel),
+        arg((8, 128, 256), "data", None, None), arg((256, 512), "data", "model"), arg((512, 256), "model", "data"),
+    ),
+    "sequence parallel": (
+        gradient(sequence_parallel),
+        arg((8, 128, 256), "data", "model", None), arg((256, 512), "data", "model"), arg((512, 256), "model", "data"),
+    ),
+    "partly manual": (gradient(partly_manual), arg((256, 256), "data", None), arg((256, 512), None, "model")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCATTERS)
+def test_reduce_scatters_on_a_tpu_slice(name):
+    program, *types = SCATTERS[name]
+    mesh = mesh_of(slice_devices("v5e:2x4"))
+    predicted, found = _both(program, types, mesh, {jnp.float32: jnp.bfloat16})  # products move in bfloat16 there
+    comparison = compare(predicted, found)
+    assert comparison.agrees(), f"\n{predicted}\n{found}\n{comparison}"
+    assert predicted.per_kind() == found.per_kind(), f"\n{predicted}\n{found}\n{comparison}"
+    assert ("reduce-scatter" in found.per_kind()) == (name != "partly manual")
+
+
+def test_a_joint_scatter_over_a_whole_two_dimensional_slice_is_an_all_reduce_there():
+    """What the types ask for and what the TPU's compiler does differ here; the comparison shows it."""
+    program, *types = PROGRAMS["scatter jointly"]
+    mesh = mesh_of(slice_devices("v5e:2x4"))
+    comparison = compare(*_both(program, types, mesh, {jnp.float32: jnp.bfloat16}))
+    assert not comparison.agrees()
+    assert comparison.axes == {"data": (6144, 12288), "model": (1024, 2048)}
+    assert "reduce-scatter" in str(comparison) and "2.000" in str(comparison)
