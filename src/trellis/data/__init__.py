@@ -2,7 +2,9 @@
 
 from .batches import Batches
 from .embedded import embedded_stores
+from .evaluation import Totals, count_bytes, summarize
 from .loader import Loader
+from .mixture import Mixture
 from .order import Shuffle
 from .packing import Batch
 from .sources import FileSource, embedded_corpus, find_files
@@ -11,7 +13,25 @@ from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from .tokenizing import tokenize
 
 __all__ = [
-    "Batch", "Batches", "FileSource", "Loader", "Shuffle", "Store", "TokenStore", "Tokenizer", "byte_tokenizer",
-    "check_tokenizer", "check_vocabulary", "embedded_corpus", "embedded_stores", "find_files", "load_tokenizer",
-    "tokenize", "train_bpe",
+    "Batch",
+    "Batches",
+    "FileSource",
+    "Loader",
+    "Mixture",
+    "Shuffle",
+    "Store",
+    "TokenStore",
+    "Tokenizer",
+    "Totals",
+    "byte_tokenizer",
+    "check_tokenizer",
+    "check_vocabulary",
+    "count_bytes",
+    "embedded_corpus",
+    "embedded_stores",
+    "find_files",
+    "load_tokenizer",
+    "summarize",
+    "tokenize",
+    "train_bpe",
 ]

@@ -25,8 +25,12 @@ class BatchSizes:
         stages = [(0, batch_size)] if isinstance(batch_size, int) else [tuple(stage) for stage in batch_size]
         steps = [step for step, _ in stages]
         if not stages or steps[0] != 0 or steps != sorted(set(steps)) or any(size < 1 for _, size in stages):
-            raise UserError("Batch sizes are one number, or (first step, rows) from step 0 in rising order.",
-                            seen=batch_size, where="batch_size", fix="for example 512, or [(0, 256), (1000, 512)]")
+            raise UserError(
+                "Batch sizes are one number, or (first step, rows) from step 0 in rising order.",
+                seen=batch_size,
+                where="batch_size",
+                fix="for example 512, or [(0, 256), (1000, 512)]",
+            )
         self._steps, self._sizes = steps, [size for _, size in stages]
         self._rows = [0]
         for i in range(1, len(stages)):
@@ -54,9 +58,12 @@ class Rows:
         self.store, self._seed, self._shuffle = store, seed, shuffle
         self._rows = open_rows(store, sequence_length, packing)
         if shuffle is not None and shuffle.needs_all_rows and not store.complete:
-            raise UserError("A shuffle of all rows needs a complete store.", seen=f"{store.num_tokens:,} tokens so far",
-                            where=store.url, fix="wait until it is complete, or shuffle in order: "
-                            "Shuffle(block=1024, in_order=True)")
+            raise UserError(
+                "A shuffle of all rows needs a complete store.",
+                seen=f"{store.num_tokens:,} tokens so far",
+                where=store.url,
+                fix="wait until it is complete, or shuffle in order: Shuffle(block=1024, in_order=True)",
+            )
 
     @property
     def num_rows(self) -> int:
@@ -92,15 +99,26 @@ class Batches:
         packing: "chunk" concatenates documents and cuts; "best_fit" packs whole documents; "pad" gives each its row.
         shuffle: True permutes all rows of an epoch; False keeps the order of the store; a `Shuffle` says more.
         max_epochs: the data ends after so many passes; None goes on for ever.
+        pad_last: fill the last batch up with rows of padding, instead of leaving a last partial batch out.
 
     Nothing but ``step`` is needed to resume, whatever the hosts and devices.
     """
 
-    def __init__(self, data, *, sequence_length: int, batch_size: BatchSize, seed: int = 0, packing: str = "chunk",
-                 shuffle: bool | Shuffle = True, max_epochs: int | None = None):
+    def __init__(
+        self,
+        data,
+        *,
+        sequence_length: int,
+        batch_size: BatchSize,
+        seed: int = 0,
+        packing: str = "chunk",
+        shuffle: bool | Shuffle = True,
+        max_epochs: int | None = None,
+        pad_last: bool = False,
+    ):
         shuffle = {True: Shuffle(), False: None}[shuffle] if isinstance(shuffle, bool) else shuffle
         self.sequence_length, self.seed, self.data = sequence_length, seed, data
-        self.sizes = BatchSizes(batch_size)
+        self.sizes, self._pad_last = BatchSizes(batch_size), pad_last
         if max_epochs is not None and max_epochs < 1:
             raise UserError("Data is read at least once.", seen=max_epochs, where="max_epochs", fix="use 1 or more")
         options = {"sequence_length": sequence_length, "packing": packing, "shuffle": shuffle}
@@ -113,8 +131,11 @@ class Batches:
 
     @property
     def num_steps(self) -> int | None:
-        """Steps until the data ends (a last partial batch does not count), or None if it never does."""
-        return None if self._max_rows is None else self.sizes.steps_for(self._max_rows)
+        """Steps until the data ends (a last partial batch counts if it is padded), or None if it never does."""
+        if self._max_rows is None:
+            return None
+        whole = self.sizes.steps_for(self._max_rows)
+        return whole + (self._pad_last and self.sizes.first_row(whole) < self._max_rows)
 
     @property
     def steps_per_epoch(self) -> float:
@@ -127,10 +148,19 @@ class Batches:
         Raises:
             UserError: the data ends before.
         """
-        size = self.sizes.at(step)
-        start, stop, stride = (rows or slice(None)).indices(size)
+        last = self.num_steps
+        if step < 0 or (last is not None and step >= last):
+            raise UserError(
+                "The data lasts for all steps of a run.",
+                seen=f"step {step}, data for {last}",
+                where="batches",
+                fix="train for fewer steps, or allow more epochs",
+            )
         first = self.sizes.first_row(step)
-        if self._max_rows is not None and first + size > self._max_rows:
-            raise UserError("The data lasts for all steps of a run.", seen=f"step {step}, data for {self.num_steps}",
-                            where="batches", fix="train for fewer steps, or allow more epochs")
-        return self._rows.read(np.arange(first + start, first + stop, stride, dtype=np.int64))
+        start, stop, _ = (rows or slice(None)).indices(self.sizes.at(step))
+        positions = np.arange(first + start, first + max(start, stop), dtype=np.int64)
+        real = positions if self._max_rows is None else positions[positions < self._max_rows]
+        if len(real) == len(positions):
+            return self._rows.read(positions)
+        empty = padding(len(positions) - len(real), self.sequence_length)
+        return pick([self._rows.read(real), empty], np.arange(len(positions))) if len(real) else empty

@@ -44,8 +44,11 @@ def encode_messages(messages: list[dict], encode, encode_markup) -> tuple[np.nda
     for message in messages:
         before, after = turn_texts(message["role"])
         counts = message["role"] == "assistant"
-        for part, on in ((encode_markup(before), False), (encode(message["content"]), counts),
-                         (encode_markup(after), counts)):
+        for part, on in (
+            (encode_markup(before), False),
+            (encode(message["content"]), counts),
+            (encode_markup(after), counts),
+        ):
             ids.append(np.asarray(part, np.int64))
             mask.append(np.full(len(part), on, np.uint8))
     return np.concatenate(ids), np.concatenate(mask)

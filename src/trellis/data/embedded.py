@@ -8,8 +8,9 @@ from .store import TokenStore
 from .tokenizing import tokenize
 
 
-def embedded_stores(cache_dir: str | os.PathLike, vocab_size: int = 4096, *, progress: bool = False) \
-        -> dict[str, TokenStore]:
+def embedded_stores(
+    cache_dir: str | os.PathLike, vocab_size: int = 4096, *, progress: bool = False
+) -> dict[str, TokenStore]:
     """The embedded corpus as token stores, ``{"train": ..., "validation": ...}``, with a BPE trained on "train".
 
     The stores lie under ``cache_dir`` in a folder named by the contents of the corpus and the vocabulary, so a second
@@ -23,8 +24,12 @@ def embedded_stores(cache_dir: str | os.PathLike, vocab_size: int = 4096, *, pro
             with open(file.url, "rb") as text:
                 digest.update(hashlib.sha256(text.read()).digest())
     folder = os.path.join(os.fspath(cache_dir), f"embedded-{vocab_size}-{digest.hexdigest()[:16]}")
-    train = tokenize(splits["train"], os.path.join(folder, "train"), train_bpe=vocab_size, wait=True,
-                     progress=progress)
-    validation = tokenize(splits["validation"], os.path.join(folder, "validation"), tokenizer=train.tokenizer(),
-                          wait=True, progress=progress)
+    train = tokenize(splits["train"], os.path.join(folder, "train"), train_bpe=vocab_size, wait=True, progress=progress)
+    validation = tokenize(
+        splits["validation"],
+        os.path.join(folder, "validation"),
+        tokenizer=train.tokenizer(),
+        wait=True,
+        progress=progress,
+    )
     return {"train": train, "validation": validation}

@@ -19,8 +19,18 @@ def format_of(name: str) -> str:
     ('jsonl', 'csv', 'text')
     """
     suffix = os.path.splitext(plain_name(name))[1].lower()
-    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow",
-            ".feather": "arrow", ".csv": "csv", ".tsv": "csv", ".tar": "tar", ".tgz": "tar"}.get(suffix, "text")
+    return {
+        ".jsonl": "jsonl",
+        ".ndjson": "jsonl",
+        ".json": "json",
+        ".parquet": "parquet",
+        ".arrow": "arrow",
+        ".feather": "arrow",
+        ".csv": "csv",
+        ".tsv": "csv",
+        ".tar": "tar",
+        ".tgz": "tar",
+    }.get(suffix, "text")
 
 
 def lines(url: str, name: str, start: tuple[int, int], *, kind: str, separator: str = "\n") -> Iterator[Block]:
@@ -39,7 +49,7 @@ def lines(url: str, name: str, start: tuple[int, int], *, kind: str, separator: 
             payload, rest = rest[:at], rest[at:]
             if payload:
                 end = position + len(payload), number + payload.count(b"\n")
-                body = payload[:-len(cut)] if payload.endswith(cut) else payload
+                body = payload[: -len(cut)] if payload.endswith(cut) else payload
                 yield Block(kind, body, name, number, end, stream.raw_position)
                 position, number = end
             if not data:
@@ -87,10 +97,14 @@ def json_array(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
     try:
         value = json.loads(data)
     except ValueError as error:
-        raise UserError("A .json file holds one array of objects, one object, or an object a line.", seen=error,
-                        where=url, fix="mend the file, or name it .jsonl if it has an object a line") from error
+        raise UserError(
+            "A .json file holds one array of objects, one object, or an object a line.",
+            seen=error,
+            where=url,
+            fix="mend the file, or name it .jsonl if it has an object a line",
+        ) from error
     records = value if isinstance(value, list) else [value]
-    yield from _in_blocks(records[start[0]:], name, start[0], lambda: raw)
+    yield from in_blocks(records[start[0] :], name, start[0], lambda: raw)
 
 
 def _is_json(line):
@@ -101,7 +115,7 @@ def _is_json(line):
         return False
 
 
-def _in_blocks(records, name, position, raw, size=lambda record: len(str(record))):
+def in_blocks(records, name, position, raw, size=lambda record: len(str(record))):
     batch, held = [], 0
     for record in records:
         batch.append(record)
@@ -131,14 +145,18 @@ def csv_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
                         row.pop(None, None)
                         yield row
             except UnicodeDecodeError as error:
-                raise UserError("A CSV file is UTF-8.", seen=f"byte {error.object[error.start]:#04x}",
-                                where=f"{name}, after line {rows.line_num}",
-                                fix="convert the file to UTF-8") from error
+                raise UserError(
+                    "A CSV file is UTF-8.",
+                    seen=f"byte {error.object[error.start]:#04x}",
+                    where=f"{name}, after line {rows.line_num}",
+                    fix="convert the file to UTF-8",
+                ) from error
             except csv.Error as error:
-                raise UserError("A CSV file is well formed.", seen=error, where=f"{name}, line {rows.line_num}",
-                                fix="mend the line") from error
+                raise UserError(
+                    "A CSV file is well formed.", seen=error, where=f"{name}, line {rows.line_num}", fix="mend the line"
+                ) from error
 
-        yield from _in_blocks(records(), name, start[0], lambda: stream.raw_position)
+        yield from in_blocks(records(), name, start[0], lambda: stream.raw_position)
 
 
 def tar_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
@@ -169,18 +187,26 @@ def tar_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
                     else:
                         record[suffix] = data.decode() if suffix in ("txt", "text", "md") else data
                 except (ValueError, TypeError) as error:
-                    raise UserError("A member of a tar of texts is UTF-8, or JSON if it is called so.", seen=error,
-                                    where=f"{name}, member {member.name}", fix="mend the archive") from error
+                    raise UserError(
+                        "A member of a tar of texts is UTF-8, or JSON if it is called so.",
+                        seen=error,
+                        where=f"{name}, member {member.name}",
+                        fix="mend the archive",
+                    ) from error
         if record:
             yield record
 
     with Stream(url) as stream:
         try:
             numbered = (r for i, r in enumerate(records(stream)) if i >= start[0])
-            yield from _in_blocks(numbered, name, start[0], lambda: stream.raw_position)
+            yield from in_blocks(numbered, name, start[0], lambda: stream.raw_position)
         except tarfile.ReadError as error:
-            raise UserError("A .tar file is a whole tar archive.", seen=error, where=url,
-                            fix="fetch the file again, or leave it out") from error
+            raise UserError(
+                "A .tar file is a whole tar archive.",
+                seen=error,
+                where=url,
+                fix="fetch the file again, or leave it out",
+            ) from error
 
 
 class _Raw(io.RawIOBase):
@@ -194,7 +220,7 @@ class _Raw(io.RawIOBase):
 
     def readinto(self, buffer):
         data = self._stream.read(len(buffer))
-        buffer[:len(data)] = data
+        buffer[: len(data)] = data
         return len(data)
 
 
@@ -216,7 +242,7 @@ def parquet_records(url: str, name: str, start: tuple[int, int], *, columns: lis
                 yield from batch.slice(min(skip, len(batch))).to_pylist()
                 skip = max(0, skip - len(batch))
 
-        yield from _in_blocks(records(), name, start[0], lambda: stream.raw_position)
+        yield from in_blocks(records(), name, start[0], lambda: stream.raw_position)
 
 
 def arrow_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
@@ -241,16 +267,18 @@ def arrow_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block
                     yield from batch.slice(begin, 1024).to_pylist()
                 skip = max(0, skip - len(batch))
 
-        yield from _in_blocks(records(), name, start[0], lambda: stream.raw_position)
+        yield from in_blocks(records(), name, start[0], lambda: stream.raw_position)
 
 
 def _arrow(module, url):
     import importlib
+
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError("Reading Parquet and Arrow needs pyarrow.", seen=error, where=url,
-                        fix="pip install 'trellis[parquet]'") from error
+        raise UserError(
+            "Reading Parquet and Arrow needs pyarrow.", seen=error, where=url, fix="pip install 'trellis[parquet]'"
+        ) from error
 
 
 class _arrow_errors:
@@ -264,5 +292,9 @@ class _arrow_errors:
 
     def __exit__(self, kind, error, _):
         if kind is not None and (kind.__module__ or "").startswith("pyarrow"):
-            raise UserError("A Parquet or Arrow file is whole.", seen=str(error).splitlines()[0], where=self._url,
-                            fix="fetch the file again, or leave it out") from error
+            raise UserError(
+                "A Parquet or Arrow file is whole.",
+                seen=str(error).splitlines()[0],
+                where=self._url,
+                fix="fetch the file again, or leave it out",
+            ) from error

@@ -100,6 +100,7 @@ def place(batches: Batches, step: int, sharding) -> Batch:
     def field(name):
         def part(index):
             return getattr(read[index[0].indices(shape[0])[:2]], name)[:, index[1]]
+
         return jax.make_array_from_callback(shape, sharding, part)
 
     return Batch(**{f.name: field(f.name) for f in dataclasses.fields(Batch)})

@@ -29,11 +29,19 @@ class Shuffle:
 
     def __post_init__(self):
         if (self.block is not None and self.block < 1) or self.window < 1:
-            raise UserError("A shuffle has blocks of at least one row and windows of at least one block.",
-                            seen=f"block={self.block}, window={self.window}", where="Shuffle", fix="use 1 or more")
+            raise UserError(
+                "A shuffle has blocks of at least one row and windows of at least one block.",
+                seen=f"block={self.block}, window={self.window}",
+                where="Shuffle",
+                fix="use 1 or more",
+            )
         if self.in_order and self.block is None:
-            raise UserError("A shuffle that keeps blocks in order needs their size.", seen="block=None, in_order=True",
-                            where="Shuffle", fix="set block to a number of rows")
+            raise UserError(
+                "A shuffle that keeps blocks in order needs their size.",
+                seen="block=None, in_order=True",
+                where="Shuffle",
+                fix="set block to a number of rows",
+            )
 
     @property
     def needs_all_rows(self) -> bool:

@@ -38,10 +38,16 @@ class Batch:
         return self.tokens.shape
 
 
-def concatenate(batches: list[Batch]) -> Batch:
-    """The rows of several batches, one after the other."""
+def pick(batches: list[Batch], rows: np.ndarray) -> Batch:
+    """The given rows of several batches put one after the other."""
     fields = [f.name for f in dataclasses.fields(Batch)]
-    return Batch(**{name: np.concatenate([getattr(b, name) for b in batches]) for name in fields})
+    return Batch(**{name: np.concatenate([np.asarray(getattr(b, name)) for b in batches])[rows] for name in fields})
+
+
+def padding(rows: int, sequence_length: int) -> Batch:
+    """Rows of nothing but padding."""
+    zeros = np.zeros((rows, sequence_length), np.int32)
+    return Batch(tokens=zeros, targets=zeros, loss_mask=zeros.astype(np.float32), segment_ids=zeros, positions=zeros)
 
 
 class ChunkRows:
@@ -75,7 +81,7 @@ class ChunkRows:
         if self.store.has_loss_mask:
             for row, begin in zip(mask, begins, strict=True):
                 stop = min(int(begin) + length, self.store.num_tokens)
-                row[:stop - int(begin)] = self.store.loss_mask(int(begin), stop)
+                row[: stop - int(begin)] = self.store.loss_mask(int(begin), stop)
         return _finish(inputs, targets, mask, starts, real)
 
 
@@ -90,8 +96,12 @@ class PieceRows:
 
     def __init__(self, store: TokenStore, sequence_length: int, *, pack: bool):
         if not store.complete:
-            raise UserError("Packing whole documents needs a complete store.", seen=f"{store.num_tokens:,} tokens so "
-                            "far", where=store.url, fix="wait until it is complete, or use packing chunk")
+            raise UserError(
+                "Packing whole documents needs a complete store.",
+                seen=f"{store.num_tokens:,} tokens so far",
+                where=store.url,
+                fix="wait until it is complete, or use packing chunk",
+            )
         self.store, self.sequence_length = store, sequence_length
         begins, lengths, first = [], [], [0]
         step = PACK_DOCUMENTS
@@ -136,14 +146,23 @@ class PieceRows:
 def open_rows(store: TokenStore, sequence_length: int, packing: str) -> ChunkRows | PieceRows:
     """The rows of a store under one of ``PACKINGS``."""
     if packing not in PACKINGS:
-        raise UserError("A packing is one that Trellis knows.", seen=packing, where="packing",
-                        fix="use one of " + ", ".join(PACKINGS))
+        raise UserError(
+            "A packing is one that Trellis knows.",
+            seen=packing,
+            where="packing",
+            fix="use one of " + ", ".join(PACKINGS),
+        )
     if sequence_length < 1:
-        raise UserError("A sequence has at least one token.", seen=sequence_length, where="sequence_length",
-                        fix="use 1 or more")
+        raise UserError(
+            "A sequence has at least one token.", seen=sequence_length, where="sequence_length", fix="use 1 or more"
+        )
     if store.complete and not store.num_tokens:
-        raise UserError("A corpus has at least one document.", seen="0 tokens", where=store.url,
-                        fix="give a store with tokens in it")
+        raise UserError(
+            "A corpus has at least one document.",
+            seen="0 tokens",
+            where=store.url,
+            fix="give a store with tokens in it",
+        )
     if packing == "chunk":
         return ChunkRows(store, sequence_length)
     return PieceRows(store, sequence_length, pack=packing == "best_fit")
@@ -181,8 +200,10 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
         if left:
             room_rows[left].append(row)
             rooms |= 1 << left
-    return (np.array([piece for row in rows for piece in row], np.int64),
-            np.array([len(row) for row in rows], np.int64))
+    return (
+        np.array([piece for row in rows for piece in row], np.int64),
+        np.array([len(row) for row in rows], np.int64),
+    )
 
 
 def _pieces(offsets, capacity):
@@ -203,5 +224,10 @@ def _finish(inputs, targets, mask, starts, real):
     if not real.all():
         for array in (inputs, targets, segments, positions):
             array[~real] = 0
-    return Batch(tokens=np.ascontiguousarray(inputs), targets=np.ascontiguousarray(targets), loss_mask=mask,
-                 segment_ids=segments, positions=positions)
+    return Batch(
+        tokens=np.ascontiguousarray(inputs),
+        targets=np.ascontiguousarray(targets),
+        loss_mask=mask,
+        segment_ids=segments,
+        positions=positions,
+    )

@@ -49,8 +49,9 @@ class LocalPool:
             for block in blocks:
                 yield block, self._encoder(block)
             return
-        yield from in_order(blocks, lambda block: self._threads.submit(self._on_worker, block).result,
-                            IN_FLIGHT * self.workers)
+        yield from in_order(
+            blocks, lambda block: self._threads.submit(self._on_worker, block).result, IN_FLIGHT * self.workers
+        )
 
     def _on_worker(self, block):
         process = self._idle.pop()
@@ -94,8 +95,12 @@ class _Process:
         code = _BOOTSTRAP.format(package=os.path.dirname(here), data=here, path=sys.path)
         self._log = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-            env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"})
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"},
+        )
         self._job, self._ready = job, False
 
     def encode(self, block: Block) -> Encoded:
@@ -112,10 +117,12 @@ class _Process:
             code = self._process.poll()
             self._log.seek(0)
             tail = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
-            raise UserError("Every tokenizing worker stays alive.",
-                            seen=f"a worker ended with code {code}" + (f": {tail[0]}" if tail else ""),
-                            where="trellis tokenize", fix="if memory ran out, use fewer --workers; run the same "
-                            "command again, it continues where it was") from error
+            raise UserError(
+                "Every tokenizing worker stays alive.",
+                seen=f"a worker ended with code {code}" + (f": {tail[0]}" if tail else ""),
+                where="trellis tokenize",
+                fix="if memory ran out, use fewer --workers; run the same command again, it continues where it was",
+            ) from error
         if isinstance(answer, Exception):
             raise answer
         return answer

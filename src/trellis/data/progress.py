@@ -37,8 +37,10 @@ class Progress:
         >>> Progress([1_000_000], enabled=False).line({"num_documents": 12, "num_tokens": 3456}, 250_000, 10.0)
         '12 documents  3,456 tokens  0.0 MB/s  25 %  30 s left'
         """
-        text = f"{counts['num_documents']:,} documents  {counts['num_tokens']:,} tokens  " \
-               f"{self._bytes / 1e6 / max(seconds, 1e-9):.1f} MB/s"
+        text = (
+            f"{counts['num_documents']:,} documents  {counts['num_tokens']:,} tokens  "
+            f"{self._bytes / 1e6 / max(seconds, 1e-9):.1f} MB/s"
+        )
         total, done = self._before[-1], position - self._from
         if self._known and total and done > 0:
             left = seconds * (total - position) / done
@@ -53,8 +55,12 @@ class Progress:
         yield
 
     def _print(self, text):
-        print(f"\r\x1b[K{text}" if self._terminal else text, end="" if self._terminal else "\n", file=sys.stderr,
-              flush=True)
+        print(
+            f"\r\x1b[K{text}" if self._terminal else text,
+            end="" if self._terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def __enter__(self):
         return self

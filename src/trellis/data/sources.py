@@ -45,11 +45,19 @@ class FileSource:
 
     def __post_init__(self):
         if self.format is not None and self.format not in FORMATS:
-            raise UserError("A format is one that Trellis reads.", seen=self.format, where="--format",
-                            fix="use one of " + ", ".join(FORMATS))
+            raise UserError(
+                "A format is one that Trellis reads.",
+                seen=self.format,
+                where="--format",
+                fix="use one of " + ", ".join(FORMATS),
+            )
         if self.separator == "":
-            raise UserError("A separator of documents is not empty.", seen="''", where="--separator",
-                            fix="leave it out to make each file one document")
+            raise UserError(
+                "A separator of documents is not empty.",
+                seen="''",
+                where="--separator",
+                fix="leave it out to make each file one document",
+            )
 
     @property
     def text_field(self) -> str:
@@ -61,8 +69,12 @@ class FileSource:
 
     def describe(self) -> dict:
         """What the tokens depend on, besides the files' contents: goes into the store's recipe."""
-        return {"files": [[file.name, file.size] for file in self.files], "format": self.format,
-                "field": self.text_field, "separator": self.separator}
+        return {
+            "files": [[file.name, file.size] for file in self.files],
+            "format": self.format,
+            "field": self.text_field,
+            "separator": self.separator,
+        }
 
     def blocks(self, index: int, start: tuple[int, int], *, all_fields: bool) -> Iterator[Block]:
         """Blocks of file ``index`` from ``start`` (a block's ``end``, or (0, 1)) on.
@@ -109,23 +121,30 @@ def find_files(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> tuple[
     paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     found = [file for path in paths for file in (_remote(path) if is_remote(os.fspath(path)) else _local(path))]
     if not found:
-        raise UserError("A corpus has at least one file.", seen="none", where=", ".join(map(os.fspath, paths)) or
-                        "no path given", fix="give files, folders or patterns that exist")
+        raise UserError(
+            "A corpus has at least one file.",
+            seen="none",
+            where=", ".join(map(os.fspath, paths)) or "no path given",
+            fix="give files, folders or patterns that exist",
+        )
     return tuple(found)
 
 
 def _local(path):
     path = local_path(os.fspath(path))
     if os.path.isdir(path):
-        names = sorted(os.path.join(folder, name) for folder, folders, names in os.walk(path) for name in names
-                       if not name.startswith(".") and "/." not in os.path.relpath(folder, path).replace("./", "/"))
+        names = sorted(
+            os.path.join(folder, name)
+            for folder, folders, names in os.walk(path)
+            for name in names
+            if not name.startswith(".") and "/." not in os.path.relpath(folder, path).replace("./", "/")
+        )
     elif os.path.exists(path):
         names = [path]
     else:
         names = sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
     if not names:
-        raise UserError("Every input exists.", seen="no such file, folder or pattern", where=path,
-                        fix="check the path")
+        raise UserError("Every input exists.", seen="no such file, folder or pattern", where=path, fix="check the path")
     for name in names:
         status = os.stat(name)
         yield SourceFile(name, name, status.st_size, str(status.st_mtime_ns))
@@ -144,8 +163,12 @@ def _remote(url):
 
     names = sorted(with_retries(expand, what="list", url=url))
     if not names:
-        raise UserError("Every input exists.", seen="no such object, folder or pattern", where=url,
-                        fix="check the URL and the credentials")
+        raise UserError(
+            "Every input exists.",
+            seen="no such object, folder or pattern",
+            where=url,
+            fix="check the URL and the credentials",
+        )
     for name in names:
         full = name if "://" in name else f"{protocol}://{name}"
         info = with_retries(lambda name=name: fs.info(name), what="ask a file's size", url=full)
@@ -160,8 +183,12 @@ def embedded_corpus(split: str = "train") -> FileSource:
     "train"; so the split is the same for every Python that has the file.
     """
     if split not in ("train", "validation"):
-        raise UserError("The embedded corpus has two splits.", seen=split, where="embedded_corpus(split)",
-                        fix="use train or validation")
+        raise UserError(
+            "The embedded corpus has two splits.",
+            seen=split,
+            where="embedded_corpus(split)",
+            fix="use train or validation",
+        )
     root = sysconfig.get_paths()["stdlib"]
     skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
     files = []
@@ -173,8 +200,12 @@ def embedded_corpus(split: str = "train") -> FileSource:
             if name.endswith(".py") and _in_split(relative, split):
                 files.append(SourceFile(path, relative, os.path.getsize(path)))
     if not files:
-        raise UserError("The Python standard library is installed with its sources.", seen="no .py files", where=root,
-                        fix="use a Python with sources, or give files of your own")
+        raise UserError(
+            "The Python standard library is installed with its sources.",
+            seen="no .py files",
+            where=root,
+            fix="use a Python with sources, or give files of your own",
+        )
     return FileSource(files=tuple(sorted(files, key=lambda file: file.name)), format="text")
 
 

@@ -34,11 +34,16 @@ def filesystem(url: str):
         protocol = url.split("://", 1)[0]
         extra = {"s3": "s3", "gs": "gs", "gcs": "gs", "hf": "hf", "http": "http", "https": "http"}.get(protocol)
         fix = f"pip install 'trellis[{extra}]'" if extra else f"install the fsspec package for {protocol}"
-        raise UserError(f"Reading {protocol}:// needs a package that is not installed.", seen=error, where=url,
-                        fix=fix) from error
+        raise UserError(
+            f"Reading {protocol}:// needs a package that is not installed.", seen=error, where=url, fix=fix
+        ) from error
     except ValueError as error:
-        raise UserError("A URL names a protocol that fsspec knows.", seen=error, where=url,
-                        fix="check the spelling, or install the package of that protocol") from error
+        raise UserError(
+            "A URL names a protocol that fsspec knows.",
+            seen=error,
+            where=url,
+            fix="check the spelling, or install the package of that protocol",
+        ) from error
 
 
 def with_retries(action, *, what: str, url: str):
@@ -57,10 +62,12 @@ def with_retries(action, *, what: str, url: str):
             raise
         except Exception as error:
             if attempt == ATTEMPTS:
-                raise UserError("A server answers every request in full.",
-                                seen=f"{type(error).__name__}: {error} ({ATTEMPTS} attempts to {what})", where=url,
-                                fix="check the network and the server, then run the same command again; "
-                                    "finished work is kept") from error
+                raise UserError(
+                    "A server answers every request in full.",
+                    seen=f"{type(error).__name__}: {error} ({ATTEMPTS} attempts to {what})",
+                    where=url,
+                    fix="check the network and the server, then run the same command again; finished work is kept",
+                ) from error
             time.sleep(pause)
             pause *= 2
 
@@ -144,9 +151,12 @@ class RemoteFolder:
                 return self._fs.cat_file(self.path(name))
             data = self._fs.cat_file(self.path(name), start=start, end=stop)
             if len(data) > stop - start:
-                raise UserError("A server of stored tokens honours byte ranges (RFC 9110, section 14).",
-                                seen=f"{len(data)} bytes for a range of {stop - start}", where=self._where(name),
-                                fix="serve the folder with a server that supports Range, or copy it here")
+                raise UserError(
+                    "A server of stored tokens honours byte ranges (RFC 9110, section 14).",
+                    seen=f"{len(data)} bytes for a range of {stop - start}",
+                    where=self._where(name),
+                    fix="serve the folder with a server that supports Range, or copy it here",
+                )
             if len(data) < stop - start:
                 raise OSError(f"{len(data)} bytes for a range of {stop - start}")
             return data
@@ -174,7 +184,15 @@ def open_folder(url: str) -> LocalFolder | RemoteFolder:
 
 def _cannot_write(error, path, size):
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return UserError("The disk of a store has room for it.", seen=f"{error.strerror} while writing {size:,} bytes",
-                         where=path, fix="free some space, then run the same command again; it continues where it was")
-    return UserError("The folder of a store can be written.", seen=error.strerror or str(error), where=path,
-                     fix="check the path and its permissions")
+        return UserError(
+            "The disk of a store has room for it.",
+            seen=f"{error.strerror} while writing {size:,} bytes",
+            where=path,
+            fix="free some space, then run the same command again; it continues where it was",
+        )
+    return UserError(
+        "The folder of a store can be written.",
+        seen=error.strerror or str(error),
+        where=path,
+        fix="check the path and its permissions",
+    )

@@ -70,8 +70,12 @@ class TokenStore:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the tokens."""
-        raise UserError("Decoding needs the store's tokenizer.", seen="this format holds none", where=self.url,
-                        fix="convert it with `trellis tokenize`, or decode with a tokenizer of your own")
+        raise UserError(
+            "Decoding needs the store's tokenizer.",
+            seen="this format holds none",
+            where=self.url,
+            fix="convert it with `trellis tokenize`, or decode with a tokenizer of your own",
+        )
 
     def refresh(self) -> None:
         """Look again how far a store that is still being written has come."""
@@ -100,9 +104,12 @@ class TokenStore:
             if self.num_tokens != seen:
                 seen, since = self.num_tokens, time.monotonic()
             elif not self.complete and time.monotonic() - since > timeout:
-                raise UserError("A store that is read while it is written keeps growing.",
-                                seen=f"{seen:,} tokens for {timeout:g} s, {num_tokens:,} needed", where=self.url,
-                                fix="run the `trellis tokenize` command again; it continues where it was")
+                raise UserError(
+                    "A store that is read while it is written keeps growing.",
+                    seen=f"{seen:,} tokens for {timeout:g} s, {num_tokens:,} needed",
+                    where=self.url,
+                    fix="run the `trellis tokenize` command again; it continues where it was",
+                )
             elif not self.complete and self.num_tokens < num_tokens:
                 time.sleep(poll)
 
@@ -116,11 +123,13 @@ class Store(TokenStore):
         self._tokenizer = None
         self.refresh()
         if not self.complete and not growing:
-            raise UserError("A store is complete before it is used.",
-                            seen=f"{self.num_tokens:,} tokens of {self.num_documents:,} documents so far",
-                            where=self.url,
-                            fix="run the same `trellis tokenize` command again; it continues where it was (or open it "
-                                "with growing=True to train while it is written)")
+            raise UserError(
+                "A store is complete before it is used.",
+                seen=f"{self.num_tokens:,} tokens of {self.num_documents:,} documents so far",
+                where=self.url,
+                fix="run the same `trellis tokenize` command again; it continues where it was (or open it "
+                "with growing=True to train while it is written)",
+            )
 
     @classmethod
     def open(cls, url: str | os.PathLike, *, growing: bool = False, check: bool | None = None) -> TokenStore:
@@ -142,13 +151,19 @@ class Store(TokenStore):
         metadata = read_metadata(self._folder, "zarr.json")
         about = metadata.get("attributes", {}).get("trellis")
         if not isinstance(about, dict) or about.get("format") != FORMAT:
-            raise UserError("A token store is a Zarr group whose attributes name its format.",
-                            seen=f"attributes {sorted(metadata.get('attributes', {}))}", where=self.url,
-                            fix="give the path that `trellis tokenize --out` was given")
+            raise UserError(
+                "A token store is a Zarr group whose attributes name its format.",
+                seen=f"attributes {sorted(metadata.get('attributes', {}))}",
+                where=self.url,
+                fix="give the path that `trellis tokenize --out` was given",
+            )
         if about["version"] != VERSION:
-            raise UserError(f"This version of Trellis reads version {VERSION} of the store format.",
-                            seen=f"version {about['version']}", where=self.url,
-                            fix="use the Trellis that wrote it, or tokenize again")
+            raise UserError(
+                f"This version of Trellis reads version {VERSION} of the store format.",
+                seen=f"version {about['version']}",
+                where=self.url,
+                fix="use the Trellis that wrote it, or tokenize again",
+            )
         self.about = about
         self.complete = about["complete"]
         self.num_tokens, self.num_documents = about["num_tokens"], about["num_documents"]
@@ -176,9 +191,12 @@ class Store(TokenStore):
     def tokens(self, start: int, stop: int) -> np.ndarray:
         values = self.arrays["tokens"].read(start, stop)
         if values.size and (largest := int(values.max())) >= self.vocab_size:
-            raise DamagedChunk(f"{self.url}, tokens {start:,} to {stop:,}",
-                               f"id {largest} in a vocabulary of {self.vocab_size}", "tokens",
-                               start // self.arrays["tokens"].chunk)
+            raise DamagedChunk(
+                f"{self.url}, tokens {start:,} to {stop:,}",
+                f"id {largest} in a vocabulary of {self.vocab_size}",
+                "tokens",
+                start // self.arrays["tokens"].chunk,
+            )
         return values
 
     def offsets(self, start: int, stop: int) -> np.ndarray:
@@ -198,9 +216,9 @@ class Store(TokenStore):
             stop = min(begin + length, self.num_tokens)
             if begin == 0:
                 row[0] = self.end_of_document
-                row[1:1 + stop] = self.tokens(0, stop)
+                row[1 : 1 + stop] = self.tokens(0, stop)
             else:
-                row[:1 + stop - begin] = self.tokens(begin - 1, stop)
+                row[: 1 + stop - begin] = self.tokens(begin - 1, stop)
         inputs = stream[:, :-1]
         return inputs, stream[:, 1:], inputs == self.end_of_document
 
@@ -209,15 +227,24 @@ class Store(TokenStore):
             try:
                 serialized = self._folder.read("tokenizer.json").decode()
             except FileNotFoundError as error:
-                raise UserError("A store holds the tokenizer that made it.", seen="no tokenizer.json",
-                                where=self.url, fix="copy the store again, or tokenize again") from error
-            self._tokenizer = Tokenizer(serialized, end_of_document=self.about["tokenizer"]["end_of_document"],
-                                        where=f"{self.url}/tokenizer.json")
+                raise UserError(
+                    "A store holds the tokenizer that made it.",
+                    seen="no tokenizer.json",
+                    where=self.url,
+                    fix="copy the store again, or tokenize again",
+                ) from error
+            self._tokenizer = Tokenizer(
+                serialized,
+                end_of_document=self.about["tokenizer"]["end_of_document"],
+                where=f"{self.url}/tokenizer.json",
+            )
             if self._tokenizer.sha256 != self.about["tokenizer"]["sha256"]:
-                raise UserError("A store's tokenizer is the one that made its tokens.",
-                                seen=f"sha256 {self._tokenizer.sha256[:16]}, recorded "
-                                     f"{self.about['tokenizer']['sha256'][:16]}",
-                                where=f"{self.url}/tokenizer.json", fix="copy the store again, or tokenize again")
+                raise UserError(
+                    "A store's tokenizer is the one that made its tokens.",
+                    seen=f"sha256 {self._tokenizer.sha256[:16]}, recorded {self.about['tokenizer']['sha256'][:16]}",
+                    where=f"{self.url}/tokenizer.json",
+                    fix="copy the store again, or tokenize again",
+                )
         return self._tokenizer
 
     def sources(self) -> list[dict]:
@@ -232,14 +259,20 @@ class Store(TokenStore):
 def check_vocabulary(store: TokenStore, vocab_size: int) -> None:
     """Refuse a model of ``vocab_size`` ids if the store has more."""
     if store.vocab_size > vocab_size:
-        raise UserError("A model has a row of its embedding for every token id.",
-                        seen=f"{store.vocab_size:,} ids in the store, {vocab_size:,} in the model", where=store.url,
-                        fix=f"set the model's vocab_size to {store.vocab_size:,} or more")
+        raise UserError(
+            "A model has a row of its embedding for every token id.",
+            seen=f"{store.vocab_size:,} ids in the store, {vocab_size:,} in the model",
+            where=store.url,
+            fix=f"set the model's vocab_size to {store.vocab_size:,} or more",
+        )
 
 
 def check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
     """Refuse a store that another tokenizer made."""
     if store.tokenizer().sha256 != tokenizer.sha256:
-        raise UserError("A run's data and its model use one tokenizer.",
-                        seen=f"sha256 {store.tokenizer().sha256[:16]} in the store, {tokenizer.sha256[:16]} expected",
-                        where=store.url, fix="tokenize the corpus with the model's tokenizer")
+        raise UserError(
+            "A run's data and its model use one tokenizer.",
+            seen=f"sha256 {store.tokenizer().sha256[:16]} in the store, {tokenizer.sha256[:16]} expected",
+            where=store.url,
+            fix="tokenize the corpus with the model's tokenizer",
+        )

@@ -16,7 +16,7 @@ def plain_name(name: str) -> str:
     >>> plain_name("c4/part-0.jsonl.zst")
     'c4/part-0.jsonl'
     """
-    return name[:name.rindex(".")] if name.endswith(COMPRESSIONS) else name
+    return name[: name.rindex(".")] if name.endswith(COMPRESSIONS) else name
 
 
 class RemoteStream(io.RawIOBase):
@@ -47,12 +47,15 @@ class RemoteStream(io.RawIOBase):
 
     def readinto(self, buffer) -> int:
         if self._whole is not None:
-            data = self._whole[self._position:self._position + len(buffer)]
+            data = self._whole[self._position : self._position + len(buffer)]
         else:
             stop = min(self._position + len(buffer), self._size)
-            data = with_retries(lambda: self._part(self._position, stop), what="read", url=self._url) \
-                if stop > self._position else b""
-        buffer[:len(data)] = data
+            data = (
+                with_retries(lambda: self._part(self._position, stop), what="read", url=self._url)
+                if stop > self._position
+                else b""
+            )
+        buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
 
@@ -76,25 +79,34 @@ class Stream:
     def __init__(self, url: str):
         self._url = url
         try:
-            self._raw = io.BufferedReader(RemoteStream(url), PART_BYTES) if is_remote(url) \
-                else open(local_path(url), "rb")
+            self._raw = (
+                io.BufferedReader(RemoteStream(url), PART_BYTES) if is_remote(url) else open(local_path(url), "rb")
+            )
         except OSError as error:
-            raise UserError("Every input can be read.", seen=f"{type(error).__name__}: {error}", where=url,
-                            fix="check the path, the permissions and the credentials") from error
+            raise UserError(
+                "Every input can be read.",
+                seen=f"{type(error).__name__}: {error}",
+                where=url,
+                fix="check the path, the permissions and the credentials",
+            ) from error
         self.seekable = not url.endswith(COMPRESSIONS)
         self.file = self._decompressed()
 
     def _decompressed(self):
         if self._url.endswith(".gz"):
             import gzip
+
             return gzip.GzipFile(fileobj=self._raw)
         if self._url.endswith(".xz"):
             import lzma
+
             return lzma.LZMAFile(self._raw)
         if self._url.endswith(".zst"):
             import zstandard
+
             return io.BufferedReader(
-                zstandard.ZstdDecompressor().stream_reader(self._raw, read_across_frames=True), 1 << 17)
+                zstandard.ZstdDecompressor().stream_reader(self._raw, read_across_frames=True), 1 << 17
+            )
         return self._raw
 
     @property
@@ -121,6 +133,7 @@ class Stream:
         """
         import lzma
         import zlib
+
         try:
             return self.file.read(size)
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
@@ -131,8 +144,12 @@ class Stream:
             raise
 
     def _broken(self, error):
-        return UserError("A compressed file is whole.", seen=f"{type(error).__name__}: {error}", where=self._url,
-                         fix="fetch the file again, or leave it out")
+        return UserError(
+            "A compressed file is whole.",
+            seen=f"{type(error).__name__}: {error}",
+            where=self._url,
+            fix="fetch the file again, or leave it out",
+        )
 
     def close(self) -> None:
         self.file.close()

@@ -32,8 +32,12 @@ class Tokenizer:
         try:
             self._inner = tokenizers.Tokenizer.from_str(serialized)
         except Exception as error:
-            raise UserError("A tokenizer is a tokenizer.json of Hugging Face tokenizers.", seen=error, where=where,
-                            fix="give a tokenizer.json or a folder that holds one") from error
+            raise UserError(
+                "A tokenizer is a tokenizer.json of Hugging Face tokenizers.",
+                seen=error,
+                where=where,
+                fix="give a tokenizer.json or a folder that holds one",
+            ) from error
         self._inner.no_truncation()
         self._inner.no_padding()
         self._inner.encode_special_tokens = True
@@ -46,9 +50,12 @@ class Tokenizer:
         for text in (wanted,) if wanted else _END_NAMES:
             if self._inner.token_to_id(text) is not None:
                 return text
-        raise UserError("A tokenizer has a token that ends a document.",
-                        seen=f"no {wanted}" if wanted else "none of " + " ".join(_END_NAMES), where=where,
-                        fix="name one with --end-of-document")
+        raise UserError(
+            "A tokenizer has a token that ends a document.",
+            seen=f"no {wanted}" if wanted else "none of " + " ".join(_END_NAMES),
+            where=where,
+            fix="name one with --end-of-document",
+        )
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -124,39 +131,82 @@ def load_tokenizer(path: str, *, end_of_document: str | None = None) -> Tokenize
         with open(path, encoding="utf-8") as file:
             serialized = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError("A tokenizer is a tokenizer.json of Hugging Face tokenizers.", seen=error, where=where,
-                        fix="give a tokenizer.json or a folder that holds one") from error
+        raise UserError(
+            "A tokenizer is a tokenizer.json of Hugging Face tokenizers.",
+            seen=error,
+            where=where,
+            fix="give a tokenizer.json or a folder that holds one",
+        ) from error
     return Tokenizer(serialized, end_of_document=end_of_document, where=where)
 
 
 def _from_hub(name):
     try:
         from huggingface_hub import hf_hub_download
+
         return hf_hub_download(name, "tokenizer.json")
     except ImportError as error:
-        raise UserError("A tokenizer of the Hugging Face hub needs the package huggingface_hub.",
-                        seen=f"no such file: {name}", where="--tokenizer",
-                        fix="give an existing path, or pip install 'trellis[hf]'") from error
+        raise UserError(
+            "A tokenizer of the Hugging Face hub needs the package huggingface_hub.",
+            seen=f"no such file: {name}",
+            where="--tokenizer",
+            fix="give an existing path, or pip install 'trellis[hf]'",
+        ) from error
     except Exception as error:
-        raise UserError("A tokenizer is a file, a folder or a repository of the Hugging Face hub.", seen=error,
-                        where=f"--tokenizer {name}", fix="check the name and the network") from error
+        raise UserError(
+            "A tokenizer is a file, a folder or a repository of the Hugging Face hub.",
+            seen=error,
+            where=f"--tokenizer {name}",
+            fix="check the name and the network",
+        ) from error
 
 
 def byte_tokenizer() -> Tokenizer:
     """Every byte is its own token (ids 0-255); the end of a document is 256."""
     vocab = _byte_characters() | {END_OF_DOCUMENT: 256}
-    return Tokenizer(json.dumps({
-        "version": "1.0", "truncation": None, "padding": None,
-        "added_tokens": [{"id": 256, "content": END_OF_DOCUMENT, "single_word": False, "lstrip": False,
-                          "rstrip": False, "normalized": False, "special": True}],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-                  "vocab": vocab, "merges": []},
-    }, ensure_ascii=False, sort_keys=True))
+    return Tokenizer(
+        json.dumps(
+            {
+                "version": "1.0",
+                "truncation": None,
+                "padding": None,
+                "added_tokens": [
+                    {
+                        "id": 256,
+                        "content": END_OF_DOCUMENT,
+                        "single_word": False,
+                        "lstrip": False,
+                        "rstrip": False,
+                        "normalized": False,
+                        "special": True,
+                    }
+                ],
+                "normalizer": None,
+                "pre_tokenizer": {
+                    "type": "ByteLevel",
+                    "add_prefix_space": False,
+                    "trim_offsets": False,
+                    "use_regex": False,
+                },
+                "post_processor": None,
+                "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+                "model": {
+                    "type": "BPE",
+                    "dropout": None,
+                    "unk_token": None,
+                    "continuing_subword_prefix": None,
+                    "end_of_word_suffix": None,
+                    "fuse_unk": False,
+                    "byte_fallback": False,
+                    "ignore_merges": False,
+                    "vocab": vocab,
+                    "merges": [],
+                },
+            },
+            ensure_ascii=False,
+            sort_keys=True,
+        )
+    )
 
 
 def train_bpe(texts, vocab_size: int) -> Tokenizer:
@@ -168,13 +218,21 @@ def train_bpe(texts, vocab_size: int) -> Tokenizer:
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     if vocab_size < 257:
-        raise UserError("A byte-level vocabulary holds 256 bytes and the end of a document.", seen=vocab_size,
-                        where="--train-bpe", fix="ask for 257 or more")
+        raise UserError(
+            "A byte-level vocabulary holds 256 bytes and the end of a document.",
+            seen=vocab_size,
+            where="--train-bpe",
+            fix="ask for 257 or more",
+        )
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    inner.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size - 1, show_progress=False, initial_alphabet=sorted(_byte_characters())))
+    inner.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size - 1, show_progress=False, initial_alphabet=sorted(_byte_characters())
+        ),
+    )
     inner.add_special_tokens([END_OF_DOCUMENT])
     return Tokenizer(inner.to_str())
 

@@ -74,12 +74,19 @@ def tokenize(
         UserError: for every wrong input; the store then is absent or marked incomplete, never silently short.
     """
     if sum([tokenizer is not None, train_bpe is not None, use_bytes]) != 1:
-        raise UserError("Tokenizing uses one tokenizer.", seen=f"tokenizer={tokenizer!r}, train_bpe={train_bpe}, "
-                        f"use_bytes={use_bytes}", where="trellis tokenize",
-                        fix="give one of --tokenizer PATH, --train-bpe N, --bytes")
+        raise UserError(
+            "Tokenizing uses one tokenizer.",
+            seen=f"tokenizer={tokenizer!r}, train_bpe={train_bpe}, use_bytes={use_bytes}",
+            where="trellis tokenize",
+            fix="give one of --tokenizer PATH, --train-bpe N, --bytes",
+        )
     if on_error not in ("fail", "skip"):
-        raise UserError("A document that cannot be read stops the run or is skipped.", seen=on_error,
-                        where="--on-error", fix="use fail or skip")
+        raise UserError(
+            "A document that cannot be read stops the run or is skipped.",
+            seen=on_error,
+            where="--on-error",
+            fix="use fail or skip",
+        )
     if not hasattr(source, "blocks"):
         source = FileSource(files=find_files(source))
     if isinstance(tokenizer, str | os.PathLike):
@@ -87,24 +94,44 @@ def tokenize(
     elif use_bytes:
         tokenizer = byte_tokenizer()
     filter_name = _function_name(filter)
-    recipe = _recipe(source.describe(), tokenizer.sha256 if tokenizer else f"bpe {train_bpe} {train_bytes}",
-                     filter_name, chat, chunk_tokens, chunk_offsets)
+    recipe = _recipe(
+        source.describe(),
+        tokenizer.sha256 if tokenizer else f"bpe {train_bpe} {train_bytes}",
+        filter_name,
+        chat,
+        chunk_tokens,
+        chunk_offsets,
+    )
     folder = open_folder(out)
     with writer_lock(folder, wait=wait):
-        writer = StoreWriter.open(folder, recipe, restart=restart, on_error=on_error,
-                                  stamps=_hash([file.stamp for file in source.files]))
+        writer = StoreWriter.open(
+            folder, recipe, restart=restart, on_error=on_error, stamps=_hash([file.stamp for file in source.files])
+        )
         if writer.finished:
             return Store.open(out)
-        job = Job(tokenizer="", end_of_document=end_of_document or "", dtype="uint32", field=source.text_field,
-                  separator=source.separator or "\n", filter=filter_name, chat=chat)
+        job = Job(
+            tokenizer="",
+            end_of_document=end_of_document or "",
+            dtype="uint32",
+            field=source.text_field,
+            separator=source.separator or "\n",
+            filter=filter_name,
+            chat=chat,
+        )
         if writer.tokenizer is not None:
             tokenizer = writer.tokenizer
         elif tokenizer is None:
             tokenizer = _train(source, train_bpe, train_bytes, job, progress)
-        writer.describe(tokenizer, chunk_tokens=chunk_tokens, chunk_offsets=chunk_offsets, has_loss_mask=chat,
-                        files=[{"name": file.name, "size": file.size} for file in source.files])
-        job = dataclasses.replace(job, tokenizer=tokenizer.json, end_of_document=tokenizer.end_of_document_text,
-                                  dtype=writer.dtype.name)
+        writer.describe(
+            tokenizer,
+            chunk_tokens=chunk_tokens,
+            chunk_offsets=chunk_offsets,
+            has_loss_mask=chat,
+            files=[{"name": file.name, "size": file.size} for file in source.files],
+        )
+        job = dataclasses.replace(
+            job, tokenizer=tokenizer.json, end_of_document=tokenizer.end_of_document_text, dtype=writer.dtype.name
+        )
         sizes = [file.size for file in source.files]
         bar = Progress(sizes, enabled=progress, done=writer.cursor)
         with _pool(job, workers) as pool, bar:
@@ -146,9 +173,14 @@ def _complain(block, encoded: Encoded, on_error, writer):
     part_of_text = block.kind == "piece" and not (block.closed and block.first == 1)
     if on_error == "fail" or part_of_text:
         writer.commit()
-        raise UserError("Every document can be read.", seen=problem, where=f"{block.name}, {unit} {number}",
-                        fix="mend or remove the file" if part_of_text else
-                        "mend the document, or leave such documents out with --on-error skip")
+        raise UserError(
+            "Every document can be read.",
+            seen=problem,
+            where=f"{block.name}, {unit} {number}",
+            fix="mend or remove the file"
+            if part_of_text
+            else "mend the document, or leave such documents out with --on-error skip",
+        )
     for number, problem in encoded.errors:
         writer.skip(f"{block.name}, {unit} {number}: {problem}")
 
@@ -156,12 +188,17 @@ def _complain(block, encoded: Encoded, on_error, writer):
 def _pool(job: Job, workers: int | str | None):
     if workers == "ray":
         from .ray_pool import RayPool
+
         return RayPool(job)
     if workers is None:
         workers = available_cores()
     if not isinstance(workers, int) or workers < 0:
-        raise UserError("Workers are a number of processes, or a Ray cluster.", seen=workers, where="--workers",
-                        fix="use 0 (this process), a number, or ray")
+        raise UserError(
+            "Workers are a number of processes, or a Ray cluster.",
+            seen=workers,
+            where="--workers",
+            fix="use 0 (this process), a number, or ray",
+        )
     return LocalPool(job, workers)
 
 
@@ -193,8 +230,12 @@ def _train(source, vocab_size, train_bytes, job, progress) -> Tokenizer:
 def empty_corpus(files) -> UserError:
     """The error of a corpus without a single document."""
     names = ", ".join(file.name for file in files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
-    return UserError("A corpus has at least one document.", seen="no document with text in it", where=names,
-                     fix="check the files, the name of the text field and the filter")
+    return UserError(
+        "A corpus has at least one document.",
+        seen="no document with text in it",
+        where=names,
+        fix="check the files, the name of the text field and the filter",
+    )
 
 
 def _function_name(function) -> str | None:
@@ -203,21 +244,37 @@ def _function_name(function) -> str | None:
     if isinstance(function, str):
         if ":" in function:
             return function
-        raise UserError("A filter is named by where it is.", seen=function, where="--filter",
-                        fix="write module:function or path.py:function")
+        raise UserError(
+            "A filter is named by where it is.",
+            seen=function,
+            where="--filter",
+            fix="write module:function or path.py:function",
+        )
     name, module = getattr(function, "__qualname__", repr(function)), getattr(function, "__module__", None)
     if "<" in name or module is None:
-        raise UserError("A filter is a function that worker processes can import.", seen=name, where="filter",
-                        fix="define it with def at the top level of a module or script")
+        raise UserError(
+            "A filter is a function that worker processes can import.",
+            seen=name,
+            where="filter",
+            fix="define it with def at the top level of a module or script",
+        )
     if module == "__main__":
         import __main__
+
         return f"{os.path.abspath(__main__.__file__)}:{name}"
     return f"{module}:{name}"
 
 
 def _recipe(inputs, tokenizer, filter_name, chat, chunk_tokens, chunk_offsets) -> str:
-    return _hash({"inputs": inputs, "tokenizer": tokenizer, "filter": filter_name, "chat": chat,
-                  "chunks": [chunk_tokens, chunk_offsets]})
+    return _hash(
+        {
+            "inputs": inputs,
+            "tokenizer": tokenizer,
+            "filter": filter_name,
+            "chat": chat,
+            "chunks": [chunk_tokens, chunk_offsets],
+        }
+    )
 
 
 def _hash(value):

@@ -47,9 +47,14 @@ class Encoder:
                 masks = [part for m in masks for part in (m, np.zeros(1, np.uint8))]
         else:
             parts, lengths = tokens, [len(t) for t in tokens]
-        return Encoded(_join(parts, self._dtype), np.array(lengths, np.uint32),
-                       _join(masks, np.dtype(np.uint8)) if self._job.chat else None, text_bytes, filtered,
-                       sorted(errors))
+        return Encoded(
+            _join(parts, self._dtype),
+            np.array(lengths, np.uint32),
+            _join(masks, np.dtype(np.uint8)) if self._job.chat else None,
+            text_bytes,
+            filtered,
+            sorted(errors),
+        )
 
     def texts(self, block: Block) -> list[str]:
         """The texts of a block's documents, for training a tokenizer; those that cannot be read are left out."""
@@ -69,9 +74,12 @@ class Encoder:
         try:
             return bool(self._filter({"text": record} if isinstance(record, str) else record))
         except Exception as error:
-            raise UserError("A document filter returns true or false for every record.",
-                            seen=f"{type(error).__name__}: {error}", where=f"{name}, line {number}, filter "
-                            f"{self._job.filter}", fix="mend the filter") from error
+            raise UserError(
+                "A document filter returns true or false for every record.",
+                seen=f"{type(error).__name__}: {error}",
+                where=f"{name}, line {number}, filter {self._job.filter}",
+                fix="mend the filter",
+            ) from error
 
     def _records(self, block, errors):
         if block.kind == "records":

@@ -47,22 +47,36 @@ class StoreWriter:
             return writer
         about = read_metadata(folder, "zarr.json").get("attributes", {}).get("trellis")
         if not isinstance(about, dict) or about.get("format") != FORMAT or about.get("version") != VERSION:
-            raise UserError("A store is written to a new folder.", seen="a Zarr group that is not a store of this "
-                            "version", where=folder.url, fix="choose another --out")
+            raise UserError(
+                "A store is written to a new folder.",
+                seen="a Zarr group that is not a store of this version",
+                where=folder.url,
+                fix="choose another --out",
+            )
         if about["recipe"] != recipe:
-            raise UserError("A store is continued with the inputs and options it was begun with.",
-                            seen=f"recipe {about['recipe'][:12]} stored, {recipe[:12]} now", where=folder.url,
-                            fix="give the same files and options, choose another --out, or start over with --restart")
+            raise UserError(
+                "A store is continued with the inputs and options it was begun with.",
+                seen=f"recipe {about['recipe'][:12]} stored, {recipe[:12]} now",
+                where=folder.url,
+                fix="give the same files and options, choose another --out, or start over with --restart",
+            )
         if about["skipped"] and on_error == "fail":
-            raise UserError("Every document can be read.", seen=f"{about['skipped']} skipped earlier: "
-                            f"{about['skipped_examples'][0]}", where=folder.url,
-                            fix="give --on-error skip, or mend the documents and give --restart")
+            raise UserError(
+                "Every document can be read.",
+                seen=f"{about['skipped']} skipped earlier: {about['skipped_examples'][0]}",
+                where=folder.url,
+                fix="give --on-error skip, or mend the documents and give --restart",
+            )
         if about["complete"]:
             writer.finished = True
             return writer
         if about["writing"]["stamps"] != stamps:
-            raise UserError("The inputs of an unfinished store stay as they were.", seen="an input changed since",
-                            where=folder.url, fix="start over with --restart")
+            raise UserError(
+                "The inputs of an unfinished store stay as they were.",
+                seen="an input changed since",
+                where=folder.url,
+                fix="start over with --restart",
+            )
         writer._load(about)
         return writer
 
@@ -72,20 +86,33 @@ class StoreWriter:
         self._examples = about["skipped_examples"]
         self._files_done = about["num_files"]
         self.cursor = tuple(about["writing"]["cursor"])
-        self.tokenizer = Tokenizer(self._folder.read("tokenizer.json").decode(),
-                                   end_of_document=about["tokenizer"]["end_of_document"], where=self._folder.url)
+        self.tokenizer = Tokenizer(
+            self._folder.read("tokenizer.json").decode(),
+            end_of_document=about["tokenizer"]["end_of_document"],
+            where=self._folder.url,
+        )
 
-    def describe(self, tokenizer: Tokenizer, *, chunk_tokens: int, chunk_offsets: int, has_loss_mask: bool,
-                 files: list[dict]) -> None:
+    def describe(
+        self, tokenizer: Tokenizer, *, chunk_tokens: int, chunk_offsets: int, has_loss_mask: bool, files: list[dict]
+    ) -> None:
         """Settle what the store holds. Nothing is written before the first document."""
         self.tokenizer, self._source_files = tokenizer, files
         self.dtype = smallest_dtype(tokenizer.vocab_size)
         self._about = {
-            "format": FORMAT, "version": VERSION, "dtype": self.dtype.name, "vocab_size": tokenizer.vocab_size,
-            "end_of_document": tokenizer.end_of_document, "chunk_tokens": chunk_tokens,
-            "chunk_offsets": chunk_offsets, "has_loss_mask": has_loss_mask, "recipe": self._recipe,
-            "tokenizer": {"kind": "bytes" if tokenizer.is_bytes else "tokenizer.json", "sha256": tokenizer.sha256,
-                          "end_of_document": tokenizer.end_of_document_text},
+            "format": FORMAT,
+            "version": VERSION,
+            "dtype": self.dtype.name,
+            "vocab_size": tokenizer.vocab_size,
+            "end_of_document": tokenizer.end_of_document,
+            "chunk_tokens": chunk_tokens,
+            "chunk_offsets": chunk_offsets,
+            "has_loss_mask": has_loss_mask,
+            "recipe": self._recipe,
+            "tokenizer": {
+                "kind": "bytes" if tokenizer.is_bytes else "tokenizer.json",
+                "sha256": tokenizer.sha256,
+                "end_of_document": tokenizer.end_of_document_text,
+            },
         }
         self._tokens = ArrayWriter(self._folder, "tokens", self.dtype, chunk_tokens)
         self._mask = ArrayWriter(self._folder, "loss_mask", np.uint8, chunk_tokens) if has_loss_mask else None
@@ -143,10 +170,12 @@ class StoreWriter:
         """
         if not self._counts["num_documents"]:
             names = ", ".join(file["name"] for file in self._source_files[:3])
-            raise UserError("A corpus has at least one document.",
-                            seen=f"none with text in it ({self._counts['filtered']} filtered, "
-                                 f"{self._counts['skipped']} skipped)", where=names,
-                            fix="check the files, the name of the text field and the filter")
+            raise UserError(
+                "A corpus has at least one document.",
+                seen=f"none with text in it ({self._counts['filtered']} filtered, {self._counts['skipped']} skipped)",
+                where=names,
+                fix="check the files, the name of the text field and the filter",
+            )
         self._finish_files(num_files)
         self._store(complete=True)
 
@@ -168,8 +197,11 @@ class StoreWriter:
         self._write_group(complete=complete)
 
     def _write_group(self, *, complete):
-        about = self._about | self._counts | {
-            "complete": complete, "num_files": self._files_done, "skipped_examples": self._examples}
+        about = (
+            self._about
+            | self._counts
+            | {"complete": complete, "num_files": self._files_done, "skipped_examples": self._examples}
+        )
         if not complete:
             about["writing"] = {"cursor": list(self.cursor), "stamps": self._stamps}
         self._folder.write("zarr.json", group_metadata({"trellis": about}))
@@ -188,14 +220,22 @@ def writer_lock(folder: Folder, *, wait: bool = False):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         file = open(path, "w")
     except OSError as error:
-        raise UserError("The folder of a store can be written.", seen=error.strerror, where=folder.url,
-                        fix="check the path and its permissions") from error
+        raise UserError(
+            "The folder of a store can be written.",
+            seen=error.strerror,
+            where=folder.url,
+            fix="check the path and its permissions",
+        ) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
-            raise UserError("One process at a time writes a store.", seen="another one is writing it",
-                            where=folder.url, fix="wait for it, or stop it") from error
+            raise UserError(
+                "One process at a time writes a store.",
+                seen="another one is writing it",
+                where=folder.url,
+                fix="wait for it, or stop it",
+            ) from error
         try:
             yield
         finally:
@@ -209,8 +249,12 @@ def _refuse_strangers(folder):
         raise UserError("A store is a folder.", seen="a file", where=folder.url, fix="choose another --out")
     strangers = sorted(set(os.listdir(folder.url)) - set(_KNOWN) - {f".{name}.part" for name in _KNOWN})
     if strangers:
-        raise UserError("A store is written to a new or empty folder.", seen=", ".join(strangers[:5]),
-                        where=folder.url, fix="choose another --out")
+        raise UserError(
+            "A store is written to a new or empty folder.",
+            seen=", ".join(strangers[:5]),
+            where=folder.url,
+            fix="choose another --out",
+        )
 
 
 def _clear(folder):

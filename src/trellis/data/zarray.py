@@ -23,14 +23,19 @@ def crc32c(data: bytes) -> int:
 
 def array_metadata(dtype: np.dtype, length: int, chunk: int) -> bytes:
     """The zarr.json of a plain array."""
-    return _json({
-        "zarr_format": 3, "node_type": "array", "shape": [length], "data_type": np.dtype(dtype).name,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [chunk]}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": 0,
-        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-        "attributes": {},
-    })
+    return _json(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": [length],
+            "data_type": np.dtype(dtype).name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [chunk]}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": 0,
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+            "attributes": {},
+        }
+    )
 
 
 def group_metadata(attributes: dict) -> bytes:
@@ -54,11 +59,19 @@ def read_metadata(folder: Folder, name: str) -> dict:
             raise ValueError("not a JSON object")
         return value
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise UserError("A token store is a Zarr group.", seen="no zarr.json", where=folder.url,
-                        fix="give the path that `trellis tokenize --out` was given") from error
+        raise UserError(
+            "A token store is a Zarr group.",
+            seen="no zarr.json",
+            where=folder.url,
+            fix="give the path that `trellis tokenize --out` was given",
+        ) from error
     except ValueError as error:
-        raise UserError("The metadata of a token store is JSON.", seen=error, where=f"{folder.url}/{name}",
-                        fix="the file is damaged: copy the store again, or tokenize again") from error
+        raise UserError(
+            "The metadata of a token store is JSON.",
+            seen=error,
+            where=f"{folder.url}/{name}",
+            fix="the file is damaged: copy the store again, or tokenize again",
+        ) from error
 
 
 class ArrayWriter:
@@ -78,14 +91,14 @@ class ArrayWriter:
         self._buffer[:] = 0
         if self._filled:
             reader = ArrayReader(self._folder, self._name, self.dtype, self._chunk, length, check=True)
-            self._buffer[:self._filled] = reader.read(length - self._filled, length)
+            self._buffer[: self._filled] = reader.read(length - self._filled, length)
 
     def append(self, values: np.ndarray) -> None:
         """Add ``values`` to the end; every chunk that fills up is written."""
         values = np.asarray(values, self.dtype)
         while values.size:
             taken = min(values.size, self._chunk - self._filled)
-            self._buffer[self._filled:self._filled + taken] = values[:taken]
+            self._buffer[self._filled : self._filled + taken] = values[:taken]
             self._filled += taken
             values = values[taken:]
             if self._filled == self._chunk:
@@ -169,9 +182,13 @@ class DamagedChunk(UserError):
 
     def __init__(self, where: str, seen: str, array: str, index: int):
         self.array, self.index = array, index
-        super().__init__("A chunk of a token store matches its size and checksum.", seen=seen, where=where,
-                         fix="`trellis data verify STORE` names the documents; copy the chunk again, or delete the "
-                             "store and tokenize again")
+        super().__init__(
+            "A chunk of a token store matches its size and checksum.",
+            seen=seen,
+            where=where,
+            fix="`trellis data verify STORE` names the documents; copy the chunk again, or delete the "
+            "store and tokenize again",
+        )
 
     def __reduce__(self):
         return DamagedChunk, (self.where, self.seen, self.array, self.index)

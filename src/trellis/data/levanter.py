@@ -1,0 +1,52 @@
+"""Levanter's token caches: a jagged array of ``input_ids`` in two Zarr arrays, ``offsets`` and ``data``.
+
+As written by levanter.store.JaggedArrayStore: both are larger than what they hold; ``offsets[0]`` is the number of
+documents and ``offsets[i]`` the end of document i (from 1).
+"""
+
+import json
+
+import numpy as np
+
+from ..errors import UserError
+from .foreign import OffsetStore
+from .storage import open_folder
+
+
+class LevanterStore(OffsetStore):
+    """One split of a Levanter cache, the folder that holds ``input_ids``. Its vocabulary size is found by a pass."""
+
+    def __init__(self, url: str):
+        import zarr
+
+        self.url = url
+        folder = open_folder(url)
+        if folder.exists("shard_ledger.json"):
+            ledger = json.loads(folder.read("shard_ledger.json"))
+            if not ledger.get("is_finished", True):
+                raise UserError(
+                    "A cache is finished before it is used.",
+                    seen=f"{ledger.get('total_num_rows')} documents so far",
+                    where=url,
+                    fix="let Levanter finish it",
+                )
+        offsets = zarr.open_array(f"{url}/input_ids/offsets", mode="r")
+        self._data = zarr.open_array(f"{url}/input_ids/data", mode="r")
+        count = int(np.asarray(offsets[0]))
+        ends = np.asarray(offsets[: count + 1], np.int64)
+        ends[0] = 0
+        self._offsets, self.num_tokens = ends, int(ends[-1])
+        self._vocab_size = None
+        self._settle()
+
+    @property
+    def vocab_size(self) -> int:  # ty: ignore[invalid-method-override]
+        if self._vocab_size is None:
+            step = 1 << 22
+            self._vocab_size = 1 + max(
+                int(self.tokens(at, min(at + step, self.num_tokens)).max()) for at in range(0, self.num_tokens, step)
+            )
+        return self._vocab_size
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        return np.asarray(self._data[start:stop]).astype(np.uint32)

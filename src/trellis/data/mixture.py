@@ -1,0 +1,248 @@
+"""Mixtures: rows of several stores interleaved by weights, exactly, and again a pure function of seed and position."""
+
+import bisect
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from ..errors import UserError
+from .batches import Batches, BatchSizes, Rows
+from .order import Shuffle
+from .packing import Batch, pick
+from .permutation import Permutation, derive_key
+from .store import TokenStore
+
+Weights = Mapping[str, float]
+_MIX = 4  # what a key is for; 1 to 3 are in order.py
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Named stores with weights: the share of rows that comes from each.
+
+    Attributes:
+        stores: the sources.
+        weights: one weight a source, or a list of (first step, weights) from step 0 on. Only ratios matter.
+        max_epochs: for sources that may be read only so often; after that the others share their part.
+        validation: held-out stores, by any of the names or others ("web/c4": slashes make groups).
+        block: rows over which the shares are kept: after any number of blocks each source has its share to within half
+            a row, and the one with the largest share takes what that rounding leaves.
+    """
+
+    stores: Mapping[str, TokenStore]
+    weights: Weights | Sequence[tuple[int, Weights]]
+    max_epochs: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    validation: Mapping[str, TokenStore] = dataclasses.field(default_factory=dict)
+    block: int = 2048
+
+    def __post_init__(self):
+        steps = [step for step, _ in self.schedule]
+        if not steps or steps[0] != 0 or steps != sorted(set(steps)):
+            raise UserError(
+                "Weights are given from step 0 on, in rising order of steps.",
+                seen=f"steps {steps}",
+                where="Mixture.weights",
+                fix="begin with (0, weights)",
+            )
+        for step, weights in self.schedule:
+            if set(weights) - set(self.stores) or any(w < 0 for w in weights.values()) or not sum(weights.values()):
+                raise UserError(
+                    "Weights are for known sources, none negative, not all zero.",
+                    seen=f"{dict(weights)} of {', '.join(self.stores)}",
+                    where=f"Mixture.weights from step {step}",
+                    fix="name each source of `stores` with a weight",
+                )
+        if set(self.max_epochs) - set(self.stores):
+            raise UserError(
+                "Limits are for known sources.",
+                seen=", ".join(sorted(set(self.max_epochs) - set(self.stores))),
+                where="Mixture.max_epochs",
+                fix="use one of " + ", ".join(self.stores),
+            )
+        if self.block < len(self.stores) ** 2:
+            raise UserError(
+                "A block of a mixture has at least the square of the number of sources in rows.",
+                seen=f"{self.block} rows for {len(self.stores)} sources",
+                where="Mixture.block",
+                fix=f"use {len(self.stores) ** 2} or more",
+            )
+
+    @property
+    def schedule(self) -> list[tuple[int, Weights]]:
+        """(first step, weights) from step 0 on."""
+        return [(0, self.weights)] if isinstance(self.weights, Mapping) else list(self.weights)
+
+    def rows(
+        self,
+        *,
+        seed: int,
+        sizes: BatchSizes,
+        max_epochs: int | None,
+        sequence_length: int,
+        packing: str,
+        shuffle: Shuffle | None,
+    ) -> "MixtureRows":
+        """The endless sequence of rows; what `Batches` reads."""
+        sources = [
+            Rows(
+                store,
+                sequence_length=sequence_length,
+                packing=packing,
+                seed=derive_key(seed, _MIX, i),
+                shuffle=shuffle,
+            )
+            for i, store in enumerate(self.stores.values())
+        ]
+        names = list(self.stores)
+        limits = []
+        for name, rows in zip(names, sources, strict=True):
+            epochs = self.max_epochs.get(name, max_epochs)
+            limits.append(None if epochs is None else epochs * rows.num_rows)
+        starts = [(sizes.first_row(step), [Fraction(str(w.get(n, 0))) for n in names]) for step, w in self.schedule]
+        return MixtureRows(sources, starts, limits, block=self.block, seed=seed)
+
+    def validation_batches(
+        self, *, sequence_length: int, batch_size: int, packing: str = "chunk"
+    ) -> dict[str, Batches]:
+        """One pass over each held-out store, every token once, in order."""
+        return {
+            name: Batches(
+                store,
+                sequence_length=sequence_length,
+                batch_size=batch_size,
+                packing=packing,
+                shuffle=False,
+                max_epochs=1,
+                pad_last=True,
+            )
+            for name, store in self.validation.items()
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stage:
+    """Rows from ``first`` on, with fixed shares, until the next stage; ``before[s]`` rows of source s are used up."""
+
+    index: int
+    first: int
+    shares: tuple[Fraction, ...]
+    before: tuple[int, ...]
+
+    @property
+    def main(self) -> int:
+        """The source that takes what rounding leaves."""
+        return max(range(len(self.shares)), key=lambda s: (self.shares[s], -s))
+
+    def used(self, blocks: int, size: int) -> list[int]:
+        """Rows of each source in the first ``blocks`` blocks of the stage."""
+        counts = [int(share * size * blocks + Fraction(1, 2)) for share in self.shares]
+        counts[self.main] += size * blocks - sum(counts)
+        return counts
+
+
+class MixtureRows:
+    """Rows of a mixture by position.
+
+    A stage is a run of positions with fixed shares: it ends where the weights change, or where a source with a limit
+    has given its last row. It is divided into blocks. After j blocks source s has given ``floor(share * block * j +
+    1/2)`` rows, the source with the largest share the rest. Inside a block the sources' rows lie in a pseudorandom
+    order.
+    """
+
+    def __init__(self, sources: list[Rows], starts, limits: list[int | None], *, block: int, seed: int):
+        self._sources, self._block, self._seed, self._limits = sources, block, seed, limits
+        self.max_rows: int | None = None
+        self._stages: list[_Stage] = []
+        self._plan(starts)
+        self._firsts = [stage.first for stage in self._stages]
+        self._arrangement = functools.lru_cache(maxsize=16)(self._arrange)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all sources, each once."""
+        return sum(source.num_rows for source in self._sources)
+
+    def read(self, positions: np.ndarray) -> Batch:
+        """The rows at ``positions`` (i64[batch])."""
+        source, index = self.locate(positions)
+        parts, places = [], []
+        for s in np.unique(source):
+            here = np.flatnonzero(source == s)
+            parts.append(self._sources[s].read(index[here]))
+            places.append(here)
+        return pick(parts, np.argsort(np.concatenate(places), kind="stable"))
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each position, its source and which row of that source's own sequence it is: i64 each."""
+        source, index = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
+        for i, position in enumerate(map(int, positions)):
+            stage = bisect.bisect_right(self._firsts, position) - 1
+            block, slot = divmod(position - self._firsts[stage], self._block)
+            sources, ranks, before = self._arrangement(stage, block)
+            source[i] = s = sources[slot]
+            index[i] = before[s] + ranks[slot]
+        return source, index
+
+    def _arrange(self, stage: int, block: int):
+        """The source of each slot of a block, its rank among that source's slots, and rows used before the block."""
+        described = self._stages[stage]
+        start, stop = described.used(block, self._block), described.used(block + 1, self._block)
+        counts = np.subtract(stop, start)
+        order = Permutation(self._block, derive_key(self._seed, _MIX, described.index, block))
+        sources = np.repeat(np.arange(len(counts)), counts)[order(np.arange(self._block))]
+        ranks = np.empty(self._block, np.int64)
+        for s, count in enumerate(counts):
+            ranks[sources == s] = np.arange(count)
+        return sources, ranks, np.add(described.before, start)
+
+    def _plan(self, starts):
+        """Lay out the stages: the weights' own, cut further where a source runs out."""
+        used = [0] * len(self._sources)
+        for i, (first, weights) in enumerate(starts):
+            end = starts[i + 1][0] if i + 1 < len(starts) else None
+            while end is None or first < end:
+                left = [w if self._left(s, used) != 0 else Fraction(0) for s, w in enumerate(weights)]
+                total = sum(left)
+                if not total:
+                    self.max_rows = first
+                    return
+                stage = _Stage(len(self._stages), first, tuple(w / total for w in left), tuple(used))
+                self._stages.append(stage)
+                stop = self._runs_out(stage, used)
+                if end is not None and (stop is None or stop >= end):
+                    stop = end
+                if stop is None:
+                    return
+                used = self._used_until(stage, stop)
+                first = stop
+
+    def _left(self, s, used):
+        limit = self._limits[s]
+        return None if limit is None else limit - used[s]
+
+    def _runs_out(self, stage, used):
+        """The position after the first slot that takes a source's last row, or None."""
+        found = None
+        for s, share in enumerate(stage.shares):
+            left = self._left(s, used)
+            if left is None or not share:
+                continue
+            low, high = 0, 1
+            while stage.used(high, self._block)[s] < left:
+                low, high = high, 2 * high
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if stage.used(middle, self._block)[s] < left else (low, middle)
+            sources, _, _ = self._arrange(stage.index, low)
+            slot = np.flatnonzero(sources == s)[left - stage.used(low, self._block)[s] - 1]
+            position = stage.first + low * self._block + int(slot) + 1
+            found = position if found is None else min(found, position)
+        return found
+
+    def _used_until(self, stage, stop):
+        block, slots = divmod(stop - stage.first, self._block)
+        sources, _, before = self._arrange(stage.index, block)
+        return [int(b) + int(np.count_nonzero(sources[:slots] == s)) for s, b in enumerate(before)]
