@@ -32,6 +32,11 @@ class Chip:
         torus: sides of the torus; 0 where every device of a host reaches every other (GPU).
         devices_per_chip: JAX devices of a chip.
         clock: cycles a second of the matrix units; None where it is not needed.
+        vector_flops: elementwise float32 operations a second.
+        matmul_efficiency: share of the peak that large products reach.
+        attention_efficiency: the same for attention kernels.
+        tile: products are padded to multiples of it.
+        overlap: which communication of weights the compiler hides as it comes: "gathers", "reductions".
         source: where the numbers come from.
     """
 
@@ -46,6 +51,11 @@ class Chip:
     torus: int = 0
     devices_per_chip: int = 1
     clock: float | None = None
+    vector_flops: float
+    matmul_efficiency: float
+    attention_efficiency: float
+    tile: int
+    overlap: tuple[str, ...] = ()
     source: str
 
 
@@ -84,9 +94,11 @@ class Target:
 
 _FIELDS = {
     "kind", "bf16_tflops", "fp8_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "links", "network_gbps",
-    "devices_per_chip", "kiloflops_per_cycle", "source", "like",
+    "devices_per_chip", "kiloflops_per_cycle", "source", "like", "vector_tflops", "matmul_efficiency",
+    "attention_efficiency", "tile", "overlap",
 }  # fmt: skip
-_REQUIRED = ("kind", "bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "network_gbps", "source")
+_REQUIRED = ("kind", "bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "network_gbps", "vector_tflops",
+             "matmul_efficiency", "attention_efficiency", "tile", "source")  # fmt: skip
 
 
 def chip_from(name: str, entry: Mapping, where: str = "hardware.yaml") -> Chip:
@@ -111,7 +123,13 @@ def chip_from(name: str, entry: Mapping, where: str = "hardware.yaml") -> Chip:
         raise UserError(
             "A chip is a tpu or a gpu.", seen=f"{name}.kind: {entry['kind']}", where=where, fix="write tpu or gpu"
         )
-    rates = {key: entry.get(key) for key in _FIELDS - {"kind", "source", "like"} if entry.get(key) is not None}
+    for word in entry.get("overlap") or ():
+        if word not in ("gathers", "reductions"):
+            raise UserError(
+                "What a compiler overlaps is gathers, reductions, or both.", seen=f"{name}.overlap: {word}", where=where,
+                fix="write overlap: [gathers, reductions], or a part of it",
+            )  # fmt: skip
+    rates = {key: entry.get(key) for key in _FIELDS - {"kind", "source", "like", "overlap"} if entry.get(key) is not None}
     for key, value in rates.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
             raise UserError(
@@ -132,6 +150,11 @@ def chip_from(name: str, entry: Mapping, where: str = "hardware.yaml") -> Chip:
         torus=entry.get("links", 0 if entry["kind"] == "gpu" else 2),
         devices_per_chip=per_chip,
         clock=bf16 / (cycle * 1e3) if cycle else None,
+        vector_flops=entry["vector_tflops"] * 1e12 / per_chip,
+        matmul_efficiency=entry["matmul_efficiency"],
+        attention_efficiency=entry["attention_efficiency"],
+        tile=entry["tile"],
+        overlap=tuple(entry.get("overlap") or ()),
         source=str(entry["source"]),
     )
 

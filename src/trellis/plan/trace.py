@@ -4,13 +4,22 @@ Nothing here needs a device: the mesh can be a `jax.sharding.AbstractMesh`, the 
 """
 
 import dataclasses
+import functools
+import linecache
 import math
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core as jex_core
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from trellis.inspect.ledger import ledger
+from trellis.inspect.rows import Ledger
+from trellis.inspect.source import source_of
 
 Jaxpr = Any
 Var = Any
@@ -55,6 +64,8 @@ def trace_step(
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
     extra = [f"batch{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(batch)[0]]
     jaxpr = traced.jaxpr
+    live, _ = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True)
+    jaxpr = jex_core.ClosedJaxpr(live, jaxpr.consts)
     names, kinds = (names + extra), [kind_of(name) for name in names] + ["batch"] * len(extra)
     donated = [True] * len(leaves) + [False] * len(extra)
     missing = len(jaxpr.jaxpr.invars) - len(names)
@@ -62,6 +73,15 @@ def trace_step(
         names = [f"constant {i}" for i in range(missing)] + names
         kinds, donated = ["other"] * missing + kinds, [False] * missing + donated
     return Step(jaxpr, tuple(kinds), tuple(names), tuple(donated), dict(mesh), tokens)
+
+
+def ledger_of(step: Step) -> Ledger:
+    """The communication of a traced step, without tracing it again."""
+    shaped = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=getattr(v.aval, "sharding", None))
+        for v in step.jaxpr.jaxpr.invars
+    ]
+    return ledger(jex_core.jaxpr_as_fun(step.jaxpr), *shaped)
 
 
 def local_shape(aval: Any) -> tuple[int, ...]:
@@ -143,6 +163,32 @@ def inlined(eqn: Any) -> Jaxpr | None:
 def is_literal(var: Var) -> bool:
     """Whether a jaxpr's atom is a constant written in place."""
     return isinstance(var, jex_core.Literal)
+
+
+@functools.lru_cache(maxsize=8192)
+def _label(file: str, line: int, function: str) -> str:
+    owner, _, method = function.rpartition(".")
+    parts = re.findall(r"self\.(\w+)", linecache.getline(file, line))
+    owner = owner.rpartition(".")[2] if not owner.endswith("<locals>") else ""
+    if owner and parts:
+        return f"{owner} {parts[-1]}"
+    name = method if method not in ("__call__", "<lambda>") else owner or method
+    return owner if owner and method == "__call__" else f"{owner} {name}".strip()
+
+
+def label_of(eqn: Any) -> str:
+    """What a person would call an equation: the class and the attribute on its line, or the function it is in.
+
+    `gate = einsum("...", x, self.gate)` in `GatedMlp.__call__` is `GatedMlp gate`.
+    """
+    where = source_of(eqn)
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if where and traceback is not None else ():
+        if where.startswith(f"{os.path.basename(frame.file_name)}:{frame.line_num} ") or where == (
+            f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+        ):
+            return _label(frame.file_name, frame.line_num, frame.function_name)
+    return ""
 
 
 def reached(jaxpr: Jaxpr, marked: list[bool]) -> set[Var]:

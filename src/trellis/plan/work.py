@@ -14,7 +14,7 @@ from typing import Any
 
 from trellis.inspect.source import source_of
 
-from .trace import KERNELS, Step, inlined, is_literal, local_bytes, local_elements, local_shape, sub_jaxprs
+from .trace import KERNELS, Step, inlined, is_literal, label_of, local_bytes, local_elements, local_shape, sub_jaxprs
 
 # Vector operations an element costs, relative to an addition (polynomials and Newton steps in float32).
 COSTS = collections.defaultdict(lambda: 1.0, {
@@ -45,6 +45,7 @@ class Op:
         what: shapes on one device, for people.
         dims: of a product: (rows, contracted, columns) on one device.
         dtype: of the operands.
+        label: what a person would call it, see `trellis.plan.trace.label_of`.
     """
 
     kind: str
@@ -57,6 +58,7 @@ class Op:
     what: str
     dims: tuple[int, int, int] = (0, 0, 0)
     dtype: str = "bfloat16"
+    label: str = ""
 
 
 def operations(step: Step) -> list[Op]:
@@ -114,7 +116,7 @@ def _product(eqn: Any, times: int, outside: str) -> Op:
     what = f"{_show(left)} . {_show(right)}"
     return Op(
         "product", 2.0 * batch * rows * inner * columns, 0.0, moved, times, _direction(eqn, outside), source_of(eqn),
-        what, (rows, inner, columns), str(left.dtype),
+        what, (rows, inner, columns), str(left.dtype), label_of(eqn),
     )  # fmt: skip
 
 
@@ -124,7 +126,7 @@ def _convolution(eqn: Any, times: int, outside: str) -> Op:
     moved = local_bytes(left) + local_bytes(right) + local_bytes(out)
     flops = 2.0 * local_elements(out) * kernel
     what = f"convolution {_show(out)}"
-    return Op("product", flops, 0.0, moved, times, _direction(eqn, outside), source_of(eqn), what)
+    return Op("product", flops, 0.0, moved, times, _direction(eqn, outside), source_of(eqn), what, label=label_of(eqn))
 
 
 def _kernel(eqn: Any, times: int, outside: str) -> Op:
@@ -137,7 +139,7 @@ def _kernel(eqn: Any, times: int, outside: str) -> Op:
     moved = sum(local_bytes(v.aval) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape"))
     source, direction = source_of(eqn), _direction(eqn, outside)
     if len(arrays) < 3:
-        return Op("kernel", 0.0, 0.0, moved, times, direction, source, eqn.primitive.name)
+        return Op("kernel", 0.0, 0.0, moved, times, direction, source, eqn.primitive.name, label=label_of(eqn))
     q, k = local_shape(arrays[0]), local_shape(arrays[1])
     name = eqn.primitive.name + str(eqn.params.get("name", ""))
     if "dot_product_attention" in name:  # cuDNN: batch pos heads head_dim
@@ -152,7 +154,7 @@ def _kernel(eqn: Any, times: int, outside: str) -> Op:
     flops = products * 2.0 * batch_heads * length * keys * width / 2
     vector = (products // 2) * batch_heads * length * keys / 2 * COSTS["exp"]
     dims = (length, width, keys)
-    return Op("attention", flops, vector, moved, times, direction, source, f"attention {_show(arrays[0])}", dims)
+    return Op("attention", flops, vector, moved, times, direction, source, f"attention {_show(arrays[0])}", dims, label=label_of(eqn))
 
 
 def _is_float(aval: Any) -> bool:
@@ -203,7 +205,8 @@ def _group(group: list, users: dict, outputs: set, times: int, outside: str) -> 
         if name not in FREE:
             cost = COSTS[name] * large
             vector += cost
-            heaviest = max(heaviest, (cost, eqn), key=lambda pair: pair[0])
+            if source_of(eqn) or not source_of(heaviest[1]):
+                heaviest = max(heaviest, (cost, eqn), key=lambda pair: pair[0])
         if name in ("gather", "dynamic_slice"):  # reads what it picks, not the whole table
             reads += local_bytes(eqn.outvars[0].aval)
             writes += local_bytes(eqn.outvars[0].aval)
@@ -229,7 +232,10 @@ def _group(group: list, users: dict, outputs: set, times: int, outside: str) -> 
         return
     eqn = heaviest[1]
     what = f"{len(group)} fused, {_show(eqn.outvars[0].aval)}"
-    yield Op("elementwise", 0.0, vector, reads + writes, times, _direction(eqn, outside), source_of(eqn), what)
+    direction = _direction(eqn, outside)
+    yield Op(
+        "elementwise", 0.0, vector, reads + writes, times, direction, source_of(eqn), what, label=label_of(eqn)
+    )  # fmt: skip
 
 
 def _wide(var: Any, eqn: Any) -> bool:

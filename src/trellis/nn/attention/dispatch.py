@@ -10,6 +10,7 @@ from trellis.nn.attention.reference import reference_attention
 from trellis.nn.attention.sharded import Placement, placement_of
 from trellis.nn.attention.splash import splash_attention, splash_kernel, splash_refuses
 from trellis.nn.platform import platform_of
+from trellis.notation.state import mode_of
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "cudnn", "splash")
 
@@ -107,6 +108,8 @@ def _splash(place: Placement, arrays, pattern, scale, logit_softcap, save_name):
     if place.mesh is not None:
         blocks = PartitionSpec(place.heads or None, place.pos or None)
         specs = tables.manual_sharding_spec(NamedSharding(place.mesh, blocks))
+        if mode_of(place.mesh) == "explicit":  # constants are replicated, and shard_map wants them as it says
+            tables = jax.tree.map(jax.sharding.reshard, tables, specs)
     kernel = lambda q, k, v, ids, _, tables: splash_attention(q, k, v, ids, tables, scale=scale)
     return place.run(kernel, arrays, (tables,), (specs,), check=False)
 

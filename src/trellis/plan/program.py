@@ -1,0 +1,121 @@
+"""A run as the program that it trains with, on devices that need not be here."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from trellis._compat import cudnn_assumed
+from trellis.errors import UserError
+from trellis.mesh import Layout
+from trellis.named.saving import nothing, only, products, saved
+from trellis.train.config import Run
+from trellis.train.layouts import make_layout
+from trellis.train.state import abstract_state
+from trellis.train.step import Recipe, make_step
+
+from .hardware import Target
+from .links import check_tiles
+from .trace import Step, trace_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A run's train step with abstract arguments.
+
+    Attributes:
+        run: what it is the step of.
+        layout: its mesh and maps.
+        step: the jitted step, its state donated.
+        state: `jax.ShapeDtypeStruct`s with shardings.
+        batch: likewise.
+        tokens: tokens of a step.
+    """
+
+    run: Run
+    layout: Layout
+    step: Any
+    state: Any
+    batch: Any
+    tokens: int
+
+    def traced(self) -> Step:
+        """The step, traced."""
+        with self.layout, cudnn_assumed():
+            return trace_step(
+                self.step, self.state, self.batch, mesh=dict(self.layout.mesh.shape), tokens=self.tokens, kind_of=kind_of
+            )
+
+
+def kind_of(path: str) -> str:
+    """What a leaf of the training state is, from its path."""
+    if path.startswith((".model", ".average")):
+        return "parameters"
+    return "optimizer" if path.startswith(".optimizer") else "other"
+
+
+def program(run: Run, target: Target, devices: Sequence[Any]) -> Program:
+    """The train step of a run on a target's devices.
+
+    Args:
+        run: the run; its largest batch is planned for.
+        target: what the devices are, for messages.
+        devices: real ones, a compiler's, or described ones.
+
+    Raises:
+        UserError: the mesh does not fill the target, or the batch or a width does not divide.
+    """
+    given = {name: size for name, size in dataclasses.asdict(run.mesh).items() if size != 1}
+    if -1 not in given.values():
+        check_tiles(given or {"data": 1}, target)
+    layout = make_layout(run.mesh, run.layout, devices)
+    size, length = max(entry.size for entry in run.batch_sizes()), run.data.sequence_length
+    check_batch(run, layout, size)
+    with layout:
+        optimizer = _optimizer(run)
+        state = abstract_state(lambda key: run.model.init(key=key), optimizer, average=run.ema is not None)
+        step = jax.jit(make_step(optimizer, _recipe(run)), donate_argnums=0)
+    batch = {
+        name: jax.ShapeDtypeStruct((size, length), dtype, sharding=layout.sharding(("batch", "pos")))
+        for name, dtype in (("tokens", jnp.int32), ("targets", jnp.int32), ("loss_mask", jnp.bool_))
+    }
+    return Program(run, layout, step, state, batch, size * length)
+
+
+def check_batch(run: Run, layout: Layout, size: int) -> None:
+    """Refuses a batch that the mesh axes of `batch` do not divide.
+
+    Raises:
+        UserError: with the sizes that do.
+    """
+    (axes,) = layout.assign(("batch",))
+    parts = run.microbatches
+    for axis in axes:
+        parts *= layout.mesh.shape[axis]
+    if size % parts:
+        below, above = size // parts * parts, -(-size // parts) * parts
+        pieces = " x ".join([f"{axis}={layout.mesh.shape[axis]}" for axis in axes])
+        micro = f" x microbatches={run.microbatches}" if run.microbatches > 1 else ""
+        raise UserError(
+            "A batch is split evenly over the mesh axes of `batch` and into microbatches.",
+            seen=f"batch_size={size} over {pieces}{micro} = {parts}",
+            where="batch_size",
+            fix=f"use --batch_size {' or '.join(str(n) for n in (below, above) if n)}",
+        )
+
+
+def _optimizer(run: Run) -> optax.GradientTransformation:
+    return optax.adamw(3e-4)
+
+
+def _recipe(run: Run) -> Recipe:
+    policies = {"none": None, "full": nothing, "saved": saved, "dots": products, "offload": only(offload=run.remat.names)}
+    policy = policies[run.remat.policy]
+    if run.remat.policy == "saved" and run.remat.names:
+        policy = only(*run.remat.names)
+    return Recipe(
+        compute=run.precision.compute, microbatches=run.microbatches, policy=policy, z_loss=run.z_loss, ema=run.ema
+    )
