@@ -1,0 +1,81 @@
+"""The training state: everything that a step changes, and nothing else."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+from trellis.named import is_named
+from trellis.named.jit import named_jit
+
+
+class State(eqx.Module):
+    """What a checkpoint holds.
+
+    Attributes:
+        step: `i32[""]`, how many steps were made.
+        model: parameters, in the type they are kept in.
+        optimizer: the optimizer's state.
+        average: the exponential moving average of the parameters, or None.
+        key: the random key of the run; a step's key is made from it and the step.
+    """
+
+    step: jax.Array
+    model: eqx.Module
+    optimizer: optax.OptState
+    average: eqx.Module | None
+    key: jax.Array
+
+
+def new_state(init: Callable, optimizer: optax.GradientTransformation, seed: int, *, average: bool = False) -> State:
+    """The first state, each array made where the layout in force lets it rest.
+
+    Args:
+        init: makes the model from a key.
+        optimizer: the update rule.
+        seed: of the parameters and of everything random in the run.
+        average: whether a moving average of the parameters is kept.
+    """
+    return named_jit(_make(init, optimizer, average))(jax.random.key(seed))
+
+
+def abstract_state(init: Callable, optimizer: optax.GradientTransformation, *, average: bool = False) -> State:
+    """The state as `jax.ShapeDtypeStruct`s with shardings; nothing is computed, and no device is needed."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(_make(init, optimizer, average), key)
+
+
+def _make(init, optimizer, average: bool):
+    def make(key) -> State:
+        model_key, run_key = jax.random.split(key)
+        model = init(model_key)
+        return State(
+            step=jnp.zeros((), jnp.int32),
+            model=model,
+            optimizer=optimizer.init(model),
+            average=jax.tree.map(jnp.copy, model) if average else None,
+            key=run_key,
+        )
+
+    return make
+
+
+def cast(model, dtype, exceptions=()):
+    """The parameters in another floating-point type.
+
+    Args:
+        model: a tree of named arrays.
+        dtype: the type.
+        exceptions: pairs of a part of a parameter's path and the type it gets instead.
+    """
+
+    def leaf(path, x):
+        if not is_named(x) or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return x.astype(next((other for part, other in exceptions if part in name), dtype))
+
+    return jax.tree_util.tree_map_with_path(leaf, model, is_leaf=is_named)
+
