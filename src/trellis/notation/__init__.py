@@ -19,7 +19,9 @@ from .annotation import (
     u16,
     u32,
 )
-from .binding import Bindings, TypeMismatch
+from .binding import Bindings, PendingSumError, TypeMismatch
 from .checked import checked, checking
 from .shape import Dim, NotationError, Shape, parse, parse_transition, spec_of
+from .struct import abstract, specs, struct, types
+from .transition import Step, kind_of, plan
 from .typeof import short_dtype, typeof

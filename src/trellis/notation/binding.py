@@ -17,6 +17,10 @@ class TypeMismatch(NotationError, TypeError):
     """A value is not of the type that its annotation says. The message names both places."""
 
 
+class PendingSumError(TypeMismatch):
+    """A value is used while partial sums of it are pending. The message says which `reshard` was forgotten."""
+
+
 @dataclasses.dataclass
 class Bindings:
     """The lengths of the names in one call of one function.

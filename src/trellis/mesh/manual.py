@@ -1,0 +1,413 @@
+"""Manual mode: `shard_map` that reads its shardings from the function's annotations."""
+
+import functools
+import inspect
+import math
+import re
+import typing
+from collections.abc import Callable
+
+import jax
+from jax.sharding import PartitionSpec
+
+from trellis.notation import ArrayType, Bindings, NotationError, PendingSumError, Shape, TypeMismatch, parse, spec_of, typeof
+from trellis.notation.annotation import array_types, hints_of
+from trellis.notation.binding import bind_shape, binding, check_array, held_shape, live, partly_manual, real_axes
+from trellis.notation.checked import Leaf, is_typed_leaf, typed_leaves
+from trellis.notation.state import mesh_of, state_of
+from trellis.notation.struct import check_divides
+from trellis.notation.typeof import is_array, is_named
+
+from .manual_check import check_pending, error_line, refusal
+from .manual_einsum import einsum_plain
+from .manual_ops import vary
+from .manual_reshard import TransitionError, check_slice, manual_reshard
+
+
+def shard_map(fn: Callable | None = None, *, mesh=None, axes: "typing.Collection[str] | None" = None) -> Callable:
+    """Runs a function on each device's slices; the annotations say what is sliced over what.
+
+    Arguments and the result are annotated arrays, named arrays, structs,
+    stacks, or containers of these. Inside, an array is one device's slice and
+    its type keeps the whole sizes: a name has one length in the call, and the
+    texts of `einsum`, `reshard` and the other verbs are held against it.
+
+    Where a dimension is written without a mesh axis, and no state is written,
+    the array is the same on all devices. Each array comes in as its annotation
+    says: nothing is moved to make it so. A pending sum that is not settled, or
+    is used for anything but a sum, is refused while tracing.
+
+        @struct
+        class Weights:
+            w1: f32["in hidden/d"]
+
+        @shard_map
+        def forward(x: f32["batch/d in"], w: Weights) -> f32["batch/d hidden"]:
+            w1 = all_gather("in hidden/d -> in hidden ~d", w.w1)
+            return jax.nn.relu(einsum("batch/d in, in hidden ~d -> batch/d hidden", x, w1))
+
+    Args:
+        fn: the function. Arguments whose annotation mentions no array are
+            passed through as they are.
+        mesh: the mesh; the one in force (`with layout:`, `jax.set_mesh`) if not given.
+        axes: the mesh axes that are manual; all if not given. The others are
+            left to the surrounding program: sizes inside are whole along them,
+            and arrays keep their sharding over them. JAX types carry no pending
+            sums and copies then, so results cannot have them.
+
+    Raises:
+        TypeMismatch: an argument, the result, or an array inside is not what its text says.
+        PendingSumError: a pending sum is used or returned unsettled.
+        NotationError: an annotation is missing, or does not fit the mesh.
+    """
+    if fn is None:
+        return functools.partial(shard_map, mesh=mesh, axes=axes)
+    signature = inspect.signature(fn)
+    name = getattr(fn, "__qualname__", repr(fn)).rsplit("<locals>.", 1)[-1]
+    for parameter in signature.parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise NotationError(
+                f"a manual function's arguments each have an annotation, got '{parameter}', in `{name}`: "
+                f"name the arguments, or pass a list"
+            )
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        return _Call(fn, signature, name, mesh, axes).run(args, kwargs)
+
+    return call
+
+
+class _Call:
+    """One call of a manual function."""
+
+    def __init__(self, fn, signature, name: str, mesh, axes):
+        self.fn, self.signature, self.name, self.mesh, self.asked = fn, signature, name, mesh, axes
+        self.hints = hints_of(fn)
+        self.bindings = Bindings(name)
+        self.rebuild = None
+
+    def run(self, args, kwargs):
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        trees, leaves = {}, []
+        for argument, value in bound.arguments.items():
+            hint, place = self.hints.get(argument), f"argument `{argument}` of `{self.name}`"
+            mine = self.typed(value, hint, place)
+            if mine is not None:
+                trees[argument] = jax.tree.structure(value, is_leaf=is_typed_leaf)
+                leaves.append((argument, mine))
+        every = [leaf for _, mine in leaves for leaf in mine]
+        self.resolve_mesh(every)
+        results = self.result_types()
+        arrays, specs = self.enter(every)
+
+        def body(*slices):
+            return self.body(bound, trees, leaves, slices, results)
+
+        mapped = jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=tuple(specs),
+            out_specs=[spec for spec, _ in results],
+            axis_names=set(self.manual),
+        )
+        try:
+            grouped = mapped(*arrays)
+        except NotImplementedError as error:
+            if "Closing over" not in str(error):
+                raise
+            raise TypeMismatch(
+                f"a manual function takes its arrays as arguments, got one from outside of it, in `{self.name}`: "
+                f"pass it as an annotated argument ({str(error).split('Got input with ')[-1]})"
+            ) from error
+        return self.rebuild(grouped)
+
+    # Before.
+
+    def typed(self, value, hint, place: str) -> list[Leaf] | None:
+        if not array_types(hint):
+            if any(isinstance(leaf, jax.Array) or is_named(leaf) for leaf in jax.tree.leaves(value, is_leaf=is_typed_leaf)):
+                raise NotationError(
+                    f"a manual function's arrays are annotated, got {typeof(value)} and no annotation, in {place}: "
+                    f'write its type, as in f32["batch/data embed"]'
+                )
+            return None
+        leaves = typed_leaves(value, hint, place)
+        for leaf in leaves:
+            if leaf.kind is None and is_array(leaf.value):
+                raise NotationError(
+                    f"a manual function's arrays are annotated, got {typeof(leaf.value)} and no annotation, "
+                    f"in {leaf.place}: annotate that field"
+                )
+        return leaves
+
+    def resolve_mesh(self, leaves: list[Leaf]) -> None:
+        ambient = jax.sharding.get_abstract_mesh()
+        given = self.mesh
+        if given is None and ambient.empty:
+            array = next((leaf.value for leaf in leaves if is_array(leaf.value)), None)
+            array = array.array if is_named(array) else array
+            given = getattr(getattr(array, "sharding", None), "mesh", None)
+            if given is None or given.empty:
+                raise NotationError(
+                    f"manual mode runs on a mesh, got none, in `{self.name}`: call it inside `with layout:`, "
+                    f"or write shard_map(mesh=...)"
+                )
+            self.mesh = given
+        shown = ambient if given is None else given
+        taken = frozenset(ambient.manual_axes) if not ambient.empty else frozenset()
+        asked = frozenset(shown.axis_names) if self.asked is None else frozenset(self.asked)
+        if unknown := sorted(asked - set(shown.axis_names)):
+            raise NotationError(
+                f"manual axes are axes of the mesh, got '{unknown[0]}' where the mesh has {', '.join(shown.axis_names)}, "
+                f"in `{self.name}`: use one of these"
+            )
+        if self.asked is not None and asked & taken:
+            raise NotationError(
+                f"a mesh axis becomes manual once, got '{sorted(asked & taken)[0]}', which is manual around this call, "
+                f"in `{self.name}`: take it out of axes"
+            )
+        single = {axis for axis, size in shown.shape.items() if size == 1}
+        self.shape = shown
+        self.manual = tuple(a for a in shown.axis_names if a in (asked | single) - taken)
+        left = [a for a in shown.axis_names if a not in (*self.manual, *single)]
+        self.partly = bool(left)
+
+    def spec(self, kind: ArrayType, place: str, rank: int | None = None) -> PartitionSpec:
+        """How JAX slices an array of this type over the manual axes."""
+        for axis in (*kind.shape.mesh_axes, *kind.shape.pending, *kind.shape.copied):
+            if axis not in self.shape.shape:
+                raise NotationError(
+                    f"an annotation names axes of the mesh, got '{axis}' in {kind} where the mesh has "
+                    f"{', '.join(self.shape.axis_names)}, in {place}: use one of these, or add '{axis}' to the mesh "
+                    f"(size 1 will do)"
+                )
+        shape = real_axes(kind.shape, self.shape)
+        if self.partly and (states := (*shape.pending, *shape.copied)):
+            raise NotationError(
+                f"JAX carries pending sums and copies into and out of a function only where all mesh axes are manual, got "
+                f"{kind} with some axes left to the surrounding program, in {place}: settle '{states[0]}' on the other "
+                f"side, or make all axes manual"
+            )
+        axes = []
+        for dim in shape.dims:
+            mine = tuple(a for a in dim.axes if a in self.manual)
+            if dim.axes[: len(mine)] != mine:
+                raise NotationError(
+                    f"the manual axes of a dimension are its major ones, got '{dim}' with manual "
+                    f"{', '.join(self.manual)}, in {place}: write {'/'.join((str(dim.name), *mine))} first"
+                )
+            axes.append(mine)
+        if kind.shape.ellipsis:
+            if rank is None:
+                raise NotationError(
+                    f"a manual function's result has all its dimensions named, got {kind}, in {place}: "
+                    f"write them instead of '...'"
+                )
+            axes = [()] * (rank - len(axes)) + axes
+        return spec_of(axes, shape.pending, shape.copied)
+
+    def enter(self, leaves: list[Leaf]):
+        """Checks the arguments as whole arrays; gives the plain arrays and how to slice them."""
+        arrays, specs = [], []
+        for leaf in leaves:
+            if leaf.kind is None:
+                continue
+            array = leaf.value.array if is_named(leaf.value) else leaf.value
+            spec = self.spec(leaf.kind, leaf.place, len(array.shape))
+            check_array(leaf.value, leaf.kind, leaf.place, self.bindings, strict=True)
+            named = leaf.kind.shape.dims
+            for dim, size in zip(named, array.shape[len(array.shape) - len(named) :], strict=True):
+                mine = [a for a in dim.axes if a in self.manual]
+                check_divides(dim.name, size, mine, self.shape.shape, leaf.place)
+            arrays.append(self.without_single_axes(array))
+            specs.append(spec)
+        return arrays, specs
+
+    def without_single_axes(self, array):
+        """JAX's types may mention mesh axes of size 1, ours do not."""
+        state = state_of(array)
+        if state.mode != "explicit":
+            return array
+        mesh = mesh_of(array)
+
+        def keep(axes):
+            return tuple(a for a in axes if mesh.shape[a] > 1)
+
+        axes = [keep(mine) for mine in state.axes]
+        if axes == list(state.axes) and all(mesh.shape[a] > 1 for a in state.pending | state.copied):
+            return array
+        return jax.reshard(array, spec_of(axes, keep(state.pending), keep(state.copied)))
+
+    def result_types(self) -> list[tuple[PartitionSpec, set[ArrayType]]]:
+        """The different shardings that results have, and the annotated types of each."""
+        hint, place = self.hints.get("return"), f"result of `{self.name}`"
+        kinds = array_types(hint)
+        if not kinds:
+            raise NotationError(
+                f"a manual function's result is annotated, got {hint!r}, in {place}: write '-> f32[\"batch/data\"]'"
+            )
+        grouped: list[tuple[PartitionSpec, set[ArrayType]]] = []
+        for kind in kinds:
+            spec = self.spec(kind, place)
+            group = next((kinds for other, kinds in grouped if other == spec), None)
+            if group is None:
+                grouped.append((spec, group := set()))
+            group.add(kind)
+        return grouped
+
+    # Inside.
+
+    def body(self, bound, trees, leaves, slices, results):
+        out: dict = {}
+
+        def program(*slices):
+            rest = iter(slices)
+            for argument, mine in leaves:
+                values = [leaf.value if leaf.kind is None else self.slice(leaf, next(rest)) for leaf in mine]
+                bound.arguments[argument] = jax.tree.unflatten(trees[argument], values)
+            result = self.fn(*bound.args, **bound.kwargs)
+            place = f"result of `{self.name}`"
+            out["tree"] = jax.tree.structure(result, is_leaf=is_typed_leaf)
+            out["leaves"] = typed_leaves(result, self.hints["return"], place)
+            return [self.result(leaf) for leaf in out["leaves"] if leaf.kind is not None]
+
+        with binding(self.bindings):
+            try:
+                traced = jax.make_jaxpr(program)(*slices)
+            except Exception as error:
+                raise_in_notation(error, self.bindings)
+                raise
+            pending = check_pending(traced.jaxpr, self.bindings)
+            arrays = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *slices)
+            typed = [leaf for leaf in out["leaves"] if leaf.kind is not None]
+            arrays = [self.leave(leaf, *both) for leaf, *both in zip(typed, arrays, pending, strict=True)]
+        groups = [[] for _ in results]
+        index = []
+        for leaf, array in zip(typed, arrays, strict=True):
+            group = next(i for i, (_, kinds) in enumerate(results) if leaf.kind in kinds)
+            index.append((group, len(groups[group])))
+            groups[group].append(array)
+
+        def rebuild(grouped):
+            whole = iter([grouped[group][i] for group, i in index])
+            values = [leaf.value if leaf.kind is None else _like(leaf.value, next(whole)) for leaf in out["leaves"]]
+            return jax.tree.unflatten(out["tree"], values)
+
+        self.rebuild = rebuild
+        return groups
+
+    def slice(self, leaf: Leaf, array):
+        """One device's slice, in the argument's own form."""
+        if not is_named(leaf.value):
+            return array
+        lead = len(leaf.value.names) - len(leaf.kind.shape.dims)
+        shape = real_axes(leaf.kind.shape, self.shape)
+        return type(leaf.value)(array, leaf.value.names, ((),) * lead + tuple(dim.axes for dim in shape.dims))
+
+    def result(self, leaf: Leaf):
+        """Checks names, dtype and sizes of a result; its sharding is checked when the whole body is known."""
+        if not is_array(leaf.value):
+            check_array(leaf.value, leaf.kind, leaf.place, self.bindings)
+        array = leaf.value.array if is_named(leaf.value) else leaf.value
+        bare = ArrayType(leaf.kind.dtype, leaf.kind.shape.bare())
+        check_array(leaf.value, bare, leaf.place, Bindings(self.name))
+        bind_shape(leaf.kind.shape, array, leaf.place, self.bindings)
+        return array
+
+    def leave(self, leaf: Leaf, array, pending: frozenset[str]):
+        wanted = real_axes(leaf.kind.shape, self.shape)
+        own = getattr(leaf.value, "dims", None)
+        if own is not None:
+            own = tuple(d.axes for d in own)[len(own) - len(wanted.dims) :]
+            mine = tuple(tuple(a for a in d.axes if a in self.manual) for d in wanted.dims)
+            held = tuple(tuple(a for a in axes if a in self.manual) for axes in own)
+            if held != mine and state_of(array).varying:
+                raise TypeMismatch(
+                    f"a result is sliced as its annotation says, got {typeof(leaf.value)} for {leaf.kind}, "
+                    f"in {leaf.place}: reshard it before the function ends, or correct the annotation"
+                )
+        if forgotten := sorted(pending - set(wanted.pending)):
+            held = Shape(wanted.dims, tuple(sorted(pending)), wanted.copied, wanted.ellipsis)
+            raise PendingSumError(
+                f"a result is what its annotation says, got a sum pending along {', '.join(forgotten)} for {leaf.kind}, "
+                f'in {leaf.place}: end the function with reshard("{held} -> {wanted}", ...), '
+                f"or annotate {leaf.kind.dtype}[{held}]"
+            )
+        if missing := sorted(set(wanted.pending) - pending):
+            raise TypeMismatch(
+                f"a result is what its annotation says, got {typeof(array)}, of which no sum is pending along "
+                f"{', '.join(missing)}, for {leaf.kind}, in {leaf.place}: take '+{missing[0]}' out of the annotation"
+            )
+        if self.partly:
+            held = held_shape(wanted, array)
+            left = [tuple(a for a in d.axes if a not in self.manual) for d in held.dims]
+            said = [tuple(a for a in d.axes if a not in self.manual) for d in wanted.dims]
+            if left != said:
+                raise TypeMismatch(
+                    f"a result is what its annotation says, got '{held}' for {leaf.kind}, in {leaf.place}: "
+                    f"correct the mesh axes that are left to the surrounding program"
+                )
+        return check_slice(array, wanted, leaf.place)
+
+
+def _like(value, array):
+    """A whole result in the form that the function returned its slice in."""
+    return type(value)(array, value.names) if is_named(value) else array
+
+
+_REFUSED = re.compile(r"unreduced|`?reduced")
+
+
+def raise_in_notation(error: Exception, bindings: Bindings) -> None:
+    """Turns JAX's refusal of an operation on a pending sum or a copy into one in the notation; passes by any other error."""
+    text = str(error)
+    if isinstance(error, NotationError) or not _REFUSED.search(text):
+        return
+    line = error_line(error)
+    if "Inputs cannot be replicated on the same axes" in text:
+        raise TypeMismatch(
+            f"a copy '~x' is for products with an operand that x slices, got an elementwise operation of one with a "
+            f"value that is the same on all devices, in `{bindings.function}`{line}: use the value from before the "
+            f"reshard to '~'"
+        ) from error
+    found = re.search(r"rule for (\w+)", text) or re.search(r"`(\w+)`", text) or re.search(r"passed to (\w+)", text)
+    axes = re.findall(r"U:\(?([\w,]+)", text)
+    axes = {axis for group in axes for axis in group.split(",") if axis}
+    operation = found.group(1) if found else "mul" if "bilinear" in text or "should be reduced" in text else "an operation"
+    if not axes and not bindings.pending:
+        return
+    raise PendingSumError(refusal(operation, axes, line, bindings)) from error
+
+
+def shift(text: str, x, axis: str, *, by: int = 1):
+    """Passes each device's slice to the device `by` places further along a mesh axis, around the ring (gradient: back).
+
+    Device `i` ends up with the slice of device `i - by`. One collective permute.
+
+    Args:
+        text: the type of `x`, in which some dimension is sliced over `axis`.
+        x: a plain array in manual mode.
+        axis: the mesh axis of the ring.
+
+    Raises:
+        TransitionError: no dimension is sliced over `axis`, or `x` is not of that type.
+    """
+    where = f"shift('{text}', over='{axis}')"
+    shape = parse(text)
+    if axis not in shape.mesh_axes:
+        raise TransitionError(
+            f"a shift moves slices around a ring, got '{shape}', which '{axis}' does not slice, in {where}: "
+            f"write which dimension '{axis}' slices"
+        )
+    bind_shape(shape, x, where, live())
+    mesh = jax.sharding.get_abstract_mesh()
+    size = mesh.shape[axis]
+    x = check_slice(x, real_axes(shape, mesh), where)
+    if size == 1:
+        return x
+    return jax.lax.ppermute(x, axis, [(i, (i + by) % size) for i in range(size)])
+
+
+__all__ = ["PendingSumError", "TransitionError", "einsum_plain", "manual_reshard", "shard_map", "shift", "vary"]
