@@ -76,8 +76,8 @@ def program(mesh: jax.sharding.Mesh, *, pause: float = 0.0, spoil_at: int | None
     fixed = batch(10**6)
 
     @jax.jit
-    def evaluate(state):
-        return {"validation_loss": loss_of(state["params"], fixed, jax.random.key(1))}
+    def measure(params, x):
+        return {"validation_loss": loss_of(params, x, jax.random.key(1))}
 
     init = jax.jit(make, out_shardings=shardings)
     abstract = jax.tree.map(
@@ -89,7 +89,7 @@ def program(mesh: jax.sharding.Mesh, *, pause: float = 0.0, spoil_at: int | None
         step=jax.jit(step, donate_argnums=0),
         batches=batches,
         tokens=lambda index: ROWS,
-        evaluate=evaluate,
+        evaluate=lambda state: measure(state["params"], fixed),
         sample=lambda state: f"a sample after {int(state['step'])} steps",
     )
 

@@ -156,7 +156,7 @@ class _Loop:
         start, tokens = (0, 0) if restored is None else (restored.step, restored.data["tokens"])
         state = program.init() if restored is None else restored.state
         del restored  # the step is about to donate its arrays
-        self._progress = progress or Progress(rules.steps, start)
+        self._progress = progress or Progress(rules.steps)
         self._note(f"resuming after step {start}, from {self._saved.path(start)}" if start else "")
         self._timeline.add("resumed" if start else "started", start)
         self._meter = Meter(tokens=tokens, work=program.work)

@@ -15,16 +15,15 @@ class Progress:
 
     Args:
         total: the run's number of steps.
-        done: how many were made before it began.
         stream: where to write; the default is stderr.
         every: where the stream is no terminal, seconds between two lines. Evaluations and the last step always show.
     """
 
-    def __init__(self, total: int, done: int = 0, *, stream: TextIO | None = None, every: float = 10.0):
+    def __init__(self, total: int, *, stream: TextIO | None = None, every: float = 10.0):
         self._total, self._stream, self._every = total, stream or sys.stderr, every
         self._tty = self._stream.isatty()
-        # Time left follows the last hundred lines: a slow start, a compilation, is forgotten.
-        self._times: deque[tuple[int, float]] = deque([(done, time.monotonic())], maxlen=100)
+        # Time left follows the last hundred lines, from the first on: compiling is not part of the pace.
+        self._times: deque[tuple[int, float]] = deque(maxlen=100)
         self._shown: float | None = None
         self._bar = ""
 

@@ -1,0 +1,141 @@
+"""Several processes: how they are found, that they train as one, and how they end together."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from trellis.errors import UserError
+from trellis.train.distributed import detect
+from trellis.train.stopping import RunStopped, explain
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NODELIST": "n[1-4]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+    "SLURM_GPUS_ON_NODE": "8",
+}
+OMPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+THREE = {"coordinator_address": "h:1", "num_processes": 2, "process_id": 1, "cluster_detection_method": "deactivate"}
+
+
+@pytest.mark.parametrize(
+    "env, options, expected",
+    [
+        ({}, {}, None),
+        (SLURM, {}, {"cluster_detection_method": "slurm", "local_device_ids": list(range(8))}),
+        ({**SLURM, "SLURM_NTASKS": "1"}, {}, None),
+        ({**SLURM, "SLURM_GPUS_ON_NODE": ""}, {}, {"cluster_detection_method": "slurm"}),
+        (
+            {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_LOCALID": "3"},
+            {},
+            {"cluster_detection_method": "slurm", "local_device_ids": [3]},
+        ),
+        ({**OMPI, "OMPI_MCA_orte_hnp_uri": "x"}, {}, {"cluster_detection_method": "ompi"}),
+        (OMPI, {"coordinator": "h:1"}, THREE),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, {}, None),
+        ({"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "0"}, {}, {"cluster_detection_method": "k8s"}),
+        ({"KUBERNETES_SERVICE_HOST": "h"}, {}, None),
+        ({}, {"tpu": True}, {}),
+        (SLURM, {"coordinator": "h:1", "processes": 2, "process": 1}, THREE),
+    ],
+)
+def test_clusters_are_found(env, options, expected):
+    assert detect(env, **{"tpu": False, **options}) == expected
+
+
+@pytest.mark.parametrize(
+    "env, options, rule, fix",
+    [
+        ({}, {"coordinator": "h:1"}, "all three", "add --distributed.processes, --distributed.process"),
+        ({}, {"process": 1, "processes": 2}, "all three", "add --distributed.coordinator"),
+        ({}, {"coordinator": "h", "processes": 2, "process": 0}, "an address and a port", "write it as HOST:PORT"),
+        ({}, {"coordinator": "h:1", "processes": 2, "process": 2}, "counted from 0", "use 0 to 1"),
+        ({}, {"coordinator": "h:1", "processes": 1, "process": 0}, "more than one", "leave the options out"),
+        (OMPI, {}, "find each other at one address", "HOST being that of rank 0"),
+    ],
+)
+def test_wrong_options_are_refused(env, options, rule, fix):
+    with pytest.raises(UserError) as error:
+        detect(env, **options)
+    assert rule in error.value.rule and error.value.fix.endswith(fix)
+
+
+def test_a_lost_process_is_told_apart_from_an_error_of_its_own(monkeypatch):
+    import jax
+
+    lost = jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllReduce failed: Connection reset by peer\nmore")
+    own = jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shapes")
+    assert explain(lost, "x") is lost, "one process has no peers"
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    told = explain(lost, "last good checkpoint: c")
+    assert isinstance(told, RunStopped) and told.exit_code == 3
+    assert told.rule == "A run goes on while all its processes do."
+    assert told.seen == "process 0 of 2 lost another one: UNKNOWN: Gloo AllReduce failed: Connection reset by peer"
+    assert told.where == "last good checkpoint: c"
+    assert told.fix == "look at the other processes' output, then start them all again"
+    assert explain(own, "x") is own
+
+
+def start(folder, *more, pause=0.03):
+    """The toy as two processes of four CPU devices each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "tests.train.toy", str(folder), "--data", "4", "--pause", str(pause), *more]
+    command += ["--coordinator", address, "--processes", "2", "--process"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [subprocess.Popen([*command, str(process)], **pipes) for process in (0, 1)]
+
+
+def lines(folder):
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for_lines(folder, count):
+    deadline = time.monotonic() + 120
+    while len(lines(folder)) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_stop_as_one_and_go_on_as_one(tmp_path):
+    both = tmp_path / "both"
+    processes = start(both, "--steps", "4000", "--every", "3")
+    wait_for_lines(both, 8)
+    processes[1].terminate()
+    ends = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [143, 143], ends[0][1]
+    last = [json.loads(out.splitlines()[-1]) for out, _ in ends]
+    made = last[0]["step"]
+    assert made == last[1]["step"] >= 8 and last[0]["loss"] == last[1]["loss"]
+    folder = both / "checkpoints" / f"step-{made:08d}"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["processes"] == 2
+    for process in (0, 1):
+        part = sum(size for name, (size, _) in manifest["files"].items() if f"/ocdbt.process_{process}/" in name)
+        assert part > 1.5 * 64 * 64 * 4, "each process wrote about half of four matrices, compressed"
+    for name in ("both", "one"):  # one process of two devices goes on; another trains from the start
+        command = [sys.executable, "-m", "tests.train.toy", str(tmp_path / name), "--devices", "2", "--model", "1"]
+        subprocess.run([*command, "--steps", str(made + 4)], check=True, capture_output=True, timeout=120)
+    curves = [[line["loss"] for line in lines(tmp_path / name)] for name in ("both", "one")]
+    # Eight devices sum in another order than two: a few float32 roundings over some twenty steps.
+    assert len(curves[0]) == made + 4 and curves[0] == pytest.approx(curves[1], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_when_one_process_is_killed_the_other_leaves_and_names_the_last_good_checkpoint(tmp_path):
+    processes = start(tmp_path, "--steps", "4000")
+    wait_for_lines(tmp_path, 10)
+    processes[1].kill()
+    _, err = processes[0].communicate(timeout=60)
+    processes[1].communicate(timeout=60)
+    assert processes[0].returncode == 3, err
+    assert "A run goes on while all its processes do." in err and "last good checkpoint: " in err
