@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .hlo import Instruction, Program, parse_program, source_target_pairs
 from .rows import Ledger, Row, aligned, human_bytes, wire_bytes
+from .source import in_a_library
 
 _KINDS = {
     "all-gather": "all-gather",
@@ -127,7 +128,7 @@ def collectives(compiled, mesh: Mesh | AbstractMesh) -> Ledger:
                 wire=payload if kind == "permute" else wire_bytes(kind, size, payload),
                 times=times,
                 direction=_direction(origin.quoted("op_name")),
-                source=program.source(origin),
+                source=program.source(origin, in_a_library),
                 note="asynchronous" if _is_async(instruction) else "",
             )
         )
@@ -228,7 +229,9 @@ def products(compiled) -> list[Product]:
             flops = 2 * math.prod(result.shape) * math.prod(left.shape[i] for i in contracted or ())
         arrays = (left, right, result)
         what = " ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)
-        found.append(Product(what, flops, sum(a.num_bytes for a in arrays), times, program.source(instruction)))
+        found.append(
+            Product(what, flops, sum(a.num_bytes for a in arrays), times, program.source(instruction, in_a_library))
+        )
     return found
 
 

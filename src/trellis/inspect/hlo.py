@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _ITEM_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "bf16": 16}
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
@@ -163,12 +163,12 @@ class Program:
     Attributes:
         computations: instructions by computation.
         entry: the computation that runs.
-        frames: `stack_frame_id` to (file, line, function), where the text has such a table.
+        frames: `stack_frame_id` to (file, line, function, parent's id), where the text has such a table.
     """
 
     computations: dict[str, list[Instruction]]
     entry: str
-    frames: dict[int, tuple[str, int, str]]
+    frames: dict[int, tuple[str, int, str, int]]
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
@@ -218,15 +218,24 @@ class Program:
                 for called in names:
                     yield from self._walk(called, inner, fusions)
 
-    def source(self, instruction: Instruction) -> str:
-        """`file.py:line (function)` from the metadata, or nothing."""
-        file, line, function = "", "", ""
-        frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-        if frame and int(frame[1]) in self.frames:
-            file, line, function = self.frames[int(frame[1])]
+    def source(self, instruction: Instruction, skip: Callable[[str], bool] = lambda file: False) -> str:
+        """`file.py:line (function)` from the metadata, or nothing.
+
+        Args:
+            instruction: any.
+            skip: files whose frames are passed over, innermost first.
+        """
+        file, line, function = "", 0, ""
+        found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        frame = int(found[1]) if found else 0
+        while frame in self.frames and (not file or skip(file)):
+            file, line, function, parent = self.frames[frame]
+            frame = parent
+        if file:
+            function = function.rpartition(".")[2]
         elif name := instruction.quoted("source_file"):
             number = re.search(r"source_line=(\d+)", instruction.attributes)
-            file, line = name, number[1] if number else 0
+            file, line = name, int(number[1]) if number else 0
         if not file:
             return ""
         return f"{file.rpartition('/')[2]}:{line}" + (f" ({function})" if function else "")
@@ -244,7 +253,7 @@ def parse_program(text: str) -> Program:
         head = _INSTRUCTION.match(line)
         if head and current is not None:
             computations[current].append(_instruction(line, head))
-        elif line.startswith("}"):
+        elif line.rstrip() == "}":  # a Pallas kernel's attributes go over several lines, some of which start with one
             current = None
         elif found := _COMPUTATION.match(line):
             current = found[2]
@@ -255,7 +264,7 @@ def parse_program(text: str) -> Program:
     return Program(computations, entry, _frames(text))
 
 
-def _frames(text: str) -> dict[int, tuple[str, int, str]]:
+def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
     """XLA's tables of files, functions, locations and frames at the head of the text."""
 
     def section(title: str) -> dict[int, str]:
@@ -273,11 +282,14 @@ def _frames(text: str) -> dict[int, tuple[str, int, str]]:
             int(fields.get("line", 0)),
             functions.get(int(fields.get("function_name_id", 0)), ""),
         )
-    frames = {}
+    frames: dict[int, tuple[str, int, str, int]] = {}
     for key, value in section("StackFrames").items():
         found = re.search(r"file_location_id=(\d+)", value)
+        parent = re.search(r"parent_frame_id=(\d+)", value)
         if found and int(found[1]) in locations:
-            frames[key] = locations[int(found[1])]
+            frames[key] = (*locations[int(found[1])], int(parent[1]) if parent else 0)
+    if frames.get(1, (0, 0, 0, 0))[3] == 1:  # the first frame has no parent: this XLA numbers parents from one more
+        frames = {key: (*frame, parent - 1) for key, (*frame, parent) in frames.items()}
     return frames
 
 

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from trellis.named.array import short_dtype
+from trellis.notation.typeof import short_dtype
 
 from . import manual
 from .rows import Ledger, Row
@@ -134,7 +134,7 @@ class _Walk:
             for move, aval, note in manual.moves(equation, self.sizes):
                 after = manual.place(equation.outvars[0].aval)
                 yield self._row(equation, Implied(move, aval, manual.place(aval), after, note), times, here)
-        else:
+        elif not placements.again(equation):
             for implied in placements.implied(equation):
                 yield self._row(equation, implied, times, here)
 

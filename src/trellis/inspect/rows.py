@@ -205,7 +205,7 @@ class Ledger:
             (
                 row.kind,
                 row.axis,
-                f"{row.dtype}[{row.what}]",
+                f"{row.dtype}[{row.what.removeprefix(' -> ')}]",
                 human_bytes(row.wire),
                 str(times),
                 human_bytes(row.wire * times),

@@ -80,11 +80,16 @@ class Placements:
         self.sizes = sizes
         self.known: dict = {}
         self.scattered: set = set()  # results of scatters, which need no slice after a sum
+        self.values: dict = {}  # each value's first twin: equal operations on equal values
+        self.first: dict = {}  # the first equation of each kind of twins
         self.unclear: set = set()  # results of lookups where one mesh axis slices both the table and the indices
 
     def __getitem__(self, variable) -> Place:
-        if not isinstance(variable, Literal) and variable in self.known:
-            return self.known[variable]
+        if isinstance(variable, Literal):
+            return place_of(variable.aval)
+        for same in (variable, self.values.get(variable)):
+            if same in self.known:
+                return self.known[same]
         return place_of(variable.aval)
 
     def enter(self, equation: JaxprEqn, inner) -> "Placements":
@@ -141,6 +146,18 @@ class Placements:
     def _scattered(self, name: str, equation: JaxprEqn) -> bool:
         source = equation.invars[0]
         return name == "reshard" and not isinstance(source, Literal) and source in self.scattered
+
+    def again(self, equation: JaxprEqn) -> bool:
+        """Whether an equation before it had the same operands and parameters: XLA computes and moves a value once."""
+        operands = tuple(
+            ("literal", str(v.val)) if isinstance(v, Literal) else self.values.setdefault(v, v) for v in equation.invars
+        )
+        params = sorted(equation.params.items())
+        key = (equation.primitive.name, operands, str(params), str([v.aval for v in equation.outvars]))
+        first = self.first.setdefault(key, equation)
+        for variable, same in zip(equation.outvars, first.outvars):
+            self.values[variable] = self.values.get(same, same)
+        return first is not equation
 
     def _unclear(self, equation: JaxprEqn) -> bool:
         around = (*equation.outvars, *equation.invars)

@@ -18,7 +18,7 @@ _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 @functools.lru_cache(maxsize=4096)
-def _ours(file: str) -> bool:
+def in_a_library(file: str) -> bool:
     """Whether a frame belongs to JAX, to a library over it, or to the language itself."""
     installed = file.startswith(_STANDARD) and "site-packages" not in file
     return file.startswith(_LIBRARIES) or file.startswith(_LANGUAGE) or installed or file.startswith("<frozen")
@@ -30,7 +30,7 @@ def source_of(equation) -> str:
     if traceback is None:
         return ""
     for frame in traceback.frames:
-        if not _ours(frame.file_name):
+        if not in_a_library(frame.file_name):
             name = frame.function_name.rpartition(".")[2]
             return f"{os.path.basename(frame.file_name)}:{frame.line_num}" + (f" ({name})" if name else "")
     return ""
