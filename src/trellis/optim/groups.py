@@ -1,0 +1,61 @@
+"""Which parameters an optimizer treats how, by their names and the names of their axes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from ..named import is_named
+
+# Axes that only say how many of a parameter there are, where they lead.
+_COUNTING = ("stage", "layers", "experts")
+
+
+class Parameter(NamedTuple):
+    """A parameter as an optimizer sees it.
+
+    Attributes:
+        path: its place in the model, as in blocks/attention/q.
+        names: the names of its axes; empty for a plain array.
+        counting: how many leading axes only count parameters of one kind (layers, experts).
+        ndim: its number of axes.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    counting: int
+    ndim: int
+
+    def matches(self, words: Sequence[str]) -> bool:
+        """Whether a word is in its path or is the name of one of its axes."""
+        return any(word in self.path or word in self.names for word in words)
+
+
+def describe(path: tuple, leaf: Any) -> Parameter:
+    """What an optimizer needs to know about a leaf of a tree of parameters: a named or plain array."""
+    names = tuple(leaf.names) if is_named(leaf) else ()
+    counting = 0
+    while counting < len(names) and names[counting] in _COUNTING:
+        counting += 1
+    text = jax.tree_util.keystr(path, simple=True, separator="/")
+    return Parameter(text, names, counting, len(names) if is_named(leaf) else leaf.ndim)
+
+
+def label(params: Any, choose: Callable[[Parameter], Any]) -> Any:
+    """A tree like `params` with what `choose` says in place of each array."""
+
+    def leaf(path: tuple, value: Any) -> Any:
+        chosen = choose(describe(path, value))
+        return jax.tree.map(lambda _: chosen, value)
+
+    return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_named)
+
+
+def decayed(params: Any, exclude: Sequence[str]) -> Any:
+    """True for the parameters that weight decay acts on: those of two axes or more that `exclude` does not name.
+
+    >>> import jax.numpy as jnp
+    >>> decayed({"w": jnp.ones((2, 3)), "norm": jnp.ones((2, 3)), "scale": jnp.ones(3)}, ["norm"])
+    {'norm': False, 'scale': False, 'w': True}
+    """
+    return label(params, lambda p: p.ndim - p.counting >= 2 and not p.matches(exclude))

@@ -1,0 +1,90 @@
+"""From configuration to one Optax transformation: clip, direction, weight decay, learning rate."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .config import Adafactor, AdamW, Lion, Muon, Optimizer, Schedule
+from .groups import decayed
+from .muon import muon
+from .schedules import learning_rates
+
+
+class RateState(NamedTuple):
+    """Steps taken, and the learning rate of the last one."""
+
+    count: jax.Array
+    learning_rate: jax.Array
+
+
+def make_optimizer(
+    config: Optimizer,
+    schedule: Schedule,
+    *,
+    steps: int,
+    clip_norm: float | None = None,
+    exclude: Sequence[str] = (),
+) -> optax.GradientTransformation:
+    """The optimizer of a run, for a tree of plain or named arrays under any sharding.
+
+    Args:
+        config: the update rule.
+        schedule: the learning rate over the run, relative to `config.learning_rate`.
+        steps: steps of the run.
+        clip_norm: gradients with a larger norm over all parameters are scaled down to it.
+        exclude: parameters with one of these in their path or among their axes are not decayed.
+
+    Returns:
+        An Optax transformation. `learning_rate` reads the last step's learning rate from its state.
+    """
+    rates = learning_rates(schedule, config.learning_rate, steps)
+    rule = optax.chain(
+        optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm),
+        _direction(config),
+        optax.add_decayed_weights(config.weight_decay, lambda params: decayed(params, exclude)),
+        _scale_by(rates),
+    )
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        # Optax mixes integer counts with floats, which JAX refuses where promotion is strict.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return rule.update(updates, state, params)
+
+    return optax.GradientTransformation(rule.init, update)
+
+
+def _direction(config: Optimizer) -> optax.GradientTransformation:
+    match config:
+        case AdamW(beta1=b1, beta2=b2, epsilon=epsilon):
+            return optax.scale_by_adam(b1, b2, epsilon)
+        case Lion(beta1=b1, beta2=b2):
+            return optax.scale_by_lion(b1, b2)
+        case Muon():
+            return muon(config)
+        case Adafactor(beta1=b1, clip_update_rms=clip):
+            return optax.chain(
+                optax.scale_by_factored_rms(
+                    decay_rate=config.decay_exponent, min_dim_size_to_factor=config.min_factored_size
+                ),
+                optax.identity() if clip is None else optax.clip_by_block_rms(clip),
+                optax.identity() if b1 is None else optax.ema(b1, debias=False),
+            )
+
+
+def _scale_by(rates: optax.Schedule) -> optax.GradientTransformation:
+    """Times minus the learning rate, which stays in the state to be read."""
+
+    def update_fn(updates: Any, state: RateState, params: Any = None) -> tuple[Any, RateState]:
+        rate = rates(state.count)
+        updates = jax.tree.map(lambda u: u * -rate.astype(u.dtype), updates)
+        return updates, RateState(optax.safe_increment(state.count), rate)
+
+    return optax.GradientTransformation(lambda params: RateState(jnp.int32(0), jnp.float32(0)), update_fn)
+
+
+def learning_rate(state: Any) -> jax.Array:
+    """The learning rate of the last step, from an optimizer's state."""
+    return optax.tree.get(state, "learning_rate")

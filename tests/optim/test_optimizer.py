@@ -1,0 +1,172 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from trellis.named import NamedArray, named
+from trellis.optim import (
+    Adafactor,
+    AdamW,
+    Constant,
+    Cosine,
+    Lion,
+    Muon,
+    all_finite,
+    average,
+    learning_rate,
+    learning_rates,
+    make_optimizer,
+    select,
+)
+
+# Name, shape and sharding over (data=4, model=2) of parameters as a transformer has them.
+PARAMS = {
+    "embedding": ("vocab embed", (32, 16), (None, "data")),
+    "blocks/q": ("layers embed heads head_dim", (8, 16, 4, 4), (None, "data", "model")),
+    "blocks/out": ("layers heads head_dim embed", (8, 4, 4, 16), (None, "model", None, "data")),
+    "blocks/up": ("layers embed mlp", (8, 16, 24), (None, "data", "model")),
+    "blocks/norm": ("layers embed", (8, 16), (None, "data")),
+    "blocks/experts": ("layers experts embed mlp", (2, 4, 16, 8), (None, "data", None, "model")),
+    "final_norm": ("embed", (16,), ("data",)),
+}
+RULES = [
+    AdamW(learning_rate=0.1),
+    Lion(learning_rate=0.01),
+    Muon(learning_rate=0.1),
+    Adafactor(learning_rate=0.1, min_factored_size=8),
+    Adafactor(learning_rate=0.1, min_factored_size=8, beta1=0.9),
+]
+
+
+def tree(seed: int) -> dict[str, NamedArray]:
+    random = np.random.default_rng(seed)
+    return {
+        name: named(jnp.asarray(random.normal(size=shape), jnp.float32), names)
+        for name, (names, shape, _) in PARAMS.items()
+    }
+
+
+def run(config, params, gradients, place=lambda tree: tree, **options):
+    """Four steps; returns the parameters and the state."""
+    optimizer = make_optimizer(config, Cosine(warmup_steps=2), steps=4, clip_norm=1.0, exclude=["norm"], **options)
+
+    @jax.jit
+    def step(params, state, gradients):
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = place(params)
+    state = jax.jit(optimizer.init)(params)
+    for seed in gradients:
+        params, state = step(params, state, place(tree(seed)))
+    return params, state
+
+
+@pytest.mark.parametrize(
+    ("config", "mode"),
+    [*((rule, AxisType.Explicit) for rule in RULES), (RULES[2], AxisType.Auto)],
+    ids=lambda value: getattr(value, "kind", value),
+)
+def test_sharded_equals_one_device(config, mode):
+    """Four steps from the same gradients, to 1e-5 of each norm: sums in another order round differently."""
+    alone, _ = run(config, tree(0), range(1, 5))
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(mode, mode))
+    shardings = {name: NamedSharding(mesh, PartitionSpec(*spec)) for name, (_, _, spec) in PARAMS.items()}
+
+    def place(values):
+        return {name: jax.device_put(x, shardings[name]) for name, x in values.items()}
+
+    with jax.set_mesh(mesh):
+        sharded, state = run(config, tree(0), range(1, 5), place)
+    for name, x in sharded.items():
+        a, b = np.asarray(alone[name].array), np.asarray(x.array)
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a), name
+        assert x.array.sharding.is_equivalent_to(shardings[name], x.ndim), name
+    like = {leaf.sharding for leaf in jax.tree.leaves(state) if leaf.shape == PARAMS["blocks/up"][1]}
+    assert all(s.is_equivalent_to(shardings["blocks/up"], 3) for s in like)
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_adamw_is_optax_adamw():
+    mask = {name: "norm" not in name for name in PARAMS}
+    rates = learning_rates(Cosine(warmup_steps=2), 0.1, 4)
+    reference = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(rates, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask)
+    )
+    params = {name: x.array for name, x in tree(0).items()}
+    state, update = reference.init(params), jax.jit(reference.update)
+    for seed in range(1, 5):
+        updates, state = update({n: g.array for n, g in tree(seed).items()}, state, params)
+        params = optax.apply_updates(params, updates)
+    ours, _ = run(AdamW(learning_rate=0.1), tree(0), range(1, 5))
+    for name, x in params.items():
+        np.testing.assert_allclose(ours[name].array, x, rtol=1e-5, atol=1e-6)
+
+
+def test_weight_decay_leaves_out_vectors_and_excluded_names():
+    zero = jax.tree.map(jnp.zeros_like, tree(1))
+    config = AdamW(learning_rate=0.5, weight_decay=0.1)
+    optimizer = make_optimizer(config, Constant(warmup_steps=0), steps=1, exclude=["vocab"])
+    params = tree(0)
+    updates, _ = optimizer.update(zero, optimizer.init(params), params)
+    moved = {name for name, u in updates.items() if np.any(np.asarray(u.array))}
+    assert moved == {"blocks/q", "blocks/out", "blocks/up", "blocks/experts"}
+    np.testing.assert_allclose(updates["blocks/up"].array, -0.05 * params["blocks/up"].array, rtol=1e-6)
+
+
+def test_muon_moves_matrices_by_orthogonal_ones():
+    """Every matrix of the update has singular values near one another and the root mean square that was asked for."""
+    config = Muon(learning_rate=1.0, weight_decay=0.0, update_rms=0.2)
+    optimizer = make_optimizer(config, Constant(warmup_steps=0), steps=1)
+    params = tree(0)
+    updates, _ = optimizer.update(tree(1), optimizer.init(params), params)
+    for name, rows in [("blocks/q", (8, 16, 16)), ("blocks/out", (8, 16, 16)), ("blocks/experts", (8, 16, 8))]:
+        for matrix in np.asarray(updates[name].array).reshape(rows):
+            values = np.linalg.svd(matrix, compute_uv=False) / (0.2 * np.sqrt(max(matrix.shape)))
+            assert values.min() > 0.1 and values.max() < 1.4, name
+            assert np.median(values) == pytest.approx(1.0, abs=0.35)
+    # Adam's first step has every element at about 1.
+    for name in ("embedding", "blocks/norm", "final_norm"):
+        np.testing.assert_allclose(np.abs(updates[name].array), 1.0, atol=1e-3)
+
+
+def test_learning_rate_is_the_one_that_was_used():
+    _, state = run(AdamW(learning_rate=0.1), tree(0), range(1, 4))
+    assert float(learning_rate(state)) == float(learning_rates(Cosine(warmup_steps=2), 0.1, 4)(2))
+
+
+def test_clipping_does_not_depend_on_the_mesh():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    whole = jnp.arange(64.0).reshape(8, 8)
+    with jax.set_mesh(mesh):
+        sliced = jax.device_put(whole, NamedSharding(mesh, PartitionSpec("data")))
+        clipped, _ = jax.jit(lambda g: optax.clip_by_global_norm(1.0).update(g, optax.EmptyState()))(sliced)
+    np.testing.assert_allclose(clipped, whole / np.linalg.norm(whole), rtol=1e-6)
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, PartitionSpec("data"))
+        old = jax.device_put(np.arange(16, dtype=np.float32), sharding)
+
+        @jax.jit
+        def step(old, gradient):
+            return select(all_finite(jnp.float32(1.0), optax.tree.norm(gradient)), {"w": old - gradient}, {"w": old})
+
+        good = jax.device_put(np.ones(16, np.float32), sharding)
+        bad = jax.device_put(np.where(np.arange(16) == 3, np.nan, 1.0).astype(np.float32), sharding)
+        np.testing.assert_array_equal(step(old, good)["w"], np.arange(16.0) - 1)
+        np.testing.assert_array_equal(step(old, bad)["w"], np.arange(16.0))
+        assert step(old, bad)["w"].sharding == old.sharding
+
+
+def test_average():
+    """From the parameters themselves towards new ones: fast at first, then by the decay."""
+    ema, new = {"w": jnp.zeros(2)}, {"w": jnp.ones(2)}
+    first = average(ema, new, 0.9, 0)["w"]
+    late = average(ema, new, 0.9, 10_000)["w"]
+    np.testing.assert_allclose(first, 0.9, rtol=1e-6)  # kept: 1 / 10
+    np.testing.assert_allclose(late, 0.1, rtol=1e-5)

@@ -1,0 +1,50 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from trellis.optim import WSD, Constant, Cosine, InverseSqrt, Linear, learning_rates
+
+STEPS, PEAK = 20, 0.5
+
+
+def rates(schedule):
+    f = jax.jit(learning_rates(schedule, PEAK, STEPS))
+    return [float(f(jnp.int32(step))) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "formula"),
+    [
+        (Constant(warmup_steps=4), lambda t: PEAK),
+        (Linear(warmup_steps=4, final_fraction=0.2), lambda t: PEAK * (1 - 0.8 * (t - 4) / 16)),
+        (Cosine(warmup_steps=4), lambda t: PEAK * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (t - 4) / 16)))),
+        (WSD(warmup_steps=4, decay_steps=5, final_fraction=0.2), lambda t: PEAK * (1 - 0.8 * max(t - 15, 0) / 5)),
+        (InverseSqrt(warmup_steps=4), lambda t: PEAK * math.sqrt(4 / t)),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_closed_form(schedule, formula):
+    """Step n, counted from 0, has the learning rate of time n + 1: no step has 0 for its warmup."""
+    expected = [PEAK * t / 4 if t <= 4 else formula(t) for t in range(1, STEPS + 1)]
+    assert rates(schedule) == pytest.approx(expected, rel=1e-6)
+
+
+def test_without_warmup_the_first_step_is_near_the_peak():
+    assert rates(Constant(warmup_steps=0)) == [PEAK] * STEPS
+    assert rates(Linear(warmup_steps=0))[0] == pytest.approx(PEAK * 19 / 20)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Linear(warmup_steps=3, final_fraction=0.25),
+        Cosine(warmup_steps=3, final_fraction=0.25),
+        WSD(warmup_steps=3, decay_steps=7, final_fraction=0.25),
+    ],
+    ids=lambda s: s.kind,
+)
+def test_the_last_step_has_the_final_rate(schedule):
+    assert rates(schedule)[-1] == pytest.approx(0.25 * PEAK)
+    assert max(rates(schedule)) == pytest.approx(PEAK)
