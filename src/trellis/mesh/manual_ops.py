@@ -97,19 +97,18 @@ def cut(x, dim: int, axes: Axes, *, copied: bool):
 
 def permute(x, before: Axes, after: Axes):
     """`a/x/y -> a/y/x`: the same slices on other devices (gradient: the permute back)."""
-    sizes = {axis: lax.axis_size(axis) for axis in before}
-    shape = tuple(sizes[a] for a in before)
-    pairs = []
-    for chunk in range(_product(shape)):
-        # Device `chunk` (counted in the old order) holds this chunk; find the device that the new order gives it to.
-        place, rest = {}, chunk
-        for axis in reversed(after):
-            place[axis], rest = rest % sizes[axis], rest // sizes[axis]
-        target = 0
-        for axis in before:
-            target = target * sizes[axis] + place[axis]
-        pairs.append((chunk, target))
-    return lax.ppermute(x, before, pairs)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    ring = tuple(a for a in sizes if a in before)  # devices are counted in the mesh's own order
+
+    def holder(chunk: int, order: Axes) -> int:
+        """The device that holds a chunk, where the axes slice in the given order (major to minor)."""
+        place = {}
+        for axis in reversed(order):
+            chunk, place[axis] = divmod(chunk, sizes[axis])
+        return functools.reduce(lambda total, axis: total * sizes[axis] + place[axis], ring, 0)
+
+    chunks = range(_product(sizes[a] for a in ring))
+    return lax.ppermute(x, ring, [(holder(chunk, before), holder(chunk, after)) for chunk in chunks])
 
 
 def copy(x, axes: Axes):
