@@ -10,11 +10,13 @@ from .compiled import (
     scheduled_cycles,
 )
 from .ledger import ledger
+from .pictures import Picture, show
 from .rows import Ledger, Row
 
 __all__ = [
     "CompiledMemory",
     "Ledger",
+    "Picture",
     "Row",
     "collectives",
     "compare",
@@ -23,4 +25,5 @@ __all__ = [
     "ledger",
     "products",
     "scheduled_cycles",
+    "show",
 ]

@@ -289,7 +289,7 @@ def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
         if found and int(found[1]) in locations:
             frames[key] = (*locations[int(found[1])], int(parent[1]) if parent else 0)
     if frames.get(1, (0, 0, 0, 0))[3] == 1:  # the first frame has no parent: this XLA numbers parents from one more
-        frames = {key: (*frame, parent - 1) for key, (*frame, parent) in frames.items()}
+        frames = {key: (*frame[:3], frame[3] - 1) for key, frame in frames.items()}
     return frames
 
 
