@@ -3,12 +3,16 @@
 import dataclasses
 import math
 import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from ..errors import UserError
 from .config import Run
+from .distributed import has_tpu
 
 # The processors' caches and memory are shared: past this many devices a CPU gains nothing and compiles for longer.
 _MOST_BY_DEFAULT = 8
@@ -22,6 +26,7 @@ def find_devices(run: Run) -> list[Any]:
     Raises:
         UserError: there are fewer devices than asked for, or JAX has looked already.
     """
+    choose_platform()
     count = run.devices or default_count(run, _cores())
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -39,6 +44,20 @@ def find_devices(run: Run) -> list[Any]:
             fix=f"use {len(devices)} or fewer; JAX_PLATFORMS=cpu rehearses more on a CPU",
         )
     return devices[:wanted]
+
+
+def choose_platform() -> None:
+    """Keeps JAX from looking for TPUs on a Linux machine that has none: with libtpu there, it would wait and complain.
+
+    libtpu is there where programs are compiled ahead of time. A platform that the user chose stays.
+    """
+    if jax.config.jax_platforms or sys.platform != "linux" or find_spec("libtpu") is None or has_tpu():
+        return
+    gpu = any(find_spec(f"jax_{plugin}_plugin") for plugin in ("cuda12", "cuda13", "rocm7"))
+    if not gpu:
+        jax.config.update("jax_platforms", "cpu")
+    elif any(Path("/dev").glob("nvidia[0-9]*")):
+        jax.config.update("jax_platforms", "cuda,cpu")
 
 
 def default_count(run: Run, cores: int) -> int:

@@ -57,7 +57,7 @@ def detect(
         return found | ({"local_device_ids": devices} if devices else {})
     if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
         return {"cluster_detection_method": "k8s"}
-    if _has_tpu() if tpu is None else tpu:
+    if has_tpu() if tpu is None else tpu:
         return {}
     return None
 
@@ -165,5 +165,5 @@ def _slurm_devices(env: Mapping[str, str]) -> list[int] | None:
     return list(range(local * share, (local + 1) * share)) if share and not rest else None
 
 
-def _has_tpu() -> bool:
+def has_tpu() -> bool:
     return any(Path("/dev").glob("accel[0-9]*")) or Path("/dev/vfio/0").exists()
