@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from trellis.notation.typeof import short_dtype
 
@@ -150,7 +150,7 @@ def _layout_panel(mesh, mapping: Mapping[str, str | Sequence[str]], which: str) 
 
 def _panel(title, mesh, names, sizes, assigned: Mapping[int, tuple[str, ...]], states: Mapping[str, str]) -> Panel:
     axis_names, shape = tuple(mesh.shape), tuple(mesh.shape.values())
-    ids = [str(device.id) for device in mesh.devices.flat] if hasattr(mesh, "devices") else None
+    ids = [str(device.id) for device in mesh.devices.flat] if isinstance(mesh, Mesh) else None
     parts: dict[tuple[int, ...], int] = {}
     grid: dict[tuple[int, ...], Box] = {}
     for number, place in enumerate(itertools.product(*map(range, shape))):
