@@ -3,7 +3,21 @@
 from trellis.nn.rope import LinearScaling, Llama3Scaling
 
 from .families import FAMILIES, ModelConfig
-from .gpt2 import GPT2Config
-from .llama import LlamaConfig
+from .gpt2 import GPT2, GPT2Config
+from .gptj import GPTJ, GPTJConfig
+from .llama import Llama, LlamaConfig
+from .qwen3 import Qwen3Config
 
-__all__ = ["FAMILIES", "GPT2Config", "LinearScaling", "Llama3Scaling", "LlamaConfig", "ModelConfig"]
+__all__ = [
+    "FAMILIES",
+    "GPT2",
+    "GPTJ",
+    "GPT2Config",
+    "GPTJConfig",
+    "LinearScaling",
+    "Llama",
+    "Llama3Scaling",
+    "LlamaConfig",
+    "ModelConfig",
+    "Qwen3Config",
+]

@@ -1,8 +1,10 @@
 """The families of models that a run can name."""
 
 from .gpt2 import GPT2Config
+from .gptj import GPTJConfig
 from .llama import LlamaConfig
+from .qwen3 import Qwen3Config
 
-ModelConfig = LlamaConfig | GPT2Config
+ModelConfig = LlamaConfig | Qwen3Config | GPT2Config | GPTJConfig
 
-FAMILIES: dict[str, type] = {"llama": LlamaConfig, "gpt2": GPT2Config}
+FAMILIES: dict[str, type] = {"llama": LlamaConfig, "qwen3": Qwen3Config, "gpt2": GPT2Config, "gptj": GPTJConfig}

@@ -1,9 +1,28 @@
-"""GPT-2 (Radford et al., 2019), with the two changes that keep it stable in half precision (Mistral, Karamcheti 2021)."""
+"""GPT-2 (Radford et al., 2019), with the two changes that keep it stable in half precision (Mistral, Karamcheti 2021).
+
+Written for one device, in named tensors; a layout makes it parallel. Axes:
+
+    batch pos key_pos    sequences, positions of queries, positions of keys
+    positions            rows of the table of learned positions
+    embed mlp vocab      widths
+    heads head_dim
+    qkv                  query, key and value in one weight
+    layers               stacked blocks
+"""
 
 import dataclasses
 from typing import Literal
 
-from ..errors import UserError
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from trellis.named import Axis, Keep, NamedArray, Stacked, arange, einsum, gelu, random, save, take, unbind
+from trellis.nn.attend import attend
+from trellis.nn.norm import LayerNorm
+from trellis.nn.params import constant, table
+
+from .config import check_fraction, check_heads_divide, check_positive, check_positions
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +52,175 @@ class GPT2Config:
     """Whether attention scores are computed in float32."""
 
     def __post_init__(self):
-        for name in ("vocab", "positions", "embed", "layers", "heads", "mlp"):
-            if getattr(self, name) < 1:
-                size = getattr(self, name)
-                raise UserError("A size is positive.", seen=f"{name}={size}", where=name, fix=f"give {name} a size")
-        if self.embed % self.heads:
-            raise UserError(
-                "Heads divide the width between them.",
-                seen=f"embed={self.embed}, heads={self.heads}",
-                where="heads",
-                fix=f"use a divisor of {self.embed}",
-            )
-        if not 0 <= self.dropout < 1:
-            raise UserError(
-                "Dropout is a fraction below 1.", seen=f"dropout={self.dropout}", where="dropout", fix="use 0 for none"
-            )
+        check_positive(self, "vocab", "positions", "embed", "layers", "heads", "mlp")
+        check_heads_divide(self)
+        check_fraction(self, "dropout")
+
+    def init(self, *, key, vocab_multiple: int = 1) -> "GPT2":
+        """The model with fresh parameters, its vocabulary padded to a multiple."""
+        return GPT2.init(self, key=key, vocab_multiple=vocab_multiple)
+
+
+# Of all weights at the start; those that write to the residual stream have it divided by the root of their number.
+DEVIATION = 0.02
+
+
+class Attention(eqx.Module):
+    """Multi-head attention with biases; query, key and value come from one product."""
+
+    qkv: NamedArray
+    qkv_bias: NamedArray
+    out: NamedArray
+    out_bias: NamedArray
+    upcast: bool = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: GPT2Config, *, key) -> "Attention":
+        embed, qkv = Axis("embed", config.embed), Axis("qkv", 3)
+        heads, head_dim = Axis("heads", config.heads), Axis("head_dim", config.embed // config.heads)
+        qkv_key, out_key = jax.random.split(key)
+        return Attention(
+            qkv=table(qkv_key, (embed, qkv, heads, head_dim), deviation=DEVIATION),
+            qkv_bias=constant((qkv, heads, head_dim), 0.0),
+            out=table(out_key, (heads, head_dim, embed), deviation=DEVIATION * (2 * config.layers) ** -0.5),
+            out_bias=constant(embed, 0.0),
+            upcast=config.upcast_attention,
+        )
+
+    def __call__(self, x: NamedArray, number: NamedArray | None, segment_ids, attention=attend) -> NamedArray:
+        qkv = einsum("batch pos embed, embed qkv heads head_dim -> batch pos qkv heads head_dim", x, self.qkv)
+        q, k, v = unbind(qkv + self.qkv_bias, "qkv")
+        q, k, v = save(q, "query"), save(k, "key"), save(v, "value")
+        k, v = (y.rename(pos="key_pos", heads="kv_heads") for y in (k, v))
+        if number is not None:
+            q = q / number.astype(q.dtype)
+        out = attention(q, k, v, segment_ids=segment_ids, upcast=self.upcast, save_name="attention")
+        return (
+            einsum("batch pos heads head_dim, heads head_dim embed -> batch pos embed", out, self.out) + self.out_bias
+        )
+
+
+class Mlp(eqx.Module):
+    """Feed-forward block with a GELU (Hendrycks and Gimpel, 2016, arXiv:1606.08415) in its tanh form."""
+
+    up: NamedArray
+    up_bias: NamedArray
+    down: NamedArray
+    down_bias: NamedArray
+
+    @staticmethod
+    def init(config: GPT2Config, *, key) -> "Mlp":
+        embed, mlp = Axis("embed", config.embed), Axis("mlp", config.mlp)
+        up_key, down_key = jax.random.split(key)
+        return Mlp(
+            up=table(up_key, (embed, mlp), deviation=DEVIATION),
+            up_bias=constant(mlp, 0.0),
+            down=table(down_key, (mlp, embed), deviation=DEVIATION * (2 * config.layers) ** -0.5),
+            down_bias=constant(embed, 0.0),
+        )
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        up = save(einsum("batch pos embed, embed mlp -> batch pos mlp", x, self.up) + self.up_bias, "mlp_up")
+        return einsum("batch pos mlp, mlp embed -> batch pos embed", gelu(up), self.down) + self.down_bias
+
+
+class Block(eqx.Module):
+    """One layer: attention, then feed-forward, each on a norm and added to the stream."""
+
+    attention_norm: LayerNorm
+    attention: Attention
+    mlp_norm: LayerNorm
+    mlp: Mlp
+    dropout: float = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: GPT2Config, *, key) -> "Block":
+        embed = Axis("embed", config.embed)
+        attention_key, mlp_key = jax.random.split(key)
+        return Block(
+            attention_norm=LayerNorm.init(embed, config.norm_eps),
+            attention=Attention.init(config, key=attention_key),
+            mlp_norm=LayerNorm.init(embed, config.norm_eps),
+            mlp=Mlp.init(config, key=mlp_key),
+            dropout=config.dropout,
+        )
+
+    def __call__(self, x: NamedArray, number, key, segment_ids, attention=attend) -> NamedArray:
+        attention_key, mlp_key = (None, None) if key is None else jax.random.split(key.array)
+        x = x + dropped(
+            self.attention(self.attention_norm(x), number, segment_ids, attention), self.dropout, attention_key
+        )
+        return x + dropped(self.mlp(self.mlp_norm(x)), self.dropout, mlp_key)
+
+
+class GPT2(eqx.Module):
+    """The model: tokens to hidden states; the loss multiplies by `unembedding`, which is the embedding."""
+
+    embedding: NamedArray
+    positions: NamedArray
+    layers: Stacked
+    norm: LayerNorm
+    config: GPT2Config = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: GPT2Config, *, key, vocab_multiple: int = 1) -> "GPT2":
+        vocab = Axis("vocab", -(-config.vocab // vocab_multiple) * vocab_multiple)
+        embed, layers = Axis("embed", config.embed), Axis("layers", config.layers)
+        embedding_key, positions_key, layers_key = jax.random.split(key, 3)
+        return GPT2(
+            embedding=table(embedding_key, (vocab, embed), deviation=DEVIATION),
+            positions=table(positions_key, (Axis("positions", config.positions), embed), deviation=DEVIATION),
+            layers=Stacked.init(lambda key: Block.init(config, key=key), layers, key=layers_key),
+            norm=LayerNorm.init(embed, config.norm_eps),
+            config=config,
+        )
+
+    @property
+    def unembedding(self) -> NamedArray:
+        """`"vocab embed"`; rows from `config.vocab` on are padding."""
+        return self.embedding
+
+    def __call__(
+        self,
+        tokens: NamedArray,
+        *,
+        segment_ids: NamedArray | None = None,
+        positions: NamedArray | None = None,
+        policy: Keep | None = None,
+        key=None,
+    ) -> NamedArray:
+        """Hidden states before the unembedding.
+
+        Args:
+            tokens: `i32["batch pos"]`, at most `config.positions` long.
+            segment_ids: `i32["batch pos"]`, documents that do not see each other.
+            positions: `i32["batch pos"]`, places within the document; 0, 1, ... if not given.
+            policy: what each layer keeps for the backward pass.
+            key: of dropout; None for none.
+
+        Returns:
+            `"batch pos embed"` in the parameters' dtype.
+
+        Raises:
+            UserError: the sequence is longer than the learned positions.
+        """
+        x, each, shared = self.start(tokens, segment_ids, positions, key)
+        return self.norm(self.layers.fold(x, *shared, each=each, policy=policy))
+
+    def start(self, tokens: NamedArray, segment_ids=None, positions=None, key=None):
+        """The stream before the first layer, what each layer gets of its own, and what all layers get."""
+        check_positions(tokens, self.config.positions)
+        positions = arange(tokens.axis("pos")) if positions is None else positions
+        x = take(self.embedding, "vocab", tokens) + take(self.positions, "positions", positions)
+        numbers = keys = None
+        if self.config.scale_by_inverse_layer:
+            numbers = arange(self.layers.axis, start=1, dtype=jnp.float32)
+        if key is not None and self.config.dropout:
+            first, rest = jax.random.split(key)
+            x, keys = dropped(x, self.config.dropout, first), random.split(rest, "layers", self.config.layers)
+        return x, (numbers, keys), (segment_ids,)
+
+
+def dropped(x: NamedArray, rate: float, key) -> NamedArray:
+    """`x` with dropout; a key of None turns it off."""
+    return x if key is None else random.dropout(key, x, rate)

@@ -79,7 +79,9 @@ class Attention(eqx.Module):
             q=weight(keys[0], (embed, heads, head_dim), over="embed"),
             k=weight(keys[1], (embed, kv_heads, head_dim), over="embed"),
             v=weight(keys[2], (embed, kv_heads, head_dim), over="embed"),
-            out=weight(keys[3], (heads, head_dim, embed), over=("heads", "head_dim"), scale=(2 * config.layers) ** -0.5),
+            out=weight(
+                keys[3], (heads, head_dim, embed), over=("heads", "head_dim"), scale=(2 * config.layers) ** -0.5
+            ),
         )
 
     def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
@@ -89,7 +91,9 @@ class Attention(eqx.Module):
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = save(rotate(q, rope), "query"), save(rotate(k, rope), "key"), save(v, "value")
-        out = attention(q, k.rename(pos="key_pos"), v.rename(pos="key_pos"), segment_ids=segment_ids, save_name="attention")
+        out = attention(
+            q, k.rename(pos="key_pos"), v.rename(pos="key_pos"), segment_ids=segment_ids, save_name="attention"
+        )
         return einsum("batch pos heads head_dim, heads head_dim embed -> batch pos embed", out, self.out)
 
 
@@ -150,14 +154,14 @@ class Llama(eqx.Module):
     config: LlamaConfig = eqx.field(static=True)
 
     @staticmethod
-    def init(config, *, key, vocab_multiple: int = 1, block=Block) -> "Llama":
+    def init(config, *, key, vocab_multiple: int = 1, block=Block.init) -> "Llama":
         vocab = Axis("vocab", -(-config.vocab // vocab_multiple) * vocab_multiple)
         embed, layers = Axis("embed", config.embed), Axis("layers", config.layers)
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         deviation = config.embed**-0.5
         return Llama(
             embedding=table(embedding_key, (vocab, embed), deviation=deviation if config.tie_embeddings else 1.0),
-            layers=Stacked.init(lambda key: block.init(config, key=key), layers, key=layers_key),
+            layers=Stacked.init(lambda key: block(config, key=key), layers, key=layers_key),
             norm=RMSNorm.init(embed, config.norm_eps),
             head=None if config.tie_embeddings else table(head_key, (vocab, embed), deviation=deviation),
             config=config,
@@ -189,8 +193,14 @@ class Llama(eqx.Module):
         Returns:
             `"batch pos embed"` in the parameters' dtype.
         """
+        x, each, shared = self.start(tokens, segment_ids, positions, key)
+        return self.norm(self.layers.fold(x, *shared, each=each, policy=policy))
+
+    def start(self, tokens: NamedArray, segment_ids=None, positions=None, key=None):
+        """The stream before the first layer, what each layer gets of its own, and what all layers get."""
         x = take(self.embedding, "vocab", tokens)
         positions = arange(tokens.axis("pos")) if positions is None else positions
-        rope = rotary_tables(positions, Axis("head_dim", self.config.head_dim), self.config.rope_theta, self.config.rope_scaling)
-        x = self.layers.fold(x, rope, segment_ids, policy=policy)
-        return self.norm(x)
+        rope = rotary_tables(
+            positions, Axis("head_dim", self.config.head_dim), self.config.rope_theta, self.config.rope_scaling
+        )
+        return x, (), (rope, segment_ids)

@@ -53,8 +53,10 @@ def frequencies(size: int, theta: float, scaling: Scaling | None = None) -> np.n
     return plain if scaling is None else scaling(plain)
 
 
-def rotary_tables(positions: NamedArray, head_dim: Axis, theta: float, scaling: Scaling | None = None):
-    """Cosines and sines, `f32["... pos head_dim"]` each, the two halves of `head_dim` alike.
+def rotary_tables(
+    positions: NamedArray, head_dim: Axis, theta: float, scaling: Scaling | None = None, *, pairs: int | None = None
+):
+    """Cosines and sines, `f32["... pos head_dim"]` each.
 
     Computed once for all layers.
 
@@ -63,34 +65,52 @@ def rotary_tables(positions: NamedArray, head_dim: Axis, theta: float, scaling: 
         head_dim: the dimension to rotate; its size is even.
         theta: the base of the frequencies.
         scaling: for contexts longer than in training.
+        pairs: turn neighbours, and only in the first so many elements, as GPT-J does; None turns
+            an element of the first half with its place in the second.
     """
-    rates = np.tile(frequencies(head_dim.size, theta, scaling), 2).astype(np.float32)
-    angles = positions.astype(jnp.float32) * NamedArray(jnp.asarray(rates), (head_dim.name,))
+    if pairs is None:
+        rates = np.tile(frequencies(head_dim.size, theta, scaling), 2)
+    else:
+        rates = np.zeros(head_dim.size)  # no turn is an angle of 0
+        rates[:pairs] = np.repeat(frequencies(pairs, theta, scaling), 2)
+    angles = positions.astype(jnp.float32) * NamedArray(jnp.asarray(rates, jnp.float32), (head_dim.name,))
     angles = angles.transpose(f"... {head_dim.name}")
     return ELEMENTWISE["cos"](angles), ELEMENTWISE["sin"](angles)
 
 
-def rotate(x: NamedArray, tables, head_dim: str = "head_dim") -> NamedArray:
-    """Turns pairs `(i, i + head_dim/2)` of a query or key by its position's angles.
+def rotate(x: NamedArray, tables, head_dim: str = "head_dim", *, pairs: bool = False) -> NamedArray:
+    """Turns pairs `(i, i + head_dim/2)` of a query or key by its position's angles; with `pairs`, `(2i, 2i + 1)`.
 
-    On TPUs the exchange of halves is a product with a signed permutation,
+    On TPUs the exchange within pairs is a product with a signed permutation,
     exact in every dtype: slicing a dimension of 64 or 128 lanes is slow there.
     """
     cos, sin = (t.astype(x.dtype) for t in tables)
-    return x * cos + _turned(x, head_dim) * sin
+    return x * cos + _turned(x, head_dim, pairs) * sin
 
 
-def _turned(x: NamedArray, name: str) -> NamedArray:
-    """(-second half, first half) of the dimension."""
+def _turned(x: NamedArray, name: str, pairs: bool) -> NamedArray:
+    """`(-second, first)` of each pair, in the places of the pair."""
     size = x.shape[name]
     if platform_of(x.array) == "tpu":
+        first = np.arange(0, size, 2) if pairs else np.arange(size // 2)
+        second = first + (1 if pairs else size // 2)
         swap = np.zeros((size, size), np.float32)
-        swap[np.arange(size // 2) + size // 2, np.arange(size // 2)] = -1
-        swap[np.arange(size // 2), np.arange(size // 2) + size // 2] = 1
+        swap[second, first] = -1
+        swap[first, second] = 1
         matrix = NamedArray(jnp.asarray(swap, x.dtype), (name, "turned"))
         names = " ".join(x.names)
         out = names.replace(name, "turned")
         return einsum(f"{names}, {name} turned -> {out}", x, matrix).rename(turned=name)
     axis = x.index(name)
+    if pairs:
+        before, after = x.array.shape[:axis], x.array.shape[axis + 1 :]
+        split = x.array.reshape(*before, size // 2, 2, *after)
+        turned = jnp.flip(split, axis + 1) * _signs(split, axis + 1)
+        return x.with_array(turned.reshape(x.array.shape))
     first, second = jnp.split(x.array, 2, axis=axis)
     return x.with_array(jnp.concatenate([-second, first], axis=axis))
+
+
+def _signs(x, axis: int):
+    """-1 for the first of each pair, 1 for the second."""
+    return jnp.array([-1, 1], x.dtype).reshape([2 if i == axis else 1 for i in range(x.ndim)])

@@ -1,0 +1,201 @@
+"""GPT-J (Wang and Komatsuzaki, 2021): attention and feed-forward side by side on one norm, rotary positions in pairs.
+
+Written for one device, in named tensors; a layout makes it parallel. The two halves of a block end in partial sums that
+are added before they are summed, so tensor parallelism costs one all-reduce a block instead of two. Axes:
+
+    batch pos key_pos    sequences, positions of queries, positions of keys
+    embed mlp vocab      widths
+    heads head_dim
+    layers               stacked blocks
+"""
+
+import dataclasses
+from typing import Literal
+
+import equinox as eqx
+import jax
+
+from trellis.named import Axis, Keep, NamedArray, Stacked, arange, einsum, gelu, save, settle, take
+from trellis.nn.attend import attend
+from trellis.nn.norm import LayerNorm
+from trellis.nn.params import constant, table, weight
+from trellis.nn.rope import rotary_tables, rotate
+
+from .config import check_heads_divide, check_positive, check_rotary
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GPTJConfig:
+    """What defines a GPT-J."""
+
+    family: Literal["gptj"] = "gptj"
+    vocab: int
+    """Tokens in the vocabulary."""
+    embed: int
+    """Width of the residual stream."""
+    layers: int
+    """Number of blocks."""
+    heads: int
+    """Attention heads, each embed / heads wide."""
+    rotary_dim: int
+    """Elements of a head that are turned by the position; the rest of it is not."""
+    mlp: int
+    """Width of the feed-forward half."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    norm_eps: float = 1e-5
+    """Added to the variance in LayerNorm."""
+    head_bias: bool = False
+    """Whether logits have a bias, as those of the released model do."""
+
+    def __post_init__(self):
+        check_positive(self, "vocab", "embed", "layers", "heads", "rotary_dim", "mlp")
+        check_heads_divide(self)
+        check_rotary(self)
+
+    def init(self, *, key, vocab_multiple: int = 1) -> "GPTJ":
+        """The model with fresh parameters, its vocabulary padded to a multiple."""
+        return GPTJ.init(self, key=key, vocab_multiple=vocab_multiple)
+
+
+class Attention(eqx.Module):
+    """Multi-head attention without biases; part of each head is turned by its position. Leaves partial sums."""
+
+    q: NamedArray
+    k: NamedArray
+    v: NamedArray
+    out: NamedArray
+
+    @staticmethod
+    def init(config: GPTJConfig, *, key) -> "Attention":
+        embed, head_dim = Axis("embed", config.embed), Axis("head_dim", config.embed // config.heads)
+        heads = Axis("heads", config.heads)
+        keys = jax.random.split(key, 4)
+        return Attention(
+            q=weight(keys[0], (embed, heads, head_dim), over="embed"),
+            k=weight(keys[1], (embed, heads, head_dim), over="embed"),
+            v=weight(keys[2], (embed, heads, head_dim), over="embed"),
+            out=weight(
+                keys[3], (heads, head_dim, embed), over=("heads", "head_dim"), scale=(2 * config.layers) ** -0.5
+            ),
+        )
+
+    def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
+        q, k, v = (
+            einsum("batch pos embed, embed heads head_dim -> batch pos heads head_dim", x, w)
+            for w in (self.q, self.k, self.v)
+        )
+        q, k = save(rotate(q, rope, pairs=True), "query"), save(rotate(k, rope, pairs=True), "key")
+        k, v = (y.rename(pos="key_pos", heads="kv_heads") for y in (k, save(v, "value")))
+        out = attention(q, k, v, segment_ids=segment_ids, save_name="attention")
+        return einsum("batch pos heads head_dim, heads head_dim embed -> batch pos embed", out, self.out, settle=False)
+
+
+class Mlp(eqx.Module):
+    """Feed-forward half with a GELU in its tanh form. Leaves partial sums; the second bias is the block's to add."""
+
+    up: NamedArray
+    up_bias: NamedArray
+    down: NamedArray
+
+    @staticmethod
+    def init(config: GPTJConfig, *, key) -> "Mlp":
+        embed, mlp = Axis("embed", config.embed), Axis("mlp", config.mlp)
+        up_key, down_key = jax.random.split(key)
+        return Mlp(
+            up=weight(up_key, (embed, mlp), over="embed"),
+            up_bias=constant(mlp, 0.0),
+            down=weight(down_key, (mlp, embed), over="mlp", scale=(2 * config.layers) ** -0.5),
+        )
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        up = save(einsum("batch pos embed, embed mlp -> batch pos mlp", x, self.up) + self.up_bias, "mlp_up")
+        return einsum("batch pos mlp, mlp embed -> batch pos embed", gelu(up), self.down, settle=False)
+
+
+class Block(eqx.Module):
+    """One layer: both halves read one norm, and their results are added to the stream together."""
+
+    norm: LayerNorm
+    attention: Attention
+    mlp: Mlp
+    down_bias: NamedArray
+
+    @staticmethod
+    def init(config: GPTJConfig, *, key) -> "Block":
+        embed = Axis("embed", config.embed)
+        attention_key, mlp_key = jax.random.split(key)
+        return Block(
+            norm=LayerNorm.init(embed, config.norm_eps),
+            attention=Attention.init(config, key=attention_key),
+            mlp=Mlp.init(config, key=mlp_key),
+            down_bias=constant(embed, 0.0),
+        )
+
+    def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
+        y = self.norm(x)
+        return x + _sum(self.attention(y, rope, segment_ids, attention), self.mlp(y)) + self.down_bias
+
+
+def _sum(a: NamedArray, b: NamedArray) -> NamedArray:
+    """The sum of both, settled once; a layout that slices heads and not mlp, or mlp and not heads, settles each."""
+    if a.type != b.type:
+        a, b = settle(a), settle(b)
+    return settle(a + b)
+
+
+class GPTJ(eqx.Module):
+    """The model: tokens to hidden states; the loss multiplies by `unembedding` and adds `unembedding_bias`."""
+
+    embedding: NamedArray
+    layers: Stacked
+    norm: LayerNorm
+    unembedding: NamedArray
+    unembedding_bias: NamedArray | None
+    config: GPTJConfig = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: GPTJConfig, *, key, vocab_multiple: int = 1) -> "GPTJ":
+        vocab = Axis("vocab", -(-config.vocab // vocab_multiple) * vocab_multiple)
+        embed, layers = Axis("embed", config.embed), Axis("layers", config.layers)
+        embedding_key, layers_key, head_key = jax.random.split(key, 3)
+        return GPTJ(
+            embedding=table(embedding_key, (vocab, embed), deviation=1.0),
+            layers=Stacked.init(lambda key: Block.init(config, key=key), layers, key=layers_key),
+            norm=LayerNorm.init(embed, config.norm_eps),
+            unembedding=table(head_key, (vocab, embed), deviation=config.embed**-0.5),
+            unembedding_bias=constant(vocab, 0.0) if config.head_bias else None,
+            config=config,
+        )
+
+    def __call__(
+        self,
+        tokens: NamedArray,
+        *,
+        segment_ids: NamedArray | None = None,
+        positions: NamedArray | None = None,
+        policy: Keep | None = None,
+        key=None,
+    ) -> NamedArray:
+        """Hidden states before the unembedding.
+
+        Args:
+            tokens: `i32["batch pos"]`.
+            segment_ids: `i32["batch pos"]`, documents that do not see each other.
+            positions: `i32["batch pos"]`, places within the document; 0, 1, ... if not given.
+            policy: what each layer keeps for the backward pass.
+            key: not used, there is no dropout.
+
+        Returns:
+            `"batch pos embed"` in the parameters' dtype.
+        """
+        x, each, shared = self.start(tokens, segment_ids, positions, key)
+        return self.norm(self.layers.fold(x, *shared, each=each, policy=policy))
+
+    def start(self, tokens: NamedArray, segment_ids=None, positions=None, key=None):
+        """The stream before the first layer, what each layer gets of its own, and what all layers get."""
+        x = take(self.embedding, "vocab", tokens)
+        positions = arange(tokens.axis("pos")) if positions is None else positions
+        head_dim = Axis("head_dim", self.config.embed // self.config.heads)
+        rope = rotary_tables(positions, head_dim, self.config.rope_theta, pairs=self.config.rotary_dim)
+        return x, (), (rope, segment_ids)
