@@ -44,6 +44,7 @@ class Checkpoints:
         copy: files copied into each checkpoint, `run.yaml` above all.
         report: receives a line where a checkpoint is damaged or cut off; the default prints to stderr.
         timeout: seconds that one process waits for the others' files.
+        read_only: change nothing in the folder: a run may be training there.
 
     Use as a context manager, or call `close`.
     """
@@ -57,6 +58,7 @@ class Checkpoints:
         copy: tuple[Path, ...] = (),
         report: Callable[[str], None] | None = None,
         timeout: float = 600.0,
+        read_only: bool = False,
     ):
         if keep_latest < 1:
             raise UserError(
@@ -67,12 +69,12 @@ class Checkpoints:
             )
         self.folder = Path(folder).absolute()
         self._keep_latest, self._keep_every = keep_latest, keep_every
-        self._copy, self._timeout = copy, timeout
+        self._copy, self._timeout, self._read_only = copy, timeout, read_only
         self._report = report or (lambda line: print(line, file=sys.stderr, flush=True))
         self._writer: Any = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and not read_only:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_unfinished()
         _barrier("checkpoints: open")
@@ -238,9 +240,11 @@ class Checkpoints:
     def _set_aside(self, folder: Path, damage: str) -> None:
         aside = folder.with_name(f"damaged-{folder.name}")
         if jax.process_index() == 0:
-            self._report(f"checkpoint {folder.name} is damaged and is set aside as {aside.name}: {damage}")
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
+            done = "passed over" if self._read_only else f"set aside as {aside.name}"
+            self._report(f"checkpoint {folder.name} is damaged and is {done}: {damage}")
+            if not self._read_only:
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
         _barrier(f"checkpoints: set aside {folder.name}")
 
     def _checkpointer(self) -> Any:

@@ -1,0 +1,166 @@
+"""From a run to what trains it: the layout, the optimizer, the state and the step."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+from ..mesh import Layout
+from ..named import is_named
+from ..named.saving import Keep, nothing, products, saved
+from ..optim import all_finite, learning_rates, make_optimizer, select
+from .config import Remat, Run
+from .layouts import make_layout
+from .state import State, abstract_state, cast, new_state
+from .step import Recipe, make_step
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Assembled:
+    """What a run comes to on some devices, which need not be here.
+
+    Attributes:
+        run: the run.
+        layout: its mesh and maps.
+        optimizer: the update rule.
+        recipe: what a step computes.
+        init: makes the first state.
+        abstract: the state as `jax.ShapeDtypeStruct`s with shardings.
+        step: the step under `jax.jit`, its state donated; call and lower it inside `with layout:`.
+    """
+
+    run: Run
+    layout: Layout
+    optimizer: optax.GradientTransformation
+    recipe: Recipe
+    init: Callable[[], State]
+    abstract: State
+    step: Any
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Where the arrays of a batch lie."""
+        return self.layout.sharding(("batch", "pos"))
+
+    def abstract_batch(self, step: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
+        """The batch of a step as `jax.ShapeDtypeStruct`s with shardings."""
+        size = [entry.size for entry in self.run.batch_sizes() if entry.step <= step][-1]
+        shape = (size, self.run.data.sequence_length)
+        types = {
+            "tokens": "int32",
+            "targets": "int32",
+            "loss_mask": "float32",
+            "segment_ids": "int32",
+            "positions": "int32",
+        }
+        return {
+            name: jax.ShapeDtypeStruct(shape, jnp.dtype(t), sharding=self.batch_sharding) for name, t in types.items()
+        }
+
+
+def assemble(run: Run, devices: Sequence[Any]) -> Assembled:
+    """Everything that a run trains with, on devices: real, simulated or only described.
+
+    Raises:
+        UserError: the mesh does not fit the devices, or the batch or a width does not divide.
+    """
+    layout = make_layout(run.mesh, run.layout, devices)
+    optimizer = make_optimizer(
+        run.optimizer, run.schedule, steps=run.steps, clip_norm=run.clip_norm, exclude=run.weight_decay_exclude
+    )
+    recipe = Recipe(
+        compute=run.precision.compute,
+        exceptions=tuple(run.precision.exceptions.items()),
+        microbatches=run.microbatches,
+        policy=keep_of(run.remat),
+        z_loss=run.z_loss,
+        ema=run.ema,
+    )
+    multiple = vocab_multiple(layout)
+
+    def make_model(key: jax.Array) -> Any:
+        return cast(run.model.init(key=key, vocab_multiple=multiple), run.precision.params)
+
+    with layout:
+        shapes = abstract_state(make_model, optimizer, average=run.ema is not None)
+        abstract = _placed(shapes, layout)
+        shardings = jax.tree.map(lambda x: x.sharding, abstract)
+        make = lambda: new_state(make_model, optimizer, run.seed, average=run.ema is not None)
+        init = jax.jit(make, out_shardings=shardings)
+        rates = learning_rates(run.schedule, run.optimizer.learning_rate, run.steps)
+        step = _guarded(make_step(optimizer, recipe, rates), run)
+    return Assembled(
+        run=run,
+        layout=layout,
+        optimizer=optimizer,
+        recipe=recipe,
+        init=init,
+        abstract=abstract,
+        step=jax.jit(step, donate_argnums=0),
+    )
+
+
+def keep_of(remat: Remat) -> Keep | None:
+    """What a configuration of checkpointing keeps."""
+    match remat.policy:
+        case "none":
+            return None
+        case "full":
+            return nothing
+        case "dots":
+            return products
+        case "saved":
+            return Keep(names=remat.names) if remat.names else saved
+        case "offload":
+            return Keep(names=(), offload=remat.names)
+
+
+def vocab_multiple(layout: Layout) -> int:
+    """What the vocabulary is padded to a multiple of: the devices that slice it, at rest or in use."""
+    slices = [layout.assign(("vocab", "embed"), which)[0] for which in ("params", "compute")]
+    return math.lcm(*(math.prod(layout.mesh.shape[axis] for axis in axes) for axes in slices))
+
+
+def _placed(shapes: State, layout: Layout) -> State:
+    """The state's types with shardings on the layout's devices.
+
+    In explicit mode the types say where an array lies; where the compiler places, parameters lie as the layout says.
+    """
+
+    def leaf(x: Any) -> Any:
+        array = x.array if is_named(x) else x
+        own = getattr(array, "sharding", None)
+        if isinstance(own, NamedSharding) and layout.mesh.axis_types[0] == jax.sharding.AxisType.Explicit:
+            sharding = NamedSharding(layout.mesh, own.spec)
+        else:
+            sharding = layout.sharding(x.names if is_named(x) else (None,) * len(array.shape), "params")
+        placed = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+        return x.with_array(placed) if is_named(x) else placed
+
+    return jax.tree.map(leaf, shapes, is_leaf=is_named)
+
+
+def _guarded(step: Callable, run: Run) -> Callable:
+    """The step as the run wants it: without document masks, and leaving out updates that are not finite."""
+
+    def guarded(state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
+        new, metrics = step(state, fields_of(batch, run.data.mask_documents))
+        if run.skip_nonfinite:
+            good = all_finite(metrics["loss"], metrics["grad_norm"])
+            kept = select(good, (new.model, new.optimizer, new.average), (state.model, state.optimizer, state.average))
+            new = State(new.step, *kept, new.key)
+        return new, metrics
+
+    return guarded
+
+
+def fields_of(batch: Any, mask_documents: bool) -> dict[str, Any]:
+    """The arrays of a batch that a model reads: without document masks, a row is one text."""
+    get = batch.get if isinstance(batch, dict) else lambda name: getattr(batch, name, None)
+    fields = {name: get(name) for name in ("tokens", "targets", "loss_mask", "segment_ids", "positions")}
+    return fields if mask_documents else fields | {"segment_ids": None, "positions": None}

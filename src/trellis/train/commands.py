@@ -1,0 +1,178 @@
+"""`trellis train` and `trellis evaluate`."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ..data import Loader
+from ..errors import UserError
+from .config import Run
+from .distributed import initialize, is_first
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `trellis train`."""
+    parser.description = "Trains a run. The same command on an existing run folder resumes it."
+    parser.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: runs/NAME-DATE)")
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """`trellis train`. Leaves the run's folder in `args.folder`, on the process that writes it."""
+    from .compilation import use_persistent_cache
+    from .devices import find_devices
+    from .folder import claim, new_folder
+
+    run: Run = args.run
+    several = run.distributed
+    use_persistent_cache()
+    initialize(coordinator=several.coordinator, processes=several.processes, process=several.process)
+    devices = find_devices(run)  # the first look at the devices, which fixes how many a CPU has
+    if args.run_dir is None and jax.process_count() > 1:
+        raise UserError(
+            "The processes of a run share its folder.",
+            seen=f"{jax.process_count()} processes and no --run-dir",
+            where="trellis train",
+            fix="add --run-dir DIR, a folder that all of them see",
+        )
+    folder = Path(args.run_dir) if args.run_dir else new_folder(run)
+    claim(folder, run, write=is_first())
+    args.folder = folder if is_first() else None
+    return train_run(run, folder, devices)
+
+
+def train_run(run: Run, folder: Path, devices: Sequence[Any]) -> int:
+    """Trains a run in a folder on devices, and returns the exit code."""
+    from .assemble import assemble
+    from .corpus import open_corpus
+    from .evaluation import Evaluation
+    from .loop import Program, Rules, train
+    from .metrics import Work
+    from .summary import describe, sections, step_ledger
+    from .work import flops_per_token
+
+    assembled = assemble(run, devices)
+    corpus = open_corpus(run, progress=is_first())
+    ledger = step_ledger(assembled)
+    found = sections(assembled, ledger, _corpus_tokens(corpus))
+    if is_first():
+        (folder / "ledger.txt").write_text(f"{ledger}\n")
+        write_sections(folder, found)
+        print(f"{describe(found)}\nfolder   {folder}", flush=True)
+    sharding = assembled.batch_sharding
+    evaluation = None
+    if corpus.validation:
+        evaluation = Evaluation(corpus.validation, assembled.recipe, sharding, _fields(run))
+    length = run.data.sequence_length
+    work = Work(flops_per_token=flops_per_token(assembled.abstract.model, length), peak_flops=None)
+    program = Program(
+        init=assembled.init,
+        abstract=assembled.abstract,
+        step=assembled.step,
+        batches=lambda start: Loader(corpus.batches, sharding, start_step=start),
+        tokens=lambda step: corpus.batches.sizes.at(step) * length,
+        evaluate=evaluation,
+        work=work,
+        resizable={"vocab": run.model.vocab},
+    )
+    rules = Rules(
+        steps=run.steps,
+        checkpoints=run.checkpoints,
+        evaluation=run.evaluation,
+        logging=run.logging,
+        profile=run.profile,
+        nonfinite_limit=run.skip_nonfinite,
+    )
+    with assembled.layout:
+        outcome = train(program, rules, folder, config=_plain(run))
+    if is_first() and outcome.programs:
+        write_sections(
+            folder, found | {"memory": found["memory"] | _step_memory(outcome.programs[-1], found["memory"])}
+        )
+    return outcome.exit_code
+
+
+def write_sections(folder: Path, found: dict[str, Any]) -> None:
+    """Keeps what the page of a run shows beside its metrics, as `about.json`."""
+    (folder / "about.json").write_text(json.dumps(found, indent=1))
+
+
+def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `trellis evaluate`."""
+    parser.description = "Loss, perplexity and bits per byte of a run's newest checkpoint on its validation text."
+    parser.add_argument("folder", metavar="RUN", help="the run's folder")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    parser.add_argument("--batches", type=int, metavar="N", help="validation batches (default: all)")
+    parser.add_argument("--devices", type=int, metavar="N", help="devices to use (default: as the run says)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_evaluate(args: argparse.Namespace) -> int:
+    """`trellis evaluate`."""
+    import dataclasses
+
+    from .assemble import assemble
+    from .compilation import use_persistent_cache
+    from .config import Evaluation as EvaluationRule
+    from .corpus import open_corpus
+    from .devices import find_devices
+    from .evaluation import Evaluation
+    from .folder import open_run
+    from .restoring import restore_model
+
+    run = open_run(Path(args.folder))
+    run = dataclasses.replace(run, evaluation=EvaluationRule(every=None, batches=args.batches))
+    use_persistent_cache()
+    assembled = assemble(run, find_devices(run))
+    state, step = restore_model(assembled, Path(args.folder), step=args.step)
+    corpus = open_corpus(run)
+    if not corpus.validation:
+        raise UserError(
+            "An evaluation needs validation text.",
+            seen="a run without a validation store",
+            where=args.folder,
+            fix="name one in the run's data, with `validation:`",
+        )
+    with assembled.layout:
+        evaluation = Evaluation(corpus.validation, assembled.recipe, assembled.batch_sharding, _fields(run))
+        values = {name: float(value) for name, value in evaluation(state).items()}
+    if args.json:
+        print(json.dumps({"step": step, **values}))
+        return 0
+    print(f"step {step}")
+    for name, value in values.items():
+        print(f"{name:<32} {value:.4f}")
+    return 0
+
+
+def _fields(run: Run) -> Any:
+    from .assemble import fields_of
+
+    return lambda batch: fields_of(batch, run.data.mask_documents)
+
+
+def _corpus_tokens(corpus: Any) -> int | None:
+    data = corpus.batches.data
+    stores = list(data.stores.values()) if hasattr(data, "stores") else [data]
+    return sum(store.num_tokens for store in stores)
+
+
+def _plain(run: Run) -> dict[str, Any]:
+    from .schema import plain
+
+    return plain(run)
+
+
+def _step_memory(program: Any, state: dict[str, int]) -> dict[str, int]:
+    """What a step holds besides the state, by the compiler's count."""
+    from ..inspect import compiled_memory
+
+    memory = compiled_memory(program)
+    return {
+        "batch": max(0, memory.arguments - sum(state.values())),
+        "temporaries": memory.temporaries,
+        "code": memory.code,
+    }

@@ -1,0 +1,100 @@
+"""From a run's data to batches: the training data, the validation sets and the tokenizer."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..data import Batches, Mixture, Store, Tokenizer, TokenStore, check_vocabulary, embedded_stores, load_tokenizer
+from ..data.order import Shuffle
+from ..errors import UserError
+from .config import Run
+from .data_config import Embedded
+from .data_config import Mixture as MixtureConfig
+from .data_config import Store as StoreConfig
+from .evaluation import ValidationSet
+
+_PACKINGS = {"concatenate": "chunk", "pack": "best_fit", "pad": "pad"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """What a run reads.
+
+    Attributes:
+        batches: the batches of training, by step.
+        validation: the validation sets, by name; empty where there is none.
+        tokenizer: turns text into tokens and back; None where the store holds none.
+    """
+
+    batches: Batches
+    validation: dict[str, ValidationSet]
+    tokenizer: Tokenizer | None
+
+
+def cache_folder() -> Path:
+    """Where the embedded corpus is kept as tokens: the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trellis" / "data"
+
+
+def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
+    """Opens what a run reads; the embedded corpus is tokenized first where that was not done yet.
+
+    Args:
+        run: the run.
+        progress: show the progress of tokenizing.
+
+    Raises:
+        UserError: a store is not there or not complete, or has more tokens than the model's vocabulary.
+    """
+    data = run.data
+    source, held_out = _stores(run, progress)
+    stores = list(source.stores.values()) if isinstance(source, Mixture) else [source]
+    for store in [*stores, *held_out.values()]:
+        check_vocabulary(store, run.model.vocab)
+    sizes = [(entry.step, entry.size) for entry in run.batch_sizes()]
+    packing = _PACKINGS[data.packing]
+    shuffle = Shuffle(block=data.shuffle_block if data.shuffle_block > 1 else None)
+    batches = Batches(
+        source, sequence_length=data.sequence_length, batch_size=sizes, seed=data.seed, packing=packing, shuffle=shuffle
+    )
+    options = {"sequence_length": data.sequence_length, "batch_size": sizes[0][1], "packing": packing, "shuffle": False}
+    validation = {
+        name: ValidationSet(Batches(store, max_epochs=1, pad_last=True, **options), store, run.evaluation.batches)
+        for name, store in held_out.items()
+    }
+    return Corpus(batches=batches, validation=validation, tokenizer=_tokenizer(run, stores[0]))
+
+
+def _stores(run: Run, progress: bool) -> tuple[TokenStore | Mixture, dict[str, TokenStore]]:
+    source = run.data.source
+    match source:
+        case Embedded(vocab=vocab):
+            found = embedded_stores(cache_folder(), vocab, progress=progress)
+            return found["train"], {"validation": found["validation"]}
+        case StoreConfig(path=path, validation=validation):
+            return Store.open(path), {"validation": Store.open(validation)} if validation else {}
+        case MixtureConfig(parts=parts):
+            stores = {part.name: Store.open(part.path) for part in parts}
+            held_out = {part.name: Store.open(part.validation) for part in parts if part.validation}
+            return _mixture(source, stores, held_out), held_out
+
+
+def _mixture(config: MixtureConfig, stores: dict, held_out: dict) -> Mixture:
+    weights = {p.name: [(0, p.weight)] if not isinstance(p.weight, tuple) else p.weight for p in config.parts}
+    pairs = {name: [w if isinstance(w, tuple) else (w.step, w.weight) for w in ws] for name, ws in weights.items()}
+    starts = sorted({step for given in pairs.values() for step, _ in given})
+    schedule = [
+        (start, {name: [w for step, w in given if step <= start][-1] for name, given in pairs.items()})
+        for start in starts
+    ]
+    epochs = {part.name: part.epochs for part in config.parts if part.epochs is not None}
+    return Mixture(stores=stores, weights=schedule, max_epochs=epochs, validation=held_out, block=config.block)
+
+
+def _tokenizer(run: Run, store: TokenStore) -> Tokenizer | None:
+    if run.data.tokenizer is not None:
+        return load_tokenizer(run.data.tokenizer)
+    try:
+        return store.tokenizer()
+    except UserError:  # formats of other projects hold none; training needs none
+        return None

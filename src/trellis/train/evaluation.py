@@ -1,0 +1,115 @@
+"""Loss, perplexity and bits per byte over validation batches, summed on the devices."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..data import Batches, Loader, TokenStore, count_bytes
+from ..nn.loss import TokenLoss
+from .state import State, cast
+from .step import Recipe, batch_loss, by_name
+
+
+class ValidationSet(NamedTuple):
+    """Batches that a model is measured on.
+
+    Attributes:
+        batches: one pass over held-out text, in order.
+        store: where they come from; it knows how many bytes of text its tokens stand for.
+        limit: how many batches are used; None takes all there are.
+    """
+
+    batches: Batches
+    store: TokenStore
+    limit: int | None = None
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches are used."""
+        steps = self.batches.num_steps
+        assert steps is not None, "a pass over a validation set ends"
+        return steps if self.limit is None else min(steps, self.limit)
+
+
+class Evaluation:
+    """Measures a state on validation sets. The program is compiled once for all batches of a shape.
+
+    Args:
+        sets: the validation sets, by name.
+        recipe: how the model computes in training; the z-loss is left out.
+        sharding: where a batch's arrays lie.
+        fields: from a batch to the arrays that the model reads.
+    """
+
+    def __init__(
+        self,
+        sets: Mapping[str, ValidationSet],
+        recipe: Recipe,
+        sharding: jax.sharding.Sharding,
+        fields: Callable[[Any], Mapping[str, Any]] = lambda batch: vars(batch),
+    ):
+        self._sets, self._sharding = dict(sets), sharding
+        self._bytes: dict[str, float] = {}
+        plain = dataclasses.replace(recipe, z_loss=0.0, policy=None)
+
+        def add(sums: TokenLoss, model: Any, batch: Any) -> TokenLoss:
+            found = batch_loss(cast(model, recipe.compute, recipe.exceptions), by_name(fields(batch)), plain)
+            return jax.tree.map(jnp.add, sums, found)
+
+        self._add = jax.jit(add)
+        self._rates = jax.jit(_rates)
+
+    def __call__(self, state: State) -> dict[str, jax.Array]:
+        """The measures of a state, as scalars still on the devices.
+
+        The moving average of the parameters is measured where there is one. Several sets are also told apart.
+
+        Returns:
+            `validation_loss` (nats a token, every token of all sets counted alike), `perplexity`,
+            `validation_accuracy`, and `bits_per_byte`, which is no number where a store does not know its text. With
+            several sets `validation_loss/NAME` and `bits_per_byte/NAME` of each.
+        """
+        model = state.model if state.average is None else state.average
+        sums = {name: self._sums(model, chosen) for name, chosen in self._sets.items()}
+        text_bytes = {name: np.float32(self.text_bytes(name)) for name in sums}
+        return self._rates(sums, text_bytes)
+
+    def text_bytes(self, name: str) -> float:
+        """UTF-8 bytes of text that a set's counted targets stand for; counted on the host, once."""
+        if name not in self._bytes:
+            chosen = self._sets[name]
+            batches = (chosen.batches.batch(i) for i in range(chosen.num_batches))
+            self._bytes[name] = sum(count_bytes(chosen.store, batch) for batch in batches)
+        return self._bytes[name]
+
+    def _sums(self, model: Any, chosen: ValidationSet) -> TokenLoss:
+        sums = TokenLoss(*(np.float32(0) for _ in TokenLoss._fields))
+        with Loader(chosen.batches, self._sharding) as loader:
+            for (_, batch), _ in zip(loader, range(chosen.num_batches)):
+                sums = self._add(sums, model, batch)
+        return sums
+
+
+def _rates(sums: dict[str, TokenLoss], text_bytes: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    whole = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), sums.values())
+    loss = whole.cross_entropy / whole.tokens
+    found = {
+        "validation_loss": loss,
+        "perplexity": jnp.exp(loss),
+        "validation_accuracy": whole.correct / whole.tokens,
+        "bits_per_byte": _bits(whole, functools.reduce(jnp.add, text_bytes.values())),
+    }
+    if len(sums) > 1:
+        found |= {f"validation_loss/{name}": s.cross_entropy / s.tokens for name, s in sums.items()}
+        found |= {f"bits_per_byte/{name}": _bits(s, text_bytes[name]) for name, s in sums.items()}
+    return found
+
+
+def _bits(sums: TokenLoss, text_bytes: jax.Array) -> jax.Array:
+    return sums.cross_entropy / (math.log(2) * text_bytes)

@@ -1,0 +1,161 @@
+"""What a run is about to do: model, data, mesh, memory and communication, as plain values and as words."""
+
+import math
+import os
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ..inspect import Ledger
+from ..inspect import ledger as ledger_of
+from ..named import is_named
+from .assemble import Assembled
+from .figures import count, size
+
+
+def machine() -> dict[str, Any]:
+    """Where the run runs."""
+    import importlib.metadata
+
+    devices = jax.devices()
+    stats = devices[0].memory_stats() if devices[0] in jax.local_devices() else None
+    return {
+        "devices": len(devices),
+        "device_kind": devices[0].device_kind,
+        "platform": devices[0].platform,
+        "device_memory": stats.get("bytes_limit") if stats else None,
+        "processes": jax.process_count(),
+        "host": platform.node(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "trellis": importlib.metadata.version("trellis"),
+    }
+
+
+def state_bytes(assembled: Assembled) -> dict[str, int]:
+    """Bytes of the state on the fullest device, by kind: parameters, optimizer, average."""
+    state = assembled.abstract
+    kinds = {"parameters": state.model, "optimizer": state.optimizer, "average": state.average}
+    return {kind: _device_bytes(tree) for kind, tree in kinds.items() if jax.tree.leaves(tree)}
+
+
+def arrays(assembled: Assembled) -> list[dict[str, Any]]:
+    """The model's parameters: name, axes with sizes and mesh axes, dtype, bytes in all and on a device."""
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(assembled.abstract.model, is_leaf=is_named):
+        if not is_named(leaf):
+            continue
+        axes = assembled.layout.assign(leaf.names, "params")
+        dims = [
+            {"name": name, "size": length, "mesh": list(mesh_axes)}
+            for (name, length), mesh_axes in zip(leaf.shape.items(), axes, strict=True)
+        ]
+        found.append(
+            {
+                "name": jax.tree_util.keystr(path, simple=True, separator="."),
+                "dims": dims,
+                "dtype": str(leaf.dtype),
+                "bytes": math.prod(leaf.array.shape) * leaf.dtype.itemsize,
+                "device_bytes": _device_bytes(leaf),
+            }
+        )
+    return found
+
+
+def num_parameters(assembled: Assembled) -> int:
+    """Parameters of the model, without the padding of its vocabulary."""
+    true = {"vocab": assembled.run.model.vocab}
+    leaves = [x for x in jax.tree.leaves(assembled.abstract.model, is_leaf=is_named) if is_named(x)]
+    return sum(math.prod(min(n, true.get(name, n)) for name, n in leaf.shape.items()) for leaf in leaves)
+
+
+def step_ledger(assembled: Assembled) -> Ledger:
+    """What a step moves between devices. Traces the step, which JAX then need not do again."""
+    with assembled.layout:
+        return ledger_of(assembled.step, assembled.abstract, assembled.abstract_batch())
+
+
+def sections(assembled: Assembled, ledger: Ledger, tokens: int | None) -> dict[str, Any]:
+    """Everything that the page of a run shows besides its metrics, as plain values.
+
+    Args:
+        assembled: the run.
+        ledger: what its step moves.
+        tokens: tokens of the corpus, where known.
+    """
+    run, layout = assembled.run, assembled.layout
+    return {
+        "machine": machine(),
+        "model": {"family": run.model.family, "parameters": num_parameters(assembled)},
+        "tokens": {"run": run_tokens(assembled), "corpus": tokens},
+        "mesh": dict(layout.mesh.shape),
+        "layout": {
+            "preset": run.layout.preset,
+            "params": {name: list(axes) for name, axes in layout.params},
+            "compute": {name: list(axes) for name, axes in layout.compute},
+        },
+        "arrays": arrays(assembled),
+        "memory": state_bytes(assembled),
+        "ledger": {
+            "per_axis": ledger.per_axis(),
+            "per_kind": ledger.per_kind(),
+            "total": ledger.total(),
+            "count": ledger.count(),
+        },
+    }
+
+
+def run_tokens(assembled: Assembled) -> int:
+    """Tokens that a run reads, all batch sizes of its schedule counted."""
+    run = assembled.run
+    sizes = run.batch_sizes()
+    ends = [entry.step for entry in sizes[1:]] + [run.steps]
+    steps = [max(0, min(end, run.steps) - entry.step) for entry, end in zip(sizes, ends, strict=True)]
+    return sum(n * entry.size for n, entry in zip(steps, sizes, strict=True)) * run.data.sequence_length
+
+
+def describe(found: Mapping[str, Any]) -> str:
+    """What a run is about to do, in a few lines.
+
+    Args:
+        found: what `sections` returned.
+    """
+    model, tokens, host, ledger = (found[name] for name in ("model", "tokens", "machine", "ledger"))
+    per_axis = ", ".join(f"{axis} {size(total)}" for axis, total in ledger["per_axis"].items())
+    memory = ", ".join(f"{kind} {size(held)}" for kind, held in found["memory"].items())
+    read = f"{count(tokens['run'])} to read"
+    if tokens["corpus"]:
+        read += f", {tokens['run'] / tokens['corpus']:.2g} times the corpus of {count(tokens['corpus'])}"
+    mesh = " ".join(f"{axis}={n}" for axis, n in found["mesh"].items())
+    lines = {
+        "model": f"{model['family']}, {count(model['parameters'])} parameters",
+        "tokens": read,
+        "devices": f"{math.prod(found['mesh'].values())} x {host['device_kind']}, mesh {mesh}",
+        "memory": f"{memory} on each device, before activations",
+        "moves": f"{size(ledger['total'])} from each device in a step: {per_axis}"
+        if per_axis
+        else "nothing between devices",
+    }
+    return "\n".join(f"{name:<8} {line}" for name, line in lines.items())
+
+
+def _device_bytes(tree: Any) -> int:
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        itemsize = 4 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
+        total += math.prod(shape) * itemsize
+    return total
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
+    except OSError:
+        return platform.processor()

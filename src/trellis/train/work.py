@@ -1,0 +1,42 @@
+"""What a token costs: the FLOPs that utilisation (MFU) is counted with."""
+
+import math
+from typing import Any
+
+import jax
+
+from ..named import is_named
+
+
+def matmul_parameters(model: Any) -> int:
+    """Parameters that multiply activations, of a model or its abstract tree.
+
+    A table of vocabulary or positions is looked up, and does not count, but the unembedding does, without its padding
+    rows; vectors (norms, biases) do not.
+    """
+    leaves = [x for x in jax.tree.leaves(model, is_leaf=is_named) if is_named(x)]
+    count = 0
+    for leaf in leaves:
+        dims = {name: size for name, size in leaf.shape.items() if name != "layers"}
+        if len(dims) > 1 and not {"vocab", "pos"} & set(dims):
+            count += math.prod(leaf.shape.values())
+    head = model.unembedding.shape
+    return count + model.config.vocab * math.prod(size for name, size in head.items() if name != "vocab")
+
+
+def flops_per_token(model: Any, length: int, *, causal: bool = True) -> float:
+    """Floating-point operations of training on one token: forward once, backward twice.
+
+    Six for each parameter that multiplies activations, and attention's two products over `length` keys, of which a
+    causal model needs half (the count of PaLM, Chowdhery et al., 2022, appendix B, has them all). Document masks and
+    sliding windows, which leave out more, are not counted.
+
+    Args:
+        model: a model or its abstract tree, with `config`.
+        length: positions of a sequence.
+        causal: whether only the causal half of attention counts.
+    """
+    config = model.config
+    head_dim = getattr(config, "head_dim", config.embed // config.heads)
+    attention = 12 * config.layers * config.heads * head_dim * length
+    return 6 * matmul_parameters(model) + attention / (2 if causal else 1)
