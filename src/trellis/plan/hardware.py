@@ -126,10 +126,14 @@ def chip_from(name: str, entry: Mapping, where: str = "hardware.yaml") -> Chip:
     for word in entry.get("overlap") or ():
         if word not in ("gathers", "reductions"):
             raise UserError(
-                "What a compiler overlaps is gathers, reductions, or both.", seen=f"{name}.overlap: {word}", where=where,
+                "What a compiler overlaps is gathers, reductions, or both.",
+                seen=f"{name}.overlap: {word}",
+                where=where,
                 fix="write overlap: [gathers, reductions], or a part of it",
             )  # fmt: skip
-    rates = {key: entry.get(key) for key in _FIELDS - {"kind", "source", "like", "overlap"} if entry.get(key) is not None}
+    rates = {
+        key: entry.get(key) for key in _FIELDS - {"kind", "source", "like", "overlap"} if entry.get(key) is not None
+    }
     for key, value in rates.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
             raise UserError(

@@ -26,6 +26,7 @@ _OPAQUE = {"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dila
 _OPAQUE |= KERNELS
 _VIEWS = {"reshape", "squeeze", "expand_dims", "name", "pvary", "pcast", "mesh_cast", "bitcast_convert_type", "copy",
           "stop_gradient"}  # fmt: skip
+_FUSED_AFTER = {"add", "add_any", "sub", "mul", "convert_element_type", "neg", "div", "max"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class _Walk:
                 last[var] = len(jaxpr.eqns)
         for var, value in env.items():
             value.uses += 1 if var in last else 0
-        lazy = _partitioned_lookups(jaxpr)
+        lazy = _partitioned_lookups(jaxpr) | _epilogues(jaxpr)
         for index, eqn in enumerate(jaxpr.eqns):
             self.equation(eqn, env, weights, id(eqn) in lazy)
             for var in dict.fromkeys(v for v in (*eqn.invars, *eqn.outvars) if not is_literal(v)):
@@ -152,11 +153,12 @@ class _Walk:
             self.inline(eqn, inner, env, weights)
             return
         if lazy or name not in _OPAQUE and not name.startswith(("reduce_", "arg")):
+            if name in _VIEWS and len(operands) == 1 and len(eqn.outvars) == 1:
+                operands[0].uses += 1
+                env[eqn.outvars[0]] = operands[0]
+                return
             for var in eqn.outvars:
-                if name in _VIEWS and len(operands) == 1 and operands[0].buffer is not None:
-                    parts = (operands[0],)
-                else:
-                    parts = tuple(dict.fromkeys(operands))
+                parts = tuple(dict.fromkeys(operands))
                 value = _Value(None, parts)
                 for part in parts:
                     part.uses += 1
@@ -170,17 +172,19 @@ class _Walk:
             light = fused_reads and value.buffer is None and _only_views_or_casts(value)
             light = light or name in ("scan", "while") and _cheap(value, var.aval)
             if not light and not reduces:  # a reduction reads a fused chain as it is made
-                self.realize(value, var.aval, "gathered weights" if var in weights else "temporaries", source)
+                kind = "gathered weights" if var in weights else "gradients" if _pending(var.aval) else "temporaries"
+                self.realize(value, var.aval, kind, source)
         if name in ("scan", "while", "cond"):
             self.loop(eqn, env, weights, source)
             return
         for position, var in enumerate(eqn.outvars):
-            kind = "gathered weights" if pure else "temporaries"
+            kind = "gathered weights" if pure else "gradients" if _pending(var.aval) else "temporaries"
             in_place = name in ("dynamic_update_slice", "optimization_barrier", "scatter-add", "scatter_add")
             atom = eqn.invars[position if name == "optimization_barrier" else 0]
             if (in_place or name == "reshard" and _moves_nothing(eqn)) and not is_literal(atom):
-                value = _Value(None, (env[atom],))
                 env[atom].uses += 1
+                env[var] = env[atom]
+                continue
             else:
                 value = _Value(Buffer(kind, local_bytes(var.aval), _show(var.aval), source))
             value.uses = 1
@@ -235,7 +239,8 @@ class _Walk:
                 inputs.append(_Value(None, pinned=True))
             elif position < consts + carry:
                 old = None if literal else env[name_outside]
-                value = _Value(Buffer("temporaries", local_bytes(var.aval), _show(var.aval), source))
+                kind = "gradients" if _pending(var.aval) else "temporaries"
+                value = _Value(Buffer(kind, local_bytes(var.aval), _show(var.aval), source))
                 if old is not None and old.buffer is not None and old.uses <= 1 and not old.pinned:
                     value.buffer = dataclasses.replace(value.buffer, kind=old.buffer.kind)
                     self.total -= old.buffer.num_bytes if id(old) in self.live else 0
@@ -284,6 +289,23 @@ def _partitioned_lookups(jaxpr: Any) -> set[int]:
     return found
 
 
+def _epilogues(jaxpr: Any) -> set[int]:
+    """Products whose result one elementwise equation of the same size reads: the compiler makes both in one."""
+    readers: dict[Any, list] = collections.defaultdict(list)
+    for eqn in jaxpr.eqns:
+        for var in eqn.invars:
+            if not is_literal(var):
+                readers[var].append(eqn)
+    outputs = {id(var) for var in jaxpr.outvars}
+    found = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general" and id(eqn.outvars[0]) not in outputs:
+            after = readers[eqn.outvars[0]]
+            if len(after) == 1 and after[0].primitive.name in _FUSED_AFTER:
+                found.add(id(eqn))
+    return found
+
+
 def _only_views_or_casts(value: _Value) -> bool:
     """Whether a fused chain has one operand, or is a lookup done by parts: its reader makes it as it reads it."""
     return value.lazy or len(value.made_of) <= 1
@@ -305,7 +327,9 @@ def _cheap(value: _Value, aval: Any) -> bool:
 
 def _moves_nothing(eqn: Any) -> bool:
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
-    return local_bytes(before) == local_bytes(after) and local_shape(before) == local_shape(after) and not _pending(before)
+    return (
+        local_bytes(before) == local_bytes(after) and local_shape(before) == local_shape(after) and not _pending(before)
+    )
 
 
 def _pending(aval: Any) -> bool:
@@ -317,8 +341,8 @@ def memory(step: Step) -> Memory:
     jaxpr = step.jaxpr.jaxpr
     walk = _Walk()
     inputs, weights = [], set()
-    for var, kind, name, donated in zip(jaxpr.invars, step.kinds, step.names, step.donated):
-        kind = kind if kind in KINDS else "temporaries" if kind != "batch" else "batch"
+    for var, kind, name in zip(jaxpr.invars, step.kinds, step.names):
+        kind = kind if kind in KINDS else "temporaries"
         value = _Value(Buffer(kind, local_bytes(var.aval), _show(var.aval), name), pinned=True)
         if kind == "parameters":
             weights.add(var)

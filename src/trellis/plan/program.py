@@ -46,7 +46,12 @@ class Program:
         """The step, traced."""
         with self.layout, cudnn_assumed():
             return trace_step(
-                self.step, self.state, self.batch, mesh=dict(self.layout.mesh.shape), tokens=self.tokens, kind_of=kind_of
+                self.step,
+                self.state,
+                self.batch,
+                mesh=dict(self.layout.mesh.shape),
+                tokens=self.tokens,
+                kind_of=kind_of,
             )
 
 
@@ -112,7 +117,13 @@ def _optimizer(run: Run) -> optax.GradientTransformation:
 
 
 def _recipe(run: Run) -> Recipe:
-    policies = {"none": None, "full": nothing, "saved": saved, "dots": products, "offload": only(offload=run.remat.names)}
+    policies = {
+        "none": None,
+        "full": nothing,
+        "saved": saved,
+        "dots": products,
+        "offload": only(offload=run.remat.names),
+    }
     policy = policies[run.remat.policy]
     if run.remat.policy == "saved" and run.remat.names:
         policy = only(*run.remat.names)

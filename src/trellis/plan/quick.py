@@ -119,7 +119,13 @@ def plan_of(prog: Program, target: Target, *, price: float | None = None, option
 
 
 def plan_step(
-    step: Step, ledger: Ledger, target: Target, *, name: str = "", price: float | None = None, options: Sequence[str] = ()
+    step: Step,
+    ledger: Ledger,
+    target: Target,
+    *,
+    name: str = "",
+    price: float | None = None,
+    options: Sequence[str] = (),
 ) -> Plan:
     """A plan of any traced train step."""
     links = place(step.mesh, target)

@@ -30,6 +30,7 @@ FREE = {
 _COLLECTIVES = {"psum", "psum_scatter", "reduce_scatter", "all_gather", "all_to_all", "ppermute", "pmax", "pmin",
                 "all_gather_invariant", "unreduced_psum", "unreduced_reduce_scatter", "reduced_all_gather"}  # fmt: skip
 
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Op:
     """Work on one device.
@@ -154,7 +155,18 @@ def _kernel(eqn: Any, times: int, outside: str) -> Op:
     flops = products * 2.0 * batch_heads * length * keys * width / 2
     vector = (products // 2) * batch_heads * length * keys / 2 * COSTS["exp"]
     dims = (length, width, keys)
-    return Op("attention", flops, vector, moved, times, direction, source, f"attention {_show(arrays[0])}", dims, label=label_of(eqn))
+    return Op(
+        "attention",
+        flops,
+        vector,
+        moved,
+        times,
+        direction,
+        source,
+        f"attention {_show(arrays[0])}",
+        dims,
+        label=label_of(eqn),
+    )
 
 
 def _is_float(aval: Any) -> bool:

@@ -1,0 +1,92 @@
+"""What to change in a run, from its plan: the largest cause first, with the option that changes it."""
+
+from trellis.inspect.rows import human_bytes
+
+from .quick import Plan
+
+
+def advice(plan: Plan) -> list[str]:
+    """Changes worth trying, most important first; empty where nothing stands out."""
+    found = []
+    if not plan.fits:
+        found += _to_fit(plan)
+    total = max(plan.seconds, 1e-30)
+    bound = plan.times.by_bound()
+    links = {
+        key: seconds / total for key, seconds in bound.items() if key.startswith("links of ") and seconds / total > 0.1
+    }
+    for key, share in sorted(links.items(), key=lambda pair: -pair[1]):
+        found += _links(plan, key.removeprefix("links of "), share)
+    recomputed = sum(line.seconds for line in plan.times.lines if line.where == "recomputed" and not line.axes)
+    free = plan.target.chip.hbm_bytes - plan.memory.peak
+    if plan.fits and recomputed > 0.1 * total and free > 0.2 * plan.target.chip.hbm_bytes:
+        found.append(
+            f"recomputation takes {recomputed / total:.0%} of the step and {human_bytes(free)} are free: keep more for "
+            "the backward pass (--remat.policy saved or dots)"
+        )
+    if bound.get("memory", 0.0) / total > 0.3:
+        found.append(
+            f"{bound['memory'] / total:.0%} of the step waits for memory bandwidth: more tokens a device make products "
+            "larger, which read each weight for more tokens"
+        )
+    padded = sum(line.seconds for line in plan.times.lines if line.kind == "product" and _narrow(line.formula, plan))
+    if padded > 0.1 * total:
+        found.append(
+            f"{padded / total:.0%} of the step are products narrower than the matrix units' {plan.target.chip.tile}: "
+            "use less tensor parallelism, or wider heads"
+        )
+    return found
+
+
+def _to_fit(plan: Plan) -> list[str]:
+    kinds, found = plan.memory.kinds, []
+    peak = max(plan.memory.peak, 1)
+    state = kinds["parameters"] + kinds["optimizer"]
+    if state > 0.5 * plan.target.chip.hbm_bytes:
+        found.append(
+            f"parameters and optimizer take {human_bytes(state)} a device: slice them over more devices "
+            "(--layout.preset fsdp, or a larger slice)"
+        )
+    if kinds["kept activations"] > 0.2 * peak:
+        found.append(
+            f"kept activations take {human_bytes(kinds['kept activations'])}: --remat.policy full, more "
+            "--microbatches, or positions over a mesh axis (--mesh.context 2)"
+        )
+    if kinds["temporaries"] > 0.3 * peak and plan.memory.buffers:
+        largest = next((b for b in plan.memory.buffers if b.kind == "temporaries"), plan.memory.buffers[0])
+        found.append(
+            f"temporaries take {human_bytes(kinds['temporaries'])}, the largest {largest.what} at {largest.source}: "
+            "fewer sequences at a time (more --microbatches, a smaller --batch_size)"
+        )
+    if kinds["gathered weights"] > 0.3 * peak:
+        found.append(
+            f"gathered weights take {human_bytes(kinds['gathered weights'])}: slice widths too (--mesh.model 2), or "
+            "gather for each microbatch"
+        )
+    return found
+
+
+def _links(plan: Plan, axis: str, share: float) -> list[str]:
+    axes = axis.split(",")
+    if plan.links.crosses_network(axes):
+        return [
+            f"{share:.0%} of the step waits for the network between hosts or slices ({axis}): keep weights inside "
+            "(--layout.preset hybrid), or give each device more tokens a step"
+        ]
+    if "model" in axes:
+        return [
+            f"{share:.0%} of the step waits for activations over {axis}: use less of it (--mesh.model "
+            f"{max(plan.mesh.get('model', 1) // 2, 1)}), or --layout.preset fsdp_tensor_sequence"
+        ]
+    return [
+        f"{share:.0%} of the step waits for weights and gradients over {axis}: more tokens a device (a larger "
+        "--batch_size), or compiler options that move them under computation"
+    ]
+
+
+def _narrow(formula: str, plan: Plan) -> bool:
+    """Whether a product's rate is less than two thirds of what large ones reach."""
+    if "FLOP/s" not in formula:
+        return False
+    rate = float(formula.partition(" FLOP / ")[2].split(" ")[0])
+    return rate < plan.target.chip.bf16_flops * plan.target.chip.matmul_efficiency * 0.67

@@ -1,0 +1,142 @@
+"""`trellis plan` and `trellis memory`."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from trellis.errors import UserError
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `trellis plan`."""
+    parser.add_argument(
+        "--on", required=True, metavar="TARGET", help="v5e:16x16, v5p:4x4x8, 2xv5e:16x16, 8xH100, 4x8xH100"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="ask the hardware's compiler (minutes; needs no hardware)"
+    )
+    parser.add_argument(
+        "--search", action="store_true", help="try meshes, layouts, microbatches and checkpoint policies"
+    )
+    parser.add_argument("--top", type=int, default=3, metavar="N", help="with --search --compile: how many to compile")
+    parser.add_argument(
+        "--price", type=float, metavar="DOLLARS", help="for one device and hour: adds the price of tokens"
+    )
+    parser.add_argument("--hardware", metavar="FILE.yaml", help="more chips, in the form of the built-in table")
+    parser.add_argument(
+        "--page", metavar="FILE.html", nargs="?", const="plan.html", help="write a page too; plan.html if no value"
+    )
+    parser.add_argument("--json", action="store_true", help="everything as JSON on stdout")
+    parser.add_argument("--formulas", action="store_true", help="how each time comes about, with its numbers")
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Plans `args.run` on `args.on`."""
+    from .hardware import target
+    from .quick import quick_plan
+    from .show import as_json, text
+
+    where = target(args.on, args.hardware)
+    options = compiler_options(args.run, where)
+    plan = quick_plan(args.run, where, price=_price(args.price), options=list(options))
+    out = {"plan": as_json(plan)}
+    if not args.json:
+        print(text(plan, formulas=args.formulas))
+    verdict = found = None
+    if args.compile and not args.search:
+        from .compile import compile_run
+        from .verdict import judge, verdict_text
+
+        prog, compiled = compile_run(args.run, where, options=options, progress=True)
+        verdict = judge(plan, prog, compiled)
+        out["compiled"] = _compiled_json(verdict)
+        if not args.json:
+            print("\n" + verdict_text(plan, verdict))
+    if args.search:
+        from .search import frontier_text, search, search_json
+
+        found = search(args.run, where, compile_best=args.top if args.compile else 0, progress=sys.stderr.isatty())
+        out["search"] = search_json(found)
+        if not args.json:
+            print("\n" + frontier_text(found))
+    if args.page:
+        from .page import page
+
+        Path(args.page).write_text(page(plan, verdict, found), encoding="utf-8")
+        print(f"page written to {args.page}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(out, indent=1))
+    return 0
+
+
+def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `trellis memory`."""
+    parser.add_argument("--on", metavar="TARGET", help="hardware that is not here; this machine's devices if not given")
+    parser.add_argument("--hardware", metavar="FILE.yaml", help="more chips, in the form of the built-in table")
+    parser.add_argument("--json", action="store_true", help="as JSON on stdout")
+
+
+def run_memory(args: argparse.Namespace) -> int:
+    """What each device holds at the highest point of a step of `args.run`, by kind."""
+    from .show import as_json, headline, memory_table
+
+    if args.on:
+        from .hardware import target
+        from .quick import quick_plan
+
+        plan = quick_plan(args.run, target(args.on, args.hardware))
+    else:
+        plan = here(args.run)
+    if args.json:
+        print(json.dumps(as_json(plan)["memory"], indent=1))
+        return 0
+    lines = headline(plan).splitlines()
+    print("\n".join(lines[:3] if args.on else lines[:2]), memory_table(plan, 16), sep="\n\n")
+    return 0
+
+
+def here(run):
+    """The plan of a run on this machine's own devices; its times mean something only after `trellis doctor`."""
+    from trellis.train.devices import find_devices
+
+    from .local import local_target
+    from .program import program
+    from .quick import plan_of
+
+    devices = find_devices(run)
+    target = local_target(devices)
+    return plan_of(program(run, target, devices), target)
+
+
+def compiler_options(run, target) -> dict[str, str]:
+    """The compiler options that a run carries for a target's kind of chip."""
+    carried = getattr(run, "compiler_options", None) or {}
+    return {name: str(value) for name, value in dict(carried).items() if name.startswith("xla_")}
+
+
+def _price(price: float | None) -> float | None:
+    if price is not None and price <= 0:
+        raise UserError("A price is a positive number of dollars.", seen=price, where="--price", fix="use --price 1.20")
+    return price
+
+
+def _compiled_json(verdict) -> dict:
+    compiled = verdict.compiled
+    return {
+        "fits": compiled.fits,
+        "excess": compiled.excess,
+        "peak": compiled.peak,
+        "memory": dict(compiled.memory),
+        "largest": [{"num_bytes": a.num_bytes, "what": a.what, "source": a.source} for a in compiled.largest],
+        "compile_seconds": compiled.seconds,
+        "versions": dict(compiled.versions),
+        "options": dict(compiled.options),
+        "scheduled_seconds": verdict.scheduled,
+        "kernel_seconds": verdict.kernels,
+        "exposed_seconds": verdict.exposed,
+        "hidden_seconds": verdict.hidden,
+        "step_seconds": verdict.seconds,
+        "mfu": verdict.mfu,
+        "per_axis": {axis: list(both) for axis, both in verdict.comparison.axes.items()} if verdict.comparison else {},
+    }

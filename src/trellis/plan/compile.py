@@ -1,0 +1,275 @@
+"""Asking the real compiler: the run's own train step, compiled for hardware that is not here.
+
+libtpu compiles for TPU slices and XLA's CUDA plugin for GPU nodes, both without the hardware. The compiled program
+says how much memory it needs, which collectives it runs and how often, which of them run beside other work, and (TPU)
+how many cycles each piece was scheduled for. What does not fit is a finding, not an error. Compiled programs are kept
+in the user's cache folder, so that asking again takes a second.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import re
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from trellis._compat import cudnn_assumed
+from trellis.errors import UserError
+from trellis.inspect.compiled import compiled_memory
+from trellis.mesh.topology import TopologyError, target_devices
+from trellis.train.compilation import cache_folder
+from trellis.train.config import Run
+
+from .hardware import Target
+from .program import Program, program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Allocation:
+    """One of the largest buffers of a program that did not fit.
+
+    Attributes:
+        num_bytes: on one device.
+        what: dtype and shape.
+        source: the operation that made it, as the compiler names it.
+    """
+
+    num_bytes: float
+    what: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a step.
+
+    Attributes:
+        text: the compiled program; empty if it did not fit.
+        memory: bytes by kind as `compiled_memory` counts them; `needed` only where it did not fit.
+        seconds: how long compiling took, when it was done.
+        cached: whether it was done before.
+        excess: bytes by which it does not fit, or 0.
+        largest: the largest buffers, where it did not fit.
+        versions: of JAX and of the compiler.
+        options: compiler options.
+    """
+
+    text: str
+    memory: Mapping[str, int]
+    seconds: float
+    cached: bool
+    excess: float
+    largest: tuple[Allocation, ...]
+    versions: Mapping[str, str]
+    options: Mapping[str, str]
+
+    @property
+    def peak(self) -> int:
+        """Bytes a device needs: arguments, results that are not donated, temporaries and code."""
+        m = self.memory
+        if "needed" in m:
+            return m["needed"]
+        return m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"] + m["code"]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the compiler found room."""
+        return self.excess <= 0
+
+
+def compiler_devices(target: Target) -> list[Any]:
+    """The devices of a target for its compiler.
+
+    Raises:
+        UserError: the compiler is not installed, or does not know the target.
+    """
+    try:
+        return target_devices(target.compiler_name)
+    except TopologyError as error:
+        rule = "`--compile` asks the compiler of the hardware, which is a package."
+        if "not installed" in str(error):
+            fix = str(error).rpartition(": ")[2] + "; without --compile the plan needs no compiler"
+            raise UserError(rule, seen=f"no compiler for {target.name}", where="--compile", fix=fix) from None
+        raise UserError(rule, seen=str(error), where="--on", fix="use a target of the built-in table") from None
+
+
+def compile_run(
+    run: Run, target: Target, *, options: Mapping[str, str] | None = None, progress: bool = False
+) -> tuple[Program, Compiled]:
+    """Compiles a run's train step for a target.
+
+    Args:
+        run: the run.
+        target: the hardware.
+        options: compiler options, as in `{"xla_tpu_scoped_vmem_limit_kib": "98304"}`.
+        progress: show on stderr how long it has been compiling.
+
+    Raises:
+        UserError: the compiler is not installed or refuses an option, or a size does not divide.
+    """
+    prog = program(run, target, compiler_devices(target))
+    return prog, compile_program(prog, target, options=options, progress=progress)
+
+
+def compile_program(
+    prog: Program, target: Target, *, options: Mapping[str, str] | None = None, progress: bool = False
+) -> Compiled:
+    """The same for a program on its compiler's devices."""
+    platform = {"tpu": "tpu", "gpu": "cuda"}[target.chip.kind]
+    options = {name: str(value) for name, value in (options or {}).items()}
+    with prog.layout, cudnn_assumed():
+        lowered = prog.step.trace(prog.state, prog.batch).lower(lowering_platforms=(platform,))
+    versions = compiler_versions(target)
+    key = _key(lowered.as_text(), target, options, versions)
+    kept = _read(key)
+    if kept is not None:
+        return kept
+    started = time.monotonic()
+    with _telling(f"compiling {prog.run.name} for {target.name}") if progress else contextlib.nullcontext():
+        try:
+            done = lowered.compile(compiler_options=options or None)
+        except jax.errors.JaxRuntimeError as error:
+            result = _refused(str(error), target, time.monotonic() - started, versions, options)
+        else:
+            memory = dataclasses.asdict(compiled_memory(done))
+            excess = compiled_memory(done).peak - target.chip.hbm_bytes  # XLA for GPUs does not refuse
+            seconds = time.monotonic() - started
+            result = Compiled(done.as_text(), memory, seconds, False, max(excess, 0), (), versions, options)
+    _write(key, result)
+    return result
+
+
+def compiler_versions(target: Target) -> dict[str, str]:
+    """Versions of JAX and of the target's compiler."""
+    from importlib import metadata
+
+    found = {"jax": jax.__version__}
+    names = ("libtpu",) if target.chip.kind == "tpu" else ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+_AMOUNT = r"([\d.]+)\s*([KMGT]?)i?B?"
+_SCALE = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def _amount(number: str, unit: str) -> float:
+    return float(number) * _SCALE[unit]
+
+
+def _refused(
+    message: str, target: Target, seconds: float, versions: Mapping[str, str], options: Mapping[str, str]
+) -> Compiled:
+    """A program that does not fit, from the compiler's message.
+
+    Raises:
+        UserError: it refused for another reason that the user can mend.
+        RuntimeError: it refused for another reason.
+    """
+    if "No such compile option" in message or "unknown" in message.lower() and "option" in message.lower():
+        seen = message.splitlines()[0][:200]
+        fix = "leave the option out, or install the compiler's version that has it"
+        raise UserError("Compiler options are the compiler's.", seen=seen, where="--compiler-options", fix=fix)
+    if "RESOURCE_EXHAUSTED" not in message or "vmem" in message.lower() and "hbm" not in message.lower():
+        raise RuntimeError(f"the compiler for {target.name} refused the step: {message[:2000]}")
+    used = re.search(rf"[Uu]sed {_AMOUNT} of {_AMOUNT}", message) or re.search(
+        rf"\({_AMOUNT}\) exceeds available HBM \({_AMOUNT}\)", message
+    )
+    peak, room = (_amount(*used.groups()[:2]), _amount(*used.groups()[2:])) if used else (0.0, target.chip.hbm_bytes)
+    return Compiled(
+        text="",
+        memory={"needed": int(peak)},
+        seconds=seconds,
+        cached=False,
+        excess=max(peak - room, 1.0),
+        largest=tuple(allocations(message)),
+        versions=dict(versions),
+        options=dict(options),
+    )
+
+
+def allocations(message: str) -> list[Allocation]:
+    """The largest allocations that libtpu lists when a program does not fit, largest first."""
+    found = []
+    for block in re.split(r"\n\s*\d+\.\s+Size:\s*", message)[1:]:
+        size = re.match(_AMOUNT, block)
+        if not size:
+            continue
+        shape = re.search(r"Shape:\s*([^\s{]+)", block)
+        made = re.search(r'op_name="([^"]*)"', block) or re.search(r"XLA label:\s*(%?[\w.\-]+)", block)
+        line = re.search(r'source_file="([^"]*)"\s+source_line=(\d+)', block)
+        source = f"{line[1].rpartition('/')[2]}:{line[2]}" if line else ""
+        source = " ".join(part for part in (source, made[1] if made else "") if part)
+        found.append(Allocation(_amount(size[1], size[2]), shape[1] if shape else "", source[-160:]))
+    return sorted(found, key=lambda allocation: -allocation.num_bytes)
+
+
+@contextlib.contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Says on stderr, every few seconds, that something is still going on."""
+    done = threading.Event()
+    started = time.monotonic()
+    terminal = sys.stderr.isatty()
+
+    def tell() -> None:
+        while not done.wait(1.0 if terminal else 15.0):
+            end = "" if terminal else "\n"
+            print(
+                f"\r{what}: {time.monotonic() - started:.0f} s"[0 if terminal else 1 :],
+                end=end,
+                file=sys.stderr,
+                flush=True,
+            )
+
+    print(f"{what} (minutes for large models; kept for the next time)", file=sys.stderr, flush=True)
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        print(
+            ("\r" if terminal else "") + f"{what}: {time.monotonic() - started:.0f} s, done",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _key(text: str, target: Target, options: Mapping[str, str], versions: Mapping[str, str]) -> str:
+    said = json.dumps([target.compiler_name, sorted(options.items()), sorted(versions.items())])
+    return hashlib.sha256((said + text).encode()).hexdigest()[:32]
+
+
+def _folder() -> Path:
+    return cache_folder().parent / "plan"
+
+
+def _read(key: str) -> Compiled | None:
+    path = _folder() / f"{key}.json.z"
+    try:
+        found = json.loads(zlib.decompress(path.read_bytes()))
+        found["largest"] = tuple(Allocation(**entry) for entry in found["largest"])
+        return Compiled(**{**found, "cached": True})
+    except (OSError, zlib.error, ValueError, TypeError):
+        return None
+
+
+def _write(key: str, compiled: Compiled) -> None:
+    """Written beside and renamed, so that a second process never reads half a file."""
+    folder = _folder()
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{key}.{threading.get_ident()}.part"
+        path.write_bytes(zlib.compress(json.dumps(dataclasses.asdict(compiled)).encode()))
+        path.rename(folder / f"{key}.json.z")

@@ -1,0 +1,115 @@
+"""What a compiled step says about the plan: memory, collectives and time by the compiler, beside the prediction."""
+
+import dataclasses
+
+from trellis.inspect.compiled import Comparison, collectives, compare, scheduled_cycles
+from trellis.inspect.rows import Ledger, aligned, human_bytes
+
+from .compile import Compiled
+from .program import Program
+from .quick import Plan
+from .show import human_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The compiler's view of a planned step.
+
+    Attributes:
+        compiled: what the compiler made.
+        ledger: the collectives of the compiled program; None if it did not fit.
+        comparison: the plan's ledger held against it, per mesh axis.
+        scheduled: seconds of everything but collectives and kernels by the compiler's own estimate; None where it
+            gives none (GPU).
+        kernels: seconds of attention kernels, which the compiler does not estimate: the plan's.
+        exposed: seconds of synchronous collectives, at the plan's link rates.
+        hidden: seconds of asynchronous ones.
+        seconds: predicted time of a step from these.
+        mfu: from that.
+    """
+
+    compiled: Compiled
+    ledger: Ledger | None
+    comparison: Comparison | None
+    scheduled: float | None
+    kernels: float
+    exposed: float
+    hidden: float
+    seconds: float | None
+    mfu: float | None
+
+
+def judge(plan: Plan, prog: Program, compiled: Compiled) -> Verdict:
+    """Reads a compiled step.
+
+    The time is the scheduled computation (the plan's where the compiler estimates none), the kernels, and the
+    collectives that run alone. Asynchronous collectives count where they take longer than all computation.
+    """
+    kernels = sum(line.seconds for line in plan.times.lines if line.kind in ("attention", "kernel"))
+    if not compiled.text:
+        return Verdict(compiled, None, None, None, kernels, 0.0, 0.0, None, None)
+    found = collectives(compiled.text, prog.layout.mesh)
+    cycles = scheduled_cycles(compiled.text)
+    clock = plan.target.chip.clock
+    scheduled = cycles / clock if cycles and clock else None
+    exposed = hidden = 0.0
+    for row in found.rows:
+        seconds = plan.links.seconds(row.wire, row.axes) * row.times
+        if "asynchronous" in row.note:
+            hidden += seconds
+        else:
+            exposed += seconds
+    computation = (scheduled if scheduled is not None else plan.times.computation - kernels) + kernels
+    seconds = computation + exposed + max(0.0, hidden - computation)
+    mfu = plan.model_flops / (seconds * plan.target.num_devices * plan.target.chip.bf16_flops)
+    comparison = compare(plan.ledger, found)
+    return Verdict(compiled, found, comparison, scheduled, kernels, exposed, hidden, seconds, mfu)
+
+
+def verdict_text(plan: Plan, verdict: Verdict) -> str:
+    """The compiler's view as text."""
+    compiled = verdict.compiled
+    versions = ", ".join(f"{name} {version}" for name, version in compiled.versions.items())
+    kept = "kept from before, " if compiled.cached else ""
+    lines = [f"by the compiler ({versions}; {kept}compiled in {compiled.seconds:.0f} s)"]
+    if compiled.options:
+        lines.append("  options     " + " ".join(f"{name}={value}" for name, value in compiled.options.items()))
+    peak = compiled.peak
+    capacity = plan.target.chip.hbm_bytes
+    if not compiled.fits:
+        lines.append(f"  memory      DOES NOT FIT: {human_bytes(compiled.excess)} more than {human_bytes(capacity)}")
+        rows = [(human_bytes(a.num_bytes), a.what, a.source) for a in compiled.largest[:10]]
+        if rows:
+            lines.append(aligned(("largest", "what", "made by"), rows, right=(0,)))
+        if not compiled.text:
+            return "\n".join(lines)
+    else:
+        free = f"{human_bytes(capacity - peak)} free"
+        error = plan.memory.peak / peak - 1 if peak else 0.0
+        lines.append(
+            f"  memory      {human_bytes(peak)}, {free}; predicted {human_bytes(plan.memory.peak)} ({error:+.0%})"
+        )
+    if verdict.seconds is not None:
+        parts = [
+            f"{human_seconds(verdict.scheduled)} scheduled"
+            if verdict.scheduled is not None
+            else "computation as predicted",
+            f"{human_seconds(verdict.kernels)} attention kernels",
+            f"{human_seconds(verdict.exposed)} collectives that nothing hides",
+        ]
+        lines.append(f"  step        {human_seconds(verdict.seconds)} = {' + '.join(parts)}; MFU {verdict.mfu:.1%}")
+        lines.append(f"              ({human_seconds(verdict.hidden)} of collectives run under computation)")
+    lines += ["", "collectives, by the types and in the compiled program", str(verdict.comparison), "", _rows(verdict)]
+    return "\n".join(lines)
+
+
+def _rows(verdict: Verdict, count: int = 16) -> str:
+    rows = sorted(verdict.ledger.rows, key=lambda row: -row.total)
+    shown = [
+        (row.kind, row.axis, f"{row.dtype}[{row.what}]", human_bytes(row.wire), str(row.times), human_bytes(row.total),
+         "asynchronous" if "asynchronous" in row.note else "alone", row.direction, row.source)
+        for row in rows[:count]
+    ]  # fmt: skip
+    header = ("collective", "axis", "of", "bytes", "times", "total", "runs", "in", "at")
+    text = aligned(header, shown, right=(3, 4, 5))
+    return text + (f"\nand {len(rows) - count} smaller ones" if len(rows) > count else "")
