@@ -6,3 +6,7 @@ jax.config.update("jax_platforms", "cpu")  # also where a GPU, or libtpu for com
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--regenerate", action="store_true", help="write golden files anew instead of comparing with them")

@@ -47,9 +47,10 @@ _ALL = {
 
 
 def commands() -> dict[str, Command]:
-    """The commands that are installed."""
+    """The commands whose files define them."""
     here = pathlib.Path(__file__).parent
-    return {name: c for name, c in _ALL.items() if (here / (c.module.replace(".", "/") + ".py")).exists()}
+    files = {name: here / f"{command.module.replace('.', '/')}.py" for name, command in _ALL.items()}
+    return {name: _ALL[name] for name, f in files.items() if f.exists() and f"def run_{name}(" in f.read_text()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         return _run(arguments[0], arguments[1:])
+    except SystemExit as stop:  # argparse, after a help text
+        return int(stop.code or 0)
     except UserError as error:
         print(f"trellis: {error}", file=sys.stderr)
         return error.exit_code

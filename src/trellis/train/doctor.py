@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+_PIP = f"{sys.executable} -m pip install"
+
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trellis doctor`."""
@@ -27,24 +29,24 @@ def run_doctor(args: argparse.Namespace) -> int:
     choose_platform()
     if args.devices:
         jax.config.update("jax_num_cpu_devices", args.devices)
-    print(f"python     {platform.python_version()} at {sys.executable}")
-    print(f"machine    {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
+    print(f"python           {platform.python_version()} at {sys.executable}")
+    print(f"machine          {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
     for name, version in dependencies(importlib.metadata.distribution("trellis")):
-        print(f"{name:<10} {version or 'missing: pip install ' + name}")
+        print(f"{name:<16} {version or f'missing: {_PIP} {name}'}")
     devices = jax.devices()
-    print(f"\ndevices    {len(devices)} x {devices[0].device_kind} ({devices[0].platform})")
+    print(f"\ndevices          {len(devices)} x {devices[0].device_kind} ({devices[0].platform})")
     if stats := devices[0].memory_stats():
-        print(f"memory     {stats.get('bytes_limit', 0) / 2**30:.1f} GiB each")
+        print(f"memory           {stats.get('bytes_limit', 0) / 2**30:.1f} GiB each")
     for dtype in ("float32", "bfloat16") if devices[0].platform == "cpu" else ("bfloat16",):
         peak = matmul_peak(devices, dtype)
         how = "measured, all devices together" if devices[0].platform == "cpu" else "published, all devices together"
-        print(f"{dtype:<10} " + (f"{peak / 1e12:.2f} TFLOP/s in matrix products ({how})" if peak else "peak not known"))
+        print(f"{dtype:<16} " + (f"{peak / 1e12:.2f} TFLOP/s in matrix products ({how})" if peak else "peak not known"))
     for advice in advise(devices[0].platform, Path("/dev")):
         print(advice)
     print("\nextras")
     for extra in extras(importlib.metadata.distribution("trellis")):
-        missing = f"missing {', '.join(extra.missing)}: pip install 'trellis[{extra.name}]'"
-        print(f"  {extra.name:<12} {missing if extra.missing else 'installed'}")
+        missing = f"missing {', '.join(extra.missing)}: {_PIP} 'trellis[{extra.name}]'"
+        print(f"  {extra.name:<14} {missing if extra.missing else 'installed'}")
     return 0
 
 
@@ -97,9 +99,9 @@ def advise(backend: str, dev: Path) -> list[str]:
     if backend != "cpu":
         return []
     if any(dev.glob("nvidia[0-9]*")):
-        return ["advice     this machine has NVIDIA GPUs that JAX does not use: pip install 'trellis[gpu]'"]
+        return [f"advice           this machine has NVIDIA GPUs that JAX does not use: {_PIP} 'trellis[gpu]'"]
     if any(dev.glob("accel[0-9]*")):
-        return ["advice     this machine has TPUs that JAX does not use: pip install 'trellis[tpu]'"]
+        return [f"advice           this machine has TPUs that JAX does not use: {_PIP} 'trellis[tpu]'"]
     return []
 
 
