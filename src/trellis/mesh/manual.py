@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import math
 import re
 import typing
 from collections.abc import Callable
@@ -10,9 +9,19 @@ from collections.abc import Callable
 import jax
 from jax.sharding import PartitionSpec
 
-from trellis.notation import ArrayType, Bindings, NotationError, PendingSumError, Shape, TypeMismatch, parse, spec_of, typeof
+from trellis.notation import (
+    ArrayType,
+    Bindings,
+    NotationError,
+    PendingSumError,
+    Shape,
+    TypeMismatch,
+    parse,
+    spec_of,
+    typeof,
+)
 from trellis.notation.annotation import array_types, hints_of
-from trellis.notation.binding import bind_shape, binding, check_array, held_shape, live, partly_manual, real_axes
+from trellis.notation.binding import bind_shape, binding, check_array, held_shape, live, real_axes
 from trellis.notation.checked import Leaf, is_typed_leaf, typed_leaves
 from trellis.notation.state import mesh_of, state_of
 from trellis.notation.struct import check_divides
@@ -21,7 +30,7 @@ from trellis.notation.typeof import is_array, is_named
 from .manual_check import check_pending, error_line, refusal
 from .manual_einsum import einsum_plain
 from .manual_ops import vary
-from .manual_reshard import TransitionError, check_slice, manual_reshard
+from .manual_reshard import TransitionError, check_slice, known_axes, manual_reshard
 
 
 def shard_map(fn: Callable | None = None, *, mesh=None, axes: "typing.Collection[str] | None" = None) -> Callable:
@@ -146,8 +155,7 @@ class _Call:
         ambient = jax.sharding.get_abstract_mesh()
         given = self.mesh
         if given is None and ambient.empty:
-            array = next((leaf.value for leaf in leaves if is_array(leaf.value)), None)
-            array = array.array if is_named(array) else array
+            array = next((_plain(leaf.value) for leaf in leaves if is_array(leaf.value)), None)
             given = getattr(getattr(array, "sharding", None), "mesh", None)
             if given is None or given.empty:
                 raise NotationError(
@@ -214,7 +222,7 @@ class _Call:
         for leaf in leaves:
             if leaf.kind is None:
                 continue
-            array = leaf.value.array if is_named(leaf.value) else leaf.value
+            array = _plain(leaf.value)
             spec = self.spec(leaf.kind, leaf.place, len(array.shape))
             check_array(leaf.value, leaf.kind, leaf.place, self.bindings, strict=True)
             named = leaf.kind.shape.dims
@@ -271,7 +279,10 @@ class _Call:
             place = f"result of `{self.name}`"
             out["tree"] = jax.tree.structure(result, is_leaf=is_typed_leaf)
             out["leaves"] = typed_leaves(result, self.hints["return"], place)
-            return [self.result(leaf) for leaf in out["leaves"] if leaf.kind is not None]
+            for leaf in out["leaves"]:
+                if leaf.kind is not None and not is_array(leaf.value):
+                    check_array(leaf.value, leaf.kind, leaf.place, self.bindings)
+            return [_plain(leaf.value) for leaf in out["leaves"] if leaf.kind is not None]
 
         with binding(self.bindings):
             try:
@@ -282,6 +293,8 @@ class _Call:
             pending = check_pending(traced.jaxpr, self.bindings)
             arrays = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *slices)
             typed = [leaf for leaf in out["leaves"] if leaf.kind is not None]
+            for leaf in typed:
+                self.check_result(leaf)
             arrays = [self.leave(leaf, *both) for leaf, *both in zip(typed, arrays, pending, strict=True)]
         groups = [[] for _ in results]
         index = []
@@ -306,15 +319,11 @@ class _Call:
         shape = real_axes(leaf.kind.shape, self.shape)
         return type(leaf.value)(array, leaf.value.names, ((),) * lead + tuple(dim.axes for dim in shape.dims))
 
-    def result(self, leaf: Leaf):
-        """Checks names, dtype and sizes of a result; its sharding is checked when the whole body is known."""
-        if not is_array(leaf.value):
-            check_array(leaf.value, leaf.kind, leaf.place, self.bindings)
-        array = leaf.value.array if is_named(leaf.value) else leaf.value
+    def check_result(self, leaf: Leaf) -> None:
+        """Names, dtype and sizes of a result; its sharding is checked in `leave`."""
         bare = ArrayType(leaf.kind.dtype, leaf.kind.shape.bare())
         check_array(leaf.value, bare, leaf.place, Bindings(self.name))
-        bind_shape(leaf.kind.shape, array, leaf.place, self.bindings)
-        return array
+        bind_shape(leaf.kind.shape, _plain(leaf.value), leaf.place, self.bindings)
 
     def leave(self, leaf: Leaf, array, pending: frozenset[str]):
         wanted = real_axes(leaf.kind.shape, self.shape)
@@ -332,8 +341,8 @@ class _Call:
             held = Shape(wanted.dims, tuple(sorted(pending)), wanted.copied, wanted.ellipsis)
             raise PendingSumError(
                 f"a result is what its annotation says, got a sum pending along {', '.join(forgotten)} for {leaf.kind}, "
-                f'in {leaf.place}: end the function with reshard("{held} -> {wanted}", ...), '
-                f"or annotate {leaf.kind.dtype}[{held}]"
+                f'in {leaf.place}: end the function with reshard("{held} -> {wanted}", ...)'
+                + ("" if self.partly else f", or annotate {leaf.kind.dtype}[{held}]")
             )
         if missing := sorted(set(wanted.pending) - pending):
             raise TypeMismatch(
@@ -349,7 +358,11 @@ class _Call:
                     f"a result is what its annotation says, got '{held}' for {leaf.kind}, in {leaf.place}: "
                     f"correct the mesh axes that are left to the surrounding program"
                 )
-        return check_slice(array, wanted, leaf.place)
+        return check_slice(array, wanted, leaf.place, "a result is what its annotation says")
+
+
+def _plain(x):
+    return x.array if is_named(x) else x
 
 
 def _like(value, array):
@@ -401,8 +414,9 @@ def shift(text: str, x, axis: str, *, by: int = 1):
             f"a shift moves slices around a ring, got '{shape}', which '{axis}' does not slice, in {where}: "
             f"write which dimension '{axis}' slices"
         )
-    bind_shape(shape, x, where, live())
     mesh = jax.sharding.get_abstract_mesh()
+    known_axes((shape,), mesh, where)
+    bind_shape(shape, x, where, live())
     size = mesh.shape[axis]
     x = check_slice(x, real_axes(shape, mesh), where)
     if size == 1:

@@ -21,6 +21,7 @@ from trellis.notation.binding import Bindings
 from .manual_ops import marked
 
 _SETTLES = {"unreduced_psum", "unreduced_reduce_scatter", "psum", "psum_invariant", "reduce_scatter"}
+_CALLS = {"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call"}
 _MOVES = {"all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "ppermute"}
 # What keeps a sum of terms a sum of terms, one operand at a time or alike in all.
 _LINEAR = {
@@ -31,13 +32,14 @@ _LINEAR = {
 _LIBRARIES = re.compile(r"[/\\](site-packages[/\\](jax|equinox)|trellis[/\\](notation|mesh|named))[/\\]|<frozen|contextlib")
 
 
-def check_pending(jaxpr, bindings: Bindings, pending_in=None) -> list[frozenset[str]]:
+def check_pending(jaxpr, bindings: Bindings, pending_in=None, line: str = "") -> list[frozenset[str]]:
     """The mesh axes along which each output of a program is pending.
 
     Args:
         jaxpr: the traced body of a `shard_map`, or a program inside it.
         bindings: those of the call, for messages.
         pending_in: the axes along which each input is pending, where JAX's types do not say so.
+        line: the place to name for equations inside jitted functions (their own may be an earlier call's).
 
     Raises:
         PendingSumError: an operation other than a sum takes a pending sum.
@@ -50,20 +52,20 @@ def check_pending(jaxpr, bindings: Bindings, pending_in=None) -> list[frozenset[
 
     for eqn in jaxpr.eqns:
         ins = [pending(var) for var in eqn.invars]
-        for var, axes in zip(eqn.outvars, _outputs(eqn, ins, bindings), strict=True):
+        for var, axes in zip(eqn.outvars, _outputs(eqn, ins, bindings, line), strict=True):
             if axes:
                 held[var] = axes
     return [pending(var) for var in jaxpr.outvars]
 
 
-def _outputs(eqn, ins: list[frozenset[str]], bindings: Bindings) -> list[frozenset[str]]:
+def _outputs(eqn, ins: list[frozenset[str]], bindings: Bindings, line: str) -> list[frozenset[str]]:
     name = eqn.primitive.name
     none = [frozenset()] * len(eqn.outvars)
     if name == "name":
         begun, ended = marked(eqn.params["name"])
         return [(ins[0] | begun) - ended]
     if inner := _programs(eqn):
-        return _inner(eqn, inner, ins, bindings)
+        return _inner(eqn, inner, ins, bindings, line)
     axes = frozenset().union(*ins) if ins else frozenset()
     if not axes or not eqn.outvars:
         return none
@@ -78,7 +80,7 @@ def _outputs(eqn, ins: list[frozenset[str]], bindings: Bindings) -> list[frozens
     # Where JAX's types carried the sum into the operation and not out of it, it was lost.
     if linear and alike and not any(_typed(var) for var in eqn.invars):
         return [rest] * len(eqn.outvars)
-    raise PendingSumError(refusal(name, axes, eqn_line(eqn), bindings))
+    raise PendingSumError(refusal(name, axes, line or eqn_line(eqn), bindings))
 
 
 def _typed(var) -> frozenset[str]:
@@ -97,29 +99,31 @@ def _programs(eqn) -> list:
     return found
 
 
-def _inner(eqn, programs, ins, bindings) -> list[frozenset[str]]:
+def _inner(eqn, programs, ins, bindings, line) -> list[frozenset[str]]:
     name = eqn.primitive.name
+    line = line or eqn_line(eqn)
     outs = [frozenset()] * len(eqn.outvars)
     for program in programs:
         # A conditional's first operand is its index; other programs take the equation's operands as they are.
         given = ins[1:] if name == "cond" else ins
         matches = len(given) == len(program.invars)
-        got = check_pending(program, bindings, given if matches else None)
+        got = check_pending(program, bindings, given if matches else None, line if name in _CALLS else "")
         # The marks of pending sums (unlike JAX's types) do not pass through programs that call others their own way.
         if matches and len(got) == len(outs):
             outs = [a | b for a, b in zip(outs, got, strict=True)]
         elif any(ins) and not any(map(_typed, eqn.invars)):
-            raise PendingSumError(refusal(name, frozenset().union(*ins), eqn_line(eqn), bindings))
+            raise PendingSumError(refusal(name, frozenset().union(*ins), line, bindings))
     if name == "scan" and not any(map(_typed, eqn.invars)):
         first, carry = eqn.params["num_consts"], eqn.params["num_carry"]
         if outs[:carry] != ins[first : first + carry]:
-            raise PendingSumError(refusal(name, frozenset().union(*outs[:carry], *ins), eqn_line(eqn), bindings))
+            raise PendingSumError(refusal(name, frozenset().union(*outs[:carry], *ins), line, bindings))
     return outs
 
 
 def refusal(operation: str, axes, line: str, bindings: Bindings) -> str:
     """The text of a refusal, with the `reshard` that was forgotten."""
     candidates = [s for s in dict.fromkeys(bindings.pending) if not axes or set(axes) & set(s.pending)]
+    axes = axes or {a for s in candidates for a in s.pending}
     along = f" along {', '.join(sorted(axes))}" if axes else ""
     fixes = " or ".join(f'reshard("{s} -> {settled(s, axes)}", ...)' for s in candidates[-3:])
     return (
@@ -151,4 +155,5 @@ def error_line(error: BaseException) -> str:
 
 def _line(file: str, number: int) -> str:
     text = linecache.getline(file, number).strip()
+    text = text if len(text) <= 80 else text[:77] + "..."
     return f" ({os.path.basename(file)}:{number}{f': {text}' if text else ''})"

@@ -12,7 +12,7 @@ from trellis.notation.binding import bind_shape, held_shape, live, real_axes
 from trellis.notation.state import mesh_of, state_of
 
 from .manual_ops import mark_pending, vary
-from .manual_reshard import check_slice
+from .manual_reshard import check_slice, known_axes
 
 
 def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None):
@@ -45,6 +45,7 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
     for shape, x in zip(lefts, arrays, strict=True):
         bind_shape(shape, x, where, bindings)
     if mesh is not None:
+        known_axes((*lefts, result), mesh, where)
         lefts, result = [real_axes(shape, mesh) for shape in lefts], real_axes(result, mesh)
     pending = _check(lefts, result, where)
     letters = _letters(tuple(lefts), result)
@@ -55,9 +56,7 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
     if mode == "manual":
         manual = tuple(a for a in mesh.axis_names if a in mesh.manual_axes)
         out = product(*(_local(x, shape, lefts, where) for shape, x in zip(lefts, arrays, strict=True)))
-        if bindings is not None and pending:
-            bindings.pending.append(result)
-        return mark_pending(out, tuple(a for a in manual if a in pending))
+        return mark_pending(out, tuple(a for a in manual if a in pending), result)
     if mode == "explicit":
         for shape, x in zip(lefts, arrays, strict=True):
             if (held := held_shape(shape, x)) != shape:

@@ -13,15 +13,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from trellis.notation.binding import partly_manual
+from trellis.notation import Shape
+from trellis.notation.binding import live, partly_manual
 
 Axes = tuple[str, ...]
 
 _PENDING, _SETTLED = "trellis pending ", "trellis settled "
 
 
-def mark_pending(x, axes: Axes):
-    """Types a local result as a partial sum along mesh axes (those of size 1 have nothing to sum)."""
+def mark_pending(x, axes: Axes, shape: Shape | None = None):
+    """Types a local result as a partial sum along mesh axes (those of size 1 have nothing to sum).
+
+    Args:
+        shape: its type in the notation, for messages about a `reshard` that was forgotten.
+    """
+    if axes and shape is not None and (bindings := live()) is not None:
+        bindings.pending.append(shape)
     sizes = jax.sharding.get_abstract_mesh().shape
     axes = tuple(a for a in axes if sizes[a] > 1)
     x = vary(x, axes)

@@ -32,7 +32,8 @@ def manual_reshard(before: Shape, after: Shape, x):
     """
     where = f"reshard('{before} -> {after}')"
     mesh = jax.sharding.get_abstract_mesh()
-    _check_axes((before, after), mesh, where)
+    known_axes((before, after), mesh, where)
+    _check_manual((before, after), mesh, where)
     bindings = live()
     bind_shape(before, x, where, bindings)
     if bindings is not None and before.pending and before in bindings.pending:
@@ -46,7 +47,10 @@ def manual_reshard(before: Shape, after: Shape, x):
     return x
 
 
-def check_slice(x, shape: Shape, where: str):
+_LEFT = "the left side of a text is what the array is"
+
+
+def check_slice(x, shape: Shape, where: str, rule: str = _LEFT):
     """Holds a slice's manual type against a shape; types it as differing over the axes that slice it.
 
     Raises:
@@ -74,20 +78,21 @@ def check_slice(x, shape: Shape, where: str):
     if wrong:
         said, held, sign, what = wrong
         raise TransitionError(
-            f"the left side of a text is what the array is, got {typeof(x)}, which is "
+            f"{rule}, got {typeof(x)}, which is "
             f"{f'{what} along ' + ', '.join(sorted(held)) if held else f'not {what} along ' + ', '.join(sorted(said))}, "
             f"for '{shape}', in {where}: write {' '.join(sign + a for a in sorted(held)) or 'no ' + sign + sorted(said)[0]} there"
         )
     if extra:
         raise TransitionError(
-            f"the left side of a text is what the array is, got {typeof(x)}, which differs along "
+            f"{rule}, got {typeof(x)}, which differs along "
             f"{', '.join(sorted(extra))}, for '{shape}', in {where}: write which dimension '{sorted(extra)[0]}' slices, "
             f"or '+{sorted(extra)[0]}' if these are partial sums"
         )
     return manual_ops.vary(x, tuple(a for a in shape.mesh_axes if a in jax.sharding.get_abstract_mesh().manual_axes))
 
 
-def _check_axes(shapes, mesh, where: str) -> None:
+def known_axes(shapes, mesh, where: str) -> None:
+    """Refuses mesh axes that the mesh does not have."""
     for shape in shapes:
         for axis in (*shape.mesh_axes, *shape.pending, *shape.copied):
             if axis not in mesh.shape:
@@ -95,6 +100,9 @@ def _check_axes(shapes, mesh, where: str) -> None:
                     f"a text names axes of the mesh, got '{axis}' where the mesh has {', '.join(mesh.axis_names)}, "
                     f"in {where}: use one of these, or add '{axis}' to the mesh (size 1 will do)"
                 )
+
+
+def _check_manual(shapes, mesh, where: str) -> None:
     for axis in {a for s in shapes for a in (*s.mesh_axes, *s.pending, *s.copied)} - set(mesh.manual_axes):
         states = [_state(shape, axis) for shape in shapes]
         if states[0] != states[1]:

@@ -1,0 +1,332 @@
+"""`shard_map` from annotations: what goes in and out, against one device's numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import trellis.named as tn
+from trellis.mesh import all_gather, make_mesh, reshard
+from trellis.mesh.manual import einsum_plain as einsum
+from trellis.mesh.manual import shard_map, shift
+from trellis.notation import Stack, abstract, f32, i32, struct, typeof
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(d=4, m=2, devices=jax.devices()[:8])
+
+
+def put(mesh, shape, text, seed=0):
+    """A random array, sliced as the text says."""
+    where = abstract(f32[text], {str(i): i for i in ()} | dict(zip(_names(text), shape, strict=True)), mesh)
+    return jax.device_put(jax.random.normal(jax.random.key(seed), shape), where.sharding)
+
+
+def _names(text):
+    return [word.split("/")[0] for word in text.split() if word[0] not in "+~"]
+
+
+@struct
+class Weights:
+    w1: f32["in hidden1/d"]
+    w2: f32["hidden1 hidden2/d"]
+    w3: f32["hidden2/d"]
+
+
+@shard_map
+def forward_pass(x: f32["batch/d in"], w: Weights) -> f32["batch/d"]:
+    w1 = all_gather("in hidden1/d -> in hidden1 ~d", w.w1)
+    y = jax.nn.relu(einsum("batch/d in, in hidden1 ~d -> batch/d hidden1", x, w1))
+    w2 = all_gather("hidden1 hidden2/d -> hidden1 hidden2 ~d", w.w2)
+    z = jax.nn.relu(einsum("batch/d hidden1, hidden1 hidden2 ~d -> batch/d hidden2", y, w2))
+    w3 = all_gather("hidden2/d -> hidden2 ~d", w.w3)
+    return einsum("batch/d hidden2, hidden2 ~d -> batch/d", z, w3)
+
+
+def test_the_published_fully_sharded_example():
+    mesh = make_mesh(d=8)
+    with jax.set_mesh(mesh):
+        tree = abstract(Weights, {"in": 8, "hidden1": 8, "hidden2": 8}, mesh)
+        keys = iter(jax.random.split(jax.random.key(0), 3))
+        w = jax.tree.map(lambda a: jax.device_put(jax.random.normal(next(keys), a.shape), a.sharding), tree)
+        x = put(mesh, (32, 8), "batch/d in", 7)
+        value, gradient = jax.jit(jax.value_and_grad(lambda w: jnp.sum(forward_pass(x, w) ** 2)))(w)
+        assert typeof(forward_pass(x, w)) == "f32[32/d]"
+        assert jax.tree.map(typeof, gradient) == jax.tree.map(typeof, w)
+    h, v = jax.device_get(x), jax.device_get(w)
+
+    def whole(w):
+        return jnp.sum((jax.nn.relu(jax.nn.relu(h @ w.w1) @ w.w2) @ w.w3) ** 2)
+
+    want, want_gradient = jax.value_and_grad(whole)(jax.tree.map(jnp.asarray, v))
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradient, want_gradient)
+
+
+@struct
+class Block:
+    up: f32["embed/d hidden/m"]
+    down: f32["hidden/m embed/d"]
+
+
+@struct
+class Net:
+    layers: Stack["layers", Block]
+    head: f32["embed/d"]
+
+
+def net_program(x: f32["batch/d embed"], net: Net) -> f32["batch/d"]:
+    @jax.checkpoint
+    def layer(h, block: Block):
+        up = all_gather("embed/d hidden/m -> embed hidden/m ~d", block.up)
+        down = all_gather("hidden/m embed/d -> hidden/m embed ~d", block.down)
+        copied = reshard("batch/d embed -> batch/d embed ~m", h)
+        mid = jnp.tanh(einsum("batch/d embed ~m, embed hidden/m ~d -> batch/d hidden/m", copied, up))
+        out = einsum("batch/d hidden/m, hidden/m embed ~d -> batch/d embed +m", mid, down)
+        return h + reshard("batch/d embed +m -> batch/d embed", out), None
+
+    h, _ = jax.lax.scan(layer, x, net.layers)
+    head = all_gather("embed/d -> embed ~d", net.head)
+    return einsum("batch/d embed, embed ~d -> batch/d", h, head)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_scanned_checkpointed_network_and_its_gradient(mesh, wrap):
+    with jax.set_mesh(mesh):
+        tree = abstract(Net, {"layers": 3, "embed": 8, "hidden": 16}, mesh)
+        keys = iter(jax.random.split(jax.random.key(1), 3))
+        net = jax.tree.map(lambda a: jax.device_put(jax.random.normal(next(keys), a.shape) * 0.3, a.sharding), tree)
+        x = put(mesh, (8, 8), "batch/d embed", 2)
+        program = shard_map(net_program)
+        got = wrap(jax.grad(lambda net, x: jnp.sum(program(x, net)) ** 2, argnums=(0, 1)))(net, x)
+        assert typeof(got[0].layers.up) == "f32[3 8/d 16/m]"
+
+    def whole(net, x):
+        for i in range(3):
+            x = x + jnp.tanh(x @ net.layers.up[i]) @ net.layers.down[i]
+        return jnp.sum(x @ net.head) ** 2
+
+    want = jax.grad(whole, argnums=(0, 1))(*jax.tree.map(jnp.asarray, jax.device_get((net, x))))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-4), got, want)
+
+
+def test_a_gradient_taken_inside_is_summed_over_the_devices(mesh):
+    @shard_map
+    def loss_and_gradient(x: f32["batch/d embed"], w: f32["embed"]) -> tuple[f32[""], f32["embed"]]:
+        def loss(w):
+            copied = reshard("embed -> embed ~d", w)
+            y = einsum("batch/d embed, embed ~d -> batch/d", x, copied)
+            return jax.lax.psum(jnp.sum(y**2), "d")
+
+        return jax.value_and_grad(loss)(w)
+
+    with jax.set_mesh(mesh):
+        x, w = put(mesh, (8, 4), "batch/d embed"), put(mesh, (4,), "embed", 1)
+        loss, gradient = loss_and_gradient(x, w)
+    x, w = jax.device_get((x, w))
+    want = jax.value_and_grad(lambda w: jnp.sum((x @ w) ** 2))(jnp.asarray(w))
+    np.testing.assert_allclose(loss, want[0], rtol=1e-5)
+    np.testing.assert_allclose(gradient, want[1], rtol=1e-4)
+
+
+def test_named_arrays_carry_their_slices_inside_and_their_shardings_outside(mesh):
+    seen = []
+
+    @shard_map
+    def program(x: f32["batch/d embed/m"], w: f32["embed/m out"]) -> f32["batch/d out"]:
+        seen.extend([typeof(x), x.shape, x.array.shape])
+        y = tn.einsum("batch embed, embed out -> batch out", x, w, settle=False)
+        seen.append(typeof(y))
+        return reshard("batch/d out +m -> batch/d out", y)
+
+    with jax.set_mesh(mesh):
+        x = tn.named(put(mesh, (8, 4), "batch/d embed/m"), "batch embed")
+        w = tn.named(put(mesh, (4, 6), "embed/m out", 1), "embed out")
+        y = program(x, w)
+    assert seen == ["f32[batch/d=8 embed/m=4]", {"batch": 8, "embed": 4}, (2, 2), "f32[batch/d=8 out=6 +m]"]
+    assert typeof(y) == "f32[batch/d=8 out=6]"
+    np.testing.assert_allclose(y.array, jax.device_get(x.array) @ jax.device_get(w.array), rtol=1e-5, atol=1e-5)
+
+
+def test_containers_static_arguments_and_optional_arrays(mesh):
+    @shard_map
+    def program(
+        xs: list[f32["batch/d embed"]], times: int, bias: f32["embed"] | None = None, *, net: Net
+    ) -> dict[str, tuple[f32["batch/d embed"], f32[""] | None] | list[Net]]:
+        total = jax.lax.psum(jnp.sum(xs[0]), "d")
+        return {"a": (xs[0] * times, total), "b": (xs[1], None), "c": [net]}
+
+    with jax.set_mesh(mesh):
+        xs = [put(mesh, (8, 4), "batch/d embed", i) for i in range(2)]
+        tree = abstract(Net, {"layers": 3, "embed": 4, "hidden": 2}, mesh)
+        net = jax.tree.map(lambda a: jax.device_put(jnp.ones(a.shape), a.sharding), tree)
+        out = program(xs, 3, net=net)
+    np.testing.assert_allclose(out["a"][0], 3 * np.asarray(xs[0]))
+    np.testing.assert_allclose(out["a"][1], np.sum(xs[0]), rtol=1e-5)
+    assert out["b"][1] is None
+    assert jax.tree.map(typeof, out["c"][0]) == jax.tree.map(typeof, net)
+
+
+def test_leading_dimensions_and_integers(mesh):
+    @shard_map
+    def double(x: f32["... embed/m"], ids: i32["batch/d 2"]) -> tuple[f32["a b embed/m"], i32["batch/d 2"]]:
+        return x * 2, ids + 1
+
+    with jax.set_mesh(mesh):
+        x = put(mesh, (2, 3, 4), "a b embed/m")
+        ids = jax.device_put(jnp.arange(8, dtype=jnp.int32).reshape(4, 2), abstract(i32["b/d 2"], {"b": 4}, mesh).sharding)
+        y, more = double(x, ids)
+    np.testing.assert_allclose(y, 2 * np.asarray(x))
+    np.testing.assert_array_equal(more, np.arange(8).reshape(4, 2) + 1)
+
+
+def test_pending_sums_and_copies_pass_in_and_out(mesh):
+    @shard_map
+    def product(x: f32["batch/d in/m"], w: f32["in/m out ~d"]) -> f32["batch/d out +m"]:
+        return einsum("batch/d in/m, in/m out ~d -> batch/d out +m", x, w)
+
+    @shard_map
+    def settle(y: f32["batch/d out +m"]) -> f32["batch/d out/m"]:
+        return reshard("batch/d out +m -> batch/d out/m", y)
+
+    with jax.set_mesh(mesh):
+        x, w = put(mesh, (8, 4), "batch/d in/m"), put(mesh, (4, 6), "in/m out", 1)
+
+        def both(x, w):
+            copied = jax.reshard(w, jax.sharding.PartitionSpec("m", None, reduced={"d"}))
+            y = product(x, copied)
+            return settle(y), typeof(y)
+
+        y, kind = both(x, w)
+        gradient = jax.grad(lambda w: jnp.sum(both(x, w)[0] ** 2))(w)
+    assert kind == "f32[8/d 6 +m]"
+    x, w = jax.device_get((x, w))
+    np.testing.assert_allclose(y, x @ w, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(gradient, 2 * x.T @ (x @ w), rtol=1e-4, atol=1e-4)
+
+
+def test_shift_passes_slices_around_the_ring(mesh):
+    @shard_map
+    def ring(x: f32["batch/d embed"]) -> f32["batch/d embed"]:
+        return shift("batch/d embed", x, "d", by=1)
+
+    whole = np.arange(32, dtype=np.float32).reshape(8, 4)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(whole, abstract(f32["b/d e"], {"b": 8, "e": 4}, mesh).sharding)
+        np.testing.assert_array_equal(ring(x), np.roll(whole, 2, axis=0))
+        gradient = jax.grad(lambda y: jnp.sum(ring(y) * x))(x)
+    np.testing.assert_array_equal(gradient, np.roll(whole, -2, axis=0))
+
+
+def test_the_mesh_may_be_given_or_found_on_the_arguments(mesh):
+    def double(x: f32["batch/d embed"]) -> f32["batch/d embed"]:
+        return x * 2
+
+    x = put(mesh, (8, 4), "batch/d embed")
+    np.testing.assert_allclose(shard_map(double, mesh=mesh)(x), 2 * np.asarray(x))
+    np.testing.assert_allclose(shard_map(double)(x), 2 * np.asarray(x))
+
+
+def test_auto_mode_around_a_manual_function():
+    mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
+
+    @shard_map
+    def total(x: f32["batch/d embed"]) -> f32["embed"]:
+        return jax.lax.psum(jnp.sum(x, 0), "d")
+
+    with jax.set_mesh(mesh):
+        x = jnp.arange(32, dtype=jnp.float32).reshape(8, 4)
+        np.testing.assert_allclose(jax.jit(total)(x), np.asarray(x).sum(0))
+
+
+def test_an_axis_of_size_one_needs_no_other_program():
+    mesh = make_mesh(d=8, m=1)
+    with jax.set_mesh(mesh):
+        tree = abstract(Net, {"layers": 3, "embed": 8, "hidden": 16}, mesh)
+        net = jax.tree.map(lambda a: jax.device_put(jnp.full(a.shape, 0.1), a.sharding), tree)
+        x = put(mesh, (8, 8), "batch/d embed", 2)
+        y = shard_map(net_program)(x, net)
+    h = np.asarray(x)
+    for _ in range(3):
+        h = h + np.tanh(h @ np.full((8, 16), 0.1)) @ np.full((16, 8), 0.1)
+    np.testing.assert_allclose(y, h @ np.full(8, 0.1), rtol=1e-4)
+
+
+def test_einsum_of_plain_arrays_in_explicit_mode(mesh):
+    with jax.set_mesh(mesh):
+        x, w = put(mesh, (8, 4), "batch/d in/m"), put(mesh, (4, 6), "in/m out", 1)
+        y = jax.jit(lambda x, w: einsum("batch/d in/m, in/m out -> batch/d out +m", x, w))(x, w)
+        assert typeof(y) == "f32[8/d 6 +m]"
+        y = reshard("batch/d out +m -> batch/d out/m", y)
+    np.testing.assert_allclose(y, np.asarray(x) @ np.asarray(w), rtol=1e-5, atol=1e-5)
+
+
+def test_einsum_without_a_mesh():
+    x, w = np.ones((2, 3), np.float32), np.ones((3, 4), np.float32)
+    np.testing.assert_allclose(einsum("batch/d in/m, in/m out -> batch/d out +m", jnp.asarray(x), jnp.asarray(w)), x @ w)
+
+
+# Some mesh axes left to the surrounding program.
+
+
+def mlp(x: f32["batch/d embed"], up: f32["embed hidden/m"], down: f32["hidden/m embed"]) -> f32["batch/d embed"]:
+    copied = reshard("batch/d embed -> batch/d embed ~m", x)
+    mid = jnp.tanh(einsum("batch/d embed ~m, embed hidden/m -> batch/d hidden/m", copied, up))
+    out = einsum("batch/d hidden/m, hidden/m embed -> batch/d embed +m", mid, down)
+    return reshard("batch/d embed +m -> batch/d embed", out)
+
+
+def scattered(x: f32["batch/d embed/m"], up: f32["embed hidden/m"], down: f32["hidden/m embed"]) -> f32["batch/d embed/m"]:
+    gathered = all_gather("batch/d embed/m -> batch/d embed ~m", x)
+    mid = jnp.tanh(einsum("batch/d embed ~m, embed hidden/m -> batch/d hidden/m", gathered, up))
+    out = einsum("batch/d hidden/m, hidden/m embed -> batch/d embed +m", mid, down)
+    return reshard("batch/d embed +m -> batch/d embed/m", out)
+
+
+@pytest.mark.parametrize("program", [mlp, scattered])
+@pytest.mark.parametrize("axes", [{"m"}, {"d", "m"}])
+def test_axes_left_to_an_explicit_program(mesh, program, axes):
+    with jax.set_mesh(mesh):
+        x = put(mesh, (8, 8), "batch/d embed" + ("/m" if program is scattered else ""))
+        up, down = put(mesh, (8, 16), "embed hidden/m", 1), put(mesh, (16, 8), "hidden/m embed", 2)
+        mapped = shard_map(program, axes=axes)
+
+        def loss(x, up, down):
+            return jnp.sum(mapped(x, up, down) ** 2)
+
+        value, got = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(x, up, down)
+        assert [typeof(g) for g in got] == [typeof(a) for a in (x, up, down)]
+
+    def whole(x, up, down):
+        return jnp.sum((jnp.tanh(x @ up) @ down) ** 2)
+
+    arrays = tuple(map(jnp.asarray, jax.device_get((x, up, down))))
+    want_value, want = jax.value_and_grad(whole, argnums=(0, 1, 2))(*arrays)
+    np.testing.assert_allclose(value, want_value, rtol=1e-4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), got, want)
+
+
+def test_a_manual_function_inside_a_manual_function(mesh):
+    @shard_map(axes={"d"})
+    def outer(x: f32["batch/d embed"], up: f32["embed hidden/m"], down: f32["hidden/m embed"]) -> f32["batch/d embed"]:
+        return shard_map(mlp, axes={"m"})(x, up, down)
+
+    with jax.set_mesh(mesh):
+        x, up, down = put(mesh, (8, 8), "b/d e"), put(mesh, (8, 16), "e h/m", 1), put(mesh, (16, 8), "h/m e", 2)
+        y = jax.jit(outer)(x, up, down)
+    np.testing.assert_allclose(y, np.tanh(np.asarray(x) @ np.asarray(up)) @ np.asarray(down), rtol=1e-4, atol=1e-4)
+
+
+def test_pending_sums_add_up_over_a_scan_with_axes_left(mesh):
+    @shard_map(axes={"m"})
+    def program(x: f32["batch/d in/m"], w: f32["in/m out"]) -> f32["batch/d out"]:
+        y = einsum("batch/d in/m, in/m out -> batch/d out +m", x, w)
+        total, _ = jax.lax.scan(lambda total, _: (total + y, None), y, None, length=2)
+        return reshard("batch/d out +m -> batch/d out", total)
+
+    with jax.set_mesh(mesh):
+        x, w = put(mesh, (8, 4), "batch/d in/m"), put(mesh, (4, 6), "in/m out", 1)
+        y = jax.jit(program)(x, w)
+    np.testing.assert_allclose(y, 3 * np.asarray(x) @ np.asarray(w), rtol=1e-4, atol=1e-4)
