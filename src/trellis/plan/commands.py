@@ -39,10 +39,17 @@ def run_plan(args: argparse.Namespace) -> int:
 
     where = target(args.on, args.hardware)
     options = compiler_options(args.run, where)
-    plan = quick_plan(args.run, where, price=_price(args.price), options=list(options))
-    out = {"plan": as_json(plan)}
-    if not args.json:
-        print(text(plan, formulas=args.formulas))
+    out, plan = {}, None
+    try:
+        plan = quick_plan(args.run, where, price=_price(args.price), options=list(options))
+    except (UserError, ValueError) as error:
+        if not args.search:  # the search looks for settings that do divide
+            raise
+        print(f"the run as it is cannot be planned: {error}\n", file=sys.stderr)
+    if plan is not None:
+        out["plan"] = as_json(plan)
+        if not args.json:
+            print(text(plan, formulas=args.formulas))
     verdict = found = None
     if args.compile and not args.search:
         from .compile import compile_run
@@ -56,12 +63,16 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.search:
         from .search import frontier_text, search, search_json
 
-        found = search(args.run, where, compile_best=args.top if args.compile else 0, progress=sys.stderr.isatty())
+        best = args.top if args.compile else 0
+        found = search(args.run, where, compile_best=best, progress=sys.stderr.isatty(), price=args.price)
         out["search"] = search_json(found)
         if not args.json:
             print("\n" + frontier_text(found))
     if args.page:
         from .page import page
+
+        if plan is None:
+            plan = found.winner.plan if found.winner else found.candidates[0].plan
 
         Path(args.page).write_text(page(plan, verdict, found), encoding="utf-8")
         print(f"page written to {args.page}", file=sys.stderr)

@@ -46,6 +46,7 @@ class Line:
         where: forward, recomputed, backward or update.
         seconds: in a step, nothing hidden.
         hidden: seconds of these under computation.
+        order: its place in the program; 0 for collectives.
         bound: what it waits for: "matrix units", "vector units", "memory", or the links of mesh axes.
         flops: FLOPs in a step, on one device.
         num_bytes: bytes in a step, on one device, through memory or over links.
@@ -67,6 +68,7 @@ class Line:
     source: str
     axes: tuple[str, ...] = ()
     hidden: float = 0.0
+    order: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +152,7 @@ def work_line(op: Op, chip: Chip) -> Line:
         times=op.times,
         formula=f"{op.times} x {formula}   {op.what}",
         source=op.source,
+        order=op.order,
     )
 
 

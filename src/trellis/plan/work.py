@@ -8,6 +8,7 @@ reduction, since a value that is summed and then used again is read twice) and w
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -47,6 +48,7 @@ class Op:
         dims: of a product: (rows, contracted, columns) on one device.
         dtype: of the operands.
         label: what a person would call it, see `trellis.plan.trace.label_of`.
+        order: its place in the program.
     """
 
     kind: str
@@ -60,37 +62,41 @@ class Op:
     dims: tuple[int, int, int] = (0, 0, 0)
     dtype: str = "bfloat16"
     label: str = ""
+    order: int = 0
 
 
 def operations(step: Step) -> list[Op]:
     """Everything a step computes on one device, loops counted by their length."""
-    return list(_walk(step.jaxpr.jaxpr, 1, ""))
+    ops = _walk(step.jaxpr.jaxpr, 1, "", itertools.count())
+    return sorted(ops, key=lambda op: op.order)
 
 
-def _walk(jaxpr: Any, times: int, outside: str) -> Iterator[Op]:
+def _walk(jaxpr: Any, times: int, outside: str, places: Iterator[int]) -> Iterator[Op]:
     fused = []
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         stack = f"{outside}/{eqn.source_info.name_stack}"
+        place = next(places)
         inner = inlined(eqn)
         if inner is not None:
-            yield from _walk(inner, times, stack)
+            yield from _walk(inner, times, stack, places)
         elif name == "scan":
-            yield from _walk(eqn.params["jaxpr"].jaxpr, times * eqn.params["length"], stack)
+            yield from _walk(eqn.params["jaxpr"].jaxpr, times * eqn.params["length"], stack, places)
         elif name == "while":
-            yield from _walk(eqn.params["body_jaxpr"].jaxpr, times, stack)
+            yield from _walk(eqn.params["body_jaxpr"].jaxpr, times, stack, places)
         elif name == "cond":
-            branches = [list(_walk(b, times, stack)) for key, b in sub_jaxprs(eqn) if key == "branches"]
+            branches = [list(_walk(b, times, stack, places)) for key, b in sub_jaxprs(eqn) if key == "branches"]
             yield from max(branches, key=lambda ops: sum(op.flops + op.vector for op in ops), default=[])
         elif name in ("dot_general", "ragged_dot", "ragged_dot_general"):
-            yield _product(eqn, times, outside)
+            yield dataclasses.replace(_product(eqn, times, outside), order=place)
         elif name in KERNELS:
-            yield _kernel(eqn, times, outside)
+            yield dataclasses.replace(_kernel(eqn, times, outside), order=place)
         elif name == "conv_general_dilated":
-            yield _convolution(eqn, times, outside)
+            yield dataclasses.replace(_convolution(eqn, times, outside), order=place)
         elif name not in _COLLECTIVES:
-            fused.append(eqn)
-    yield from _groups(jaxpr, fused, times, outside)
+            fused.append((eqn, place))
+    placed = {id(eqn): place for eqn, place in fused}
+    yield from _groups(jaxpr, [eqn for eqn, _ in fused], times, outside, placed)
 
 
 def _direction(eqn: Any, outside: str) -> str:
@@ -178,7 +184,7 @@ def _show(aval: Any) -> str:
     return f"{short.get(str(aval.dtype), str(aval.dtype))}[{','.join(map(str, local_shape(aval)))}]"
 
 
-def _groups(jaxpr: Any, eqns: list, times: int, outside: str) -> Iterator[Op]:
+def _groups(jaxpr: Any, eqns: list, times: int, outside: str, placed: dict) -> Iterator[Op]:
     """Fused groups: connected equations of one direction and one region."""
     parent = {id(eqn): id(eqn) for eqn in eqns}
 
@@ -203,7 +209,8 @@ def _groups(jaxpr: Any, eqns: list, times: int, outside: str) -> Iterator[Op]:
         members[root(id(eqn))].append(eqn)
     outputs = {var for var in jaxpr.outvars if not is_literal(var)}
     for group in members.values():
-        yield from _group(group, users, outputs, times, outside)
+        for op in _group(group, users, outputs, times, outside):
+            yield dataclasses.replace(op, order=min(placed[id(eqn)] for eqn in group))
 
 
 def _group(group: list, users: dict, outputs: set, times: int, outside: str) -> Iterator[Op]:

@@ -1,0 +1,308 @@
+"""Looking for a better setting: meshes, layouts, microbatches and checkpoint policies.
+
+All variants are sketched in microseconds, the best few of each mesh are planned from types, and, where asked, the
+best of those are compiled. What comes out is the frontier of time against memory, the fastest that fits as options
+to paste, and what held the others back.
+"""
+
+import dataclasses
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trellis.errors import UserError
+from trellis.inspect.rows import aligned, human_bytes
+from trellis.train.config import Run
+
+from .hardware import Target
+from .quick import Plan, quick_plan
+from .show import human_count, human_seconds
+from .sketch import Sketch, sketch
+
+POLICIES = ("none", "dots", "saved", "full")
+_DATA_AXES = ("data", "data_y", "data_z")
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One variant of a run.
+
+    Attributes:
+        run: the variant.
+        options: what differs, as command line options.
+        sketch: rough figures.
+        plan: from types; None if it was not among the best, or could not be planned.
+        refused: why it could not be planned.
+        verdict: the compiler's view, where it was asked.
+    """
+
+    run: Run
+    options: Mapping[str, str]
+    sketch: Sketch
+    plan: Plan | None = None
+    refused: str = ""
+    verdict: Any = None
+
+    @property
+    def seconds(self) -> float:
+        """The best known time of a step."""
+        if self.verdict is not None and self.verdict.seconds is not None:
+            return self.verdict.seconds
+        return self.plan.seconds if self.plan else self.sketch.seconds
+
+    @property
+    def peak(self) -> float:
+        """The best known memory of a device."""
+        if self.verdict is not None:
+            return self.verdict.compiled.peak
+        return self.plan.memory.peak if self.plan else self.sketch.peak
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits, by the best known figure."""
+        if self.verdict is not None:
+            return self.verdict.compiled.fits
+        return bool(self.plan and self.plan.fits)
+
+    def words(self) -> str:
+        """The options as text to paste."""
+        return " ".join(f"--{name} {value}" for name, value in self.options.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        target: the hardware.
+        sketched: how many variants there were.
+        candidates: those that were planned, fastest first.
+        frontier: of these, the ones that no other beats in both time and memory, fastest first.
+        winner: the fastest that fits; None if none does.
+    """
+
+    target: Target
+    sketched: int
+    candidates: tuple[Candidate, ...]
+    frontier: tuple[Candidate, ...]
+    winner: Candidate | None
+
+
+def data_sizes(ways: int, target: Target) -> dict[str, int]:
+    """`ways` devices of data parallelism, one mesh axis along each side of the torus where they fill it.
+
+    >>> from trellis.plan.hardware import target
+    >>> data_sizes(256, target("v5e:16x16")), data_sizes(64, target("v5e:16x16"))
+    ({'data': 16, 'data_y': 16}, {'data': 64})
+    """
+    if target.chip.kind == "tpu" and target.num_slices == 1 and target.chip.devices_per_chip == 1:
+        for count in range(len(target.shape), 1, -1):
+            for sides in itertools.combinations(target.shape, count):
+                if math.prod(sides) == ways and all(side > 1 for side in sides):
+                    return dict(zip(_DATA_AXES, sides))
+    return {"data": ways}
+
+
+def variants(run: Run, target: Target) -> Iterator[tuple[Run, dict[str, str]]]:
+    """The run with other meshes, layouts, microbatches and checkpoint policies that divide."""
+    devices = target.num_devices
+    size = max(entry.size for entry in run.batch_sizes())
+    heads, kv_heads = run.model.heads, getattr(run.model, "kv_heads", run.model.heads)
+    width = getattr(run.model, "mlp", 4 * run.model.embed)
+    for model in (1, 2, 4, 8, 16):
+        if devices % model or heads % model or kv_heads % model or width % model:
+            continue
+        for context in (1, 2, 4):
+            ways = devices // model // context
+            if devices % (model * context) or run.data.sequence_length % (128 * context):
+                continue
+            replica = target.num_slices if target.num_slices > 1 and ways % target.num_slices == 0 else 1
+            mesh = data_sizes(ways // replica, target)
+            presets = ("auto",) if context > 1 else ("fsdp",) if model == 1 else ("fsdp_tensor", "fsdp_tensor_sequence")
+            for preset, micro, policy in itertools.product(presets, (1, 2, 4, 8, 16), POLICIES):
+                if size % (ways * micro) or micro > 1 and size // ways < micro:
+                    continue
+                sizes = {"replica": replica, **{axis: mesh.get(axis, 1) for axis in _DATA_AXES}}
+                sizes |= {"context": context, "model": model}
+                changed = dataclasses.replace(
+                    run,
+                    mesh=dataclasses.replace(run.mesh, stage=1, expert=1, **sizes),
+                    layout=dataclasses.replace(run.layout, preset="hybrid" if replica > 1 else preset, mode="explicit"),
+                    microbatches=micro,
+                    remat=dataclasses.replace(run.remat, policy=policy, names=()),
+                )
+                yield changed, _options(run, changed)
+
+
+def _options(before: Run, after: Run) -> dict[str, str]:
+    """What differs, by the dotted names of the command line."""
+    found = {}
+    for field in dataclasses.fields(after.mesh):
+        if getattr(before.mesh, field.name) != getattr(after.mesh, field.name):
+            found[f"mesh.{field.name}"] = str(getattr(after.mesh, field.name))
+    if before.layout.preset != after.layout.preset:
+        found["layout.preset"] = after.layout.preset
+    if before.microbatches != after.microbatches:
+        found["microbatches"] = str(after.microbatches)
+    if before.remat.policy != after.remat.policy:
+        found["remat.policy"] = after.remat.policy
+    return found
+
+
+def search(
+    run: Run,
+    target: Target,
+    *,
+    most: int = 14,
+    compile_best: int = 0,
+    progress: bool = False,
+    price: float | None = None,
+) -> Found:
+    """Searches for the fastest setting of a run on a target that fits.
+
+    Args:
+        run: the run; model, batch and sequence length stay as they are.
+        target: the hardware.
+        most: variants that are planned from types, about a second each.
+        compile_best: of the fastest that fit, how many the compiler is asked about.
+        progress: tell on stderr how far it is.
+        price: dollars for one device and hour.
+
+    Raises:
+        UserError: no mesh divides the batch.
+    """
+    sketched = []
+    for variant, options in variants(run, target):
+        sizes = {name: size for name, size in dataclasses.asdict(variant.mesh).items() if size > 1}
+        sketched.append(Candidate(variant, options, sketch(variant, target, sizes)))
+    if not sketched:
+        size = max(entry.size for entry in run.batch_sizes())
+        raise UserError(
+            "Some mesh divides the batch over the devices.",
+            seen=f"batch_size={size} on {target.num_devices} devices of {target.name}",
+            where="batch_size",
+            fix=f"use --batch_size {-(-size // target.num_devices) * target.num_devices}",
+        )
+    planned = []
+    chosen = list(_promising(sketched, target, most))
+    for number, candidate in enumerate(chosen, 1):
+        if progress:
+            print(f"\rplanning {number} of {len(chosen)}", end="", file=sys.stderr, flush=True)
+        try:
+            planned.append(dataclasses.replace(candidate, plan=quick_plan(candidate.run, target, price=price)))
+        except (UserError, ValueError, NotImplementedError) as error:
+            planned.append(dataclasses.replace(candidate, refused=str(error).splitlines()[0]))
+    if progress:
+        print(file=sys.stderr)
+    if compile_best:
+        planned = _compiled(planned, target, compile_best)
+    planned.sort(key=lambda c: (c.plan is None, not c.fits, c.seconds))
+    able = [c for c in planned if c.plan is not None]
+    frontier = tuple(c for c in able if not any(_beats(other, c) for other in able))
+    winner = next((c for c in able if c.fits), None)
+    return Found(target, len(sketched), tuple(planned), tuple(sorted(frontier, key=lambda c: c.seconds)), winner)
+
+
+def _beats(one: Candidate, other: Candidate) -> bool:
+    return (
+        one.seconds <= other.seconds
+        and one.peak <= other.peak
+        and (one.seconds, one.peak) != (other.seconds, other.peak)
+    )
+
+
+def _promising(sketched: list[Candidate], target: Target, most: int) -> Iterator[Candidate]:
+    """What is worth tracing: of the fastest kinds of parallelism, each checkpoint policy at its best microbatches."""
+    room = 1.3 * target.chip.hbm_bytes
+    best: dict[tuple, Candidate] = {}
+    for c in sorted(sketched, key=lambda c: (c.sketch.peak > room, c.sketch.seconds)):
+        run = c.run
+        best.setdefault((run.mesh.model, run.mesh.context, run.layout.preset, run.remat.policy), c)
+    kinds: dict[tuple, list[Candidate]] = {}
+    for key, c in sorted(best.items(), key=lambda pair: (pair[1].sketch.peak > room, pair[1].sketch.seconds)):
+        kinds.setdefault(key[:3], []).append(c)
+    able = [c for group in kinds.values() for c in group if c.sketch.peak <= room]
+    rest = [c for group in kinds.values() for c in sorted(group, key=lambda c: c.sketch.peak) if c.sketch.peak > room]
+    yield from (able + rest)[:most]
+
+
+def _compiled(planned: list[Candidate], target: Target, count: int) -> list[Candidate]:
+    from .compile import compile_run
+    from .verdict import judge
+
+    best = sorted((c for c in planned if c.plan and c.plan.fits), key=lambda c: c.seconds)[:count]
+    done = []
+    for candidate in planned:
+        if any(candidate is b for b in best):
+            prog, compiled = compile_run(candidate.run, target, progress=True)
+            candidate = dataclasses.replace(candidate, verdict=judge(candidate.plan, prog, compiled))
+        done.append(candidate)
+    return done
+
+
+def why_lost(candidate: Candidate, winner: Candidate | None, target: Target) -> str:
+    """What held a candidate back."""
+    if candidate.refused:
+        return candidate.refused
+    if not candidate.fits:
+        return f"does not fit, by {human_bytes(candidate.peak - target.chip.hbm_bytes)}"
+    if winner is None or candidate is winner:
+        return "the fastest that fits"
+    slower = candidate.seconds - winner.seconds
+    mine, best = candidate.plan.times.by_bound(), winner.plan.times.by_bound()
+    again = sum(line.seconds for line in candidate.plan.times.lines if line.where == "recomputed")
+    less = sum(line.seconds for line in winner.plan.times.lines if line.where == "recomputed")
+    causes = {f"waiting for {key}": mine.get(key, 0.0) - best.get(key, 0.0) for key in {*mine, *best}}
+    causes["computing activations again"] = again - less
+    cause, seconds = max(causes.items(), key=lambda pair: pair[1])
+    return f"{slower / winner.seconds:+.0%}: {human_seconds(max(seconds, 0.0))} more {cause}"
+
+
+def frontier_text(found: Found) -> str:
+    """The search as text: frontier, winner, runners-up."""
+    rows = []
+    for c in found.candidates:
+        mesh = " ".join(f"{a}={s}" for a, s in dataclasses.asdict(c.run.mesh).items() if s > 1)
+        mark = "*" if c in found.frontier else ""
+        by = "compiled" if c.verdict is not None else "types"
+        speed = human_count(c.plan.tokens_per_second) if c.plan else ""
+        rows.append(
+            (mark, human_seconds(c.seconds), human_bytes(c.peak), speed, mesh, c.run.layout.preset,
+             str(c.run.microbatches), c.run.remat.policy, by, why_lost(c, found.winner, found.target))
+        )  # fmt: skip
+    header = ("", "step", "memory", "tokens/s", "mesh", "layout", "microbatches", "keeps", "by", "")
+    lines = [
+        f"{found.sketched} variants sketched, {len(found.candidates)} planned; * is on the frontier of time and memory",
+        aligned(header, rows, right=(1, 2, 3, 6)),
+    ]
+    if found.winner is None:
+        lines.append("nothing fits: use a larger slice, a smaller batch, or a shorter sequence")
+    elif found.winner.options:
+        lines.append("the winner, to paste after the recipe:\n  " + found.winner.words())
+    else:
+        lines.append("the run's own setting is the winner")
+    return "\n\n".join(lines)
+
+
+def search_json(found: Found) -> dict[str, Any]:
+    """The search as plain values."""
+    return {
+        "sketched": found.sketched,
+        "winner": dict(found.winner.options) if found.winner else None,
+        "candidates": [
+            {
+                "options": dict(c.options),
+                "mesh": {a: s for a, s in dataclasses.asdict(c.run.mesh).items() if s > 1},
+                "step_seconds": c.seconds,
+                "peak": c.peak,
+                "fits": c.fits,
+                "mfu": c.plan.mfu if c.plan else None,
+                "compiled": c.verdict is not None,
+                "frontier": c in found.frontier,
+                "why": why_lost(c, found.winner, found.target),
+            }
+            for c in found.candidates
+        ],
+    }
