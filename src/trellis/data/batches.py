@@ -7,7 +7,7 @@ import numpy as np
 
 from ..errors import UserError
 from .order import Order, Shuffle, windowed
-from .packing import Batch, open_rows
+from .packing import Batch, open_rows, padding, pick
 from .store import TokenStore
 
 BatchSize = int | Sequence[tuple[int, int]]

@@ -4,7 +4,8 @@ import dataclasses
 
 import numpy as np
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20  # of documents handed to a worker at a time
+PIECE_BYTES = 1 << 20  # longer texts are encoded in pieces of one to two times this: part of the format
 
 
 @dataclasses.dataclass(slots=True)

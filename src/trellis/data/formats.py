@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from ..errors import UserError
-from .blocks import BLOCK_BYTES, Block
+from .blocks import BLOCK_BYTES, PIECE_BYTES, Block
 from .streams import Stream, plain_name
 
 Reader = Callable[..., Iterator[Block]]
@@ -64,13 +64,13 @@ def whole(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
         position, number = start
         rest, ended = b"", False
         while not ended or rest:
-            while not ended and len(rest) <= 2 * BLOCK_BYTES:
-                data = stream.read(BLOCK_BYTES)
+            while not ended and len(rest) <= 2 * PIECE_BYTES:
+                data = stream.read(PIECE_BYTES)
                 rest, ended = rest + data, not data
-            if ended and len(rest) <= 2 * BLOCK_BYTES:
+            if ended and len(rest) <= 2 * PIECE_BYTES:
                 at = len(rest)
             else:
-                at = rest.find(b"\n", BLOCK_BYTES, 2 * BLOCK_BYTES) + 1 or _character_end(rest, 2 * BLOCK_BYTES)
+                at = rest.find(b"\n", PIECE_BYTES, 2 * PIECE_BYTES) + 1 or _character_end(rest, 2 * PIECE_BYTES)
             payload, rest = rest[:at], rest[at:]
             if payload:
                 end = position + at, number + payload.count(b"\n")

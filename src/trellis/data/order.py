@@ -91,6 +91,7 @@ def windowed(within: np.ndarray, num_rows: int | None, seed: int, epoch: int, sh
     block, window = shuffle.block, shuffle.block * shuffle.window
     out = np.empty_like(within)
     whole = None if num_rows is None else num_rows // block * block
+    blocks = None if shuffle.in_order or not whole else Permutation(whole // block, derive_key(seed, epoch, _BLOCKS))
     for w in np.unique(within // window):
         here = within // window == w
         start = int(w) * window
@@ -101,8 +102,7 @@ def windowed(within: np.ndarray, num_rows: int | None, seed: int, epoch: int, sh
         if size > 0:
             moved[inside] = Permutation(size, derive_key(seed, epoch, _WINDOW, int(w)))(offsets[inside])
         rows = start + moved
-        if not shuffle.in_order and whole:
-            blocks = Permutation(whole // block, derive_key(seed, epoch, _BLOCKS))
+        if blocks is not None:
             rows[inside] = blocks(rows[inside] // block) * block + rows[inside] % block
         out[here] = rows
     if whole is not None and whole < num_rows:

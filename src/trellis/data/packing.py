@@ -221,13 +221,9 @@ def _finish(inputs, targets, mask, starts, real):
     index = np.arange(inputs.shape[1], dtype=np.int32)
     positions = index - np.maximum.accumulate(np.where(starts, index, np.int32(0)), axis=1)
     segments = np.cumsum(starts, axis=1, dtype=np.int32)
+    # inputs and targets are views of one array, shifted by one: copied before the padding is blanked out
+    inputs, targets = np.array(inputs), np.array(targets)
     if not real.all():
         for array in (inputs, targets, segments, positions):
             array[~real] = 0
-    return Batch(
-        tokens=np.ascontiguousarray(inputs),
-        targets=np.ascontiguousarray(targets),
-        loss_mask=mask,
-        segment_ids=segments,
-        positions=positions,
-    )
+    return Batch(tokens=inputs, targets=targets, loss_mask=mask, segment_ids=segments, positions=positions)

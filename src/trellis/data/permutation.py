@@ -3,7 +3,8 @@
 import numpy as np
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_ROUNDS = 8
+_ROUNDS = 12
+_MASK = 2**64 - 1
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
@@ -20,18 +21,25 @@ def mix64(x: np.ndarray) -> np.ndarray:
 
 
 def derive_key(*words: int) -> int:
-    """One 64-bit key from several integers, in order: ``key = mix64(key ^ word)`` from ``key = 0``."""
-    key = np.uint64(0)
-    for word in words:
-        key = mix64(key ^ np.uint64(word % 2**64))
-    return int(key)
+    """One 64-bit key from several integers, in order: ``key = mix64(key ^ word)`` from ``key = 0``.
+
+    >>> derive_key(1) == int(mix64(np.uint64(1)))
+    True
+    """
+    key = 0
+    for word in words:  # mix64 in Python's integers: an array of one element would cost more than the arithmetic
+        x = ((key ^ (word & _MASK)) + int(_GOLDEN)) & _MASK
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        key = x ^ (x >> 31)
+    return key
 
 
 class Permutation:
     """A bijection of 0..n-1 chosen by ``key``: a Feistel network whose halves are numbers, not bits.
 
     A point is split as ``x = left * width + right`` with ``width = ceil(sqrt(n))`` and ``height = ceil(n / width)``.
-    Eight rounds add, alternately, ``mix64(right ^ k_i) mod height`` to ``left`` and ``mix64(left ^ k_i) mod width``
+    Twelve rounds add, alternately, ``mix64(right ^ k_i) mod height`` to ``left`` and ``mix64(left ^ k_i) mod width``
     to ``right``; ``k_i = derive_key(key, i)``. The domain ``height * width`` is less than ``n + width``, so a result
     of n or more is rare; such a point is put through the network again until it falls below n ("cycle walking").
     Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), sections 4 and 5.

@@ -114,7 +114,7 @@ class _Process:
             send(self._process.stdin, message)
             answer = receive(self._process.stdout)
         except (EOFError, BrokenPipeError, ValueError) as error:
-            code = self._process.poll()
+            code = self._process.wait()
             self._log.seek(0)
             tail = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
             raise UserError(

@@ -188,7 +188,7 @@ class StoreWriter:
         self._folder.write("tokenizer.json", self.tokenizer.json.encode())
         self._folder.write("sources.json", (json.dumps({"files": self._source_files}, indent=1) + "\n").encode())
         self._started = True
-        self._write_group(complete=False)
+        self._store(complete=False)
 
     def _store(self, *, complete):
         for array in (self._tokens, self._mask, self._offsets, self._files):

@@ -1,0 +1,209 @@
+"""Batches: every token a target exactly once an epoch, in the documented order, on any number of hosts."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.corpora import END, make_store, random_texts, stream
+from trellis.data import Batches, Shuffle, Store
+from trellis.data.batches import BatchSizes
+from trellis.data.packing import Batch, best_fit
+from trellis.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("stores")
+
+
+def store_of(folder, seed: int, count: int) -> tuple[Store, list[str]]:
+    texts = random_texts(np.random.default_rng(seed), count)
+    return make_store(folder, texts, name=f"store{seed}-{count}"), texts
+
+
+def targets_of(batch: Batch) -> list[int]:
+    return batch.targets[batch.loss_mask > 0].tolist()
+
+
+def check_rows(batch: Batch):
+    """What holds for every row of every packing."""
+    real = batch.segment_ids > 0
+    assert np.array_equal(real, batch.loss_mask > 0)
+    same = (batch.segment_ids[:, 1:] == batch.segment_ids[:, :-1]) & real[:, 1:]
+    assert np.array_equal(batch.tokens[:, 1:][same], batch.targets[:, :-1][same])  # shifted by one inside a document
+    begins = real & np.concatenate([real[:, :1], ~same], axis=1)
+    assert (batch.positions[begins] == 0).all()
+    assert (batch.positions[:, 1:][same] == batch.positions[:, :-1][same] + 1).all()
+    first_rows = begins.copy()
+    first_rows[:, 0] = False
+    assert (batch.tokens[:, 0][real[:, 0]] >= 0).all()
+    for array in (batch.tokens, batch.targets, batch.positions, batch.loss_mask):
+        assert (array[~real] == 0).all()
+    return first_rows
+
+
+@given(
+    seed=st.integers(0, 5),
+    count=st.integers(1, 30),
+    length=st.integers(1, 70),
+    rows=st.integers(1, 9),
+    packing=st.sampled_from(["chunk", "best_fit", "pad"]),
+    shuffle=st.sampled_from([True, False, Shuffle(block=4, window=2), Shuffle(block=3, window=2, in_order=True)]),
+    hosts=st.integers(1, 3),
+)
+@settings(max_examples=80, deadline=None)
+def test_every_token_is_a_target_once_an_epoch(folder, seed, count, length, rows, packing, shuffle, hosts):
+    store, texts = store_of(folder, seed, count)
+    batches = Batches(
+        store, sequence_length=length, batch_size=rows, packing=packing, shuffle=shuffle, max_epochs=1, pad_last=True
+    )
+    found = []
+    for step in range(batches.num_steps):
+        whole = batches.batch(step)
+        check_rows(whole)
+        cuts = [rows * h // hosts for h in range(hosts + 1)]  # what each host reads
+        parts = [batches.batch(step, rows=slice(a, b)) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+        for name in ("tokens", "targets", "loss_mask", "segment_ids", "positions"):
+            assert np.array_equal(np.concatenate([getattr(p, name) for p in parts]), getattr(whole, name))
+        found += targets_of(whole)
+    assert np.array_equal(np.sort(found), np.sort(stream(texts)))
+
+
+def test_chunks_in_order_are_the_stream(folder):
+    store, texts = store_of(folder, 1, 20)
+    batches = Batches(store, sequence_length=16, batch_size=4, shuffle=False, max_epochs=1, pad_last=True)
+    found = [t for step in range(batches.num_steps) for t in targets_of(batches.batch(step))]
+    assert found == stream(texts).tolist()
+    first = batches.batch(0)
+    assert first.tokens[0, 0] == END and first.tokens[1, 0] == stream(texts)[15]
+    starts = np.flatnonzero(first.tokens.reshape(-1) == END)
+    assert starts.tolist() == [int(o) for o in store.offsets(0, 20) if o < 64]
+
+
+def test_inside_a_chunk_documents_are_numbered(tmp_path):
+    store = make_store(tmp_path, ["ab", "c", "defg"])
+    batch = Batches(store, sequence_length=11, batch_size=1, shuffle=False).batch(0)
+    a, b, c, d, e, f, g = b"abcdefg"
+    assert batch.targets.tolist() == [[a, b, END, c, END, d, e, f, g, END, 0]]
+    assert batch.tokens.tolist() == [[END, a, b, END, c, END, d, e, f, g, 0]]
+    assert batch.segment_ids.tolist() == [[1, 1, 1, 2, 2, 3, 3, 3, 3, 3, 0]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 0]]
+    assert batch.loss_mask.tolist() == [[1.0] * 10 + [0.0]]
+    assert [str(getattr(batch, n).dtype) for n in ("tokens", "targets", "loss_mask", "segment_ids", "positions")] == [
+        "int32", "int32", "float32", "int32", "int32",
+    ]  # fmt: skip
+
+
+def test_best_fit_keeps_documents_whole(folder):
+    store, texts = store_of(folder, 2, 30)
+    longest = max(len(t.encode()) for t in texts) + 1
+    batches = Batches(store, sequence_length=longest, batch_size=1, packing="best_fit", shuffle=False, max_epochs=1)
+    documents = []
+    for step in range(batches.num_steps):
+        batch = batches.batch(step)
+        for segment in range(1, batch.segment_ids.max() + 1):
+            documents.append(bytes(batch.targets[batch.segment_ids == segment][:-1].astype(np.uint8)).decode())
+    assert sorted(documents) == sorted(texts)
+    assert batches.num_steps < len(texts)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_best_fit_is_best_fit_decreasing(lengths):
+    order, sizes = best_fit(np.array(lengths), 50)
+    rows: list[list[int]] = []
+    for piece in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fits = [(50 - sum(lengths[p] for p in row), i) for i, row in enumerate(rows)]
+        fits = [(room, i) for room, i in fits if room >= lengths[piece]]
+        if fits:
+            rows[min(fits, key=lambda f: (f[0], order_of_room(rows, lengths, f[1])))[1]].append(piece)
+        else:
+            rows.append([piece])
+    assert sizes.sum() == len(lengths) and sorted(order.tolist()) == list(range(len(lengths)))
+    at, found = 0, []
+    for size in sizes:
+        found.append(order[at : at + size].tolist())
+        assert sum(lengths[p] for p in found[-1]) <= 50
+        at += size
+    fill = lambda rows: sorted(sum(lengths[p] for p in row) for row in rows)
+    assert fill(found) == fill(rows)
+
+
+def order_of_room(rows, lengths, i):
+    return i
+
+
+def test_a_padded_row_holds_one_document(folder):
+    store, texts = store_of(folder, 3, 10)
+    batches = Batches(store, sequence_length=200, batch_size=10, packing="pad", shuffle=False)
+    batch = batches.batch(0)
+    assert (batch.segment_ids.max(axis=1) == 1).all()
+    assert [bytes(t[m > 0][:-1].astype(np.uint8)).decode() for t, m in zip(batch.targets, batch.loss_mask)] == texts
+
+
+def test_the_same_step_is_the_same_batch_and_epochs_reshuffle(folder):
+    store, _ = store_of(folder, 4, 30)
+    options = {"sequence_length": 8, "batch_size": 4, "seed": 9}
+    a, b = Batches(store, **options), Batches(Store.open(store.url), **options)
+    for step in (0, 17, 1000, 3):
+        assert np.array_equal(a.batch(step).targets, b.batch(step).targets)
+    rows = store.num_tokens // 8 + 1
+    epoch = lambda e: np.concatenate([a.batch(s, None).targets for s in range(e * rows, (e + 1) * rows)])
+    assert not np.array_equal(epoch(0)[: rows * 4], epoch(1)[: rows * 4])
+    other = Batches(store, sequence_length=8, batch_size=4, seed=10)
+    assert not np.array_equal(a.batch(0).targets, other.batch(0).targets)
+
+
+@given(
+    stages=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), max_size=4),
+    first=st.integers(1, 9),
+    step=st.integers(0, 100),
+)
+@settings(max_examples=60, deadline=None)
+def test_batch_size_schedules(stages, first, step):
+    schedule, at = [(0, first)], 0
+    for gap, size in stages:
+        at += gap
+        schedule.append((at, size))
+    sizes = BatchSizes(schedule)
+    expected = 0
+    for s in range(step):
+        assert sizes.first_row(s) == expected
+        expected += sizes.at(s)
+    assert sizes.first_row(step) == expected and sizes.steps_for(expected) == step
+    assert sizes.steps_for(expected + sizes.at(step) - 1) == step
+
+
+def test_a_schedule_of_batch_sizes_neither_skips_nor_repeats(folder):
+    store, texts = store_of(folder, 5, 30)
+    batches = Batches(store, sequence_length=8, batch_size=[(0, 2), (5, 7)], max_epochs=1, pad_last=True)
+    found = [t for step in range(batches.num_steps) for t in targets_of(batches.batch(step))]
+    assert np.array_equal(np.sort(found), np.sort(stream(texts)))
+
+
+def test_the_end_of_the_data(folder):
+    store, _ = store_of(folder, 1, 20)
+    batches = Batches(store, sequence_length=16, batch_size=4, max_epochs=2)
+    assert batches.num_steps == 2 * -(-store.num_tokens // 16) // 4
+    with pytest.raises(UserError) as raised:
+        batches.batch(batches.num_steps)
+    assert raised.value.seen == f"step {batches.num_steps}, data for {batches.num_steps}"
+    assert raised.value.fix == "train for fewer steps, or allow more epochs"
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"packing": "best"}, "A packing is one that Trellis knows."),
+        ({"sequence_length": 0}, "A sequence has at least one token."),
+        ({"batch_size": 0}, "Batch sizes are one number, or (first step, rows) from step 0 in rising order."),
+        ({"batch_size": [(5, 4)]}, "Batch sizes are one number, or (first step, rows) from step 0 in rising order."),
+        ({"max_epochs": 0}, "Data is read at least once."),
+    ],
+)
+def test_wrong_options(folder, options, rule):
+    store, _ = store_of(folder, 1, 20)
+    with pytest.raises(UserError) as raised:
+        Batches(store, **({"sequence_length": 8, "batch_size": 4} | options))
+    assert raised.value.rule == rule

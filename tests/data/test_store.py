@@ -1,0 +1,222 @@
+"""The store's format: what other readers see, and what damage looks like."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import zarr
+
+from tests.data.corpora import SecondReader, make_store, random_texts, stream, tree
+from trellis.data import Store, byte_tokenizer, check_tokenizer, check_vocabulary, train_bpe
+from trellis.data.looking import find_damage
+from trellis.data.store import smallest_dtype
+from trellis.data.zarray import crc32c
+from trellis.errors import UserError
+
+
+@pytest.fixture
+def texts():
+    return random_texts(np.random.default_rng(3), 40)
+
+
+@pytest.fixture
+def store(tmp_path, texts):
+    return make_store(tmp_path, texts)
+
+
+def test_any_range_and_any_document(store, texts):
+    expected = stream(texts)
+    assert store.num_tokens == len(expected) and store.num_documents == len(texts)
+    for start, stop in [(0, 0), (0, 1), (63, 65), (0, len(expected)), (100, 300), (len(expected) - 1, len(expected))]:
+        assert np.array_equal(store.tokens(start, stop), expected[start:stop])
+    for i in (0, 1, 17, len(texts) - 1):
+        assert bytes(store.document(i)[:-1].astype(np.uint8)).decode() == texts[i]
+        assert store.document(i)[-1] == store.end_of_document == 256
+    with pytest.raises(IndexError, match="document 40 of 40"):
+        store.document(40)
+    with pytest.raises(IndexError):
+        store.tokens(5, len(expected) + 1)
+
+
+def test_zarr_reads_it(store, texts):
+    group = zarr.open_group(store.url, mode="r")
+    assert np.array_equal(group["tokens"][:], stream(texts)) and group["tokens"].dtype == np.uint16
+    assert group["offsets"].shape == (len(texts) + 1,)
+    assert group["offsets"][-1] == store.num_tokens
+    assert group.attrs["trellis"]["num_documents"] == len(texts)
+
+
+def test_a_reader_written_from_the_documentation_reads_it(tmp_path, store, texts):
+    second = SecondReader(tmp_path / "store")
+    assert second.documents() == [[*text.encode(), 256] for text in texts]
+    assert second.about["text_bytes"] == sum(len(text.encode()) for text in texts)
+
+
+def test_bytes_per_token(store, texts):
+    size = sum(len(text.encode()) for text in texts)
+    assert store.bytes_per_token == pytest.approx(size / (size + len(texts)))
+    assert store.tokenizer().token_bytes.sum() == 256
+
+
+def test_the_smallest_type(tmp_path):
+    assert [smallest_dtype(n).name for n in (256, 257, 65_536, 65_537)] == ["uint8", "uint16", "uint16", "uint32"]
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(UserError) as raised:
+        Store.open(tmp_path / "none")
+    assert str(raised.value) == (
+        f"A token store is a Zarr group.\n  seen:  no zarr.json\n  where: {tmp_path / 'none'}\n"
+        "  fix:   give the path that `trellis tokenize --out` was given"
+    )
+
+
+def test_another_zarr_group(tmp_path):
+    zarr.open_group(str(tmp_path / "group"), mode="w", attributes={"a": 1})
+    with pytest.raises(UserError, match=r"attributes \['a'\]"):
+        Store.open(tmp_path / "group")
+
+
+def test_metadata_that_is_not_json(store, tmp_path):
+    (tmp_path / "store" / "zarr.json").write_text('{"zarr_format": 3, "attr')
+    with pytest.raises(UserError, match="The metadata of a token store is JSON") as raised:
+        Store.open(store.url)
+    assert "the file is damaged" in raised.value.fix
+
+
+def test_another_version(store, tmp_path):
+    path = tmp_path / "store" / "zarr.json"
+    path.write_text(path.read_text().replace('"version": 1', '"version": 9'))
+    with pytest.raises(UserError, match="reads version 1 of the store format") as raised:
+        Store.open(store.url)
+    assert raised.value.seen == "version 9"
+
+
+def damage(folder, how):
+    chunk = folder / "tokens" / "c" / "3"
+    data = bytearray(chunk.read_bytes())
+    if how == "flipped":
+        data[20] ^= 0x10
+        chunk.write_bytes(data)
+    elif how == "cut":
+        chunk.write_bytes(data[:50])
+    elif how == "empty":
+        chunk.write_bytes(b"")
+    elif how == "missing":
+        chunk.unlink()
+    elif how == "swapped":
+        shutil.copy(folder / "tokens" / "c" / "2", chunk)
+
+
+@pytest.mark.parametrize(
+    ("how", "seen"),
+    [
+        ("flipped", "CRC-32C"),
+        ("cut", "50 bytes where 132 belong"),
+        ("empty", "0 bytes where 132 belong"),
+        ("missing", "the chunk is missing"),
+    ],
+)
+def test_damage_is_found_when_it_is_read(store, tmp_path, how, seen):
+    damage(tmp_path / "store", how)
+    opened = Store.open(store.url)
+    opened.tokens(0, 192)
+    with pytest.raises(UserError) as raised:
+        opened.tokens(190, 200)
+    assert "A chunk of a token store matches its size and checksum." in str(raised.value)
+    assert seen in raised.value.seen and raised.value.where.endswith("store/tokens/c/3")
+    assert "`trellis data verify STORE` names the documents" in raised.value.fix
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "missing"])
+def test_missing_bytes_are_noticed_without_checksums(store, tmp_path, how):
+    damage(tmp_path / "store", how)
+    opened = Store.open(store.url, check=False)
+    with pytest.raises(UserError, match="matches its size and checksum"):
+        opened.tokens(192, 256)
+
+
+def test_ids_outside_the_vocabulary_are_noticed_without_checksums(store, tmp_path):
+    chunk = tmp_path / "store" / "tokens" / "c" / "0"
+    data = bytearray(chunk.read_bytes())
+    data[1] = 0xFF
+    chunk.write_bytes(data)
+    with pytest.raises(UserError, match="in a vocabulary of 257"):
+        Store.open(store.url, check=False).tokens(0, 10)
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "empty", "missing", "swapped"])
+def test_verify_names_the_documents(store, tmp_path, texts, how):
+    assert list(find_damage(store)) == []
+    damage(tmp_path / "store", how)
+    found = list(find_damage(Store.open(store.url, check=False)))
+    offsets = store.offsets(0, len(texts) + 1)
+    if how == "swapped":  # a whole chunk in the wrong place matches its own checksum, but documents end elsewhere
+        assert len(found) == 1 and "no end of a document" in found[0].problem
+        return
+    (one,) = found
+    assert one.chunk == "tokens/c/3"
+    assert one.documents == (np.searchsorted(offsets, 192, "right") - 1, np.searchsorted(offsets, 255, "right") - 1)
+    assert one.files == (str(tmp_path / "store.jsonl"),) * 2
+
+
+def test_verify_finds_damaged_offsets(store, tmp_path):
+    chunk = tmp_path / "store" / "offsets" / "c" / "1"
+    data = bytearray(chunk.read_bytes())
+    data[3] ^= 1
+    chunk.write_bytes(data)
+    (one,) = find_damage(Store.open(store.url, check=False))
+    assert one.chunk == "offsets/c/1" and one.documents == (7, 15) and "CRC-32C" in one.problem
+    data[-4:] = crc32c(bytes(data[:-4])).to_bytes(4, "little")
+    chunk.write_bytes(data)
+    problems = [d.problem for d in find_damage(Store.open(store.url, check=False))]
+    assert "not a rising sequence from 0" in problems
+
+
+def test_a_model_with_too_few_ids(store):
+    check_vocabulary(store, 257)
+    with pytest.raises(UserError) as raised:
+        check_vocabulary(store, 256)
+    assert raised.value.rule == "A model has a row of its embedding for every token id."
+    assert raised.value.seen == "257 ids in the store, 256 in the model"
+    assert raised.value.fix == "set the model's vocab_size to 257 or more"
+
+
+def test_a_store_of_another_tokenizer(store):
+    check_tokenizer(store, byte_tokenizer())
+    with pytest.raises(UserError, match="A run's data and its model use one tokenizer") as raised:
+        check_tokenizer(store, train_bpe(iter([["aa bb"]]), 257))
+    assert raised.value.where == store.url
+
+
+def test_a_store_whose_tokenizer_was_replaced(store, tmp_path):
+    path = tmp_path / "store" / "tokenizer.json"
+    path.write_text(train_bpe(iter([["aa bb"]]), 258).json)
+    with pytest.raises(UserError, match="A store's tokenizer is the one that made its tokens"):
+        Store.open(store.url).tokenizer()
+    path.unlink()
+    with pytest.raises(UserError, match="A store holds the tokenizer that made it"):
+        Store.open(store.url).tokenizer()
+
+
+def test_opening_reads_only_metadata(store, tmp_path, monkeypatch):
+    """A store of 1e13 tokens opens as one of 1e3: nothing but the group's metadata is read."""
+    path = tmp_path / "store" / "zarr.json"
+    about = json.loads(path.read_text())
+    about["attributes"]["trellis"] |= {"num_tokens": 10**13, "num_documents": 10**10}
+    path.write_text(json.dumps(about))
+    from trellis.data.storage import LocalFolder
+
+    read = []
+    original = LocalFolder.read
+    monkeypatch.setattr(LocalFolder, "read", lambda self, name, *a: read.append(name) or original(self, name, *a))
+    opened = Store.open(store.url)
+    assert read == ["zarr.json"] and opened.num_tokens == 10**13
+
+
+def test_the_files_of_a_store(store, tmp_path):
+    assert sorted({name.split("/")[0] for name in tree(tmp_path / "store")}) == [
+        "files", "offsets", "sources.json", "tokenizer.json", "tokens", "zarr.json",
+    ]  # fmt: skip
+    assert store.sources()[0]["name"] == str(tmp_path / "store.jsonl")
