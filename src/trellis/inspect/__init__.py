@@ -9,13 +9,18 @@ from .compiled import (
     products,
     scheduled_cycles,
 )
+from .kept import Buffer
 from .ledger import ledger
+from .memory import Memory, NotEnoughMemory, live_memory, memory
 from .pictures import Picture, show
 from .rows import Ledger, Row
 
 __all__ = [
+    "Buffer",
     "CompiledMemory",
     "Ledger",
+    "Memory",
+    "NotEnoughMemory",
     "Picture",
     "Row",
     "collectives",
@@ -23,6 +28,8 @@ __all__ = [
     "compiled_memory",
     "flops",
     "ledger",
+    "live_memory",
+    "memory",
     "products",
     "scheduled_cycles",
     "show",

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from trellis.notation.typeof import short_dtype
 
 from . import manual
+from .calls import called
 from .rows import Ledger, Row
 from .rules import Implied, Placements
 from .source import direction_of, names_of, source_of
@@ -64,30 +65,20 @@ def trace(fn: Callable, *args, **kwargs) -> tuple[ClosedJaxpr, Mesh | None]:
 
     arrays = [leaf for leaf, array in zip(leaves, is_array) if array]
     mesh = next((m for m in map(_mesh_of, arrays) if m is not None), None)
-    with contextlib.ExitStack() as stack:
-        if mesh is not None and jax.sharding.get_abstract_mesh().empty:
-            stack.enter_context(jax.set_mesh(mesh))
+    with mesh_in_force(mesh):
         return jax.make_jaxpr(call)(arrays), mesh
+
+
+def mesh_in_force(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+    """The given mesh, unless there is none or one is in force already."""
+    if mesh is None or not jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(mesh)
 
 
 def _mesh_of(array) -> Mesh | None:
     sharding = getattr(array, "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
-
-
-_LOCAL = ("reduce", "reduce_window", "select_and_scatter_add", "pallas_call")
-
-
-def _inner(equation: JaxprEqn) -> Jaxpr | None:
-    """The jaxpr of a call: of jit, remat, custom derivatives, shard_map."""
-    if equation.primitive.name in _LOCAL or equation.primitive.name.startswith("scatter"):
-        return None
-    for value in equation.params.values():
-        if isinstance(value, ClosedJaxpr):
-            return value.jaxpr
-        if isinstance(value, Jaxpr):
-            return value
-    return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,7 +117,8 @@ class _Walk:
             branches = [self.jaxpr(branch.jaxpr, times, here) for branch in equation.params["branches"]]
             largest = max(branches, key=lambda rows: sum(row.total for row in rows))
             yield from (_noted(row, f"the largest of {len(branches)} branches") for row in largest)
-        elif inner := _inner(equation):
+        elif parts := called(equation):
+            inner = parts[0]
             child = placements.enter(equation, inner)
             yield from self.jaxpr(inner, times, here, child)
             placements.leave(equation, inner, child)

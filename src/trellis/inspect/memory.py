@@ -1,0 +1,309 @@
+"""What one device holds, by kind and by name: before running, from types and from the compiler, and while running.
+
+From types: the arguments are told apart by where they stand in their trees, gradients are as large as parameters, and
+the values that the forward pass keeps for the backward pass are read off the jaxpr with the names that `save` gave
+them. The compiler's own count stands beside it: it fuses some of these away, and adds what a step needs in passing,
+the temporaries.
+"""
+
+import collections
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import NamedSharding
+
+from trellis.notation.typeof import short_dtype
+
+from .calls import called
+from .compiled import CompiledMemory, compiled_memory
+from .kept import Buffer, kept
+from .ledger import mesh_in_force, trace
+from .rows import aligned, human_bytes
+from .rules import num_bytes
+from .source import direction_of
+from .transition import Place
+
+KINDS = ("parameters", "optimizer", "gradients", "activations", "gathered weights", "batch", "temporaries", "other")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What one device holds.
+
+    Attributes:
+        buffers: everything that is known by name, largest first.
+        compiled: the compiler's count, where the program was compiled.
+        in_use: bytes in use by the device's own count, where it has one; only while running.
+    """
+
+    buffers: tuple[Buffer, ...]
+    compiled: CompiledMemory | None = None
+    in_use: int | None = None
+
+    def per_kind(self) -> dict[str, int]:
+        """Bytes by kind, in the order of `KINDS`."""
+        sums: collections.Counter[str] = collections.Counter()
+        for buffer in self.buffers:
+            sums[buffer.kind] += buffer.num_bytes
+        return {kind: sums[kind] for kind in KINDS if sums[kind]}
+
+    @property
+    def total(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.num_bytes for buffer in self.buffers)
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the highest point: by the compiler where it was asked, otherwise all buffers together."""
+        return self.compiled.peak if self.compiled else self.total
+
+    def largest(self, kind: str = "activations") -> Buffer | None:
+        """The largest buffer of a kind, all of one name together; None where there is none.
+
+        The default answers which activation to recompute, or to move to the host, first.
+        """
+        named = self.by_name(kind)
+        return named[0] if named else None
+
+    def by_name(self, kind: str | None = None) -> list[Buffer]:
+        """Buffers of one name together, largest first."""
+        groups: dict[tuple[str, str], list[Buffer]] = collections.defaultdict(list)
+        for buffer in self.buffers:
+            if kind is None or buffer.kind == kind:
+                groups[buffer.kind, buffer.name].append(buffer)
+        merged = []
+        for first, *rest in groups.values():
+            what = first.what + (f" and {len(rest)} more" if rest else "")
+            size = first.num_bytes + sum(buffer.num_bytes for buffer in rest)
+            merged.append(dataclasses.replace(first, what=what, num_bytes=size))
+        return sorted(merged, key=lambda buffer: -buffer.num_bytes)
+
+    def as_dict(self) -> dict:
+        """Everything as plain data."""
+        compiled = dataclasses.asdict(self.compiled) | {"peak": self.compiled.peak} if self.compiled else None
+        return {
+            "per_kind": self.per_kind(),
+            "peak": self.peak,
+            "buffers": [dataclasses.asdict(buffer) for buffer in self.buffers],
+            "compiled": compiled,
+            "in_use": self.in_use,
+        }
+
+    def to_json(self) -> str:
+        """`as_dict`, as JSON."""
+        return json.dumps(self.as_dict())
+
+    def svg(self) -> str:
+        """A treemap: an area for each buffer, its kind by color."""
+        from .treemap import treemap
+
+        return treemap([(b.kind, b.name, b.what, b.num_bytes) for b in self.by_name()], KINDS)
+
+    _repr_svg_ = svg
+
+    def table(self, most: int = 10) -> str:
+        """As text: the sums by kind, and the largest buffers."""
+        kinds = [
+            (kind, human_bytes(size), f"{100 * size / max(self.total, 1):.0f} %")
+            for kind, size in self.per_kind().items()
+        ]
+        parts = [
+            aligned(
+                ("kind", "bytes a device", "share"), [*kinds, ("in all", human_bytes(self.total), "")], right=(1, 2)
+            )
+        ]
+        rows = [(human_bytes(b.num_bytes), b.kind, b.name, b.what, b.source) for b in self.by_name()[:most]]
+        parts.append(aligned(("largest", "kind", "name", "type", "at"), rows, right=(0,)))
+        activation = self.largest()
+        if activation:
+            parts.append(f"largest activation: {activation.name}, {human_bytes(activation.num_bytes)}")
+        if self.compiled:
+            c = self.compiled
+            parts.append(
+                f"by the compiler: peak {human_bytes(c.peak)} = arguments {human_bytes(c.arguments)} + results "
+                f"{human_bytes(c.outputs)} - donated {human_bytes(c.aliased)} + temporaries "
+                f"{human_bytes(c.temporaries)} + code {human_bytes(c.code)}"
+                + (f"; on the host {human_bytes(c.host)}" if c.host else "")
+            )
+        if self.in_use is not None:
+            parts.append(f"in use by the device's own count: {human_bytes(self.in_use)}")
+        return "\n\n".join(parts)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def check(self, capacity: int, changes: "Mapping[str, Callable[[], Memory]] | None" = None) -> None:
+        """Refuses what does not fit.
+
+        Args:
+            capacity: bytes that a device has.
+            changes: what could be done instead, by name, each with a function that finds out the memory it takes,
+                called only when needed. The first three that fit are offered.
+
+        Raises:
+            NotEnoughMemory: by how much, the largest buffers by name, and the changes that make it fit.
+        """
+        if self.peak <= capacity:
+            return
+        largest = ", ".join(f"{b.name} ({b.kind}) {human_bytes(b.num_bytes)}" for b in self.by_name()[:3])
+        fitting = []
+        for name, found in (changes or {}).items():
+            peak = found().peak
+            if peak <= capacity:
+                fitting.append(f"{name} ({human_bytes(peak)})")
+            if len(fitting) == 3:
+                break
+        fix = "what fits: " + "; ".join(fitting) if fitting else "use more devices, or a smaller model or batch"
+        if changes and not fitting:
+            fix = f"none of {', '.join(changes)} is enough: use more devices, or a smaller model or batch"
+        raise NotEnoughMemory(
+            f"a step fits in a device's memory, got {human_bytes(self.peak)} for {human_bytes(capacity)}, "
+            f"{human_bytes(self.peak - capacity)} too much; largest: {largest}: {fix}"
+        )
+
+
+class NotEnoughMemory(ValueError):
+    """A step that does not fit. The message says by how much, what is largest, and what would fit."""
+
+
+def kind_of(path: tuple[str, ...], array: Any) -> str:
+    """What an argument is, by the names on the way to it: `("0", "optimizer", "mu", "embedding")`.
+
+    An optimizer's state has `opt...`, `mu`, `nu` or `average` on its way, parameters have `model` or `params`. Of the
+    rest, floating-point arrays in the first argument are parameters, and everything else is the batch.
+    """
+    words = [word.lower() for word in path[1:]]
+    if any(word.startswith("opt") or word in ("mu", "nu", "trace", "average") for word in words):
+        return "optimizer"
+    floats = jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
+    if any(word in ("model", "params", "parameters") for word in words) or (floats and path[0] == "0"):
+        return "parameters"
+    return "batch"
+
+
+def memory(
+    fn: Callable, *args, compile: bool = True, kind_of: Callable[[tuple[str, ...], Any], str] = kind_of, **kwargs
+) -> Memory:
+    """What one device holds during a call of a function, before anything runs.
+
+    Args:
+        fn: a gradient or a train step, jitted (with its donations) or not.
+        *args, **kwargs: its arguments: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+        compile: whether the compiler is asked as well.
+        kind_of: tells what an argument is, from the names on the way to it and the array.
+
+    Returns:
+        Buffers by kind and name, and the compiler's count. Temporaries are what the compiler counts beyond the
+        gradients and the values kept for the backward pass.
+    """
+    buffers = _arguments((args, kwargs), kind_of)
+    closed, mesh = trace(fn, *args, **kwargs)
+    live, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    between = kept(live, dict(mesh.shape) if mesh is not None else {})
+    buffers += between
+    if _differentiates(live):
+        gradients = sum(b.num_bytes for b in buffers if b.kind == "parameters")
+        buffers.append(Buffer(kind="gradients", name="gradients", what="as the parameters", num_bytes=gradients))
+    counted = None
+    if compile:
+        jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
+        with mesh_in_force(mesh):
+            counted = compiled_memory(jitted.lower(*args, **kwargs).compile())
+        known = sum(b.num_bytes for b in buffers if b.kind in ("gradients", "activations", "gathered weights"))
+        rest = counted.temporaries + counted.outputs - counted.aliased - known
+        if rest > 0:
+            buffers.append(Buffer(kind="temporaries", name="temporaries", what="by the compiler", num_bytes=rest))
+    return Memory(tuple(sorted(buffers, key=lambda b: -b.num_bytes)), counted)
+
+
+def _arguments(tree: Any, kind_of: Callable[[tuple[str, ...], Any], str]) -> list[Buffer]:
+    """A buffer for every array of the arguments."""
+    found = []
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_named)
+    for path, leaf in leaves:
+        array = leaf.array if _is_named(leaf) else leaf
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            continue
+        words = tuple(_word(key) for key in path[1:])  # without the pair of args and kwargs
+        found.append(
+            Buffer(
+                kind=kind_of(words, array),
+                name=".".join(words[1:]) or f"argument {words[0]}",
+                what=_type(array, getattr(leaf, "names", None)),
+                num_bytes=_local(array),
+            )
+        )
+    return found
+
+
+def _is_named(x: Any) -> bool:
+    return hasattr(x, "array") and hasattr(x, "names")
+
+
+def _word(key: Any) -> str:
+    for attribute in ("name", "key", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _local(array: Any) -> int:
+    """Bytes of one device's part of an array or a `ShapeDtypeStruct`."""
+    sharding = getattr(array, "sharding", None)
+    shape = sharding.shard_shape(tuple(array.shape)) if sharding is not None else array.shape
+    return num_bytes(jax.ShapeDtypeStruct(shape, array.dtype))
+
+
+def _type(array: Any, names: tuple[str, ...] | None) -> str:
+    sharding = getattr(array, "sharding", None)
+    words = names or tuple(map(str, array.shape))
+    spec = sharding.spec.partitions if isinstance(sharding, NamedSharding) else ()
+    dims = [entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else () for entry in spec]
+    place = Place((*map(tuple, dims), *[()] * (len(array.shape) - len(dims))))
+    return f"{short_dtype(array.dtype)}[{place.words(words)}]"
+
+
+def _differentiates(jaxpr: Jaxpr) -> bool:
+    return any(
+        direction_of(str(equation.source_info.name_stack)) == "backward" or any(map(_differentiates, called(equation)))
+        for equation in jaxpr.eqns
+    )
+
+
+def live_memory(**trees: Any) -> Memory:
+    """What the fullest of this process's devices holds now.
+
+    Args:
+        **trees: arrays by what they are: `live_memory(parameters=model, optimizer=state)`. A name that is not in
+            `KINDS` counts as `other`. Arrays in none of the trees are `other`, by their type.
+
+    Returns:
+        The live buffers, and the device's own count where it has one (GPU, TPU).
+    """
+    known: dict[int, tuple[str, str]] = {}
+    for kind, tree in trees.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            name = ".".join(word for word in map(_word, path) if word != "array")
+            known[id(leaf)] = (kind, name or kind)
+    per_device: dict[jax.Device, list[Buffer]] = collections.defaultdict(list)
+    for array in jax.live_arrays():
+        kind, name = known.get(id(array), ("other", "not in a tree"))
+        for shard in array.addressable_shards:
+            per_device[shard.device].append(
+                Buffer(
+                    kind=kind if kind in KINDS else "other",
+                    name=name,
+                    what=_type(array, None),
+                    num_bytes=num_bytes(jax.ShapeDtypeStruct(shard.data.shape, array.dtype)),
+                )
+            )
+    if not per_device:
+        return Memory(())
+    device, buffers = max(per_device.items(), key=lambda pair: sum(b.num_bytes for b in pair[1]))
+    stats = device.memory_stats() or {}
+    return Memory(tuple(sorted(buffers, key=lambda b: -b.num_bytes)), in_use=stats.get("bytes_in_use"))

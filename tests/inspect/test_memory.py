@@ -1,0 +1,236 @@
+"""What one device holds: by kind and name, from types, from the compiler, and while running."""
+
+import functools
+import gc
+import json
+import xml.etree.ElementTree as ElementTree
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from trellis.inspect import Buffer, Memory, NotEnoughMemory, live_memory, memory
+from trellis.inspect.memory import kind_of
+
+LAYERS, BATCH, EMBED, MLP = 3, 8, 16, 32
+MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+
+def layer(x, weights):
+    up, down = weights["up"], weights["down"]
+    hidden = checkpoint_name(jnp.tanh(x @ up), "hidden")
+    return x + checkpoint_name(hidden @ down, "out"), None
+
+
+def loss(model, x, keep=()):
+    body = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*keep))
+    return jnp.mean(lax.scan(body, x, model)[0] ** 2)
+
+
+def shapes(sharding=lambda *partitions: None):
+    def array(shape, *partitions):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding(*partitions))
+
+    model = {"up": array((LAYERS, EMBED, MLP)), "down": array((LAYERS, MLP, EMBED))}
+    return model, array((BATCH, EMBED), "data")
+
+
+def step(optimizer, keep, state, x):
+    gradients = jax.grad(functools.partial(loss, keep=keep))(state["model"], x)
+    with jax.numpy_dtype_promotion("standard"):  # optax counts in integers
+        updates, moments = optimizer.update(gradients, state["optimizer"], state["model"])
+        return {"model": optax.apply_updates(state["model"], updates), "optimizer": moments}
+
+
+@functools.cache
+def of_step(*keep):
+    model, x = shapes()
+    optimizer = optax.adam(1e-3)
+    state = {"model": model, "optimizer": jax.eval_shape(optimizer.init, model)}
+    return memory(jax.jit(functools.partial(step, optimizer, keep), donate_argnums=0), state, x)
+
+
+PARAMETERS = 2 * LAYERS * EMBED * MLP * 4
+
+
+def test_kinds_of_a_train_step():
+    kinds = of_step().per_kind()
+    assert kinds["parameters"] == kinds["gradients"] == PARAMETERS
+    assert kinds["optimizer"] == 2 * PARAMETERS + 4  # two moments and a counter
+    assert kinds["batch"] == BATCH * EMBED * 4
+    # Full recomputation keeps what goes from layer to layer, and the last layer's result times two for the loss.
+    assert kinds["activations"] == (LAYERS + 1) * BATCH * EMBED * 4
+
+
+@pytest.mark.parametrize("keep", [("hidden",), ("out",), ("hidden", "out")])
+def test_named_activations_are_kept_by_name(keep):
+    sizes = {"hidden": LAYERS * BATCH * MLP * 4, "out": LAYERS * BATCH * EMBED * 4}
+    more = {b.name: b.num_bytes for b in of_step(*keep).by_name("activations")}
+    # The second name is the last that a layer makes: nothing in the backward pass reads it.
+    assert {name: more.get(name, 0) for name in sizes} == {"hidden": sizes["hidden"] * ("hidden" in keep), "out": 0}
+
+
+def test_the_largest_activation():
+    largest = of_step("hidden").largest()
+    assert (largest.name, largest.what) == ("hidden", "f32[3 8 32]")
+    assert largest.source.startswith("test_memory.py:") and largest.source.endswith("(layer)")
+    assert of_step().largest().name == "carry between layers"
+    assert of_step().largest("gathered weights") is None
+
+
+def test_the_compiler_counts_the_same_arguments():
+    found = of_step("hidden")
+    kinds = found.per_kind()
+    assert found.compiled.arguments == kinds["parameters"] + kinds["optimizer"] + kinds["batch"]
+    assert found.compiled.aliased == kinds["parameters"] + kinds["optimizer"]
+    assert found.peak == found.compiled.peak
+
+
+def test_per_device_bytes_follow_the_sharding():
+    sharding = lambda *partitions: NamedSharding(MESH, P(*partitions))
+    model, x = shapes(sharding)
+    model["up"] = jax.ShapeDtypeStruct((LAYERS, EMBED, MLP), jnp.float32, sharding=sharding(None, None, "model"))
+    model["down"] = jax.ShapeDtypeStruct((LAYERS, MLP, EMBED), jnp.float32, sharding=sharding(None, "model", None))
+
+    def parallel(model, x):
+        def body(x, weights):
+            hidden = checkpoint_name(jnp.tanh(x @ weights["up"]), "hidden")
+            return x + jnp.einsum("bm,me->be", hidden, weights["down"], out_sharding=P("data", None)), None
+
+        kept = jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names("hidden"))
+        return jnp.mean(lax.scan(kept, x, model)[0] ** 2)
+
+    found = memory(jax.grad(parallel), model, x, compile=False)
+    assert found.per_kind()["parameters"] == PARAMETERS // 2
+    assert found.per_kind()["batch"] == BATCH * EMBED * 4 // 4
+    hidden = next(b for b in found.buffers if b.name == "hidden")
+    assert hidden.num_bytes == LAYERS * BATCH * MLP * 4 // 8
+    assert hidden.what == "f32[3 8/data 32/model]"
+    assert found.compiled is None and found.peak == found.total
+
+
+def test_a_gathered_weight_that_is_kept_shows_as_one():
+    """Without recomputation a weight that was gathered for the forward pass stays for the backward pass."""
+
+    def gathered(w, x):
+        w = jax.reshard(w, P(None, None, reduced={"data"}))
+        return jnp.sum(jnp.tanh(x @ w))
+
+    w = jax.ShapeDtypeStruct((EMBED, MLP), jnp.float32, sharding=NamedSharding(MESH, P("data", None)))
+    x = jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float32, sharding=NamedSharding(MESH, P("data", None)))
+    found = memory(jax.grad(gathered, argnums=(0, 1)), w, x, compile=False)
+    assert found.per_kind()["gathered weights"] == EMBED * MLP * 4
+    assert found.largest("gathered weights").what == "f32[16 32 ~data]"
+
+
+def test_a_function_called_twice_keeps_two_values():
+    squash = jax.jit(lambda x: jnp.tanh(x))
+
+    def twice(x):
+        return jnp.sum(squash(squash(x) * 2))
+
+    found = memory(jax.grad(twice), jnp.ones((4, 4)), compile=False)
+    assert [b.num_bytes for b in found.buffers if b.kind == "activations"].count(64) >= 2
+
+
+def test_both_passes_inside_a_loop_over_microbatches():
+    def accumulate(model, xs):
+        def body(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(functools.partial(loss, keep=("hidden",)))(model, x)), None
+
+        return lax.scan(body, jax.tree.map(jnp.zeros_like, model), xs)[0]
+
+    model, x = shapes()
+    xs = jax.ShapeDtypeStruct((5, *x.shape), x.dtype)
+    found = memory(accumulate, model, xs, compile=False)
+    assert found.largest().name == "hidden"
+    assert found.largest().num_bytes == LAYERS * BATCH * MLP * 4  # of one microbatch
+
+
+def test_forward_only_has_no_gradients():
+    model, x = shapes()
+    assert set(memory(loss, model, x, compile=False).per_kind()) == {"parameters", "batch"}
+
+
+@pytest.mark.parametrize(
+    ("path", "dtype", "kind"),
+    [
+        (("0", "model", "embedding"), jnp.float32, "parameters"),
+        (("0", "optimizer", "mu", "embedding"), jnp.float32, "optimizer"),
+        (("1", "opt_state", "count"), jnp.int32, "optimizer"),
+        (("0", "average", "embedding"), jnp.float32, "optimizer"),
+        (("0", "step"), jnp.int32, "batch"),
+        (("0", "up"), jnp.float32, "parameters"),
+        (("1", "tokens"), jnp.int32, "batch"),
+        (("1", "images"), jnp.float32, "batch"),
+    ],
+)
+def test_what_an_argument_is(path, dtype, kind):
+    assert kind_of(path, jax.ShapeDtypeStruct((1,), dtype)) == kind
+
+
+def test_table_json_and_picture():
+    found = of_step("hidden")
+    text = str(found)
+    for words in ("kind", "parameters", "12.0 KiB", "largest activation: hidden, 3.0 KiB", "by the compiler: peak"):
+        assert words in text
+    assert json.loads(found.to_json())["per_kind"] == found.per_kind()
+    root = ElementTree.fromstring(found.svg())
+    titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert "hidden f32[3 8 32] 3.0 KiB" in titles
+    assert "model.up f32[3 16 32] 6.0 KiB" in titles
+
+
+def test_areas_of_the_picture_are_in_proportion():
+    found = Memory((
+        Buffer(kind="parameters", name="a", what="", num_bytes=3000),
+        Buffer(kind="parameters", name="b", what="", num_bytes=1000),
+        Buffer(kind="batch", name="c", what="", num_bytes=4000),
+    ))  # fmt: skip
+    areas = {}
+    for element in ElementTree.fromstring(found.svg()).iter("{http://www.w3.org/2000/svg}rect"):
+        for title in element:
+            areas[title.text[0]] = float(element.get("width")) * float(element.get("height"))
+    assert areas["a"] == pytest.approx(3 * areas["b"], rel=0.01)
+    assert areas["c"] == pytest.approx(4 * areas["b"], rel=0.01)
+
+
+def test_live_buffers():
+    gc.collect()
+    before = live_memory().per_kind().get("other", 0)
+    model = {"up": jax.device_put(jnp.ones((64, 64)), jax.devices()[0])}
+    lost = jax.device_put(jnp.ones((32, 32)), jax.devices()[0])
+    found = live_memory(parameters=model)
+    assert found.per_kind()["parameters"] == 64 * 64 * 4
+    assert [b.name for b in found.buffers if b.kind == "parameters"] == ["up"]
+    assert found.per_kind()["other"] >= 32 * 32 * 4 and found.per_kind()["other"] >= before
+    del lost
+
+
+def test_what_does_not_fit_says_what_would():
+    large, small = of_step("hidden"), of_step()
+    large.check(large.peak)
+    with pytest.raises(NotEnoughMemory) as caught:
+        large.check(1000, {"keep nothing": lambda: small})
+    assert "none of keep nothing is enough: use more devices, or a smaller model or batch" in str(caught.value)
+    fits = Memory(large.buffers[:1])
+    with pytest.raises(NotEnoughMemory) as caught:
+        large.check(
+            fits.peak,
+            {"keep nothing": lambda: large, "half the batch": lambda: fits, "four devices": lambda: fits},
+        )
+    text = str(caught.value)
+    assert text.startswith("a step fits in a device's memory, got ")
+    assert "too much; largest: " in text
+    assert "what fits: half the batch (" in text and "four devices (" in text and "keep nothing" not in text
+
+
+def test_what_does_not_fit_without_changes():
+    with pytest.raises(NotEnoughMemory, match="use more devices, or a smaller model or batch$"):
+        of_step().check(1)
