@@ -77,6 +77,17 @@ class Links:
         hops = sum(part.size // 2 if part.ring else part.size - 1 for part in parts if part.where.startswith("side"))
         return wire_bytes / self.bandwidth(axes) + LAUNCH_SECONDS[self.target.chip.kind] + hops * HOP_SECONDS
 
+    def scatters_as_reduce(self, axes: Sequence[str]) -> bool:
+        """Whether a reduce-scatter over these axes together becomes an all-reduce and a slice: twice the bytes.
+
+        That is what libtpu 0.0.42 makes of it where the group spans several sides of a v4, v5e, v5p or v6e torus;
+        over one side, and on v7x, it scatters.
+        """
+        if self.target.chip.kind != "tpu" or self.target.chip.devices_per_chip > 1:
+            return False
+        sides = {part.where for axis in axes for part in self.parts.get(axis, ()) if part.where.startswith("side")}
+        return len(sides) > 1
+
     def crosses_network(self, axes: Sequence[str]) -> bool:
         """Whether a collective over these axes leaves a slice or a host."""
         return any(part.where == "network" for axis in axes for part in self.parts.get(axis, ()))

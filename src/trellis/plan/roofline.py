@@ -143,7 +143,7 @@ def work_line(op: Op, chip: Chip) -> Line:
     }[bound]
     return Line(
         kind=op.kind,
-        label=op.label or op.what,
+        label=op.label or ("attention" if op.kind == "attention" else op.what),
         where=op.direction,
         seconds=seconds * op.times,
         bound=bound,
@@ -159,16 +159,19 @@ def work_line(op: Op, chip: Chip) -> Line:
 def collective_line(row: Row, links: Links, role: str) -> Line:
     """The time of one collective of the ledger."""
     rate = links.bandwidth(row.axes)
+    wire, note = row.wire, ""
+    if row.kind == "reduce-scatter" and links.scatters_as_reduce(row.axes):
+        wire, note = 2 * wire, ", as an all-reduce and a slice"
     return Line(
         kind=row.kind,
         label=f"{role} {row.what}",
         where=row.direction or "forward",
-        seconds=links.seconds(row.wire, row.axes) * row.times,
+        seconds=links.seconds(wire, row.axes) * row.times,
         bound=f"links of {row.axis}",
         flops=0.0,
-        num_bytes=row.total,
+        num_bytes=float(wire) * row.times,
         times=row.times,
-        formula=f"{row.times} x {row.wire:.3g} B / {rate:.3g} B/s over {row.axis}",
+        formula=f"{row.times} x {wire:.3g} B / {rate:.3g} B/s over {row.axis}{note}",
         source=row.source,
         axes=row.axes,
     )
