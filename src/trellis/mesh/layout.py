@@ -4,7 +4,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import math
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -12,15 +11,18 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trellis.notation import spec_of
+from trellis.notation.struct import check_divides
 
-from .meshes import MeshError, nearest_sizes
+from .meshes import MeshError
 
 _current: contextvars.ContextVar["Layout | None"] = contextvars.ContextVar("layout", default=None)
 
 Axes = tuple[str, ...]
 
 
-def _freeze(entries: "Mapping[str, str | Sequence[str]] | tuple", mesh: Mesh, which: str) -> tuple[tuple[str, Axes], ...]:
+def _freeze(
+    entries: "Mapping[str, str | Sequence[str]] | tuple", mesh: Mesh, which: str
+) -> tuple[tuple[str, Axes], ...]:
     items = entries.items() if isinstance(entries, Mapping) else entries
     frozen = tuple((name, (axes,) if isinstance(axes, str) else tuple(axes)) for name, axes in items)
     for name, axes in frozen:
@@ -63,7 +65,9 @@ class Layout:
 
     def __init__(self, mesh: Mesh, params=(), compute=(), *, strict: bool = False, gather: str = "joint"):
         if gather not in ("joint", "per_axis"):
-            raise MeshError(f"a layout gathers 'joint' or 'per_axis', got gather={gather!r}, in Layout: pass one of the two")
+            raise MeshError(
+                f"a layout gathers 'joint' or 'per_axis', got gather={gather!r}, in Layout: pass one of the two"
+            )
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "params", _freeze(params, mesh, "params"))
         object.__setattr__(self, "compute", _freeze(compute, mesh, "compute"))
@@ -86,10 +90,10 @@ class Layout:
         """Refuses sizes that do not divide over their mesh axes.
 
         Raises:
-            MeshError: with both sizes, and the nearest sizes that work.
+            NotationError: with both sizes, and the nearest sizes that work.
         """
         for name, size, axes in zip(names, sizes, self.assign(names, which), strict=True):
-            check_divides(name, size, axes, self.mesh.shape)
+            check_divides(name, size, axes, self.mesh.shape, f"'{'/'.join((name, *axes))}'")
 
     def __enter__(self) -> "Layout":
         stack = contextlib.ExitStack()
@@ -110,20 +114,6 @@ _entered = threading.local()
 def current_layout() -> Layout | None:
     """The layout of the innermost `with layout:`, or None."""
     return _current.get()
-
-
-def check_divides(name: str | int, size: int, axes: Sequence[str], mesh_shape: Mapping[str, int]) -> None:
-    """Refuses a dimension that its mesh axes do not divide.
-
-    Raises:
-        MeshError: with both sizes, and the nearest sizes that work.
-    """
-    parts = math.prod(mesh_shape[axis] for axis in axes)
-    if size % parts:
-        raise MeshError(
-            f"a mesh axis divides what it slices, got {name}={size} over {'/'.join(axes)}={parts}, "
-            f"in '{'/'.join((str(name), *axes))}': make {name} {nearest_sizes(size, parts)}, or change the layout"
-        )
 
 
 @functools.lru_cache(maxsize=65536)

@@ -16,7 +16,7 @@ _TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 
 
 class MeshError(ValueError):
-    """A mesh that cannot be made of these devices, or a size that it does not divide."""
+    """A mesh that cannot be made of these devices."""
 
 
 def make_mesh(devices: Sequence | None = None, *, axis_type: str = "explicit", **sizes: int) -> Mesh:
@@ -40,7 +40,9 @@ def make_mesh(devices: Sequence | None = None, *, axis_type: str = "explicit", *
     """
     devices = list(jax.devices() if devices is None else devices)
     if axis_type not in _TYPES:
-        raise MeshError(f"a mesh axis is 'explicit' or 'auto', got axis_type={axis_type!r}, in make_mesh: pass one of the two")
+        raise MeshError(
+            f"a mesh axis is 'explicit' or 'auto', got axis_type={axis_type!r}, in make_mesh: pass one of the two"
+        )
     sizes = _resolve(sizes, len(devices))
     names = sorted(sizes, key=lambda n: OUTER_TO_INNER.index(n) if n in OUTER_TO_INNER else len(OUTER_TO_INNER))
     shape = [sizes[name] for name in names]
@@ -52,7 +54,9 @@ def _resolve(sizes: dict[str, int], count: int) -> dict[str, int]:
     if not sizes:
         raise MeshError("a mesh has at least one axis, got none, in make_mesh: write make_mesh(data=-1)")
     if bad := [n for n, s in sizes.items() if s < 1 and s != -1]:
-        raise MeshError(f"a mesh axis has a positive size, or -1 for what is left, got {shown}, in make_mesh: correct '{bad[0]}'")
+        raise MeshError(
+            f"a mesh axis has a positive size, or -1 for what is left, got {shown}, in make_mesh: correct '{bad[0]}'"
+        )
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise MeshError(f"one mesh axis at most takes what is left, got {shown}, in make_mesh: give '{free[1]}' a size")
@@ -103,12 +107,3 @@ def _arrange(devices: list, names: list[str], shape: list[int]) -> np.ndarray:
     axes = [i + side * len(shape) for i in range(len(shape)) for side in (0, 1)]
     return ordered.reshape(across + within).transpose(axes).reshape(shape)
 
-
-def nearest_sizes(size: int, parts: int) -> str:
-    """The sizes around `size` that `parts` divides, as text for an error.
-
-    >>> nearest_sizes(6, 4)
-    '4 or 8'
-    """
-    below, above = size // parts * parts, -(-size // parts) * parts
-    return f"{below} or {above}" if below else str(above)

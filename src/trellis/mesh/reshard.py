@@ -7,9 +7,9 @@ from jax.sharding import NamedSharding
 
 from trellis.notation import Dim, NotationError, Shape, parse_transition, spec_of
 from trellis.notation.state import State, state_of
+from trellis.notation.struct import check_divides
 
-from .layout import check_divides
-
+from .manual_reshard import manual_reshard
 
 
 class ReshardError(ValueError):
@@ -40,7 +40,7 @@ def reshard(transition: str, x):
     Raises:
         ReshardError: `x` is not what `before` says.
         NotationError: the text is not a transition.
-        MeshError: a mesh axis does not divide its dimension.
+        NotationError: a mesh axis does not divide its dimension.
     """
     before, after = parse_transition(transition)
     return _reshard(before, after, x, transition)
@@ -60,7 +60,9 @@ def _verb(name: str, doc: str):
         return _reshard(before, after, x, transition)
 
     verb.__name__ = verb.__qualname__ = name
-    verb.__doc__ = f"`reshard`, where the transition must be {doc}.\n\n    Raises:\n        ReshardError: it is another."
+    verb.__doc__ = (
+        f"`reshard`, where the transition must be {doc}.\n\n    Raises:\n        ReshardError: it is another."
+    )
     return verb
 
 
@@ -83,8 +85,6 @@ def _reshard(before: Shape, after: Shape, x, transition: str):
         before, after = _fill(before, after, array, x.names if named else None)
     state = state_of(array)
     if state.mode == "manual":
-        from .manual import manual_reshard
-
         moved = manual_reshard(before, after, array)
         return x.with_array(moved, after) if named else moved
     if state.mode == "none":
@@ -156,7 +156,7 @@ def place(array, axes, pending=(), copied=(), *, names=None):
         names: the dimensions' names, for the ledger and for errors.
 
     Raises:
-        MeshError: a mesh axis does not divide its dimension.
+        NotationError: a mesh axis does not divide its dimension.
     """
     state = state_of(array)
     if state.mode == "none":
@@ -168,7 +168,7 @@ def place(array, axes, pending=(), copied=(), *, names=None):
         return array
     names = names or tuple(f"_{i}" for i in range(array.ndim))
     for name, size, mine in zip(names, array.shape, axes, strict=True):
-        check_divides(name, size, mine, mesh.shape)
+        check_divides(name, size, mine, mesh.shape, f"'{'/'.join((str(name), *mine))}'")
     spec = spec_of(axes, pending, copied)
     if state.mode == "auto":
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(axes)))
@@ -189,4 +189,13 @@ def scope_name(text: str) -> str:
     return f"reshard[{text}]"
 
 
-__all__ = ["NotationError", "ReshardError", "all_gather", "all_reduce", "all_to_all", "place", "reduce_scatter", "reshard"]
+__all__ = [
+    "NotationError",
+    "ReshardError",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "place",
+    "reduce_scatter",
+    "reshard",
+]

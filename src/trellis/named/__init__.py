@@ -1,10 +1,10 @@
 """Named arrays and their operations."""
 
-from . import operators, random  # noqa: F401
-from .array import NamedArray, PendingSumError, describe, is_named, named, short_dtype
+from . import operators, random
+from .array import NamedArray, is_named, named
 from .axis import Axis, NamesError
 from .contract import dot, einsum
-from .control import fold, map, scan, vmap  # noqa: A004
+from .control import fold, map, scan, vmap
 from .create import arange, from_numpy, full, linspace, one_hot, ones, tril, triu, zeros
 from .elementwise import ELEMENTWISE, lift
 from .index import index, take

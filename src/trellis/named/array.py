@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trellis.notation import Dim, Shape, parse, typeof
 from trellis.notation.state import state_of
-from trellis.notation import Dim, Shape, parse
 
 from .axis import Axis, NamesError
 
@@ -104,7 +104,9 @@ class NamedArray:
             NamesError: there is none.
         """
         if name not in self.names:
-            raise NamesError(f"no dimension '{name}', got {describe(self)}: its names are {', '.join(self.names) or 'none'}")
+            raise NamesError(
+                f"no dimension '{name}', got {typeof(self)}: its names are {', '.join(self.names) or 'none'}"
+            )
         return self.names.index(name)
 
     def with_array(self, array, after: Shape | None = None) -> "NamedArray":
@@ -118,8 +120,8 @@ class NamedArray:
 
     def __repr__(self) -> str:
         if isinstance(self.array, jax.Array | np.ndarray) and not isinstance(self.array, jax.core.Tracer):
-            return f"{describe(self)}\n{self.array}"
-        return describe(self)
+            return f"{typeof(self)}\n{self.array}"
+        return typeof(self)
 
     def __bool__(self):
         return bool(self.array)
@@ -131,7 +133,7 @@ class NamedArray:
         return int(self.array)
 
     def __iter__(self):
-        raise TypeError(f"a named array is not iterated by position, got {describe(self)}: use x.unbind(name)")
+        raise TypeError(f"a named array is not iterated by position, got {typeof(self)}: use x.unbind(name)")
 
     # Operators and methods are attached by the tables in operators.py.
     __hash__ = None
@@ -165,31 +167,6 @@ def named(array, names: str | tuple[str, ...]) -> NamedArray:
     return NamedArray(array, tuple(names))
 
 
-def short_dtype(dtype) -> str:
-    """f32, bf16, i8, ... as the annotations write them."""
-    name = jnp.dtype(dtype).name if not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else "key"
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i")):
-        if name.startswith(long):
-            return short + name[len(long) :]
-    return name
-
-
-def describe(x) -> str:
-    """The full type of a named array, `f32[batch/data=8 pos=32 +model]`, for messages."""
-    if not isinstance(x, NamedArray):
-        return f"{short_dtype(x.dtype)}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
-    if not hasattr(x.array, "dtype"):
-        return f"named[{' '.join(x.names)}]"
-    shape, state = x.shape, state_of(x.array)
-    parts = [f"{dim}={shape[dim.name]}" for dim in x.dims]
-    parts += [f"+{a}" for a in sorted(state.pending)] + [f"~{a}" for a in sorted(state.copied)]
-    return f"{short_dtype(x.dtype)}[{' '.join(parts)}]"
-
-
 def is_named(x) -> bool:
     """Whether `x` is a named array (the `is_leaf` for trees of them)."""
     return isinstance(x, NamedArray)
-
-
-class PendingSumError(TypeError):
-    """A nonlinear operation on partial sums."""

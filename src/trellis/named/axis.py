@@ -1,7 +1,7 @@
 """An axis: a name and a size."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 
 class NamesError(ValueError):

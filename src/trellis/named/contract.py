@@ -5,12 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from trellis.mesh.manual_einsum import einsum_plain
+from trellis.notation import NotationError, parse, spec_of, typeof
 from trellis.notation.state import state_of
-from trellis.notation import NotationError, parse, spec_of
 
-from .array import NamedArray, describe
+from .array import NamedArray
 from .axis import NamesError
-from .placing import assign, bring, check_sizes, refuse_pending, settle as settle_to_layout
+from .placing import assign, bring, check_sizes, refuse_pending
+from .placing import settle as settle_to_layout
 
 Names = tuple[str, ...]
 
@@ -23,6 +25,9 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
     says; a sum over a sliced name leaves partial sums, which are settled to
     the sharding that the layout gives the result.
 
+    Plain arrays in manual mode carry no names: there the text is the type, with
+    mesh axes and states, `einsum("batch/d mlp/m, mlp/m embed -> batch/d embed +m", x, w)`.
+
     Args:
         equation: the operands' names in any order, and the result's in the order wanted.
         *operands: one or more named arrays.
@@ -34,9 +39,13 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
         NamesError: a name is absent, left out, or has two sizes.
         PendingSumError: an operand holds partial sums.
     """
+    if operands and not any(isinstance(x, NamedArray) for x in operands):
+        return einsum_plain(equation, *operands, preferred_element_type=preferred_element_type)
     lefts, out, rest = _parse(equation)
     if len(lefts) != len(operands):
-        raise NamesError(f"einsum takes as many arrays as its text, got {len(operands)} for '{equation}': add or remove one")
+        raise NamesError(
+            f"einsum takes as many arrays as its text, got {len(operands)} for '{equation}': add or remove one"
+        )
     extra: list[str] = []
     for text, x in zip(lefts, operands, strict=True):
         _check(equation, text, x, rest)
@@ -44,8 +53,10 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
     out = (*extra, *out) if rest else out
     known = {n for x in operands for n in x.names}
     if absent := [n for n in out if n not in known]:
-        types = " and ".join(map(describe, operands))
-        raise NamesError(f"a result's names come from its operands, got '{absent[0]}' in '{equation}' for {types}: correct the name")
+        types = " and ".join(map(typeof, operands))
+        raise NamesError(
+            f"a result's names come from its operands, got '{absent[0]}' in '{equation}' for {types}: correct the name"
+        )
     result = operands[0]
     if len(operands) == 1:
         result = _reduce(result, out)
@@ -68,7 +79,7 @@ def dot(*operands: NamedArray, over: str | Names, settle: bool = True, preferred
     for x in operands:
         names += [n for n in x.names if n not in names]
     if absent := [n for n in over if n not in names]:
-        types = " and ".join(map(describe, operands))
+        types = " and ".join(map(typeof, operands))
         raise NamesError(f"dot sums over names of its operands, got '{absent[0]}' for {types}: correct the name")
     out = [n for n in names if n not in over]
     text = ", ".join(" ".join(x.names) for x in operands) + " -> " + " ".join(out)
@@ -91,13 +102,15 @@ def _parse(equation: str) -> tuple[tuple[Names, ...], Names, bool]:
 
 def _check(equation: str, text: Names, x, rest: bool) -> None:
     if not isinstance(x, NamedArray):
-        raise NamesError(f"einsum by name takes named arrays, got {describe(x)} in '{equation}': use named(array, '{' '.join(text)}')")
+        raise NamesError(
+            f"einsum by name takes named arrays, got {typeof(x)} in '{equation}': use named(array, '{' '.join(text)}')"
+        )
     absent = [n for n in text if n not in x.names]
     left_out = [] if rest else [n for n in x.names if n not in text]
     if absent or left_out:
         seen = f"'{absent[0]}', which is absent" if absent else f"no '{left_out[0]}', which the array has"
         raise NamesError(
-            f"an einsum names the dimensions of its operands, got {seen}, in '{equation}' for {describe(x)}: "
+            f"an einsum names the dimensions of its operands, got {seen}, in '{equation}' for {typeof(x)}: "
             f"correct the text, or rename the array"
         )
 

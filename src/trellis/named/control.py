@@ -10,7 +10,9 @@ def _length(tree, name: str, what: str) -> int:
     sizes = {x.shape[name] for x in _named_leaves(tree) if name in x.names}
     if len(sizes) != 1:
         seen = f"sizes {sorted(sizes)}" if sizes else "no array with it"
-        raise NamesError(f"{what} goes along one dimension, got {seen} for '{name}': pass arrays that have '{name}', of one size")
+        raise NamesError(
+            f"{what} goes along one dimension, got {seen} for '{name}': pass arrays that have '{name}', of one size"
+        )
     return sizes.pop()
 
 
@@ -140,7 +142,7 @@ def fold(fn, axis: str | Axis, *, reverse: bool = False, unroll: int = 1, policy
     return folded
 
 
-def map(fn, axis: str | Axis, *, policy=None):  # noqa: A001
+def map(fn, axis: str | Axis, *, policy=None):
     """One position after the other, without a carried value (where `vmap` would need too much memory)."""
 
     def mapped(*xs):

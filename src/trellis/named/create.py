@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from trellis.mesh.layout import Layout, current_layout
-from trellis.notation.state import mode_of
 from trellis.notation import spec_of
+from trellis.notation.state import mode_of
 
 from .array import NamedArray
 from .axis import Axis, axes_of

@@ -5,10 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from trellis.notation import spec_of, typeof
 from trellis.notation.state import State, state_of
-from trellis.notation import spec_of
 
-from .array import NamedArray, describe
+from .array import NamedArray
 from .axis import NamesError
 from .placing import assign, bring, check_sizes, refuse_pending, spread, union
 
@@ -49,7 +49,7 @@ def together(args, what: str):
     operands = [a for a in args if isinstance(a, NamedArray)]
     for a in args:
         if not isinstance(a, NamedArray) and getattr(a, "ndim", 0):
-            types = " and ".join(describe(o) for o in args)
+            types = " and ".join(typeof(o) for o in args)
             raise NamesError(
                 f"an operation by name takes named arrays and scalars, got {types} in {what}: "
                 f"name the dimensions with named(array, '...')"
@@ -103,7 +103,11 @@ def divide(x, y):
 def _linear(fn, x, y):
     if not _pending(x, y):
         return _add(x, y)
-    if not (isinstance(x, NamedArray) and isinstance(y, NamedArray)) or _pending(x) != _pending(y) or x.names != y.names:
+    if (
+        not (isinstance(x, NamedArray) and isinstance(y, NamedArray))
+        or _pending(x) != _pending(y)
+        or x.names != y.names
+    ):
         for a in (x, y):
             if isinstance(a, NamedArray):
                 refuse_pending(a, "adding something that is not the same partial sum")

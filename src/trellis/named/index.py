@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
+from trellis.notation import spec_of, typeof
 from trellis.notation.state import state_of
-from trellis.notation import spec_of
 
-from .array import NamedArray, describe
+from .array import NamedArray
 from .axis import Axis, NamesError
 from .placing import refuse_pending, settle, whole
 
@@ -18,12 +18,17 @@ def _selection(x: NamedArray, key) -> dict:
     elif isinstance(key, tuple) and len(key) % 2 == 0:
         pairs = dict(zip(key[::2], key[1::2], strict=True))
     else:
-        raise NamesError(f'indexing goes by name, got [{key!r}] for {describe(x)}: write x["pos", 3], x["pos", 2:5] or x[{{"pos": ids}}]')
+        raise NamesError(
+            f"indexing goes by name, got [{key!r}] for {typeof(x)}: "
+            f'write x["pos", 3], x["pos", 2:5] or x[{{"pos": ids}}]'
+        )
     pairs = {k.name if isinstance(k, Axis) else k: v for k, v in pairs.items()}
     for name, value in pairs.items():
         size = x.shape[x.names[x.index(name)]]
         if isinstance(value, int) and not -size <= value < size:
-            raise NamesError(f"a position is inside its dimension, got {name}[{value}] for {describe(x)}: use 0 to {size - 1}")
+            raise NamesError(
+                f"a position is inside its dimension, got {name}[{value}] for {typeof(x)}: use 0 to {size - 1}"
+            )
     return pairs
 
 
@@ -64,7 +69,7 @@ def _static(x: NamedArray, name: str, value: int | slice) -> NamedArray:
         return NamedArray(array, x.names[:i] + x.names[i + 1 :], x.slices[:i] + x.slices[i + 1 :])
     start, stop, step = value.indices(x.shape[name])
     if step < 0:
-        raise NamesError(f"slices go forward, got {name}[{value.start}:{value.stop}:{step}] for {describe(x)}: use flip")
+        raise NamesError(f"slices go forward, got {name}[{value.start}:{value.stop}:{step}] for {typeof(x)}: use flip")
     return x.with_array(jax.lax.slice_in_dim(x.array, start, max(start, stop), step, axis=i))
 
 
@@ -72,7 +77,9 @@ def _as_named(ids) -> NamedArray:
     if isinstance(ids, NamedArray):
         return ids
     if getattr(ids, "ndim", 0):
-        raise NamesError(f"positions are a named array or a scalar, got an array of shape {ids.shape}: name its dimensions")
+        raise NamesError(
+            f"positions are a named array or a scalar, got an array of shape {ids.shape}: name its dimensions"
+        )
     return NamedArray(jnp.asarray(ids), ())
 
 
@@ -97,7 +104,9 @@ def take(x: NamedArray, name: str | Axis, ids) -> NamedArray:
     name = name.name if isinstance(name, Axis) else name
     ids = _as_named(ids)
     if clash := [n for n in ids.names if n in x.names and n != name]:
-        raise NamesError(f"positions have names that the table has not, got '{clash[0]}' in {describe(ids)} and {describe(x)}: rename it")
+        raise NamesError(
+            f"positions have names that the table has not, got '{clash[0]}' in {typeof(ids)} and {typeof(x)}: rename it"
+        )
     return settle(lookup(x, name, ids))
 
 
@@ -108,7 +117,7 @@ def _gather(x: NamedArray, arrays: dict) -> NamedArray:
     ids = {n: _as_named(v) for n, v in arrays.items()}
     for value in ids.values():
         if clash := [n for n in value.names if n in x.names and n not in ids]:
-            raise NamesError(f"positions have names that the array has not, got '{clash[0]}' in {describe(x)}: rename it")
+            raise NamesError(f"positions have names that the array has not, got '{clash[0]}' in {typeof(x)}: rename it")
     plain, names, _ = together(tuple(ids.values()), "indexing")
     plain = [jnp.broadcast_to(a, jnp.broadcast_shapes(*(b.shape for b in plain))) for a in plain]
     kept = tuple(n for n in x.names if n not in ids)
@@ -143,12 +152,16 @@ class _At:
         x = whole(x, tuple(pairs), "an update")
         ids = {n: v for n, v in pairs.items() if isinstance(v, NamedArray)}
         if len(ids) > 1:
-            raise NamesError(f"an update takes one array of positions, got {len(ids)} for {describe(x)}: update one name at a time")
+            raise NamesError(
+                f"an update takes one array of positions, got {len(ids)} for {typeof(x)}: update one name at a time"
+            )
         key = tuple(_raw(pairs.get(n, slice(None))) for n in x.names)
         if isinstance(value, NamedArray):
             names = _result_names(x, pairs)
             if set(value.names) - set(names):
-                raise NamesError(f"an update has names of its place, got {describe(value)} for '{' '.join(names)}': rename or select")
+                raise NamesError(
+                    f"an update has names of its place, got {typeof(value)} for '{' '.join(names)}': rename or select"
+                )
             kept = tuple(n for n in names if n in value.names)
             value = transpose(value, kept).array.reshape([1 if n not in kept else value.shape[n] for n in names])
             state = state_of(x.array)

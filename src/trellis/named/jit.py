@@ -38,7 +38,7 @@ def shard(tree, which="params"):
         which: "params", "compute", or a map from names to mesh axes.
 
     Raises:
-        MeshError: a mesh axis does not divide its dimension.
+        NotationError: a mesh axis does not divide its dimension.
         NamesError: no layout is in force.
     """
     layout = _mapped(_require(), which)
@@ -83,7 +83,9 @@ def abstract(tree, which="params"):
     return jax.tree.map(leaf, tree, is_leaf=is_named)
 
 
-def named_jit(fn=None, *, donate: tuple[int, ...] | int = (), inputs=None, outputs=None, static: tuple[int, ...] = (), **options):
+def named_jit(
+    fn=None, *, donate: tuple[int, ...] | int = (), inputs=None, outputs=None, static: tuple[int, ...] = (), **options
+):
     """`jax.jit` under the layout in force: no sharding arguments.
 
     Args:

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from trellis.notation.state import state_of
 from trellis.notation import spec_of
+from trellis.notation.state import state_of
 
 from .array import NamedArray
 from .placing import assign, bring

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from trellis._compat import is_tracer, same_trace
 from trellis.mesh.layout import current_layout
 from trellis.mesh.reshard import place
+from trellis.notation import PendingSumError, Shape, spec_of, typeof
 from trellis.notation.state import state_of
 
-from .array import NamedArray, PendingSumError, describe
+from .array import NamedArray
 from .axis import NamesError
 
 Assignment = dict[str, tuple[str, ...]]
@@ -45,7 +46,7 @@ def check_sizes(operands: list[NamedArray], what: str) -> None:
     for x in operands:
         for name, size in x.shape.items():
             if sizes.setdefault(name, size) != size:
-                types = " and ".join(describe(o) for o in operands)
+                types = " and ".join(typeof(o) for o in operands)
                 raise NamesError(
                     f"a name has one size in an operation, got {name}={sizes[name]} and {name}={size} "
                     f"in {what} of {types}: rename one of them, or slice it"
@@ -82,7 +83,7 @@ def _from_slices(operands, names) -> Assignment:
     for x in operands:
         for dim in x.dims:
             if found.setdefault(dim.name, dim.axes) != dim.axes:
-                types = " and ".join(describe(o) for o in operands)
+                types = " and ".join(typeof(o) for o in operands)
                 raise NamesError(
                     f"in manual mode a name is sliced alike in all operands, got {dim.name} over "
                     f"{found[dim.name] or 'nothing'} and over {dim.axes or 'nothing'} in {types}: reshard one of them"
@@ -159,7 +160,7 @@ def whole(x: NamedArray, names: tuple[str, ...], what: str) -> NamedArray:
     layout = current_layout()
     if state.mode == "manual" or (layout is not None and layout.strict):
         raise NamesError(
-            f"{what} needs the whole of '{sliced[0]}', got {describe(x)}"
+            f"{what} needs the whole of '{sliced[0]}', got {typeof(x)}"
             f"{'' if state.mode == 'manual' else ' under a strict layout'}: reshard it first"
         )
     axes = tuple(() if n in names else mine for n, mine in zip(x.names, state.axes, strict=True))
@@ -174,9 +175,9 @@ def refuse_pending(x: NamedArray, what: str) -> None:
     """
     state = state_of(x.array)
     if state.pending:
-        settled = x.type.__class__(x.type.dims, (), x.type.copied)
+        settled = Shape(x.type.dims, (), x.type.copied)
         raise PendingSumError(
-            f"{what} is not linear, and each device holds only a partial sum, got {describe(x)}: "
+            f"{what} is not linear, and each device holds only a partial sum, got {typeof(x)}: "
             f'sum first, with reshard("{x.type} -> {settled}", x)'
         )
 
@@ -196,7 +197,6 @@ def spread(x: NamedArray, names: tuple[str, ...], where: Assignment | None, size
     state = state_of(array)
     if where is None or state.mode in ("none", "manual", "auto"):
         return jax.lax.broadcast_in_dim(array, shape, dims)
-    from trellis.notation import spec_of
 
     spec = spec_of([where[name] for name in names], state.pending)
     return jax.lax.broadcast_in_dim(array, shape, dims, out_sharding=spec)

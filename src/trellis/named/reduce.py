@@ -5,9 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from trellis.notation import typeof
 from trellis.notation.state import state_of
 
-from .array import NamedArray, describe
+from .array import NamedArray
 from .axis import Axis, NamesError
 from .placing import refuse_pending, settle, spread, whole
 
@@ -45,7 +46,9 @@ def lift_reduction(fn, *, name: str | None = None):
             x = whole(x, gone, name)
         if where is not None:
             if extra := [n for n in where.names if n not in x.names]:
-                raise NamesError(f"a mask has names of its array, got '{extra[0]}' in {describe(where)} for {describe(x)}: remove it")
+                raise NamesError(
+                    f"a mask has names of its array, got '{extra[0]}' in {typeof(where)} for {typeof(x)}: remove it"
+                )
             _, mask = _align(x, where)
             kwargs["where"] = mask
         array = fn(x.array, axis=tuple(x.index(n) for n in gone), **kwargs)
@@ -59,7 +62,12 @@ def _align(x: NamedArray, mask: NamedArray):
 
     axes = dict(zip(x.names, state_of(x.array).axes, strict=True))
     mask = bring(mask, axes if state_of(x.array).mode == "explicit" else None)
-    return x, spread(mask, x.names, axes if state_of(x.array).mode == "explicit" else None, dict(zip(x.names, x.array.shape, strict=True)))
+    return x, spread(
+        mask,
+        x.names,
+        axes if state_of(x.array).mode == "explicit" else None,
+        dict(zip(x.names, x.array.shape, strict=True)),
+    )
 
 
 def _without(x: NamedArray, array, gone) -> NamedArray:
@@ -67,7 +75,7 @@ def _without(x: NamedArray, array, gone) -> NamedArray:
     return NamedArray(array, tuple(x.names[i] for i in kept), tuple(x.slices[i] for i in kept) if x.slices else ())
 
 
-def sum(x: NamedArray, over=None, *, where: NamedArray | None = None, dtype=None) -> NamedArray:  # noqa: A001
+def sum(x: NamedArray, over=None, *, where: NamedArray | None = None, dtype=None) -> NamedArray:
     """Sum over names. In manual mode a sum over a sliced name is a partial sum."""
     state = state_of(x.array)
     gone = names_of(x, over)
@@ -149,7 +157,7 @@ def top_k(x: NamedArray, along: str | Axis, k: int, *, new_name: str | None = No
     refuse_pending(x, "top_k")
     (name,) = names_of(x, along)
     if k > x.shape[name]:
-        raise NamesError(f"top_k picks at most all of an axis, got k={k} for {describe(x)} along '{name}': lower k")
+        raise NamesError(f"top_k picks at most all of an axis, got k={k} for {typeof(x)} along '{name}': lower k")
     x = whole(x, (name,), "top_k")
     i = x.index(name)
     values, positions = jax.lax.top_k(jnp.moveaxis(x.array, i, -1), k)

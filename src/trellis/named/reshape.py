@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from trellis.mesh.layout import current_layout
+from trellis.notation import NotationError, spec_of, typeof
 from trellis.notation.state import state_of
-from trellis.notation import NotationError, spec_of
 
-from .array import NamedArray, describe
+from .array import NamedArray
 from .axis import Axis, NamesError
 from .placing import assign, bring, check_sizes, refuse_pending, settle, spread, union, whole
 
@@ -28,7 +28,10 @@ def rename(x: NamedArray, names: Mapping[str, str] | None = None, **more: str) -
         x.index(old)
     renamed = tuple(names.get(n, n) for n in x.names)
     if len(set(renamed)) < len(renamed):
-        raise NamesError(f"a name stands for one dimension, got '{' '.join(renamed)}' after renaming {describe(x)}: choose another name")
+        raise NamesError(
+            f"a name stands for one dimension, got '{' '.join(renamed)}' after renaming {typeof(x)}: "
+            f"choose another name"
+        )
     return NamedArray(x.array, renamed, x.slices)
 
 
@@ -38,7 +41,9 @@ def transpose(x: NamedArray, names: Sequence[str] | str) -> NamedArray:
     if names and names[0] == "...":
         names = tuple(n for n in x.names if n not in names[1:]) + names[1:]
     if sorted(names) != sorted(x.names):
-        raise NamesError(f"a transposition has the array's own names, got '{' '.join(names)}' for {describe(x)}: name each once")
+        raise NamesError(
+            f"a transposition has the array's own names, got '{' '.join(names)}' for {typeof(x)}: name each once"
+        )
     if names == x.names:
         return x
     order = [x.index(n) for n in names]
@@ -54,7 +59,7 @@ def _groups(text: str) -> tuple[tuple[str, ...], ...]:
 
 
 def rearrange(x: NamedArray, pattern: str, **sizes: int) -> NamedArray:
-    """Reorders, splits and merges dimensions: `rearrange(x, "batch (heads head_dim) -> batch heads head_dim", heads=8)`.
+    """Reorders, splits and merges: `rearrange(x, "batch (heads head_dim) -> batch heads head_dim", heads=8)`.
 
     On the left a group `(a b)` stands for one dimension that is split; which
     one follows from the position among the array's names, or is written
@@ -69,7 +74,10 @@ def rearrange(x: NamedArray, pattern: str, **sizes: int) -> NamedArray:
         raise NotationError(f"a rearrangement has one '->', got none, in '{pattern}': write 'before -> after'")
     refuse_if = [n for n in _flat(right) if n != "..." and n not in _flat(left) and n not in x.names]
     if refuse_if:
-        raise NamesError(f"the names on the right come from the left, got '{refuse_if[0]}' in '{pattern}' for {describe(x)}: correct it")
+        raise NamesError(
+            f"the names on the right come from the left, got '{refuse_if[0]}' in '{pattern}' for {typeof(x)}: "
+            f"correct it"
+        )
     x = _split_groups(x, left, sizes, pattern)
     return _merge_groups(x, right, pattern)
 
@@ -90,7 +98,10 @@ def _split_groups(x: NamedArray, side: str, sizes, pattern: str) -> NamedArray:
     groups = _named_groups(side)
     has_rest = any(group == ("...",) for _, group in groups)
     if not has_rest and len(groups) != len(x.names):
-        raise NamesError(f"a rearrangement writes every dimension, or '...', got {len(groups)} in '{pattern}' for {describe(x)}: add the others")
+        raise NamesError(
+            f"a rearrangement writes every dimension, or '...', got {len(groups)} in '{pattern}' for {typeof(x)}: "
+            f"add the others"
+        )
     plain = {group[0] for name, group in groups if name is None}
     free = [n for n in x.names if n not in plain]
     for position, (name, group) in enumerate(groups):
@@ -100,7 +111,10 @@ def _split_groups(x: NamedArray, side: str, sizes, pattern: str) -> NamedArray:
             continue
         if not name:
             if has_rest and len(free) != 1:
-                raise NamesError(f"a group beside '...' says what it splits, got '({' '.join(group)})' in '{pattern}': write name=({' '.join(group)})")
+                raise NamesError(
+                    f"a group beside '...' says what it splits, got '({' '.join(group)})' in '{pattern}': "
+                    f"write name=({' '.join(group)})"
+                )
             name = free[0] if has_rest else x.names[position] if x.names[position] in free else free[0]
         free.remove(name)
         x = split_axis(x, name, {g: sizes.get(g, -1) for g in group})
@@ -112,8 +126,12 @@ def _merge_groups(x: NamedArray, side: str, pattern: str) -> NamedArray:
     written = [n for _, group in groups for n in group if n != "..."]
     rest = tuple(n for n in x.names if n not in written)
     if rest and ("...",) not in [g for _, g in groups]:
-        raise NamesError(f"a rearrangement keeps every dimension, got none of '{rest[0]}' on the right of '{pattern}' for {describe(x)}: add it")
-    groups = [(None, (n,)) for n in ()] + [p for pair in groups for p in ([(None, (n,)) for n in rest] if pair[1] == ("...",) else [pair])]
+        raise NamesError(
+            f"a rearrangement keeps every dimension, got none of '{rest[0]}' on the right of '{pattern}' "
+            f"for {typeof(x)}: add it"
+        )
+    spelled = [(None, (name,)) for name in rest]
+    groups = [pair for given in groups for pair in (spelled if given[1] == ("...",) else [given])]
     x = transpose(x, tuple(n for _, group in groups for n in group))
     for name, group in groups:
         if name is not None:
@@ -134,7 +152,10 @@ def split_axis(x: NamedArray, name: str, into: Mapping[str, int]) -> NamedArray:
     unknown = [n for n, s in into.items() if s == -1]
     if len(unknown) > 1 or (size % known if unknown else size != known):
         shown = " ".join(n if s == -1 else f"{n}={s}" for n, s in into.items())
-        raise NamesError(f"the parts of a dimension multiply to its size, got '{shown}' for {name}={size} in {describe(x)}: give sizes that do")
+        raise NamesError(
+            f"the parts of a dimension multiply to its size, got '{shown}' for {name}={size} in {typeof(x)}: "
+            f"give sizes that do"
+        )
     sizes = {n: size // known if s == -1 else s for n, s in into.items()}
     axes = [dim.axes for dim in x.dims]
     state = state_of(x.array)
@@ -145,7 +166,13 @@ def split_axis(x: NamedArray, name: str, into: Mapping[str, int]) -> NamedArray:
     split = [axes[i]] + [()] * (len(sizes) - 1)
     parts = math.prod(mesh[a] for a in x.slices[i]) if x.slices else 1
     local = [s // parts if n == first else s for n, s in sizes.items()]
-    return _reshaped(x, state, x.names[:i] + tuple(sizes) + x.names[i + 1 :], [*axes[:i], *split, *axes[i + 1 :]], (*x.array.shape[:i], *local, *x.array.shape[i + 1 :]))
+    return _reshaped(
+        x,
+        state,
+        x.names[:i] + tuple(sizes) + x.names[i + 1 :],
+        [*axes[:i], *split, *axes[i + 1 :]],
+        (*x.array.shape[:i], *local, *x.array.shape[i + 1 :]),
+    )
 
 
 def merge_axes(x: NamedArray, names: Sequence[str], into: str) -> NamedArray:
@@ -196,7 +223,9 @@ def split(x: NamedArray, name: str, sizes: int | Sequence[int]) -> tuple[NamedAr
     size = x.shape[x.names[x.index(name)]]
     pieces = [size // sizes] * sizes if isinstance(sizes, int) else list(sizes)
     if builtin_sum(pieces) != size:
-        raise NamesError(f"the pieces of a dimension add up to it, got {pieces} for {name}={size} in {describe(x)}: give sizes that do")
+        raise NamesError(
+            f"the pieces of a dimension add up to it, got {pieces} for {name}={size} in {typeof(x)}: give sizes that do"
+        )
     starts = [builtin_sum(pieces[:i]) for i in range(len(pieces))]
     return tuple(index(x, {name: slice(s, s + p)}) for s, p in zip(starts, pieces, strict=True))
 
@@ -231,7 +260,9 @@ def concatenate(arrays: Sequence[NamedArray], name: str) -> NamedArray:
 def stack(arrays: Sequence[NamedArray], name: str) -> NamedArray:
     """Puts arrays side by side under a new leading name."""
     if any(name in x.names for x in arrays):
-        raise NamesError(f"stack makes a new dimension, got '{name}' in {describe(arrays[0])}: choose another name, or concatenate")
+        raise NamesError(
+            f"stack makes a new dimension, got '{name}' in {typeof(arrays[0])}: choose another name, or concatenate"
+        )
     plain, names, slices = _joined(name, arrays, "stack", False)
     return settle(NamedArray(jnp.stack(plain), (name, *names), ((), *slices) if slices else ()))
 
@@ -258,10 +289,18 @@ def broadcast_to(x: NamedArray, axes) -> NamedArray:
     axes = axes_of(axes)
     names = tuple(a.name for a in axes)
     if lost := [n for n in x.names if n not in names]:
-        raise NamesError(f"broadcasting keeps every dimension, got none of '{lost[0]}' in '{' '.join(names)}' for {describe(x)}: add it")
+        raise NamesError(
+            f"broadcasting keeps every dimension, got none of '{lost[0]}' in '{' '.join(names)}' for {typeof(x)}: "
+            f"add it"
+        )
     layout = current_layout()
     mode = state_of(x.array).mode
     where = dict(zip(names, layout.assign(names), strict=True)) if layout and mode == "explicit" else assign([x], names)
     moved = bring(x, where)
     sizes = {a.name: a.size for a in axes}
-    return transpose(NamedArray(spread(moved, names, where, sizes), names, tuple(where[n] for n in names) if x.slices and where else ()), names)
+    return transpose(
+        NamedArray(
+            spread(moved, names, where, sizes), names, tuple(where[n] for n in names) if x.slices and where else ()
+        ),
+        names,
+    )

@@ -77,4 +77,3 @@ def checkpoint(fn, policy: Keep | None):
     if policy is None or policy.everything:
         return fn
     return jax.checkpoint(fn, policy=policy.policy(), prevent_cse=False)
-

@@ -59,9 +59,7 @@ class Stacked(eqx.Module):
 
     def _run(self, body, x, args, each, policy):
         if not self.unrolled:
-            scanned = scan(
-                lambda c, block, e: body(block, c, *e, *args), self.axis, policy=policy, unroll=self.unroll
-            )
+            scanned = scan(lambda c, block, e: body(block, c, *e, *args), self.axis, policy=policy, unroll=self.unroll)
             return scanned(x, self.block, tuple(each))
         ys = []
         one = checkpoint(lambda c, block, e: body(block, c, *e, *args), policy)
@@ -85,4 +83,3 @@ def _stack(ys, name: str):
     if ys[0] is None:
         return None
     return jax.tree.map(lambda *y: stack(y, name) if is_named(y[0]) else jax.numpy.stack(y), *ys, is_leaf=is_named)
-

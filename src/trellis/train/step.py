@@ -133,7 +133,7 @@ def loss_and_gradients(model, batch: dict, recipe: Recipe, key=None):
         sums = batch_loss(params, part, recipe, key)
         return sums.total * scale, sums
 
-    to_use = lambda params: cast(params, recipe.compute, recipe.exceptions)  # noqa: E731
+    to_use = lambda params: cast(params, recipe.compute, recipe.exceptions)
     if recipe.microbatches == 1:
         (_, sums), gradients = jax.value_and_grad(lambda p: mean_loss(to_use(p), batch, key), has_aux=True)(model)
         return sums, gradients
@@ -193,4 +193,3 @@ def _zero_gradient(param: jax.Array) -> jax.Array:
     state = state_of(param)
     spec = spec_of(list(state.axes), state.copied) if state.mode == "explicit" else None
     return jax.lax.broadcast_in_dim(jnp.float32(0), param.shape, (), out_sharding=spec)
-
