@@ -11,6 +11,7 @@ import jax
 from ..inspect import Ledger
 from ..inspect import ledger as ledger_of
 from ..named import is_named
+from ..notation.typeof import short_dtype
 from .assemble import Assembled
 from .figures import count, size
 
@@ -59,7 +60,7 @@ def arrays(assembled: Assembled) -> list[dict[str, Any]]:
             {
                 "name": jax.tree_util.keystr(path, simple=True, separator="."),
                 "dims": dims,
-                "dtype": str(leaf.dtype),
+                "dtype": short_dtype(leaf.dtype),
                 "bytes": math.prod(leaf.array.shape) * leaf.dtype.itemsize,
                 "device_bytes": _device_bytes(leaf),
             }
