@@ -30,7 +30,8 @@ ABOUT = {
     ],
     "memory": {"parameters": 4 << 30, "optimizer": 8 << 30, "temporaries": 1 << 30},
     "ledger": {
-        "per_axis": {"data": 3 << 20, "model": 1 << 20}, "per_kind": {"all-gather": 4 << 20}, "total": 4 << 20, "count": 9,
+        "per_axis": {"data": 3 << 20, "model": 1 << 20}, "per_kind": {"all-gather": 4 << 20},
+        "total": 4 << 20, "count": 9,
     },
 }  # fmt: skip
 

@@ -73,7 +73,7 @@ def thin(values: Sequence[float | None], most: int = MOST_POINTS) -> list[float 
 def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Round numbers inside a range, 1, 2 or 5 times a power of ten apart.
 
-    >>> nice_ticks(0, 1050)
+    >>> nice_ticks(0, 1000)
     [0, 200, 400, 600, 800, 1000]
     """
     if not high > low:
