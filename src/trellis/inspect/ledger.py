@@ -23,6 +23,7 @@ from .calls import called
 from .rows import Ledger, Row
 from .rules import Implied, Placements
 from .source import direction_of, names_of, source_of
+from .transition import Move
 
 
 def ledger(fn: Callable, *args, **kwargs) -> Ledger:
@@ -123,12 +124,14 @@ class _Walk:
             yield from self.jaxpr(inner, times, here, child)
             placements.leave(equation, inner, child)
         elif name in manual.COLLECTIVES:
-            for move, aval, note in manual.moves(equation, self.sizes):
-                after = manual.place(equation.outvars[0].aval)
-                yield self._row(equation, Implied(move, aval, manual.place(aval), after, note), times, here)
+            for move, before, after, note in manual.moves(equation, self.sizes):
+                what = f"{manual.words(before)} -> {manual.words(after)}"
+                yield self._row(move, before, what, times, here, note)
         elif not placements.again(equation):
             for implied in placements.implied(equation):
-                yield self._row(equation, implied, times, here)
+                aval = implied.aval
+                names = names_of(here.scope, len(aval.shape)) or tuple(map(str, aval.shape))
+                yield self._row(implied.move, aval, _words(implied, names), times, here, implied.note)
 
     def _meet(self, equation: JaxprEqn) -> None:
         meshes = [equation.params.get("mesh")]
@@ -137,20 +140,18 @@ class _Walk:
             for axis, size in (getattr(mesh, "shape", None) or {}).items():
                 self.sizes.setdefault(axis, size)
 
-    def _row(self, equation: JaxprEqn, implied: Implied, times: int, here: _Here) -> Row:
-        aval = implied.aval
-        names = names_of(here.scope, len(aval.shape)) or tuple(map(str, aval.shape))
+    def _row(self, move: Move, aval, what: str, times: int, here: _Here, note: str) -> Row:
         return Row(
-            kind=implied.move.kind,
-            axes=implied.move.axes,
-            what=_words(implied, names),
+            kind=move.kind,
+            axes=move.axes,
+            what=what,
             dtype=short_dtype(aval.dtype),
-            payload=implied.move.payload,
-            wire=implied.move.wire,
+            payload=move.payload,
+            wire=move.wire,
             times=times,
             direction=direction_of(here.scope),
             source=here.source,
-            note=implied.note,
+            note=note,
         )
 
 

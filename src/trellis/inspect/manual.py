@@ -29,8 +29,8 @@ COLLECTIVES = {
 }
 
 
-def moves(equation: JaxprEqn, sizes: Mapping[str, int]) -> Iterator[tuple[Move, Any, str]]:
-    """The communication of a manual collective: how much, of which type, and what is uncertain about it."""
+def moves(equation: JaxprEqn, sizes: Mapping[str, int]) -> Iterator[tuple[Move, Any, Any, str]]:
+    """The communication of a manual collective: how much, its operand's and result's types, and what is uncertain."""
     kind = COLLECTIVES[equation.primitive.name]
     named = equation.params.get("axes", equation.params.get("axis_name", ()))
     named = (named,) if isinstance(named, str) else tuple(axis for axis in named if isinstance(axis, str))
@@ -41,17 +41,18 @@ def moves(equation: JaxprEqn, sizes: Mapping[str, int]) -> Iterator[tuple[Move, 
         return
     ragged = equation.primitive.name == "ragged_all_to_all"
     note = "at most: the sizes are known when it runs" if ragged else ""
-    variables = equation.outvars if kind == "all-gather" else equation.invars[:1] if ragged else equation.invars
-    for variable in variables:
-        payload = num_bytes(variable.aval) // math.prod(sizes.get(a, 1) for a in place_of(variable.aval).sharded)
+    for before, after in zip(equation.invars, equation.outvars):  # a ragged exchange has its sizes behind its operand
+        whole = after.aval if kind == "all-gather" else before.aval
+        payload = num_bytes(whole) // math.prod(sizes.get(axis, 1) for axis in place_of(whole).sharded)
         if axes and payload:
-            yield Move(kind, axes, payload, wire_bytes(kind, count, payload)), variable.aval, note
+            yield Move(kind, axes, payload, wire_bytes(kind, count, payload)), before.aval, after.aval, note
 
 
-def place(aval) -> Place:
-    """A manual-mode type's placement: the axes left to explicit mode, and the states along manual axes."""
+def words(aval) -> str:
+    """A manual-mode type: one device's sizes, the axes left to explicit mode, and the states along manual axes."""
     outside = place_of(aval)
     states = getattr(aval, "mat", None)
     pending = frozenset(getattr(states, "unreduced", ()) or ())
     copied = frozenset(getattr(states, "reduced", ()) or ())
-    return Place(outside.dims, outside.pending | pending, outside.copied | copied)
+    place = Place(outside.dims, outside.pending | pending, outside.copied | copied)
+    return place.words(tuple(map(str, aval.shape)))

@@ -1,0 +1,139 @@
+"""The reader of compiled programs' text, on what CPU, GPU and TPU compilers print."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh
+
+from trellis.inspect import collectives, compiled_memory, flops, products, scheduled_cycles
+from trellis.inspect.hlo import parse_program, replica_groups
+from trellis.mesh.topology import slice_devices
+
+MESH = AbstractMesh((4, 2), ("data", "model"))
+COLUMNS = [(0, 2, 4, 6), (1, 3, 5, 7)]  # along the first of two axes
+ROWS = [(0, 1), (2, 3), (4, 5), (6, 7)]
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("{{0,2,4,6},{1,3,5,7}}", COLUMNS),
+        ("[4,2]<=[8]", ROWS),
+        ("[2,4]<=[4,2]T(1,0)", COLUMNS),
+        ("[4,2]<=[2,2,2]T(0,2,1)", [(0, 2), (1, 3), (4, 6), (5, 7)]),
+        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0'}", COLUMNS),
+        ("mesh['axis_0'=4,'axis_1'=2] {'axis_1'}", ROWS),
+        ("mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}", COLUMNS),
+        ("mesh['axis_0'=2,'axis_1'=2], device_ids=(3,1,2,0) {'axis_1'}", [(3, 1), (2, 0)]),
+        ("mesh['axis_0'=8] {'axis_0':(1)2}", [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        ("mesh['axis_0'=8] {'axis_0':(2)4}", [(0, 1, 2, 3), (4, 5, 6, 7)]),
+    ],
+)
+def test_replica_groups(text, groups):
+    assert replica_groups(text) == groups
+
+
+def test_replica_groups_in_a_new_form_are_refused():
+    with pytest.raises(ValueError, match=r"replica groups in a form that is not known: \[x\]"):
+        replica_groups("[x]")
+
+
+def test_a_text_without_an_entry_is_refused():
+    with pytest.raises(ValueError, match="has an ENTRY computation, and this text has none: pass as_text()"):
+        parse_program("HloModule nothing")
+
+
+# Lines as the compilers print them, with the parts that say nothing here left out.
+GPU = (Path(__file__).parent / "gpu.hlo").read_text()
+
+
+def test_a_gpu_program():
+    rows = collectives(GPU, MESH).rows
+    assert [(r.kind, r.axis, r.payload, r.wire, r.direction, r.note) for r in rows] == [
+        ("all-gather", "data", 2**21, 3 * 2**19, "forward", ""),
+        ("all-reduce", "model", 2**18, 2**18, "backward", "asynchronous"),
+        ("reduce-scatter", "data", 2**21, 3 * 2**19, "", ""),
+    ]
+    assert rows[0].source == "train.py:18 (loss)"
+    assert flops(GPU) == 2 * 128 * 1024 * 1024
+    assert scheduled_cycles(GPU) == 0
+
+
+# A TPU repeats an asynchronous collective in each fusion that it runs beside, and slices a sum inside its fusion.
+TPU = (Path(__file__).parent / "tpu.hlo").read_text()
+
+
+def test_a_tpu_program():
+    rows = collectives(TPU, MESH).rows
+    assert [(r.kind, r.axis, r.payload, r.times, r.direction, r.note) for r in rows] == [
+        ("all-gather", "data", 2**17, 3, "", "asynchronous"),
+        ("permute", "model", 2**18, 3, "", "asynchronous"),
+        ("reduce-scatter", "data", 3 * 2**17, 1, "backward", ""),
+    ]
+    assert scheduled_cycles(TPU) == 3 * 5170
+    assert flops(TPU) == 3 * 2 * 512 * 256 * 256
+
+
+def test_a_loop_counted_in_its_backend_config_or_not_at_all():
+    marked = TPU.replace(
+        "condition=%condition, body=%body",
+        'condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"7"}}',
+    )
+    assert {row.times for row in collectives(marked, MESH) if row.kind == "permute"} == {7}
+    unknown = TPU.replace("s32[] constant(3)", "s32[] get-tuple-element(%state.1), index=0")
+    assert {row.times for row in collectives(unknown, MESH) if row.kind == "permute"} == {1}
+
+
+def compiled(fn, *shapes, sharding=None):
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in shapes]
+    return jax.jit(fn).lower(*args).compile()
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes", "expected"),
+    [
+        ("ij,jk->ik", [(64, 128), (128, 256)], 2 * 64 * 128 * 256),
+        ("bij,bjk->bik", [(4, 64, 128), (4, 128, 32)], 2 * 4 * 64 * 128 * 32),
+        ("bqhd,bkhd->bhqk", [(2, 128, 4, 64), (2, 128, 4, 64)], 2 * 2 * 4 * 128 * 128 * 64),
+    ],
+)
+def test_flops_of_products_on_tpu_and_cpu(equation, shapes, expected):
+    """A TPU program has convolutions for products, batch dimensions as windows over padding."""
+    device = jax.sharding.SingleDeviceSharding(slice_devices("v5e:2x4")[0])
+    product = lambda x, y: jnp.einsum(equation, x, y)
+    assert flops(compiled(product, *shapes, sharding=device)) == expected
+    assert flops(compiled(product, *shapes)) == expected
+
+
+def test_products_in_a_loop_count_as_often_as_it_runs():
+    def layers(x, w):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    program = compiled(layers, (64, 32), (5, 32, 32))
+    assert flops(program) == 5 * 2 * 64 * 32 * 32
+    (product,) = products(program)
+    assert product.times == 5
+    assert product.source.startswith("test_hlo.py:")
+
+
+def test_cycles_grow_with_the_work():
+    device = jax.sharding.SingleDeviceSharding(slice_devices("v5e:2x4")[0])
+
+    def layers(x, w):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    few = scheduled_cycles(compiled(layers, (256, 256), (2, 256, 256), sharding=device))
+    many = scheduled_cycles(compiled(layers, (256, 256), (8, 256, 256), sharding=device))
+    assert 0 < few < many
+
+
+def test_memory_of_a_program():
+    program = jax.jit(lambda x: x + 1, donate_argnums=0).lower(jax.ShapeDtypeStruct((1024,), np.float32)).compile()
+    found = compiled_memory(program)
+    assert (found.arguments, found.outputs, found.aliased) == (4096, 4096, 4096)
+    assert found.peak == 4096 + found.temporaries + found.code
+    assert "arguments" in str(found) and "4.0 KiB" in str(found)

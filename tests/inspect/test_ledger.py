@@ -1,0 +1,231 @@
+"""The ledger's rows: what, where, how often, in which pass, and from which line."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.inspect.programs import BLOCK, STACK, gradient, layers, manual, partly_manual, tensor_parallel
+from trellis.inspect import Ledger, Row, ledger
+from trellis.inspect.rows import wire_bytes
+
+MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+
+def types(arguments, mesh=MESH):
+    return [jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, p)) for s, p, d in arguments]
+
+
+def placed(shape, *partitions, mesh=MESH):
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*partitions)))
+
+
+def short(rows):
+    return [(row.kind, row.axis, row.what, row.times, row.direction) for row in rows]
+
+
+def test_a_tensor_parallel_block_under_fsdp():
+    """Megatron's count, one all-reduce each way; two gathers and one reduce-scatter for each weight."""
+    rows = short(ledger(gradient(layers(tensor_parallel)), *types(STACK)))
+    x, up, down = "8/data 16 32", "32 64/model", "64/model 32"
+    gather_up = ("all-gather", "data", "32/data 64/model -> 32 64/model ~data", 3)
+    gather_down = ("all-gather", "data", "64/model 32/data -> 64/model 32 ~data", 3)
+    assert rows == [
+        (*gather_up, "forward"),
+        (*gather_down, "forward"),
+        ("all-reduce", "model", f"{x} +model -> {x}", 3, "forward"),
+        (*gather_up, "recomputed"),
+        (*gather_down, "recomputed"),
+        ("reduce-scatter", "data", f"{down} +data -> 64/model 32/data", 3, "backward"),
+        ("reduce-scatter", "data", f"{up} +data -> 32/data 64/model", 3, "backward"),
+        ("all-reduce", "model", f"{x} +model -> {x}", 3, "backward"),
+    ]
+
+
+def test_bytes_of_that_block():
+    found = ledger(gradient(layers(tensor_parallel)), *types(STACK))
+    weight, stream = 32 * 64 * 4 // 2, 8 * 16 * 32 * 4 // 4  # bytes of one gathered weight, of one device's stream
+    assert found.total(kind="all-gather", direction="forward") == 3 * 2 * weight * 3 // 4
+    assert found.total(kind="reduce-scatter") == 3 * 2 * weight * 3 // 4
+    assert found.per_axis() == {"data": 3 * 6 * weight * 3 // 4, "model": 3 * 2 * stream}
+    assert found.per_kind() == {
+        "all-gather": found.total(kind="all-gather"),
+        "reduce-scatter": found.total(kind="reduce-scatter"),
+        "all-reduce": 3 * 2 * stream,
+    }
+    assert found.count(kind="all-reduce") == 6
+    assert found.mesh == {"data": 4, "model": 2}
+
+
+def test_the_line_that_caused_it():
+    def program(x):
+        return jax.reshard(x, P(None, None))  # the line of the row
+
+    (row,) = ledger(program, placed((8, 4), "data", None)).rows
+    line = program.__code__.co_firstlineno + 1
+    assert row.source == f"test_ledger.py:{line} (program)"
+    (backward,) = ledger(jax.grad(lambda x: jnp.sum(jax.reshard(x, P("data", None)) ** 2)), placed((8, 4))).rows
+    assert backward.direction == "backward" and backward.source.startswith("test_ledger.py:")
+
+
+def test_names_come_from_the_scope():
+    def program(w):
+        with jax.named_scope("reshard[embed/data mlp -> embed mlp ~data]"):
+            w = jax.reshard(w, P(None, None, reduced={"data"}))
+        return jnp.sum(jnp.ones((8, 8), out_sharding=P("data", None)) @ w)
+
+    rows = ledger(jax.grad(program), placed((8, 4), "data", None)).rows
+    assert [row.what for row in rows] == ["embed mlp +data -> embed/data mlp"]
+    assert rows[0].kind == "reduce-scatter" and rows[0].direction == "backward"
+    (row,) = (row for row in ledger(program, placed((8, 4), "data", None)).rows if row.kind == "all-gather")
+    assert row.what == "embed/data mlp -> embed mlp ~data"
+
+
+def test_a_mesh_axis_of_one_moves_nothing():
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    assert ledger(gradient(tensor_parallel), *types(BLOCK, mesh)).rows == ()
+
+
+def test_dead_code_moves_nothing():
+    def program(x):
+        jax.reshard(x, P(None, None))
+        return x * 2
+
+    assert str(ledger(program, placed((8, 4), "data", None))) == "no communication"
+
+
+def test_the_same_value_moves_once():
+    def program(x):
+        return jax.reshard(x * 2, P(None, None)) + jnp.sin(jax.reshard(x * 2, P(None, None)))
+
+    assert ledger(program, placed((8, 4), "data", None)).count() == 1
+
+
+def test_a_loop_without_a_known_length_counts_a_turn():
+    def program(x):
+        def turn(state):
+            return state[0] + jnp.max(state[0]), jax.reshard(jax.reshard(state[0], P(None, None)), P("data", None))
+
+        return lax.while_loop(lambda state: jnp.sum(state[1]) > 0, turn, (x, x))
+
+    found = ledger(program, placed((8, 4), "data", None))
+    assert {row.note for row in found} == {"once a turn of a while loop"}
+    assert [row.kind for row in found] == ["all-reduce", "all-reduce", "all-gather"][: len(found)]
+
+
+def test_the_larger_branch_counts():
+    def program(flag, x):
+        one = lambda x: jax.reshard(jnp.sin(jax.reshard(x, P(None, None))), P("data", None))
+        two = lambda x: one(one(x))
+        return lax.switch(flag, [lambda x: x, two, one], x)
+
+    found = ledger(program, jnp.int32(0), placed((8, 4), "data", None))
+    assert found.count() == 2
+    assert {row.note for row in found} == {"the largest of 3 branches"}
+
+
+def test_what_the_compiler_chooses_is_noted():
+    (row,) = ledger(lambda x: x[:4], placed((8, 4), "data", None)).rows
+    assert row.note == "the compiler chooses"
+
+    def lookup(table, ids):
+        return table.at[ids].get(out_sharding=P("data", None))
+
+    table, ids = (
+        placed((16, 8), "model", "data"),
+        jax.ShapeDtypeStruct((8,), jnp.int32, sharding=NamedSharding(MESH, P("data"))),
+    )
+    assert {row.note for row in ledger(lookup, table, ids)} == {"the compiler chooses"}
+
+
+def test_manual_mode_rows():
+    x, w = placed((8, 16), "data", None), placed((16, 32), "data", "model")
+    rows = short(ledger(manual, x, w))
+    assert rows[:3] == [
+        ("all-gather", "data", "4 16 -> 16 16 ~data", 1, "forward"),
+        ("all-reduce", "model", "2 16 -> 2 16", 1, "forward"),
+        ("permute", "data", "2 16 -> 2 16", 1, "forward"),
+    ]
+    assert [kind for kind, *_ in rows[3:]] == ["all-to-all", "all-to-all", "reduce-scatter", "all-gather", "all-reduce"]
+
+
+def test_inside_a_region_by_hand_the_other_axis_still_counts():
+    """The bytes are those of one device's part along the axis that is left to the types."""
+    (row,) = ledger(partly_manual, placed((8, 16), "data", None), placed((16, 32), None, "model")).rows
+    assert (row.kind, row.axis, row.payload) == ("all-reduce", "data", 16 * 4)
+
+
+def test_a_permute_to_itself_moves_nothing():
+    def still(x):
+        return jax.shard_map(
+            lambda x: lax.ppermute(x, "data", [(i, i) for i in range(4)]),
+            in_specs=P("data", None), out_specs=P("data", None),
+        )(x)  # fmt: skip
+
+    assert len(ledger(still, placed((8, 4), "data", None))) == 0
+
+
+def test_auto_mode_is_said_to_be_unknown():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    found = ledger(lambda x, w: x @ w, placed((8, 4), "data", None, mesh=mesh), placed((4, 4), "data", None, mesh=mesh))
+    assert found.auto == ("data", "model")
+    assert str(found) == "not known: what the compiler moves along data, model (auto mode)"
+
+
+def test_arguments_that_are_not_arrays_are_passed_as_they_are():
+    def program(x, how, *, scale):
+        return jax.reshard(x, P(None, None)) * scale if how == "whole" else x
+
+    assert ledger(program, placed((8, 4), "data", None), "whole", scale=2.0).count() == 1
+    assert ledger(program, placed((8, 4), "data", None), "sliced", scale=2.0).count() == 0
+
+
+def test_arrays_and_jitted_functions():
+    x = jax.device_put(jnp.ones((8, 4)), NamedSharding(MESH, P("data", None)))
+    assert ledger(jax.jit(lambda x: jnp.sum(x)), x).per_axis() == {"data": 6}
+
+
+def test_a_joint_collective_is_split_over_its_axes():
+    found = ledger(lambda x: jax.reshard(x, P(None, None)), placed((64, 4), ("data", "model"), None))
+    assert [row.axis for row in found] == ["data,model"]
+    assert found.per_axis() == {"data": 768, "model": 128} and found.total() == 896
+    assert found.total(axis="data") == found.total(axis="data,model") == 896
+    permuted = ledger(lambda x: jax.reshard(x, P(("model", "data"), None)), placed((64, 4), ("data", "model"), None))
+    assert permuted.per_axis() == {"data,model": 128}
+
+
+def test_as_text_and_data():
+    found = ledger(gradient(tensor_parallel), *types(BLOCK))
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["collective", "axis", "of", "bytes", "times", "total", "in", "at"]
+    assert "f32[32/data 64/model -> 32 64/model ~data]" in lines[1] and "programs.py:" in lines[1]
+    assert lines[-1] == "each device sends 20.0 KiB in 6 collectives: data 12.0 KiB, model 8.0 KiB"
+    data = json.loads(found.to_json())
+    assert data["total"] == found.total() == sum(row["total"] for row in data["rows"])
+    assert data["per_axis"] == found.per_axis()
+    assert data["rows"][0]["axes"] == ["data"]
+
+
+def test_rows_alike_are_one_line():
+    row = Row(kind="permute", axes=("x",), what="8", dtype="f32", payload=32, wire=32)
+    text = str(Ledger((row, row, row), {"x": 2}))
+    assert len(text.splitlines()) == 3 and "96 B" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"),
+    [("all-gather", 900), ("reduce-scatter", 900), ("all-reduce", 1800), ("all-to-all", 900), ("permute", 1200)],
+)
+def test_ring_costs(kind, sent):
+    assert wire_bytes(kind, 4, 1200) == sent
+    assert wire_bytes(kind, 1, 1200) == 0
+
+
+def test_an_unknown_collective():
+    with pytest.raises(ValueError, match="a collective is one of all-gather, .*, got 'gather'"):
+        wire_bytes("gather", 2, 8)
