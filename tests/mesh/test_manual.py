@@ -1,16 +1,19 @@
 """`shard_map` from annotations: what goes in and out, against one device's numbers."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-import trellis.named as tn
 from trellis.mesh import all_gather, make_mesh, reshard
 from trellis.mesh.manual import einsum_plain as einsum
 from trellis.mesh.manual import shard_map, shift
-from trellis.notation import Stack, abstract, f32, i32, struct, typeof
+from trellis.named import einsum as named_einsum
+from trellis.named import named
+from trellis.notation import NotationError, Stack, abstract, f32, i32, struct, typeof
 
 
 @pytest.fixture(scope="module")
@@ -137,13 +140,13 @@ def test_named_arrays_carry_their_slices_inside_and_their_shardings_outside(mesh
     @shard_map
     def program(x: f32["batch/d embed/m"], w: f32["embed/m out"]) -> f32["batch/d out"]:
         seen.extend([typeof(x), x.shape, x.array.shape])
-        y = tn.einsum("batch embed, embed out -> batch out", x, w, settle=False)
+        y = named_einsum("batch embed, embed out -> batch out", x, w, settle=False)
         seen.append(typeof(y))
         return reshard("batch/d out +m -> batch/d out", y)
 
     with jax.set_mesh(mesh):
-        x = tn.named(put(mesh, (8, 4), "batch/d embed/m"), "batch embed")
-        w = tn.named(put(mesh, (4, 6), "embed/m out", 1), "embed out")
+        x = named(put(mesh, (8, 4), "batch/d embed/m"), "batch embed")
+        w = named(put(mesh, (4, 6), "embed/m out", 1), "embed out")
         y = program(x, w)
     assert seen == ["f32[batch/d=8 embed/m=4]", {"batch": 8, "embed": 4}, (2, 2), "f32[batch/d=8 out=6 +m]"]
     assert typeof(y) == "f32[batch/d=8 out=6]"
@@ -176,7 +179,9 @@ def test_leading_dimensions_and_integers(mesh):
 
     with jax.set_mesh(mesh):
         x = put(mesh, (2, 3, 4), "a b embed/m")
-        ids = jax.device_put(jnp.arange(8, dtype=jnp.int32).reshape(4, 2), abstract(i32["b/d 2"], {"b": 4}, mesh).sharding)
+        ids = jax.device_put(
+            jnp.arange(8, dtype=jnp.int32).reshape(4, 2), abstract(i32["b/d 2"], {"b": 4}, mesh).sharding
+        )
         y, more = double(x, ids)
     np.testing.assert_allclose(y, 2 * np.asarray(x))
     np.testing.assert_array_equal(more, np.arange(8).reshape(4, 2) + 1)
@@ -229,6 +234,17 @@ def test_the_mesh_may_be_given_or_found_on_the_arguments(mesh):
     np.testing.assert_allclose(shard_map(double)(x), 2 * np.asarray(x))
 
 
+def test_no_mesh():
+    def double(x: f32["batch/d embed"]) -> f32["batch/d embed"]:
+        return x * 2
+
+    message = (
+        "manual mode runs on a mesh, got none, in `double`: call it inside `with layout:`, or write shard_map(mesh=...)"
+    )
+    with pytest.raises(NotationError, match=re.escape(message)):
+        shard_map(double)(jnp.ones((8, 4)))
+
+
 def test_auto_mode_around_a_manual_function():
     mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
 
@@ -265,7 +281,9 @@ def test_einsum_of_plain_arrays_in_explicit_mode(mesh):
 
 def test_einsum_without_a_mesh():
     x, w = np.ones((2, 3), np.float32), np.ones((3, 4), np.float32)
-    np.testing.assert_allclose(einsum("batch/d in/m, in/m out -> batch/d out +m", jnp.asarray(x), jnp.asarray(w)), x @ w)
+    np.testing.assert_allclose(
+        einsum("batch/d in/m, in/m out -> batch/d out +m", jnp.asarray(x), jnp.asarray(w)), x @ w
+    )
 
 
 # Some mesh axes left to the surrounding program.
@@ -278,7 +296,9 @@ def mlp(x: f32["batch/d embed"], up: f32["embed hidden/m"], down: f32["hidden/m 
     return reshard("batch/d embed +m -> batch/d embed", out)
 
 
-def scattered(x: f32["batch/d embed/m"], up: f32["embed hidden/m"], down: f32["hidden/m embed"]) -> f32["batch/d embed/m"]:
+def scattered(
+    x: f32["batch/d embed/m"], up: f32["embed hidden/m"], down: f32["hidden/m embed"]
+) -> f32["batch/d embed/m"]:
     gathered = all_gather("batch/d embed/m -> batch/d embed ~m", x)
     mid = jnp.tanh(einsum("batch/d embed ~m, embed hidden/m -> batch/d hidden/m", gathered, up))
     out = einsum("batch/d hidden/m, hidden/m embed -> batch/d embed +m", mid, down)

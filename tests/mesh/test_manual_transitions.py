@@ -1,4 +1,5 @@
-"""Every transition in manual mode: values and gradients against the whole array on one device, with rank-coded inputs."""
+"""Every transition in manual mode: values and gradients against the whole array on one device, with rank-coded "
+"inputs."""
 
 import functools
 import re
@@ -190,7 +191,9 @@ def test_transition_with_other_axes_left_to_the_program(text):
     hold(text, mesh_of(x=4, y=2), axes={"x"})
 
 
-@pytest.mark.parametrize("text", ["a/y/x b -> a b ~x ~y", "a b +x +y -> a/x b/y", "a/x b/y -> a/y b/x", "a/x/y b -> a b/x/y"])
+@pytest.mark.parametrize(
+    "text", ["a/y/x b -> a b ~x ~y", "a b +x +y -> a/x b/y", "a/x b/y -> a/y b/x", "a/x/y b -> a b/x/y"]
+)
 def test_two_manual_axes_with_a_third_left_to_the_program(text):
     hold(text, mesh_of(x=2, y=2, z=2), axes={"x", "y"})
 
@@ -236,7 +239,8 @@ def test_a_transition_is_one_collective_and_so_is_its_gradient(text):
     mesh = mesh_of(x=4, y=2)
     with jax.set_mesh(mesh):
         x, y = (
-            jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, side.spec)) for side in (before, after)
+            jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, side.spec))
+            for side in (before, after)
         )
         dual = NamedSharding(mesh, Shape(after.dims, after.copied, after.pending).spec)
         forward = jax.make_jaxpr(shard_map(program))(x)

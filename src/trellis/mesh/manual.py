@@ -136,7 +136,9 @@ class _Call:
 
     def typed(self, value, hint, place: str) -> list[Leaf] | None:
         if not array_types(hint):
-            if any(isinstance(leaf, jax.Array) or is_named(leaf) for leaf in jax.tree.leaves(value, is_leaf=is_typed_leaf)):
+            if any(
+                isinstance(leaf, jax.Array) or is_named(leaf) for leaf in jax.tree.leaves(value, is_leaf=is_typed_leaf)
+            ):
                 raise NotationError(
                     f"a manual function's arrays are annotated, got {typeof(value)} and no annotation, in {place}: "
                     f'write its type, as in f32["batch/data embed"]'
@@ -168,7 +170,8 @@ class _Call:
         asked = frozenset(shown.axis_names) if self.asked is None else frozenset(self.asked)
         if unknown := sorted(asked - set(shown.axis_names)):
             raise NotationError(
-                f"manual axes are axes of the mesh, got '{unknown[0]}' where the mesh has {', '.join(shown.axis_names)}, "
+                f"manual axes are axes of the mesh, got '{unknown[0]}' where the mesh has "
+                f"{', '.join(shown.axis_names)}, "
                 f"in `{self.name}`: use one of these"
             )
         if self.asked is not None and asked & taken:
@@ -194,7 +197,8 @@ class _Call:
         shape = real_axes(kind.shape, self.shape)
         if self.partly and (states := (*shape.pending, *shape.copied)):
             raise NotationError(
-                f"JAX carries pending sums and copies into and out of a function only where all mesh axes are manual, got "
+                f"JAX carries pending sums and copies into and out of a function only where all mesh axes are "
+                "manual, got "
                 f"{kind} with some axes left to the surrounding program, in {place}: settle '{states[0]}' on the other "
                 f"side, or make all axes manual"
             )
@@ -317,30 +321,29 @@ class _Call:
             return array
         lead = len(leaf.value.names) - len(leaf.kind.shape.dims)
         shape = real_axes(leaf.kind.shape, self.shape)
-        return type(leaf.value)(array, leaf.value.names, ((),) * lead + tuple(dim.axes for dim in shape.dims))
+        slices = ((),) * lead + tuple(tuple(a for a in dim.axes if a in self.manual) for dim in shape.dims)
+        return type(leaf.value)(array, leaf.value.names, slices)
 
     def check_result(self, leaf: Leaf) -> None:
         """Names, dtype and sizes of a result; its sharding is checked in `leave`."""
         bare = ArrayType(leaf.kind.dtype, leaf.kind.shape.bare())
         check_array(leaf.value, bare, leaf.place, Bindings(self.name))
-        bind_shape(leaf.kind.shape, _plain(leaf.value), leaf.place, self.bindings)
-
-    def leave(self, leaf: Leaf, array, pending: frozenset[str]):
-        wanted = real_axes(leaf.kind.shape, self.shape)
-        own = getattr(leaf.value, "dims", None)
-        if own is not None:
-            own = tuple(d.axes for d in own)[len(own) - len(wanted.dims) :]
-            mine = tuple(tuple(a for a in d.axes if a in self.manual) for d in wanted.dims)
-            held = tuple(tuple(a for a in axes if a in self.manual) for axes in own)
-            if held != mine and state_of(array).varying:
+        if own := getattr(leaf.value, "slices", ()):  # a named array remembers how it is sliced
+            wanted = [dim.axes for dim in real_axes(leaf.kind.shape, self.shape).dims]
+            if list(own)[len(own) - len(wanted) :] != [tuple(a for a in mine if a in self.manual) for mine in wanted]:
                 raise TypeMismatch(
                     f"a result is sliced as its annotation says, got {typeof(leaf.value)} for {leaf.kind}, "
                     f"in {leaf.place}: reshard it before the function ends, or correct the annotation"
                 )
+        bind_shape(leaf.kind.shape, _plain(leaf.value), leaf.place, self.bindings)
+
+    def leave(self, leaf: Leaf, array, pending: frozenset[str]):
+        wanted = real_axes(leaf.kind.shape, self.shape)
         if forgotten := sorted(pending - set(wanted.pending)):
             held = Shape(wanted.dims, tuple(sorted(pending)), wanted.copied, wanted.ellipsis)
             raise PendingSumError(
-                f"a result is what its annotation says, got a sum pending along {', '.join(forgotten)} for {leaf.kind}, "
+                f"a result is what its annotation says, got a sum pending along {', '.join(forgotten)} for "
+                f"{leaf.kind}, "
                 f'in {leaf.place}: end the function with reshard("{held} -> {wanted}", ...)'
                 + ("" if self.partly else f", or annotate {leaf.kind.dtype}[{held}]")
             )
@@ -370,11 +373,14 @@ def _like(value, array):
     return type(value)(array, value.names) if is_named(value) else array
 
 
-_REFUSED = re.compile(r"unreduced|`?reduced")
+_REFUSED = re.compile(r"unreduced|reduced")
+# How JAX 0.10 to 0.12 name the operation that they refuse.
+_OPERATION = (r"rule for (\w+)", r"(\w+) is a non-linear operation", r"`(\w+)`", r"passed to (\w+)")
 
 
 def raise_in_notation(error: Exception, bindings: Bindings) -> None:
-    """Turns JAX's refusal of an operation on a pending sum or a copy into one in the notation; passes by any other error."""
+    """Turns JAX's refusal of an operation on a pending sum or a copy into one in the notation; passes by any other "
+    "error."""
     text = str(error)
     if isinstance(error, NotationError) or not _REFUSED.search(text):
         return
@@ -385,10 +391,12 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
             f"value that is the same on all devices, in `{bindings.function}`{line}: use the value from before the "
             f"reshard to '~'"
         ) from error
-    found = re.search(r"rule for (\w+)", text) or re.search(r"`(\w+)`", text) or re.search(r"passed to (\w+)", text)
+    found = next(filter(None, (re.search(words, text) for words in _OPERATION)), None)
     axes = re.findall(r"U:\(?([\w,]+)", text)
     axes = {axis for group in axes for axis in group.split(",") if axis}
-    operation = found.group(1) if found else "mul" if "bilinear" in text or "should be reduced" in text else "an operation"
+    operation = (
+        found.group(1) if found else "mul" if "bilinear" in text or "should be reduced" in text else "an operation"
+    )
     if not axes and not bindings.pending:
         return
     raise PendingSumError(refusal(operation, axes, line, bindings)) from error

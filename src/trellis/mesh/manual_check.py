@@ -29,7 +29,9 @@ _LINEAR = {
     "concatenate", "pad", "reduce_sum", "copy", "copy_p", "reduce_precision", "pvary", "optimization_barrier",
     "convert_element_type",
 }  # fmt: skip
-_LIBRARIES = re.compile(r"[/\\](site-packages[/\\](jax|equinox)|trellis[/\\](notation|mesh|named))[/\\]|<frozen|contextlib")
+_LIBRARIES = re.compile(
+    r"[/\\](site-packages[/\\](jax|equinox)|trellis[/\\](notation|mesh|named))[/\\]|<frozen|contextlib"
+)
 
 
 def check_pending(jaxpr, bindings: Bindings, pending_in=None, line: str = "") -> list[frozenset[str]]:
@@ -114,7 +116,11 @@ def _inner(eqn, programs, ins, bindings, line) -> list[frozenset[str]]:
         elif any(ins) and not any(map(_typed, eqn.invars)):
             raise PendingSumError(refusal(name, frozenset().union(*ins), line, bindings))
     if name == "scan" and not any(map(_typed, eqn.invars)):
-        first, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        (program,) = programs
+        # Carries have the same shape inside and outside, scanned values one dimension more outside.
+        carry = sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(eqn.outvars, program.outvars, strict=True))
+        kept = sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(eqn.invars, program.invars, strict=True))
+        first = kept - carry
         if outs[:carry] != ins[first : first + carry]:
             raise PendingSumError(refusal(name, frozenset().union(*outs[:carry], *ins), line, bindings))
     return outs

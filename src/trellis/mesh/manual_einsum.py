@@ -42,16 +42,15 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
     mesh = jax.sharding.get_abstract_mesh()
     mesh = None if mesh.empty else mesh
     bindings = live()
+    if mesh is not None:
+        known_axes((*lefts, result), mesh, where)
     for shape, x in zip(lefts, arrays, strict=True):
         bind_shape(shape, x, where, bindings)
     if mesh is not None:
-        known_axes((*lefts, result), mesh, where)
         lefts, result = [real_axes(shape, mesh) for shape in lefts], real_axes(result, mesh)
     pending = _check(lefts, result, where)
     letters = _letters(tuple(lefts), result)
-    product = functools.partial(
-        jnp.einsum, letters, precision=precision, preferred_element_type=preferred_element_type
-    )
+    product = functools.partial(jnp.einsum, letters, precision=precision, preferred_element_type=preferred_element_type)
     mode = state_of(arrays[0]).mode
     if mode == "manual":
         manual = tuple(a for a in mesh.axis_names if a in mesh.manual_axes)
@@ -79,7 +78,9 @@ def _parse(text: str) -> tuple[list[Shape], Shape]:
     lefts, result = [parse(part.strip()) for part in left.split(",")], parse(right.strip())
     for shape in (*lefts, result):
         if any(isinstance(dim.name, int) for dim in shape.dims):
-            raise NotationError(f"an einsum goes by names, got '{shape}', in einsum('{text}'): give each dimension a name")
+            raise NotationError(
+                f"an einsum goes by names, got '{shape}', in einsum('{text}'): give each dimension a name"
+            )
     known = {dim.name for shape in lefts for dim in shape.dims}
     if absent := [dim.name for dim in result.dims if dim.name not in known]:
         raise NotationError(
@@ -110,7 +111,8 @@ def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
                 name, other = owner.setdefault(axis, (dim.name, shape))
                 if name != dim.name:
                     raise NotationError(
-                        f"a mesh axis slices one name in a product, got '{axis}' on '{name}' and on '{dim.name}', where "
+                        f"a mesh axis slices one name in a product, got '{axis}' on '{name}' and on '{dim.name}', "
+                        "where "
                         f"each device would multiply blocks that do not belong together, in {where}: "
                         f'gather one, as in reshard("{shape} -> {_without(shape, axis)} ~{axis}", ...)'
                     )
@@ -125,7 +127,8 @@ def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
     for name, axes in kept.items():
         if axes != slices[name][0]:
             raise NotationError(
-                f"a product moves nothing, got '{Dim(name, slices[name][0])}' on the left and '{Dim(name, axes)}' on the "
+                f"a product moves nothing, got '{Dim(name, slices[name][0])}' on the left and '{Dim(name, axes)}' on "
+                "the "
                 f"right, in {where}: write '{Dim(name, slices[name][0])}' on the right and reshard the result"
             )
     pending = tuple(sorted(a for name, (axes, _) in slices.items() if name not in kept for a in axes))

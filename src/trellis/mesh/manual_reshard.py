@@ -54,7 +54,7 @@ def check_slice(x, shape: Shape, where: str, rule: str = _LEFT):
     """Holds a slice's manual type against a shape; types it as differing over the axes that slice it.
 
     Raises:
-        TransitionError: a sum is pending, a copy is made or a value differs along an axis, and the text does not say so.
+        TransitionError: a sum is pending, a copy is made or a value differs along an axis, and the text says nothing.
     """
     x = manual_ops.without_single_axes(x)
     state = state_of(x)
@@ -77,15 +77,14 @@ def check_slice(x, shape: Shape, where: str, rule: str = _LEFT):
         )
     if wrong:
         said, held, sign, what = wrong
-        raise TransitionError(
-            f"{rule}, got {typeof(x)}, which is "
-            f"{f'{what} along ' + ', '.join(sorted(held)) if held else f'not {what} along ' + ', '.join(sorted(said))}, "
-            f"for '{shape}', in {where}: write {' '.join(sign + a for a in sorted(held)) or 'no ' + sign + sorted(said)[0]} there"
-        )
+        seen = f"{what} along {', '.join(sorted(held))}" if held else f"not {what} along {', '.join(sorted(said))}"
+        fix = " ".join(sign + axis for axis in sorted(held)) or f"no {sign}{sorted(said)[0]}"
+        raise TransitionError(f"{rule}, got {typeof(x)}, which is {seen}, for '{shape}', in {where}: write {fix} there")
     if extra:
         raise TransitionError(
             f"{rule}, got {typeof(x)}, which differs along "
-            f"{', '.join(sorted(extra))}, for '{shape}', in {where}: write which dimension '{sorted(extra)[0]}' slices, "
+            f"{', '.join(sorted(extra))}, for '{shape}', in {where}: write which dimension '{sorted(extra)[0]}' "
+            "slices, "
             f"or '+{sorted(extra)[0]}' if these are partial sums"
         )
     return manual_ops.vary(x, tuple(a for a in shape.mesh_axes if a in jax.sharding.get_abstract_mesh().manual_axes))

@@ -134,7 +134,7 @@ class Stack:
         if prefix.pending or prefix.copied or prefix.ellipsis or not prefix.dims:
             raise NotationError(
                 f"a stack's leading dimension is a dimension, got '{item[0]}', in 'Stack[...]': "
-                f"write states in the annotations of the fields, as in Stack[\"layers\", Block]"
+                f'write states in the annotations of the fields, as in Stack["layers", Block]'
             )
         return StackType(prefix, item[1])
 

@@ -228,6 +228,9 @@ def _without(shape: Shape, axes: set[str]) -> Shape:
 def _mismatch(x, kind: ArrayType, wanted: Shape, held: Shape, place: str):
     raise TypeMismatch(
         f"an annotation that mentions a mesh axis says the whole sharding, got {typeof(x)} for {kind}, in {place}: "
-        + (f'write reshard("{held} -> {wanted}", ...) before, or correct the annotation' if held != wanted else
-           "reshard it before, or correct the annotation")
+        + (
+            f'write reshard("{held} -> {wanted}", ...) before, or correct the annotation'
+            if held != wanted
+            else "reshard it before, or correct the annotation"
+        )
     )

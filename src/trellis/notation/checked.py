@@ -82,7 +82,7 @@ def checked(fn: Callable) -> Callable:
         hints = hints_of(fn)
         bindings = Bindings(name)
         bound = signature.bind(*args, **kwargs)
-        for argument, hint, value, place in arguments(signature, bound, hints, name):
+        for _, hint, value, place in arguments(signature, bound, hints, name):
             check_tree(value, hint, place, bindings)
         with binding(bindings):
             result = fn(*args, **kwargs)

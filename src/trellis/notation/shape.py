@@ -94,7 +94,8 @@ def parse(text: str) -> Shape:
     >>> parse("batch/data pos embed/data/model").dims[2].axes
     Traceback (most recent call last):
         ...
-    trellis.notation.shape.NotationError: mesh axis 'data' is used twice, in 'batch/data pos embed/data/model': an array is sliced, summed or copied over a mesh axis once
+    trellis.notation.shape.NotationError: mesh axis 'data' is used twice,
+    in 'batch/data pos embed/data/model': an array is sliced, summed or copied over a mesh axis once
     >>> str(parse("batch/data  embed +model"))
     'batch/data embed +model'
 
@@ -109,29 +110,45 @@ def parse(text: str) -> Shape:
         if word[0] in "+~":
             axis = word[1:]
             if not _NAME.match(axis):
-                raise _fail(text, f"'{word}' is not a state", f"write '{word[0]}' and a mesh axis, as in '{word[0]}model'")
+                raise _fail(
+                    text, f"'{word}' is not a state", f"write '{word[0]}' and a mesh axis, as in '{word[0]}model'"
+                )
             (pending if word[0] == "+" else copied).append(axis)
             continue
         if pending or copied:
-            raise _fail(text, f"dimension '{word}' stands after a state", "write all dimensions first, then '+axis' and '~axis'")
+            raise _fail(
+                text, f"dimension '{word}' stands after a state", "write all dimensions first, then '+axis' and '~axis'"
+            )
         if word == "...":
             if index:
-                raise _fail(text, "'...' is not at the start", "it stands for any leading dimensions, so write it first")
+                raise _fail(
+                    text, "'...' is not at the start", "it stands for any leading dimensions, so write it first"
+                )
             ellipsis = True
             continue
         name, *axes = word.split("/")
         if not (_NAME.match(name) or _INTEGER.match(name)) or not all(_NAME.match(a) for a in axes):
-            raise _fail(text, f"'{word}' is not a dimension", "write a name or an integer, then '/mesh_axis' for each axis that slices it")
+            raise _fail(
+                text,
+                f"'{word}' is not a dimension",
+                "write a name or an integer, then '/mesh_axis' for each axis that slices it",
+            )
         dims.append(Dim(int(name) if name.isdigit() else name, tuple(axes)))
     shape = Shape(tuple(dims), tuple(sorted(pending)), tuple(sorted(copied)), ellipsis)
     named = [dim.name for dim in dims if isinstance(dim.name, str)]
     for name in named:
         if named.count(name) > 1:
-            raise _fail(text, f"dimension '{name}' is written twice", "give the second one another name (keys and queries: 'pos' and 'key_pos')")
+            raise _fail(
+                text,
+                f"dimension '{name}' is written twice",
+                "give the second one another name (keys and queries: 'pos' and 'key_pos')",
+            )
     used = [*shape.mesh_axes, *pending, *copied]
     for axis in used:
         if used.count(axis) > 1:
-            raise _fail(text, f"mesh axis '{axis}' is used twice", "an array is sliced, summed or copied over a mesh axis once")
+            raise _fail(
+                text, f"mesh axis '{axis}' is used twice", "an array is sliced, summed or copied over a mesh axis once"
+            )
     return shape
 
 
@@ -144,7 +161,11 @@ def parse_transition(text: str) -> tuple[Shape, Shape]:
     """
     sides = text.split("->")
     if len(sides) != 2:
-        raise _fail(text, f"a transition has one '->', got {len(sides) - 1}", "write 'before -> after', as in 'embed/data -> embed'")
+        raise _fail(
+            text,
+            f"a transition has one '->', got {len(sides) - 1}",
+            "write 'before -> after', as in 'embed/data -> embed'",
+        )
     before, after = parse(sides[0].strip()), parse(sides[1].strip())
     if before.names != after.names or before.ellipsis != after.ellipsis:
         raise _fail(

@@ -149,7 +149,8 @@ def _name(hint) -> str:
 def _whole(kind: ArrayType, place: str) -> Shape:
     if kind.shape.ellipsis:
         raise NotationError(
-            f"an abstract array has all its dimensions named, got '{kind.shape}', in {place}: write them instead of '...'"
+            f"an abstract array has all its dimensions named, got '{kind.shape}', in {place}: write them instead of "
+            "'...'"
         )
     return kind.shape
 

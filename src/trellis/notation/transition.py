@@ -198,7 +198,8 @@ class _Planner:
         return False
 
     def force(self) -> bool:
-        """Nothing is ready: two dimensions wait for each other's axes, or an axis to go is not the last of its stack."""
+        """Nothing is ready: two dimensions wait for each other's axes, or an axis to go is not the last of its "
+        "stack."""
         for i in range(len(self.stacks)):
             for axis in self.leaving(i):
                 to = self.target(axis)

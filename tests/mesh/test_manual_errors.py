@@ -1,0 +1,536 @@
+"""What manual mode refuses while tracing, and the text it says it with."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from trellis.mesh import ReshardError, all_gather, make_mesh, reduce_scatter, reshard
+from trellis.mesh.manual import PendingSumError, TransitionError, shard_map, shift
+from trellis.mesh.manual import einsum_plain as einsum
+from trellis.named import named
+from trellis.notation import NotationError, TypeMismatch, abstract, bf16, f32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mesh():
+    mesh = make_mesh(d=4, m=2)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def put(shape, text):
+    names = [word.split("/")[0] for word in text.split()]
+    return jax.device_put(jnp.ones(shape), abstract(f32[text], dict(zip(names, shape)), make_mesh(d=4, m=2)).sharding)
+
+
+def product(then, result="batch/d out", axes=None):
+    """A product whose pending sum is handed to `then`."""
+
+    def program(x: f32["batch/d in/m"], w: f32["in/m out"]) -> None:
+        return then(einsum("batch/d in/m, in/m out -> batch/d out +m", x, w))
+
+    program.__annotations__["return"] = f32[result]
+    program.__qualname__ = "program"
+    return shard_map(program, axes=axes)(put((8, 4), "batch/d in/m"), put((4, 6), "in/m out"))
+
+
+def refuses(error, message, fn, *args, **kwargs):
+    with pytest.raises(error, match=re.escape(message)):
+        fn(*args, **kwargs)
+
+
+def test_a_forgotten_reshard_at_the_end():
+    refuses(
+        PendingSumError,
+        "a result is what its annotation says, got a sum pending along m for f32[batch/d out], in result of `program`: "
+        'end the function with reshard("batch/d out +m -> batch/d out", ...), or annotate f32[batch/d out +m]',
+        product,
+        lambda y: y,
+    )
+
+
+NONLINEAR = {
+    # What JAX refuses on its own, in its own words ...
+    "max": jax.nn.relu,
+    "exp": jnp.exp,
+    "mul": lambda y: y * y,
+    "add": lambda y: y + jnp.ones_like(y),
+    "abs": jnp.abs,
+    "gt": lambda y: y > 0,
+    "dot_general": lambda y: y @ jnp.ones((6, 2)),
+    # ... and what it takes for the whole sum without a word.
+    "reduce_max": lambda y: jnp.max(y, 0),
+    "cumsum": lambda y: jnp.cumsum(y, 1),
+    "gather": lambda y: y[:, jnp.array([1, 0])],
+    "select_n": lambda y: jnp.where(jnp.ones(y.shape, bool), y, 0.0),
+    "argmax": lambda y: jnp.argmax(y, 1),
+    "convert_element_type": lambda y: y.astype(jnp.int32),
+}
+INSIDE = {
+    "plain": lambda fn: fn,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda fn: lambda y: jax.lax.scan(lambda carry, _: (carry, fn(y)), 0, None, length=2)[1],
+    "cond": lambda fn: lambda y: jax.lax.cond(True, fn, fn, y),
+}
+
+
+@pytest.mark.parametrize("axes", [None, {"m"}], ids=["all", "partial"])
+@pytest.mark.parametrize("operation", NONLINEAR)
+def test_a_pending_sum_is_only_added(operation, axes):
+    # Where JAX 0.12 refuses a maximum on its own it does not say what it refuses.
+    named = f"({operation}|an operation)" if operation == "reduce_max" else operation
+    message = (
+        f"may only be added to sums pending alike, reshaped or settled, got {named} of a sum pending along m, in `prog"
+    )
+    with pytest.raises(PendingSumError, match=message):
+        product(NONLINEAR[operation], axes=axes)
+
+
+@pytest.mark.parametrize("axes", [None, {"m"}], ids=["all", "partial"])
+@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize("operation", ["exp", "cumsum"])
+def test_a_pending_sum_is_only_added_inside_transformations(operation, inside, axes):
+    with pytest.raises(PendingSumError, match=f"got {operation} of a sum pending along m"):
+        product(INSIDE[inside](NONLINEAR[operation]), axes=axes)
+
+
+@pytest.mark.parametrize("axes", [None, {"m"}], ids=["all", "partial"])
+def test_the_refusal_names_the_line_and_the_reshard(axes):
+    def then(y):
+        return jnp.cumsum(y, 1)  # the line
+
+    refuses(
+        PendingSumError,
+        "in `program` (test_manual_errors.py:"
+        f"{then.__code__.co_firstlineno + 1}: return jnp.cumsum(y, 1)  # the line): "
+        'write reshard("batch/d out +m -> batch/d out", ...) before',
+        product,
+        then,
+        axes=axes,
+    )
+
+
+@pytest.mark.parametrize("axes", [None, {"m"}], ids=["all", "partial"])
+def test_sums_of_pending_sums_are_pending_sums(axes):
+    def then(y):
+        y = jnp.concatenate([y + y, y], 1).reshape(y.shape[0], 2, 6).astype(jnp.bfloat16)
+        return reshard("batch/d out +m -> batch/d out", jnp.sum(y, 1).astype(jnp.float32))
+
+    assert jax.device_get(product(then, axes=axes)).tolist() == [[12.0] * 6] * 8
+
+
+def test_a_carry_that_becomes_pending_with_axes_left():
+    def then(y):
+        start = jax.lax.pcast(jnp.zeros((8, 6), out_sharding=jax.typeof(y).sharding), "m", to="varying")
+        return jax.lax.scan(lambda _, __: (y, None), start, None, length=2)[0]
+
+    refuses(PendingSumError, "got scan of a sum pending along m, in `program`", product, then, axes={"m"})
+
+
+@pytest.mark.parametrize(
+    ("then", "result", "error", "message"),
+    [
+        (
+            lambda y: reshard("batch/d out -> batch/d out", y),
+            "batch/d out",
+            TransitionError,
+            "the left side of a text is what the array is, got f32[2 6 +m] (one slice; differs over d), which is "
+            "pending "
+            "along m, for 'batch/d out', in reshard('batch/d out -> batch/d out'): write +m there",
+        ),
+        (
+            lambda y: reshard("batch/d in +m -> batch/d in", y),
+            "batch/d out",
+            TypeMismatch,
+            "a name has one length in a call, got in=4 from argument `x` of `program` and in=6 from "
+            "reshard('batch/d in +m -> batch/d in'), in `program`: make them agree, or give one of them another name",
+        ),
+        (
+            lambda y: reshard("batch/d out +q -> batch/d out", y),
+            "batch/d out",
+            TransitionError,
+            "a text names axes of the mesh, got 'q' where the mesh has d, m, in reshard('batch/d out +q -> batch/d "
+            "out'): "
+            "use one of these, or add 'q' to the mesh (size 1 will do)",
+        ),
+        (
+            lambda y: all_gather("batch/d out +m -> batch/d out", y),
+            "batch/d out",
+            ReshardError,
+            "all_gather performs an all-gather, got a transition that is all-reduce",
+        ),
+        (
+            lambda y: reduce_scatter("batch/d out +m -> batch/d out", y),
+            "batch/d out",
+            ReshardError,
+            "reduce_scatter performs a reduce-scatter, got a transition that is all-reduce",
+        ),
+        (
+            lambda y: reshard("batch/d out +m -> batch/d out", y).astype(jnp.bfloat16),
+            "batch/d out",
+            TypeMismatch,
+            "an array has the dtype of its annotation, got bf16[2 6] (one slice; differs over d) for f32[batch out], "
+            "in result of `program`: cast it to f32, or annotate bf16",
+        ),
+        (
+            lambda y: reshard("batch/d out +m -> batch/d out", y)[:1],
+            "batch/d out",
+            TypeMismatch,
+            "a name has one length in a call, got batch=8 from argument `x` of `program` and batch=4 from result of "
+            "`program`, in `program`: make them agree, or give one of them another name",
+        ),
+        (
+            lambda y: reshard("batch/d out +m -> batch/d out", y) + jax.lax.axis_index("m").astype(jnp.float32),
+            "batch/d out",
+            TransitionError,
+            "a result is what its annotation says, got f32[2 6] (one slice; differs over d, m), which differs along "
+            "m, for "
+            "'batch/d out', in result of `program`: write which dimension 'm' slices, or '+m' if these are partial "
+            "sums",
+        ),
+        (
+            lambda y: reshard("batch/d out +m -> batch/d out", y),
+            "batch/d out +m",
+            TypeMismatch,
+            "a result is what its annotation says, got f32[2 6] (one slice; differs over d), of which no sum is "
+            "pending "
+            "along m, for f32[batch/d out +m], in result of `program`: take '+m' out of the annotation",
+        ),
+        (
+            lambda y: [y],
+            "batch/d out",
+            TypeMismatch,
+            "an array of type f32[batch/d out] goes here, got list, in result of `program`: pass an array, or "
+            "annotate the "
+            'container, as in list[f32["batch/d out"]]',
+        ),
+        (
+            lambda y: shift("batch/d out +m", y, "m"),
+            "batch/d out",
+            TransitionError,
+            "a shift moves slices around a ring, got 'batch/d out +m', which 'm' does not slice",
+        ),
+    ],
+)
+def test_a_text_that_does_not_fit(then, result, error, message):
+    refuses(error, message, product, then, result)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "batch/d in/m, in/m out -> batch/d out",
+            "a sum over a sliced name is partial on each device, got 'in/m' summed and no '+m' in the result, in "
+            "einsum('batch/d in/m, in/m out -> batch/d out'): write '-> batch/d out +m', and settle it with "
+            'reshard("batch/d out +m -> batch/d out", ...)',
+        ),
+        (
+            "batch/d in/m, in/m out -> batch out +m",
+            "a product moves nothing, got 'batch/d' on the left and 'batch' on the right, in einsum('batch/d in/m, "
+            "in/m out "
+            "-> batch out +m'): write 'batch/d' on the right and reshard the result",
+        ),
+        (
+            "batch in/m, in/m out -> batch out +d +m",
+            "a name has one length in a call, got batch=8 from argument `x` of `program` and batch=2 from einsum(",
+        ),
+        (
+            "batch/d in/m, in/m out -> batch/d out +m +d",
+            "mesh axis 'd' is used twice",
+        ),
+        (
+            "batch/d in/m, in/m out -> batch/d else",
+            "a result's names come from its operands, got 'else', in einsum('batch/d in/m, in/m out -> batch/d else'): "
+            "correct the name",
+        ),
+        (
+            "batch/d in/m, row/m out -> batch/d out +m",
+            "a mesh axis slices one name in a product, got 'm' on 'in' and on 'row', where each device would "
+            "multiply blocks "
+            "that do not belong together, in einsum('batch/d in/m, row/m out -> batch/d out +m'): gather one, as in "
+            'reshard("row/m out -> row out ~m", ...)',
+        ),
+        (
+            "batch/d in/m, in/m out ~d -> batch/d out +m",
+            "the left side of a text is what the array is, got f32[2 6] (one slice; differs over m), which is not "
+            "copied "
+            "along d, for 'in/m out ~d', in einsum('batch/d in/m, in/m out ~d -> batch/d out +m'): write no ~d there",
+        ),
+        ("batch/d in/m, in/m out", "an einsum has one '->', got 0, in einsum('batch/d in/m, in/m out')"),
+        ("batch/d in/m -> batch/d +m", "an einsum has one array for each shape on its left, got 2 arrays for 1 shapes"),
+        ("batch/d 4/m, in/m out -> batch/d out", "an einsum goes by names, got 'batch/d 4/m'"),
+        ("batch/d in/m, in/q out -> batch/d out +m", "a text names axes of the mesh, got 'q' where the mesh has d, m"),
+    ],
+)
+def test_a_product_that_devices_cannot_do_alone(text, message):
+    @shard_map
+    def program(x: f32["batch/d in/m"], w: f32["in/m out"]) -> f32["batch/d out +m"]:
+        return einsum(text, x, w)
+
+    refuses(NotationError, message, program, put((8, 4), "batch/d in/m"), put((4, 6), "in/m out"))
+
+
+def test_operands_sliced_differently():
+    @shard_map
+    def program(x: f32["batch/d in"], w: f32["in/m out"]) -> f32["batch/d out +m"]:
+        return einsum("batch/d in, in/m out -> batch/d out +m", x, w)
+
+    refuses(
+        NotationError,
+        "a name is sliced alike in all operands, got 'in' and 'in/m', in einsum('batch/d in, in/m out -> batch/d out "
+        "+m'): "
+        'write reshard("batch/d in -> batch/d in/m", ...) first',
+        program,
+        put((8, 4), "batch/d in"),
+        put((4, 6), "in/m out"),
+    )
+
+
+def test_a_pending_operand_and_a_copy_without_slices():
+    @shard_map
+    def pending(x: f32["batch/d in +m"], w: f32["in out"]) -> f32["batch/d out +m"]:
+        return einsum("batch/d in +m, in out -> batch/d out", x, w)
+
+    @shard_map
+    def copied(x: f32["batch/d in"], w: f32["in out"]) -> f32["batch/d out"]:
+        copy = reshard("in out -> in out ~m", w)
+        return einsum("batch/d in, in out ~m -> batch/d out", x, copy)
+
+    @shard_map
+    def elementwise(w: f32["in out"]) -> f32["in out"]:
+        return reshard("in out -> in out ~m", w) + 1.0
+
+    x = put((8, 6), "batch/d in")
+    sums = product(lambda y: y, "batch/d out +m")
+    w = put((6, 6), "in out")
+    refuses(
+        NotationError,
+        "a pending sum is settled before it is multiplied, got 'batch/d in +m', in einsum('batch/d in +m, in out -> "
+        'batch/d out\'): write reshard("batch/d in +m -> batch/d in", ...) first',
+        pending,
+        sums,
+        w,
+    )
+    refuses(
+        NotationError,
+        "a copy ~m is for a product with an operand that 'm' slices, got none, in einsum('batch/d in, in out ~m -> "
+        "batch/d out'): use the value from before the cast to ~m",
+        copied,
+        x,
+        w,
+    )
+    refuses(
+        TypeMismatch,
+        "a copy '~x' is for products with an operand that x slices, got an elementwise operation of one with a value "
+        "that is the same on all devices, in `elementwise` (test_manual_errors.py:",
+        elementwise,
+        w,
+    )
+
+
+def same(x: f32["batch/d embed"]) -> f32["batch/d embed"]:
+    return x
+
+
+def unannotated(x) -> f32["batch/d embed"]:
+    return x
+
+
+def no_result(x: f32["batch/d embed"]):
+    return x
+
+
+def another_axis(x: f32["batch/q embed"]) -> f32["batch embed"]:
+    return x
+
+
+def open_result(x: f32["batch/d embed"]) -> f32["... embed"]:
+    return x
+
+
+def pending_result(x: f32["batch/d embed"]) -> f32["batch/d embed +m"]:
+    return x
+
+
+def minor(x: f32["batch/d/m embed"]) -> f32["batch/d/m embed"]:
+    return x
+
+
+def many(*xs: f32["batch/d embed"]) -> f32["batch/d embed"]:
+    return xs[0]
+
+
+def half(x: bf16["batch/d embed"]) -> bf16["batch/d embed"]:
+    return x
+
+
+X = ((8, 8), "batch/d embed")
+
+
+@pytest.mark.parametrize(
+    ("fn", "axes", "where", "message"),
+    [
+        (
+            same,
+            None,
+            ((8, 8), "batch embed"),
+            "an annotation that mentions a mesh axis says the whole sharding, got f32[8 8] for f32[batch/d embed], "
+            "in argument "
+            '`x` of `same`: write reshard("batch embed -> batch/d embed", ...) before, or correct the annotation',
+        ),
+        (
+            unannotated,
+            None,
+            X,
+            "a manual function's arrays are annotated, got f32[8/d 8] and no annotation, in argument `x` of "
+            "`unannotated`: "
+            'write its type, as in f32["batch/data embed"]',
+        ),
+        (
+            no_result,
+            None,
+            X,
+            "a manual function's result is annotated, got None, in result of `no_result`: write '-> "
+            'f32["batch/data"]\'',
+        ),
+        (
+            another_axis,
+            None,
+            X,
+            "an annotation names axes of the mesh, got 'q' in f32[batch/q embed] where the mesh has d, m, in "
+            "argument `x` of "
+            "`another_axis`: use one of these, or add 'q' to the mesh (size 1 will do)",
+        ),
+        (
+            open_result,
+            None,
+            X,
+            "a manual function's result has all its dimensions named, got f32[... embed], in result of "
+            "`open_result`: write "
+            "them instead of '...'",
+        ),
+        (
+            pending_result,
+            {"m"},
+            X,
+            "JAX carries pending sums and copies into and out of a function only where all mesh axes are manual, got "
+            "f32[batch/d embed +m] with some axes left to the surrounding program, in result of `pending_result`: "
+            "settle "
+            "'m' on the other side, or make all axes manual",
+        ),
+        (
+            minor,
+            {"m"},
+            ((8, 8), "batch/d/m embed"),
+            "the manual axes of a dimension are its major ones, got 'batch/d/m' with manual m, in result of `minor`: "
+            "write "
+            "batch/m first",
+        ),
+        (
+            same,
+            {"q"},
+            X,
+            "manual axes are axes of the mesh, got 'q' where the mesh has d, m, in `same`: use one of these",
+        ),
+        (
+            half,
+            None,
+            X,
+            "an array has the dtype of its annotation, got f32[8/d 8] for bf16[batch/d embed], in argument `x` of "
+            "`half`: cast "
+            "it to bf16, or annotate f32",
+        ),
+    ],
+)
+def test_a_signature_that_does_not_fit(fn, axes, where, message):
+    refuses(NotationError, message, shard_map(fn, axes=axes), put(*where))
+
+
+def test_a_function_of_any_number_of_arguments():
+    refuses(
+        NotationError,
+        "a manual function's arguments each have an annotation, got '*xs",
+        shard_map,
+        many,
+    )
+
+
+def test_a_size_that_does_not_divide(mesh):
+    auto = jax.make_mesh((4, 2), ("d", "m"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(auto):
+        refuses(
+            NotationError,
+            "a mesh axis divides what it slices, got batch=6 over d=4, in argument `x` of `same`: make batch 4 or 8, "
+            "or slice "
+            "it over other axes",
+            shard_map(same),
+            jnp.ones((6, 8)),
+        )
+
+
+def test_an_array_from_outside():
+    w = put((8,), "embed/d")
+
+    def program(x: f32["batch/d embed"]) -> f32["batch/d embed"]:
+        return x + jnp.sum(w)
+
+    refuses(
+        TypeMismatch,
+        "a manual function takes its arrays as arguments, got one from outside of it, in `program`: pass it as an "
+        "annotated "
+        "argument (shape f32[8@d]",
+        shard_map(program),
+        put(*X),
+    )
+
+
+def test_a_named_array_under_other_names_and_one_returned_elsewhere():
+    x = named(put(*X), "batch embed")
+
+    @shard_map
+    def other(x: f32["rows/d embed"]) -> f32["rows/d embed"]:
+        return x
+
+    @shard_map
+    def moved(x: f32["batch/d embed"]) -> f32["batch embed/d"]:
+        return x
+
+    refuses(
+        TypeMismatch,
+        "a named array has the names of its annotation in their order, got f32[batch/d=8 embed=8] for f32[rows/d "
+        "embed], in "
+        "argument `x` of `other`: rename or rearrange it to 'rows embed', or correct the annotation",
+        other,
+        x,
+    )
+    refuses(NotationError, "in result of `moved`", moved, x)
+
+
+def test_axes_left_to_the_program_are_not_moved_inside():
+    @shard_map(axes={"m"})
+    def gathers(x: f32["batch/d embed"]) -> f32["batch embed"]:
+        return reshard("batch/d embed -> batch embed", x)
+
+    @shard_map(axes={"m"})
+    def forgets(x: f32["batch/d embed"]) -> f32["batch embed"]:
+        return x
+
+    refuses(
+        TransitionError,
+        "manual mode moves data over its own mesh axes, got 'd', which is left to the surrounding program, in "
+        "reshard('batch/d embed -> batch embed'): reshard over 'd' outside, or add it to the axes of shard_map",
+        gathers,
+        put(*X),
+    )
+    refuses(
+        TypeMismatch,
+        "a result is what its annotation says, got 'batch/d embed' for f32[batch embed], in result of `forgets`: "
+        "correct "
+        "the mesh axes that are left to the surrounding program",
+        forgets,
+        put(*X),
+    )
