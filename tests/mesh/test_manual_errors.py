@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from trellis.mesh import ReshardError, all_gather, make_mesh, reduce_scatter, reshard
-from trellis.mesh.manual import PendingSumError, TransitionError, shard_map, shift
+from trellis.mesh.manual import TransitionError, shard_map, shift
 from trellis.mesh.manual import einsum_plain as einsum
 from trellis.named import named
 from trellis.notation import NotationError, TypeMismatch, abstract, bf16, f32
@@ -39,95 +39,6 @@ def product(then, result="batch/d out", axes=None):
 def refuses(error, message, fn, *args, **kwargs):
     with pytest.raises(error, match=re.escape(message)):
         fn(*args, **kwargs)
-
-
-def test_a_forgotten_reshard_at_the_end():
-    refuses(
-        PendingSumError,
-        "a result is what its annotation says, got a sum pending along m for f32[batch/d out], in result of `program`: "
-        'end the function with reshard("batch/d out +m -> batch/d out", ...), or annotate f32[batch/d out +m]',
-        product,
-        lambda y: y,
-    )
-
-
-NONLINEAR = {
-    # What JAX refuses on its own, in its own words ...
-    "max": jax.nn.relu,
-    "exp": jnp.exp,
-    "mul": lambda y: y * y,
-    "add": lambda y: y + jnp.ones_like(y),
-    "abs": jnp.abs,
-    "gt": lambda y: y > 0,
-    "dot_general": lambda y: y @ jnp.ones((6, 2)),
-    # ... and what it takes for the whole sum without a word.
-    "reduce_max": lambda y: jnp.max(y, 0),
-    "cumsum": lambda y: jnp.cumsum(y, 1),
-    "gather": lambda y: y[:, jnp.array([1, 0])],
-    "select_n": lambda y: jnp.where(jnp.ones(y.shape, bool), y, 0.0),
-    "argmax": lambda y: jnp.argmax(y, 1),
-    "convert_element_type": lambda y: y.astype(jnp.int32),
-}
-INSIDE = {
-    "plain": lambda fn: fn,
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "scan": lambda fn: lambda y: jax.lax.scan(lambda carry, _: (carry, fn(y)), 0, None, length=2)[1],
-    "cond": lambda fn: lambda y: jax.lax.cond(True, fn, fn, y),
-}
-
-
-@pytest.mark.parametrize("axes", [None, {"m"}], ids=["all", "partial"])
-@pytest.mark.parametrize("operation", NONLINEAR)
-def test_a_pending_sum_is_only_added(operation, axes):
-    # Where JAX 0.12 refuses a maximum on its own it does not say what it refuses.
-    named = f"({operation}|an operation)" if operation == "reduce_max" else operation
-    message = (
-        f"may only be added to sums pending alike, reshaped or settled, got {named} of a sum pending along m, in `prog"
-    )
-    with pytest.raises(PendingSumError, match=message):
-        product(NONLINEAR[operation], axes=axes)
-
-
-@pytest.mark.parametrize("axes", [None, {"m"}], ids=["all", "partial"])
-@pytest.mark.parametrize("inside", INSIDE)
-@pytest.mark.parametrize("operation", ["exp", "cumsum"])
-def test_a_pending_sum_is_only_added_inside_transformations(operation, inside, axes):
-    with pytest.raises(PendingSumError, match=f"got {operation} of a sum pending along m"):
-        product(INSIDE[inside](NONLINEAR[operation]), axes=axes)
-
-
-@pytest.mark.parametrize("axes", [None, {"m"}], ids=["all", "partial"])
-def test_the_refusal_names_the_line_and_the_reshard(axes):
-    def then(y):
-        return jnp.cumsum(y, 1)  # the line
-
-    refuses(
-        PendingSumError,
-        "in `program` (test_manual_errors.py:"
-        f"{then.__code__.co_firstlineno + 1}: return jnp.cumsum(y, 1)  # the line): "
-        'write reshard("batch/d out +m -> batch/d out", ...) before',
-        product,
-        then,
-        axes=axes,
-    )
-
-
-@pytest.mark.parametrize("axes", [None, {"m"}], ids=["all", "partial"])
-def test_sums_of_pending_sums_are_pending_sums(axes):
-    def then(y):
-        y = jnp.concatenate([y + y, y], 1).reshape(y.shape[0], 2, 6).astype(jnp.bfloat16)
-        return reshard("batch/d out +m -> batch/d out", jnp.sum(y, 1).astype(jnp.float32))
-
-    assert jax.device_get(product(then, axes=axes)).tolist() == [[12.0] * 6] * 8
-
-
-def test_a_carry_that_becomes_pending_with_axes_left():
-    def then(y):
-        start = jax.lax.pcast(jnp.zeros((8, 6), out_sharding=jax.typeof(y).sharding), "m", to="varying")
-        return jax.lax.scan(lambda _, __: (y, None), start, None, length=2)[0]
-
-    refuses(PendingSumError, "got scan of a sum pending along m, in `program`", product, then, axes={"m"})
 
 
 @pytest.mark.parametrize(
