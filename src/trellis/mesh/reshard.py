@@ -164,7 +164,7 @@ def place(array, axes, pending=(), copied=(), *, names=None):
     mesh = jax.typeof(array).sharding.mesh
     axes = tuple(tuple(a for a in mine if mesh.shape[a] > 1) for mine in axes)
     pending, copied = _real(pending, mesh), _real(copied, mesh)
-    if (axes, pending, copied) == (state.axes, state.pending, state.copied):
+    if state.mode == "explicit" and (axes, pending, copied) == (state.axes, state.pending, state.copied):
         return array
     names = names or tuple(f"_{i}" for i in range(array.ndim))
     for name, size, mine in zip(names, array.shape, axes, strict=True):

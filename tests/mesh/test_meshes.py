@@ -1,0 +1,103 @@
+"""Meshes and layouts: arrangement, assignment, and their errors."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from trellis import Layout, MeshError, NotationError, current_layout, make_mesh
+from trellis.mesh.meshes import _arrange
+
+
+def test_axes_are_ordered_from_rarely_to_often_talking():
+    mesh = make_mesh(model=2, mine=1, data=4)
+    assert mesh.axis_names == ("data", "model", "mine")
+    assert dict(mesh.shape) == {"data": 4, "model": 2, "mine": 1}
+
+
+def test_one_size_may_be_left_open():
+    assert dict(make_mesh(data=-1, model=2).shape) == {"data": 4, "model": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """As much of a device as arranging needs."""
+
+    id: int
+    process_index: int
+    slice_index: int = 0
+    platform: str = "cuda"
+
+
+def test_hosts_lie_along_the_outermost_axes():
+    devices = [Device(id, id // 4) for id in range(8)]
+    hosts = [[d.process_index for d in row] for row in _arrange(devices[::-1], ["data", "model"], [4, 2])]
+    assert hosts == [[0, 0], [0, 0], [1, 1], [1, 1]]
+    hosts = [[d.process_index for d in row] for row in _arrange(devices, ["data", "model"], [2, 4])]
+    assert hosts == [[0] * 4, [1] * 4]
+
+
+def test_axes_that_do_not_divide_over_hosts_are_refused():
+    with pytest.raises(MeshError, match=r"divide over its hosts, got \{'data': 4, 'model': 3\} for 5 of them"):
+        _arrange([Device(id, id % 5) for id in range(12)], ["data", "model"], [4, 3])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"data": 3, "model": 2}, r"got data=3 model=2 \(6\) for 8 devices, in make_mesh: 'data=4' fits"),
+        ({"data": -1, "model": 3}, r"got data=-1 model=3 \(at least 3\) for 8 devices"),
+        ({"data": -1, "model": -1}, r"one mesh axis at most takes what is left, got data=-1 model=-1"),
+        ({"data": 0}, r"positive size, or -1 for what is left, got data=0, in make_mesh: correct 'data'"),
+        ({}, r"at least one axis, got none, in make_mesh: write make_mesh\(data=-1\)"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes, message):
+    with pytest.raises(MeshError, match=message):
+        make_mesh(**sizes)
+
+
+def test_unknown_axis_type():
+    with pytest.raises(MeshError, match="'explicit' or 'auto', got axis_type='manual'"):
+        make_mesh(data=8, axis_type="manual")
+
+
+def test_earlier_entries_win_a_mesh_axis():
+    mesh = make_mesh(data=4, model=2)
+    layout = Layout(mesh, compute={"batch": "data", "mlp": "model", "pos": "model"})
+    assert layout.assign(("batch", "pos", "embed")) == (("data",), ("model",), ())
+    assert layout.assign(("batch", "pos", "mlp")) == (("data",), (), ("model",))
+    assert layout.spec(("pos", "mlp")) == jax.sharding.PartitionSpec(None, "model")
+
+
+def test_tuples_are_major_to_minor_and_axes_of_size_one_drop_out():
+    layout = Layout(make_mesh(replica=2, data=4, model=1), compute={"batch": ("replica", "data"), "mlp": "model"})
+    assert layout.assign(("batch", "mlp")) == (("replica", "data"), ())
+
+
+def test_layout_is_in_force_inside_with_and_nests():
+    outer, inner = Layout(make_mesh(data=8)), Layout(make_mesh(data=4, model=2))
+    assert current_layout() is None
+    with outer:
+        with inner:
+            assert current_layout() is inner
+            assert jax.sharding.get_abstract_mesh() == inner.mesh.abstract_mesh
+        assert current_layout() is outer
+        assert jax.sharding.get_abstract_mesh() == outer.mesh.abstract_mesh
+    assert current_layout() is None
+
+
+def test_a_map_to_an_axis_that_is_not_there():
+    with pytest.raises(MeshError, match=r"got 'mlp: model' in params, where the mesh has data: use one of these"):
+        Layout(make_mesh(data=8), params={"mlp": "model"})
+
+
+def test_sizes_that_do_not_divide_name_the_nearest():
+    layout = Layout(make_mesh(data=4, model=2), compute={"batch": "data"})
+    with pytest.raises(NotationError, match=r"got batch=6 over data=4, in 'batch/data': make batch 4 or 8"):
+        layout.check(("batch", "pos"), (6, 32))
+
+
+def test_unknown_gather():
+    with pytest.raises(MeshError, match="'joint' or 'per_axis', got gather='twice'"):
+        Layout(make_mesh(data=8), gather="twice")
