@@ -49,7 +49,7 @@ def open_foreign(url: str) -> TokenStore | None:
             return MegatronStore(url)
         return BinStore(url)
     folder = open_folder(url)
-    if folder.exists("zarr.json") and not folder.exists("encoded_tokens/zarr.json"):
+    if folder.exists("zarr.json") and b'"trellis"' in folder.read("zarr.json"):
         return None
     if folder.exists("encoded_tokens/.zarray") or folder.exists("encoded_tokens/zarr.json"):
         from .seqax import FlatTokens

@@ -43,8 +43,13 @@ def lines(url: str, name: str, start: tuple[int, int], *, kind: str, separator: 
         while True:
             data = stream.read(BLOCK_BYTES)
             rest += data
-            at = rest.rfind(cut) + len(cut) if data else len(rest)
-            if data and at < len(cut):
+            if not data:
+                at = len(rest)
+            elif len(cut) == 1:
+                at = rest.rfind(cut) + 1
+            else:  # from the left, as the texts are split: separators such as "\n\n" may overlap
+                at = len(rest) - len(rest.split(cut)[-1])
+            if data and not at:
                 continue
             payload, rest = rest[:at], rest[at:]
             if payload:
@@ -169,7 +174,8 @@ def tar_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
 
     def records(stream):
         key, record = None, {}
-        with tarfile.open(fileobj=_Raw(stream), mode="r|" if not url.endswith(".tgz") else "r|gz") as tar:
+        raw = _Raw(stream)
+        with tarfile.open(fileobj=raw, mode="r|") as tar:
             for member in tar:
                 if not member.isfile():
                     continue
@@ -195,6 +201,8 @@ def tar_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
                     ) from error
         if record:
             yield record
+        if not raw.ends_in_zeros():
+            raise tarfile.ReadError("no end of the archive")
 
     with Stream(url) as stream:
         try:
@@ -213,7 +221,7 @@ class _Raw(io.RawIOBase):
     """A Stream as a file object for the standard library's readers."""
 
     def __init__(self, stream):
-        self._stream = stream
+        self._stream, self._last = stream, b""
 
     def readable(self):
         return True
@@ -221,7 +229,14 @@ class _Raw(io.RawIOBase):
     def readinto(self, buffer):
         data = self._stream.read(len(buffer))
         buffer[: len(data)] = data
+        self._last = (self._last + data)[-512:]
         return len(data)
+
+    def ends_in_zeros(self):
+        """Read to the end; whether it is a block of zeros, as in every whole tar."""
+        while self.readinto(bytearray(1 << 16)):
+            pass
+        return self._last == bytes(512)
 
 
 def parquet_records(url: str, name: str, start: tuple[int, int], *, columns: list[str] | None) -> Iterator[Block]:

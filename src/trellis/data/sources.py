@@ -133,12 +133,11 @@ def find_files(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> tuple[
 def _local(path):
     path = local_path(os.fspath(path))
     if os.path.isdir(path):
-        names = sorted(
-            os.path.join(folder, name)
-            for folder, folders, names in os.walk(path)
-            for name in names
-            if not name.startswith(".") and "/." not in os.path.relpath(folder, path).replace("./", "/")
-        )
+        names = []
+        for folder, folders, files in os.walk(path):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            names += [os.path.join(folder, name) for name in files if not name.startswith(".")]
+        names.sort()
     elif os.path.exists(path):
         names = [path]
     else:

@@ -6,7 +6,7 @@ import os
 from ..errors import UserError
 from .storage import filesystem, is_remote, local_path, with_retries
 
-COMPRESSIONS = (".gz", ".zst", ".xz")
+COMPRESSIONS = (".gz", ".tgz", ".zst", ".xz")
 PART_BYTES = 8 << 20  # of one request to a server
 
 
@@ -16,6 +16,8 @@ def plain_name(name: str) -> str:
     >>> plain_name("c4/part-0.jsonl.zst")
     'c4/part-0.jsonl'
     """
+    if name.endswith(".tgz"):
+        return name[:-4] + ".tar"
     return name[: name.rindex(".")] if name.endswith(COMPRESSIONS) else name
 
 
@@ -69,6 +71,38 @@ class RemoteStream(io.RawIOBase):
         return data
 
 
+class _ZstdReader(io.RawIOBase):
+    """Zstandard frames, one after the other. The library's own reader takes a file that is cut short for a whole one."""
+
+    def __init__(self, raw):
+        import zstandard
+
+        self._raw, self._open, self._ready, self._inside = raw, zstandard.ZstdDecompressor().decompressobj, b"", False
+        self._frame = self._open()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._ready:
+            data = self._raw.read(1 << 14)
+            if not data:
+                if self._inside:
+                    raise EOFError("the last frame is cut short")
+                return 0
+            parts = []
+            while data:
+                self._inside = True
+                parts.append(self._frame.decompress(data))
+                data = self._frame.unused_data
+                if self._frame.eof:
+                    self._frame, self._inside = self._open(), False
+            self._ready = b"".join(parts)
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
 class Stream:
     """A source file's decompressed bytes.
 
@@ -93,7 +127,7 @@ class Stream:
         self.file = self._decompressed()
 
     def _decompressed(self):
-        if self._url.endswith(".gz"):
+        if self._url.endswith((".gz", ".tgz")):
             import gzip
 
             return gzip.GzipFile(fileobj=self._raw)
@@ -102,11 +136,7 @@ class Stream:
 
             return lzma.LZMAFile(self._raw)
         if self._url.endswith(".zst"):
-            import zstandard
-
-            return io.BufferedReader(
-                zstandard.ZstdDecompressor().stream_reader(self._raw, read_across_frames=True), 1 << 17
-            )
+            return io.BufferedReader(_ZstdReader(self._raw), 1 << 17)
         return self._raw
 
     @property

@@ -1,0 +1,346 @@
+"""Every format, compression and kind of path gives the same documents; every broken input one clear message."""
+
+import gzip
+import io
+import json
+import lzma
+import tarfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from tests.data.corpora import END, random_texts, stream
+from trellis.data import FileSource, Store, find_files, formats, tokenize
+from trellis.errors import UserError
+
+TEXTS = [*random_texts(np.random.default_rng(7), 25), 'with "quotes", commas\nand a line end', "last"]
+
+
+def as_jsonl(path, texts):
+    path.write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in enumerate(texts)))
+
+
+def as_json(path, texts):
+    path.write_text(json.dumps([{"text": t} for t in texts]))
+
+
+def as_csv(path, texts):
+    import csv
+
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer.writerow(["id", "text"])
+        writer.writerows(enumerate(texts))
+
+
+def as_parquet(path, texts):
+    table = pa.table({"id": list(range(len(texts))), "text": texts})
+    pyarrow.parquet.write_table(table, path, row_group_size=10)
+
+
+def as_arrow(path, texts):
+    table = pa.table({"text": texts})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+
+
+def as_arrow_stream(path, texts):
+    table = pa.table({"text": texts})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+
+
+def as_tar(path, texts):
+    with tarfile.open(path, "w") as tar:
+        for i, text in enumerate(texts):
+            for suffix, data in (
+                ("txt", text.encode()),
+                ("json", json.dumps({"id": i}).encode()),
+                ("jpg", b"\xff\xd8"),
+            ):
+                info = tarfile.TarInfo(f"part/{i:05}.{suffix}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+
+
+WRITERS = {
+    "in.jsonl": as_jsonl, "in.json": as_json, "in.csv": as_csv, "in.tsv": as_csv, "in.parquet": as_parquet,
+    "in.arrow": as_arrow, "in2.arrow": as_arrow_stream, "in.feather": as_arrow, "in.tar": as_tar,
+}  # fmt: skip
+COMPRESSORS = {"": lambda data: data, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
+
+
+def tokens_of(paths, out, **options) -> Store:
+    source_options = {k: options.pop(k) for k in ("field", "separator", "format") if k in options}
+    options = {"use_bytes": True, "workers": 0, "chunk_tokens": 256, "chunk_offsets": 16} | options
+    return tokenize(FileSource(files=find_files(paths), **source_options), out, **options)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_formats(tmp_path, name):
+    WRITERS[name](tmp_path / name, TEXTS)
+    store = tokens_of(tmp_path / name, tmp_path / "out")
+    assert np.array_equal(store.tokens(0, store.num_tokens), stream(TEXTS))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+@pytest.mark.parametrize("name", ["in.jsonl", "in.csv", "in.tar", "in.txt"])
+def test_compressions(tmp_path, name, suffix):
+    WRITERS.get(name, lambda path, texts: path.write_text(texts[0]))(tmp_path / name, TEXTS)
+    (tmp_path / (name + suffix)).write_bytes(COMPRESSORS[suffix]((tmp_path / name).read_bytes()))
+    store = tokens_of(tmp_path / (name + suffix), tmp_path / "out")
+    expected = TEXTS if name != "in.txt" else TEXTS[:1]
+    assert np.array_equal(store.tokens(0, store.num_tokens), stream(expected))
+
+
+def test_several_frames_in_a_file(tmp_path):
+    lines = [json.dumps({"text": t}).encode() + b"\n" for t in TEXTS]
+    for suffix in (".gz", ".xz", ".zst"):
+        path = tmp_path / f"in.jsonl{suffix}"
+        path.write_bytes(b"".join(COMPRESSORS[suffix](line) for line in lines))
+        store = tokens_of(path, tmp_path / f"out{suffix}")
+        assert np.array_equal(store.tokens(0, store.num_tokens), stream(TEXTS))
+
+
+@pytest.mark.parametrize("name", [*WRITERS, "in.jsonl.gz", "in.csv.xz", "in.tar.zst", "in.txt", "lines.txt"])
+def test_reading_goes_on_from_every_block(tmp_path, name, monkeypatch):
+    """The documents after a block's end are those that a fresh reader finds from there."""
+    monkeypatch.setattr(formats, "BLOCK_BYTES", 150)
+    monkeypatch.setattr(formats, "PIECE_BYTES", 40)
+    plain, _, suffix = name.partition(".gz") if name.endswith(".gz") else (name, "", "")
+    for ending in COMPRESSORS:
+        if ending and name.endswith(ending):
+            plain, suffix = name[: -len(ending)], ending
+    if plain.endswith(".txt"):
+        (tmp_path / plain).write_text("\n".join(TEXTS))
+    else:
+        WRITERS[plain](tmp_path / plain, TEXTS)
+    if suffix:
+        (tmp_path / name).write_bytes(COMPRESSORS[suffix]((tmp_path / plain).read_bytes()))
+    separator = "\n" if name == "lines.txt" else None
+    source = FileSource(files=find_files(tmp_path / name), separator=separator)
+    blocks = list(source.blocks(0, (0, 1), all_fields=True))
+    assert len(blocks) > 1 or name == "in.json"
+    for i, block in enumerate(blocks):
+        rest = list(source.blocks(0, block.end, all_fields=True))
+        if block.kind == "records":
+            flat = lambda blocks: [record for b in blocks for record in b.payload]
+            assert flat(rest) == flat(blocks[i + 1 :])
+        elif block.kind == "piece":  # pieces are part of the format: they may not depend on where a reader began
+            assert [(b.payload, b.first, b.end, b.closed) for b in rest] == [
+                (b.payload, b.first, b.end, b.closed) for b in blocks[i + 1 :]
+            ]
+        else:
+            flat = lambda blocks: [(b.first + i, t) for b in blocks for i, t in enumerate(b.payload.split(b"\n"))]
+            assert flat(rest) == flat(blocks[i + 1 :])
+
+
+def test_a_long_text_is_one_document_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(formats, "PIECE_BYTES", 50)
+    for i, text in enumerate(["short", "é" * 500, "line\n" * 60, "a" * 99 + "\n" + "b" * 300, " " * 200 + "\n\n"]):
+        (tmp_path / "in.txt").write_text(text)
+        store = tokens_of(tmp_path / "in.txt", tmp_path / f"out{i}")
+        assert store.num_documents == 1
+        assert np.array_equal(store.tokens(0, store.num_tokens), stream([text]))
+
+
+@pytest.mark.parametrize(
+    ("text", "separator", "expected"),
+    [
+        ("a\nb\n\nc", "\n", ["a", "b", "c"]),
+        ("a\r\nb\r\n", "\n", ["a", "b"]),
+        ("one\ntwo<|endoftext|>three<|endoftext|>\n", "<|endoftext|>", ["one\ntwo", "three"]),
+        ("x\n\ny\nz\n\n\n", "\n\n", ["x", "y\nz"]),
+    ],
+)
+def test_texts_with_something_between_them(tmp_path, text, separator, expected):
+    (tmp_path / "in.txt").write_bytes(text.encode())
+    store = tokens_of(tmp_path / "in.txt", tmp_path / "out", separator=separator)
+    assert np.array_equal(store.tokens(0, store.num_tokens), stream(expected))
+
+
+def test_nested_fields(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"a": {"b": "x"}}\n{"a": {"b": "y"}}\n')
+    store = tokens_of(tmp_path / "in.jsonl", tmp_path / "out", field="a.b")
+    assert store.tokens(0, 4).tolist() == [ord("x"), END, ord("y"), END]
+
+
+def test_fields_of_a_tar(tmp_path):
+    with tarfile.open(tmp_path / "in.tar", "w") as tar:
+        data = json.dumps({"caption": "seen"}).encode()
+        info = tarfile.TarInfo("0.json")
+        info.size = len(data)
+        tar.addfile(info, io.BytesIO(data))
+    store = tokens_of(tmp_path / "in.tar", tmp_path / "out", field="caption")
+    assert np.array_equal(store.tokens(0, 5), stream(["seen"]))
+
+
+def test_folders_patterns_and_lists(tmp_path):
+    for name in ("b/2.txt", "b/1.txt", "a.txt", ".hidden.txt", "b/.git/x.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    names = lambda paths: [f.name.removeprefix(f"{tmp_path}/") for f in find_files(paths)]
+    assert names(tmp_path) == ["a.txt", "b/1.txt", "b/2.txt"]
+    assert names(str(tmp_path / "**" / "*.txt")) == ["a.txt", "b/1.txt", "b/2.txt"]
+    assert names([tmp_path / "b", tmp_path / "a.txt"]) == ["b/1.txt", "b/2.txt", "a.txt"]
+    assert names(f"file://{tmp_path}/a.txt") == ["a.txt"]
+
+
+@pytest.mark.parametrize("path", ["none.txt", "*.none", "empty"])
+def test_nothing_found(tmp_path, path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError) as raised:
+        find_files(tmp_path / path)
+    assert raised.value.rule == "Every input exists." and raised.value.where == str(tmp_path / path)
+    assert raised.value.fix == "check the path"
+
+
+def test_no_path_given():
+    with pytest.raises(UserError, match="A corpus has at least one file"):
+        find_files([])
+
+
+BAD_LINES = [
+    ("broken JSON", b'{"text": "a"', "not JSON: Expecting ',' delimiter: line 1 column 13 (char 12)"),
+    ("missing field", b'{"body": "a"}', "no field 'text' among 'body'"),
+    ("field of another type", b'{"text": 7}', "field 'text' is int, not a string"),
+    ("not an object", b"[1]", "not an object: '[1]'"),
+    ("invalid UTF-8", b'{"text": "a\xff"}', "not UTF-8: byte 0xff at 11"),
+    ("half a surrogate pair", b'{"text": "\\ud800"}', "not UTF-8: half of a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("what", "line", "seen"), BAD_LINES)
+def test_bad_lines_stop_the_run_or_are_counted(tmp_path, what, line, seen, workers):
+    if workers and what not in ("broken JSON", "half a surrogate pair"):
+        workers = 0
+    good = [b'{"text": "first"}', b"", b'{"text": "third"}']
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join([*good, line, b'{"text": "fifth"}', line]))
+    with pytest.raises(UserError) as raised:
+        tokens_of(tmp_path / "in.jsonl", tmp_path / "out", workers=workers)
+    assert raised.value.rule == "Every document can be read." and raised.value.seen == seen
+    assert raised.value.where == f"{tmp_path / 'in.jsonl'}, line 4"
+    assert raised.value.fix == "mend the document, or leave such documents out with --on-error skip"
+    assert not (tmp_path / "out").exists()
+    store = tokens_of(tmp_path / "in.jsonl", tmp_path / "out", on_error="skip", workers=workers)
+    assert np.array_equal(store.tokens(0, store.num_tokens), stream(["first", "third", "fifth"]))
+    assert store.about["skipped"] == 2
+    assert store.about["skipped_examples"] == [f"{tmp_path / 'in.jsonl'}, line {n}: {seen}" for n in (4, 6)]
+    with pytest.raises(UserError, match="2 skipped earlier"):
+        tokens_of(tmp_path / "in.jsonl", tmp_path / "out")
+
+
+def test_lines_are_counted_over_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "BLOCK_BYTES", 100)
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n' * 57 + "broken\n" + '{"text": "a"}\n' * 20)
+    with pytest.raises(UserError) as raised:
+        tokens_of(tmp_path / "in.jsonl", tmp_path / "out")
+    assert raised.value.where.endswith("in.jsonl, line 58")
+    with pytest.raises(UserError) as raised:
+        Store.open(tmp_path / "out")
+    assert raised.value.rule == "A store is complete before it is used."
+    assert raised.value.seen.endswith("documents so far") and "it continues where it was" in raised.value.fix
+    store = tokens_of(tmp_path / "in.jsonl", tmp_path / "out", on_error="skip")
+    assert store.num_documents == 77
+
+
+def test_invalid_utf8_in_texts(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "BLOCK_BYTES", 40)
+    monkeypatch.setattr(formats, "PIECE_BYTES", 40)
+    (tmp_path / "a.txt").write_bytes(b"good")
+    (tmp_path / "b.txt").write_bytes(b"bad \xfe")
+    with pytest.raises(UserError, match="not UTF-8: byte 0xfe at 4"):
+        tokens_of(tmp_path, tmp_path / "out")
+    assert tokens_of([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out2", on_error="skip").num_documents == 1
+    (tmp_path / "long").mkdir()
+    (tmp_path / "long" / "c.txt").write_bytes(b"fine\n" * 50 + b"\xfe\n" + b"fine\n" * 50)
+    with pytest.raises(UserError) as raised:  # part of the document is stored already: it cannot be left out
+        tokens_of(tmp_path / "long", tmp_path / "out3", on_error="skip")
+    assert raised.value.fix == "mend or remove the file"
+
+
+def test_numbers_of_records(tmp_path):
+    as_parquet(tmp_path / "in.parquet", TEXTS)
+    with pytest.raises(UserError) as raised:
+        tokens_of(tmp_path / "in.parquet", tmp_path / "out", field="body")
+    assert (
+        raised.value.where.endswith("in.parquet, record 1")
+        and raised.value.seen == "no field 'body' among 'id', 'text'"
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b'{"text": ""}\n'])
+def test_an_empty_corpus(tmp_path, content):
+    (tmp_path / "in.jsonl").write_bytes(content)
+    for options in ({}, {"use_bytes": False, "train_bpe": 300}):
+        with pytest.raises(UserError) as raised:
+            tokens_of(tmp_path / "in.jsonl", tmp_path / "out", **options)
+        assert raised.value.rule == "A corpus has at least one document."
+        assert raised.value.where == str(tmp_path / "in.jsonl")
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("in.jsonl.gz", "A compressed file is whole."),
+        ("in.jsonl.xz", "A compressed file is whole."),
+        ("in.jsonl.zst", "A compressed file is whole."),
+        ("in.parquet", "A Parquet or Arrow file is whole."),
+        ("in.arrow", "A Parquet or Arrow file is whole."),
+        ("in.tar", "A .tar file is a whole tar archive."),
+        ("in.json", "A .json file holds one array of objects, one object, or an object a line."),
+    ],
+)
+def test_files_cut_short(tmp_path, name, rule):
+    plain, suffix = (name.rsplit(".", 1)[0], "." + name.rsplit(".", 1)[1]) if name.count(".") > 1 else (name, "")
+    WRITERS[plain](tmp_path / plain, TEXTS)
+    data = COMPRESSORS[suffix]((tmp_path / plain).read_bytes())
+    (tmp_path / name).write_bytes(data[: len(data) * 2 // 3])
+    with pytest.raises(UserError) as raised:
+        tokens_of(tmp_path / name, tmp_path / "out")
+    assert raised.value.rule == rule and name in raised.value.where
+    with pytest.raises(UserError):
+        Store.open(tmp_path / "out")
+
+
+def test_a_gz_that_is_none(tmp_path):
+    (tmp_path / "in.jsonl.gz").write_bytes(b'{"text": "a"}\n')
+    with pytest.raises(UserError, match="A compressed file is whole"):
+        tokens_of(tmp_path / "in.jsonl.gz", tmp_path / "out")
+
+
+def test_csv_that_is_not_utf8(tmp_path):
+    (tmp_path / "in.csv").write_bytes(b"text\ngood\nbad \xff\n")
+    with pytest.raises(UserError, match="A CSV file is UTF-8") as raised:
+        tokens_of(tmp_path / "in.csv", tmp_path / "out")
+    assert raised.value.seen == "byte 0xff"
+
+
+def test_members_of_a_tar_that_are_not_texts(tmp_path):
+    with tarfile.open(tmp_path / "in.tar", "w") as tar:
+        info = tarfile.TarInfo("0.txt")
+        info.size = 2
+        tar.addfile(info, io.BytesIO(b"\xff\xff"))
+    with pytest.raises(UserError, match="A member of a tar of texts is UTF-8") as raised:
+        tokens_of(tmp_path / "in.tar", tmp_path / "out")
+    assert raised.value.where.endswith("in.tar, member 0.txt")
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"format": "docx"}, "A format is one that Trellis reads."),
+        ({"separator": ""}, "A separator of documents is not empty."),
+    ],
+)
+def test_wrong_options(options, rule):
+    with pytest.raises(UserError) as raised:
+        FileSource(files=(), **options)
+    assert raised.value.rule == rule
