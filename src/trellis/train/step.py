@@ -101,7 +101,7 @@ def make_step(
             "loss": sums.cross_entropy / sums.tokens,
             "z_loss": sums.z_loss / sums.tokens,
             "accuracy": sums.correct / sums.tokens,
-            "grad_norm": optax.global_norm(gradients),
+            "grad_norm": optax.tree.norm(gradients),
             "tokens": sums.tokens,
         }
         if learning_rate is not None:
