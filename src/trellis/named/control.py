@@ -2,6 +2,8 @@
 
 import jax
 
+from trellis.notation.state import mode_of
+
 from .array import NamedArray, is_named
 from .axis import Axis, NamesError
 
@@ -124,13 +126,29 @@ def scan(fn, axis: str | Axis, *, reverse: bool = False, unroll: int = 1, policy
 
         def body(carry, moving):
             slots = [s if m is None else m for m, s in zip(moving, still, strict=True)]
-            return fn(carry, *jax.tree.unflatten(structure, slots))
+            carry, y = fn(_pinned(carry), *jax.tree.unflatten(structure, slots))
+            return _pinned(carry), y
 
         body = checkpoint(body, policy)
         carry, ys = jax.lax.scan(body, carry, moving, length=length, reverse=reverse, unroll=unroll)
         return carry, _restore(ys, name)
 
     return scanned
+
+
+def _pinned(tree):
+    """The same values with their shardings written down once more, for the compiler; so are their gradients.
+
+    Arguments of a loop's body carry no sharding in what JAX 0.10.2 to 0.12.0 hands to XLA. Where one is summed to
+    partial sums (the gradient of a bias on sliced positions) and gathered too, XLA gathers it first and then sums
+    whole values over devices: twice the gradient on two devices, without an error.
+    """
+
+    def pin(x):
+        sharding = jax.typeof(x).sharding
+        return jax.reshard(x, sharding.spec) if mode_of(sharding.mesh) == "explicit" else x
+
+    return jax.tree.map(pin, tree)
 
 
 def fold(fn, axis: str | Axis, *, reverse: bool = False, unroll: int = 1, policy=None):
