@@ -1,4 +1,4 @@
-"""A disk that fills up in the middle: one clear message, no store that looks whole, and it goes on after space is freed.
+"""A disk that fills up in the middle: one clear message, no store that looks whole, and it goes on once there is space.
 
 The disk is a tmpfs of 2 MiB in a mount namespace of its own, which root may make, and elsewhere any user who may make
 user namespaces. Where neither is allowed, the kernel's limit on the size of files stands in: it refuses the same write.

@@ -68,7 +68,7 @@ def test_s3_end_to_end(bucket, tmp_path):
     source = FileSource(files=find_files("s3://corpora/in"))
     remote = tokenize(source, "s3://corpora/store", **OPTIONS)
     tokenize(source, tmp_path / "store", **OPTIONS)
-    names = [name for name in bucket.find("corpora/store")]
+    names = bucket.find("corpora/store")
     assert {n.removeprefix("corpora/store/"): bucket.cat_file(n) for n in names} == tree(tmp_path / "store")
     assert np.array_equal(remote.tokens(0, remote.num_tokens), stream(TEXTS))
     options = {"sequence_length": 32, "batch_size": 8, "seed": 1}

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+from ..errors import UserError
 from .batches import Batches
 from .packing import Batch
 
@@ -88,14 +89,29 @@ class Loader:
             step += 1
 
 
+def rows_here(batches: Batches, step: int, sharding, shape: tuple[int, int]) -> dict[tuple[int, int], Batch]:
+    """The parts of a batch that this host's devices hold, by their first row and the row after their last."""
+    here = sharding.addressable_devices_indices_map(shape).values()
+    rows = sorted({index[0].indices(shape[0])[:2] for index in here})
+    return {(start, stop): batches.batch(step, rows=slice(start, stop)) for start, stop in rows}
+
+
 def place(batches: Batches, step: int, sharding) -> Batch:
     """The batch of ``step`` as `jax.Array`s over the devices of ``sharding``, reading this host's rows alone."""
     import jax
 
     shape = (batches.sizes.at(step), batches.sequence_length)
-    here = sharding.addressable_devices_indices_map(shape).values()
-    rows = {index[0].indices(shape[0])[:2] for index in here}
-    read = {(start, stop): batches.batch(step, rows=slice(start, stop)) for start, stop in sorted(rows)}
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as error:
+        axes = ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
+        raise UserError(
+            "The rows of a batch divide evenly over the devices.",
+            seen=f"{shape[0]} rows of {shape[1]} tokens, sharded {tuple(sharding.spec)} over {axes}",
+            where=f"the batch of step {step}",
+            fix="choose a batch_size and a sequence_length that the mesh divides",
+        ) from error
+    read = rows_here(batches, step, sharding, shape)
 
     def field(name):
         def part(index):

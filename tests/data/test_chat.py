@@ -1,0 +1,106 @@
+"""Conversations: the loss is on the assistant's turns alone."""
+
+import json
+
+import numpy as np
+import pytest
+
+from trellis.data import Batches, FileSource, Store, find_files, tokenize, train_bpe
+from trellis.data.tokenizer import Tokenizer
+from trellis.errors import UserError
+
+TALKS = [
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"},
+     {"role": "assistant", "content": "4"}],
+    [{"role": "user", "content": "Say <|im_end|>."}, {"role": "assistant", "content": "No."},
+     {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "It would end here."}],
+]  # fmt: skip
+
+
+def chat_tokenizer() -> Tokenizer:
+    import tokenizers
+
+    inner = tokenizers.Tokenizer.from_str(train_bpe(iter([["a b c"]]), 257).json)
+    inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return Tokenizer(inner.to_str())
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
+    return tmp_path / "in.jsonl"
+
+
+def chat_store(path, **options) -> Store:
+    source = FileSource(files=find_files(path), field="messages")
+    options = {"tokenizer": chat_tokenizer(), "workers": 0, "chunk_tokens": 32, "chunk_offsets": 4} | options
+    return tokenize(source, path.parent / "store", chat=True, **options)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_loss_is_on_the_answers(path, workers):
+    store = chat_store(path, workers=workers)
+    assert store.has_loss_mask and store.num_documents == 2
+    decode = store.tokenizer().decode
+    mask = store.loss_mask(0, store.num_tokens).astype(bool)
+    counted = decode(store.tokens(0, store.num_tokens)[mask])
+    assert counted == "4<|im_end|>\nNo.<|im_end|>\nIt would end here.<|im_end|>\n"
+    assert decode(store.document(0)) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
+        "<|im_start|>assistant\n4<|im_end|>\n<|endoftext|>"
+    )
+
+
+def test_a_marker_inside_a_message_is_text(path):
+    store = chat_store(path)
+    end = store.tokenizer()._inner.token_to_id("<|im_end|>")
+    assert (store.document(1) == end).sum() == 4  # one a turn; the user's own is text
+    assert "Say <|im_end|>." in store.tokenizer().decode(store.document(1))
+
+
+@pytest.mark.parametrize("packing", ["chunk", "best_fit", "pad"])
+def test_batches_carry_the_mask(path, packing):
+    store = chat_store(path)
+    batches = Batches(store, sequence_length=48, batch_size=2, packing=packing, max_epochs=1, pad_last=True)
+    counted = []
+    for step in range(batches.num_steps):
+        batch = batches.batch(step)
+        assert (batch.loss_mask[batch.segment_ids == 0] == 0).all()
+        counted += batch.targets[batch.loss_mask > 0].tolist()
+    mask = store.loss_mask(0, store.num_tokens).astype(bool)
+    assert sorted(counted) == sorted(store.tokens(0, store.num_tokens)[mask].tolist())
+
+
+def test_damaged_masks_are_found(path):
+    from trellis.data.looking import find_damage
+
+    store = chat_store(path)
+    chunk = path.parent / "store" / "loss_mask" / "c" / "1"
+    data = bytearray(chunk.read_bytes())
+    data[0] ^= 1
+    chunk.write_bytes(data)
+    (one,) = find_damage(Store.open(store.url, check=False))
+    assert one.chunk == "loss_mask/c/1" and one.documents is not None
+
+
+@pytest.mark.parametrize(
+    ("messages", "seen"),
+    [
+        ([], "a conversation is a list of messages"),
+        ("hi", "a conversation is a list of messages"),
+        ([{"role": "user"}], "message 1 is not an object with a string `content`"),
+        ([{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}],
+         "message 2 has the role 'bot', not one of system, user, assistant, tool"),
+    ],
+)  # fmt: skip
+def test_broken_conversations(tmp_path, messages, seen):
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": messages}))
+    with pytest.raises(UserError) as raised:
+        chat_store(tmp_path / "in.jsonl")
+    assert raised.value.rule == "Every document can be read." and raised.value.seen == seen
+
+
+def test_a_tokenizer_without_markers_writes_them_out(path):
+    store = chat_store(path, tokenizer=None, use_bytes=True)
+    assert "<|im_start|>user\n2+2?" in store.tokenizer().decode(store.document(0))
+    assert np.count_nonzero(store.loss_mask(0, store.num_tokens)) > 0

@@ -1,0 +1,139 @@
+"""Mixtures: the shares hold exactly, every source's own rows come once an epoch, and the order is a function of step."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.corpora import make_store, random_texts, stream
+from trellis.data import Batches, Mixture
+from trellis.data.batches import BatchSizes
+from trellis.errors import UserError
+
+SIZES = {"big": 120, "middle": 40, "small": 10}
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return {name: random_texts(np.random.default_rng(i), n) for i, (name, n) in enumerate(SIZES.items())}
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory, texts):
+    folder = tmp_path_factory.mktemp("mixture")
+    return {name: make_store(folder, t, name=name) for name, t in texts.items()}
+
+
+def rows_of(mixture, batch_size=4, **options):
+    options = {"sequence_length": 16, "packing": "chunk", "shuffle": None, "seed": 0, "max_epochs": None} | options
+    return mixture.rows(sizes=BatchSizes(batch_size), **options)
+
+
+@given(weights=st.lists(st.integers(0, 20), min_size=3, max_size=3).filter(sum), block=st.integers(9, 70))
+@settings(max_examples=40, deadline=None)
+def test_shares_hold_in_every_block_and_never_drift(stores, weights, block):
+    mixture = Mixture(stores=stores, weights=dict(zip(stores, weights)), block=block)
+    source, index = rows_of(mixture).locate(np.arange(20 * block))
+    share = np.array(weights) / sum(weights)
+    for blocks in range(1, 21):
+        counts = np.bincount(source[: blocks * block], minlength=3)
+        off = np.abs(counts - share * blocks * block)
+        assert (np.sort(off)[:2] <= 0.5 + 1e-9).all() and off.max() <= 1 + 1e-9
+    for s in range(3):
+        assert np.array_equal(index[source == s], np.arange(np.count_nonzero(source == s)))
+        assert weights[s] or not (source == s).any()
+
+
+def test_sources_lie_mixed_within_a_block(stores):
+    mixture = Mixture(stores=stores, weights={"big": 1, "middle": 1, "small": 1}, block=300)
+    source, _ = rows_of(mixture).locate(np.arange(900))
+    runs = np.diff(np.flatnonzero(np.diff(source)))
+    assert runs.max() < 12 and not np.array_equal(source[:300], source[300:600])
+
+
+def test_weights_change_at_steps(stores):
+    weights = [(0, {"big": 1}), (10, {"small": 1}), (20, {"big": 1, "small": 1})]
+    mixture = Mixture(stores=stores, weights=weights, block=16)
+    source, _ = rows_of(mixture, batch_size=[(0, 4), (10, 8)]).locate(np.arange(40 + 80 + 160))
+    assert (source[:40] == 0).all() and (source[40:120] == 2).all()
+    assert np.bincount(source[120:], minlength=3).tolist() == [80, 0, 80]
+
+
+def test_every_source_is_read_once_an_epoch(stores, texts):
+    mixture = Mixture(stores=stores, weights={"big": 2, "middle": 1, "small": 1}, block=16)
+    batches = Batches(mixture, sequence_length=16, batch_size=4, max_epochs=1, pad_last=True, seed=3)
+    found = []
+    for step in range(batches.num_steps):
+        batch = batches.batch(step)
+        found += batch.targets[batch.loss_mask > 0].tolist()
+    expected = np.concatenate([stream(texts[name]) for name in SIZES])
+    assert np.array_equal(np.sort(found), np.sort(expected))
+
+
+@given(
+    limits=st.lists(st.integers(1, 3), min_size=3, max_size=3),
+    weights=st.lists(st.integers(1, 9), min_size=3, max_size=3),
+    change=st.integers(1, 40),
+)
+@settings(max_examples=25, deadline=None)
+def test_limits_of_epochs_are_exact(stores, limits, weights, change):
+    names = list(stores)
+    schedule = [(0, dict(zip(names, weights))), (change, dict(zip(names, weights[::-1])))]
+    mixture = Mixture(stores=stores, weights=schedule, max_epochs=dict(zip(names, limits)), block=16)
+    rows = rows_of(mixture)
+    expected = [limit * -(-store.num_tokens // 16) for limit, store in zip(limits, stores.values())]
+    assert rows.max_rows == sum(expected)
+    source, index = rows.locate(np.arange(rows.max_rows))
+    assert np.bincount(source, minlength=3).tolist() == expected
+    for s in range(3):
+        assert np.array_equal(index[source == s], np.arange(expected[s]))
+
+
+def test_a_source_with_a_limit_leaves_its_share_to_the_others(stores):
+    mixture = Mixture(stores=stores, weights={"big": 1, "small": 1}, max_epochs={"small": 1}, block=16)
+    rows = rows_of(mixture)
+    small = -(-stores["small"].num_tokens // 16)
+    source, _ = rows.locate(np.arange(1000))
+    last = int(np.flatnonzero(source == 2)[-1])
+    assert rows.max_rows is None and np.count_nonzero(source == 2) == small and (source[last + 1 :] == 0).all()
+    assert abs(last - 2 * small) <= 16
+
+
+def test_batches_are_the_same_in_any_pieces(stores):
+    mixture = Mixture(stores=stores, weights={"big": 3, "middle": 2, "small": 1}, block=16)
+    batches = Batches(mixture, sequence_length=16, batch_size=8, seed=5)
+    again = Batches(mixture, sequence_length=16, batch_size=8, seed=5)
+    for step in (9, 2, 40):
+        whole = batches.batch(step)
+        parts = [again.batch(step, rows=slice(i, i + 2)) for i in range(0, 8, 2)]
+        assert np.array_equal(np.concatenate([p.targets for p in parts]), whole.targets)
+        assert np.array_equal(np.concatenate([p.segment_ids for p in parts]), whole.segment_ids)
+
+
+def test_validation_sets_come_whole(stores, texts):
+    mixture = Mixture(stores=stores, weights={"big": 1}, validation={"code/small": stores["small"]})
+    batches = mixture.validation_batches(sequence_length=16, batch_size=8)["code/small"]
+    found = [
+        t
+        for step in range(batches.num_steps)
+        for t in (lambda b: b.targets[b.loss_mask > 0].tolist())(batches.batch(step))
+    ]
+    assert found == stream(texts["small"]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"weights": [(3, {"big": 1})]}, "Weights are given from step 0 on, in rising order of steps."),
+        ({"weights": {"huge": 1}}, "Weights are for known sources, none negative, not all zero."),
+        ({"weights": {"big": -1, "small": 2}}, "Weights are for known sources, none negative, not all zero."),
+        ({"weights": {"big": 0}}, "Weights are for known sources, none negative, not all zero."),
+        ({"weights": {"big": 1}, "max_epochs": {"huge": 1}}, "Limits are for known sources."),
+        ({"weights": {"big": 1}, "block": 8},
+         "A block of a mixture has at least the square of the number of sources in rows."),
+    ],
+)  # fmt: skip
+def test_wrong_mixtures(stores, options, rule):
+    with pytest.raises(UserError) as raised:
+        Mixture(stores=stores, **options)
+    assert raised.value.rule == rule
