@@ -1,0 +1,150 @@
+"""Loops over names, stacked layers, what is kept for the backward pass, and random numbers."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trellis as tr
+from trellis.named import saving
+
+
+def numbers(**sizes):
+    return tr.random.normal(jax.random.key(sum(sizes.values())), sizes)
+
+
+def test_vmap_maps_arrays_that_have_the_name():
+    x, w = numbers(batch=3, embed=4), numbers(embed=4)
+    out = tr.vmap(lambda row, w: (row * w).sum("embed"), "batch")(x, w)
+    assert out.names == ("batch",)
+    np.testing.assert_allclose(out.array, x.array @ w.array, rtol=1e-5)
+    moved = tr.vmap(lambda column: column.sum("batch"), "embed")(x)
+    np.testing.assert_allclose(moved.array, x.array.sum(0), rtol=1e-5)
+
+
+def test_vmap_refuses_two_sizes():
+    with pytest.raises(tr.NamesError, match=r"got sizes \[2, 3\] for 'a'"):
+        tr.vmap(lambda x, y: x, "a")(numbers(a=2), numbers(a=3))
+
+
+def test_scan_fold_and_map():
+    x = numbers(layers=4, embed=3)
+    carry, sums = tr.scan(lambda c, row: (c + row, (c * row).sum()), "layers")(tr.zeros({"embed": 3}), x)
+    np.testing.assert_allclose(carry.array, x.array.sum(0), rtol=1e-5)
+    assert sums.names == ("layers",)
+    last = tr.fold(lambda c, row: c * 0.5 + row, "layers", reverse=True)(tr.zeros({"embed": 3}), x)
+    expected = 0
+    for row in x.array[::-1]:
+        expected = expected * 0.5 + row
+    np.testing.assert_allclose(last.array, expected, rtol=1e-5)
+    np.testing.assert_allclose(tr.map(lambda row: row * 2.0, "layers")(x).array, x.array * 2, rtol=1e-6)
+
+
+class Block(eqx.Module):
+    w: tr.NamedArray
+
+    def __call__(self, x, scale):
+        h = tr.save(tr.einsum("batch embed, embed out -> batch out", x, self.w), "hidden")
+        return x + tr.tanh(h).rename(out="embed") * scale
+
+
+@pytest.fixture
+def layers():
+    make = lambda key: Block(tr.random.normal(key, {"embed": 4, "out": 4}))
+    stacked = tr.Stacked.init(make, tr.Axis("layers", 3), key=jax.random.key(0))
+    unrolled = tr.Stacked.init(make, tr.Axis("layers", 3), key=jax.random.key(0), unrolled=True)
+    return stacked, unrolled
+
+
+def test_stacked_layers_equal_their_unrolled_twin(layers):
+    x = numbers(batch=2, embed=4)
+    assert layers[0].block.w.names == ("layers", "embed", "out")
+
+    def loss(layers, x):
+        return (layers.fold(x, 0.5) ** 2.0).sum().array
+
+    results = [jax.value_and_grad(loss)(one, x) for one in layers]
+    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *(jax.tree.leaves(r[1]) for r in results)
+    )
+    scales = tr.arange(layers[0].axis, dtype=jnp.float32)
+    for one in layers:
+        out, ys = one.scan(x, each=(scales,), call=lambda layer, x, s: (layer(x, s), x.sum()))
+        assert ys.shape == {"layers": 3}
+        assert out.names == x.names
+
+
+def test_stacked_layers_are_traced_once():
+    calls = []
+
+    class Counting(eqx.Module):
+        w: tr.NamedArray
+
+        def __call__(self, x):
+            calls.append(1)
+            return x * self.w
+
+    stacked = tr.Stacked(Counting(tr.ones({"layers": 8, "embed": 2})), tr.Axis("layers", 8))
+    jax.jit(lambda x: stacked.fold(x))(tr.ones({"embed": 2}))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [(saving.nothing, 0), (saving.saved, 1), (saving.only("hidden"), 1), (saving.only("other"), 0)],
+)
+def test_policies_keep_what_they_name(layers, policy, kept, capsys):
+    x = numbers(batch=2, embed=4)
+    plain = jax.grad(lambda one: (one.fold(x, 0.5) ** 2.0).sum().array)(layers[1])
+
+    def loss(one):
+        return (one.fold(x, 0.5, policy=policy) ** 2.0).sum().array
+
+    again = jax.grad(loss)(layers[1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), plain, again)
+    jax.ad_checkpoint.print_saved_residuals(loss, layers[1])
+    named = [line for line in capsys.readouterr().out.splitlines() if "named 'hidden'" in line]
+    assert len(named) == kept * 3
+
+
+def test_keep_products_and_offload_are_policies():
+    assert callable(saving.products.policy())
+    offload = saving.only("a", offload=("b",)).policy()
+    assert callable(offload)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "model": 4}])
+def test_random_numbers_are_the_same_on_every_mesh(sizes):
+    axes = {"embed": 16, "mlp": 32}
+    key = jax.random.key(7)
+    draws = {
+        "normal": lambda: tr.random.normal(key, axes),
+        "truncated": lambda: tr.random.truncated_normal(key, axes, -2.0, 2.0),
+        "bernoulli": lambda: tr.random.bernoulli(key, axes, 0.3),
+        "randint": lambda: tr.random.randint(key, axes, minval=0, maxval=9),
+    }
+    alone = {name: jax.jit(draw)().array for name, draw in draws.items()}
+    layout = tr.Layout(
+        tr.make_mesh(**sizes), compute={"embed": "data", "mlp": "model"} if len(sizes) > 1 else {"embed": "data"}
+    )
+    with layout:
+        for name, draw in draws.items():
+            drawn = tr.named_jit(draw)()
+            assert drawn.array.sharding.spec[0] == "data"
+            np.testing.assert_array_equal(drawn.array, alone[name])
+
+
+def test_dropout_keeps_the_mean():
+    x = tr.ones({"a": 100, "b": 100})
+    dropped = tr.random.dropout(jax.random.key(0), x, 0.25)
+    assert set(np.unique(dropped.array)) == {np.float32(0), np.float32(1 / 0.75)}
+    np.testing.assert_allclose(dropped.mean().array, 1.0, atol=0.02)
+    assert tr.random.dropout(jax.random.key(0), x, 0.0) is x
+
+
+def test_categorical_follows_the_logits():
+    logits = tr.named(jnp.log(jnp.array([0.2, 0.8])), "vocab").broadcast_to({"draw": 4000, "vocab": 2})
+    ones = tr.random.categorical(jax.random.key(0), logits, "vocab")
+    np.testing.assert_allclose(ones.astype(jnp.float32).mean().array, 0.8, atol=0.03)
