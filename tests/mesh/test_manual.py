@@ -11,9 +11,9 @@ from jax.sharding import AxisType
 from trellis.mesh import all_gather, make_mesh, reshard
 from trellis.mesh.manual import einsum_plain as einsum
 from trellis.mesh.manual import shard_map, shift
+from trellis.named import ELEMENTWISE, named
 from trellis.named import einsum as named_einsum
-from trellis.named import named
-from trellis.notation import NotationError, Stack, abstract, f32, i32, struct, typeof
+from trellis.notation import NotationError, PendingSumError, Stack, abstract, f32, i32, struct, typeof
 
 
 @pytest.fixture(scope="module")
@@ -303,6 +303,27 @@ def scattered(
     mid = jnp.tanh(einsum("batch/d embed ~m, embed hidden/m -> batch/d hidden/m", gathered, up))
     out = einsum("batch/d hidden/m, hidden/m embed -> batch/d embed +m", mid, down)
     return reshard("batch/d embed +m -> batch/d embed/m", out)
+
+
+def test_named_arrays_with_axes_left(mesh):
+    def program(
+        x: f32["batch/d embed"], up: f32["embed hidden/m"], down: f32["hidden/m embed"]
+    ) -> f32["batch/d embed"]:
+        mid = named_einsum("batch embed, embed hidden -> batch hidden", x, up)
+        out = named_einsum("batch hidden, hidden embed -> batch embed", ELEMENTWISE["tanh"](mid), down, settle=False)
+        return out if forget else reshard("batch/d embed +m -> batch/d embed", out)
+
+    with jax.set_mesh(mesh):
+        x = named(put(mesh, (8, 8), "batch/d embed"), "batch embed")
+        up = named(put(mesh, (8, 16), "embed hidden/m", 1), "embed hidden")
+        down = named(put(mesh, (16, 8), "hidden/m embed", 2), "hidden embed")
+        forget = False
+        y = jax.jit(shard_map(program, axes={"m"}))(x, up, down)
+        forget = True
+        with pytest.raises(PendingSumError, match="got a sum pending along m for f32\\[batch/d embed\\], in result of"):
+            shard_map(program, axes={"m"})(x, up, down)
+    x, up, down = (np.asarray(a.array) for a in (x, up, down))
+    np.testing.assert_allclose(y.array, np.tanh(x @ up) @ down, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("program", [mlp, scattered])

@@ -204,7 +204,7 @@ class _Call:
             )
         axes = []
         for dim in shape.dims:
-            mine = tuple(a for a in dim.axes if a in self.manual)
+            mine = self.manual_only(dim.axes)
             if dim.axes[: len(mine)] != mine:
                 raise NotationError(
                     f"the manual axes of a dimension are its major ones, got '{dim}' with manual "
@@ -220,6 +220,9 @@ class _Call:
             axes = [()] * (rank - len(axes)) + axes
         return spec_of(axes, shape.pending, shape.copied)
 
+    def manual_only(self, axes) -> tuple[str, ...]:
+        return tuple(a for a in axes if a in self.manual)
+
     def enter(self, leaves: list[Leaf]):
         """Checks the arguments as whole arrays; gives the plain arrays and how to slice them."""
         arrays, specs = [], []
@@ -231,8 +234,7 @@ class _Call:
             check_array(leaf.value, leaf.kind, leaf.place, self.bindings, strict=True)
             named = leaf.kind.shape.dims
             for dim, size in zip(named, array.shape[len(array.shape) - len(named) :], strict=True):
-                mine = [a for a in dim.axes if a in self.manual]
-                check_divides(dim.name, size, mine, self.shape.shape, leaf.place)
+                check_divides(dim.name, size, self.manual_only(dim.axes), self.shape.shape, leaf.place)
             arrays.append(self.without_single_axes(array))
             specs.append(spec)
         return arrays, specs
@@ -321,7 +323,7 @@ class _Call:
             return array
         lead = len(leaf.value.names) - len(leaf.kind.shape.dims)
         shape = real_axes(leaf.kind.shape, self.shape)
-        slices = ((),) * lead + tuple(tuple(a for a in dim.axes if a in self.manual) for dim in shape.dims)
+        slices = ((),) * lead + tuple(self.manual_only(dim.axes) for dim in shape.dims)
         return type(leaf.value)(array, leaf.value.names, slices)
 
     def check_result(self, leaf: Leaf) -> None:
@@ -329,8 +331,8 @@ class _Call:
         bare = ArrayType(leaf.kind.dtype, leaf.kind.shape.bare())
         check_array(leaf.value, bare, leaf.place, Bindings(self.name))
         if own := getattr(leaf.value, "slices", ()):  # a named array remembers how it is sliced
-            wanted = [dim.axes for dim in real_axes(leaf.kind.shape, self.shape).dims]
-            if list(own)[len(own) - len(wanted) :] != [tuple(a for a in mine if a in self.manual) for mine in wanted]:
+            wanted = [self.manual_only(dim.axes) for dim in real_axes(leaf.kind.shape, self.shape).dims]
+            if [self.manual_only(axes) for axes in own][len(own) - len(wanted) :] != wanted:
                 raise TypeMismatch(
                     f"a result is sliced as its annotation says, got {typeof(leaf.value)} for {leaf.kind}, "
                     f"in {leaf.place}: reshard it before the function ends, or correct the annotation"

@@ -60,8 +60,9 @@ class NamedArray:
         """Names to whole sizes, in order."""
         if not self.slices:
             return dict(zip(self.names, self.array.shape, strict=True))
-        mesh = jax.sharding.get_abstract_mesh().shape
-        parts = [math.prod(mesh[a] for a in axes) for axes in self.slices]
+        mesh = jax.sharding.get_abstract_mesh()
+        # Over axes that are left to the surrounding program the array seen here is whole.
+        parts = [math.prod(mesh.shape[a] for a in axes if a in mesh.manual_axes) for axes in self.slices]
         return {n: s * p for n, s, p in zip(self.names, self.array.shape, parts, strict=True)}
 
     @property

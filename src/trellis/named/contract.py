@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from trellis.mesh.manual_einsum import einsum_plain
-from trellis.notation import NotationError, parse, spec_of, typeof
+from trellis.mesh.manual_ops import mark_pending
+from trellis.notation import Dim, NotationError, Shape, parse, spec_of, typeof
 from trellis.notation.state import state_of
 
 from .array import NamedArray
@@ -146,7 +147,7 @@ def _product(x: NamedArray, y: NamedArray, needed: set[str], out: Names | None, 
     spec = spec_of([where[n] for n in order], pending) if where and mode == "explicit" and any(where.values()) else None
     array = jax.lax.dot_general(x.array, y.array, numbers, preferred_element_type=dtype, out_sharding=spec)
     if mode == "manual" and pending:
-        array = jax.lax.pcast(array, pending, to="unreduced")
+        array = mark_pending(array, pending, Shape(tuple(Dim(n, where[n]) for n in order), tuple(sorted(pending))))
     if out is not None and order != out:
         array = jnp.transpose(array, [order.index(n) for n in out])
         order = out

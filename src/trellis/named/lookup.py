@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from trellis.mesh.manual_ops import mark_pending
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
 
@@ -53,7 +54,7 @@ def _body(axis: int, sliced: tuple[str, ...]):
         local = ids.astype(jnp.int32) - first * table.shape[axis]
         # Negative positions count from the end in NumPy: send them out of range instead.
         local = jnp.where(local < 0, table.shape[axis], local)
-        return jax.lax.pcast(_rows(table, local, axis), sliced, to="unreduced")
+        return mark_pending(_rows(table, local, axis), sliced)
 
     return rows
 

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from trellis.mesh.manual_ops import mark_pending
 from trellis.notation import typeof
 from trellis.notation.state import state_of
 
@@ -82,7 +83,7 @@ def sum(x: NamedArray, over=None, *, where: NamedArray | None = None, dtype=None
     sliced = tuple(a for n, axes in zip(x.names, x.slices, strict=False) if n in gone for a in axes)
     if state.mode == "manual" and (sliced or state.pending) and where is None:
         array = jnp.sum(x.array, axis=tuple(x.index(n) for n in gone), dtype=dtype)
-        return _without(x, jax.lax.pcast(array, sliced, to="unreduced") if sliced else array, gone)
+        return _without(x, mark_pending(array, sliced) if sliced else array, gone)
     if state.pending and where is None:
         return _without(x, jax.lax.reduce_sum(x.array, tuple(x.index(n) for n in gone)), gone)
     return _sum(x, over, where=where, dtype=dtype)
