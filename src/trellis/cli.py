@@ -13,7 +13,7 @@ import importlib
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from .errors import UserError, did_you_mean
@@ -55,7 +55,11 @@ def commands() -> dict[str, Command]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. What the user can mend is printed without a traceback."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        arguments = sys.argv[1:]
+        if env := allocator_env(arguments, os.environ, pathlib.Path("/dev")):
+            os.execve(sys.executable, sys.orig_argv, env)  # the allocator reads its settings when a process starts
+    arguments = list(arguments)
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         print(_overview())
         return 0
@@ -82,6 +86,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+# Training on a CPU allocates and frees large buffers every step. Large pages, and an allocator that keeps freed memory
+# instead of handing it back to the kernel, spare it the page faults.
+_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
+
+
+def allocator_env(arguments: Sequence[str], env: Mapping[str, str], dev: pathlib.Path) -> dict[str, str] | None:
+    """The environment that a process should be started with to train fast on a CPU; None where it is right already.
+
+    It holds for glibc on Linux. TRELLIS_ALLOCATOR=default in the environment leaves everything as it is.
+
+    Args:
+        arguments: the command line; only `train` gains.
+        env: the environment now.
+        dev: the folder of device files, which shows accelerators.
+    """
+    accelerators = ("nvidia[0-9]*", "accel[0-9]*", "vfio/[0-9]*", "kfd")
+    on_cpu = env.get("JAX_PLATFORMS") == "cpu" or not any(any(dev.glob(pattern)) for pattern in accelerators)
+    if sys.platform != "linux" or list(arguments[:1]) != ["train"] or not on_cpu or "TRELLIS_ALLOCATOR" in env:
+        return None
+    tunables = ":".join(filter(None, [env.get("GLIBC_TUNABLES"), _TUNABLES]))
+    return {**env, "GLIBC_TUNABLES": tunables, "TRELLIS_ALLOCATOR": "large-pages"}
 
 
 def _overview() -> str:
@@ -115,7 +142,19 @@ def _run(name: str, arguments: list[str]) -> int:
         raise UserError(f"`trellis {name}` knows its words and options.", seen=unknown[0], where=parser.prog, fix=fix)
     if command.run is not None:
         args.run = _load(args.recipe, overrides, parser.prog)
-    return getattr(module, f"run_{name}")(args) or 0
+    try:
+        return getattr(module, f"run_{name}")(args) or 0
+    finally:
+        if name == "train":
+            _report(getattr(args, "folder", None))
+
+
+def _report(folder: pathlib.Path | None) -> None:
+    """The page of a run, whichever way it ended."""
+    from .report import write_report
+
+    if folder is not None and (folder / "metrics.jsonl").exists():
+        print(f"report   {write_report(folder)}")
 
 
 _RECIPE = "a recipe (`trellis recipes` lists them) or a YAML file; --dotted.name VALUE replaces any of its fields"
