@@ -1,0 +1,119 @@
+"""Structs know their abstract tree."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from trellis.notation import NotationError, Stack, abstract, bf16, f32, key, shaped, specs, struct, types
+
+
+@struct
+class Block:
+    up: f32["embed/data mlp/model"]
+    down: f32["mlp/model embed/data"]
+    scale: float = 1.0
+
+
+@struct
+class Net:
+    table: bf16["vocab/model embed/data"]
+    layers: Stack["layers/stage", Block]
+    heads: tuple[f32["embed 3"], f32["embed"] | None]
+    rng: key[""]
+    name: str
+
+
+SIZES = {"embed": 8, "mlp": 16, "vocab": 32, "layers": 4}
+MESH = AbstractMesh((4, 2, 1), ("data", "model", "stage"), axis_types=(AxisType.Explicit,) * 3)
+
+
+def test_the_abstract_tree():
+    tree = abstract(Net, SIZES, MESH, name="net")
+    assert isinstance(tree, Net)
+    assert tree.name == "net"
+    assert tree.layers.scale == 1.0
+    assert (tree.layers.up.shape, tree.layers.up.dtype) == ((4, 8, 16), jnp.float32)
+    # The stage axis has size 1, so nothing is sliced over it.
+    assert tree.layers.up.sharding == NamedSharding(MESH, PartitionSpec(None, "data", "model"))
+    assert (tree.table.shape, tree.table.dtype) == ((32, 8), jnp.bfloat16)
+    assert [h.shape for h in tree.heads] == [(8, 3), (8,)]
+    assert tree.rng.dtype == jax.random.key(0).dtype
+    assert len(jax.tree.leaves(tree)) == 6
+
+
+def test_without_a_mesh_and_the_specs_alone():
+    assert abstract(Net, SIZES, name="net").table == jax.ShapeDtypeStruct((32, 8), jnp.bfloat16)
+    tree = specs(Net, name="net")
+    assert tree.layers.down == PartitionSpec("stage", "model", "data")
+    assert specs(Net, MESH, name="net").layers.down == PartitionSpec(None, "model", "data")
+    assert types(Net, name="net").layers.up == f32["layers/stage embed/data mlp/model"]
+    assert abstract(f32["embed/data"], SIZES, MESH).sharding.spec == PartitionSpec("data")
+    assert abstract(Stack["a b", f32["embed"]], {**SIZES, "a": 2, "b": 3}).shape == (2, 3, 8)
+
+
+def test_a_struct_is_a_frozen_pytree():
+    block = Block(jnp.ones((8, 16)), jnp.ones((16, 8)), 2.0)
+    doubled = jax.jit(lambda b: jax.tree.map(lambda x: x * b.scale, b))(block)
+    assert doubled.scale == 2.0
+    assert float(doubled.up[0, 0]) == 2.0
+    with pytest.raises(AttributeError):
+        block.up = None
+
+
+def fields(**annotations):
+    return struct(type("Some", (), {"__annotations__": annotations}))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: abstract(fields(w=f32["embed/data"]), {"embed": 6}, MESH),
+            "a mesh axis divides what it slices, got embed=6 over data=4, in `Some.w`: make embed 4 or 8, or slice "
+            "it over "
+            "other axes",
+        ),
+        (
+            lambda: abstract(fields(w=f32["embed/data/model"]), {"embed": 6}, MESH),
+            "a mesh axis divides what it slices, got embed=6 over data/model=8, in `Some.w`: make embed 8, or slice it",
+        ),
+        (
+            lambda: abstract(fields(w=f32["embed mlp"]), {"embed": 6}),
+            "an abstract tree needs the length of each name, got embed, in `Some.w`: add mlp=... to the sizes",
+        ),
+        (
+            lambda: abstract(fields(w=f32["embed/expert"]), {"embed": 6}, MESH),
+            "a sharding uses axes of its mesh, got 'expert' where the mesh has data, model, stage, in `Some.w`: use "
+            "one of "
+            "these, or add 'expert' to the mesh (size 1 will do)",
+        ),
+        (
+            lambda: abstract(fields(w=f32["... embed"]), {"embed": 6}),
+            "an abstract array has all its dimensions named, got '... embed', in `Some.w`: write them instead of '...'",
+        ),
+        (
+            lambda: abstract(fields(w=shaped["embed"]), {"embed": 6}),
+            "an abstract tree needs each dtype, got 'shaped', in an annotation: write f32, bf16, ... instead",
+        ),
+        (
+            lambda: abstract(fields(w=list[f32["embed"]]), {"embed": 6}),
+            'an abstract tree needs to know what a field holds, got list[f32["embed"]], in `Some.w`: annotate an '
+            "array, a "
+            "struct, a tuple of these or Stack[...], or pass a static field's value by name",
+        ),
+        (
+            lambda: abstract(fields(w=f32["embed"], size=int), {"embed": 6}),
+            "an abstract tree needs to know what a field holds, got <class 'int'>, in `Some.size`",
+        ),
+        (
+            lambda: abstract(fields(w=f32["embed"] | bf16["embed"]), {"embed": 6}),
+            "an abstract tree needs one type for each field, got ",
+        ),
+    ],
+)
+def test_what_has_no_abstract_tree(build, message):
+    with pytest.raises(NotationError, match=re.escape(message)):
+        build()
