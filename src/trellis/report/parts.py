@@ -10,7 +10,7 @@ from ..train.figures import count, duration, size
 from .markup import Markup, join, section, table, tag
 
 # The colour of each kind of memory stays the same, whichever kinds there are.
-_KINDS = ("parameters", "optimizer", "average", "batch", "temporaries", "code")
+_KINDS = ("parameters", "optimizer", "gradients", "activations", "gathered weights", "batch", "temporaries", "other")
 _LAYERS = "layers"
 
 
@@ -21,14 +21,24 @@ def memory(about: Mapping[str, Any]) -> Markup | None:
         return None
     total, limit = sum(held.values()), (about.get("machine") or {}).get("device_memory")
     kinds = sorted(held, key=lambda kind: _KINDS.index(kind) if kind in _KINDS else len(_KINDS))
-    colour = lambda kind: f"k{_KINDS.index(kind) if kind in _KINDS else 5}"
+    colour = lambda kind: f"k{_KINDS.index(kind) if kind in _KINDS else 7}"
     scale = max(limit or 0, total) or 1
     bars = [tag("i", class_=colour(k), style=f"width:{100 * held[k] / scale:.2f}%", title=k) for k in kinds]
     keys = [tag("div", tag("span", tag("i", class_=colour(kind)), kind), tag("b", size(held[kind]))) for kind in kinds]
     devices = math.prod((about.get("mesh") or {}).values())
     note = f"{size(total)} on {'each of ' + str(devices) + ' devices' if devices > 1 else 'the device'}"
     note += f" of {size(limit)}" if limit else ""
-    return section("Memory", tag("div", *bars, class_="bar"), tag("div", *keys, class_="keys"), note=note)
+    counted = about.get("compiled")
+    if counted:
+        peak = sum(counted[name] for name in ("arguments", "outputs", "temporaries", "code")) - counted["aliased"]
+        said = f"Read off the types. The compiler counts {size(peak)} at the highest point of a step."
+    return section(
+        "Memory",
+        tag("div", *bars, class_="bar"),
+        tag("div", *keys, class_="keys"),
+        tag("p", said, class_="note") if counted else None,
+        note=note,
+    )
 
 
 def communication(about: Mapping[str, Any], ledger: str) -> Markup | None:

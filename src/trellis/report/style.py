@@ -2,14 +2,14 @@
 
 CSS = """
 :root{color-scheme:light dark;--bg:#f7f7f5;--panel:#fff;--ink:#1d2125;--muted:#62686e;--line:#e5e5e1;--soft:#f1f1ee;
---s0:#0f766e;--s1:#c2410c;--k0:#0f766e;--k1:#2f6fb5;--k2:#7c5cc4;--k3:#b8860b;--k4:#c2410c;--k5:#8a9099;
+--s0:#0f766e;--s1:#c2410c;--k0:#0f766e;--k1:#2f6fb5;--k2:#7c5cc4;--k3:#b8860b;--k4:#c2410c;--k5:#8a9099;--k6:#a3527f;--k7:#5b7a3a;
 --good:#15803d;--bad:#b91c1c;--shadow:0 1px 2px #0000000d,0 4px 16px #0000000a}
 :root[data-theme=dark]{color-scheme:dark;--bg:#101314;--panel:#181c1e;--ink:#e9ecee;--muted:#9aa2a8;--line:#2a3033;
 --soft:#20262a;--s0:#2dd4bf;--s1:#fb923c;--k0:#2dd4bf;--k1:#60a5fa;--k2:#a78bfa;--k3:#facc15;--k4:#fb923c;
---k5:#7b858c;--good:#4ade80;--bad:#f87171;--shadow:none}
+--k5:#7b858c;--k6:#f472b6;--k7:#a3e635;--good:#4ade80;--bad:#f87171;--shadow:none}
 @media(prefers-color-scheme:dark){:root:not([data-theme=light]){color-scheme:dark;--bg:#101314;--panel:#181c1e;
 --ink:#e9ecee;--muted:#9aa2a8;--line:#2a3033;--soft:#20262a;--s0:#2dd4bf;--s1:#fb923c;--k0:#2dd4bf;--k1:#60a5fa;
---k2:#a78bfa;--k3:#facc15;--k4:#fb923c;--k5:#7b858c;--good:#4ade80;--bad:#f87171;--shadow:none}}
+--k2:#a78bfa;--k3:#facc15;--k4:#fb923c;--k5:#7b858c;--k6:#f472b6;--k7:#a3e635;--good:#4ade80;--bad:#f87171;--shadow:none}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 ui-sans-serif,system-ui,-apple-system,"Segoe UI",
 Roboto,"Helvetica Neue",sans-serif;-webkit-text-size-adjust:100%}
@@ -60,7 +60,7 @@ padding:6px 10px;font-size:12.5px;line-height:1.45;font-variant-numeric:tabular-
 .bar{display:flex;height:24px;border-radius:7px;overflow:hidden;background:var(--soft);margin:2px 0 10px}
 .bar i{min-width:2px}
 .k0{background:var(--k0)}.k1{background:var(--k1)}.k2{background:var(--k2)}.k3{background:var(--k3)}
-.k4{background:var(--k4)}.k5{background:var(--k5)}
+.k4{background:var(--k4)}.k5{background:var(--k5)}.k6{background:var(--k6)}.k7{background:var(--k7)}
 .keys{display:grid;grid-template-columns:repeat(auto-fill,minmax(170px,1fr));gap:3px 18px;font-size:13.5px}
 .keys div{display:flex;justify-content:space-between;gap:10px}.keys span{color:var(--muted)}
 .keys i{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:8px;vertical-align:-1px}
@@ -86,7 +86,7 @@ details{margin-top:12px}summary{cursor:pointer;color:var(--muted);font-size:13.5
 .slices svg{display:block;width:100%;height:86px;overflow:visible}
 .slices .cell{fill:var(--soft);stroke:var(--panel);stroke-width:1.5}.slices .mine{fill:var(--k0)}
 .slices code{display:block;overflow-wrap:anywhere;margin-top:7px}.slices small{color:var(--muted);font-size:12.5px}
-.note{color:var(--muted);font-size:13.5px;margin:0 0 4px;max-width:75ch}
+.keys+.note{margin-top:10px}.note{color:var(--muted);font-size:13.5px;margin:0 0 4px;max-width:75ch}
 .start{display:grid;grid-template-columns:150px 1fr;gap:2px 16px;align-items:center;font-size:13.5px;margin-bottom:10px}
 .start small{color:var(--muted)}
 .track{position:relative;height:20px}

@@ -1,6 +1,7 @@
 """`trellis train` and `trellis evaluate`."""
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trellis train`."""
     parser.description = "Trains a run. The same command on an existing run folder resumes it."
     parser.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: runs/NAME-DATE)")
+    parser.add_argument("--until", type=int, metavar="N", help="pause after step N, with a checkpoint")
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -41,18 +43,20 @@ def run_train(args: argparse.Namespace) -> int:
     folder = Path(args.run_dir) if args.run_dir else new_folder(run)
     claim(folder, run, write=is_first())
     args.folder = folder if is_first() else None
-    return train_run(run, folder, devices)
+    return train_run(run, folder, devices, until=args.until)
 
 
-def train_run(run: Run, folder: Path, devices: Sequence[Any]) -> int:
-    """Trains a run in a folder on devices, and returns the exit code."""
+def train_run(run: Run, folder: Path, devices: Sequence[Any], *, until: int | None = None) -> int:
+    """Trains a run in a folder on devices, to its end or until a step, and returns the exit code."""
+    from ..inspect import compiled_memory
     from .assemble import assemble
     from .corpus import open_corpus
     from .evaluation import Evaluation
     from .loop import Program, Rules, train
     from .metrics import Work
+    from .sampling import Sampler
     from .summary import describe, sections, step_ledger
-    from .work import flops_per_token
+    from .work import flops_per_token, known_peak
 
     assembled = assemble(run, devices)
     corpus = open_corpus(run, progress=is_first())
@@ -67,7 +71,10 @@ def train_run(run: Run, folder: Path, devices: Sequence[Any]) -> int:
     if corpus.validation:
         evaluation = Evaluation(corpus.validation, assembled.recipe, sharding, _fields(run))
     length = run.data.sequence_length
-    work = Work(flops_per_token=flops_per_token(assembled.abstract.model, length), peak_flops=None)
+    work = Work(
+        flops_per_token=flops_per_token(assembled.abstract.model, length),
+        peak_flops=known_peak(assembled.layout.mesh.devices.flat, run.precision.compute),
+    )
     program = Program(
         init=assembled.init,
         abstract=assembled.abstract,
@@ -75,11 +82,13 @@ def train_run(run: Run, folder: Path, devices: Sequence[Any]) -> int:
         batches=lambda start: Loader(corpus.batches, sharding, start_step=start),
         tokens=lambda step: corpus.batches.sizes.at(step) * length,
         evaluate=evaluation,
+        sample=None if corpus.tokenizer is None else Sampler(assembled, corpus.tokenizer),
         work=work,
         resizable={"vocab": run.model.vocab},
     )
     rules = Rules(
         steps=run.steps,
+        until=until,
         checkpoints=run.checkpoints,
         evaluation=run.evaluation,
         logging=run.logging,
@@ -89,9 +98,7 @@ def train_run(run: Run, folder: Path, devices: Sequence[Any]) -> int:
     with assembled.layout:
         outcome = train(program, rules, folder, config=_plain(run))
     if is_first() and outcome.programs:
-        write_sections(
-            folder, found | {"memory": found["memory"] | _step_memory(outcome.programs[-1], found["memory"])}
-        )
+        write_sections(folder, found | {"compiled": dataclasses.asdict(compiled_memory(outcome.programs[-1]))})
     return outcome.exit_code
 
 
@@ -112,8 +119,6 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_evaluate(args: argparse.Namespace) -> int:
     """`trellis evaluate`."""
-    import dataclasses
-
     from .assemble import assemble
     from .compilation import use_persistent_cache
     from .config import Evaluation as EvaluationRule
@@ -164,15 +169,3 @@ def _plain(run: Run) -> dict[str, Any]:
     from .schema import plain
 
     return plain(run)
-
-
-def _step_memory(program: Any, state: dict[str, int]) -> dict[str, int]:
-    """What a step holds besides the state, by the compiler's count."""
-    from ..inspect import compiled_memory
-
-    memory = compiled_memory(program)
-    return {
-        "batch": max(0, memory.arguments - sum(state.values())),
-        "temporaries": memory.temporaries,
-        "code": memory.code,
-    }

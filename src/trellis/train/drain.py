@@ -88,6 +88,8 @@ class Drain:
         with self._change:
             self._seal()
             record = Record(step=step, values={}, dispatched=now, waited=waited)
+            if _ready(metrics):  # a CPU may compute while it dispatches, and the thread would notice later
+                record.done = now
             self._pending.append(_Pending(record, dict(metrics)))
             self._unfinished += 1
             self._change.notify_all()
@@ -99,6 +101,8 @@ class Drain:
         with self._change:
             self._raise()
             self._pending[-1].later.update(metrics)
+            if _ready(metrics):
+                self._pending[-1].record.released = time.perf_counter()
 
     def poll(self) -> list[Record]:
         """The finished records since the last call, in order. Never waits.
@@ -143,7 +147,8 @@ class Drain:
                         return
                     item = self._pending[0]
                 _fetch(item.record.values, item.first)
-                item.record.done, item.record.idle_from = time.perf_counter(), idle_from
+                item.record.done = item.record.done or time.perf_counter()
+                item.record.idle_from = idle_from
                 with self._change:
                     self._unfinished -= 1
                     self._change.notify_all()
@@ -151,8 +156,9 @@ class Drain:
                     if not item.sealed:
                         return
                 _fetch(item.record.values, item.later)
-                idle_from = time.perf_counter() if item.later else item.record.done
-                item.record.released = idle_from
+                if not item.later:
+                    item.record.released = item.record.done
+                idle_from = item.record.released = item.record.released or time.perf_counter()
                 with self._change:
                     self._records.append(item.record)
                     self._pending.popleft()
@@ -161,6 +167,10 @@ class Drain:
             with self._change:
                 self._failure = error
                 self._change.notify_all()
+
+
+def _ready(arrays: Mapping[str, jax.Array]) -> bool:
+    return all(array.is_ready() for array in arrays.values() if isinstance(array, jax.Array))
 
 
 def _fetch(values: dict[str, float], arrays: dict[str, jax.Array]) -> None:

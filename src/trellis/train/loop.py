@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ class Program:
         abstract: the same as `jax.ShapeDtypeStruct`s with shardings; a checkpoint is restored onto it.
         step: a function under `jax.jit`, `step(state, batch) -> (state, metrics)`. The metrics are scalar arrays,
             `loss` among them; with `tokens` the batch's count of tokens comes from the device.
-        batches: `batches(n)` yields `(n, batch), (n + 1, batch), ...`: the batch of a step depends on nothing else.
+        batches: `batches(n)` yields `(n, batch), (n + 1, batch), ...`, and has a `close`, as generators and loaders do.
+            The batch of a step depends on nothing else.
         tokens: how many tokens the batch of a step has.
         evaluate: from a state to scalar arrays, on the device still, `validation_loss` among them.
         sample: from a state to a text.
@@ -50,7 +51,7 @@ class Program:
     init: Callable[[], Any]
     abstract: Any
     step: Any
-    batches: Callable[[int], Iterable[tuple[int, Any]]]
+    batches: Callable[[int], Any]
     tokens: Callable[[int], int]
     evaluate: Callable[[Any], dict[str, jax.Array]] | None = None
     sample: Callable[[Any], str] | None = None
@@ -64,6 +65,7 @@ class Rules:
 
     Attributes:
         steps: how many steps the run has.
+        until: pause after this step, with a checkpoint; None goes on to the end.
         checkpoints: when a checkpoint is written, and which are kept.
         evaluation: when the validation loss is measured.
         logging: when a line of metrics is written, and where to.
@@ -73,6 +75,7 @@ class Rules:
     """
 
     steps: int
+    until: int | None = None
     checkpoints: CheckpointRule = CheckpointRule()
     evaluation: Evaluation = Evaluation()
     logging: Logging = Logging()
@@ -144,6 +147,7 @@ class _Loop:
     def __init__(self, program: Program, rules: Rules, folder: Path, saved: Checkpoints, signals: Signals):
         self._program, self._rules, self._folder = program, rules, folder
         self._saved, self._signals = saved, signals
+        self._stop = rules.steps if rules.until is None else min(rules.steps, rules.until)
         self._not_finite = 0
         self._unchecked: deque[Record] = deque()
         self._lines: list[dict] = []
@@ -161,32 +165,33 @@ class _Loop:
         self._timeline.add("resumed" if start else "started", start)
         self._meter = Meter(tokens=tokens, work=program.work)
         step = CompiledStep(program.step)
-        self._drain = Drain(max_ahead=_AHEAD)
         try:
-            if is_first():
-                self._trackers = open_trackers(rules.logging.trackers, self._folder, step=start, config=config)
-            state, made, exit_code = self._steps(step, state, start)
-            if made >= rules.steps:
-                self._sample(state, made)
+            with contextlib.ExitStack() as self._open:
+                self._open.callback(self._progress.close)
+                self._drain = Drain(max_ahead=_AHEAD)
+                self._open.callback(self._drain.close)
+                if is_first():
+                    self._trackers = open_trackers(rules.logging.trackers, self._folder, step=start, config=config)
+                for tracker in self._trackers:
+                    self._open.callback(tracker.close)
+                state, made, exit_code = self._steps(step, state, start)
+                if made >= rules.steps:
+                    self._sample(state, made)
             self._timeline.add("finished" if made >= rules.steps else "interrupted", made)
         except Exception as error:
             self._timeline.add("stopped", None, why=str(error).splitlines()[0] if str(error) else type(error).__name__)
             raise
-        finally:
-            self._drain.close()
-            self._progress.close()
-            for tracker in self._trackers:
-                tracker.close()
         return Outcome(state=state, step=made, exit_code=exit_code, lines=self._lines, programs=step.programs)
 
     def _steps(self, step: CompiledStep, state: Any, start: int) -> tuple[Any, int, int]:
         """From `start` to the end: the state, how many steps were made, and the exit code."""
         rules, made = self._rules, start
         profile = Profile(self._folder / "profile", rules.profile if is_first() else None)
-        if start >= rules.steps:
+        if start >= self._stop:
             return state, start, 0
+        batches = self._open.enter_context(contextlib.closing(self._program.batches(start)))
         asked = time.perf_counter()
-        for index, batch in self._program.batches(start):
+        for index, batch in batches:
             waited = (asked, time.perf_counter())
             made = index + 1
             profile.before(index)
@@ -199,7 +204,7 @@ class _Loop:
             self._drain.push(made, metrics, waited)
             profile.after(index, metrics)
             exit_code = self._signals.exit_code(made)
-            last = made >= rules.steps or exit_code is not None
+            last = made >= self._stop or exit_code is not None
             if self._program.evaluate is not None and (made >= rules.steps or _due(made, rules.evaluation.every)):
                 self._drain.add(self._program.evaluate(state))
                 self._timeline.add("evaluation", made)
@@ -233,7 +238,7 @@ class _Loop:
             self._meter.add(record, self._program.tokens(record.step - 1) if counted is None else int(counted))
             self._unchecked.append(record)
             evaluated = "validation_loss" in record.values
-            if evaluated or _due(record.step, rules.logging.every) or record.step >= rules.steps:
+            if evaluated or _due(record.step, rules.logging.every) or record.step >= self._stop:
                 line = self._meter.line(record)
                 self._lines.append(line)
                 for tracker in self._trackers:

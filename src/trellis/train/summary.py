@@ -10,6 +10,7 @@ import jax
 
 from ..inspect import Ledger
 from ..inspect import ledger as ledger_of
+from ..inspect import memory as memory_of
 from ..named import is_named
 from ..notation.typeof import short_dtype
 from .assemble import Assembled
@@ -38,11 +39,11 @@ def machine() -> dict[str, Any]:
     }
 
 
-def state_bytes(assembled: Assembled) -> dict[str, int]:
-    """Bytes of the state on the fullest device, by kind: parameters, optimizer, average."""
-    state = assembled.abstract
-    kinds = {"parameters": state.model, "optimizer": state.optimizer, "average": state.average}
-    return {kind: _device_bytes(tree) for kind, tree in kinds.items() if jax.tree.leaves(tree)}
+def step_memory(assembled: Assembled) -> dict[str, int]:
+    """Bytes on the fullest device by kind, from types: the state, the batch, and what the backward pass needs."""
+    with assembled.layout:
+        step, args = assembled.step, (assembled.abstract, assembled.abstract_batch())
+        return memory_of(step, *args, compile=False).per_kind()
 
 
 def arrays(assembled: Assembled) -> list[dict[str, Any]]:
@@ -101,7 +102,7 @@ def sections(assembled: Assembled, ledger: Ledger, tokens: int | None) -> dict[s
             "compute": {name: list(axes) for name, axes in layout.compute},
         },
         "arrays": arrays(assembled),
-        "memory": state_bytes(assembled),
+        "memory": step_memory(assembled),
         "ledger": {
             "per_axis": ledger.per_axis(),
             "per_kind": ledger.per_kind(),
@@ -137,7 +138,7 @@ def describe(found: Mapping[str, Any]) -> str:
         "model": f"{model['family']}, {count(model['parameters'])} parameters",
         "tokens": read,
         "devices": f"{math.prod(found['mesh'].values())} x {host['device_kind']}, mesh {mesh}",
-        "memory": f"{memory} on each device, before activations",
+        "memory": f"{size(sum(found['memory'].values()))} on each device: {memory}",
         "moves": f"{size(ledger['total'])} from each device in a step: {per_axis}"
         if per_axis
         else "nothing between devices",

@@ -1,11 +1,18 @@
 """What a token costs: the FLOPs that utilisation (MFU) is counted with."""
 
+import json
 import math
+import os
+import platform
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from ..named import is_named
+from .compilation import cache_folder
+from .manifest import write_json
+from .peak import matmul_peak
 
 
 def matmul_parameters(model: Any) -> int:
@@ -40,3 +47,25 @@ def flops_per_token(model: Any, length: int, *, causal: bool = True) -> float:
     head_dim = getattr(config, "head_dim", config.embed // config.heads)
     attention = 12 * config.layers * config.heads * head_dim * length
     return 6 * matmul_parameters(model) + attention / (2 if causal else 1)
+
+
+def known_peak(devices: Sequence[Any], dtype: str) -> float | None:
+    """FLOP/s that all devices could do together; on a CPU measured at the first run, and kept in the user's cache.
+
+    Args:
+        devices: the run's.
+        dtype: what the run computes in.
+    """
+    if devices[0].platform != "cpu":
+        return matmul_peak(devices, dtype)
+    path = cache_folder() / "peaks.json"
+    key = f"{platform.node()} {platform.processor()} {os.cpu_count()} cores, {len(devices)} devices, {dtype}"
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        found = {}
+    if key not in found:
+        found[key] = matmul_peak(devices, dtype)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, found)
+    return found[key]
