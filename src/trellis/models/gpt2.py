@@ -22,7 +22,7 @@ from trellis.nn.attend import attend
 from trellis.nn.norm import LayerNorm
 from trellis.nn.params import constant, table
 
-from .config import check_fraction, check_heads_divide, check_positive, check_positions
+from .config import check_fraction, check_heads_divide, check_positions, check_positive
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class GPT2Config:
     norm_eps: float
     """Added to the variance in LayerNorm."""
     dropout: float
-    """Fraction of activations set to zero in training, after the embedding, the attention and the feed-forward layer."""
+    """Fraction of activations set to zero in training: after the embedding, the attention, the feed-forward layer."""
     scale_by_inverse_layer: bool
     """Whether a block's attention scores are divided by its number, counted from 1."""
     upcast_attention: bool

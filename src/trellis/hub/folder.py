@@ -1,0 +1,285 @@
+"""Hugging Face folders: a model's configuration, its weights and its tokenizer, in and out, a tensor at a time."""
+
+import functools
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trellis.errors import UserError, did_you_mean
+from trellis.models import ModelConfig
+from trellis.named import NamedArray, is_named
+
+from .families import family_of, from_config_json, to_config_json
+from .keys import Key, Parameter, key_of, parameters
+from .tensors import DTYPES, Tensor, TensorFile, in_shards, write_tensors
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class Folder:
+    """A folder to read from.
+
+    Attributes:
+        path: the folder.
+        config: our configuration of its model.
+
+    Raises:
+        UserError: it is not there, or of a kind that is not known here.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        config = self.path / "config.json"
+        if not config.is_file():
+            raise UserError(
+                "A Hugging Face folder has a config.json.",
+                seen="no such file" if self.path.is_dir() else "no such folder",
+                where=str(config),
+                fix="give a folder that `save_pretrained` or `huggingface-cli download` wrote",
+            )
+        self.hub = _json(config)
+        self.config: ModelConfig = from_config_json(self.hub, str(config))
+        self._files: dict[str, TensorFile] = {}
+        self._place = self._weight_map()
+
+    def tokenizer_files(self) -> list[Path]:
+        """The files of the tokenizer that the folder has."""
+        return [self.path / name for name in TOKENIZER_FILES if (self.path / name).is_file()]
+
+    def load(self, model):
+        """The model's parameters, each device reading what it holds of them, a layer at a time.
+
+        Rows that pad the vocabulary are zeros.
+
+        Args:
+            model: the model as `jax.ShapeDtypeStruct`s with shardings, or as arrays.
+
+        Raises:
+            UserError: a parameter is not in the folder, or has another shape there.
+        """
+        family = family_of(self.config)
+
+        def load(parameter: Parameter) -> NamedArray:
+            return NamedArray(self._load(parameter, key_of(family.keys, parameter)), parameter.names)
+
+        leaves = [load(parameter) for parameter in parameters(model)]
+        return jax.tree.unflatten(jax.tree.structure(model, is_leaf=is_named), leaves)
+
+    def _load(self, parameter: Parameter, key: Key) -> jax.Array:
+        leaf, names = parameter.leaf.array, parameter.names
+        stacked = names[0] == "layers"
+        own = names[1:] if stacked else names
+        sizes = dict(zip(names, leaf.shape, strict=True)) | {"vocab": self.config.vocab}
+        indices = _sharding(leaf).addressable_devices_indices_map(leaf.shape)
+        parts = {d: _slices(names, leaf.shape, index) for d, index in indices.items()}
+
+        def read(part: Mapping[str, slice], layer: int | None) -> np.ndarray:
+            text = key.text.format(layer)
+            tensor = self._tensor(text, key.shape(sizes))
+            real = {n: slice(min(s.start, sizes[n]), min(s.stop, sizes[n])) for n, s in part.items()}
+            array = np.asarray(key.read(tensor, sizes, own, real), leaf.dtype)
+            missing = [(0, (part[n].stop - part[n].start) - have) for n, have in zip(own, array.shape, strict=True)]
+            return np.pad(array, missing) if any(after for _, after in missing) else array
+
+        if not stacked:
+            shards = _each(parts, lambda part: read(part, None))
+            arrays = [jax.device_put(shards(d), d) for d in parts]
+        else:
+            shapes = {d: [s.stop - s.start for s in part.values()] for d, part in parts.items()}
+            held = {d: jnp.zeros(shape, leaf.dtype, device=d) for d, shape in shapes.items()}
+            for layer in range(leaf.shape[0]):
+                here = {d: p for d, p in parts.items() if p["layers"].start <= layer < p["layers"].stop}
+                piece = _each(here, lambda part, layer=layer: read({n: part[n] for n in own}, layer))
+                for d, part in here.items():
+                    held[d] = _put(held[d], jax.device_put(piece(d), d), layer - part["layers"].start)
+            arrays = list(held.values())
+        return jax.make_array_from_single_device_arrays(leaf.shape, _sharding(leaf), arrays)
+
+    def _tensor(self, text: str, shape: tuple[int, ...]) -> np.ndarray:
+        # Some folders leave out the name that the model has within `...ForCausalLM`.
+        name = next((n for n in (text, text.partition(".")[2]) if n in self._place), None)
+        if name is None:
+            raise UserError(
+                "A folder has every parameter of its model.",
+                seen=f"no {text}",
+                where=str(self.path),
+                fix=did_you_mean(text, self._place) if len(self._place) < 50 else "download or export it again",
+            )
+        file = self._place[name]
+        if file not in self._files:
+            self._files[file] = TensorFile(self.path / file)
+        tensor = self._files[file].tensor(name)
+        if tensor.shape != shape:
+            raise UserError(
+                "Weights have the shapes that config.json says.",
+                seen=f"{name} of shape {tensor.shape}, where the configuration makes it {shape}",
+                where=str(self.path / file),
+                fix="take config.json and weights from one model",
+            )
+        return tensor
+
+    def _weight_map(self) -> dict[str, str]:
+        if (self.path / INDEX).is_file():
+            return _json(self.path / INDEX)["weight_map"]
+        if not (self.path / WEIGHTS).is_file():
+            raise UserError(
+                "Weights are read from safetensors, never from pickles.",
+                seen=f"neither {WEIGHTS} nor {INDEX}",
+                where=str(self.path),
+                fix="convert them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)",
+            )
+        self._files[WEIGHTS] = TensorFile(self.path / WEIGHTS)
+        return dict.fromkeys(self._files[WEIGHTS].entries, WEIGHTS)
+
+
+def write_folder(
+    to: str | Path,
+    config: ModelConfig,
+    model,
+    read: Callable[[Parameter, int | None], np.ndarray],
+    *,
+    dtype: str = "float32",
+    positions: int,
+    more: Mapping | None = None,
+    shard_bytes: int = 5 * 10**9,
+) -> list[Path]:
+    """Writes a model's configuration and weights, holding one tensor at a time. The padded vocabulary is cut off.
+
+    Args:
+        to: the folder; made where it is not there.
+        config: our configuration.
+        model: the model; only its structure, names and shapes are looked at.
+        read: gives a parameter's values, of one layer where it has layers.
+        dtype: "float32", "bfloat16" or "float16".
+        positions: the longest sequence, where the configuration does not say.
+        more: other fields for `config.json`.
+        shard_bytes: the size at which a next weight file is begun.
+
+    Returns:
+        The files.
+
+    Raises:
+        UserError: the family has no form at Hugging Face, or the folder holds weights already.
+    """
+    to, family = Path(to), family_of(config)
+    to.mkdir(parents=True, exist_ok=True)
+    if there := sorted(to.glob("*.safetensors")):
+        fix = "give another folder, or remove what is there"
+        raise UserError("An export goes to a folder of its own.", seen=there[0].name, where=str(to), fix=fix)
+    contents = to_config_json(config, positions=positions, dtype=dtype) | dict(more or {})
+    kind = np.dtype(DTYPES[DTYPE_NAMES[dtype]])
+    tensors = [t for p in parameters(model) for t in _tensors(p, key_of(family.keys, p), config.vocab, kind, read)]
+    known = {t.name for t in tensors}
+    for key in family.zeros:
+        if key.text not in known:
+            shape = key.shape({"vocab": config.vocab})
+            tensors.append(Tensor(key.text, shape, kind, lambda shape=shape: np.zeros(shape, kind)))
+    shards = in_shards(tensors, shard_bytes)
+    count = len(shards)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [WEIGHTS]
+    for name, shard in zip(names, shards, strict=True):
+        write_tensors(to / name, shard)
+    files = [to / name for name in names]
+    if count > 1:
+        weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
+        index = {"metadata": {"total_size": sum(t.nbytes for t in tensors)}, "weight_map": weight_map}
+        files.append(_write(to / INDEX, index))
+    return [*files, _write(to / "config.json", contents)]
+
+
+def copy_tokenizer(files: list[Path], to: Path) -> list[Path]:
+    """Copies a tokenizer's files into a folder."""
+    to.mkdir(parents=True, exist_ok=True)
+    return [Path(shutil.copy(file, to / file.name)) for file in files]
+
+
+def write_tokenizer(serialized: str, end_of_document: str, to: Path, *, positions: int) -> list[Path]:
+    """Writes a `tokenizers` tokenizer so that `AutoTokenizer` reads it.
+
+    Args:
+        serialized: the contents of `tokenizer.json`.
+        end_of_document: the text of the token that ends a document.
+        to: the folder.
+        positions: the longest sequence.
+    """
+    to.mkdir(parents=True, exist_ok=True)
+    (to / "tokenizer.json").write_text(serialized, encoding="utf-8")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end_of_document,
+        "eos_token": end_of_document,
+        "model_max_length": positions,
+    }
+    return [to / "tokenizer.json", _write(to / "tokenizer_config.json", config)]
+
+
+def _tensors(parameter: Parameter, key: Key, vocab: int, dtype: np.dtype, read: Callable) -> list[Tensor]:
+    names, stacked = parameter.names, parameter.names[0] == "layers"
+    own = names[1:] if stacked else names
+    sizes = dict(zip(names, parameter.leaf.array.shape, strict=True))
+    cut = tuple(slice(vocab) if name == "vocab" else slice(None) for name in own)
+    shape = key.shape(sizes | ({"vocab": vocab} if "vocab" in sizes else {}))
+
+    def one(layer: int | None) -> Tensor:
+        make = lambda: key.write(np.asarray(read(parameter, layer))[cut], own)
+        return Tensor(key.text.format(layer), shape, dtype, make)
+
+    return [one(layer) for layer in range(sizes["layers"])] if stacked else [one(None)]
+
+
+def _each(parts: Mapping, read: Callable) -> Callable:
+    """Reads each distinct part once, for all devices that hold it."""
+    found: dict = {}
+
+    def get(device):
+        part = parts[device]
+        at = tuple((s.start, s.stop) for s in part.values())
+        if at not in found:
+            found[at] = read(part)
+        return found[at]
+
+    return get
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(stacked: jax.Array, layer: jax.Array, i: int) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stacked, layer, i, 0)
+
+
+def _slices(names: tuple[str, ...], shape: tuple[int, ...], index: tuple) -> dict[str, slice]:
+    return {n: slice(*s.indices(size)[:2]) for n, size, s in zip(names, shape, index, strict=True)}
+
+
+def _sharding(leaf) -> jax.sharding.Sharding:
+    found = getattr(leaf, "sharding", None)
+    return found if found is not None else jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        fix = "download or export it again"
+        raise UserError("A folder's .json files are JSON.", seen=str(error), where=str(path), fix=fix) from None
+
+
+def _write(path: Path, contents: Mapping) -> Path:
+    path.write_text(json.dumps(contents, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,112 @@
+"""Where each parameter is in a Hugging Face folder: its key, and the order that its dimensions have there."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from trellis.named import is_named
+from trellis.named.axis import NamesError
+
+Slices = Mapping[str, slice]
+
+
+class Key(NamedTuple):
+    """A parameter's key, with `{}` for a layer's number, and its dimensions there.
+
+    Dimensions are written in order; `(heads head_dim)` are several in one.
+
+    >>> Key("model.layers.{}.self_attn.q_proj.weight", "(heads head_dim) embed").groups
+    (('heads', 'head_dim'), ('embed',))
+    """
+
+    text: str
+    dims: str
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        parts, inside = [], None
+        for word in self.dims.replace("(", " ( ").replace(")", " ) ").split():
+            if word == "(":
+                inside = []
+            elif word == ")":
+                parts, inside = [*parts, tuple(inside)], None
+            elif inside is None:
+                parts.append((word,))
+            else:
+                inside.append(word)
+        return tuple(parts)
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The tensor's shape in the folder."""
+        return tuple(math.prod(sizes[name] for name in group) for group in self.groups)
+
+    def write(self, array: np.ndarray, names: Sequence[str]) -> np.ndarray:
+        """A parameter's layer as the folder has it.
+
+        Args:
+            array: the values.
+            names: its dimensions' names.
+        """
+        order = [name for group in self.groups for name in group]
+        sizes = dict(zip(names, array.shape, strict=True))
+        return array.transpose([names.index(name) for name in order]).reshape(self.shape(sizes))
+
+    def read(self, tensor: np.ndarray, sizes: Mapping[str, int], names: Sequence[str], part: Slices) -> np.ndarray:
+        """Part of a parameter's layer; of the tensor, little more than that part is touched.
+
+        Args:
+            tensor: a view of the file.
+            sizes: the parameter's sizes in the folder.
+            names: the order of dimensions that is wanted.
+            part: which part of each dimension.
+        """
+        order = [name for group in self.groups for name in group]
+        outer = tuple(_covering(group, sizes, part) for group in self.groups)
+        shape: list[int] = []
+        for group, piece in zip(self.groups, outer, strict=True):
+            inner = [sizes[name] for name in group[1:]]
+            shape += [(piece.stop - piece.start) // math.prod(inner), *inner]
+        split = tensor[outer].reshape(shape)
+        firsts = {group[0] for group in self.groups}
+        split = split[tuple(slice(None) if name in firsts else part[name] for name in order)]
+        return split.transpose([order.index(name) for name in names])
+
+
+def _covering(group: tuple[str, ...], sizes: Mapping[str, int], part: Slices) -> slice:
+    """The slice of several dimensions in one that holds a part: whole in all but the first."""
+    inner = math.prod(sizes[name] for name in group[1:])
+    return slice(part[group[0]].start * inner, part[group[0]].stop * inner)
+
+
+class Parameter(NamedTuple):
+    """A parameter of a model: its path, its names, and itself."""
+
+    path: str
+    names: tuple[str, ...]
+    leaf: object
+
+
+def parameters(model) -> list[Parameter]:
+    """The named arrays of a model, in its order: `layers.block.attention.q` is the query weight of all layers."""
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_named)
+    path_of: Callable = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+    return [Parameter(path_of(path), leaf.names, leaf) for path, leaf in leaves]
+
+
+def key_of(keys: Mapping[str, Key], parameter: Parameter) -> Key:
+    """The key of a parameter.
+
+    Raises:
+        NamesError: the family's table has none, or with other names.
+    """
+    key = keys.get(parameter.path)
+    layer = tuple(name for name in parameter.names if name != "layers")
+    if key is None or sorted(layer) != sorted(name for group in key.groups for name in group):
+        raise NamesError(
+            f"every parameter has a key with its dimensions, got {parameter.path} of '{' '.join(parameter.names)}' "
+            f"for {key}, in the family's table of keys: add it there"
+        )
+    return key

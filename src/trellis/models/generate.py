@@ -1,0 +1,269 @@
+"""Sampling from a model: keys and values of earlier positions are kept, so each new token costs one position."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from trellis.errors import UserError
+from trellis.mesh import Layout, current_layout
+from trellis.mesh.reshard import place
+from trellis.named import NamedArray, einsum, full, named, named_jit, take
+from trellis.nn.attend import attend, attend_cached
+
+# Prompts are padded to a multiple of this, so that most of them share a compiled program.
+_BUCKET = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen from its logits.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the largest.
+        top_k: only so many of the largest; None takes all.
+        top_p: only the largest whose probabilities add up to this (Holtzman et al., 2019, arXiv:1904.09751).
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self):
+        rules = (
+            (self.temperature >= 0, "A temperature is 0 or more.", "temperature", "use 0 for the likeliest token"),
+            (self.top_k is None or self.top_k >= 1, "At least one token is chosen from.", "top_k", "use 1 or more"),
+            (
+                self.top_p is None or 0 < self.top_p <= 1,
+                "A share of the probability is above 0, and 1 at most.",
+                "top_p",
+                "use 0.9, or leave it out",
+            ),
+        )
+        for holds, rule, field, fix in rules:
+            if not holds:
+                raise UserError(rule, seen=f"{field}={getattr(self, field)}", where=field, fix=fix)
+
+
+def sample(
+    model,
+    tokenizer,
+    prompt: str,
+    *,
+    new_tokens: int = 100,
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    count: int = 1,
+) -> list[str]:
+    """Texts that begin with the prompt, each until its document ends or `new_tokens` are made.
+
+    Under a layout the model may be sliced in any way. All processes of a run call this together.
+
+    Args:
+        model: a model, in the type to compute in.
+        tokenizer: has `encode`, `decode` and `end_of_document`.
+        prompt: the text to continue; an empty one begins a document.
+        new_tokens: how many tokens are made at most.
+        sampling: how each is chosen.
+        seed: of the choices.
+        count: how many texts.
+
+    Raises:
+        UserError: the prompt and the new tokens are more than the model has positions.
+    """
+    ids = [int(i) for i in tokenizer.encode(prompt)] if prompt else [tokenizer.end_of_document]
+    new = generate(
+        model,
+        [ids] * count,
+        new_tokens=new_tokens,
+        sampling=sampling,
+        key=jax.random.key(seed),
+        stop=tokenizer.end_of_document,
+    )
+    texts = []
+    for row in new:
+        made = row[: row.index(tokenizer.end_of_document)] if tokenizer.end_of_document in row else row
+        texts.append(tokenizer.decode((ids if prompt else []) + made))
+    return texts
+
+
+def generate(
+    model, prompts: list[list[int]], *, new_tokens: int, sampling: Sampling, key, stop: int | None = None
+) -> list[list[int]]:
+    """New tokens after each prompt. Compiled once for prompts of similar length.
+
+    Args:
+        model: a model, in the type to compute in.
+        prompts: tokens, as many in each, at least one.
+        new_tokens: how many tokens are made.
+        sampling: how each is chosen; the padding of a vocabulary never is.
+        key: of the choices.
+        stop: after this token a row holds only it; generation ends where all rows do.
+
+    Returns:
+        `new_tokens` tokens for each prompt.
+
+    Raises:
+        UserError: the prompts are empty or of different lengths, or the model has too few positions.
+    """
+    lengths = {len(p) for p in prompts}
+    if len(lengths) != 1 or 0 in lengths:
+        raise UserError(
+            "Prompts are continued together where they have as many tokens, one at least.",
+            seen=f"lengths {sorted(lengths)}",
+            where="generate",
+            fix="continue them one after the other",
+        )
+    (length,) = lengths
+    positions = getattr(model.config, "positions", None)
+    if positions is not None and length + new_tokens > positions:
+        raise UserError(
+            "A text is no longer than the model's learned positions.",
+            seen=f"{length} tokens of prompt and {new_tokens} new ones, positions={positions}",
+            where="generate",
+            fix=f"make {max(0, positions - length)} tokens or fewer",
+        )
+    padded = min(-(-length // _BUCKET) * _BUCKET, positions or math.inf)
+    rows = jnp.array([p + [0] * (padded - length) for p in prompts], jnp.int32)
+    layout = _layout(current_layout(), len(prompts))
+    if layout is None:
+        out = _program(model, rows, jnp.int32(length), key, new_tokens, sampling, stop)
+    else:
+        with layout:
+            out = _program(model, rows, jnp.int32(length), key, new_tokens, sampling, stop)
+    return jax.device_get(out.addressable_data(0)).tolist()
+
+
+def _layout(layout: Layout | None, batch: int) -> Layout | None:
+    """The layout without slices of positions, which come one by one, and of a batch that does not divide."""
+    if layout is None:
+        return None
+    divides = [
+        (name, axes)
+        for name, axes in layout.compute
+        if name != "pos" and (name != "batch" or batch % math.prod(layout.mesh.shape[a] for a in axes) == 0)
+    ]
+    return Layout(layout.mesh, layout.params, dict(divides), strict=False, gather=layout.gather)
+
+
+def _run(model, rows, length, key, new_tokens: int, sampling: Sampling, stop: int | None):
+    """`i32["batch new"]`, on every device."""
+    batch, padded = rows.shape
+    hidden, cache = _prefill(model, named(rows, "batch pos"), padded + new_tokens)
+    last = take(hidden, "pos", length - 1)
+    key, first = jax.random.split(key)
+    token = _choose(model, last, first, sampling)
+    out = jnp.full((batch, new_tokens), 0 if stop is None else stop, jnp.int32).at[:, 0].set(token)
+
+    def goes_on(carry):
+        i, token, *_, done = carry
+        return (i < new_tokens) & ~jnp.all(done)
+
+    def step(carry):
+        i, token, out, cache, key, done = carry
+        hidden, cache = _decode(model, named(token[:, None], "batch pos"), length + i - 1, cache)
+        key, mine = jax.random.split(key)
+        token = _choose(model, hidden["pos", 0], mine, sampling)
+        if stop is not None:
+            token = jnp.where(done, jnp.int32(stop), token)
+            done = done | (token == stop)
+        out = lax.dynamic_update_slice_in_dim(out, token[:, None], i, 1)
+        return i + 1, token, out, cache, key, done
+
+    done = token == stop if stop is not None else jnp.zeros(batch, jnp.bool_)
+    return lax.while_loop(goes_on, step, (jnp.int32(1), token, out, cache, key, done))[2]
+
+
+_program = named_jit(_run, static=(4, 5, 6))
+
+
+def _prefill(model, tokens: NamedArray, total: int):
+    """Hidden states of the prompt, and the keys and values of all layers with room for `total` positions."""
+
+    def attention(kept, q, k, v, **options):
+        kept += [k, v]
+        return attend(q, k, v, **options)
+
+    hidden, (keys, values) = _through(model, tokens, None, (), attention)
+    return hidden, tuple(_with_room(x, total) for x in (keys, values))
+
+
+def _decode(model, token: NamedArray, at: jax.Array, cache):
+    """The hidden state of one position, which is at `at`, and the cache with it."""
+
+    def attention(kept, q, k, v, *, segment_ids=None, save_name=None, **options):
+        kept[:] = [_written(held, x, at) for held, x in zip(kept, (k, v), strict=True)]
+        return attend_cached(q, *kept, at + 1, **options)
+
+    positions = full(token.axes, at, jnp.int32)
+    return _through(model, token, positions, cache, attention)
+
+
+def _through(model, tokens: NamedArray, positions, cache, attention):
+    """Tokens through the model, where attention is another function; also what that left for each layer.
+
+    `attention(kept, q, k, v, ...)` finds a layer's part of the cache in the list `kept` and leaves its part there.
+    """
+    x, each, shared = model.start(tokens, None, positions)
+
+    def call(layer, x, mine, *rest):
+        kept = list(mine)
+        x = layer(x, *rest, attention=lambda *args, **options: attention(kept, *args, **options))
+        return x, tuple(kept)
+
+    x, cache = model.layers.scan(x, *shared, each=(tuple(cache), *each), call=call)
+    return model.norm(x), cache
+
+
+def _with_room(x: NamedArray, total: int) -> NamedArray:
+    """Keys or values of all layers, with zeros after them."""
+    axis = x.axis("key_pos")
+    room = full([a.resize(total) if a.name == "key_pos" else a for a in x.axes], 0, x.dtype)
+    return _written(room, x, 0) if total > axis.size else x
+
+
+def _written(cache: NamedArray, x: NamedArray, at) -> NamedArray:
+    """The cache with `x` from position `at` on."""
+    x = x.transpose(cache.names)
+    return cache.with_array(lax.dynamic_update_slice_in_dim(cache.array, x.array, at, cache.index("key_pos")))
+
+
+def _choose(model, hidden: NamedArray, key, sampling: Sampling) -> jax.Array:
+    """`i32["batch"]`, the next tokens, the same on every device."""
+    logits = einsum(
+        "batch embed, vocab embed -> batch vocab", hidden, model.unembedding, preferred_element_type=jnp.float32
+    )
+    if (bias := getattr(model, "unembedding_bias", None)) is not None:
+        logits = logits + bias.astype(jnp.float32)
+    logits = place(logits.array, ((), ()), names=("batch", "vocab"))
+    return choose(logits[:, : model.config.vocab], key, sampling)
+
+
+def choose(logits: jax.Array, key, sampling: Sampling) -> jax.Array:
+    """One token for each row of logits.
+
+    Args:
+        logits: `f32["batch vocab"]`.
+        key: of the choice.
+        sampling: how.
+
+    Returns:
+        `i32["batch"]`.
+    """
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / sampling.temperature
+    size = logits.shape[-1]
+    if sampling.top_k is not None and sampling.top_k < size:
+        least = lax.top_k(logits, sampling.top_k)[0][:, -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        falling = jnp.sort(logits, axis=-1, descending=True)
+        shares = jax.nn.softmax(falling, axis=-1)
+        before = jnp.cumsum(shares, axis=-1) - shares
+        kept = before < sampling.top_p  # the one that passes the mark is still kept, so one always is
+        least = jnp.min(jnp.where(kept, falling, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return jax.random.categorical(key, logits).astype(jnp.int32)

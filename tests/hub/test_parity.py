@@ -1,0 +1,104 @@
+"""Every family against `transformers`, with random weights, in float32, and both ways through folders."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.models.small import CONFIGS, POSITIONS, VOCAB
+from trellis.hub import FAMILIES, Folder, to_config_json, write_folder
+from trellis.hub.keys import key_of, parameters
+from trellis.named import einsum, named
+
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, 24))
+
+
+@pytest.fixture(scope="module")
+def torch():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    return torch
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request):
+    return CONFIGS[request.param]
+
+
+@pytest.fixture
+def theirs(torch, config, tmp_path):
+    """Their model with random weights, biases and norms included, and the folder that they saved it to."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    contents = to_config_json(config, positions=POSITIONS, dtype="float32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        described = AutoConfig.for_model(**contents)
+        model = AutoModelForCausalLM.from_config(described, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.1 * torch.randn_like(weight))
+        model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    return model, tmp_path / "theirs"
+
+
+def logits(model, tokens):
+    out = einsum("batch pos embed, vocab embed -> batch pos vocab", model(tokens), model.unembedding)
+    bias = getattr(model, "unembedding_bias", None)
+    return out if bias is None else out + bias
+
+
+def loss(model, tokens):
+    """The sum of squared logits: a gradient for every parameter."""
+    out = logits(model, tokens)
+    return (out * out).mean().array, out
+
+
+def layer_of(parameter, i):
+    array = np.asarray(parameter.leaf.array)
+    return array if i is None else array[i]
+
+
+def test_logits_gradients_and_folders(torch, config, theirs, tmp_path):
+    model, folder = theirs
+    found = Folder(folder)
+    assert found.config == config
+    ours = found.load(jax.eval_shape(lambda: config.init(key=jax.random.key(0))))
+
+    out = model(torch.from_numpy(TOKENS)).logits
+    (out * out).mean().backward()
+    tokens = named(jnp.asarray(TOKENS, jnp.int32), "batch pos")
+    (_, mine), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(ours, tokens)
+    np.testing.assert_allclose(mine.array, out.detach().numpy(), atol=1e-4)
+
+    grads = {name: weight.grad.numpy() for name, weight in model.named_parameters()}
+    family = next(f for f in FAMILIES.values() if isinstance(config, f.config))
+    for p in parameters(gradients):
+        key = key_of(family.keys, p)
+        layers = range(p.leaf.array.shape[0]) if p.names[0] == "layers" else [None]
+        for i in layers:
+            names = tuple(n for n in p.names if n != "layers")
+            np.testing.assert_allclose(
+                key.write(layer_of(p, i), names), grads[key.text.format(i)], atol=1e-3, rtol=1e-3, err_msg=key.text
+            )
+
+    files = write_folder(tmp_path / "ours", config, ours, layer_of, positions=POSITIONS, shard_bytes=20_000)
+    assert sum(f.suffix == ".safetensors" for f in files) > 1
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        back, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    for name, weight in model.state_dict().items():
+        assert torch.equal(back.state_dict()[name], weight), name

@@ -1,0 +1,23 @@
+"""A small model of every family, as `transformers` and as Trellis describe it."""
+
+from trellis.models import GPT2Config, GPTJConfig, LinearScaling, Llama3Scaling, LlamaConfig, ModelConfig, Qwen3Config
+
+VOCAB, POSITIONS = 61, 64
+_GATED = dict(vocab=VOCAB, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, rope_theta=1e4)
+_LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=16)
+
+CONFIGS: dict[str, ModelConfig] = {
+    "llama": LlamaConfig(**_GATED, head_dim=8, tie_embeddings=False),
+    "llama3": LlamaConfig(**_GATED, head_dim=8, tie_embeddings=True, rope_scaling=_LLAMA3),
+    "llama_linear": LlamaConfig(**_GATED, head_dim=8, tie_embeddings=False, rope_scaling=LinearScaling(factor=2.0)),
+    "qwen3": Qwen3Config(**_GATED, head_dim=16, tie_embeddings=False),
+    "gpt2": GPT2Config(
+        vocab=VOCAB, positions=POSITIONS, embed=32, layers=2, heads=4, mlp=64, norm_eps=1e-5, dropout=0.0,
+        scale_by_inverse_layer=False, upcast_attention=False,
+    ),
+    "gpt2_mistral": GPT2Config(
+        vocab=VOCAB, positions=POSITIONS, embed=32, layers=3, heads=4, mlp=64, norm_eps=1e-5, dropout=0.0,
+        scale_by_inverse_layer=True, upcast_attention=True,
+    ),
+    "gptj": GPTJConfig(vocab=VOCAB, embed=32, layers=2, heads=2, rotary_dim=8, mlp=64, head_bias=True),
+}  # fmt: skip

@@ -1,0 +1,141 @@
+"""Sampling: with a cache as without one, on meshes too, and never from the vocabulary's padding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.models.small import CONFIGS, VOCAB
+from trellis.errors import UserError
+from trellis.mesh import Layout, make_mesh
+from trellis.models.generate import Sampling, choose, generate, sample
+from trellis.named import einsum, named, shard
+
+GREEDY = Sampling(temperature=0)
+PROMPTS = np.random.default_rng(0).integers(0, VOCAB, (2, 7)).tolist()
+FAMILIES = ["llama3", "qwen3", "gpt2_mistral", "gptj"]
+
+
+def model_of(name):
+    return CONFIGS[name].init(key=jax.random.key(0), vocab_multiple=8)
+
+
+def recomputed(model, rows, count):
+    """Greedy continuation without a cache: the whole text again for every token."""
+    rows = [list(row) for row in rows]
+    length = len(rows[0])
+
+    @jax.jit
+    def logits(tokens):
+        return einsum("batch pos embed, vocab embed -> batch pos vocab", model(tokens), model.unembedding).array
+
+    for i in range(count):
+        padded = [row + [0] * (count - i) for row in rows]  # later tokens change nothing: one compilation
+        out = logits(named(jnp.array(padded, jnp.int32), "batch pos"))
+        for row, now in zip(rows, out[:, length + i - 1, :VOCAB]):
+            row.append(int(jnp.argmax(now)))
+    return [row[length:] for row in rows]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_cache_is_exact(name):
+    model = model_of(name)
+    found = generate(model, PROMPTS, new_tokens=6, sampling=GREEDY, key=jax.random.key(0))
+    assert found == recomputed(model, PROMPTS, 6)
+
+
+@pytest.mark.parametrize("name", ["llama3", "gptj"])
+def test_on_a_mesh(name):
+    """Sliced batch, heads, widths and vocabulary; positions, which come one by one, are whole whatever the layout."""
+    model = model_of(name)
+    expected = generate(model, PROMPTS, new_tokens=6, sampling=GREEDY, key=jax.random.key(0))
+    tensor = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
+    mesh = make_mesh(jax.devices()[:4], data=2, model=2)
+    with Layout(mesh, tensor | {"embed": "data"}, {"batch": "data", **tensor, "pos": "model"}):
+        placed = shard(model, "params")
+        assert generate(placed, PROMPTS, new_tokens=6, sampling=GREEDY, key=jax.random.key(0)) == expected
+        one = generate(placed, PROMPTS[:1], new_tokens=6, sampling=GREEDY, key=jax.random.key(0))
+        assert one == expected[:1]
+
+
+def test_padding_is_never_chosen():
+    """Rows of padding with by far the largest logits."""
+    model = model_of("llama")
+    head = model.head.with_array(model.head.array.at[VOCAB:].set(1e3))
+    model = type(model)(model.embedding, model.layers, model.norm, head, model.config)
+    assert model.head.shape["vocab"] > VOCAB
+    for sampling in (GREEDY, Sampling(temperature=5.0)):
+        rows = generate(model, PROMPTS, new_tokens=20, sampling=sampling, key=jax.random.key(1))
+        assert all(token < VOCAB for row in rows for token in row)
+
+
+def test_choices():
+    logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]] * 4000))
+
+    def seen(**how):
+        tokens = choose(logits, jax.random.key(0), Sampling(**how))
+        return np.bincount(tokens, minlength=4) / len(tokens)
+
+    np.testing.assert_allclose(seen(), [0.5, 0.3, 0.15, 0.05], atol=0.03)
+    np.testing.assert_allclose(seen(top_k=2), [0.625, 0.375, 0, 0], atol=0.03)
+    np.testing.assert_allclose(seen(top_p=0.8), [0.625, 0.375, 0, 0], atol=0.03)
+    np.testing.assert_allclose(seen(top_p=0.81), [0.526, 0.316, 0.158, 0], atol=0.03)
+    np.testing.assert_allclose(seen(top_p=0.01), [1, 0, 0, 0])
+    np.testing.assert_allclose(seen(temperature=0), [1, 0, 0, 0])
+    np.testing.assert_allclose(seen(temperature=0.5), np.array([25, 9, 2.25, 0.25]) / 36.5, atol=0.03)
+
+
+class Letters:
+    """A tokenizer of the letters from A on; A ends a document."""
+
+    end_of_document = 0
+
+    def encode(self, text):
+        return [ord(c) - 65 for c in text]
+
+    def decode(self, ids):
+        return "".join(chr(65 + i) for i in ids)
+
+
+def test_texts():
+    model = model_of("gpt2")
+    again = [sample(model, Letters(), "HELLO", new_tokens=40, seed=3, count=3) for _ in range(2)]
+    assert again[0] == again[1] and len(set(again[0])) == 3
+    assert all(text.startswith("HELLO") and "A" not in text for text in again[0])
+    assert sample(model, Letters(), "HELLO", new_tokens=40, seed=4, count=3) != again[0]
+    assert "A" not in sample(model, Letters(), "", new_tokens=5)[0]
+
+
+def test_a_document_ends():
+    """Where the end is all but certain, every text is cut there, and rows stay ended."""
+    model = model_of("gptj")
+    bias = model.unembedding_bias
+    model = jax.tree.map(lambda x: x, model)
+    object.__setattr__(model, "unembedding_bias", bias.with_array(bias.array.at[0].set(1e4)))
+    assert sample(model, Letters(), "HELLO", new_tokens=9, count=2) == ["HELLO", "HELLO"]
+    rows = generate(model, PROMPTS, new_tokens=9, sampling=GREEDY, key=jax.random.key(0), stop=0)
+    assert rows == [[0] * 9] * 2
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (dict(temperature=-1.0), "A temperature is 0 or more.\n  seen:  temperature=-1.0"),
+        (dict(top_k=0), "At least one token is chosen from.\n  seen:  top_k=0"),
+        (dict(top_p=0.0), "A share of the probability is above 0, and 1 at most.\n  seen:  top_p=0.0"),
+    ],
+)
+def test_refused_settings(how, message):
+    with pytest.raises(UserError) as error:
+        Sampling(**how)
+    assert str(error.value).startswith(message)
+
+
+def test_refused_prompts():
+    model = model_of("gpt2")
+    with pytest.raises(UserError, match=r"as many tokens, one at least\.\n  seen:  lengths \[1, 2\]"):
+        generate(model, [[1], [1, 2]], new_tokens=1, sampling=GREEDY, key=jax.random.key(0))
+    with pytest.raises(
+        UserError, match=r"learned positions\.\n  seen:  7 tokens of prompt and 58 new ones, positions=64"
+    ):
+        generate(model, PROMPTS, new_tokens=58, sampling=GREEDY, key=jax.random.key(0))
