@@ -52,6 +52,7 @@ def train_run(run: Run, folder: Path, devices: Sequence[Any], *, until: int | No
     from .assemble import assemble
     from .corpus import open_corpus
     from .evaluation import Evaluation
+    from .graph import step_svg
     from .loop import Program, Rules, train
     from .metrics import Work
     from .sampling import Sampler
@@ -98,7 +99,11 @@ def train_run(run: Run, folder: Path, devices: Sequence[Any], *, until: int | No
     with assembled.layout:
         outcome = train(program, rules, folder, config=_plain(run))
     if is_first() and outcome.programs:
-        write_sections(folder, found | {"compiled": dataclasses.asdict(compiled_memory(outcome.programs[-1]))})
+        compiled = outcome.programs[-1]
+        write_sections(folder, found | {"compiled": dataclasses.asdict(compiled_memory(compiled))})
+        if run.profile is not None:
+            (folder / "profile").mkdir(exist_ok=True)
+            (folder / "profile" / "step.svg").write_text(step_svg(compiled.as_text()))
     return outcome.exit_code
 
 
