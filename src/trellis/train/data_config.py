@@ -32,7 +32,7 @@ class Store:
     path: str
     """The store: a folder, or s3:// and the like."""
     validation: str | None = None
-    """The store that validation reads; null splits documents off the first."""
+    """The store that validation reads; null has none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Part:
     epochs: float | None = None
     """Passes over the source after which it is left out; null repeats it as long as the run lasts."""
     validation: str | None = None
-    """The store that validation reads; null splits documents off the first."""
+    """The store that validation reads; null has none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,16 +99,11 @@ class Data:
     """A tokenizer.json or a Hugging Face folder; null takes the one that the source was tokenized with."""
     shuffle_block: int = 1
     """Sequences that stay together in the shuffle, so that object stores are read in whole chunks."""
-    validation_fraction: float = 0.05
-    """Documents split off for validation, where a source has no store of its own for it."""
     seed: int = 0
-    """Of the shuffle and the split."""
+    """Of the shuffle."""
 
     def __post_init__(self):
         for name in ("sequence_length", "shuffle_block"):
             if getattr(self, name) < 1:
                 seen = f"{name}={getattr(self, name)}"
                 raise UserError("A length is positive.", seen=seen, where=name, fix=f"use {name} of 1 or more")
-        if not 0 <= self.validation_fraction < 1:
-            seen = f"validation_fraction={self.validation_fraction}"
-            raise UserError("A fraction is below 1.", seen=seen, where="validation_fraction", fix="use 0.05")
