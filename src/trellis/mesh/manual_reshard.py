@@ -43,7 +43,9 @@ def manual_reshard(before: Shape, after: Shape, x):
     for dim, size in zip(after.dims, _whole(before, x, mesh), strict=True):
         check_divides(dim.name, size, dim.axes, mesh.shape, where)
     for step in plan(before, after):
-        x = _perform(step, x, where)
+        # The ledger reads the names off this scope: JAX's types have none.
+        with jax.named_scope(f"reshard[{step.before} -> {step.after}]"):
+            x = _perform(step, x, where)
     return x
 
 
