@@ -47,6 +47,10 @@ class Assembled:
         """Where the arrays of a batch lie."""
         return self.layout.sharding(("batch", "pos"))
 
+    def fields(self, batch: Any) -> dict[str, Any]:
+        """The arrays of a batch that the model reads."""
+        return fields_of(batch, self.run.data.mask_documents)
+
     def abstract_batch(self, step: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
         """The batch of a step as `jax.ShapeDtypeStruct`s with shardings."""
         size = [entry.size for entry in self.run.batch_sizes() if entry.step <= step][-1]
@@ -162,5 +166,5 @@ def _guarded(step: Callable, run: Run) -> Callable:
 def fields_of(batch: Any, mask_documents: bool) -> dict[str, Any]:
     """The arrays of a batch that a model reads: without document masks, a row is one text."""
     get = batch.get if isinstance(batch, dict) else lambda name: getattr(batch, name, None)
-    fields = {name: get(name) for name in ("tokens", "targets", "loss_mask", "segment_ids", "positions")}
-    return fields if mask_documents else fields | {"segment_ids": None, "positions": None}
+    found = {name: get(name) for name in ("tokens", "targets", "loss_mask", "segment_ids", "positions")}
+    return found if mask_documents else found | {"segment_ids": None, "positions": None}

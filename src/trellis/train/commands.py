@@ -1,4 +1,4 @@
-"""`trellis train` and `trellis evaluate`."""
+"""`trellis train`."""
 
 import argparse
 import dataclasses
@@ -13,6 +13,9 @@ from ..data import Loader
 from ..errors import UserError
 from .config import Run
 from .distributed import initialize, is_first
+
+# Of the sample at the end of a run.
+_SAMPLE_TOKENS = 200
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,13 +52,15 @@ def run_train(args: argparse.Namespace) -> int:
 def train_run(run: Run, folder: Path, devices: Sequence[Any], *, until: int | None = None) -> int:
     """Trains a run in a folder on devices, to its end or until a step, and returns the exit code."""
     from ..inspect import compiled_memory
+    from ..models.generate import Sampling, sample
     from .assemble import assemble
     from .corpus import open_corpus
     from .evaluation import Evaluation
     from .graph import step_svg
     from .loop import Program, Rules, train
     from .metrics import Work
-    from .sampling import Sampler
+    from .restoring import model_in_use
+    from .state import State
     from .summary import describe, sections, step_ledger
     from .work import flops_per_token, known_peak
 
@@ -70,12 +75,17 @@ def train_run(run: Run, folder: Path, devices: Sequence[Any], *, until: int | No
     sharding = assembled.batch_sharding
     evaluation = None
     if corpus.validation:
-        evaluation = Evaluation(corpus.validation, assembled.recipe, sharding, _fields(run))
+        evaluation = Evaluation(corpus.validation, assembled.recipe, sharding, assembled.fields)
     length = run.data.sequence_length
     work = Work(
         flops_per_token=flops_per_token(assembled.abstract.model, length),
         peak_flops=known_peak(assembled.layout.mesh.devices.flat, run.precision.compute),
     )
+
+    def sampled(state: State) -> str:
+        how = Sampling(temperature=0.8, top_k=50)
+        return sample(model_in_use(assembled, state), corpus.tokenizer, "", new_tokens=_SAMPLE_TOKENS, sampling=how)[0]
+
     program = Program(
         init=assembled.init,
         abstract=assembled.abstract,
@@ -83,7 +93,7 @@ def train_run(run: Run, folder: Path, devices: Sequence[Any], *, until: int | No
         batches=lambda start: Loader(corpus.batches, sharding, start_step=start),
         tokens=lambda step: corpus.batches.sizes.at(step) * length,
         evaluate=evaluation,
-        sample=None if corpus.tokenizer is None else Sampler(assembled, corpus.tokenizer),
+        sample=None if corpus.tokenizer is None else sampled,
         work=work,
         resizable={"vocab": run.model.vocab},
     )
@@ -110,58 +120,6 @@ def train_run(run: Run, folder: Path, devices: Sequence[Any], *, until: int | No
 def write_sections(folder: Path, found: dict[str, Any]) -> None:
     """Keeps what the page of a run shows beside its metrics, as `about.json`."""
     (folder / "about.json").write_text(json.dumps(found, indent=1))
-
-
-def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `trellis evaluate`."""
-    parser.description = "Loss, perplexity and bits per byte of a run's newest checkpoint on its validation text."
-    parser.add_argument("folder", metavar="RUN", help="the run's folder")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
-    parser.add_argument("--batches", type=int, metavar="N", help="validation batches (default: all)")
-    parser.add_argument("--devices", type=int, metavar="N", help="devices to use (default: as the run says)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def run_evaluate(args: argparse.Namespace) -> int:
-    """`trellis evaluate`."""
-    from .assemble import assemble
-    from .compilation import use_persistent_cache
-    from .config import Evaluation as EvaluationRule
-    from .corpus import open_corpus
-    from .devices import find_devices
-    from .evaluation import Evaluation
-    from .folder import open_run
-    from .restoring import restore_model
-
-    run = open_run(Path(args.folder))
-    run = dataclasses.replace(run, evaluation=EvaluationRule(every=None, batches=args.batches))
-    use_persistent_cache()
-    assembled = assemble(run, find_devices(run))
-    state, step = restore_model(assembled, Path(args.folder), step=args.step)
-    corpus = open_corpus(run)
-    if not corpus.validation:
-        raise UserError(
-            "An evaluation needs validation text.",
-            seen="a run without a validation store",
-            where=args.folder,
-            fix="name one in the run's data, with `validation:`",
-        )
-    with assembled.layout:
-        evaluation = Evaluation(corpus.validation, assembled.recipe, assembled.batch_sharding, _fields(run))
-        values = {name: float(value) for name, value in evaluation(state).items()}
-    if args.json:
-        print(json.dumps({"step": step, **values}))
-        return 0
-    print(f"step {step}")
-    for name, value in values.items():
-        print(f"{name:<32} {value:.4f}")
-    return 0
-
-
-def _fields(run: Run) -> Any:
-    from .assemble import fields_of
-
-    return lambda batch: fields_of(batch, run.data.mask_documents)
 
 
 def _corpus_tokens(corpus: Any) -> int | None:
