@@ -1,4 +1,4 @@
-"""Mixtures: the shares hold exactly, every source's own rows come once an epoch, and the order is a function of step."""
+"""Mixtures: the shares hold exactly, a source's rows come once an epoch, and the order is a function of the step."""
 
 import numpy as np
 import pytest

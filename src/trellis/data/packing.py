@@ -13,7 +13,7 @@ PACK_DOCUMENTS = 1 << 14  # documents that are packed among each other
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Batch:
     """Rows of tokens: a pytree of arrays, all ``[batch pos]``.
 

@@ -72,7 +72,7 @@ class RemoteStream(io.RawIOBase):
 
 
 class _ZstdReader(io.RawIOBase):
-    """Zstandard frames, one after the other. The library's own reader takes a file that is cut short for a whole one."""
+    """Zstandard frames, one after the other. The library's own reader takes a file cut short for a whole one."""
 
     def __init__(self, raw):
         import zstandard
