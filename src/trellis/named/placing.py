@@ -124,11 +124,16 @@ def move(x: NamedArray, axes, copied: frozenset[str]) -> NamedArray:
 
 def _gather(x: NamedArray, axes, copied):
     layout = current_layout()
+    array, held = x.array, state_of(x.array)
+    gathered = {a for mine in held.axes for a in mine} - {a for mine in axes for a in mine}
+    if gathered and copied - gathered - held.copied:
+        # Copies first, where nothing is gathered: the gradient is then scattered over the gathered axes before the
+        # rest of it is summed, instead of being summed whole over all of them together.
+        array = place(array, held.axes, held.pending, held.copied | (copied - gathered), names=x.names)
+        held = state_of(array)
     if layout is None or layout.gather == "joint" or not copied:
-        return place(x.array, axes, (), copied, names=x.names)
+        return place(array, axes, (), copied, names=x.names)
     # One mesh axis after the other, minor ones first, each with its own reduce-scatter in the backward pass.
-    array = x.array
-    held = state_of(array)
     for axis in [a for mine in held.axes for a in reversed(mine)]:
         now = state_of(array)
         if any(axis in mine for mine in axes):
