@@ -1,15 +1,19 @@
 """The line of a user's program that an equation comes from."""
 
 import functools
+import importlib.util
 import os
 import re
 import sysconfig
 
-import equinox
-import jax
-import optax
 
-_LIBRARIES = tuple(os.path.dirname(module.__file__) + os.sep for module in (jax, equinox, optax))
+def _folders(*packages: str) -> tuple[str, ...]:
+    """Where packages are, without importing them."""
+    specs = map(importlib.util.find_spec, packages)
+    return tuple(os.path.dirname(spec.origin) + os.sep for spec in specs if spec and spec.origin)
+
+
+_LIBRARIES = _folders("jax", "equinox", "optax")
 _LANGUAGE = tuple(
     os.path.join(os.path.dirname(os.path.dirname(__file__)), folder) + os.sep
     for folder in ("notation", "mesh", "named", "inspect")
