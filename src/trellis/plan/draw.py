@@ -55,7 +55,7 @@ def slice_picture(plan: Plan) -> str:
     shift = cell * 0.8
     left, top = 130, 40 + shift * (layers - 1)
     parts = []
-    hues = {axis: hue for axis, hue in zip(plan.mesh, (215, 160, 35, 280, 0, 100))}
+    hues = dict(zip(plan.mesh, (215, 160, 35, 280, 0, 100)))
     by_side = {}
     for axis, found in plan.links.parts.items():
         for part in found:
@@ -243,8 +243,13 @@ def timeline_picture(plan: Plan) -> str:
                 under += w
         parts.append(_text(x + 6, y + 21, human_seconds((x - left) / scale), size=11))
         y += 76
-    legend = [(WORK_COLORS["product"], "products"), (WORK_COLORS["attention"], "attention"),
-              (WORK_COLORS["elementwise"], "elementwise"), (MOVE_COLOR, "moves under computation"), (ALONE_COLOR, "moves that nothing hides")]  # fmt: skip
+    legend = [
+        (WORK_COLORS["product"], "products"),
+        (WORK_COLORS["attention"], "attention"),
+        (WORK_COLORS["elementwise"], "elementwise"),
+        (MOVE_COLOR, "moves under computation"),
+        (ALONE_COLOR, "moves that nothing hides"),
+    ]
     x = float(left)
     for color, words in legend:
         parts.append(_box(x, y - 2, 10, 10, color))

@@ -106,13 +106,18 @@ class _Walk:
 
     def realize(self, value: _Value, aval: Any, kind: str, source: str) -> None:
         """A fused chain's value comes into being; what it was made of is released."""
-        if value.buffer is not None:
+        if value.buffer is not None or value.pinned:  # it exists, or belongs to the program around this one
             return
         parts, value.made_of = value.made_of, ()
         value.buffer = Buffer(kind, local_bytes(aval), _show(aval), source)
+        # An elementwise result takes the place of an operand of its size that ends here; else both exist for a while.
+        in_place = any(p.buffer and p.uses == 1 and p.buffer.num_bytes == value.buffer.num_bytes for p in parts)
+        if not in_place:
+            self.add(value)
+            self.mark(0, (), source)
         for part in parts:
             part.uses -= 1
-            self.drop(part)  # an elementwise result may take the place of an operand that ends here
+            self.drop(part)
         self.add(value)
 
     def run(self, jaxpr: Any, inputs: list[_Value], weights: set, keep: str) -> list[_Value]:
@@ -153,7 +158,7 @@ class _Walk:
             self.inline(eqn, inner, env, weights)
             return
         if lazy or name not in _OPAQUE and not name.startswith(("reduce_", "arg")):
-            if name in _VIEWS and len(operands) == 1 and len(eqn.outvars) == 1:
+            if (name in _VIEWS or name.endswith("_cast_p")) and len(operands) == 1 and len(eqn.outvars) == 1:
                 operands[0].uses += 1
                 env[eqn.outvars[0]] = operands[0]
                 return
@@ -307,8 +312,10 @@ def _epilogues(jaxpr: Any) -> set[int]:
 
 
 def _only_views_or_casts(value: _Value) -> bool:
-    """Whether a fused chain has one operand, or is a lookup done by parts: its reader makes it as it reads it."""
-    return value.lazy or len(value.made_of) <= 1
+    """Whether a value is one step from memory, or is a lookup done by parts: its reader makes it as it reads it."""
+    if value.lazy or value.pinned:
+        return True
+    return len(value.made_of) == 1 and (value.made_of[0].pinned or value.made_of[0].buffer is not None)
 
 
 def _cheap(value: _Value, aval: Any) -> bool:

@@ -221,7 +221,7 @@ def _group(group: list, users: dict, outputs: set, times: int, outside: str) -> 
     for eqn in group:
         name = eqn.primitive.name
         large = max([local_elements(v.aval) for v in (*eqn.invars, *eqn.outvars)], default=0)
-        if name not in FREE:
+        if name not in FREE and not name.endswith("_cast_p"):
             cost = COSTS[name] * large
             vector += cost
             if source_of(eqn) or not source_of(heaviest[1]):
@@ -247,7 +247,7 @@ def _group(group: list, users: dict, outputs: set, times: int, outside: str) -> 
             writes += local_bytes(var.aval)
     if vector == 0 and reads + writes == 0:
         return
-    if all(eqn.primitive.name in FREE for eqn in group):
+    if all(eqn.primitive.name in FREE or eqn.primitive.name.endswith("_cast_p") for eqn in group):
         return
     eqn = heaviest[1]
     what = f"{len(group)} fused, {_show(eqn.outvars[0].aval)}"
