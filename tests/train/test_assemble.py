@@ -1,0 +1,187 @@
+"""From a run to its programs: the step guards itself, evaluation agrees with a plain computation, counts are right."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trellis.data import Batches, FileSource, count_bytes, find_files, tokenize
+from trellis.named import is_named
+from trellis.named.saving import nothing, products, saved
+from trellis.recipes import tiny
+from trellis.train.assemble import assemble, fields_of, keep_of, vocab_multiple
+from trellis.train.config import Precision, Remat
+from trellis.train.evaluation import Evaluation, ValidationSet
+from trellis.train.layouts import LayoutChoice, MeshSizes
+from trellis.train.state import cast
+from trellis.train.step import batch_loss, by_name
+from trellis.train.summary import arrays, num_parameters, run_tokens, sections, step_ledger, step_memory
+from trellis.train.work import flops_per_token, matmul_parameters
+
+LENGTH, ROWS = 16, 4
+
+
+@pytest.fixture(scope="module")
+def run():
+    base = tiny()
+    model = dataclasses.replace(base.model, vocab=257, embed=16, mlp=32, layers=1, heads=2, kv_heads=2, head_dim=8)
+    return dataclasses.replace(
+        base,
+        model=model,
+        data=dataclasses.replace(base.data, sequence_length=LENGTH),
+        batch_size=ROWS,
+        steps=10,
+        precision=Precision(compute="float32"),
+        mesh=MeshSizes(data=2, model=2),
+        skip_nonfinite=1,
+        ema=0.9,
+    )
+
+
+@pytest.fixture(scope="module")
+def assembled(run):
+    return assemble(run, jax.devices()[:4])
+
+
+@pytest.fixture(scope="module")
+def state(assembled):
+    with assembled.layout:
+        return assembled.init()
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    """Two validation sets of bytes; the first has a last batch that is not full."""
+    found = {}
+    for name, sizes in {"short": range(3, 12), "long": range(20, 30)}.items():
+        folder = tmp_path_factory.mktemp(name)
+        for size in sizes:
+            (folder / f"{size}.txt").write_text("x=1\n" * size)
+        store = tokenize(FileSource(files=find_files([str(folder)])), str(folder / "store"), use_bytes=True, workers=1)
+        options = {"sequence_length": LENGTH, "batch_size": ROWS, "shuffle": False, "max_epochs": 1, "pad_last": True}
+        found[name] = ValidationSet(Batches(store, **options), store, limit=None if name == "short" else 2)
+    return found
+
+
+def test_the_state_is_what_its_abstract_form_says(assembled, state):
+    assert jax.tree.structure(state) == jax.tree.structure(assembled.abstract)
+    for real, said in zip(jax.tree.leaves(state), jax.tree.leaves(assembled.abstract), strict=True):
+        assert (real.shape, real.dtype) == (said.shape, said.dtype)
+        assert real.sharding.is_equivalent_to(said.sharding, real.ndim)
+
+
+def test_the_vocabulary_is_padded_for_the_mesh_and_not_counted(assembled):
+    assert vocab_multiple(assembled.layout) == 2
+    assert assembled.abstract.model.embedding.shape == {"vocab": 258, "embed": 16}
+    attention, mlp, norms = 4 * 16 * 2 * 8, 3 * 16 * 32, 3 * 16
+    assert num_parameters(assembled) == 257 * 16 + attention + mlp + norms
+    assert matmul_parameters(assembled.abstract.model) == 257 * 16 + attention + mlp
+
+
+def test_flops_count_products_once_forward_and_twice_backward(assembled):
+    model = assembled.abstract.model
+    products = 6 * (257 * 16 + 4 * 16 * 16 + 3 * 16 * 32)
+    # Scores and weighted values: 2 products of 2 heads x 8 over LENGTH keys, 2 FLOPs each, three passes, causal half.
+    causal = 2 * 2 * 2 * 8 * LENGTH * 3 / 2
+    assert flops_per_token(model, LENGTH) == products + causal
+    assert flops_per_token(model, LENGTH, causal=False) == products + 2 * causal
+
+
+def test_an_update_that_is_not_finite_changes_nothing_but_the_count(assembled):
+    """The mask holds one infinite weight: the loss and the gradient are no numbers."""
+    size = (ROWS, LENGTH)
+    batch = {
+        "tokens": np.ones(size, np.int32),
+        "targets": np.ones(size, np.int32),
+        "loss_mask": np.ones(size, np.float32),
+        "segment_ids": np.ones(size, np.int32),
+        "positions": np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1)),
+    }
+    spoilt = batch | {"loss_mask": np.where(np.arange(LENGTH) == 3, np.inf, batch["loss_mask"]).astype(np.float32)}
+    copy = lambda tree: [np.asarray(x) for x in jax.tree.leaves(tree)]
+    with assembled.layout:
+        put = lambda fields: {n: jax.device_put(x, assembled.batch_sharding) for n, x in fields.items()}
+        first = assembled.init()
+        before = copy((first.model, first.optimizer, first.average))
+        second, metrics = assembled.step(first, put(spoilt))
+        assert not np.isfinite(float(metrics["loss"])) and int(second.step) == 1
+        for old, new in zip(before, copy((second.model, second.optimizer, second.average)), strict=True):
+            np.testing.assert_array_equal(old, new)
+        third, metrics = assembled.step(second, put(batch))
+        assert np.isfinite(float(metrics["loss"])) and int(third.step) == 2
+        assert any((old != new).any() for old, new in zip(before, copy((third.model,))))
+
+
+def test_evaluation_adds_up_over_batches_sets_and_devices(assembled, state, sets):
+    compiled = []
+
+    def count(name, *_, **__):
+        compiled.append(name) if name == "/jax/core/compile/backend_compile_duration" else None
+
+    with assembled.layout:
+        evaluation = Evaluation(sets, assembled.recipe, assembled.batch_sharding, assembled.fields)
+        found = {name: float(value) for name, value in evaluation(state).items()}
+        jax.monitoring.register_event_duration_secs_listener(count)
+        try:
+            again = evaluation(state)
+        finally:
+            jax.monitoring.clear_event_listeners()
+    assert compiled == [], "a second evaluation compiles nothing"
+    assert {name: float(value) for name, value in again.items()} == found
+
+    one = jax.tree.map(lambda x: x.with_array(jnp.asarray(np.asarray(x.array))), state.average, is_leaf=is_named)
+    nats, tokens, text = {}, {}, {}
+    for name, chosen in sets.items():
+        batches = [chosen.batches.batch(i) for i in range(chosen.num_batches)]
+        sums = [batch_loss(one, by_name(fields_of(b, True)), assembled.recipe) for b in batches]
+        nats[name], tokens[name] = (sum(float(getattr(s, f)) for s in sums) for f in ("cross_entropy", "tokens"))
+        text[name] = sum(count_bytes(chosen.store, b) for b in batches)
+        assert tokens[name] == sum(float(b.loss_mask.sum()) for b in batches) > 0
+        assert found[f"validation_loss/{name}"] == pytest.approx(nats[name] / tokens[name], rel=1e-5)
+        assert found[f"bits_per_byte/{name}"] == pytest.approx(nats[name] / math.log(2) / text[name], rel=1e-5)
+    loss = sum(nats.values()) / sum(tokens.values())
+    assert found["validation_loss"] == pytest.approx(loss, rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(sum(nats.values()) / math.log(2) / sum(text.values()), rel=1e-5)
+
+
+def test_what_a_run_is_about_to_do_is_plain_values(assembled, run):
+    import json
+
+    ledger = step_ledger(assembled)
+    found = json.loads(json.dumps(sections(assembled, ledger, tokens=5000)))
+    assert found["tokens"] == {"run": run.steps * ROWS * LENGTH, "corpus": 5000} and run_tokens(assembled) == 640
+    assert found["mesh"] == {"data": 2, "model": 2} and found["ledger"]["per_axis"].keys() == {"data", "model"}
+    table = next(a for a in arrays(assembled) if a["name"] == "embedding")
+    assert table["bytes"] == 258 * 16 * 4 and table["device_bytes"] == table["bytes"] // 4
+    assert [dim["mesh"] for dim in table["dims"]] == [["model"], ["data"]]
+    memory = step_memory(assembled)
+    assert memory["parameters"] >= sum(a["device_bytes"] for a in arrays(assembled))
+    assert memory["optimizer"] >= 2 * sum(a["device_bytes"] for a in arrays(assembled))
+
+
+def test_checkpointing_policies_have_their_meaning():
+    assert keep_of(Remat(policy="none")) is None
+    assert keep_of(Remat(policy="full")) == nothing and keep_of(Remat(policy="dots")) == products
+    assert keep_of(Remat(policy="saved")) == saved
+    assert keep_of(Remat(policy="saved", names=("query",))).names == ("query",)
+    assert keep_of(Remat(policy="offload", names=("query",))).offload == ("query",)
+
+
+def test_without_document_masks_a_row_is_one_text():
+    batch = {name: np.ones((1, 2)) for name in ("tokens", "targets", "loss_mask", "segment_ids", "positions")}
+    assert fields_of(batch, mask_documents=True) == batch
+    assert fields_of(batch, mask_documents=False) == batch | {"segment_ids": None, "positions": None}
+
+
+def test_the_compiler_may_place_instead(run):
+    auto = dataclasses.replace(run, layout=LayoutChoice(mode="auto"), ema=None, skip_nonfinite=0)
+    found = assemble(auto, jax.devices()[:4])
+    with found.layout:
+        state = found.init()
+    table = state.model.embedding.array
+    assert table.sharding.shard_shape(table.shape) == (129, 8)
+    assert cast(state.model, "bfloat16").embedding.dtype == jnp.bfloat16
