@@ -7,7 +7,9 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
+from trellis.mesh.layout import current_layout
 from trellis.named import ELEMENTWISE, Axis, NamedArray, einsum
+from trellis.named.placing import move
 from trellis.nn.platform import platform_of
 
 
@@ -46,6 +48,8 @@ class Llama3Scaling:
 
 Scaling = LinearScaling | Llama3Scaling
 
+QUERY = ("batch", "pos", "heads", "head_dim")
+
 
 def frequencies(size: int, theta: float, scaling: Scaling | None = None) -> np.ndarray:
     """Radians a position, `f64["size/2"]`: theta ** (-2i / size), scaled."""
@@ -58,7 +62,7 @@ def rotary_tables(
 ):
     """Cosines and sines, `f32["... pos head_dim"]` each.
 
-    Computed once for all layers.
+    Computed once for all layers, and placed once where queries and keys are used.
 
     Args:
         positions: `i32["batch pos"]` or `i32["pos"]`.
@@ -74,8 +78,17 @@ def rotary_tables(
         rates = np.zeros(head_dim.size)  # no turn is an angle of 0
         rates[:pairs] = np.repeat(frequencies(pairs, theta, scaling), 2)
     angles = positions.astype(jnp.float32) * NamedArray(jnp.asarray(rates, jnp.float32), (head_dim.name,))
-    angles = angles.transpose(f"... {head_dim.name}")
+    angles = _for_use(angles.transpose(f"... {head_dim.name}"))
     return ELEMENTWISE["cos"](angles), ELEMENTWISE["sin"](angles)
+
+
+def _for_use(angles: NamedArray) -> NamedArray:
+    """Placed as they meet queries: where heads are sliced over a mesh axis, positions are whole along it."""
+    layout = current_layout()
+    if layout is None:
+        return angles
+    used = dict(zip(QUERY, layout.assign(QUERY), strict=True))
+    return move(angles, tuple(used.get(name, ()) for name in angles.names), frozenset())
 
 
 def rotate(x: NamedArray, tables, head_dim: str = "head_dim", *, pairs: bool = False) -> NamedArray:

@@ -1,0 +1,111 @@
+"""The bytes that a step moves over each mesh axis equal the closed form of its parallelism.
+
+One device's bytes on the wire, around a ring of n devices: a gather or scatter of B bytes sends (n - 1) / n * B, an
+all-reduce twice that. P is the bytes of a block's parameters, A = batch * pos * embed * 4 the bytes of an activation
+on all devices together. Each layer's forward pass is computed again in the backward pass (`saving.nothing`).
+"""
+
+import jax
+import pytest
+
+import trellis as tr
+from trellis.named import saving
+
+from .block import BATCH, CONFIG, POS, inputs, layout_of, loss, parameters
+
+LAYERS = CONFIG.layers
+ACTIVATION = 4 * BATCH * POS * CONFIG.embed
+WEIGHTS = 4 * (4 * CONFIG.embed * CONFIG.heads * CONFIG.head_dim + 3 * CONFIG.embed * CONFIG.mlp)
+NORMS = 4 * 2 * CONFIG.embed
+
+
+def ledger(name: str, policy=saving.nothing):
+    with layout_of(name):
+        layers, (x, weights) = tr.shard(parameters()), tr.shard(inputs(), "compute")
+        step = jax.value_and_grad(lambda *a: loss(*a, policy), argnums=(0, 1))
+        found = tr.ledger(step, layers, x, weights)
+    # The loss itself is one number: its sum is the one collective below 32 bytes.
+    return [row for row in found.rows if row.payload > 4]
+
+
+def total(rows, **wanted) -> int:
+    """Bytes on the wire of the rows with the given kind, axis or direction."""
+    return sum(row.wire * row.times for row in rows if all(getattr(row, k) == v for k, v in wanted.items()))
+
+
+def test_data_parallel_reduces_each_gradient_once():
+    rows = ledger("data 8")
+    assert {row.kind for row in rows} == {"all-reduce"}
+    assert total(rows) == 2 * 7 * LAYERS * (WEIGHTS + NORMS) // 8
+
+
+def test_fsdp_gathers_twice_and_scatters_once():
+    # Forward, recomputed forward, and the gradient: each (n - 1) / n of the parameters.
+    rows = ledger("fsdp 8")
+    part = 7 * LAYERS * (WEIGHTS + NORMS) // 8
+    assert total(rows, kind="all-gather", direction="forward") == part
+    assert total(rows, kind="all-gather", direction="recomputed") == part
+    assert total(rows, kind="reduce-scatter", direction="backward") == part
+    assert total(rows) == 3 * part
+
+
+def test_fsdp_gathers_in_the_compute_dtype():
+    with layout_of("fsdp 8"):
+        layers, (x, weights) = tr.shard(parameters()), tr.shard(inputs(), "compute")
+
+        def half(layers, x, weights):
+            low = jax.tree.map(lambda a: a.astype("bfloat16"), (layers, x, weights))
+            return loss(*low, saving.nothing).astype("float32")
+
+        rows = [r for r in tr.ledger(jax.grad(half), layers, x, weights).rows if r.payload > 4]
+    assert {row.dtype for row in rows} == {"bfloat16"}
+    assert total(rows) == 3 * 7 * LAYERS * (WEIGHTS + NORMS) // 2 // 8
+
+
+def test_tensor_parallel_is_one_all_reduce_a_half_block_each_way():
+    # Megatron's count (Shoeybi et al., 2019): two forward and two backward a block.
+    rows = ledger("tensor 8", policy=None)
+    part = 2 * 7 * LAYERS * ACTIVATION // 8
+    assert {row.kind for row in rows} == {"all-reduce"}
+    assert total(rows, direction="forward") == 2 * part
+    assert total(rows, direction="backward") == 2 * part
+    assert sum(row.times for row in rows) == 4 * LAYERS
+
+
+def test_sequence_parallel_moves_the_same_bytes_as_tensor_parallel():
+    # An all-reduce is a reduce-scatter and an all-gather: one of each a half block and direction, and one more
+    # gather in the backward pass a half block, since what was gathered forward is gathered again there.
+    rows = [row for row in ledger("fsdp 4 x tensor 2, sequence", policy=None) if row.axes == ("model",)]
+    large = [row for row in rows if row.payload >= ACTIVATION // 4]
+    part = LAYERS * ACTIVATION // 4 // 2
+    assert total(large, kind="all-gather", direction="forward") == 2 * part
+    assert total(large, kind="reduce-scatter", direction="forward") == 2 * part
+    assert total(large, kind="all-gather", direction="backward") == 2 * part
+    assert total(large, kind="reduce-scatter", direction="backward") == 2 * part
+    # What is left are gradients of the norms, partial sums over `model`, and the angles of the positions.
+    small = [row for row in rows if row not in large]
+    assert total(small, direction="backward") == LAYERS * NORMS // 4
+    assert total(small, direction="forward") == 4 * POS * CONFIG.head_dim // 2
+
+
+def test_fsdp_with_tensor_gathers_a_tensor_slice():
+    rows = [row for row in ledger("fsdp 4 x tensor 2") if row.axes == ("data",)]
+    assert total(rows) == 3 * 3 * LAYERS * (WEIGHTS // 2 + NORMS) // 4
+
+
+def test_context_parallel_gathers_keys_and_values():
+    # Keys and values: two gathers a pass over `context`, their gradients scattered back.
+    rows = ledger("fsdp 4 x context 2")
+    keys = [row for row in rows if row.axes == ("context",)]
+    part = 2 * LAYERS * (ACTIVATION // 4) // 2
+    assert total(keys, kind="all-gather", direction="forward") == part
+    assert total(keys, kind="all-gather", direction="recomputed") == part
+    assert total(keys, kind="reduce-scatter", direction="backward") == part
+    # Parameters rest over both mesh axes and are gathered over both at once.
+    joint = [row for row in rows if set(row.axes) == {"data", "context"}]
+    assert total(joint) == 3 * 7 * LAYERS * (WEIGHTS + NORMS) // 8
+
+
+@pytest.mark.parametrize("name", ["single"])
+def test_one_device_moves_nothing(name):
+    assert ledger(name) == []
