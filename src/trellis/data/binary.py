@@ -61,7 +61,7 @@ class BinStore(TokenStore):
         return found if found[-1] == self.num_tokens else np.append(found, self.num_tokens)
 
     @property
-    def num_documents(self) -> int:  # ty: ignore[invalid-method-override]
+    def num_documents(self) -> int:  # ty: ignore[incompatible-property-override]
         return len(self._offsets) - 1
 
     def offsets(self, start: int, stop: int) -> np.ndarray:
@@ -98,7 +98,7 @@ class MegatronStore(OffsetStore):
         return self._stream[start:stop]
 
     @functools.cached_property
-    def vocab_size(self) -> int:  # ty: ignore[invalid-attribute-override]
+    def vocab_size(self) -> int:  # ty: ignore[incompatible-attribute-override]
         """One more than the largest id, found by one pass over the file."""
         return 1 + max(int(self._stream[at : at + SCAN_TOKENS].max()) for at in range(0, self.num_tokens, SCAN_TOKENS))
 

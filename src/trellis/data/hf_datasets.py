@@ -46,9 +46,9 @@ class DatasetSource:
             names = getattr(dataset, "column_names", None)
             column = self.text_field.split(".")[0]
             if names and column in names:
-                dataset = dataset.select_columns([column])  # ty: ignore[unresolved-attribute]
+                dataset = dataset.select_columns([column])  # ty: ignore[missing-attribute]
         if start[0]:
-            dataset = dataset.skip(start[0])  # ty: ignore[unresolved-attribute]
+            dataset = dataset.skip(start[0])  # ty: ignore[missing-attribute]
         yield from in_blocks(iter(dataset), self.name, start[0], lambda: 0)  # ty: ignore[invalid-argument-type]
 
 

@@ -40,7 +40,7 @@ class LevanterStore(OffsetStore):
         self._settle()
 
     @property
-    def vocab_size(self) -> int:  # ty: ignore[invalid-method-override]
+    def vocab_size(self) -> int:  # ty: ignore[incompatible-property-override]
         if self._vocab_size is None:
             step = 1 << 22
             self._vocab_size = 1 + max(

@@ -106,7 +106,7 @@ class FileSource:
             case "parquet":
                 columns = None if all_fields else [self.text_field.split(".")[0]]
                 return functools.partial(formats.parquet_records, columns=columns)
-            case "arrow":
+            case _:
                 return formats.arrow_records
 
 
