@@ -58,7 +58,7 @@ def test_fsdp_gathers_in_the_compute_dtype():
             return loss(*low, saving.nothing).astype("float32")
 
         rows = [r for r in tr.ledger(jax.grad(half), layers, x, weights).rows if r.payload > 4]
-    assert {row.dtype for row in rows} == {"bfloat16"}
+    assert {row.dtype for row in rows} == {"bf16"}
     assert total(rows) == 3 * 7 * LAYERS * (WEIGHTS + NORMS) // 2 // 8
 
 
