@@ -152,7 +152,7 @@ def _keep(flat: _Flat, root, name: str, aval, sizes: Mapping[str, int], found: d
     inmost, given, weight = _inmost(flat, outer)
     name = name or given
     identity = (root if inmost is outer else (root[0], id(outer.equation), id(inmost)), aval.shape)
-    if inmost.op in _FREE or (identity in found and not name):
+    if inmost.op in _FREE or math.prod(aval.shape) == 1 or (identity in found and not name):
         return
     source = source_of(inmost.equation) or source_of(outer.equation)
     dims = _dims(inmost.scope, aval.shape)
