@@ -136,16 +136,3 @@ def test_exit_codes(monkeypatch, capsys):
 
 def test_version(capsys):
     assert run(capsys, "--version") == (0, "0.1.0\n", "")
-
-
-def test_allocator_of_a_training_process(tmp_path, monkeypatch):
-    """Large pages for training on a CPU, once, and what the user has set is kept."""
-    monkeypatch.setattr(sys, "platform", "linux")
-    env = cli.allocator_env(["train", "tiny"], {"A": "b", "GLIBC_TUNABLES": "x=1"}, tmp_path)
-    assert env is not None and env["A"] == "b" and env["GLIBC_TUNABLES"].startswith("x=1:glibc.malloc.hugetlb=1:")
-    assert cli.allocator_env(["train"], env, tmp_path) is None
-    assert cli.allocator_env(["train"], {"TRELLIS_ALLOCATOR": "default"}, tmp_path) is None
-    assert cli.allocator_env(["plan", "tiny"], {}, tmp_path) is None
-    (tmp_path / "nvidia0").touch()
-    assert cli.allocator_env(["train"], {}, tmp_path) is None
-    assert cli.allocator_env(["train"], {"JAX_PLATFORMS": "cpu"}, tmp_path) is not None

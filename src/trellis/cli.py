@@ -13,7 +13,7 @@ import importlib
 import os
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from .errors import UserError, did_you_mean
@@ -36,7 +36,7 @@ _ALL = {
     "data": Command("data.commands", "look into token stores and check them"),
     "plan": Command("plan.commands", "memory, communication and time on hardware that is not here", ""),
     "memory": Command("plan.commands", "what each device holds, by kind", ""),
-    "generate": Command("train.use", "samples from a run"),
+    "generate": Command("train.generating", "samples from a run"),
     "evaluate": Command("train.evaluating", "loss, perplexity and bits per byte of a run"),
     "export": Command("train.exchange", "a run to a Hugging Face folder"),
     "import": Command("train.exchange", "a Hugging Face folder to a run", "starter"),
@@ -55,11 +55,7 @@ def commands() -> dict[str, Command]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. What the user can mend is printed without a traceback."""
-    if arguments is None:
-        arguments = sys.argv[1:]
-        if env := allocator_env(arguments, os.environ, pathlib.Path("/dev")):
-            os.execve(sys.executable, sys.orig_argv, env)  # the allocator reads its settings when a process starts
-    arguments = list(arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         print(_overview())
         return 0
@@ -88,29 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-# Training on a CPU allocates and frees large buffers every step. Large pages, and an allocator that keeps freed memory
-# instead of handing it back to the kernel, spare it the page faults.
-_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
-
-
-def allocator_env(arguments: Sequence[str], env: Mapping[str, str], dev: pathlib.Path) -> dict[str, str] | None:
-    """The environment that a process should be started with to train fast on a CPU; None where it is right already.
-
-    It holds for glibc on Linux. TRELLIS_ALLOCATOR=default in the environment leaves everything as it is.
-
-    Args:
-        arguments: the command line; only `train` gains.
-        env: the environment now.
-        dev: the folder of device files, which shows accelerators.
-    """
-    accelerators = ("nvidia[0-9]*", "accel[0-9]*", "vfio/[0-9]*", "kfd")
-    on_cpu = env.get("JAX_PLATFORMS") == "cpu" or not any(any(dev.glob(pattern)) for pattern in accelerators)
-    if sys.platform != "linux" or list(arguments[:1]) != ["train"] or not on_cpu or "TRELLIS_ALLOCATOR" in env:
-        return None
-    tunables = ":".join(filter(None, [env.get("GLIBC_TUNABLES"), _TUNABLES]))
-    return {**env, "GLIBC_TUNABLES": tunables, "TRELLIS_ALLOCATOR": "large-pages"}
-
-
 def _overview() -> str:
     lines = [f"  {name:<10} {command.summary}" for name, command in commands().items()]
     head, tail = "Trellis trains language models on a mesh.", "`trellis COMMAND --help` explains each."
@@ -127,6 +100,10 @@ def _run(name: str, arguments: list[str]) -> int:
     parser = _Parser(prog=f"trellis {name}", description=command.summary, allow_abbrev=False)
     if command.run is not None:
         parser.add_argument("recipe", metavar="RECIPE", nargs="?", default=command.run, help=_RECIPE)
+    if "jax" in sys.modules:
+        from .train.devices import choose_platform
+
+        choose_platform()
     getattr(module, f"add_{name}_arguments")(parser)
     overrides: dict[str, str] = {}
     if command.run is not None:

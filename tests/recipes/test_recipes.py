@@ -5,6 +5,8 @@ import pytest
 import yaml
 
 from trellis.errors import UserError
+from trellis.plan.hardware import target
+from trellis.plan.quick import quick_plan
 from trellis.recipes import RECIPES, load_run, starter, tiny
 from trellis.train.config import Run
 from trellis.train.run_file import read_run, to_yaml, write_run
@@ -96,3 +98,23 @@ def test_a_file_that_is_no_yaml(tmp_path):
     path.write_text("a: [1,\nb: 2")
     with pytest.raises(UserError, match=r"(?s)A run's file is YAML.*line 2.*fix:   correct that line"):
         load_run(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware"),
+    [
+        ("gpt2_small", "8xA100"),
+        ("llama_84m", "8xA100"),
+        ("llama_270m", "8xA100"),
+        ("llama_540m", "8xA100"),
+        ("llama_1b", "8xA100"),
+        ("llama_2b", "8xA100"),
+        ("llama_8b", "8xH100"),
+        ("llama_8b_v5e_256", "v5e:16x16"),
+        ("llama_8b_v5p_64", "v5p:4x4x4"),
+        ("llama_70b", "32x8xH100"),
+        ("llama_70b_v5p_512", "v5p:8x8x8"),
+    ],
+)
+def test_fits_the_hardware_it_is_for(name, hardware):
+    assert quick_plan(RECIPES[name](), target(hardware)).fits

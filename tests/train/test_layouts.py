@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from trellis.errors import UserError
-from trellis.recipes import RECIPES, tiny
+from trellis.recipes import tiny
 from trellis.train.devices import default_count, find_devices
 from trellis.train.layouts import PRESETS, LayoutChoice, MeshSizes, check_names, make_layout
 
@@ -198,14 +198,3 @@ def test_devices_are_those_asked_for():
         "A run uses devices that are there.\n  seen:  devices=16 where JAX has 8 (cpu)\n  where: --devices\n"
         "  fix:   use 8 or fewer; JAX_PLATFORMS=cpu rehearses more on a CPU"
     )
-
-
-def test_recipes_fit_the_hardware_they_are_for():
-    sizes = {"v5e_256": 256, "v5p_64": 64, "v5p_512": 512}
-    for name, recipe in RECIPES.items():
-        run = recipe()
-        count = next((n for end, n in sizes.items() if name.endswith(end)), 256 if name == "llama_70b" else 8)
-        mesh = run.mesh.resolve(count)
-        slices = mesh["replica"] * mesh["data"] * mesh["data_y"] * mesh["data_z"]
-        for size in run.batch_sizes():
-            assert size.size // run.microbatches % slices == 0, name

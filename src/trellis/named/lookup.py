@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis.mesh.manual_ops import mark_pending
+from trellis.mesh.reshard import place
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
 
@@ -20,7 +21,11 @@ def lookup(x: NamedArray, name: str, ids: NamedArray) -> NamedArray:
     where = assign([NamedArray(x.array, x.names, x.slices), ids], (name, *names))
     mode = state_of(x.array).mode
     if where is None or mode == "auto" or not any(where.values()):
-        return NamedArray(_rows(x.array, ids.array, i), out_names)
+        table, held = x.array, state_of(x.array)
+        if mode == "explicit" and held.copied and not held.pending:
+            # Nothing is sliced here, so that the copies have no other operand to sum their gradients with: whole rows.
+            table = place(table, held.axes, (), frozenset(), names=x.names)
+        return NamedArray(_rows(table, ids.array, i), out_names)
     if mode == "manual":
         return _manual(x, name, ids, where[name], out_names)
     table = bring(x, where)

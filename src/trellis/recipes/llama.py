@@ -95,6 +95,7 @@ def llama_2b() -> Run:
 def llama_8b() -> Run:
     """The shape of Llama 3.1 8B, on one node of 8 H100 GPUs: FSDP over all of them.
 
+    trellis plan llama_8b --on 8xH100
     trellis train llama_8b --data.source.path tokens
     """
     return Run(
@@ -113,8 +114,7 @@ def llama_8b() -> Run:
             tie_embeddings=False,
         ),
         data=Data(source=Store(path="tokens"), sequence_length=8192),
-        batch_size=128,
-        microbatches=16,
+        batch_size=16,
         steps=100_000,
         optimizer=AdamW(learning_rate=3e-4),
         schedule=Cosine(warmup_steps=2000),
@@ -134,7 +134,6 @@ def llama_8b_v5e_256() -> Run:
         llama_8b(),
         name="llama_8b_v5e_256",
         batch_size=256,
-        microbatches=1,
         remat=Remat(policy="full"),
         mesh=MeshSizes(data=16, data_y=16),
     )
@@ -148,7 +147,7 @@ def llama_8b_v5p_64() -> Run:
     return dataclasses.replace(
         llama_8b(),
         name="llama_8b_v5p_64",
-        microbatches=1,
+        batch_size=128,
         remat=Remat(policy="full"),
         mesh=MeshSizes(data=4, data_y=4, data_z=4),
     )
@@ -157,6 +156,7 @@ def llama_8b_v5p_64() -> Run:
 def llama_70b() -> Run:
     """The shape of Llama 3.1 70B, on 32 nodes of 8 H100 GPUs: tensor parallel inside a node, FSDP across nodes.
 
+    trellis plan llama_70b --on 32x8xH100
     trellis train llama_70b --data.source.path tokens
     """
     base = llama_8b()
@@ -165,7 +165,6 @@ def llama_70b() -> Run:
         name="llama_70b",
         model=dataclasses.replace(base.model, embed=8192, layers=80, heads=64, mlp=28_672),
         batch_size=256,
-        microbatches=8,
         optimizer=AdamW(learning_rate=1.5e-4),
         remat=Remat(policy="full"),
         mesh=MeshSizes(model=8),
@@ -178,6 +177,4 @@ def llama_70b_v5p_512() -> Run:
 
     trellis plan llama_70b_v5p_512 --on v5p:8x8x8
     """
-    return dataclasses.replace(
-        llama_70b(), name="llama_70b_v5p_512", microbatches=1, mesh=MeshSizes(data=8, data_y=8, model=8)
-    )
+    return dataclasses.replace(llama_70b(), name="llama_70b_v5p_512", mesh=MeshSizes(data=8, data_y=8, model=8))
