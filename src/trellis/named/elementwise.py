@@ -1,6 +1,7 @@
 """Elementwise operations: tables of JAX functions, lifted to names."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from .axis import NamesError
 from .placing import assign, bring, check_sizes, refuse_pending, spread, union
 
 
-def lift(fn, *, name: str | None = None):
+def lift(fn, *, name: str | None = None) -> Callable[..., NamedArray]:
     """Makes an elementwise function of arrays one of named arrays, broadcasting by name.
 
     >>> from trellis.named import named
@@ -165,7 +166,7 @@ OTHERS = {
     "where": lift(jnp.where, name="where"),
     "stop_gradient": lift(jax.lax.stop_gradient, name="stop_gradient"),
 }
-ELEMENTWISE = {**UNARY, **ACTIVATIONS, **BINARY, **OTHERS}
+ELEMENTWISE: dict[str, Callable[..., NamedArray]] = {**UNARY, **ACTIVATIONS, **BINARY, **OTHERS}
 
 
 def astype(x, dtype):

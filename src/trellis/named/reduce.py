@@ -1,6 +1,7 @@
 """Reductions over names, and functions along one name."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ def names_of(x: NamedArray, over) -> tuple[str, ...]:
     return over
 
 
-def lift_reduction(fn, *, name: str | None = None):
+def lift_reduction(fn, *, name: str | None = None) -> Callable[..., NamedArray]:
     """Makes a reduction `fn(array, axis=..., **kwargs)` one over names.
 
     The result has the remaining names. `where`, if given, is a named mask whose
@@ -99,7 +100,7 @@ REDUCTIONS["sum"] = sum
 REDUCTIONS["logsumexp"] = lift_reduction(jax.nn.logsumexp, name="logsumexp")
 
 
-def lift_along(fn, *, name: str | None = None, gather: bool = True):
+def lift_along(fn, *, name: str | None = None, gather: bool = True) -> Callable[..., NamedArray]:
     """Makes a function along one dimension, `fn(array, axis=...)`, one along a name.
 
     Args:
