@@ -428,7 +428,7 @@ def shift(text: str, x, axis: str, *, by: int = 1):
     known_axes((shape,), mesh, where)
     bind_shape(shape, x, where, live())
     size = mesh.shape[axis]
-    x = check_slice(x, real_axes(shape, mesh), where)
+    x = check_slice(x, real_axes(shape, mesh), where, mentioned={*shape.mesh_axes, *shape.pending, *shape.copied})
     if size == 1:
         return x
     return jax.lax.ppermute(x, axis, [(i, (i + by) % size) for i in range(size)])

@@ -54,7 +54,8 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
     mode = state_of(arrays[0]).mode
     if mode == "manual":
         manual = tuple(a for a in mesh.axis_names if a in mesh.manual_axes)
-        out = product(*(_local(x, shape, lefts, where) for shape, x in zip(lefts, arrays, strict=True)))
+        mentioned = {a for s in (*lefts, result) for a in (*s.mesh_axes, *s.pending, *s.copied)}
+        out = product(*(_local(x, shape, lefts, where, mentioned) for shape, x in zip(lefts, arrays, strict=True)))
         return mark_pending(out, tuple(a for a in manual if a in pending), result)
     if mode == "explicit":
         for shape, x in zip(lefts, arrays, strict=True):
@@ -143,10 +144,11 @@ def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
                 f"a sum is pending over the axes that slice the names it sums, got '+{extra}' and no such name, "
                 f"in {where}: write '-> {right}'"
             )
-        summed = next(str(Dim(n, a)) for n, (a, _) in slices.items() if n not in kept and a)
+        missing = sorted(set(pending) - set(result.pending))
+        summed = next(str(Dim(n, a)) for n, (a, _) in slices.items() if n not in kept and missing[0] in a)
         raise NotationError(
             f"a sum over a sliced name is partial on each device, got '{summed}' summed and no "
-            f"'+{sorted(set(pending) - set(result.pending))[0]}' in the result, in {where}: write '-> {right}', "
+            f"'+{missing[0]}' in the result, in {where}: write '-> {right}', "
             f'and settle it with reshard("{right} -> {settled}", ...)'
         )
     return pending
@@ -170,8 +172,8 @@ def _without(shape: Shape, axis: str) -> Shape:
     return Shape(dims, shape.pending, shape.copied, shape.ellipsis)
 
 
-def _local(x, shape: Shape, lefts: list[Shape], where: str):
-    x = check_slice(x, shape, where)
+def _local(x, shape: Shape, lefts: list[Shape], where: str, mentioned: set[str]):
+    x = check_slice(x, shape, where, mentioned=mentioned)
     # A copy meets slices: from here on it differs along that axis, and its gradient is summed there.
     return vary(x, tuple(a for a in shape.copied if any(a in other.mesh_axes for other in lefts)))
 

@@ -39,7 +39,8 @@ def manual_reshard(before: Shape, after: Shape, x):
     if bindings is not None and before.pending and before in bindings.pending:
         bindings.pending.remove(before)
     before, after = real_axes(before, mesh), real_axes(after, mesh)
-    x = check_slice(x, before, where)
+    mentioned = {a for s in (before, after) for a in (*s.mesh_axes, *s.pending, *s.copied)}
+    x = check_slice(x, before, where, mentioned=mentioned)
     for dim, size in zip(after.dims, _whole(before, x, mesh), strict=True):
         check_divides(dim.name, size, dim.axes, mesh.shape, where)
     for step in plan(before, after):
@@ -52,8 +53,12 @@ def manual_reshard(before: Shape, after: Shape, x):
 _LEFT = "the left side of a text is what the array is"
 
 
-def check_slice(x, shape: Shape, where: str, rule: str = _LEFT):
+def check_slice(x, shape: Shape, where: str, rule: str = _LEFT, mentioned: set[str] | None = None):
     """Holds a slice's manual type against a shape; types it as differing over the axes that slice it.
+
+    Args:
+        mentioned: the mesh axes of the whole text. Along others the value may differ: a dimension that they slice may
+            have been scanned or mapped away. None for all.
 
     Raises:
         TransitionError: a sum is pending, a copy is made or a value differs along an axis, and the text says nothing.
@@ -82,7 +87,7 @@ def check_slice(x, shape: Shape, where: str, rule: str = _LEFT):
         seen = f"{what} along {', '.join(sorted(held))}" if held else f"not {what} along {', '.join(sorted(said))}"
         fix = " ".join(sign + axis for axis in sorted(held)) or f"no {sign}{sorted(said)[0]}"
         raise TransitionError(f"{rule}, got {typeof(x)}, which is {seen}, for '{shape}', in {where}: write {fix} there")
-    if extra:
+    if extra := extra if mentioned is None else extra & mentioned:
         raise TransitionError(
             f"{rule}, got {typeof(x)}, which differs along "
             f"{', '.join(sorted(extra))}, for '{shape}', in {where}: write which dimension '{sorted(extra)[0]}' "
