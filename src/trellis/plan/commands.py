@@ -85,39 +85,48 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `trellis memory`."""
     parser.add_argument("--on", metavar="TARGET", help="hardware that is not here; this machine's devices if not given")
     parser.add_argument("--hardware", metavar="FILE.yaml", help="more chips, in the form of the built-in table")
+    parser.add_argument("--svg", metavar="FILE.svg", help="write a picture too: an area for each named buffer")
     parser.add_argument("--json", action="store_true", help="as JSON on stdout")
 
 
 def run_memory(args: argparse.Namespace) -> int:
-    """What each device holds at the highest point of a step of `args.run`, by kind."""
-    from .show import as_json, headline, memory_table
+    """What each device holds at the highest point of a step of `args.run`, by kind, and by name."""
+    from .fitting import excess_text, named_memory, ways_to_fit
+    from .program import program
+    from .quick import plan_of
+    from .show import as_json, headline, memory_table, names_table
 
-    if args.on:
-        from .hardware import target
-        from .quick import quick_plan
-
-        plan = quick_plan(args.run, target(args.on, args.hardware))
-    else:
-        plan = here(args.run)
+    where, devices = _hardware(args)
+    prog = program(args.run, where, devices)
+    plan, held = plan_of(prog, where), named_memory(prog)
+    if args.svg:
+        Path(args.svg).write_text(held.svg(), encoding="utf-8")
+        print(f"picture written to {args.svg}", file=sys.stderr)
     if args.json:
-        print(json.dumps(as_json(plan)["memory"], indent=1))
+        print(json.dumps({**as_json(plan)["memory"], "named": held.as_dict()["buffers"]}, indent=1))
         return 0
     lines = headline(plan).splitlines()
-    print("\n".join(lines[:3] if args.on else lines[:2]), memory_table(plan, 16), sep="\n\n")
+    print("\n".join(lines[:3] if args.on else lines[:2]), memory_table(plan, 16), names_table(held), sep="\n\n")
+    if args.on and not plan.fits:
+        ways = ways_to_fit(args.run, lambda run: plan_of(program(run, where, devices), where))
+        print("\n" + excess_text(plan, held, ways))
     return 0
 
 
-def here(run):
-    """The plan of a run on this machine's own devices; its times mean something only after `trellis doctor`."""
+def _hardware(args: argparse.Namespace):
+    """The target of `--on` with devices that are only described, or this machine's own."""
+    if args.on:
+        from .described import described_devices
+        from .hardware import target
+
+        where = target(args.on, args.hardware)
+        return where, described_devices(where)
     from trellis.train.devices import find_devices
 
     from .local import local_target
-    from .program import program
-    from .quick import plan_of
 
-    devices = find_devices(run)
-    target = local_target(devices)
-    return plan_of(program(run, target, devices), target)
+    devices = find_devices(args.run)
+    return local_target(devices), devices
 
 
 def compiler_options(run, target) -> dict[str, str]:

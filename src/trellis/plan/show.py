@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from trellis.inspect import Memory
 from trellis.inspect.rows import aligned, human_bytes
 
 from .advice import advice
@@ -73,6 +74,17 @@ def memory_table(plan: Plan, buffers: int = 8) -> str:
     rows = [(human_bytes(b.num_bytes), b.kind, b.what, b.source) for b in plan.memory.buffers[:buffers]]
     text.append(aligned(("largest", "kind", "what", "made at"), rows, right=(0,)))
     return "\n\n".join(text)
+
+
+def names_table(held: Memory, most: int = 12) -> str:
+    """What is kept between the passes, by the names that `save` gave, and which of it is largest."""
+    kept = [*held.by_name("activations"), *held.by_name("gathered weights")]
+    rows = [(human_bytes(b.num_bytes), b.kind, b.name, b.what) for b in sorted(kept, key=lambda b: -b.num_bytes)[:most]]
+    if not rows:
+        return "nothing is kept between the forward and the backward pass"
+    text = "kept for the backward pass, by name\n\n" + aligned(("bytes", "kind", "name", "type"), rows, right=(0,))
+    largest = held.largest()
+    return text + (f"\n\nlargest activation: {largest.name}, {human_bytes(largest.num_bytes)}" if largest else "")
 
 
 def time_table(plan: Plan, lines: int = 24, formulas: bool = False) -> str:

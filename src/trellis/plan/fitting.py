@@ -1,0 +1,103 @@
+"""When a step does not fit: by how much, what is largest by name, and which changes would make it fit, each planned."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from trellis._compat import cudnn_assumed
+from trellis.errors import UserError
+from trellis.inspect import Memory
+from trellis.inspect import memory as memory_of
+from trellis.inspect.rows import human_bytes
+from trellis.train.config import Run
+
+from .program import Program
+from .quick import Plan
+
+# From what keeps most to what keeps least for the backward pass.
+_POLICIES = ("none", "dots", "saved", "full")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """A change that makes a step fit.
+
+    Attributes:
+        options: as the command line takes them.
+        peak: bytes on one device with the change.
+        seconds: of a step, by the plan.
+    """
+
+    options: str
+    peak: float
+    seconds: float
+
+
+def named_memory(prog: Program) -> Memory:
+    """What a device holds by name, from types: arguments by their paths, kept activations as `save` named them."""
+    with prog.layout, cudnn_assumed():
+        return memory_of(prog.step, prog.state, prog.batch, compile=False)
+
+
+def changes(run: Run) -> Iterator[tuple[str, Run]]:
+    """Changes that lower memory, the cheapest first: one option, then two."""
+    policy = run.remat.policy
+    stronger = _POLICIES[_POLICIES.index(policy) + 1 :] if policy in _POLICIES else ()
+    remats = [(f"--remat.policy {name}", _with_policy(run, name)) for name in stronger]
+    micro = [_micro(run, factor) for factor in (2, 4, 8)]
+    yield from remats
+    yield from micro
+    if remats:
+        yield from ((f"{remats[-1][0]} {words}", _with_policy(changed, stronger[-1])) for words, changed in micro)
+    if isinstance(run.batch_size, int):
+        for factor in (2, 4, 8):
+            if run.batch_size % factor == 0:
+                size = run.batch_size // factor
+                base = _with_policy(run, stronger[-1]) if remats else run
+                words = f"{remats[-1][0]} " if remats else ""
+                yield f"{words}--batch_size {size}", dataclasses.replace(base, batch_size=size)
+
+
+def _micro(run: Run, factor: int) -> tuple[str, Run]:
+    count = run.microbatches * factor
+    return f"--microbatches {count}", dataclasses.replace(run, microbatches=count)
+
+
+def _with_policy(run: Run, policy: str) -> Run:
+    return dataclasses.replace(run, remat=dataclasses.replace(run.remat, policy=policy, names=()))
+
+
+def ways_to_fit(run: Run, planned: Callable[[Run], Plan], most: int = 3) -> list[Way]:
+    """The first changes under which the plan fits.
+
+    Args:
+        run: a run whose plan does not fit.
+        planned: plans a run on the same hardware.
+        most: how many are looked for.
+    """
+    found = []
+    for options, changed in changes(run):
+        try:
+            plan = planned(changed)
+        except (UserError, ValueError):  # a size that does not divide
+            continue
+        if plan.fits:
+            found.append(Way(options, plan.memory.peak, plan.seconds))
+        if len(found) == most:
+            break
+    return found
+
+
+def excess_text(plan: Plan, held: Memory, ways: list[Way]) -> str:
+    """That a step does not fit, in four parts."""
+    room = plan.target.chip.hbm_bytes
+    largest = "; ".join(f"{b.name} ({b.kind}) {human_bytes(b.num_bytes)}" for b in held.by_name()[:3])
+    if ways:
+        fix = "\n         ".join(f"{way.options}   peak {human_bytes(way.peak)}" for way in ways)
+    else:
+        fix = "no change of recomputation, microbatches or batch size is enough: use more devices, or a smaller model"
+    return (
+        f"A step does not fit in a device's memory, by {human_bytes(plan.memory.peak - room)}.\n"
+        f"  seen:  {human_bytes(plan.memory.peak)} at the highest point, {human_bytes(room)} on {plan.target.name}\n"
+        f"  where: largest by name: {largest}\n"
+        f"  fix:   {fix}"
+    )
