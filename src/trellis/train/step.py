@@ -20,6 +20,7 @@ from trellis.nn.language import next_token_loss
 from trellis.nn.loss import TokenLoss
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
+from trellis.optim.averaging import average as moving_average
 
 from .state import State, cast
 
@@ -96,7 +97,7 @@ def make_step(
         model = optax.apply_updates(state.model, updates)
         average = state.average
         if recipe.ema is not None:
-            average = jax.tree.map(lambda a, p: (recipe.ema * a + (1 - recipe.ema) * p).astype(a.dtype), average, model)
+            average = moving_average(average, model, recipe.ema, state.step)
         metrics = {
             "loss": sums.cross_entropy / sums.tokens,
             "z_loss": sums.z_loss / sums.tokens,
