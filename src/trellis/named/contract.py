@@ -21,8 +21,9 @@ Names = tuple[str, ...]
 def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_element_type=None) -> NamedArray:
     """Sums of products by name: `einsum("batch pos embed, embed mlp -> batch pos mlp", x, w)`.
 
-    Names that stand on the left only are summed. `...` stands for all names of
-    the operands that are not written. The operands are moved as the layout
+    Names that stand on the left only are summed. `...` stands for the names
+    that are not written: on the left for those of that operand, on the right
+    for all of them, in front. The operands are moved as the layout
     says; a sum over a sliced name leaves partial sums, which are settled to
     the sharding that the layout gives the result.
 
@@ -42,14 +43,14 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
     """
     if operands and not any(isinstance(x, NamedArray) for x in operands):
         return einsum_plain(equation, *operands, preferred_element_type=preferred_element_type)
-    lefts, out, rest = _parse(equation)
+    lefts, open_ended, out, rest = _parse(equation)
     if len(lefts) != len(operands):
         raise NamesError(
             f"einsum takes as many arrays as its text, got {len(operands)} for '{equation}': add or remove one"
         )
     extra: list[str] = []
-    for text, x in zip(lefts, operands, strict=True):
-        _check(equation, text, x, rest)
+    for text, more, x in zip(lefts, open_ended, operands, strict=True):
+        _check(equation, text, x, more or rest)
         extra += [n for n in x.names if n not in text and n not in extra]
     out = (*extra, *out) if rest else out
     known = {n for x in operands for n in x.names}
@@ -88,7 +89,7 @@ def dot(*operands: NamedArray, over: str | Names, settle: bool = True, preferred
 
 
 @functools.lru_cache(maxsize=4096)
-def _parse(equation: str) -> tuple[tuple[Names, ...], Names, bool]:
+def _parse(equation: str) -> tuple[tuple[Names, ...], tuple[bool, ...], Names, bool]:
     left, arrow, right = equation.partition("->")
     if not arrow:
         raise NotationError(f"an einsum has one '->', got none, in '{equation}': write what the result's names are")
@@ -98,7 +99,7 @@ def _parse(equation: str) -> tuple[tuple[Names, ...], Names, bool]:
             f"named arrays carry their sharding, got mesh axes in '{equation}': write names only "
             f"(mesh axes are for plain arrays in manual mode)"
         )
-    return tuple(shape.names for shape in lefts), out.names, out.ellipsis
+    return tuple(s.names for s in lefts), tuple(s.ellipsis for s in lefts), out.names, out.ellipsis
 
 
 def _check(equation: str, text: Names, x, rest: bool) -> None:
