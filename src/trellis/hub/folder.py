@@ -66,7 +66,7 @@ class Folder:
     def load(self, model):
         """The model's parameters, each device reading what it holds of them, a layer at a time.
 
-        Rows that pad the vocabulary are zeros.
+        Rows that pad the vocabulary are zeros. Shardings come from the model, not from the layout in force.
 
         Args:
             model: the model as `jax.ShapeDtypeStruct`s with shardings, or as arrays.
@@ -79,7 +79,8 @@ class Folder:
         def load(parameter: Parameter) -> NamedArray:
             return NamedArray(self._load(parameter, key_of(family.keys, parameter)), parameter.names)
 
-        leaves = [load(parameter) for parameter in parameters(model)]
+        with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):  # single devices' parts, then whole arrays
+            leaves = [load(parameter) for parameter in parameters(model)]
         return jax.tree.unflatten(jax.tree.structure(model, is_leaf=is_named), leaves)
 
     def _load(self, parameter: Parameter, key: Key) -> jax.Array:
@@ -102,14 +103,15 @@ class Folder:
             shards = _each(parts, lambda part: read(part, None))
             arrays = [jax.device_put(shards(d), d) for d in parts]
         else:
-            shapes = {d: [s.stop - s.start for s in part.values()] for d, part in parts.items()}
-            held = {d: jnp.zeros(shape, leaf.dtype, device=d) for d, shape in shapes.items()}
+            held: dict = {}
             for layer in range(leaf.shape[0]):
                 here = {d: p for d, p in parts.items() if p["layers"].start <= layer < p["layers"].stop}
                 piece = _each(here, lambda part, layer=layer: read({n: part[n] for n in own}, layer))
                 for d, part in here.items():
-                    held[d] = _put(held[d], jax.device_put(piece(d), d), layer - part["layers"].start)
-            arrays = list(held.values())
+                    first, count = part["layers"].start, part["layers"].stop - part["layers"].start
+                    one = jax.device_put(piece(d), d)
+                    held[d] = _put(held[d], one, layer - first) if d in held else _begin(one, count)
+            arrays = [held[d] for d in parts]
         return jax.make_array_from_single_device_arrays(leaf.shape, _sharding(leaf), arrays)
 
     def _tensor(self, text: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -256,6 +258,11 @@ def _each(parts: Mapping, read: Callable) -> Callable:
         return found[at]
 
     return get
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _begin(first: jax.Array, count: int) -> jax.Array:
+    return _put(jnp.zeros((count, *first.shape), first.dtype), first, 0)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -96,9 +96,9 @@ def write_tensors(path: Path, tensors: Sequence[Tensor]) -> None:
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for t in tensors:
-            array = np.ascontiguousarray(t.make(), dtype=t.dtype)
+            array = np.asarray(t.make(), dtype=t.dtype)
             assert array.shape == t.shape, (t.name, array.shape, t.shape)
-            file.write(array.reshape(-1).view(np.uint8).data)
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def in_shards(tensors: Iterable[Tensor], limit: int) -> list[list[Tensor]]:

@@ -1,0 +1,237 @@
+"""Folders without torch: the format, slices, memory, and what is refused."""
+
+import json
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.models.small import CONFIGS, POSITIONS, VOCAB
+from trellis.errors import UserError
+from trellis.hub import Folder, copy_tokenizer, from_config_json, to_config_json, write_folder, write_tokenizer
+from trellis.hub.keys import Key, key_of, parameters
+from trellis.hub.tensors import Tensor, TensorFile, write_tensors
+from trellis.mesh import Layout, make_mesh
+from trellis.models import GPTJConfig, LlamaConfig
+from trellis.named import NamesError, abstract
+
+
+def layer_of(parameter, i):
+    array = np.asarray(parameter.leaf.array)
+    return array if i is None else array[i]
+
+
+def numbered(model):
+    """The model with every element another number, so that one in a wrong place shows."""
+    leaves, tree = jax.tree.flatten(model)
+    starts = np.cumsum([0, *(leaf.size for leaf in leaves)])
+    counted = [jnp.arange(s, s + x.size, dtype=x.dtype).reshape(x.shape) for x, s in zip(leaves, starts)]
+    return jax.tree.unflatten(tree, counted)
+
+
+def test_the_format_is_the_packages(tmp_path):
+    arrays = {
+        "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "b": np.arange(5).astype(ml_dtypes.bfloat16),
+        "c": np.zeros((0, 3), np.float16),
+        "d": np.array(7, np.int64),
+    }
+    tensors = [Tensor(name, x.shape, x.dtype, lambda x=x: x) for name, x in arrays.items()]
+    write_tensors(tmp_path / "ours.safetensors", tensors)
+    save_file(arrays, tmp_path / "theirs.safetensors")
+    found = load_file(tmp_path / "ours.safetensors")
+    read = TensorFile(tmp_path / "theirs.safetensors")
+    for name, x in arrays.items():
+        for y in (found[name], read.tensor(name)):
+            assert y.dtype == x.dtype
+            np.testing.assert_array_equal(y, x)
+
+
+def test_a_key_reads_any_part():
+    sizes = {"embed": 6, "heads": 4, "head_dim": 3}
+    whole = np.arange(72).reshape(12, 6)
+    key = Key("q", "(heads head_dim) embed")
+    names = ("embed", "heads", "head_dim")
+    full = {n: slice(0, s) for n, s in sizes.items()}
+    array = key.read(whole, sizes, names, full)
+    np.testing.assert_array_equal(array, whole.reshape(4, 3, 6).transpose(2, 0, 1))
+    np.testing.assert_array_equal(key.write(array, names), whole)
+    part = {"embed": slice(2, 4), "heads": slice(1, 3), "head_dim": slice(1, 2)}
+    np.testing.assert_array_equal(key.read(whole, sizes, names, part), array[2:4, 1:3, 1:2])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gptj", "qwen3"])
+def test_onto_a_mesh(name, tmp_path, monkeypatch):
+    """Every device gets what it holds, read once for all that hold it; the vocabulary is cut off and padded again."""
+    config = CONFIGS[name]
+    model = numbered(config.init(key=jax.random.key(0), vocab_multiple=64))
+    write_folder(tmp_path, config, model, layer_of, positions=POSITIONS)
+    folder = Folder(tmp_path)
+    assert all(VOCAB in folder._tensor(k, t[1]).shape for k, t in entries(folder) if "wte" in k or "embed_tok" in k)
+
+    reads = []
+    read = Key.read
+    monkeypatch.setattr(Key, "read", lambda self, *args: reads.append((self.text, read(self, *args))) or reads[-1][1])
+    mesh = make_mesh(jax.devices()[:4], data=2, model=2)
+    sliced = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model", "embed": "data"}
+    with Layout(mesh, sliced, {}):
+        target = abstract(jax.eval_shape(lambda: config.init(key=jax.random.key(0), vocab_multiple=32)))
+        found = folder.load(target)
+    assert [x.sharding for x in jax.tree.leaves(found)] == [x.sharding for x in jax.tree.leaves(target)]
+    for p, q in zip(parameters(found), parameters(model), strict=True):
+        a, b = np.asarray(p.leaf.array), np.array(q.leaf.array)
+        if "vocab" in p.names:
+            b = b[:VOCAB]
+            assert not a[VOCAB:].any() and len(a) == 64
+            a = a[:VOCAB]
+        np.testing.assert_array_equal(a, b, err_msg=p.path)
+    distinct = sum(len({str(i) for i in x.sharding.devices_indices_map(x.shape).values()}) * layers(p)
+                   for p, x in ((p, p.leaf.array) for p in parameters(found)))  # fmt: skip
+    assert len(reads) == distinct
+
+
+def layers(parameter):
+    return parameter.leaf.array.shape[0] if parameter.names[0] == "layers" else 1
+
+
+def entries(folder):
+    return [(k, e) for file in folder._files.values() for k, e in file.entries.items()]
+
+
+def test_memory_is_bounded_by_a_tensor(tmp_path):
+    """Writing and reading 16 layers of which each tensor has 256 KiB."""
+    sizes = dict(vocab=64, embed=256, layers=16, heads=4, kv_heads=4, head_dim=64, mlp=256)
+    config = LlamaConfig(**sizes, rope_theta=1e4, tie_embeddings=True)
+    model = jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
+    one, whole = 256 * 256 * 4, 7 * 16 * 256 * 256 * 4
+
+    def made(parameter, i):
+        shape = parameter.leaf.array.shape
+        return np.ones(shape if i is None else shape[1:], np.float32)
+
+    tracemalloc.start()
+    write_folder(tmp_path, config, model, made, positions=64, shard_bytes=4 * one)
+    written = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    found = Folder(tmp_path).load(model)
+    read = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    assert all((leaf == 1).all() for leaf in jax.tree.leaves(found))
+    assert written < 4 * one < whole / 10 and read < 8 * one < whole / 10
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configurations_come_back(name):
+    config = CONFIGS[name]
+    hub = to_config_json(config, positions=POSITIONS, dtype="float32")
+    assert from_config_json(json.loads(json.dumps(hub)), "config.json") == config
+    old = {k: v for k, v in hub.items() if k != "rope_parameters"}  # as transformers 4 writes it
+    assert from_config_json(old, "config.json") == config
+
+
+def test_a_bias_that_the_model_has_not(tmp_path):
+    config = GPTJConfig(vocab=61, embed=16, layers=1, heads=2, rotary_dim=4, mlp=32)
+    write_folder(tmp_path, config, config.init(key=jax.random.key(0)), layer_of, positions=8)
+    found = Folder(tmp_path)
+    assert found.config.head_bias
+    model = found.load(jax.eval_shape(lambda: found.config.init(key=jax.random.key(0))))
+    assert model.unembedding_bias.shape == {"vocab": 61} and not model.unembedding_bias.array.any()
+
+
+def test_names_without_the_models_prefix(tmp_path):
+    """OpenAI's GPT-2 names its tensors `h.0...`, not `transformer.h.0...`."""
+    config = CONFIGS["gpt2"]
+    model = numbered(config.init(key=jax.random.key(0)))
+    (weights, _) = write_folder(tmp_path, config, model, layer_of, positions=POSITIONS)
+    arrays = {name.removeprefix("transformer."): x for name, x in load_file(weights).items()}
+    save_file(arrays, weights)
+    found = Folder(tmp_path).load(model)
+    assert all((a == b).all() for a, b in zip(*map(jax.tree.leaves, (found, model)), strict=True))
+
+
+def test_tokenizers_go_along(tmp_path):
+    files = write_tokenizer("{}", "<end>", tmp_path / "a", positions=8)
+    assert json.loads(files[1].read_text())["eos_token"] == "<end>"
+    assert [f.name for f in copy_tokenizer(files, tmp_path / "b")] == ["tokenizer.json", "tokenizer_config.json"]
+    assert (tmp_path / "b" / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.fixture
+def good(tmp_path):
+    """A small folder."""
+    config = CONFIGS["llama"]
+    write_folder(tmp_path / "hf", config, config.init(key=jax.random.key(0)), layer_of, positions=POSITIONS)
+    return tmp_path / "hf"
+
+
+def change(folder, **fields):
+    hub = json.loads((folder / "config.json").read_text())
+    hub = {k: v for k, v in (hub | fields).items() if v is not ...}
+    (folder / "config.json").write_text(json.dumps(hub))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            dict(model_type="bert"),
+            "A model that is imported is of a family that is known here.\n  seen:  model_type",
+        ),
+        (dict(hidden_act="gelu"), "A llama has hidden_act silu here.\n  seen:  hidden_act: gelu"),
+        (dict(hidden_size=...), "The configuration of a llama is complete.\n  seen:  no hidden_size"),
+        (
+            dict(rope_parameters={"rope_type": "yarn"}),
+            "Rotary frequencies are scaled in a way that is known.\n  seen:  rope_type: yarn",
+        ),
+    ],
+)
+def test_refused_configurations(good, fields, message):
+    change(good, **fields)
+    with pytest.raises(UserError) as error:
+        Folder(good)
+    assert str(error.value).startswith(message)
+
+
+def test_refused_folders(good, tmp_path):
+    target = jax.eval_shape(lambda: CONFIGS["llama"].init(key=jax.random.key(0)))
+
+    def refused(message):
+        with pytest.raises(UserError) as error:
+            Folder(good).load(target)
+        assert str(error.value).startswith(message)
+
+    with pytest.raises(UserError, match=r"has a config\.json\.\n  seen:  no such folder"):
+        Folder(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"An export goes to a folder of its own\.\n  seen:  model\.safetensors"):
+        write_folder(good, CONFIGS["llama"], target, layer_of, positions=POSITIONS)
+    weights = good / "model.safetensors"
+    arrays = load_file(weights)
+    save_file({k: v for k, v in arrays.items() if k != "lm_head.weight"}, weights)
+    refused("A folder has every parameter of its model.\n  seen:  no lm_head.weight")
+    save_file(arrays | {"lm_head.weight": np.zeros((8, 32), np.float32)}, weights)
+    refused("Weights have the shapes that config.json says.\n  seen:  lm_head.weight of shape (8, 32)")
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-10])
+    refused(f"A weight file is whole.\n  seen:  {len(data) - 10} of {len(data)} bytes")
+    weights.write_bytes(b"PK\x03\x04 a pickle, for instance")
+    refused("A weight file is in the safetensors format.")
+    weights.unlink()
+    refused("Weights are read from safetensors, never from pickles.")
+    (good / "config.json").write_text("{")
+    refused("A folder's .json files are JSON.")
+
+
+def test_refused_exports(tmp_path):
+    config = GPTJConfig(vocab=61, embed=16, layers=1, heads=2, rotary_dim=4, mlp=32, rope_theta=5e5)
+    with pytest.raises(UserError, match=r"frequencies of base 10000\.\n  seen:  rope_theta=500000"):
+        to_config_json(config, positions=8, dtype="float32")
+    with pytest.raises(UserError, match=r"a family that Hugging Face has\.\n  seen:  int"):
+        to_config_json(3, positions=8, dtype="float32")
+    (first, *_) = parameters(config.init(key=jax.random.key(0)))
+    with pytest.raises(NamesError, match="has a key with its dimensions, got embedding of 'vocab embed'"):
+        key_of({"embedding": Key("wte", "vocab mlp")}, first)
