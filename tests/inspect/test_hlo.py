@@ -88,6 +88,27 @@ def test_a_loop_counted_in_its_backend_config_or_not_at_all():
     assert {row.times for row in collectives(unknown, MESH) if row.kind == "permute"} == {1}
 
 
+WRAPPED = """HloModule jit_f, num_partitions=8
+
+%async_computation (p: f32[8,16]) -> f32[8,16] {
+  %p = f32[8,16]{1,0} parameter(0)
+  ROOT %all-to-all.1 = f32[8,16]{1,0} all-to-all(%p), channel_id=1, replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={0}
+}
+
+ENTRY %main (x: f32[8,16]) -> f32[8,16] {
+  %x = f32[8,16]{1,0} parameter(0)
+  %start = ((f32[8,16]), f32[8,16]) async-start(%x), calls=%async_computation, metadata={op_name="jit(f)/swap"}
+  ROOT %done = f32[8,16]{1,0} async-done(%start), calls=%async_computation
+}
+"""
+
+
+def test_a_collective_in_an_asynchronous_wrapper_counts_once():
+    (row,) = collectives(WRAPPED, MESH).rows
+    assert (row.kind, row.axis, row.payload, row.note) == ("all-to-all", "data", 512, "asynchronous")
+    assert row.direction == "forward"
+
+
 def compiled(fn, *shapes, sharding=None):
     args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in shapes]
     return jax.jit(fn).lower(*args).compile()

@@ -129,17 +129,19 @@ def collectives(compiled, mesh: Mesh | AbstractMesh) -> Ledger:
                 times=times,
                 direction=_direction(origin.quoted("op_name")),
                 source=program.source(origin, in_a_library),
-                note="asynchronous" if _is_async(instruction) else "",
+                note="asynchronous" if _is_async(program, computation, instruction) else "",
             )
         )
     return Ledger(tuple(rows), dict(mesh.shape))
 
 
-def _is_async(instruction: Instruction) -> bool:
+def _is_async(program: Program, computation: str, instruction: Instruction) -> bool:
     """Whether it runs beside other work, as far as the text says."""
     if '"is_sync":true' in instruction.attributes:
         return False
-    return instruction.op.endswith("-start") or '"async_collective_fusion_config"' in instruction.attributes
+    caller = program.callers.get(computation)
+    wrapped = caller is not None and caller.op == "async-start"
+    return wrapped or instruction.op.endswith("-start") or '"async_collective_fusion_config"' in instruction.attributes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -177,8 +177,12 @@ class Program:
 
     @functools.cached_property
     def callers(self) -> dict[str, Instruction]:
-        """The instruction that calls each computation; the last where there are several."""
-        return {name: i for i in self.by_name.values() for names in i.called().values() for name in names}
+        """The instruction that calls each computation; the first where there are several."""
+        found: dict[str, Instruction] = {}
+        for instruction in self.by_name.values():
+            for name in itertools.chain.from_iterable(instruction.called().values()):
+                found.setdefault(name, instruction)
+        return found
 
     def trip_count(self, loop: Instruction) -> int | None:
         """How often a `while` runs, from `known_trip_count` or from a condition that compares with a constant."""

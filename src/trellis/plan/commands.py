@@ -107,7 +107,7 @@ def run_memory(args: argparse.Namespace) -> int:
         return 0
     lines = headline(plan).splitlines()
     print("\n".join(lines[:3] if args.on else lines[:2]), memory_table(plan, 16), names_table(held), sep="\n\n")
-    if args.on and not plan.fits:
+    if not plan.fits:
         ways = ways_to_fit(args.run, lambda run: plan_of(program(run, where, devices), where))
         print("\n" + excess_text(plan, held, ways))
     return 0
