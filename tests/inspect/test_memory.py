@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from trellis.inspect import Buffer, Memory, NotEnoughMemory, live_memory, memory
+from trellis.inspect import Buffer, Memory, NotEnoughMemory, live_bytes, live_memory, memory
 from trellis.inspect.memory import kind_of
 
 LAYERS, BATCH, EMBED, MLP = 3, 8, 16, 32
@@ -211,6 +211,17 @@ def test_live_buffers():
     assert [b.name for b in found.buffers if b.kind == "parameters"] == ["up"]
     assert found.per_kind()["other"] >= 32 * 32 * 4 and found.per_kind()["other"] >= before
     del lost
+
+
+def test_bytes_of_each_device_show_what_was_made_on_one():
+    gc.collect()
+    before = live_bytes()
+    whole = jax.device_put(jnp.ones((8, 256)), jax.devices()[3])
+    spread = jax.device_put(np.ones((8, 256), np.float32), NamedSharding(MESH, P(("data", "model"), None)))
+    after = live_bytes()
+    more = [after[device.id] - before[device.id] for device in jax.devices()]
+    assert more == [1024, 1024, 1024, 1024 + 8192, 1024, 1024, 1024, 1024]
+    del whole, spread
 
 
 def test_what_does_not_fit_says_what_would():

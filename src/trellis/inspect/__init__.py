@@ -11,7 +11,7 @@ from .compiled import (
 )
 from .kept import Buffer
 from .ledger import ledger
-from .memory import Memory, NotEnoughMemory, live_memory, memory
+from .memory import Memory, NotEnoughMemory, live_bytes, live_memory, memory
 from .pictures import Picture, show
 from .rows import Ledger, Row
 
@@ -28,6 +28,7 @@ __all__ = [
     "compiled_memory",
     "flops",
     "ledger",
+    "live_bytes",
     "live_memory",
     "memory",
     "products",

@@ -307,3 +307,13 @@ def live_memory(**trees: Any) -> Memory:
     device, buffers = max(per_device.items(), key=lambda pair: sum(b.num_bytes for b in pair[1]))
     stats = device.memory_stats() or {}
     return Memory(tuple(sorted(buffers, key=lambda b: -b.num_bytes)), in_use=stats.get("bytes_in_use"))
+
+
+def live_bytes() -> dict[int, int]:
+    """Bytes of live arrays on each of this process's devices, by the device's id: uneven where an array that was to
+    be distributed was made on one device first."""
+    held = dict.fromkeys((device.id for device in jax.local_devices()), 0)
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            held[shard.device.id] += num_bytes(jax.ShapeDtypeStruct(shard.data.shape, array.dtype))
+    return held
