@@ -8,11 +8,12 @@ import pytest
 
 from tests.data.corpora import make_store, random_texts, stream, tree, write_jsonl
 from tests.data.web import serve
-from trellis.data import Batches, FileSource, Store, find_files, tokenize
+from trellis.data import Batches, FileSource, Shuffle, Store, find_files, tokenize
 from trellis.data.looking import find_damage
 from trellis.errors import UserError
 
 TEXTS = random_texts(np.random.default_rng(11), 60)
+END = {"max_epochs": 1, "pad_last": True}
 OPTIONS = {"use_bytes": True, "workers": 0, "chunk_tokens": 256, "chunk_offsets": 16}
 
 
@@ -232,3 +233,18 @@ def test_the_packages_of_the_other_protocols_are_found():
 
     assert "gcs" in fsspec.get_filesystem_class("gs").__name__.lower()
     assert fsspec.get_filesystem_class("hf").__name__ == "HfFileSystem"
+
+
+def test_whole_chunks_are_fetched_once(tmp_path, web):
+    """With a shuffle by chunks, and enough of them kept, an epoch asks for every chunk once."""
+    here = make_store(tmp_path, TEXTS, chunk_tokens=128)
+    there = Store.open(f"{web.url}/store", keep=4)
+    options = {"sequence_length": 32, "batch_size": 4, "shuffle": Shuffle(block=4, window=2)} | END
+    near, far = Batches(here, **options), Batches(there, **options)
+    web.requests.clear()
+    for step in range(near.num_steps):
+        assert np.array_equal(near.batch(step).targets, far.batch(step).targets)
+    whole = [path for path, asked in web.requests if asked is None]
+    assert len(whole) == len(set(whole)) == -(-here.num_tokens // 128)
+    small = [asked for _, asked in web.requests if asked]
+    assert set(small) == {"bytes=254-255"}  # the token before the first row of a chunk

@@ -212,7 +212,7 @@ def test_opening_reads_only_metadata(store, tmp_path, monkeypatch):
     original = LocalFolder.read
     monkeypatch.setattr(LocalFolder, "read", lambda self, name, *a: read.append(name) or original(self, name, *a))
     opened = Store.open(store.url)
-    assert read == ["zarr.json"] and opened.num_tokens == 10**13
+    assert set(read) == {"zarr.json"} and opened.num_tokens == 10**13
 
 
 def test_the_files_of_a_store(store, tmp_path):

@@ -79,9 +79,12 @@ class ChunkRows:
         real = np.arange(length) < np.minimum(self.store.num_tokens - begins, length)[:, None]
         mask = real.astype(np.float32)
         if self.store.has_loss_mask:
-            for row, begin in zip(mask, begins, strict=True):
-                stop = min(int(begin) + length, self.store.num_tokens)
-                row[: stop - int(begin)] = self.store.loss_mask(int(begin), stop)
+
+            def fill(i):
+                begin, stop = int(begins[i]), min(int(begins[i]) + length, self.store.num_tokens)
+                mask[i, : stop - begin] = self.store.loss_mask(begin, stop)
+
+            self.store.each(fill, len(begins))
         return _finish(inputs, targets, mask, starts, real)
 
 
@@ -130,9 +133,10 @@ class PieceRows:
         shape = (len(rows), self.sequence_length)
         inputs, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         mask, starts, real = np.zeros(shape, np.float32), np.zeros(shape, bool), np.zeros(shape, bool)
-        for i, row in enumerate(rows):
+
+        def fill(i):
             at = 0
-            for piece in range(self._first[row], self._first[row + 1]):
+            for piece in range(self._first[rows[i]], self._first[rows[i] + 1]):
                 begin, size = int(self._begins[piece]), int(self._lengths[piece])
                 here = slice(at, at + size)
                 a, b, _ = self.store.shifted(np.array([begin]), size)
@@ -140,6 +144,8 @@ class PieceRows:
                 mask[i, here] = self.store.loss_mask(begin, begin + size)
                 starts[i, at], real[i, here] = True, True
                 at += size
+
+        self.store.each(fill, len(rows))
         return _finish(inputs, targets, mask, starts, real)
 
 

@@ -1,9 +1,11 @@
 """The token store: every token of a corpus in one Zarr group, any range or document of it one read away."""
 
+import concurrent.futures
 import json
 import math
 import os
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from .tokenizer import Tokenizer
 from .zarray import ArrayReader, DamagedChunk, read_metadata
 
 FORMAT, VERSION = "trellis-tokens", 1
+REQUESTS_AT_ONCE = 32  # to the server of a remote store
 CHECK_UP_TO = 1 << 30  # bytes of tokens; larger stores are checked by `trellis data verify` alone
 
 
@@ -80,6 +83,11 @@ class TokenStore:
     def refresh(self) -> None:
         """Look again how far a store that is still being written has come."""
 
+    def each(self, function: Callable[[int], None], count: int) -> None:
+        """``function`` of 0..count-1: one after the other, or many at once where reads have to wait for a server."""
+        for i in range(count):
+            function(i)
+
     def document(self, i: int) -> np.ndarray:
         """The tokens of document ``i``, its end included."""
         if not 0 <= i < self.num_documents:
@@ -117,8 +125,8 @@ class TokenStore:
 class Store(TokenStore):
     """A store written by `trellis tokenize`; the format is in docs/data.md. Open with `Store.open`."""
 
-    def __init__(self, url: str, *, growing: bool = False, check: bool | None = None):
-        self._folder, self._growing, self._check_wanted = open_folder(url), growing, check
+    def __init__(self, url: str, *, growing: bool = False, check: bool | None = None, keep: int = 0):
+        self._folder, self._growing, self._check_wanted, self._keep = open_folder(url), growing, check, keep
         self.url = self._folder.url
         self._tokenizer = None
         self.refresh()
@@ -132,20 +140,24 @@ class Store(TokenStore):
             )
 
     @classmethod
-    def open(cls, url: str | os.PathLike, *, growing: bool = False, check: bool | None = None) -> TokenStore:
+    def open(
+        cls, url: str | os.PathLike, *, growing: bool = False, check: bool | None = None, keep: int = 0
+    ) -> TokenStore:
         """Open a token store: Trellis's own, or a format it reads (seqax, nanoGPT, Megatron, Levanter).
 
         Args:
             growing: accept a store that is still being written.
             check: compare the checksum of each chunk when it is first read. By default this is done for local
                 stores up to 1 GiB.
+            keep: read whole chunks, and keep so many of them in memory. For stores on a server: with
+                ``Shuffle(block=rows of a chunk, window=w)`` keep two times w, and every chunk is fetched once an epoch.
 
         Raises:
             UserError: nothing there, damaged metadata, another version, or incomplete without ``growing``.
         """
         from .foreign import open_foreign
 
-        return open_foreign(os.fspath(url)) or cls(os.fspath(url), growing=growing, check=check)
+        return open_foreign(os.fspath(url)) or cls(os.fspath(url), growing=growing, check=check, keep=keep)
 
     def refresh(self) -> None:
         metadata = read_metadata(self._folder, "zarr.json")
@@ -178,7 +190,8 @@ class Store(TokenStore):
         chunk, small = about["chunk_tokens"], about["chunk_offsets"]
 
         def reader(name, dtype, chunk, length):
-            return ArrayReader(self._folder, name, dtype, chunk, length, check=check)
+            keep = self._keep if name in ("tokens", "loss_mask") else 0
+            return ArrayReader(self._folder, name, dtype, chunk, length, check=check, keep=keep)
 
         self.arrays = {
             "tokens": reader("tokens", self.dtype, chunk, self.num_tokens),
@@ -211,14 +224,17 @@ class Store(TokenStore):
         # Documents end in end_of_document, so the stream shifted by one already has it before every first token:
         #   stream   a b E c d E      targets  a b E c d E      inputs  E a b E c d
         stream = np.zeros((len(begins), length + 1), np.int32)
-        for row, begin in zip(stream, begins, strict=True):
-            begin = int(begin)
+
+        def fill(i):
+            row, begin = stream[i], int(begins[i])
             stop = min(begin + length, self.num_tokens)
             if begin == 0:
                 row[0] = self.end_of_document
                 row[1 : 1 + stop] = self.tokens(0, stop)
             else:
                 row[: 1 + stop - begin] = self.tokens(begin - 1, stop)
+
+        self.each(fill, len(begins))
         inputs = stream[:, :-1]
         return inputs, stream[:, 1:], inputs == self.end_of_document
 
@@ -246,6 +262,12 @@ class Store(TokenStore):
                     fix="copy the store again, or tokenize again",
                 )
         return self._tokenizer
+
+    def each(self, function: Callable[[int], None], count: int) -> None:
+        if not self._folder.remote or count < 2:
+            return super().each(function, count)
+        with concurrent.futures.ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+            list(pool.map(function, range(count)))
 
     def sources(self) -> list[dict]:
         """The input files in order: name, size in bytes (None where unknown)."""

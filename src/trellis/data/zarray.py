@@ -4,7 +4,10 @@ With these codecs ("bytes", then "crc32c") a chunk file is the numbers themselve
 range of bytes, one read or one request away, and any Zarr reader still opens and checks the array.
 """
 
+import collections
+import concurrent.futures
 import json
+import threading
 
 import numpy as np
 
@@ -120,14 +123,18 @@ class ArrayWriter:
 class ArrayReader:
     """Reads ranges of a plain array: one read of exactly those bytes a chunk touched, nothing kept.
 
-    With ``check`` a chunk is read whole and its checksum compared the first time it is touched.
+    Args:
+        check: read a chunk whole and compare its checksum the first time it is touched.
+        keep: read chunks whole, checked, and keep so many of them in memory. For remote folders, with a shuffle that
+            stays in a few chunks for a while.
     """
 
-    def __init__(self, folder: Folder, name: str, dtype, chunk: int, length: int, *, check: bool):
+    def __init__(self, folder: Folder, name: str, dtype, chunk: int, length: int, *, check: bool, keep: int = 0):
         self._folder, self.name, self.chunk, self.length = folder, name, chunk, length
         self.dtype, self._check = np.dtype(dtype), check
         self._stored = self.dtype.newbyteorder("<")
         self._checked: set[int] = set()
+        self._kept = _Kept(self.chunk_values, keep) if keep else None
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Elements start..stop-1, read-only."""
@@ -157,6 +164,8 @@ class ArrayReader:
         return np.frombuffer(data, self._stored, self.chunk)
 
     def _part(self, index, start, stop):
+        if self._kept is not None and (stop - start > 1 or index in self._kept):
+            return self._kept(index)[start:stop]  # the one token before a row is not worth a chunk
         if self._check and index not in self._checked:
             values = self.chunk_values(index)
             self._checked.add(index)
@@ -175,6 +184,35 @@ class ArrayReader:
 
     def _damaged(self, index, seen):
         return DamagedChunk(f"{self._folder.url}/{self.name}/c/{index}", seen, self.name, index)
+
+
+class _Kept:
+    """The latest ``size`` results of a function; threads that ask for the same one at once wait for one call."""
+
+    def __init__(self, function, size: int):
+        self._function, self._size, self._lock = function, size, threading.Lock()
+        self._found: collections.OrderedDict[int, concurrent.futures.Future] = collections.OrderedDict()
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._found
+
+    def __call__(self, index: int):
+        with self._lock:
+            found = self._found.get(index)
+            mine = found is None
+            if mine:
+                found = self._found[index] = concurrent.futures.Future()
+            self._found.move_to_end(index)
+            while len(self._found) > self._size:
+                self._found.popitem(last=False)
+        if mine:
+            try:
+                found.set_result(self._function(index))
+            except BaseException as error:
+                with self._lock:
+                    self._found.pop(index, None)
+                found.set_exception(error)
+        return found.result()
 
 
 class DamagedChunk(UserError):
