@@ -13,7 +13,7 @@ from trellis.recipes import tiny
 from trellis.train.config import Evaluation
 from trellis.train.corpus import open_corpus
 from trellis.train.data_config import Data, Mixture, Part, Store, Weight
-from trellis.train.folder import claim, new_folder, open_run
+from trellis.train.folder import alone, claim, new_folder, open_run
 
 
 def test_a_folder_is_claimed_once_and_resumed_by_the_same_run(tmp_path):
@@ -53,6 +53,15 @@ def test_what_is_no_run_is_refused(tmp_path):
         with pytest.raises(UserError, match=r"A run's folder holds run\.yaml") as error:
             open_run(folder)
         assert (error.value.seen, error.value.where) == (seen, str(folder))
+
+
+def test_one_process_at_a_time_trains_in_a_folder(tmp_path):
+    with alone(tmp_path):
+        with pytest.raises(UserError, match="One process at a time trains in a run's folder") as error, alone(tmp_path):
+            pass
+        assert error.value.fix == "wait for it or stop it, or use another --run-dir"
+    with alone(tmp_path):
+        pass
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """`trellis train`."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ def run_train(args: argparse.Namespace) -> int:
     """`trellis train`. Leaves the run's folder in `args.folder`, on the process that writes it."""
     from .compilation import use_persistent_cache
     from .devices import find_devices
-    from .folder import claim, new_folder
+    from .folder import alone, claim, new_folder
 
     run: Run = args.run
     several = run.distributed
@@ -44,9 +45,10 @@ def run_train(args: argparse.Namespace) -> int:
             fix="add --run-dir DIR, a folder that all of them see",
         )
     folder = Path(args.run_dir) if args.run_dir else new_folder(run)
-    claim(folder, run, write=is_first())
-    args.folder = folder if is_first() else None
-    return train_run(run, folder, devices, until=args.until)
+    with alone(folder) if is_first() else contextlib.nullcontext():
+        claim(folder, run, write=is_first())
+        args.folder = folder if is_first() else None
+        return train_run(run, folder, devices, until=args.until)
 
 
 def train_run(run: Run, folder: Path, devices: Sequence[Any], *, until: int | None = None) -> int:

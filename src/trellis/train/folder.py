@@ -1,7 +1,8 @@
 """A run's folder: where it is, and that it holds one run."""
 
-import dataclasses
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import UserError
@@ -52,8 +53,31 @@ def claim(folder: Path, run: Run, *, write: bool = True) -> None:
                 fix=f"use another --run-dir, or resume what is there: trellis train {path} --run-dir {folder}",
             )
     if write:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_run(run, path)
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keeps a run's folder for this process while it trains; the system lets go of it when the process ends.
+
+    Raises:
+        UserError: another process trains in the folder.
+    """
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                "One process at a time trains in a run's folder.",
+                seen="another one that is at it",
+                where=str(folder),
+                fix="wait for it or stop it, or use another --run-dir",
+            ) from None
+        yield
 
 
 def open_run(folder: Path) -> Run:
@@ -71,11 +95,6 @@ def open_run(folder: Path) -> Run:
             fix="give the folder that `trellis train --run-dir` was given, or one of runs/",
         )
     return read_run(path)
-
-
-def with_options(run: Run, **changes: object) -> Run:
-    """The run with other values for what may change when it goes on."""
-    return dataclasses.replace(run, **changes)
 
 
 def _short(value: object) -> str:
