@@ -76,6 +76,18 @@ INSIDE = {
 }
 
 
+def test_what_jax_takes_for_an_operation_on_the_whole_value():
+    """Why there is a check of our own. When this fails, JAX has learned to refuse it: take it out of the docs."""
+
+    def body(x):
+        lost = jnp.cumsum(jax.lax.pcast(x, "m", to="unreduced"), 1)
+        assert not jax.typeof(lost).mat.unreduced
+        return jnp.zeros(())
+
+    specs = jax.sharding.PartitionSpec("d", "m")
+    jax.shard_map(body, in_specs=specs, out_specs=jax.sharding.PartitionSpec())(put((8, 4), "batch/d in/m"))
+
+
 @pytest.mark.parametrize("axes", [None, {"m"}], ids=["all", "partial"])
 @pytest.mark.parametrize("operation", NONLINEAR)
 def test_a_pending_sum_is_only_added(operation, axes):

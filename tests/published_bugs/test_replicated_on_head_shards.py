@@ -58,7 +58,7 @@ def test_1_manual_the_published_forward_pass_has_the_right_gradient(put, alone, 
         put("e d", 4, 6, seed=2),
         put("e h/model d", 4, 2, 6, seed=3),
     )
-    got = jax.grad(lambda *a: jnp.sum(key_scores(*a) ** 2), argnums=(0, 1, 2, 3))(*arrays)
+    got = jax.jit(jax.grad(lambda *a: jnp.sum(key_scores(*a) ** 2), argnums=(0, 1, 2, 3)))(*arrays)
     close(got, jax.grad(key_loss, argnums=(0, 1, 2, 3))(*alone(*arrays)))
 
 
@@ -147,7 +147,7 @@ def normalize_positions(
 )
 def test_2_manual_with_and_without_sequence_parallelism(put, alone, close, program, text):
     x, weight = put(text, 8, 4, 2, 6), put("d", 6, seed=1)
-    got = jax.grad(lambda x, w: jnp.sum(program(x, w)), argnums=(0, 1))(x, weight)
+    got = jax.jit(jax.grad(lambda x, w: jnp.sum(program(x, w)), argnums=(0, 1)))(x, weight)
     close(got, jax.grad(norm_loss, argnums=(0, 1))(*alone(x, weight)))
 
 
