@@ -1,8 +1,9 @@
 """No pending sum is lost: a check of a manual program's equations, after tracing and before anything runs.
 
 JAX refuses most nonlinear operations on a pending sum on its own. It forgets some (0.10.2 and 0.12: cumsum, argmax,
-`where` with a constant; 0.10.2 also max over a dimension and lookups by index): there the result of a forgotten reduction
-would be a wrong number. And it knows nothing of pending sums where some mesh axes are left to the surrounding program.
+`where` with a constant; 0.10.2 also max over a dimension and lookups by index): there the result of a forgotten
+reduction would be a wrong number. And it knows nothing of pending sums where some mesh axes are left to the
+surrounding program.
 """
 
 import linecache
