@@ -218,7 +218,7 @@ def test_protocols_that_need_a_package(monkeypatch):
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
     with pytest.raises(UserError) as raised:
         find_files("gs://bucket/x")
-    assert raised.value.fix == "pip install 'trellis[gs]'"
+    assert raised.value.fix == "pip install 'trellis[gcs]'"
 
 
 def test_an_unknown_protocol():

@@ -32,7 +32,7 @@ def filesystem(url: str):
         return fsspec.core.url_to_fs(url)
     except ImportError as error:
         protocol = url.split("://", 1)[0]
-        extra = {"s3": "s3", "gs": "gs", "gcs": "gs", "hf": "hf", "http": "http", "https": "http"}.get(protocol)
+        extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf", "http": "http", "https": "http"}.get(protocol)
         fix = f"pip install 'trellis[{extra}]'" if extra else f"install the fsspec package for {protocol}"
         raise UserError(
             f"Reading {protocol}:// needs a package that is not installed.", seen=error, where=url, fix=fix

@@ -1,0 +1,180 @@
+"""How long a shuffled batch takes to read, from a store on the local disk and through HTTP range requests.
+
+    python benchmarks/load.py [--tokens 1e7 1e8 1e9] [--folder DIR] [--out benchmarks/results/load.json]
+
+Stores of random tokens are generated under DIR and deleted afterwards. "warm": the files lie in the page cache; "cold":
+they were dropped from it before. Batches are what training reads: tokens, targets, mask, segments and positions, on the
+host, without the loader's thread, so that nothing hides behind anything. A store of 1e13 tokens is simulated: its
+metadata are real, its chunks are zeros made up on request; it shows that opening, ordering and seeking do not depend on
+the size.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+SHAPES = ((8, 2048), (512, 4096))
+VOCABULARY, CHUNK = 32_768, 1 << 21
+
+
+def generate(folder: pathlib.Path, num_tokens: int):
+    """A store of random documents of 1,000 tokens on average, written as `trellis tokenize` writes."""
+    import numpy as np
+
+    from trellis.data import Store
+    from trellis.data.blocks import Block, Encoded
+    from trellis.data.storage import open_folder
+    from trellis.data.tokenizer import train_bpe
+    from trellis.data.writer import StoreWriter
+
+    rng = np.random.default_rng(0)
+    writer = StoreWriter.open(open_folder(folder), "benchmark", restart=False, on_error="fail", stamps="")
+    writer.describe(train_bpe(iter([["a"]]), 257), chunk_tokens=CHUNK, chunk_offsets=1 << 16, has_loss_mask=False,
+                    files=[{"name": "generated", "size": None}])  # fmt: skip
+    step = 1 << 22
+    for at in range(0, num_tokens, step):
+        size = min(step, num_tokens - at)
+        ends = np.unique(np.append(rng.integers(1, size, max(1, size // 1000)), size))
+        tokens = rng.integers(0, 256, size).astype(np.uint16)
+        tokens[ends - 1] = 256
+        encoded = Encoded(tokens, np.diff(ends, prepend=0).astype(np.uint32), None, 4 * size, 0, [])
+        writer.append(0, Block("records", None, "generated", 0, (at, 0)), encoded)
+    writer.finish(1)
+    return Store.open(folder)
+
+
+def drop_from_cache(folder: pathlib.Path) -> None:
+    """Ask the kernel to forget the store's files."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def milliseconds(batches, steps, *, before=lambda: None) -> dict[str, float]:
+    """Time of a batch: median and worst."""
+    times = []
+    for step in steps:
+        before()
+        began = time.perf_counter()
+        batches.batch(step)
+        times.append((time.perf_counter() - began) * 1e3)
+    times.sort()
+    return {"median": round(times[len(times) // 2], 2), "worst": round(times[-1], 2)}
+
+
+def local(store, rounds: int) -> dict:
+    from trellis.data import Batches
+
+    found = {}
+    for rows, length in SHAPES:
+        batches = Batches(store, sequence_length=length, batch_size=rows)
+        milliseconds(batches, range(3))
+        found[f"{rows} x {length}"] = {
+            "warm_ms": milliseconds(batches, range(10, 10 + rounds)),
+            "cold_ms": milliseconds(batches, range(1000, 1000 + max(3, rounds // 4)),
+                                    before=lambda: drop_from_cache(pathlib.Path(store.url))),
+        }  # fmt: skip
+    return found
+
+
+def over_http(folder: pathlib.Path, rounds: int) -> dict:
+    """The same through a web server in a process of its own."""
+    from trellis.data import Batches, Shuffle, Store
+
+    root = pathlib.Path(__file__).parents[1]
+    code = "import pathlib, sys, time; from tests.data.web import serve; "
+    code += "c = serve(pathlib.Path(sys.argv[1])); w = c.__enter__(); print(w.url, flush=True); time.sleep(3600)"
+    server = subprocess.Popen([sys.executable, "-c", code, str(folder)], cwd=root, stdout=subprocess.PIPE, text=True)
+    try:
+        url = server.stdout.readline().strip()
+        found = {}
+        for rows, length in SHAPES:
+            ranges = Batches(Store.open(url + "/store"), sequence_length=length, batch_size=rows)
+            shuffle = Shuffle(block=CHUNK // length, window=8)
+            kept = Batches(
+                Store.open(url + "/store", keep=16), sequence_length=length, batch_size=rows, shuffle=shuffle
+            )
+            milliseconds(ranges, range(2))
+            milliseconds(kept, range(2))
+            found[f"{rows} x {length}"] = {
+                "rows_by_range_ms": milliseconds(ranges, range(5, 5 + rounds)),
+                "whole_chunks_kept_ms": milliseconds(kept, range(5, 5 + rounds)),
+            }
+        return found
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def simulated(folder: pathlib.Path, num_tokens: int) -> dict:
+    """Opening, ordering, seeking and reading a store of which only the metadata exist."""
+    import numpy as np
+
+    from trellis.data import Batches, Store
+    from trellis.data.storage import LocalFolder
+
+    class Zeros(LocalFolder):
+        def read(self, name, start=None, stop=None):
+            return super().read(name, start, stop) if "/c/" not in name else bytes(stop - start)
+
+    path = folder / "zarr.json"
+    metadata = json.loads(path.read_text())
+    metadata["attributes"]["trellis"] |= {"num_tokens": num_tokens, "num_documents": num_tokens // 1000}
+    path.write_text(json.dumps(metadata))
+    began = time.perf_counter()
+    store = Store.open(folder, check=False)
+    opened = time.perf_counter()
+    store._folder.__class__ = Zeros
+    batches = Batches(store, sequence_length=4096, batch_size=512)
+    last = num_tokens // 4096 // 512 - 1
+    made = time.perf_counter()
+    orders = []
+    for step in (0, last // 2, last):
+        start = time.perf_counter()
+        batches._rows._order(np.arange(step * 512, step * 512 + 512))
+        orders.append((time.perf_counter() - start) * 1e3)
+    read = milliseconds(batches, [0, last // 3, last // 2, last])
+    return {"open_ms": round((opened - began) * 1e3, 2), "batches_ms": round((made - opened) * 1e3, 2),
+            "order_of_512_rows_ms": round(max(orders), 2), "batch_512_x_4096_ms": read}  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=float, nargs="+", default=[1e7, 1e8, 1e9])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--folder")
+    parser.add_argument("--out", type=pathlib.Path)
+    args = parser.parse_args()
+    from trellis.data import Store
+
+    results: dict = {"cores": os.cpu_count(), "chunk_tokens": CHUNK, "local": {}, "http": {}, "simulated": {}}
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        for tokens in map(int, args.tokens):
+            folder = pathlib.Path(name) / "store"
+            began = time.perf_counter()
+            generate(folder, tokens)
+            print(f"{tokens:,} tokens generated in {time.perf_counter() - began:.1f} s", flush=True)
+            results["local"][f"{tokens:.0e}"] = local(Store.open(folder, check=False), args.rounds)
+            print(json.dumps(results["local"][f"{tokens:.0e}"]), flush=True)
+            if tokens == int(args.tokens[-1]):
+                results["http"][f"{tokens:.0e}"] = over_http(pathlib.Path(name), args.rounds // 2)
+                print(json.dumps(results["http"]), flush=True)
+                for pretended in (10**9, 10**11, 10**13):
+                    results["simulated"][f"{pretended:.0e}"] = simulated(folder, pretended)
+                print(json.dumps(results["simulated"]), flush=True)
+            shutil.rmtree(folder)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
