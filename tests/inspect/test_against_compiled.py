@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.inspect.programs import PROGRAMS, arg, gradient, partly_manual, sequence_parallel, settled, tensor_parallel
 from trellis.inspect import collectives, compare, ledger
@@ -80,3 +81,16 @@ def test_a_joint_scatter_over_a_whole_two_dimensional_slice_is_an_all_reduce_the
     assert not comparison.agrees()
     assert comparison.axes == {"data": (6144, 12288), "model": (1024, 2048)}
     assert "reduce-scatter" in str(comparison) and "2.000" in str(comparison)
+
+
+def test_names_survive_into_the_compiled_program():
+    mesh = mesh_of(jax.devices())
+
+    def program(w):
+        with jax.named_scope("reshard[embed/data mlp -> embed mlp ~data]"):
+            return jnp.sin(jax.reshard(w, P(None, None, reduced={"data"})))
+
+    with jax.set_mesh(mesh):
+        w = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(mesh, P("data", None)))
+        (row,) = collectives(jax.jit(program).lower(w).compile(), mesh).rows
+    assert (row.kind, row.what) == ("all-gather", "embed=16 mlp=32")

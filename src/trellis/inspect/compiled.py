@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .hlo import Instruction, Program, parse_program, source_target_pairs
 from .rows import Ledger, Row, aligned, human_bytes, wire_bytes
-from .source import in_a_library
+from .source import in_a_library, names_of
 
 _KINDS = {
     "all-gather": "all-gather",
@@ -73,6 +73,12 @@ def _continued(program: Program, computation: str, instruction: Instruction) -> 
     return not any("AsyncCollectiveStart" in i.attributes for i in program.computations[computation])
 
 
+def _what(shape: tuple[int, ...], op_name: str | None) -> str:
+    """An operand's sizes on one device, with names where the program's metadata kept them."""
+    names = names_of(op_name or "", len(shape))
+    return " ".join(f"{name}={size}" for name, size in zip(names, shape)) if names else " ".join(map(str, shape))
+
+
 def _direction(op_name: str | None) -> str:
     if not op_name:
         return ""
@@ -92,7 +98,7 @@ def collectives(compiled, mesh: Mesh | AbstractMesh) -> Ledger:
         mesh: the mesh it was compiled for, whose device order numbers the program's partitions.
 
     Returns:
-        Rows whose `what` is the operand's type and whose `note` says `asynchronous` or `loop count not known`.
+        Rows whose `what` is the operand's sizes on one device and whose `note` says `asynchronous` where it is.
     """
     program = program_of(compiled)
     rows = []
@@ -122,7 +128,7 @@ def collectives(compiled, mesh: Mesh | AbstractMesh) -> Ledger:
             Row(
                 kind=kind,
                 axes=axes,
-                what=" + ".join(" ".join(map(str, array.shape)) for array in operands),
+                what=" + ".join(_what(array.shape, origin.quoted("op_name")) for array in operands),
                 dtype=_DTYPES.get(operands[0].dtype, operands[0].dtype),
                 payload=payload,
                 wire=payload if kind == "permute" else wire_bytes(kind, size, payload),
