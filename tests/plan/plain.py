@@ -107,9 +107,7 @@ def build(config: Config, mesh, fsdp=("data",), model=None):
         count = state["count"] + 1
         mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mu"], grads)
         nu = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, state["nu"], grads)
-        params = jax.tree.map(
-            lambda p, m, v: p - 1e-3 * (m / (jnp.sqrt(v) + 1e-8) + 0.1 * p), state["params"], mu, nu
-        )
+        params = jax.tree.map(lambda p, m, v: p - 1e-3 * (m / (jnp.sqrt(v) + 1e-8) + 0.1 * p), state["params"], mu, nu)
         return {"params": params, "mu": mu, "nu": nu, "count": count}, loss
 
     def abstract(shape, spec, dtype=jnp.float32):
@@ -138,5 +136,3 @@ def traced(config: Config, mesh, **placing):
             jax.jit(step, donate_argnums=0), state, batch, mesh=dict(mesh.shape), tokens=config.batch * config.seq,
             kind_of=kind_of,
         )  # fmt: skip
-
-

@@ -18,6 +18,7 @@ KIND_COLORS = {
     "gathered weights": "#c79a3b",
     "batch": "#8a8a8a",
     "temporaries": "#8d6aa8",
+    "fragmentation": "#b8b0a0",
 }
 WORK_COLORS = {"product": "#4361a8", "attention": "#3d8b72", "kernel": "#3d8b72", "elementwise": "#8d6aa8"}
 MOVE_COLOR, ALONE_COLOR = "#c79a3b", "#b9605a"

@@ -16,7 +16,11 @@ from trellis.inspect.source import source_of
 
 from .trace import KERNELS, Step, inlined, is_literal, local_bytes, local_shape, sub_jaxprs
 
-KINDS = ("parameters", "optimizer", "gradients", "kept activations", "gathered weights", "batch", "temporaries")
+KINDS = ("parameters", "optimizer", "gradients", "kept activations", "gathered weights", "batch", "temporaries",
+         "fragmentation")  # fmt: skip
+# What the compiler's allocator loses between buffers, as a share of everything that is not an argument. Compiled
+# train steps lost 5 to 20 %.
+FRAGMENTATION = 0.1
 
 _OPAQUE = {"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "scan", "while", "cond", "sort",
            "gather", "scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "reshard", "all_gather", "psum",
@@ -360,5 +364,8 @@ def memory(step: Step) -> Memory:
     kinds: collections.Counter[str] = collections.Counter()
     for buffer in walk.at_peak:
         kinds[buffer.kind] += buffer.num_bytes
-    ordered = tuple(sorted(walk.at_peak, key=lambda buffer: -buffer.num_bytes))
-    return Memory(walk.peak, {kind: kinds[kind] for kind in KINDS}, ordered, walk.where)
+    arguments = sum(local_bytes(var.aval) for var in jaxpr.invars)
+    kinds["fragmentation"] = int(FRAGMENTATION * (walk.peak - arguments))
+    lost = Buffer("fragmentation", kinds["fragmentation"], "between buffers", "the compiler's allocator")
+    ordered = tuple(sorted((*walk.at_peak, lost), key=lambda buffer: -buffer.num_bytes))
+    return Memory(walk.peak + lost.num_bytes, {kind: kinds[kind] for kind in KINDS}, ordered, walk.where)

@@ -186,11 +186,11 @@ def roles(step: Step) -> dict[tuple[str, int], str]:
     found: dict[tuple[str, int], str] = {}
     jaxpr = step.jaxpr.jaxpr
     weights = {var for var, kind in zip(jaxpr.invars, step.kinds) if kind == "parameters"}
-    _roles(jaxpr, weights, [False] * len(jaxpr.outvars), found)
+    _roles(jaxpr, weights, [False] * len(jaxpr.outvars), found, "")
     return found
 
 
-def _roles(jaxpr: Any, weights: set, wanted: list[bool], found: dict) -> list[bool]:
+def _roles(jaxpr: Any, weights: set, wanted: list[bool], found: dict, outside: str) -> list[bool]:
     """Fills `found`; returns which outputs depend on parameters alone."""
     needed = {var for var, mark in zip(jaxpr.outvars, wanted) if mark and not is_literal(var)}
     inner_wanted: dict[int, list[bool]] = {}
@@ -205,6 +205,7 @@ def _roles(jaxpr: Any, weights: set, wanted: list[bool], found: dict) -> list[bo
         inputs = [v for v in eqn.invars if not is_literal(v)]
         pure = bool(inputs) and all(v in weights for v in inputs)
         inner = inlined(eqn)
+        stack = f"{outside}/{eqn.source_info.name_stack}"
         if eqn.primitive.name == "scan":
             inner = eqn.params["jaxpr"].jaxpr
             carry = eqn.params["num_carry"]
@@ -213,7 +214,7 @@ def _roles(jaxpr: Any, weights: set, wanted: list[bool], found: dict) -> list[bo
             marks = inner_wanted[id(eqn)]
         if inner is not None:
             hot = {v for v, outer in zip(inner.invars, eqn.invars) if not is_literal(outer) and outer in weights}
-            results = _roles(inner, hot, marks, found)
+            results = _roles(inner, hot, marks, found, stack)
             weights.update(var for var, mark in zip(eqn.outvars, results) if mark)
             continue
         if pure:
@@ -223,7 +224,7 @@ def _roles(jaxpr: Any, weights: set, wanted: list[bool], found: dict) -> list[bo
         out = eqn.outvars[0]
         if pure:
             role = "weights"
-        elif out not in needed:
+        elif out not in needed and "transpose(" in stack:
             role = "gradients"
         else:
             role = "activations"

@@ -1,0 +1,222 @@
+"""Plans of Trellis's own runs: the recipes on slices and nodes, the search, the page, and the command."""
+
+import json
+import re
+
+import pytest
+
+from trellis.cli import main
+from trellis.errors import UserError
+from trellis.plan import compile as compiling
+from trellis.plan.advice import advice
+from trellis.plan.hardware import target
+from trellis.plan.page import page
+from trellis.plan.quick import quick_plan
+from trellis.plan.search import data_sizes, frontier_text, search, variants
+from trellis.plan.show import as_json, text
+from trellis.recipes import load_run
+
+SMALL = {
+    "model.embed": "256", "model.layers": "2", "model.heads": "4", "model.kv_heads": "2", "model.head_dim": "64",
+    "model.mlp": "512", "model.vocab": "1024", "data.sequence_length": "256", "microbatches": "1", "batch_size": "32",
+    "remat.policy": "full",
+}  # fmt: skip
+
+
+def small(**options):
+    return load_run("llama_8b", SMALL | {name.replace("__", "."): value for name, value in options.items()})
+
+
+@pytest.mark.parametrize(
+    "recipe, on, options",
+    [
+        ("llama_8b_v5e_256", "v5e:16x16", {}),
+        ("llama_8b", "4x8xH100", {"microbatches": "1", "batch_size": "64"}),
+        ("llama_70b_v5p_512", "v5p:8x8x8", {"batch_size": "512"}),
+    ],
+)
+def test_recipes_are_planned_without_devices(recipe, on, options):
+    run = load_run(recipe, options)
+    plan = quick_plan(run, target(on))
+    billions = {"llama_8b": 8.03, "llama_70b": 70.55}[re.match(r"llama_\d+b", recipe)[0]]
+    assert plan.parameters / 1e9 == pytest.approx(billions, abs=0.01)
+    per_token = 6 * plan.parameters - 6 * run.model.vocab * run.model.embed  # the table is looked up
+    attention = 6 * run.model.layers * run.model.heads * run.model.head_dim * run.data.sequence_length
+    assert plan.model_flops == pytest.approx((per_token + attention) * plan.tokens, rel=0.01)
+    assert 0.2 < plan.mfu < 0.8
+    assert {line.label for line in plan.times.lines} >= {"GatedMlp gate", "GatedMlp up", "GatedMlp down", "Attention q"}
+
+
+def test_state_of_a_sharded_run_is_exact():
+    plan = quick_plan(small(), target("v5e:2x2"))
+    matrices = plan.parameters - 5 * 256  # norm scales are vectors
+    assert plan.memory.kinds["parameters"] == pytest.approx(matrices * 4 / 4, rel=0.01)
+    assert plan.memory.kinds["optimizer"] == pytest.approx(2 * matrices * 4 / 4, rel=0.01)
+
+
+def test_tensor_parallelism_moves_activations():
+    plan = quick_plan(small(mesh__model="2", layout__preset="fsdp_tensor"), target("v5e:2x2"))
+    assert set(plan.ledger.per_axis()) == {"data", "model"}
+    lines = [line for line in plan.times.lines if line.axes == ("model",) and line.num_bytes > 1e6]
+    assert lines and all(line.label.startswith("activations") and line.hidden == 0 for line in lines)
+
+
+def test_options_hide_communication():
+    run = small(batch_size="64")
+    slow = quick_plan(run, target("v5p:2x2x1"))
+    names = ["xla_tpu_enable_sparse_core_collective_offload_all_gather"]
+    assert quick_plan(run, target("v5p:2x2x1"), options=names).seconds < slow.seconds
+
+
+def test_what_does_not_fit_is_said_with_a_way_out():
+    plan = quick_plan(load_run("llama_70b", {"batch_size": "64", "microbatches": "1"}), target("8xH100"))
+    assert not plan.fits
+    words = text(plan)
+    assert "DOES NOT FIT" in words
+    assert any("--remat.policy" in line or "slice them over more devices" in line for line in advice(plan))
+
+
+def test_text_and_json_agree():
+    plan = quick_plan(small(), target("v5e:2x2"), price=2.0)
+    words, values = text(plan, formulas=True), as_json(plan)
+    json.dumps(values)
+    assert values["step_seconds"] == plan.seconds and values["memory"]["peak"] == plan.memory.peak
+    assert sum(values["memory"]["kinds"].values()) == values["memory"]["peak"]
+    assert "llama.py:" in words and "FLOP/s" in words and "$" in words
+    assert "ring" in words or "line of 2 on side 0" in words
+
+
+def test_a_batch_that_does_not_divide():
+    with pytest.raises(UserError) as error:
+        quick_plan(small(batch_size="30"), target("v5e:2x4"))
+    assert "A batch is split evenly over the mesh axes of `batch` and into microbatches." in str(error.value)
+    assert "batch_size=30 over data=8 = 8" in str(error.value)
+    assert "use --batch_size 24 or 32" in str(error.value)
+
+
+def test_a_mesh_that_does_not_tile():
+    with pytest.raises(UserError, match="use data=4 model=2"):
+        quick_plan(small(mesh__data="8", mesh__model="2"), target("v5e:2x4"))
+
+
+def test_data_axes_follow_the_torus():
+    assert data_sizes(256, target("v5e:16x16")) == {"data": 16, "data_y": 16}
+    assert data_sizes(512, target("v5p:8x8x8")) == {"data": 8, "data_y": 8, "data_z": 8}
+    assert data_sizes(64, target("v5p:8x8x8")) == {"data": 8, "data_y": 8}
+    assert data_sizes(128, target("v5p:8x8x8")) == {"data": 128}
+    assert data_sizes(8, target("8xH100")) == {"data": 8}
+
+
+def test_variants_divide():
+    run, on = small(), target("v5e:2x4")
+    seen = list(variants(run, on))
+    assert len(seen) > 10
+    for variant, _ in seen:
+        sizes = variant.mesh
+        assert sizes.data * sizes.data_y * sizes.data_z * sizes.model * sizes.context == 8
+        assert 32 % (sizes.data * sizes.data_y * sizes.data_z * variant.microbatches) == 0
+        assert run.model.kv_heads % sizes.model == 0
+
+
+def test_search_finds_the_fastest_that_fits():
+    found = search(small(), target("v5e:2x2"), most=4)
+    assert found.winner is not None and found.winner.fits
+    planned = [c for c in found.candidates if c.plan is not None]
+    assert found.winner.seconds == min(c.seconds for c in planned if c.fits)
+    for candidate in found.frontier:
+        assert not any(o.seconds < candidate.seconds and o.peak < candidate.peak for o in planned)
+    words = frontier_text(found)
+    assert "variants sketched" in words and "the fastest that fits" in words
+    again = quick_plan(load_run("llama_8b", SMALL | dict(found.winner.options)), target("v5e:2x2"))
+    assert again.seconds == found.winner.seconds  # the options to paste are the winner
+
+
+@pytest.mark.slow
+def test_known_good_settings():
+    """FSDP alone for 8B on 64 chips with a sequence each; less than a sequence a chip needs another axis."""
+    run = load_run("llama_8b_v5p_64", {"batch_size": "64", "data.sequence_length": "4096"})
+    best = search(run, target("v5p:4x4x4"), most=6).winner.run
+    assert best.mesh.model == 1 and best.mesh.context == 1
+    few = load_run("llama_8b_v5p_64", {"batch_size": "16", "data.sequence_length": "4096"})
+    best = search(few, target("v5p:4x4x4"), most=3).winner.run
+    assert best.mesh.model * best.mesh.context >= 4
+
+
+def test_nothing_divides():
+    with pytest.raises(UserError, match="use --batch_size 1024"):
+        search(small(batch_size="3"), target("4x256xH100"))
+
+
+def test_the_page_is_whole_and_self_contained():
+    found = search(small(), target("v5e:2x2"), most=2)
+    words = page(quick_plan(small(), target("v5e:2x2")), None, found)
+    assert words.startswith("<!doctype html>")
+    assert words.count("<svg") == words.count("</svg>") == 5  # slice, memory, layer, roofline, frontier
+    assert "src=" not in words and "href=" not in words and "http" not in words and "<script" not in words
+    assert "nan" not in words.lower().replace("finance", "")
+
+
+def test_the_command(capsys, tmp_path):
+    file = tmp_path / "plan.html"
+    arguments = [word for name, value in SMALL.items() for word in (f"--{name}", value)]
+    assert main(["plan", "llama_8b", "--on", "v5e:2x2", *arguments, "--json", "--page", str(file)]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["plan"]["devices"] == 4 and values["plan"]["fits"]
+    assert file.read_text().startswith("<!doctype html>")
+    assert main(["plan", "llama_8b", "--on", "v5e:3x3", *arguments]) == 2
+    assert "Near it: v5e:" in capsys.readouterr().err
+
+
+def test_the_compiler_is_missing(monkeypatch):
+    monkeypatch.setattr("trellis.mesh.topology.importlib.util.find_spec", lambda name: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    with pytest.raises(UserError) as error:
+        compiling.compiler_devices(target("v5e:2x2"))
+    assert "no compiler for v5e:2x2" in str(error.value)
+    assert "pip install" in str(error.value) and "without --compile the plan needs no compiler" in str(error.value)
+
+
+OUT_OF_MEMORY = """RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom:
+Ran out of memory in memory space hbm. Used 27.44G of 15.75G hbm. Exceeded hbm capacity by 11.69G.
+
+Largest program allocations in hbm:
+
+  1. Size: 8.00G
+     Operator: op_name="jit(step)/jvp()/while/body/dot_general" source_file="/a/b/llama.py" source_line=118
+     Shape: f32[64,4096,8192]{2,1,0:T(8,128)}
+     Unpadded size: 8.00G
+     XLA label: fusion.3 = fusion(...)
+     Allocation type: HLO temp
+
+  2. Size: 512.00M
+     Shape: bf16[16,1024,16384]{2,1,0}
+     XLA label: copy.1 = copy(...)
+"""
+
+
+def test_out_of_memory_is_a_finding():
+    found = compiling._refused(OUT_OF_MEMORY, target("v5e:2x2"), 1.0, {"jax": "0"}, {})
+    assert not found.fits
+    assert found.excess == pytest.approx(11.69 * 2**30, rel=1e-3)
+    assert found.peak == pytest.approx(27.44 * 2**30, rel=1e-3)
+    first, second = found.largest
+    assert first.what == "f32[64,4096,8192]" and first.num_bytes == 8 * 2**30
+    assert first.source.startswith("llama.py:118 jit(step)")
+    assert second.num_bytes == 2**29
+
+
+def test_other_refusals_are_not_memory():
+    with pytest.raises(RuntimeError, match="the compiler for v5e:2x2 refused the step"):
+        compiling._refused("INTERNAL: no", target("v5e:2x2"), 1.0, {}, {})
+    with pytest.raises(UserError, match="Compiler options are the compiler's."):
+        compiling._refused("No such compile option: 'xla_no'", target("v5e:2x2"), 1.0, {}, {})
+
+
+def test_compiled_programs_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    memory = {"arguments": 3, "outputs": 2, "aliased": 2, "temporaries": 4, "code": 1, "host": 0}
+    lost = (compiling.Allocation(1.0, "f32[2]", "here"),)
+    compiling._write("key", compiling.Compiled("HloModule", memory, 2.0, False, 0.0, lost, {"jax": "0"}, {}))
+    found = compiling._read("key")
+    assert found.cached and found.text == "HloModule" and found.peak == 8 and found.largest == lost
+    assert compiling._read("other") is None
