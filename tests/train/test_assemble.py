@@ -18,7 +18,7 @@ from trellis.train.evaluation import Evaluation, ValidationSet
 from trellis.train.layouts import LayoutChoice, MeshSizes
 from trellis.train.state import cast
 from trellis.train.step import batch_loss, by_name
-from trellis.train.summary import arrays, num_parameters, run_tokens, sections, step_ledger, step_memory
+from trellis.train.summary import arrays, describe, num_parameters, run_tokens, sections, step_ledger, step_memory
 from trellis.train.work import flops_per_token, matmul_parameters
 
 LENGTH, ROWS = 16, 4
@@ -158,6 +158,11 @@ def test_what_a_run_is_about_to_do_is_plain_values(assembled, run):
     table = next(a for a in arrays(assembled) if a["name"] == "embedding")
     assert table["bytes"] == 258 * 16 * 4 and table["device_bytes"] == table["bytes"] // 4
     assert [dim["mesh"] for dim in table["dims"]] == [["model"], ["data"]]
+    assert describe(found).splitlines()[:3] == [
+        "model    llama, 6.72k parameters",
+        "tokens   640 to read, 0.13 times the corpus of 5.00k",
+        "devices  4 x cpu, mesh data=2 model=2",
+    ]
     memory = step_memory(assembled)
     assert memory["parameters"] >= sum(a["device_bytes"] for a in arrays(assembled))
     assert memory["optimizer"] >= 2 * sum(a["device_bytes"] for a in arrays(assembled))
@@ -185,3 +190,5 @@ def test_the_compiler_may_place_instead(run):
     table = state.model.embedding.array
     assert table.sharding.shard_shape(table.shape) == (129, 8)
     assert cast(state.model, "bfloat16").embedding.dtype == jnp.bfloat16
+    said = describe(sections(found, step_ledger(found), tokens=None))
+    assert "moves    what the compiler chooses along data, model (auto mode)" in said

@@ -47,6 +47,9 @@ def communication(about: Mapping[str, Any], ledger: str) -> Markup | None:
     if not sums and not ledger:
         return None
     sums = sums or {"per_axis": {}, "per_kind": {}, "total": 0, "count": 0}
+    if sums.get("auto"):
+        along = ", ".join(sums["auto"])
+        return section("Communication", tag("p", f"The compiler chooses what moves along {along}.", class_="note"))
     if not sums["total"]:
         return section("Communication", tag("p", "A step moves nothing between devices.", class_="note"))
     return section(

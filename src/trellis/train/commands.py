@@ -53,7 +53,7 @@ def run_train(args: argparse.Namespace) -> int:
 
 def train_run(run: Run, folder: Path, devices: Sequence[Any], *, until: int | None = None) -> int:
     """Trains a run in a folder on devices, to its end or until a step, and returns the exit code."""
-    from ..inspect import compiled_memory
+    from ..inspect import collectives, compiled_memory
     from ..models.generate import Sampling, sample
     from .assemble import assemble
     from .corpus import open_corpus
@@ -63,7 +63,7 @@ def train_run(run: Run, folder: Path, devices: Sequence[Any], *, until: int | No
     from .metrics import Work
     from .restoring import model_in_use
     from .state import State
-    from .summary import describe, sections, step_ledger
+    from .summary import describe, ledger_sums, sections, step_ledger
     from .work import flops_per_token, known_peak
 
     assembled = assemble(run, devices)
@@ -112,7 +112,12 @@ def train_run(run: Run, folder: Path, devices: Sequence[Any], *, until: int | No
         outcome = train(program, rules, folder, config=_plain(run))
     if is_first() and outcome.programs:
         compiled = outcome.programs[-1]
-        write_sections(folder, found | {"compiled": dataclasses.asdict(compiled_memory(compiled))})
+        found["compiled"] = dataclasses.asdict(compiled_memory(compiled))
+        if ledger.auto:  # the types did not say what moves, but the compiled program does
+            ledger = collectives(compiled, assembled.layout.mesh)
+            (folder / "ledger.txt").write_text(f"{ledger}\n")
+            found["ledger"] = ledger_sums(ledger)
+        write_sections(folder, found)
         if run.profile is not None:
             (folder / "profile").mkdir(exist_ok=True)
             (folder / "profile" / "step.svg").write_text(step_svg(compiled.as_text()))

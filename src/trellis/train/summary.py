@@ -103,12 +103,18 @@ def sections(assembled: Assembled, ledger: Ledger, tokens: int | None) -> dict[s
         },
         "arrays": arrays(assembled),
         "memory": step_memory(assembled),
-        "ledger": {
-            "per_axis": ledger.per_axis(),
-            "per_kind": ledger.per_kind(),
-            "total": ledger.total(),
-            "count": ledger.count(),
-        },
+        "ledger": ledger_sums(ledger),
+    }
+
+
+def ledger_sums(ledger: Ledger) -> dict[str, Any]:
+    """A ledger in short: bytes that a device sends in a step. `auto`: mesh axes along which the types do not say."""
+    return {
+        "per_axis": ledger.per_axis(),
+        "per_kind": ledger.per_kind(),
+        "total": ledger.total(),
+        "count": ledger.count(),
+        "auto": list(ledger.auto),
     }
 
 
@@ -129,6 +135,9 @@ def describe(found: Mapping[str, Any]) -> str:
     """
     model, tokens, host, ledger = (found[name] for name in ("model", "tokens", "machine", "ledger"))
     per_axis = ", ".join(f"{axis} {size(total)}" for axis, total in ledger["per_axis"].items())
+    moves = f"{size(ledger['total'])} from each device in a step: {per_axis}" if per_axis else "nothing between devices"
+    if ledger["auto"]:
+        moves = f"what the compiler chooses along {', '.join(ledger['auto'])} (auto mode)"
     memory = ", ".join(f"{kind} {size(held)}" for kind, held in found["memory"].items())
     read = f"{count(tokens['run'])} to read"
     if tokens["corpus"]:
@@ -139,9 +148,7 @@ def describe(found: Mapping[str, Any]) -> str:
         "tokens": read,
         "devices": f"{math.prod(found['mesh'].values())} x {host['device_kind']}, mesh {mesh}",
         "memory": f"{size(sum(found['memory'].values()))} on each device: {memory}",
-        "moves": f"{size(ledger['total'])} from each device in a step: {per_axis}"
-        if per_axis
-        else "nothing between devices",
+        "moves": moves,
     }
     return "\n".join(f"{name:<8} {line}" for name, line in lines.items())
 
