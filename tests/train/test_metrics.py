@@ -48,6 +48,19 @@ def test_rates_are_over_the_steps_since_the_line_before():
     assert meter.line(record(7, 4.0, 5.0))["tokens_per_second"] == 100.0
 
 
+def test_rates_of_short_steps_are_over_a_second():
+    """Two steps whose ends were seen together do not make a rate of their own."""
+    meter = Meter(tokens=0, work=None)
+    ends = [0.0, 0.4, 0.8, 1.2, 1.599, 1.6, 3.6]
+    rates = []
+    for step, (start, end) in enumerate(zip(ends, ends[1:]), start=1):
+        meter.add(record(step, start, end), 10)
+        rates.append(meter.line(record(step, start, end))["tokens_per_second"])
+    assert rates[:3] == pytest.approx([25, 25, 25])
+    assert rates[4] == pytest.approx(40 / 1.2), "the last second's steps"
+    assert rates[5] == pytest.approx(10 / 2.0), "a step that is long enough speaks for itself"
+
+
 def test_what_is_not_finite_or_not_known_is_none():
     meter = Meter(tokens=0, work=Work(flops_per_token=10.0, peak_flops=None))
     meter.add(record(1, 0.0, 1.0), 10)

@@ -1,6 +1,7 @@
 """From the device's numbers to the line that a run writes for a step."""
 
 import math
+from collections import deque
 from dataclasses import dataclass
 
 import jax
@@ -9,6 +10,8 @@ from .drain import Record
 
 # A compiled step returns its metrics in alphabetical order; a line begins with what people look for.
 _FIRST = ("loss", "learning_rate", "grad_norm")
+# Seconds that a rate is taken over, where the steps since the line before are shorter.
+_AT_LEAST = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +32,9 @@ class Work:
 
 
 class Meter:
-    """Turns records into lines: rates over the steps since the line before.
+    """Turns records into lines: rates over the steps since the line before, and over a second at least.
+
+    Steps of a few milliseconds end faster than their ends can be told apart: only over many of them is a rate right.
 
     Args:
         tokens: how many tokens the run had seen before the first record.
@@ -39,36 +44,38 @@ class Meter:
     def __init__(self, *, tokens: int, work: Work | None):
         self.tokens = tokens
         self._work = work
-        self._steps, self._new_tokens, self._seconds, self._data_wait = 0, 0, 0.0, 0.0
+        self._steps: deque[tuple[int, float, float]] = deque()  # tokens, seconds, seconds without a batch
+        self._new = 0
 
     def add(self, record: Record, tokens: int) -> None:
         """Counts a step over `tokens` tokens."""
         self.tokens += tokens
-        self._steps += 1
-        self._new_tokens += tokens
-        self._seconds += record.seconds
-        self._data_wait += record.data_wait
+        self._steps.append((tokens, record.seconds, record.data_wait))
+        self._new += 1
 
     def line(self, record: Record) -> dict[str, float | int | None]:
         """The line of the step that was added last. A value that is no finite number becomes None.
 
-        Keys: `step`, `tokens` (so far), the step's metrics, and over the steps since the line before:
+        Keys: `step`, `tokens` (so far), the step's metrics, and of the steps that the rates are over:
         `tokens_per_second`, `mfu` (0 to 1), `step_seconds` (waiting included), `data_wait_seconds` (a step's share of
         the time that the device had no batch); `memory_bytes` is what the fullest device of this process holds, or
         this process where the devices do not say.
         """
-        rate = self._new_tokens / self._seconds if self._seconds > 0 else None
+        seconds = sum(step[1] for step in self._steps)
+        while len(self._steps) > self._new and seconds - self._steps[0][1] >= _AT_LEAST:
+            seconds -= self._steps.popleft()[1]
+        rate = sum(step[0] for step in self._steps) / seconds if seconds > 0 else None
         line: dict[str, float | int | None] = {"step": record.step, "tokens": self.tokens}
         line.update({name: record.values[name] for name in _FIRST if name in record.values})
         line.update(record.values)
         line.update(
             tokens_per_second=rate,
             mfu=self._work.utilisation(rate) if self._work and rate else None,
-            step_seconds=self._seconds / self._steps,
-            data_wait_seconds=self._data_wait / self._steps,
+            step_seconds=seconds / len(self._steps),
+            data_wait_seconds=sum(step[2] for step in self._steps) / len(self._steps),
             memory_bytes=memory_bytes(),
         )
-        self._steps, self._new_tokens, self._seconds, self._data_wait = 0, 0, 0.0, 0.0
+        self._new = 0
         return {name: value if value is None or math.isfinite(value) else None for name, value in line.items()}
 
 
