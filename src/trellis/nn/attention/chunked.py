@@ -83,26 +83,33 @@ def _spans(pos: int, key_pos: int, settings: _Settings):
             yield start, stop, *settings.pattern.key_range(start + settings.offset, stop + settings.offset, key_pos)
 
 
+def _rows(x, span):
+    """One chunk of `batch kv_heads groups pos ...` as the rows of one matrix a key head: `batch kv_heads rows ...`."""
+    part = x[:, :, :, span[0] : span[1]]
+    return part.reshape(*part.shape[:2], -1, *part.shape[4:])
+
+
 def _scores(q, k, segment_ids, shift, span, settings: _Settings):
     """Scores of one chunk, hidden ones at `hidden_score`, and the derivative of the cap (or None)."""
     start, stop, first, last = span
     dtype = jnp.float32 if settings.upcast else q.dtype
-    scores = jnp.einsum("bkgth,bksh->bkgts", q[:, :, :, start:stop], k[:, :, first:last], preferred_element_type=dtype)
+    scores = jnp.einsum("bkth,bksh->bkts", _rows(q, span), k[:, :, first:last], preferred_element_type=dtype)
     scores = scores * jnp.asarray(settings.scale, dtype)
     slope = None
     if settings.logit_softcap is not None:
         cap = jnp.asarray(settings.logit_softcap, dtype)
         bent = jnp.tanh(scores / cap)
         scores, slope = bent * cap, 1 - bent * bent
-    offset = settings.offset
+    offset, groups = settings.offset, q.shape[2]
     if offset is None or settings.pattern.hides(start + offset, stop + offset, first, last):
-        queries = jnp.arange(start, stop) + (shift if offset is None else offset)
+        queries = jnp.tile(jnp.arange(start, stop), groups) + (shift if offset is None else offset)
         seen = settings.pattern.visible(queries, jnp.arange(first, last))
         if seen is not None:
-            scores = jnp.where(seen[None, None, None], scores, hidden_score(dtype))
+            scores = jnp.where(seen[None, None], scores, hidden_score(dtype))
     if segment_ids is not None:
-        together = same_document(segment_ids[0][:, start:stop], segment_ids[1][:, first:last])
-        scores = jnp.where(together[:, None, None], scores, hidden_score(dtype))
+        query_ids = jnp.tile(segment_ids[0][:, start:stop], (1, groups))
+        together = same_document(query_ids, segment_ids[1][:, first:last])
+        scores = jnp.where(together[:, None], scores, hidden_score(dtype))
     return scores, slope
 
 
@@ -113,11 +120,11 @@ def _forward(q, k, v, segment_ids, shift, settings: _Settings):
         largest = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - largest)
         total = jnp.sum(weights, axis=-1, keepdims=True)
-        out = jnp.einsum(
-            "bkgts,bksh->bkgth", weights.astype(v.dtype), v[:, :, span[2] : span[3]], preferred_element_type=total.dtype
-        )
-        outs.append((out / total).astype(q.dtype))
-        sums.append(largest + jnp.log(total))
+        values = v[:, :, span[2] : span[3]]
+        out = jnp.einsum("bkts,bksh->bkth", weights.astype(v.dtype), values, preferred_element_type=total.dtype)
+        chunk = (*q.shape[:3], span[1] - span[0], -1)
+        outs.append((out / total).astype(q.dtype).reshape(chunk))
+        sums.append((largest + jnp.log(total)).reshape(chunk))
     return jnp.concatenate(outs, axis=3), jnp.concatenate(sums, axis=3)
 
 
@@ -138,24 +145,23 @@ def _attend_bwd(settings: _Settings, residuals, d_out):
     dtype = log_sum.dtype
     d_queries = []
     d_keys, d_values = jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
+    product = partial(jnp.einsum, preferred_element_type=dtype)
     for span in _spans(q.shape[3], k.shape[2], settings):
-        start, stop, first, last = span
-        rows, seen = (slice(None),) * 3 + (slice(start, stop),), (slice(None),) * 2 + (slice(first, last),)
+        seen = (slice(None),) * 2 + (slice(span[2], span[3]),)
         scores, slope = _scores(q, k, segment_ids, shift, span, settings)
-        weights = jnp.exp(scores - log_sum[rows])
-        d_values = d_values.at[seen].add(
-            jnp.einsum("bkgts,bkgth->bksh", weights.astype(v.dtype), d_out[rows], preferred_element_type=dtype)
-        )
-        d_weights = jnp.einsum("bkgth,bksh->bkgts", d_out[rows], v[seen], preferred_element_type=dtype)
-        mean = jnp.sum(out[rows].astype(dtype) * d_out[rows].astype(dtype), axis=-1, keepdims=True)
+        weights = jnp.exp(scores - _rows(log_sum, span))
+        d_rows = _rows(d_out, span)
+        d_values = d_values.at[seen].add(product("bkts,bkth->bksh", weights.astype(v.dtype), d_rows))
+        d_weights = product("bkth,bksh->bkts", d_rows, v[seen])
+        mean = jnp.sum(_rows(out, span).astype(dtype) * d_rows.astype(dtype), axis=-1, keepdims=True)
         d_scores = weights * (d_weights - mean) * jnp.asarray(settings.scale, dtype)
         if slope is not None:
             d_scores = d_scores * slope
         d_scores = d_scores.astype(q.dtype)
-        d_queries.append(jnp.einsum("bkgts,bksh->bkgth", d_scores, k[seen], preferred_element_type=dtype))
-        d_keys = d_keys.at[seen].add(jnp.einsum("bkgts,bkgth->bksh", d_scores, q[rows], preferred_element_type=dtype))
-    d_q = jnp.concatenate(d_queries, axis=3).astype(q.dtype)
-    return d_q, d_keys.astype(k.dtype), d_values.astype(v.dtype), None, None
+        d_q = product("bkts,bksh->bkth", d_scores, k[seen]).astype(q.dtype)
+        d_queries.append(d_q.reshape(*q.shape[:3], span[1] - span[0], -1))
+        d_keys = d_keys.at[seen].add(product("bkts,bkth->bksh", d_scores, _rows(q, span)))
+    return jnp.concatenate(d_queries, axis=3), d_keys.astype(k.dtype), d_values.astype(v.dtype), None, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
