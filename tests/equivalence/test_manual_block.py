@@ -4,6 +4,8 @@ All communication is in the text, and so are the types. The names of mesh axes a
 them has size 1 the same text moves less.
 """
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -122,21 +124,53 @@ def flat(layers) -> Layer:
     return Layer(**{name: value.array for name, value in named.items()})
 
 
+def arrays(mesh):
+    """Layers, input, loss weights and rotary tables, each where its annotation says."""
+    put = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+    axis, whole = tr.Axis("head_dim", CONFIG.head_dim), jax.sharding.PartitionSpec()
+    rope = tuple(put(t.array, whole) for t in rotary_tables(tr.arange(tr.Axis("pos", POS)), axis, CONFIG.rope_theta))
+    place = specs(f32["batch/data pos/model embed"], mesh)
+    layers = jax.tree.map(put, flat(parameters()), specs(Stack["layers", Layer], mesh))
+    return layers, *(put(x.array, place) for x in inputs()), rope
+
+
 @pytest.mark.parametrize("sizes", [{"data": 4, "model": 2}, {"data": 8, "model": 1}, {"data": 1, "model": 8}], ids=str)
 def test_manual_equals_one_device(sizes):
     mesh = tr.make_mesh(**sizes)
-    layers = flat(parameters())
-    cos, sin = rotary_tables(tr.arange(tr.Axis("pos", POS)), tr.Axis("head_dim", CONFIG.head_dim), CONFIG.rope_theta)
-    x, weights = inputs()
+    given = arrays(mesh)
     with jax.set_mesh(mesh):
-        put = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
-        layers = jax.tree.map(put, layers, specs(Stack["layers", Layer], mesh))
-        place = specs(f32["batch/data pos/model embed"], mesh)
-        x, weights = put(x.array, place), put(weights.array, place)
-        rope = put(cos.array, jax.sharding.PartitionSpec()), put(sin.array, jax.sharding.PartitionSpec())
-        value, (by_layers, by_x) = jax.jit(jax.value_and_grad(block_loss, argnums=(0, 1)))(layers, x, weights, rope)
+        value, (by_layers, by_x) = jax.jit(jax.value_and_grad(block_loss, argnums=(0, 1)))(*given)
     expected, gradients = one_device()
     assert abs(value - expected) <= LOSS_BOUND * abs(expected)
-    assert jax.tree.map(tr.typeof, by_layers) == jax.tree.map(tr.typeof, layers)
+    assert jax.tree.map(tr.typeof, by_layers) == jax.tree.map(tr.typeof, given[0])
     wanted = (jax.device_get(flat(gradients[0])), gradients[1].array)
     assert relative((by_layers, by_x), wanted) <= GRADIENT_BOUND
+
+
+def test_what_the_text_says_is_what_moves():
+    """Per layer: each weight is gathered forward and again for the backward pass, and its gradient scattered once;
+    activations are gathered and scattered twice a pass (two half blocks), and gathered again by the recomputation."""
+    mesh = tr.make_mesh(data=4, model=2)
+    given = arrays(mesh)
+    with jax.set_mesh(mesh):
+        rows = tr.ledger(jax.value_and_grad(block_loss, argnums=(0, 1)), *given)
+    counts = collections.Counter()
+    for row in rows:
+        counts[row.direction, row.kind, row.axes] += row.times
+    # Nine weights a layer (two of them norms), two layers.
+    per_layer = {
+        ("forward", "all-gather", ("data",)): 9,
+        ("forward", "all-gather", ("model",)): 2,
+        ("forward", "reduce-scatter", ("model",)): 2,
+        ("recomputed", "all-gather", ("data",)): 9,
+        ("recomputed", "all-gather", ("model",)): 2,
+        ("recomputed", "reduce-scatter", ("model",)): 1,  # the second half block's result is not needed again
+        ("backward", "reduce-scatter", ("data",)): 9,
+        ("backward", "all-gather", ("model",)): 2,
+        ("backward", "reduce-scatter", ("model",)): 2,
+        ("backward", "all-reduce", ("model",)): 2,  # the norms' scales, which every device uses on other positions
+    }
+    wanted = {key: CONFIG.layers * count for key, count in per_layer.items()}
+    assert counts == wanted | {("forward", "all-reduce", ("data", "model")): 1}
+    texts = {row.what for row in rows if row.axes == ("data",) and row.direction == "backward"}
+    assert "embed heads/model head_dim +data -> embed/data heads/model head_dim" in texts

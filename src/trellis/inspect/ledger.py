@@ -125,7 +125,7 @@ class _Walk:
             placements.leave(equation, inner, child)
         elif name in manual.COLLECTIVES:
             for move, before, after, note in manual.moves(equation, self.sizes):
-                what = f"{manual.words(before)} -> {manual.words(after)}"
+                what = manual.text_of(here.scope, before) or f"{manual.words(before)} -> {manual.words(after)}"
                 yield self._row(move, before, what, times, here, note)
         elif not placements.again(equation):
             for implied in placements.implied(equation):

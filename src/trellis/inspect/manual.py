@@ -1,13 +1,17 @@
 """The collectives of manual mode (`shard_map`), where they are equations on one device's slices."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from trellis.notation import Shape, parse_transition
+
 from .rows import wire_bytes
 from .rules import num_bytes, place_of
+from .source import direction_of
 from .transition import Move, Place
 
 # The names are the same in JAX 0.10.2 and 0.12.
@@ -46,6 +50,25 @@ def moves(equation: JaxprEqn, sizes: Mapping[str, int]) -> Iterator[tuple[Move, 
         payload = num_bytes(whole) // math.prod(sizes.get(axis, 1) for axis in place_of(whole).sharded)
         if axes and payload:
             yield Move(kind, axes, payload, wire_bytes(kind, count, payload)), before.aval, after.aval, note
+
+
+def text_of(scope: str, aval) -> str | None:
+    """The transition that the language wrote into a name scope, if this operand can be its left side.
+
+    In the backward pass it is the transition's gradient: the other way around, `+x` where it was `~x`.
+    """
+    texts = _TEXT.findall(scope)
+    if not texts:
+        return None
+    before, after = parse_transition(texts[-1])
+    if direction_of(scope) == "backward":
+        before, after = (Shape(s.dims, s.copied, s.pending, s.ellipsis) for s in (after, before))
+    states = getattr(aval, "mat", None)
+    fits = len(before.dims) == len(aval.shape) and set(before.pending) == set(getattr(states, "unreduced", ()) or ())
+    return f"{before} -> {after}" if fits else None
+
+
+_TEXT = re.compile(r"reshard\[([^\[\]]*->[^\[\]]*)\]")
 
 
 def words(aval) -> str:
