@@ -11,7 +11,7 @@ from trellis.notation.state import State, state_of
 
 from .array import NamedArray
 from .axis import NamesError
-from .placing import assign, bring, check_sizes, refuse_pending, spread, union
+from .placing import assign, bring, check_sizes, refuse_pending, union, widen
 
 
 def lift(fn, *, name: str | None = None) -> Callable[..., NamedArray]:
@@ -23,7 +23,7 @@ def lift(fn, *, name: str | None = None) -> Callable[..., NamedArray]:
     ('embed',)
 
     Args:
-        fn: takes arrays of one shape (and scalars) and gives an array of that shape.
+        fn: takes arrays that broadcast against each other (and scalars) and gives an array of their common shape.
         name: what errors call it.
     """
     name = name or getattr(fn, "__name__", "the function")
@@ -36,13 +36,38 @@ def lift(fn, *, name: str | None = None) -> Callable[..., NamedArray]:
         for x in operands:
             refuse_pending(x, name)
         arrays, names, slices = together(args, name)
-        return NamedArray(fn(*arrays, **kwargs), names, slices)
+        return NamedArray(_broadcasting(fn, arrays)(*arrays, **kwargs), names, slices)
 
     return lifted
 
 
+def _broadcasting(fn, arrays):
+    """The function for operands some of which are copies (`~`): these are broadcast first.
+
+    JAX refuses copies beside slices in an elementwise operation; broadcast to the slices of the others they are
+    slices too, and their gradient is a partial sum. The broadcast array is not kept for the backward pass.
+    """
+    states = [state_of(a) for a in arrays if hasattr(a, "ndim")]
+    if len(states) < 2 or not any(s.copied for s in states) or len({(s.axes, s.copied) for s in states}) == 1:
+        return fn
+    shape = jnp.broadcast_shapes(*(a.shape for a in arrays if hasattr(a, "ndim")))
+    axes = [max((s.axes[i] for s in states if s.axes), key=len) for i in range(len(shape))]
+    spec = spec_of(axes)
+
+    def broadcast(*arrays, **kwargs):
+        whole = [
+            jax.lax.broadcast_in_dim(a, shape, range(a.ndim), out_sharding=spec)
+            if hasattr(a, "ndim") and state_of(a).copied
+            else a
+            for a in arrays
+        ]
+        return fn(*whole, **kwargs)
+
+    return jax.checkpoint(broadcast, prevent_cse=False)
+
+
 def together(args, what: str):
-    """The plain arrays of elementwise operands, placed and broadcast, with the result's names and slices.
+    """The plain arrays of elementwise operands, placed and of one rank, with the result's names and slices.
 
     Raises:
         NamesError: a plain array with dimensions, or a name with two sizes.
@@ -62,8 +87,7 @@ def together(args, what: str):
     names = union(operands)
     where = assign(operands, names)
     placed = [bring(a, where) if isinstance(a, NamedArray) else a for a in args]
-    sizes = {n: s for a in placed if isinstance(a, NamedArray) for n, s in zip(a.names, a.array.shape, strict=True)}
-    arrays = [spread(a, names, where, sizes) if isinstance(a, NamedArray) else a for a in placed]
+    arrays = [widen(a, names) if isinstance(a, NamedArray) else a for a in placed]
     slices = tuple(where[name] for name in names) if any(x.slices for x in operands) else ()
     return arrays, names, slices
 

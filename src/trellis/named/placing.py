@@ -187,21 +187,27 @@ def refuse_pending(x: NamedArray, what: str) -> None:
         )
 
 
-def spread(x: NamedArray, names: tuple[str, ...], where: Assignment | None, sizes: dict[str, int]):
-    """The plain array of an elementwise operand, broadcast to all names of the operation."""
+def widen(x: NamedArray, names: tuple[str, ...]):
+    """The plain array with all names of an operation in order, of size 1 where `x` does not have them."""
     if x.names == names:
         return x.array
-    dims = [names.index(name) for name in x.names]
-    array = x.array
-    if dims != sorted(dims):
-        order = sorted(range(len(dims)), key=dims.__getitem__)
-        array, dims = jnp.transpose(array, order), sorted(dims)
-    if len(dims) == len(names):
-        return array
+    array = transpose_array(x.array, [names.index(name) for name in x.names])
+    return jnp.expand_dims(array, [i for i, name in enumerate(names) if name not in x.names])
+
+
+def transpose_array(array, places: list[int]):
+    """The dimensions in the order of the places where they go."""
+    order = sorted(range(len(places)), key=places.__getitem__)
+    return array if order == sorted(order) else jnp.transpose(array, order)
+
+
+def spread(x: NamedArray, names: tuple[str, ...], where: Assignment | None, sizes: dict[str, int]):
+    """The plain array broadcast to all names, of the given sizes."""
+    if x.names == names:
+        return x.array
+    places = [names.index(name) for name in x.names]
+    array = transpose_array(x.array, places)
     shape = tuple(sizes[name] for name in names)
     state = state_of(array)
-    if where is None or state.mode in ("none", "manual", "auto"):
-        return jax.lax.broadcast_in_dim(array, shape, dims)
-
-    spec = spec_of([where[name] for name in names], state.pending)
-    return jax.lax.broadcast_in_dim(array, shape, dims, out_sharding=spec)
+    spec = spec_of([where[name] for name in names], state.pending) if where and state.mode == "explicit" else None
+    return jax.lax.broadcast_in_dim(array, shape, sorted(places), out_sharding=spec)
