@@ -14,11 +14,12 @@ from typing import Literal
 import equinox as eqx
 import jax
 
-from trellis.named import Axis, Keep, NamedArray, Stacked, arange, einsum, save, silu, take
+from trellis.named import Axis, Keep, NamedArray, Stacked, arange, einsum, save, take
 from trellis.nn.attend import attend
 from trellis.nn.norm import RMSNorm
 from trellis.nn.params import table, weight
 from trellis.nn.rope import Scaling, rotary_tables, rotate
+from trellis.nn.swiglu import swiglu
 
 from .config import check_positive, check_whole_heads
 
@@ -117,7 +118,7 @@ class GatedMlp(eqx.Module):
     def __call__(self, x: NamedArray) -> NamedArray:
         gate = save(einsum("batch pos embed, embed mlp -> batch pos mlp", x, self.gate), "mlp_gate")
         up = save(einsum("batch pos embed, embed mlp -> batch pos mlp", x, self.up), "mlp_up")
-        return einsum("batch pos mlp, mlp embed -> batch pos embed", silu(gate) * up, self.down)
+        return einsum("batch pos mlp, mlp embed -> batch pos embed", swiglu(gate, up), self.down)
 
 
 class Block(eqx.Module):

@@ -10,11 +10,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from trellis.nn.partition import Axes, varying
-from trellis.nn.platform import platform_of
+from trellis.mesh.platform import platform_of
 from trellis.notation.state import State, state_of
 
 CHUNK = {"cpu": 512}
-ACCELERATOR_CHUNK = 2048
+# On accelerators a chunk's float32 logits take at most this many bytes, but for no more chunks than the second number:
+# each adds once to the gradient of `unembed`, which is kept in that parameter's own type there (a gigabyte less for a
+# vocabulary of 128k and a width of 4096 in bfloat16).
+LOGITS_BYTES, MOST_CHUNKS = 1 << 28, 8
 
 
 class LossError(ValueError):
@@ -42,7 +45,8 @@ class TokenLoss(NamedTuple):
 class _Settings(NamedTuple):
     z_loss: float
     logit_softcap: float | None
-    chunk: int
+    chunk: int | None
+    total_type: jnp.dtype
     vocab_size: int | None
     vocab_first: bool
     vocab_axes: Axes
@@ -92,8 +96,10 @@ def cross_entropy(
     """
     _check(x, unembed, targets, weights, vocab_size, vocab_first)
     weights = jnp.ones_like(targets, jnp.float32) if weights is None else weights.astype(jnp.float32)
-    chunk = chunk or CHUNK.get(platform_of(x), ACCELERATOR_CHUNK)
-    settings = _Settings(z_loss, logit_softcap, chunk, vocab_size, vocab_first, ())
+    platform = platform_of(x)
+    chunk = chunk or CHUNK.get(platform)
+    total_type = jnp.dtype("float32") if platform == "cpu" else unembed.dtype
+    settings = _Settings(z_loss, logit_softcap, chunk, total_type, vocab_size, vocab_first, ())
     states = [state_of(a) for a in (x, unembed, targets)]
     if states[0].mode != "explicit":
         return _local(x, unembed, targets, weights, settings)
@@ -124,7 +130,8 @@ def cross_entropy(
 def _local(x, unembed, targets, weights, settings: _Settings) -> TokenLoss:
     """The loss of one device's tokens over its part of the vocabulary."""
     count = targets.size
-    chunk = min(settings.chunk, count)
+    columns = unembed.shape[0 if settings.vocab_first else 1]
+    chunk = min(settings.chunk or accelerator_chunk(count, columns), count)
     padding = -count % chunk
     x, targets, weights = x.reshape(count, -1), targets.reshape(count), weights.reshape(count)
     if padding:
@@ -132,6 +139,16 @@ def _local(x, unembed, targets, weights, settings: _Settings) -> TokenLoss:
     in_chunks = lambda a: a.reshape(-1, chunk, *a.shape[1:])
     total, rest = _summed(in_chunks(x), unembed, in_chunks(targets), in_chunks(weights), settings)
     return TokenLoss(total, *(lax.stop_gradient(s) for s in rest))
+
+
+def accelerator_chunk(count: int, columns: int) -> int:
+    """Tokens a chunk on an accelerator, of `count` tokens and `columns` of the vocabulary on a device.
+
+    >>> accelerator_chunk(4096, 128_256), accelerator_chunk(65536, 128_256), accelerator_chunk(4096, 1024)
+    (512, 8192, 4096)
+    """
+    few = max(LOGITS_BYTES // (4 * columns), 1)
+    return -(-count // min(max(-(-count // few), 1), MOST_CHUNKS))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -148,9 +165,9 @@ def _summed_fwd(x, unembed, targets, weights, settings: _Settings):
     def step(carry, part):
         sums, d_unembed = carry
         mine, d_x, d_more = _chunk(*part, unembed, settings, gradient=True)
-        return (jax.tree.map(jnp.add, sums, mine), d_unembed + d_more), d_x
+        return (jax.tree.map(jnp.add, sums, mine), (d_unembed + d_more).astype(d_unembed.dtype)), d_x
 
-    start = varying(jnp.zeros(unembed.shape, jnp.float32), _axes_of(x, unembed))
+    start = varying(jnp.zeros(unembed.shape, settings.total_type), _axes_of(x, unembed))
     (sums, d_unembed), d_x = lax.scan(step, (_zero_sums(weights), start), (x, targets, weights))
     return sums, (d_x, d_unembed.astype(unembed.dtype))
 

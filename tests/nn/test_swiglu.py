@@ -1,0 +1,33 @@
+"""The fenced gate against the plain one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from trellis.named import named
+from trellis.nn.swiglu import fenced_swiglu, swiglu
+
+
+def test_the_fence_changes_no_number():
+    gate, up, cotangent = jax.random.normal(jax.random.key(0), (3, 4, 16))
+    value, pull = jax.vjp(fenced_swiglu, gate, up)
+    expected, plain = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
+    np.testing.assert_array_equal(value, expected)
+    for mine, theirs in zip(pull(cotangent), plain(cotangent)):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-6)
+
+
+def test_fenced_on_tpus_only():
+    def traced(platform):
+        mesh = AbstractMesh(
+            (2,), ("data",), (AxisType.Explicit,), abstract_device=AbstractDevice(platform, None, platform)
+        )
+        with jax.sharding.use_abstract_mesh(mesh):
+            x = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
+            loss = lambda a, b: swiglu(named(a, "batch mlp"), named(b, "batch mlp")).array.astype(jnp.float32).sum()
+            return str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, x))
+
+    assert "optimization_barrier" in traced("tpu")
+    assert "optimization_barrier" not in traced("cpu")
