@@ -104,6 +104,13 @@ def test_a_run_from_its_first_step_to_its_report(run_file, tmp_path, capsys):
     assert f"resume what is there: trellis train {folder / 'run.yaml'} --run-dir {folder}" in err
 
 
+def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
+    code, _, err = trellis(capsys, "train", run_file, "--run-dir", "gs://bucket/run")
+    assert code == 2
+    assert "A run's folder lies in a file system." in err and "seen:  gs://bucket/run" in err
+    assert "where: --run-dir" in err and "fix:   mount the bucket (gcsfuse, s3fs) and give the folder" in err
+
+
 @pytest.mark.slow
 def test_a_run_moves_from_mesh_to_mesh_along_one_curve(run_file, tmp_path, capsys):
     """One device, then parameters sliced over eight, then tensors over two with a padded vocabulary, then one again."""

@@ -27,12 +27,17 @@ def lines(folder):
     return path.read_text().splitlines() if path.exists() else []
 
 
+def unfinished(folder):
+    """Checkpoints that are being written, or that a kill left so."""
+    return [path for path in folder.glob("checkpoints/step-*") if not (path / "manifest.json").exists()]
+
+
 @pytest.mark.slow
 def test_killed_ten_times_the_run_ends_with_the_same_loss_to_the_bit(tmp_path):
     whole = finish(start(tmp_path / "whole"))
     folder, chance = tmp_path / "killed", random.Random(5)
-    # It saves every two steps, so that most kills fall into a save.
     slow = ("--every", "2", "--pause", "0.01")
+    cut_off = 0
     for kill in range(10):
         process = start(folder, *slow)
         seen, target = len(lines(folder)), (kill + 1) * STEPS // 12
@@ -40,9 +45,13 @@ def test_killed_ten_times_the_run_ends_with_the_same_loss_to_the_bit(tmp_path):
         while len(lines(folder)) < max(seen, target) and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(chance.uniform(0, 0.1))
+        while kill % 2 and not unfinished(folder) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.001)  # every second kill falls into a save
         process.kill()
         process.communicate(timeout=60)
+        cut_off += bool(unfinished(folder))
         assert process.returncode == -9, f"kill {kill} came after the end"
+    assert cut_off >= 2, "no kill left a checkpoint unfinished"
     killed = finish(start(folder, *slow))
     assert killed["step"] == whole["step"] == STEPS
     assert killed["loss"] == whole["loss"] and killed["validation_loss"] == whole["validation_loss"]

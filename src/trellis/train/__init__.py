@@ -1,1 +1,1 @@
-
+"""Training runs: configuration, state, step, loop, data, metrics, checkpoints, evaluation."""

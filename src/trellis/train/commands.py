@@ -44,6 +44,13 @@ def run_train(args: argparse.Namespace) -> int:
             where="trellis train",
             fix="add --run-dir DIR, a folder that all of them see",
         )
+    if "://" in (args.run_dir or ""):
+        raise UserError(
+            "A run's folder lies in a file system.",
+            seen=args.run_dir,
+            where="--run-dir",
+            fix="mount the bucket (gcsfuse, s3fs) and give the folder; token stores may be URLs",
+        )
     folder = Path(args.run_dir) if args.run_dir else new_folder(run)
     with alone(folder) if is_first() else contextlib.nullcontext():
         claim(folder, run, write=is_first())
