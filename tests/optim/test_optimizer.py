@@ -25,10 +25,13 @@ from trellis.optim import (
 PARAMS = {
     "embedding": ("vocab embed", (32, 16), (None, "data")),
     "blocks/q": ("layers embed heads head_dim", (8, 16, 4, 4), (None, "data", "model")),
+    "blocks/qkv": ("layers embed qkv heads head_dim", (8, 8, 3, 2, 4), (None, "data", None, "model")),
+    "blocks/qkv_bias": ("layers qkv heads head_dim", (8, 3, 2, 4), (None, None, "model")),
     "blocks/out": ("layers heads head_dim embed", (8, 4, 4, 16), (None, "model", None, "data")),
     "blocks/up": ("layers embed mlp", (8, 16, 24), (None, "data", "model")),
     "blocks/norm": ("layers embed", (8, 16), (None, "data")),
     "blocks/experts": ("layers experts embed mlp", (2, 4, 16, 8), (None, "data", None, "model")),
+    "single/q": ("embed heads head_dim", (16, 4, 4), ("data", "model")),
     "final_norm": ("embed", (16,), ("data",)),
 }
 RULES = [
@@ -50,7 +53,9 @@ def tree(seed: int) -> dict[str, NamedArray]:
 
 def run(config, params, gradients, place=lambda tree: tree, **options):
     """Four steps; returns the parameters and the state."""
-    optimizer = make_optimizer(config, Cosine(warmup_steps=2), steps=4, clip_norm=1.0, exclude=["norm"], **options)
+    optimizer = make_optimizer(
+        config, Cosine(warmup_steps=2), steps=4, clip_norm=1.0, exclude=["norm", "bias"], **options
+    )
 
     @jax.jit
     def step(params, state, gradients):
@@ -90,7 +95,7 @@ def test_sharded_equals_one_device(config, mode):
 
 @jax.numpy_dtype_promotion("standard")
 def test_adamw_is_optax_adamw():
-    mask = {name: "norm" not in name for name in PARAMS}
+    mask = {name: "norm" not in name and "bias" not in name for name in PARAMS}
     rates = learning_rates(Cosine(warmup_steps=2), 0.1, 4)
     reference = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(rates, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask)
@@ -112,7 +117,7 @@ def test_weight_decay_leaves_out_vectors_and_excluded_names():
     params = tree(0)
     updates, _ = optimizer.update(zero, optimizer.init(params), params)
     moved = {name for name, u in updates.items() if np.any(np.asarray(u.array))}
-    assert moved == {"blocks/q", "blocks/out", "blocks/up", "blocks/experts"}
+    assert moved == {name for name in PARAMS if name not in ("embedding", "blocks/norm", "final_norm")}
     np.testing.assert_allclose(updates["blocks/up"].array, -0.05 * params["blocks/up"].array, rtol=1e-6)
 
 
@@ -127,8 +132,12 @@ def test_muon_moves_matrices_by_orthogonal_ones():
             values = np.linalg.svd(matrix, compute_uv=False) / (0.2 * np.sqrt(max(matrix.shape)))
             assert values.min() > 0.1 and values.max() < 1.4, name
             assert np.median(values) == pytest.approx(1.0, abs=0.35)
+    fused = np.asarray(updates["blocks/qkv"].array).transpose(0, 2, 1, 3, 4).reshape(24, 8, 8)
+    for matrix in fused:  # queries, keys and values are matrices of their own
+        values = np.linalg.svd(matrix, compute_uv=False) / (0.2 * np.sqrt(8))
+        assert values.min() > 0.1 and values.max() < 1.4
     # Adam's first step has every element at about 1.
-    for name in ("embedding", "blocks/norm", "final_norm"):
+    for name in ("embedding", "blocks/norm", "blocks/qkv_bias", "final_norm"):
         np.testing.assert_allclose(np.abs(updates[name].array), 1.0, atol=1e-3)
 
 

@@ -1,10 +1,11 @@
 """Muon on sharded arrays: Optax's rule, with whole matrices moved to one device each."""
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
@@ -13,7 +14,7 @@ from .config import Muon
 from .groups import Parameter, label
 
 
-def muon(config: Muon, exclude: Sequence[str] = ("vocab", "pos")) -> optax.GradientTransformation:
+def muon(config: Muon, exclude: Sequence[str] = ("vocab", "pos", "bias")) -> optax.GradientTransformation:
     """Muon's direction for matrices, Adam's for all else; neither has a learning rate or weight decay yet.
 
     Momentum is kept in the parameters' sharding. The Newton-Schulz iteration needs whole matrices: each update is moved
@@ -39,48 +40,69 @@ def muon(config: Muon, exclude: Sequence[str] = ("vocab", "pos")) -> optax.Gradi
     return optax.partition({"muon": matrices, "adam": adam}, labels)
 
 
+# Axes that hold several matrices side by side: each is orthogonalized by itself.
+_SIDE_BY_SIDE = ("qkv",)
+
+
+def _sides(p: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes of a matrix's two sides: `embed` against all else, so that heads and their widths are one side together.
+
+    Plain arrays have their last two axes.
+    """
+    if not p.names:
+        return tuple(range(p.ndim - 2, p.ndim - 1)), tuple(range(p.ndim - 1, p.ndim))
+    axes = [a for a in range(p.counting, p.ndim) if p.names[a] not in _SIDE_BY_SIDE]
+    return tuple(a for a in axes if p.names[a] == "embed"), tuple(a for a in axes if p.names[a] != "embed")
+
+
 def _is_matrix(p: Parameter) -> bool:
-    return p.ndim - p.counting >= 2
+    return p.ndim >= 2 and all(_sides(p))
 
 
-def _dimensions(p: Parameter) -> MuonDimensionNumbers:
-    """The two sides of a matrix: `embed` against all else where that is an axis, so heads are one side together."""
-    axes = range(p.counting, p.ndim) if p.names else range(p.ndim - 2, p.ndim)
-    first = p.names.index("embed") if "embed" in p.names[p.counting :] else axes[0]
-    return MuonDimensionNumbers((first,), tuple(a for a in axes if a != first))
+@dataclasses.dataclass(frozen=True)
+class _Sides:
+    """What `_sides` says, as a leaf of a tree."""
+
+    axes: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _orthogonalize(iterations: int, update_rms: float) -> optax.GradientTransformation:
     """Replaces each matrix by the nearest orthogonal one, scaled so that its elements have the given size."""
 
-    def one(update: jax.Array, dimensions: MuonDimensionNumbers) -> jax.Array:
-        # Without momentum Optax's rule is the iteration alone, and the state that it returns is the update again.
-        rule = scale_by_muon(ns_steps=iterations, beta=0.0, nesterov=False, weight_dimension_numbers=dimensions)
-        before = jax.typeof(update).sharding
-        whole = _reshard(update, _whole_matrices(update))
-        result, _ = rule.update(whole, rule.init(whole))
-        sides = [jnp.prod(jnp.asarray([update.shape[a] for a in side])) for side in dimensions]
-        scale = update_rms * jnp.sqrt(jnp.maximum(*sides).astype(update.dtype))
-        return _reshard(result * scale, before)
+    # Without momentum Optax's rule is the iteration alone, and the state that it returns is the update again.
+    stack = MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    rule = scale_by_muon(ns_steps=iterations, beta=0.0, nesterov=False, weight_dimension_numbers=stack)
+
+    def one(update: jax.Array, sides: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
+        many = tuple(a for a in range(update.ndim) if a not in sides[0] + sides[1])
+        order = many + sides[0] + sides[1]
+        rows, columns = (math.prod(update.shape[a] for a in side) for side in sides)
+        ordered = _reshard(update, _whole_matrices(update, sliced=many[:1] == (0,))).transpose(order)
+        # One step at a time: JAX follows a sharding through one merge of axes, not through two.
+        matrices = ordered.reshape(*(update.shape[a] for a in many), rows, columns)
+        flat = matrices.reshape(-1, rows, columns)
+        result = rule.update(flat, rule.init(flat))[0] * (update_rms * math.sqrt(max(rows, columns)))
+        back = result.reshape(matrices.shape).reshape(ordered.shape)
+        back = back.transpose([order.index(a) for a in range(len(order))])
+        return _reshard(back, jax.typeof(update).sharding)
 
     def update_fn(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
-        dimensions = label(updates, _dimensions)
-        is_dimensions = lambda x: isinstance(x, MuonDimensionNumbers)
-        return jax.tree.map(lambda d, u: one(u, d), dimensions, updates, is_leaf=is_dimensions), state
+        sides = label(updates, lambda p: _Sides(_sides(p)))
+        return jax.tree.map(lambda s, u: one(u, s.axes), sides, updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
 
 
-def _reshard(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
-    return x if sharding is None or jax.typeof(x).sharding == sharding else jax.reshard(x, sharding)
+def _reshard(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    return x if jax.typeof(x).sharding == sharding else jax.reshard(x, sharding)
 
 
-def _whole_matrices(x: jax.Array) -> NamedSharding:
-    """The leading axis over as many mesh axes as divide it, and nothing else sliced."""
+def _whole_matrices(x: jax.Array, *, sliced: bool) -> NamedSharding:
+    """The leading axis, where it may be `sliced`, over as many mesh axes as divide it, and nothing else sliced."""
     mesh = jax.typeof(x).sharding.mesh
     axes, parts = [], 1
     for axis, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):
-        if x.ndim > 2 and kind == AxisType.Explicit and x.shape[0] % (parts * size) == 0:
+        if sliced and kind == AxisType.Explicit and x.shape[0] % (parts * size) == 0:
             axes.append(axis)
             parts *= size
     return NamedSharding(mesh, PartitionSpec(*([tuple(axes) or None] + [None] * (x.ndim - 1))))
