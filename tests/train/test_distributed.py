@@ -139,3 +139,13 @@ def test_when_one_process_is_killed_the_other_leaves_and_names_the_last_good_che
     processes[1].communicate(timeout=60)
     assert processes[0].returncode == 3, err
     assert "A run goes on while all its processes do." in err and "last good checkpoint: " in err
+
+
+@pytest.mark.slow
+def test_both_processes_find_a_bad_loss_at_the_same_step(tmp_path):
+    """Metrics reach each process when they reach it; the run still ends everywhere at once, and nobody hangs."""
+    processes = start(tmp_path, "--steps", "100", "--every", "3", "--spoil-at", "13", pause=0)
+    ends = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [3, 3]
+    for _, err in ends:
+        assert "at step 14, 1 in a row (allowed: 0)" in err and "step-00000012" in err
