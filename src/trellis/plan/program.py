@@ -4,18 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
-
 from trellis._compat import cudnn_assumed
 from trellis.errors import UserError
 from trellis.mesh import Layout
-from trellis.named.saving import nothing, only, products, saved
+from trellis.train.assemble import assemble
 from trellis.train.config import Run
 from trellis.train.layouts import make_layout
-from trellis.train.state import abstract_state
-from trellis.train.step import Recipe, make_step
 
 from .hardware import Target
 from .links import check_tiles
@@ -76,18 +70,11 @@ def program(run: Run, target: Target, devices: Sequence[Any]) -> Program:
     given = {name: size for name, size in dataclasses.asdict(run.mesh).items() if size != 1}
     if -1 not in given.values():
         check_tiles(given or {"data": 1}, target)
-    layout = make_layout(run.mesh, run.layout, devices)
-    size, length = max(entry.size for entry in run.batch_sizes()), run.data.sequence_length
-    check_batch(run, layout, size)
-    with layout:
-        optimizer = _optimizer(run)
-        state = abstract_state(lambda key: run.model.init(key=key), optimizer, average=run.ema is not None)
-        step = jax.jit(make_step(optimizer, _recipe(run)), donate_argnums=0)
-    batch = {
-        name: jax.ShapeDtypeStruct((size, length), dtype, sharding=layout.sharding(("batch", "pos")))
-        for name, dtype in (("tokens", jnp.int32), ("targets", jnp.int32), ("loss_mask", jnp.bool_))
-    }
-    return Program(run, layout, step, state, batch, size * length)
+    check_batch(run, make_layout(run.mesh, run.layout, devices), max(entry.size for entry in run.batch_sizes()))
+    made = assemble(run, devices)
+    last = max(run.batch_sizes(), key=lambda entry: entry.size)
+    batch = made.fields(made.abstract_batch(last.step))
+    return Program(run, made.layout, made.step, made.abstract, batch, last.size * run.data.sequence_length)
 
 
 def check_batch(run: Run, layout: Layout, size: int) -> None:
@@ -110,23 +97,3 @@ def check_batch(run: Run, layout: Layout, size: int) -> None:
             where="batch_size",
             fix=f"use --batch_size {' or '.join(str(n) for n in (below, above) if n)}",
         )
-
-
-def _optimizer(run: Run) -> optax.GradientTransformation:
-    return optax.adamw(3e-4)
-
-
-def _recipe(run: Run) -> Recipe:
-    policies = {
-        "none": None,
-        "full": nothing,
-        "saved": saved,
-        "dots": products,
-        "offload": only(offload=run.remat.names),
-    }
-    policy = policies[run.remat.policy]
-    if run.remat.policy == "saved" and run.remat.names:
-        policy = only(*run.remat.names)
-    return Recipe(
-        compute=run.precision.compute, microbatches=run.microbatches, policy=policy, z_loss=run.z_loss, ema=run.ema
-    )
