@@ -126,5 +126,9 @@ def test_a_run_moves_from_mesh_to_mesh_along_one_curve(run_file, tmp_path, capsy
     for last, options in steps:
         code, _, err = trellis(capsys, "train", run_file, "--run-dir", move, "--steps", 8, "--until", last, *options)
         assert code == 0, err
+    paused = tmp_path / "paused"
+    for last in (3, 8):
+        assert trellis(capsys, "train", run_file, "--run-dir", paused, "--steps", 8, "--until", last, *single)[0] == 0
+    assert losses(paused) == losses(stay), "on the same mesh, to the bit"
     assert len(losses(move)) == 8
     assert losses(move) == pytest.approx(losses(stay), rel=1e-4)

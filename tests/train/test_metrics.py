@@ -27,7 +27,8 @@ def record(step, start, end, loss=1.5, **values):
 
 
 def test_rates_are_over_the_steps_since_the_line_before():
-    meter = Meter(tokens=1000, work=Work(flops_per_token=10.0, peak_flops=4000.0))
+    work = Work(flops_per_token=10.0, noncausal_flops_per_token=12.0, peak_flops=4000.0)
+    meter = Meter(tokens=1000, work=work)
     meter.add(record(5, 0.0, 1.0), 100)
     meter.add(record(6, 1.0, 4.0), 100)
     line = meter.line(record(6, 1.0, 4.0, loss=0.5, learning_rate=0.1, grad_norm=2.0))
@@ -40,6 +41,7 @@ def test_rates_are_over_the_steps_since_the_line_before():
         "grad_norm": 2.0,
         "tokens_per_second": 50.0,
         "mfu": 0.125,
+        "mfu_noncausal": 0.15,
         "step_seconds": 2.0,
         "data_wait_seconds": 0.25,
     }
@@ -145,7 +147,14 @@ class Terminal(io.StringIO):
         return True
 
 
-LINE = {"step": 20, "loss": 3.21, "tokens_per_second": 1200.0, "mfu": 0.31, "memory_bytes": 3 << 30}
+LINE = {
+    "mfu_noncausal": 0.33,
+    "step": 20,
+    "loss": 3.21,
+    "tokens_per_second": 1200.0,
+    "mfu": 0.31,
+    "memory_bytes": 3 << 30,
+}
 
 
 def test_progress_in_a_pipe_is_plain_lines():
@@ -160,9 +169,11 @@ def test_progress_in_a_pipe_is_plain_lines():
     shown = stream.getvalue()
     assert "\r" not in shown and "\x1b" not in shown
     first, evaluated, last, note = shown.splitlines()
-    assert first == "step 20/100  loss 3.2100  1.20k tok/s  MFU 31.0 %  3.00 GiB", "one line has no pace yet"
+    assert first == "step 20/100  loss 3.2100  1.20k tok/s  MFU 31.0 % (33.0 % non-causal)  3.00 GiB", (
+        "one line has no pace yet"
+    )
     assert "validation 3.5000  1.2500 bits/byte" in evaluated and "  left " in evaluated
-    assert last == "step 100/100  loss not finite  1.20k tok/s  MFU 31.0 %  3.00 GiB"
+    assert last == "step 100/100  loss not finite  1.20k tok/s  MFU 31.0 % (33.0 % non-causal)  3.00 GiB"
     assert note == "a note"
 
 

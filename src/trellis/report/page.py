@@ -112,11 +112,15 @@ def tiles(run: RunFolder) -> list[tuple[str, str]]:
         ("steps", last("step"), "{:,.0f}".format),
         ("tokens", last("tokens"), count),
         ("tokens/s, median", middle, count),
-        ("MFU", last("mfu"), lambda v: f"{100 * v:.1f} %"),
+        (_mfu_name(last("mfu_noncausal")), last("mfu"), lambda v: f"{100 * v:.1f} %"),
         ("seconds a step", last("step_seconds"), "{:.3g}".format),
         ("memory", last("memory_bytes"), size),
     ]
     return [(name, show(value)) for name, value, show in found if value is not None]
+
+
+def _mfu_name(noncausal: float | None) -> str:
+    return "MFU" if noncausal is None else f"MFU ({100 * noncausal:.1f} % non-causal)"
 
 
 def state(run: RunFolder) -> str:

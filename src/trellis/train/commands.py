@@ -88,6 +88,7 @@ def train_run(run: Run, folder: Path, devices: Sequence[Any], *, until: int | No
     length = run.data.sequence_length
     work = Work(
         flops_per_token=flops_per_token(assembled.abstract.model, length),
+        noncausal_flops_per_token=flops_per_token(assembled.abstract.model, length, causal=False),
         peak_flops=known_peak(assembled.layout.mesh.devices.flat, run.precision.compute),
     )
 

@@ -20,15 +20,21 @@ class Work:
 
     Attributes:
         flops_per_token: floating-point operations that training on one token takes, attention counted causally.
+        noncausal_flops_per_token: the same with all of attention counted, as many others do; None leaves it out.
         peak_flops: the devices' dense peak together, per second; None where it is not known.
     """
 
     flops_per_token: float
+    noncausal_flops_per_token: float | None = None
     peak_flops: float | None
 
-    def utilisation(self, tokens_per_second: float) -> float | None:
-        """The model's FLOPs per second over the peak (MFU), from 0 to 1."""
-        return tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
+    def utilisation(self, tokens_per_second: float | None) -> dict[str, float | None]:
+        """The model's FLOPs per second over the peak, from 0 to 1: `mfu`, and `mfu_noncausal` where that is counted."""
+        counted = {"mfu": self.flops_per_token, "mfu_noncausal": self.noncausal_flops_per_token}
+        known = {name: flops for name, flops in counted.items() if flops is not None}
+        if not tokens_per_second or not self.peak_flops:
+            return dict.fromkeys(known)
+        return {name: tokens_per_second * flops / self.peak_flops for name, flops in known.items()}
 
 
 class Meter:
@@ -57,7 +63,7 @@ class Meter:
         """The line of the step that was added last. A value that is no finite number becomes None.
 
         Keys: `step`, `tokens` (so far), the step's metrics, and of the steps that the rates are over:
-        `tokens_per_second`, `mfu` (0 to 1), `step_seconds` (waiting included), `data_wait_seconds` (a step's share of
+        `tokens_per_second`, `mfu` and `mfu_noncausal` (0 to 1), `step_seconds` (waiting included), `data_wait_seconds` (a step's share of
         the time that the device had no batch); `memory_bytes` is what the fullest device of this process holds, or
         this process where the devices do not say.
         """
@@ -70,7 +76,7 @@ class Meter:
         line.update(record.values)
         line.update(
             tokens_per_second=rate,
-            mfu=self._work.utilisation(rate) if self._work and rate else None,
+            **(self._work.utilisation(rate) if self._work else {"mfu": None}),
             step_seconds=seconds / len(self._steps),
             data_wait_seconds=sum(step[2] for step in self._steps) / len(self._steps),
             memory_bytes=memory_bytes(),

@@ -56,7 +56,9 @@ class Progress:
         if line.get("tokens_per_second") is not None:
             parts.append(f"{count(line['tokens_per_second'])} tok/s")
         if line.get("mfu") is not None:
-            parts.append(f"MFU {100 * line['mfu']:.1f} %")
+            more = line.get("mfu_noncausal")
+            beside = f" ({100 * more:.1f} % non-causal)" if more is not None else ""
+            parts.append(f"MFU {100 * line['mfu']:.1f} %{beside}")
         if line.get("memory_bytes") is not None:
             parts.append(size(line["memory_bytes"]))
         left = self._left(int(line["step"]))
