@@ -137,3 +137,13 @@ def test_wrong_mixtures(stores, options, rule):
     with pytest.raises(UserError) as raised:
         Mixture(stores=stores, **options)
     assert raised.value.rule == rule
+
+
+def test_stores_of_two_tokenizers(stores, tmp_path):
+    other = make_store(tmp_path, ["a b c"], use_bytes=False, train_bpe=300)
+    with pytest.raises(UserError) as raised:
+        Mixture(stores={"big": stores["big"], "other": other}, weights={"big": 1})
+    assert raised.value.rule == "The stores of a mixture were made by one tokenizer."
+    assert raised.value.seen.startswith("big: sha256 ") and ", other: sha256 " in raised.value.seen
+    with pytest.raises(UserError, match="made by one tokenizer"):
+        Mixture(stores={"big": stores["big"]}, weights={"big": 1}, validation={"held": other})

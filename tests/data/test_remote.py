@@ -142,6 +142,12 @@ def test_texts_behind_a_web_server(tmp_path, web):
         assert np.array_equal(store.tokens(0, store.num_tokens), stream(TEXTS))
 
 
+def test_a_url_with_a_query(tmp_path, web):
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    source = FileSource(files=find_files(f"{web.url}/in.jsonl.gz?download=true"))
+    assert tokenize(source, tmp_path / "out", **OPTIONS).tokens(0, 2).tolist() == [ord("a"), 256]
+
+
 def test_dropped_connections_are_tried_again(tmp_path, web):
     here = make_store(tmp_path, TEXTS)
     write_jsonl(tmp_path / "in.jsonl", TEXTS)

@@ -40,7 +40,7 @@ class Web:
             def _answer(self, *, body):
                 web.requests.append((self.path, self.headers.get("Range")))
                 number = len(web.requests)
-                path = web.folder / self.path.lstrip("/")
+                path = web.folder / self.path.split("?")[0].lstrip("/")
                 if not path.is_file():
                     self.send_error(404)
                     return

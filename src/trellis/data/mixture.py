@@ -62,6 +62,18 @@ class Mixture:
                 where="Mixture.max_epochs",
                 fix="use one of " + ", ".join(self.stores),
             )
+        made_by = {
+            name: store.tokenizer_sha256
+            for name, store in [*self.stores.items(), *self.validation.items()]
+            if store.tokenizer_sha256
+        }
+        if len(set(made_by.values())) > 1:
+            raise UserError(
+                "The stores of a mixture were made by one tokenizer.",
+                seen=", ".join(f"{name}: sha256 {sha[:12]}" for name, sha in made_by.items()),
+                where="Mixture.stores",
+                fix="tokenize all of them with the tokenizer.json of one",
+            )
         if self.block < len(self.stores) ** 2:
             raise UserError(
                 "A block of a mixture has at least the square of the number of sources in rows.",

@@ -91,7 +91,7 @@ class LocalFolder:
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
         """The bytes of a file, or those from ``start`` to ``stop`` as far as the file goes."""
-        descriptor = os.open(self.path(name), os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        descriptor = os.open(self.path(name), os.O_RDONLY)
         try:
             if start is None:
                 start, stop = 0, os.fstat(descriptor).st_size

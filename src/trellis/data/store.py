@@ -36,6 +36,9 @@ class TokenStore:
         num_tokens, num_documents, vocab_size: counts.
         start_token: the id a model reads before the first token of a document.
         text_bytes: UTF-8 bytes of text that the tokens stand for, or None where the format does not say.
+        complete: False while the store is being written.
+        has_loss_mask: some tokens do not count in the loss.
+        tokenizer_sha256: which tokenizer made the tokens, or None where the format does not say.
     """
 
     url: str
@@ -46,6 +49,7 @@ class TokenStore:
     text_bytes: int | None = None
     complete: bool = True
     has_loss_mask: bool = False
+    tokenizer_sha256: str | None = None
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens start..stop-1 of the corpus, as stored: unsigned[tokens]."""
@@ -182,6 +186,7 @@ class Store(TokenStore):
         self.text_bytes, self.vocab_size = about["text_bytes"], about["vocab_size"]
         self.start_token = self.end_of_document = about["end_of_document"]
         self.has_loss_mask = about["has_loss_mask"]
+        self.tokenizer_sha256 = about["tokenizer"]["sha256"]
         self.dtype = np.dtype(about["dtype"])
         check = self._check_wanted
         if check is None:
@@ -272,10 +277,6 @@ class Store(TokenStore):
     def sources(self) -> list[dict]:
         """The input files in order: name, size in bytes (None where unknown)."""
         return json.loads(self._folder.read("sources.json"))["files"]
-
-    def check_model(self, vocab_size: int) -> None:
-        """Refuse a model whose vocabulary is smaller than the store's."""
-        check_vocabulary(self, vocab_size)
 
 
 def check_vocabulary(store: TokenStore, vocab_size: int) -> None:

@@ -11,14 +11,19 @@ PART_BYTES = 8 << 20  # of one request to a server
 
 
 def plain_name(name: str) -> str:
-    """A file's name without a suffix of compression.
+    """A file's name without a query and without a suffix of compression.
 
-    >>> plain_name("c4/part-0.jsonl.zst")
-    'c4/part-0.jsonl'
+    >>> plain_name("c4/part-0.jsonl.zst"), plain_name("https://host/a.jsonl.gz?download=true")
+    ('c4/part-0.jsonl', 'https://host/a.jsonl')
     """
+    name = _without_query(name)
     if name.endswith(".tgz"):
         return name[:-4] + ".tar"
     return name[: name.rindex(".")] if name.endswith(COMPRESSIONS) else name
+
+
+def _without_query(name):
+    return name.split("?")[0] if name.startswith(("http://", "https://")) else name
 
 
 class RemoteStream(io.RawIOBase):
@@ -123,19 +128,20 @@ class Stream:
                 where=url,
                 fix="check the path, the permissions and the credentials",
             ) from error
-        self.seekable = not url.endswith(COMPRESSIONS)
+        self._name = _without_query(url)
+        self.seekable = not self._name.endswith(COMPRESSIONS)
         self.file = self._decompressed()
 
     def _decompressed(self):
-        if self._url.endswith((".gz", ".tgz")):
+        if self._name.endswith((".gz", ".tgz")):
             import gzip
 
             return gzip.GzipFile(fileobj=self._raw)
-        if self._url.endswith(".xz"):
+        if self._name.endswith(".xz"):
             import lzma
 
             return lzma.LZMAFile(self._raw)
-        if self._url.endswith(".zst"):
+        if self._name.endswith(".zst"):
             return io.BufferedReader(_ZstdReader(self._raw), 1 << 17)
         return self._raw
 

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 
 import numpy as np
 
@@ -107,6 +108,8 @@ class Tokenizer:
                 continue
             if byte_level and all(c in characters for c in text):
                 out[i] = len(text)
+            elif re.fullmatch("<0x[0-9A-F]{2}>", text):  # a byte that the vocabulary has no character for
+                out[i] = 1
             else:
                 out[i] = len(text.replace("\u2581", " ").encode())
         return out
