@@ -233,6 +233,15 @@ def test_one_writer_at_a_time(tmp_path):
     assert make_store(tmp_path, ["a"]).num_documents == 1 and not (tmp_path / "store.lock").exists()
 
 
+def test_waiting_for_another_writer(tmp_path):
+    import fcntl
+
+    with open(tmp_path / "store.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        threading.Timer(0.2, lambda: fcntl.flock(lock, fcntl.LOCK_UN)).start()
+        assert make_store(tmp_path, ["a"], wait=True).num_documents == 1
+
+
 def test_other_inputs_for_the_same_store(tmp_path):
     make_store(tmp_path, ["a", "b"])
     with pytest.raises(UserError) as raised:
@@ -353,6 +362,7 @@ def test_a_filter_that_fails(tmp_path):
         ({"use_bytes": False}, "Tokenizing uses one tokenizer."),
         ({"train_bpe": 300}, "Tokenizing uses one tokenizer."),
         ({"on_error": "ignore"}, "A document that cannot be read stops the run or is skipped."),
+        ({"chunk_tokens": 0}, "Chunks and the sample for training hold at least one element."),
         ({"workers": -1}, "Workers are a number of processes, or a Ray cluster."),
         ({"use_bytes": False, "train_bpe": 9}, "A byte-level vocabulary holds 256 bytes and the end of a document."),
     ],

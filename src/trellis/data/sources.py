@@ -160,7 +160,7 @@ def _remote(url):
             return fs.find(path)
         return [path] if fs.exists(path) else []
 
-    names = sorted(with_retries(expand, what="list", url=url))
+    names = sorted(name for name in with_retries(expand, what="list", url=url) if not name.endswith("/"))
     if not names:
         raise UserError(
             "Every input exists.",

@@ -87,6 +87,13 @@ def tokenize(
             where="--on-error",
             fix="use fail or skip",
         )
+    if min(chunk_tokens, chunk_offsets, train_bytes) < 1:
+        raise UserError(
+            "Chunks and the sample for training hold at least one element.",
+            seen=f"chunk_tokens={chunk_tokens}, chunk_offsets={chunk_offsets}, train_bytes={train_bytes}",
+            where="trellis tokenize",
+            fix="use 1 or more, or leave it out",
+        )
     if not hasattr(source, "blocks"):
         source = FileSource(files=find_files(source))
     if isinstance(tokenizer, str | os.PathLike):
