@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 
 from trellis.mesh.manual_einsum import einsum_plain
@@ -14,6 +13,7 @@ from .array import NamedArray
 from .axis import NamesError
 from .placing import assign, bring, check_sizes, refuse_pending
 from .placing import settle as settle_to_layout
+from .product import product
 
 Names = tuple[str, ...]
 
@@ -146,7 +146,7 @@ def _product(x: NamedArray, y: NamedArray, needed: set[str], out: Names | None, 
     pending = tuple(axis for n in summed for axis in where[n]) if where else ()
     mode = state_of(x.array).mode
     spec = spec_of([where[n] for n in order], pending) if where and mode == "explicit" and any(where.values()) else None
-    array = jax.lax.dot_general(x.array, y.array, numbers, preferred_element_type=dtype, out_sharding=spec)
+    array = product(x.array, y.array, numbers, preferred_element_type=dtype, out_sharding=spec)
     if mode == "manual" and pending:
         array = mark_pending(array, pending, Shape(tuple(Dim(n, where[n]) for n in order), tuple(sorted(pending))))
     if out is not None and order != out:

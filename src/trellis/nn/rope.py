@@ -10,7 +10,7 @@ import numpy as np
 from trellis.mesh.layout import current_layout
 from trellis.named import ELEMENTWISE, Axis, NamedArray, einsum
 from trellis.named.placing import move
-from trellis.nn.platform import platform_of
+from trellis.mesh.platform import platform_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,104 @@
+"""The product's own gradient against `dot_general`'s."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from trellis.mesh.meshes import make_mesh
+from trellis.named.product import product
+
+# Shapes and the summed dimensions: one or several, in either order, with the narrower operand on either side.
+CASES = [
+    ((4, 6, 3), (3, 5), ((2,), (0,))),
+    ((4, 6, 5), (5, 3), ((2,), (0,))),
+    ((4, 6, 3), (5, 3), ((2,), (1,))),
+    ((4, 6, 3, 2), (3, 2, 5), ((2, 3), (0, 1))),
+    ((4, 6, 3, 2), (2, 5, 3), ((2, 3), (2, 0))),
+    ((3, 2, 4), (3, 4, 2, 5), ((1, 0, 2), (2, 0, 1))),
+    ((3, 4), (4, 6, 2, 3), ((1,), (0,))),
+    ((3, 4), (4, 3), ((1, 0), (0, 1))),
+]
+
+
+def gradients(function, a, b, numbers, weights):
+    return jax.jit(jax.grad(lambda a, b: jnp.sum(function(a, b, numbers) * weights), (0, 1)))(a, b)
+
+
+@pytest.mark.parametrize("a_shape,b_shape,summed", CASES)
+def test_the_gradient_is_that_of_dot_general(a_shape, b_shape, summed):
+    keys = jax.random.split(jax.random.key(0), 3)
+    a, b = jax.random.normal(keys[0], a_shape), jax.random.normal(keys[1], b_shape)
+    numbers = (summed, ((), ()))
+    out = jax.lax.dot_general(a, b, numbers)
+    weights = jax.random.normal(keys[2], out.shape)
+    np.testing.assert_allclose(product(a, b, numbers), out, rtol=1e-6)
+    wanted = gradients(jax.lax.dot_general, a, b, numbers, weights)
+    for seen, expected in zip(gradients(product, a, b, numbers, weights), wanted, strict=True):
+        np.testing.assert_allclose(seen, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("widths", [(3, 8), (8, 4)])
+def test_gradients_lie_where_their_values_do(widths, copied):
+    mesh = make_mesh(data=4, model=2)
+    embed, mlp = widths
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, w = jax.random.normal(keys[0], (8, 2, embed)), jax.random.normal(keys[1], (embed, mlp))
+    weights = jax.random.normal(keys[2], (8, 2, mlp))
+    numbers = (((2,), (0,)), ((), ()))
+    wanted = gradients(jax.lax.dot_general, x, w, numbers, weights)
+    with jax.set_mesh(mesh):
+        put = lambda a, *axes: jax.device_put(a, NamedSharding(mesh, P(*axes)))
+
+        def total(x, w, weights):
+            if copied:
+                x, w = jax.reshard(x, P("data", reduced={"model"})), jax.reshard(w, P(None, "model", reduced={"data"}))
+            out = product(x, w, numbers, out_sharding=P("data", None, "model"))
+            return jnp.sum(out * weights)
+
+        arrays = put(x, "data"), put(w, None, "model"), put(weights, "data", None, "model")
+        seen = jax.jit(jax.grad(total, (0, 1)))(*arrays)
+        for gradient, array in zip(seen, arrays[:2], strict=True):
+            assert jax.typeof(gradient).sharding.spec == jax.typeof(array).sharding.spec
+    for gradient, expected in zip(seen, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(gradient), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pending_sum_goes_through():
+    mesh = make_mesh(model=8)
+    a, b = jax.random.normal(jax.random.key(0), (4, 16)), jax.random.normal(jax.random.key(1), (16, 2))
+    with jax.set_mesh(mesh):
+        a_there, b_there = (
+            jax.device_put(x, NamedSharding(mesh, s)) for x, s in ((a, P(None, "model")), (b, P("model")))
+        )
+
+        def total(a, b):
+            out = product(a, b, (((1,), (0,)), ((), ())), out_sharding=P(unreduced={"model"}))
+            return jnp.sum(jax.reshard(out, P(None, None)) ** 2)
+
+        seen = jax.jit(jax.grad(total, (0, 1)))(a_there, b_there)
+    wanted = jax.grad(lambda a, b: jnp.sum((a @ b) ** 2), (0, 1))(a, b)
+    for gradient, expected in zip(seen, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(gradient), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_policies_see_the_product():
+    x, w = jnp.ones((4, 3)), jnp.ones((3, 5))
+
+    def dots(policy):
+        layer = jax.checkpoint(lambda x, w: jnp.sin(product(x, w, (((1,), (0,)), ((), ())))), policy=policy)
+        return str(jax.make_jaxpr(jax.grad(lambda w: layer(x, w).sum()))(w)).count("dot_general[")
+
+    everything, nothing = jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.nothing_saveable
+    assert dots(nothing) == dots(everything) + 1
+
+
+def test_the_cotangent_is_settled_once_on_a_cpu():
+    x, w = jnp.ones((4, 3)), jnp.ones((3, 5))
+    text = str(jax.make_jaxpr(jax.grad(lambda w: jnp.sin(product(x, w, (((1,), (0,)), ((), ())))).sum()))(w))
+    assert text.count("optimization_barrier") == 2
+    batched = str(jax.make_jaxpr(jax.grad(lambda w: product(w, w, (((1,), (1,)), ((0,), (0,)))).sum()))(w))
+    assert "optimization_barrier" not in batched
