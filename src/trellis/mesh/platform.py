@@ -1,5 +1,8 @@
 """Where a computation will run, asked while it is traced."""
 
+import os
+from typing import Any
+
 import jax
 
 
@@ -15,3 +18,18 @@ def platform_of(x: jax.Array) -> str:
     device = None if mesh.empty else mesh.abstract_device
     platform = getattr(device, "platform", None) or jax.default_backend()
     return {"gpu": "cuda"}.get(platform, platform)
+
+
+def unrolls_loops(x: Any) -> bool:
+    """Whether a loop over layers runs faster written out: on a CPU, unless it only rehearses a larger machine.
+
+    More devices than processors are a rehearsal, where the time to compile counts for more.
+
+    Args:
+        x: an array, or a tree of them, that goes through the loop.
+    """
+    leaves = jax.tree.leaves(x)
+    if not leaves or platform_of(leaves[0]) != "cpu":
+        return False
+    mesh = jax.typeof(leaves[0]).sharding.mesh
+    return mesh.empty or mesh.size <= (os.cpu_count() or 1)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 
+from trellis.mesh.platform import unrolls_loops
+
 from .array import NamedArray, is_named
 from .axis import Axis
 from .control import scan, vmap
@@ -22,16 +24,17 @@ class Stacked(eqx.Module):
         block: the block, with stacked parameters.
         axis: the layers' axis.
         unrolled: one after the other instead of a scan.
-        unroll: how many layers one iteration of the scan holds.
+        unroll: how many layers one iteration of the scan holds. None: all of them on a CPU, where a loop costs the
+            copying of every saved value into and out of a stack, if there are at most 16; else one.
     """
 
     block: eqx.Module
     axis: Axis = eqx.field(static=True)
     unrolled: bool = eqx.field(static=True, default=False)
-    unroll: int = eqx.field(static=True, default=1)
+    unroll: int | None = eqx.field(static=True, default=None)
 
     @staticmethod
-    def init(make: Callable, axis: Axis, *, key, unrolled: bool = False, unroll: int = 1) -> "Stacked":
+    def init(make: Callable, axis: Axis, *, key, unrolled: bool = False, unroll: int | None = None) -> "Stacked":
         """Makes the layers: `Stacked.init(lambda key: Block(config, key=key), Axis("layers", 4), key=key)`."""
         keys = NamedArray(jax.random.split(key, axis.size), (axis.name,))
         block = vmap(lambda k: make(k.array), axis)(keys)
@@ -59,7 +62,8 @@ class Stacked(eqx.Module):
 
     def _run(self, body, x, args, each, policy):
         if not self.unrolled:
-            scanned = scan(lambda c, block, e: body(block, c, *e, *args), self.axis, policy=policy, unroll=self.unroll)
+            unroll = self.unroll or (self.axis.size if self.axis.size <= 16 and unrolls_loops(x) else 1)
+            scanned = scan(lambda c, block, e: body(block, c, *e, *args), self.axis, policy=policy, unroll=unroll)
             return scanned(x, self.block, tuple(each))
         ys = []
         one = checkpoint(lambda c, block, e: body(block, c, *e, *args), policy)
