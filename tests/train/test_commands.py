@@ -61,6 +61,7 @@ def losses(folder):
     return [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_run_from_its_first_step_to_its_report(run_file, tmp_path, capsys):
     folder = tmp_path / "run"
     code, out, err = trellis(capsys, "train", run_file, "--run-dir", folder, "--layout.preset", "single")
