@@ -159,3 +159,50 @@ def test_refused_placements(arrays):
             "targets are sharded as x is, got x float32[4@data,6,8], unembed float32[8,32], in cross_entropy, "
             "targets sharded ((), ()): reshard them like x"
         )
+
+
+@pytest.mark.parametrize("logit_softcap", [None, 4.0])
+def test_a_bias_is_one_more_row(arrays, logit_softcap):
+    """A bias is the weight of an element that is always 1; on a mesh its gradient is summed over tokens too."""
+    x, unembed, targets, weights = arrays
+    bias = jnp.linspace(-1.0, 1.0, VOCAB)
+    settings = dict(z_loss=0.1, vocab_size=29, logit_softcap=logit_softcap, chunk=5)
+
+    def longer(x, head):
+        x = jnp.concatenate([x, jnp.ones((BATCH, POS, 1))], axis=-1)
+        return cross_entropy(x, jnp.concatenate([head[0], head[1][None]]), targets, weights, **settings).total
+
+    def biased(x, head):
+        return cross_entropy(x, head[0], targets, weights, bias=head[1], **settings).total
+
+    wanted = jax.jit(jax.value_and_grad(longer, (0, 1)))(x, (unembed, bias))
+    assert_near(jax.jit(jax.value_and_grad(biased, (0, 1)))(x, (unembed, bias)), wanted)
+    mesh = make_mesh(data=2, context=2, model=2)
+    with jax.set_mesh(mesh):
+        put = lambda a, *axes: jax.device_put(a, NamedSharding(mesh, P(*axes)))
+        tokens = ("data", "context")
+
+        def many(x, head, targets, weights):
+            x = jax.reshard(x, P(*tokens, None, reduced={"model"}))
+            unembed, bias = (jax.reshard(h, P(*jax.typeof(h).sharding.spec, reduced=set(tokens))) for h in head)
+            return cross_entropy(x, unembed, targets, weights, bias=bias, **settings).total
+
+        head = (put(unembed, None, "model"), put(bias, "model"))
+        put_tokens = [put(a, *tokens) for a in (targets, weights)]
+        found = jax.jit(jax.value_and_grad(many, (0, 1)))(put(x, *tokens), head, *put_tokens)
+    assert_near(found, wanted)
+
+
+def test_refused_biases(arrays):
+    x, unembed, targets, _ = arrays
+    with pytest.raises(
+        LossError, match=r"one number for each column, got shape \(3,\) for 32 columns, in cross_entropy"
+    ):
+        cross_entropy(x, unembed, targets, bias=jnp.zeros(3))
+    mesh = make_mesh(data=4, model=2)
+    with jax.set_mesh(mesh):
+        put = lambda a, *axes: jax.device_put(a, NamedSharding(mesh, P(*axes)))
+        with pytest.raises(
+            LossError, match=r"as the vocabulary of the unembedding is, got bias float32\[32\] for vocab over"
+        ):
+            cross_entropy(put(x, "data"), put(unembed, None, "model"), put(targets, "data"), bias=put(jnp.zeros(VOCAB)))

@@ -235,8 +235,8 @@ def _choose(model, hidden: NamedArray, key, sampling: Sampling) -> jax.Array:
     logits = einsum(
         "batch embed, vocab embed -> batch vocab", hidden, model.unembedding, preferred_element_type=jnp.float32
     )
-    if (bias := getattr(model, "unembedding_bias", None)) is not None:
-        logits = logits + bias.astype(jnp.float32)
+    if model.unembedding_bias is not None:
+        logits = logits + model.unembedding_bias.astype(jnp.float32)
     logits = place(logits.array, ((), ()), names=("batch", "vocab"))
     return choose(logits[:, : model.config.vocab], key, sampling)
 

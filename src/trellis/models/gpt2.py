@@ -161,6 +161,7 @@ class GPT2(eqx.Module):
     layers: Stacked
     norm: LayerNorm
     config: GPT2Config = eqx.field(static=True)
+    unembedding_bias = None
 
     @staticmethod
     def init(config: GPT2Config, *, key, vocab_multiple: int = 1) -> "GPT2":

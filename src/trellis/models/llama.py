@@ -153,6 +153,7 @@ class Llama(eqx.Module):
     norm: RMSNorm
     head: NamedArray | None
     config: LlamaConfig = eqx.field(static=True)
+    unembedding_bias = None
 
     @staticmethod
     def init(config, *, key, vocab_multiple: int = 1, block=Block.init) -> "Llama":

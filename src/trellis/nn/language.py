@@ -15,6 +15,7 @@ def next_token_loss(
     targets: NamedArray,
     weights: NamedArray | None = None,
     *,
+    bias: NamedArray | None = None,
     vocab_size: int | None = None,
     **options,
 ) -> TokenLoss:
@@ -28,6 +29,7 @@ def next_token_loss(
         unembedding: `"vocab embed"`.
         targets: `i32["batch pos"]`.
         weights: `f32["batch pos"]`, what each token counts.
+        bias: `"vocab"`, added to the logits.
         vocab_size: the true size of a padded vocabulary.
         **options: of `trellis.nn.loss.cross_entropy`.
     """
@@ -40,11 +42,11 @@ def next_token_loss(
         batch, pos, vocab, _ = layout.assign(_NAMES)
         hidden = move(hidden, (batch, pos, ()), frozenset(vocab))
         unembedding = move(unembedding, (vocab, ()), frozenset(batch + pos))
+        bias = None if bias is None else move(bias, (vocab,), frozenset(batch + pos))
         targets = move(targets, (batch, pos), frozenset())
         weights = None if weights is None else move(weights, (batch, pos), frozenset())
     plain = None if weights is None else weights.array
     if vocab_size == unembedding.shape["vocab"]:
         vocab_size = None
-    return cross_entropy(
-        hidden.array, unembedding.array, targets.array, plain, vocab_size=vocab_size, vocab_first=True, **options
-    )
+    options |= {"vocab_size": vocab_size, "bias": None if bias is None else bias.array}
+    return cross_entropy(hidden.array, unembedding.array, targets.array, plain, vocab_first=True, **options)

@@ -63,6 +63,7 @@ def cross_entropy(
     vocab_size: int | None = None,
     vocab_first: bool = False,
     chunk: int | None = None,
+    bias: jax.Array | None = None,
 ) -> TokenLoss:
     """Summed cross entropy of next-token logits `x @ unembed`, and what is reported beside it.
 
@@ -84,6 +85,7 @@ def cross_entropy(
         vocab_size: the true size of a vocabulary that is padded: later columns get no probability and no gradient.
         vocab_first: the layout of `unembed`.
         chunk: tokens per chunk on each device.
+        bias: `vocab`, added to the logits; sharded as `unembed` is.
 
     Raises:
         LossError: shapes or shardings do not fit together.
@@ -94,7 +96,8 @@ def cross_entropy(
     >>> float(loss.total / loss.tokens) == float(jnp.log(8.0))
     True
     """
-    _check(x, unembed, targets, weights, vocab_size, vocab_first)
+    _check(x, unembed, targets, weights, vocab_size, vocab_first, bias)
+    head = (unembed,) if bias is None else (unembed, bias)
     weights = jnp.ones_like(targets, jnp.float32) if weights is None else weights.astype(jnp.float32)
     platform = platform_of(x)
     chunk = chunk or CHUNK.get(platform)
@@ -102,14 +105,14 @@ def cross_entropy(
     settings = _Settings(z_loss, logit_softcap, chunk, total_type, vocab_size, vocab_first, ())
     states = [state_of(a) for a in (x, unembed, targets)]
     if states[0].mode != "explicit":
-        return _local(x, unembed, targets, weights, settings)
+        return _local(x, head, targets, weights, settings)
     batch, pos, vocab = _placement(states, x, unembed, vocab_first)
     settings = settings._replace(vocab_axes=vocab)
 
-    def body(x, unembed, targets, weights):
-        x, unembed = (varying(a, batch + pos + vocab) for a in (x, unembed))
+    def body(x, head, targets, weights):
+        x, head = jax.tree.map(lambda a: varying(a, batch + pos + vocab), (x, head))
         targets, weights = (varying(a, batch + pos) for a in (targets, weights))
-        sums = _local(x, unembed, targets, weights, settings)
+        sums = _local(x, head, targets, weights, settings)
         return jax.tree.map(lambda s: lax.psum(s, batch + pos), sums) if batch + pos else sums
 
     tokens = (batch or None, pos or None)
@@ -119,25 +122,35 @@ def cross_entropy(
         mesh=jax.typeof(x).sharding.mesh,
         in_specs=(
             PartitionSpec(*tokens, None, reduced=states[0].copied),
-            PartitionSpec(*across, reduced=states[1].copied),
+            (PartitionSpec(*across, reduced=states[1].copied), *(_bias_spec(b, vocab) for b in head[1:])),
             PartitionSpec(*tokens),
             PartitionSpec(*tokens),
         ),
         out_specs=PartitionSpec(),
-    )(x, unembed, targets, weights)
+    )(x, head, targets, weights)
 
 
-def _local(x, unembed, targets, weights, settings: _Settings) -> TokenLoss:
+def _bias_spec(bias, vocab: Axes) -> PartitionSpec:
+    state = state_of(bias)
+    if state.axes != (vocab,) or state.pending:
+        raise LossError(
+            f"a bias is sharded as the vocabulary of the unembedding is, got bias {jax.typeof(bias).str_short()} for "
+            f"vocab over {'/'.join(vocab) or 'nothing'}, in cross_entropy: reshard it"
+        )
+    return PartitionSpec(vocab or None, reduced=state.copied)
+
+
+def _local(x, head, targets, weights, settings: _Settings) -> TokenLoss:
     """The loss of one device's tokens over its part of the vocabulary."""
     count = targets.size
-    columns = unembed.shape[0 if settings.vocab_first else 1]
+    columns = head[0].shape[0 if settings.vocab_first else 1]
     chunk = min(settings.chunk or accelerator_chunk(count, columns), count)
     padding = -count % chunk
     x, targets, weights = x.reshape(count, -1), targets.reshape(count), weights.reshape(count)
     if padding:
         x, targets, weights = (jnp.pad(a, ((0, padding),) + ((0, 0),) * (a.ndim - 1)) for a in (x, targets, weights))
     in_chunks = lambda a: a.reshape(-1, chunk, *a.shape[1:])
-    total, rest = _summed(in_chunks(x), unembed, in_chunks(targets), in_chunks(weights), settings)
+    total, rest = _summed(in_chunks(x), head, in_chunks(targets), in_chunks(weights), settings)
     return TokenLoss(total, *(lax.stop_gradient(s) for s in rest))
 
 
@@ -152,30 +165,33 @@ def accelerator_chunk(count: int, columns: int) -> int:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _summed(x, unembed, targets, weights, settings: _Settings):
+def _summed(x, head, targets, weights, settings: _Settings):
     def step(sums, part):
-        mine, _, _ = _chunk(*part, unembed, settings, gradient=False)
+        mine, _, _ = _chunk(*part, head, settings, gradient=False)
         return jax.tree.map(jnp.add, sums, mine), None
 
     sums, _ = lax.scan(step, _zero_sums(weights), (x, targets, weights))
     return sums
 
 
-def _summed_fwd(x, unembed, targets, weights, settings: _Settings):
+def _summed_fwd(x, head, targets, weights, settings: _Settings):
     def step(carry, part):
-        sums, d_unembed = carry
-        mine, d_x, d_more = _chunk(*part, unembed, settings, gradient=True)
-        return (jax.tree.map(jnp.add, sums, mine), (d_unembed + d_more).astype(d_unembed.dtype)), d_x
+        sums, d_head = carry
+        mine, d_x, d_more = _chunk(*part, head, settings, gradient=True)
+        d_head = jax.tree.map(lambda total, more: (total + more).astype(total.dtype), d_head, d_more)
+        return (jax.tree.map(jnp.add, sums, mine), d_head), d_x
 
-    start = varying(jnp.zeros(unembed.shape, settings.total_type), _axes_of(x, unembed))
-    (sums, d_unembed), d_x = lax.scan(step, (_zero_sums(weights), start), (x, targets, weights))
-    return sums, (d_x, d_unembed.astype(unembed.dtype))
+    types = (settings.total_type, jnp.float32)
+    zeros = [jnp.zeros(h.shape, t) for h, t in zip(head, types, strict=False)]
+    start = tuple(varying(zero, _axes_of(x, *head)) for zero in zeros)
+    (sums, d_head), d_x = lax.scan(step, (_zero_sums(weights), start), (x, targets, weights))
+    return sums, (d_x, jax.tree.map(lambda d, h: d.astype(h.dtype), d_head, head))
 
 
 def _summed_bwd(settings: _Settings, gradients, cotangents):
     d_total, _ = cotangents
-    d_x, d_unembed = gradients
-    return d_x * d_total.astype(d_x.dtype), d_unembed * d_total.astype(d_unembed.dtype), None, None
+    d_x, d_head = jax.tree.map(lambda d: d * d_total.astype(d.dtype), gradients)
+    return d_x, d_head, None, None
 
 
 _summed.defvjp(_summed_fwd, _summed_bwd)
@@ -190,8 +206,9 @@ def _zero_sums(weights):
     return zero, (zero, zero, zero, zero)
 
 
-def _chunk(x, targets, weights, unembed, settings: _Settings, *, gradient: bool):
-    """Sums of one chunk, the gradients of its `total`: `(sums, d_x, d_unembed)`."""
+def _chunk(x, targets, weights, head, settings: _Settings, *, gradient: bool):
+    """Sums of one chunk, the gradients of its `total`: `(sums, d_x, d_head)`."""
+    unembed, *bias = head
     vocab_axes = settings.vocab_axes
     columns = unembed.shape[0 if settings.vocab_first else 1]
     to_logits, to_x, to_unembed = (
@@ -199,6 +216,8 @@ def _chunk(x, targets, weights, unembed, settings: _Settings, *, gradient: bool)
     )
     first = lax.axis_index(vocab_axes) * columns if vocab_axes else 0
     logits = jnp.einsum(to_logits, x, unembed, preferred_element_type=jnp.float32)
+    for b in bias:
+        logits = logits + b.astype(jnp.float32)[None, :]
     slope = None
     if settings.logit_softcap is not None:
         bent = jnp.tanh(logits / settings.logit_softcap)
@@ -230,9 +249,10 @@ def _chunk(x, targets, weights, unembed, settings: _Settings, *, gradient: bool)
     d_logits = powers * pull[:, None] - jnp.where(hot, weights[:, None], 0.0)
     if slope is not None:
         d_logits = d_logits * slope
+    d_bias = tuple(jnp.sum(d_logits, axis=0) for _ in bias)
     d_logits = d_logits.astype(x.dtype)
     d_x = jnp.einsum(to_x, d_logits, unembed)
-    return sums, d_x, jnp.einsum(to_unembed, d_logits, x, preferred_element_type=jnp.float32)
+    return sums, d_x, (jnp.einsum(to_unembed, d_logits, x, preferred_element_type=jnp.float32), *d_bias)
 
 
 def _over(collective, x, axes: Axes):
@@ -256,7 +276,7 @@ def _placement(states: list[State], x, unembed, vocab_first: bool) -> tuple[Axes
     return batch, pos, vocab
 
 
-def _check(x, unembed, targets, weights, vocab_size, vocab_first) -> None:
+def _check(x, unembed, targets, weights, vocab_size, vocab_first, bias) -> None:
     where = f"in cross_entropy(vocab_first={vocab_first})"
     embed = unembed.shape[1 if vocab_first else 0] if unembed.ndim == 2 else None
     if x.ndim != 3 or x.shape[-1] != embed or targets.shape != x.shape[:2]:
@@ -271,6 +291,11 @@ def _check(x, unembed, targets, weights, vocab_size, vocab_first) -> None:
             "pass weights of the targets' shape"
         )
     columns = math.prod(unembed.shape) // embed
+    if bias is not None and bias.shape != (columns,):
+        raise LossError(
+            f"a bias has one number for each column, got shape {bias.shape} for {columns} columns, {where}: "
+            "pass 'vocab' numbers, the padding's too"
+        )
     if vocab_size is not None and not 0 < vocab_size <= columns:
         raise LossError(
             f"the vocabulary is at most the unembedding's, got vocab_size={vocab_size} for {columns} columns, {where}: "

@@ -69,6 +69,7 @@ def batch_loss(model, batch, recipe: Recipe, key=None):
         model.unembedding,
         batch["targets"],
         batch["loss_mask"].astype(jnp.float32),
+        bias=model.unembedding_bias,
         vocab_size=model.config.vocab,
         z_loss=recipe.z_loss,
     )

@@ -1,0 +1,167 @@
+"""What holds for every family: causality, gradients, positions, dropout, one collective where one is enough."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.models.small import CONFIGS, VOCAB
+from trellis.errors import UserError
+from trellis.mesh import Layout, make_mesh
+from trellis.models import FAMILIES, GPT2Config, GPTJConfig, LlamaConfig, Qwen3Config
+from trellis.models.gptj import Block
+from trellis.named import Axis, arange, einsum, named, named_jit, random, shard
+
+TOKENS = named(jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 12)), jnp.int32), "batch pos")
+ONE_EACH = {type(config): name for name, config in CONFIGS.items()}
+
+
+@pytest.fixture(params=ONE_EACH.values())
+def config(request):
+    return CONFIGS[request.param]
+
+
+def model_of(config):
+    """Random everywhere, where the start has zeros and ones too."""
+    model = config.init(key=jax.random.key(0))
+    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(model))))
+    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), model)
+
+
+def test_every_family_is_tested():
+    assert set(ONE_EACH) == set(FAMILIES.values())
+
+
+def test_no_output_depends_on_a_later_token(config):
+    """Through the gradient: of each position's output with respect to each position's embedding."""
+    model = model_of(config)
+
+    def hidden(change):
+        x, each, shared = model.start(TOKENS)
+        x = x + change
+        return model.norm(model.layers.fold(x, *shared, each=each)).array[0]  # one sequence is enough
+
+    zeros = named(jnp.zeros((12, config.embed)), "pos embed")
+    jacobian = jax.jit(jax.jacrev(hidden))(zeros).array  # pos embed, pos embed
+    size = np.abs(np.asarray(jacobian)).max((1, 3))
+    assert (size[np.triu_indices(12, 1)] == 0).all()
+    assert (size[np.tril_indices(12)] > 0).all()
+
+
+def test_every_parameter_has_a_gradient(config):
+    model = model_of(config)
+
+    def loss(model):
+        logits = einsum("batch pos embed, vocab embed -> batch pos vocab", model(TOKENS), model.unembedding)
+        if (bias := getattr(model, "unembedding_bias", None)) is not None:
+            logits = logits + bias
+        return (logits * logits).sum().array
+
+    gradients = jax.jit(jax.grad(loss))(model)
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        layers = gradient if "layers" in jax.tree_util.keystr(path) else gradient[None]
+        assert (jnp.abs(layers).reshape(len(layers), -1).max(1) > 0).all(), jax.tree_util.keystr(path)
+
+
+def test_documents_do_not_see_each_other(config):
+    """A packed document has the hidden states that it has alone, its positions counted from its own start."""
+    model = model_of(config)
+    (alone,) = TOKENS.array[:1, 5:][None]
+    ids = named(jnp.asarray([[0] * 5 + [1] * 7] * 2, jnp.int32), "batch pos")
+    places = named(jnp.asarray([[*range(5), *range(7)]] * 2, jnp.int32), "batch pos")
+    packed = jax.jit(lambda m: m(TOKENS, segment_ids=ids, positions=places))(model)
+    own = jax.jit(lambda m: m(named(alone, "batch pos")))(model)
+    np.testing.assert_allclose(packed.array[:1, 5:], own.array, atol=1e-5)
+
+
+def test_scores_are_divided_by_the_layers_number():
+    """The queries of layer i, counted from 1, are as if they were i times smaller."""
+    config = CONFIGS["gpt2_mistral"]
+    assert config.scale_by_inverse_layer
+    model = model_of(config)
+    numbers = arange(Axis("layers", config.layers), start=1, dtype=jnp.float32)
+    qkv = {name: getattr(model.layers.block.attention, name) for name in ("qkv", "qkv_bias")}
+    smaller = {name: w.at["qkv", 0].divide(numbers) for name, w in qkv.items()}
+    attention = dataclasses.replace(model.layers.block.attention, **smaller)
+    block = dataclasses.replace(model.layers.block, attention=attention)
+    plain = dataclasses.replace(
+        model,
+        layers=dataclasses.replace(model.layers, block=block),
+        config=dataclasses.replace(config, scale_by_inverse_layer=False),
+    )
+    np.testing.assert_allclose(model(TOKENS).array, plain(TOKENS).array, atol=1e-5)
+
+
+def test_dropout():
+    config = dataclasses.replace(CONFIGS["gpt2"], dropout=0.5)
+    model = model_of(config)
+    run = jax.jit(lambda key: model(TOKENS, key=key).array)
+    first, again, other = (run(jax.random.key(i)) for i in (0, 0, 1))
+    whole = model(TOKENS).array
+    assert (first == again).all() and not (first == other).any()
+    np.testing.assert_array_equal(whole, model_of(CONFIGS["gpt2"])(TOKENS, key=jax.random.key(0)).array)
+    # Half of the elements are zeros after the embedding, where nothing was added yet.
+    x, *_ = model.start(TOKENS, key=jax.random.key(0))
+    assert 0.4 < float((x.array == 0).mean()) < 0.6
+
+
+def test_a_parallel_block_sums_over_devices_once():
+    """GPT-J's block: both halves leave partial sums, which are added first. Forward one all-reduce, backward one."""
+    config = CONFIGS["gptj"]
+    tensor = {"heads": "model", "kv_heads": "model", "mlp": "model"}
+
+    def forward(block, x, rope):
+        return block(x, rope, None)
+
+    def backward(block, x, rope):
+        return jax.grad(lambda x: (forward(block, x, rope) ** 2).sum().array)(x)
+
+    with Layout(make_mesh(jax.devices()[:2], model=2), tensor, tensor):
+        block = shard(Block.init(config, key=jax.random.key(0)), "params")
+        x = random.normal(jax.random.key(0), {"batch": 2, "pos": 12, "embed": config.embed})
+        rope = config.init(key=jax.random.key(0)).start(TOKENS)[2][0]
+        texts = [named_jit(f).lower(block, x, rope).compile().as_text() for f in (forward, backward)]
+    assert [text.count(" all-reduce(") for text in texts] == [1, 2]
+    assert not any(op in text for text in texts for op in (" all-gather(", " all-to-all(", " reduce-scatter("))
+
+
+GATED = dict(vocab=8, embed=8, layers=1, heads=2, kv_heads=2, head_dim=4, mlp=8, rope_theta=1e4, tie_embeddings=True)
+GPT2 = dict(
+    vocab=8, positions=8, embed=8, layers=1, heads=2, mlp=8, norm_eps=1e-5, dropout=0.0, scale_by_inverse_layer=False,
+    upcast_attention=False,
+)  # fmt: skip
+GPTJ = dict(vocab=8, embed=8, layers=1, heads=2, rotary_dim=4, mlp=8)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "message"),
+    [
+        (LlamaConfig, GATED | {"mlp": 0}, "A model's sizes are positive.\n  seen:  mlp=0\n  where: model.mlp"),
+        (
+            Qwen3Config,
+            GATED | {"kv_heads": 3},
+            "Each key head serves the same number of query heads.\n  seen:  heads",
+        ),
+        (LlamaConfig, GATED | {"head_dim": 3}, "Rotary positions turn pairs of elements.\n  seen:  head_dim=3"),
+        (GPT2Config, GPT2 | {"heads": 3}, "Heads divide the width between them.\n  seen:  embed=8, heads=3"),
+        (GPT2Config, GPT2 | {"dropout": 1.0}, "`dropout` is a fraction below 1.\n  seen:  dropout=1.0"),
+        (
+            GPTJConfig,
+            GPTJ | {"rotary_dim": 6},
+            "Rotary positions turn pairs of elements of a head.\n  seen:  rotary",
+        ),
+    ],
+)
+def test_refused_configurations(family, sizes, message):
+    with pytest.raises(UserError) as error:
+        family(**sizes)
+    assert str(error.value).startswith(message)
+
+
+def test_refused_length():
+    config = GPT2Config(**GPT2)
+    tokens = named(jnp.zeros((1, 9), jnp.int32), "batch pos")
+    with pytest.raises(UserError, match=r"learned positions\.\n  seen:  pos=9, positions=8"):
+        config.init(key=jax.random.key(0))(tokens)
