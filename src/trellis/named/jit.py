@@ -49,8 +49,10 @@ def shard(tree, which="params"):
         layout.check(x.names, tuple(x.shape.values()))
         if not _traced(x.array):
             return NamedArray(jax.device_put(x.array, layout.sharding(x.names)), x.names)
-        if state_of(x.array).mode == "none" and mode_of(jax.sharding.get_abstract_mesh()) != "none":
-            return NamedArray(jax.lax.with_sharding_constraint(x.array, layout.sharding(x.names)), x.names)
+        context = mode_of(jax.sharding.get_abstract_mesh())
+        if state_of(x.array).mode == "none" and context != "none":  # came in from outside the mesh
+            move = jax.reshard if context == "explicit" else jax.lax.with_sharding_constraint
+            return NamedArray(move(x.array, layout.sharding(x.names)), x.names)
         return NamedArray(place(x.array, layout.assign(x.names), names=x.names), x.names)
 
     return jax.tree.map(put, tree, is_leaf=is_named)

@@ -1,0 +1,158 @@
+"""Named arrays under a layout: what is placed where, what is gathered, what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trellis as tr
+
+SIZES = {"batch": 8, "pos": 4, "embed": 16, "mlp": 32}
+
+
+def layout(**options) -> tr.Layout:
+    return tr.Layout(
+        tr.make_mesh(data=4, model=2),
+        params={"embed": "data", "mlp": "model"},
+        compute={"batch": "data", "mlp": "model", "pos": "model"},
+        **options,
+    )
+
+
+def numbers(*names) -> tr.NamedArray:
+    return tr.random.normal(jax.random.key(len(names)), {n: SIZES[n] for n in names})
+
+
+def test_shard_puts_trees_where_each_map_says():
+    x = numbers("batch", "pos", "embed")
+    with layout():
+        tree = tr.shard({"w": numbers("embed", "mlp"), "scalar": jnp.float32(1)})
+        assert tr.typeof(tree["w"]) == "f32[embed/data=16 mlp/model=32]"
+        assert tr.typeof(tr.shard(x, "compute")) == "f32[batch/data=8 pos/model=4 embed=16]"
+        assert tr.typeof(tr.shard(x, {"pos": ("data",)})) == "f32[batch=8 pos/data=4 embed=16]"
+        inside = tr.named_jit(lambda x: tr.shard(x, "compute"))(x)
+        assert tr.typeof(inside) == "f32[batch/data=8 pos/model=4 embed=16]"
+    with pytest.raises(tr.NamesError, match="sharding by name needs a layout, got none in force"):
+        tr.shard(x)
+
+
+def test_shard_refuses_what_does_not_divide():
+    with layout(), pytest.raises(tr.NotationError, match="got embed=6 over data=4, in 'embed/data': make embed 4 or 8"):
+        tr.shard(tr.zeros({"embed": 6}))
+
+
+def test_abstract_trees_need_no_arrays():
+    with layout():
+        w = tr.abstract(jax.eval_shape(lambda: {"w": tr.zeros({"embed": 16, "mlp": 32})}))["w"]
+    assert isinstance(w.array, jax.ShapeDtypeStruct)
+    assert tr.typeof(w) == "f32[embed/data=16 mlp/model=32]"
+
+
+def test_named_jit_takes_maps_for_inputs_and_outputs():
+    x, w = numbers("batch", "embed"), numbers("embed", "mlp")
+    with layout():
+        out = tr.named_jit(lambda x, w: tr.dot(x, w, over="embed"), inputs="params", outputs={"mlp": "data"})(x, w)
+        assert tr.typeof(out) == "f32[batch=8 mlp/data=32]"
+    np.testing.assert_allclose(out.array, x.array @ w.array, rtol=1e-4, atol=1e-5)
+
+
+def test_named_jit_donates_and_compiles_once_a_layout():
+    traces = []
+
+    def double(x):
+        traces.append(1)
+        return x * 2.0
+
+    step = tr.named_jit(double, donate=0)
+    for _ in range(2):
+        x = numbers("batch", "embed")
+        step(x)
+        assert x.array.is_deleted()
+    with layout():
+        step(tr.shard(numbers("batch", "embed"), "compute"))
+    assert len(traces) == 2
+
+
+def test_results_take_the_sharding_of_their_names():
+    with layout():
+        x, w = tr.shard(numbers("batch", "pos", "embed"), "compute"), tr.shard(numbers("embed", "mlp"))
+        up = tr.dot(x, w, over="embed")
+        assert tr.typeof(up) == "f32[batch/data=8 pos=4 mlp/model=32]"
+        down = tr.dot(up, tr.shard(numbers("mlp", "embed")), over="mlp")
+        assert tr.typeof(down) == "f32[batch/data=8 pos/model=4 embed=16]"
+        assert tr.typeof(up.sum("mlp")) == "f32[batch/data=8 pos/model=4]"
+        assert tr.typeof(tr.zeros({"batch": 8, "mlp": 32})) == "f32[batch/data=8 mlp/model=32]"
+
+
+def test_partial_sums_may_wait_and_be_settled_once():
+    def both(x, w, settle):
+        one = tr.einsum("batch mlp, mlp embed -> batch embed", x, w, settle=settle)
+        two = tr.einsum("batch mlp, mlp embed -> batch embed", x * 2.0, w, settle=settle)
+        return tr.settle(one - two * 0.5 + one)
+
+    x, w = numbers("batch", "mlp"), numbers("mlp", "embed")
+    with layout():
+        there, weight = tr.shard(x, "compute"), tr.shard(w, "compute")
+        partial = jax.eval_shape(lambda x, w: tr.dot(x, w, over="mlp", settle=False), there, weight)
+        assert tr.typeof(partial) == "f32[batch/data=8 embed=16 +model]"
+        for settle, count in ((True, 2), (False, 1)):
+            rows = tr.ledger(lambda x, w, s=settle: both(x, w, s), there, weight).rows
+            assert sum(r.times for r in rows if r.kind == "all-reduce") == count
+            out = tr.named_jit(lambda x, w, s=settle: both(x, w, s))(there, weight)
+            np.testing.assert_allclose(out.array, x.array @ w.array, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("use", "what"),
+    [
+        (lambda p: tr.exp(p), "exp"),
+        (lambda p: p * p, "multiply"),
+        (lambda p: p + 1.0, "adding something that is not the same partial sum"),
+        (lambda p: p.max("embed"), "max"),
+        (lambda p: tr.softmax(p, "embed"), "softmax"),
+        (lambda p: tr.dot(p, p, over="embed"), "a product of it with something"),
+        (lambda p: p["embed", 0], "indexing"),
+    ],
+)
+def test_nonlinear_operations_on_partial_sums_name_the_forgotten_reshard(use, what):
+    with layout():
+        x, w = tr.shard(numbers("batch", "mlp"), "compute"), tr.shard(numbers("mlp", "embed"), "compute")
+        message = (
+            rf"{what} is not linear, and each device holds only a partial sum, "
+            r"got f32\[batch/data=8 embed=16 \+model\]: "
+            r'sum first, with reshard\("batch/data embed \+model -> batch/data embed", x\)'
+        )
+        with pytest.raises(tr.PendingSumError, match=message):
+            jax.eval_shape(lambda x, w: use(tr.dot(x, w, over="mlp", settle=False)), x, w)
+
+
+def test_operations_jax_refuses_on_slices_gather_that_one_axis():
+    x = numbers("batch", "mlp")
+    with layout():
+        there = tr.shard(x, "compute")
+        for use in (lambda x: x.sort("mlp"), lambda x: x.cumsum("mlp"), lambda x: tr.top_k(x, "mlp", 2)[0]):
+            (row,) = tr.ledger(use, there).rows
+            assert (row.kind, row.what) == ("all-gather", "batch/data mlp/model -> batch/data mlp")
+        np.testing.assert_array_equal(tr.named_jit(lambda x: x.sort("mlp"))(there).array, jnp.sort(x.array, axis=1))
+    with layout(strict=True):
+        there = tr.shard(x, "compute")
+        with pytest.raises(tr.NamesError, match=r"sort needs the whole of 'mlp', got .* under a strict layout"):
+            jax.eval_shape(lambda x: x.sort("mlp"), there)
+
+
+def test_gathering_one_axis_after_the_other():
+    both = {"params": {"embed": ("data", "model")}, "compute": {"batch": ("data", "model")}}
+    mesh = tr.make_mesh(data=4, model=2)
+    x, w = numbers("batch", "embed"), numbers("embed", "mlp")
+    kinds = {}
+    for gather in ("joint", "per_axis"):
+        with tr.Layout(mesh, **both, gather=gather):
+            there, weight = tr.shard(x, "compute"), tr.shard(w)
+            value = lambda w, x: (tr.dot(x, w, over="embed") ** 2.0).sum().array
+            rows = tr.ledger(jax.grad(value), weight, there).rows
+            kinds[gather] = [(r.kind, r.axes) for r in rows if r.payload > 4]
+            gradient = tr.named_jit(jax.grad(value))(weight, there)
+            expected = 2 * x.array.T @ (x.array @ w.array)
+            np.testing.assert_allclose(gradient.array, expected, rtol=1e-4, atol=1e-3)
+    assert kinds["joint"] == [("all-gather", ("data", "model")), ("reduce-scatter", ("data", "model"))]
+    assert [k for k, _ in kinds["per_axis"]] == ["all-gather"] * 2 + ["reduce-scatter"] * 2
