@@ -36,6 +36,7 @@ class Chip:
         matmul_efficiency: share of the peak that large products reach.
         attention_efficiency: the same for attention kernels.
         tile: products are padded to multiples of it.
+        float32_share: rate of float32 products, as a share of the bfloat16 peak.
         overlap: which communication of weights the compiler hides as it comes: "gathers", "reductions".
         source: where the numbers come from.
     """
@@ -55,6 +56,7 @@ class Chip:
     matmul_efficiency: float
     attention_efficiency: float
     tile: int
+    float32_share: float
     overlap: tuple[str, ...] = ()
     source: str
 
@@ -95,7 +97,7 @@ class Target:
 _FIELDS = {
     "kind", "bf16_tflops", "fp8_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "links", "network_gbps",
     "devices_per_chip", "kiloflops_per_cycle", "source", "like", "vector_tflops", "matmul_efficiency",
-    "attention_efficiency", "tile", "overlap",
+    "attention_efficiency", "float32_share", "tile", "overlap",
 }  # fmt: skip
 _REQUIRED = ("kind", "bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "network_gbps", "vector_tflops",
              "matmul_efficiency", "attention_efficiency", "tile", "source")  # fmt: skip
@@ -158,6 +160,8 @@ def chip_from(name: str, entry: Mapping, where: str = "hardware.yaml") -> Chip:
         matmul_efficiency=entry["matmul_efficiency"],
         attention_efficiency=entry["attention_efficiency"],
         tile=entry["tile"],
+        # several bfloat16 passes on TPUs, TF32 on GPUs
+        float32_share=entry.get("float32_share", {"tpu": 1 / 6, "gpu": 0.5}[entry["kind"]]),
         overlap=tuple(entry.get("overlap") or ()),
         source=str(entry["source"]),
     )

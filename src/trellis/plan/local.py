@@ -55,6 +55,7 @@ def _cpu(measured: Peaks | None, count: int) -> Chip:
         kind="gpu",
         bf16_flops=bf16 / count,
         fp8_flops=bf16 / count,
+        float32_share=f32 / bf16,
         hbm_bytes=_host_memory() / count,
         hbm_bandwidth=memory / count,
         link_bandwidth=memory / count / 2,

@@ -128,8 +128,7 @@ def work_line(op: Op, chip: Chip) -> Line:
         vector = 0.0  # the kernel's efficiency has it
     elif op.flops:
         peak = chip.fp8_flops if "float8" in op.dtype else chip.bf16_flops
-        # float32 products run as several bfloat16 passes on TPU, at half the tf32 rate on GPU
-        slower = {"float32": 6 if chip.kind == "tpu" else 2, "float64": 32}.get(op.dtype, 1)
+        slower = {"float32": 1 / chip.float32_share, "float64": 32}.get(op.dtype, 1)
         rate = peak * chip.matmul_efficiency / padded(op.dims, min(chip.tile, 128)) / slower
         matrix = op.flops / rate
     if op.kind == "elementwise":

@@ -1,0 +1,136 @@
+"""Predicted against published training speed, row by row, with the error.
+
+    python benchmarks/plan_vs_published.py
+
+Nothing runs and nothing is compiled: the quick plan of the same model on the same hardware, with the batch, sequence
+length and checkpointing that the source says (or, where it does not say, the lightest that fits). Published figures
+are other systems' own: a prediction below them says that the model of the hardware is pessimistic, one above them
+that a system leaves something on the table, or that the model is optimistic. Utilisations count attention's causal
+half; sources that count all of it are compared by tokens a second.
+"""
+
+import dataclasses
+import statistics
+from pathlib import Path
+
+from trellis.inspect.rows import aligned
+from trellis.plan.hardware import target
+from trellis.plan.quick import quick_plan
+from trellis.recipes import load_run
+
+RESULTS = Path(__file__).parent / "results" / "plan_vs_published.txt"
+
+# Options that the published TPU runs of v6e and v5p carry: collectives move beside computation.
+HIDING = (
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One published figure: tokens a second and device, or a utilisation."""
+
+    system: str
+    recipe: str
+    on: str
+    options: dict
+    tokens: float | None = None
+    mfu: float | None = None
+    hides: tuple[str, ...] = ()
+
+
+LLAMA2_7B = {
+    "model.vocab": "32000", "model.embed": "4096", "model.layers": "32", "model.heads": "32", "model.kv_heads": "32",
+    "model.head_dim": "128", "model.mlp": "11008", "data.sequence_length": "4096", "microbatches": "1",
+}  # fmt: skip
+
+
+def _llama2_7b(**more) -> dict:
+    return LLAMA2_7B | {name.replace("__", "."): value for name, value in more.items()}
+
+
+def _llama2_70b(**more) -> dict:
+    return {
+        "model.vocab": "32000", "data.sequence_length": "4096", "microbatches": "1",
+    } | {name.replace("__", "."): value for name, value in more.items()}  # fmt: skip
+
+
+ONE = {"microbatches": "1"}
+ROWS = (
+    Row("seqax, 84M", "llama_84m", "8xA100", ONE, mfu=0.14),
+    Row("seqax, 270M", "llama_270m", "8xA100", ONE, mfu=0.24),
+    Row("seqax, 540M", "llama_540m", "8xA100", ONE, mfu=0.35),
+    Row("seqax, 1B", "llama_1b", "8xA100", ONE, mfu=0.416),
+    Row("seqax, 2B", "llama_2b", "8xA100", ONE, mfu=0.507),
+    Row("seqax, 1B", "llama_1b", "4x8xA100", ONE, mfu=0.324),
+    Row("KempnerForge, 7B", "llama_8b", "1xH200", _llama2_7b(batch_size="4", remat__policy="full"), tokens=10_471),
+    Row("MaxText, Llama 2 7B", "llama_8b", "8xH100", _llama2_7b(batch_size="16", remat__policy="saved"), tokens=11_361),
+    Row(
+        "torchtitan, Llama 3 8B", "llama_8b", "8xH100",
+        ONE | {"batch_size": "8", "data.sequence_length": "8192", "remat.policy": "saved"}, tokens=6_667,
+    ),
+    Row(
+        "torchtitan, Llama 3 8B", "llama_8b", "8x8xA100",
+        ONE | {"batch_size": "64", "data.sequence_length": "8192", "remat.policy": "saved"}, tokens=2_973,
+    ),
+    Row(
+        "fms-fsdp, Llama 2 7B", "llama_8b", "16x8xA100", _llama2_7b(batch_size="256", remat__policy="none"),
+        tokens=3_760,
+    ),
+    Row(
+        "MaxText, Llama 3 8B", "llama_8b", "v6e:2x4",
+        ONE | {"batch_size": "24", "data.sequence_length": "8192", "remat.policy": "full"}, tokens=7_139, hides=HIDING,
+    ),
+    Row(
+        "MaxText, Llama 3 8B", "llama_8b", "v6e:16x16",
+        ONE | {"batch_size": "768", "data.sequence_length": "8192", "remat.policy": "full",
+               "mesh.data": "16", "mesh.data_y": "16"}, tokens=7_207, hides=HIDING,
+    ),
+    Row(
+        "MaxText, Llama 3 70B", "llama_70b", "v6e:16x16",
+        ONE | {"batch_size": "512", "data.sequence_length": "8192", "layout.preset": "fsdp", "mesh.model": "1",
+               "mesh.data": "16", "mesh.data_y": "16"}, tokens=960, hides=HIDING,
+    ),
+    Row(
+        "MaxText, Llama 2 70B", "llama_70b", "v5p:8x8x8",
+        _llama2_70b(batch_size="2048", remat__policy="full", layout__preset="fsdp", mesh__model="1", mesh__data="8",
+                    mesh__data_y="8", mesh__data_z="8"), tokens=692, hides=HIDING,
+    ),
+    Row(
+        "AXLearn, Llama 2 7B", "llama_8b", "v5p:4x8x8",
+        _llama2_7b(batch_size="1024", remat__policy="saved", mesh__data="4", mesh__data_y="8", mesh__data_z="8"),
+        mfu=0.645, hides=HIDING,
+    ),
+)  # fmt: skip
+
+
+def main() -> None:
+    """Prints the table and writes it beside the other results."""
+    lines, errors = [], []
+    for row in ROWS:
+        plan = quick_plan(load_run(row.recipe, row.options), target(row.on), options=row.hides)
+        tokens = plan.tokens_per_second / plan.target.num_devices
+        said, found = (row.tokens, tokens) if row.tokens else (row.mfu, plan.mfu)
+        error = found / said - 1
+        errors.append(error)
+        lines.append(
+            (
+                row.system, row.on, f"{row.tokens:,.0f}" if row.tokens else "", f"{tokens:,.0f}",
+                f"{row.mfu:.1%}" if row.mfu else "", f"{plan.mfu:.1%}", f"{error:+.0%}",
+                f"{plan.memory.peak / 2**30:.0f} GiB" + ("" if plan.fits else ", over"), plan.times.binding,
+            )
+        )  # fmt: skip
+    header = ("who, model", "on", "tokens/s/device", "predicted", "MFU", "predicted", "error", "memory", "waits for")
+    table = aligned(header, lines, right=(2, 3, 4, 5, 6, 7))
+    middle = statistics.median(abs(error) for error in errors)
+    mean = statistics.mean(errors)
+    foot = f"median error {middle:.0%}, mean {mean:+.0%}, worst {max(errors, key=abs):+.0%}; positive is optimistic"
+    text = f"{table}\n\n{foot}\n"
+    print(text)
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Predictions held against the real compiler: libtpu's programs for slices that are not here."""
+
+import pytest
+
+from trellis.inspect.compiled import collectives, compare
+from trellis.plan.compile import compile_run
+from trellis.plan.hardware import target
+from trellis.plan.quick import quick_plan
+from trellis.plan.verdict import judge, verdict_text
+from trellis.recipes import load_run
+
+# Wide enough that the chip's 128 MiB of vector memory, where small buffers go, does not matter.
+SHAPE = {
+    "model.embed": "2048", "model.layers": "8", "model.heads": "16", "model.kv_heads": "8", "model.mlp": "5632",
+    "model.vocab": "32768", "data.sequence_length": "2048", "microbatches": "1", "batch_size": "8",
+}  # fmt: skip
+CASES = (
+    ("v5e:2x2", {"remat.policy": "full"}),
+    ("v5e:2x4", {"remat.policy": "saved", "mesh.model": "2", "layout.preset": "fsdp_tensor_sequence"}),
+    ("v5p:2x2x1", {"remat.policy": "dots"}),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on, options", CASES)
+def test_memory_and_communication_are_the_compilers(on, options):
+    run, where = load_run("llama_8b", SHAPE | options), target(on)
+    plan = quick_plan(run, where)
+    prog, compiled = compile_run(run, where)
+    assert compiled.fits
+    assert plan.memory.peak == pytest.approx(compiled.peak, rel=0.10)
+    found = compare(plan.ledger, collectives(compiled.text, prog.layout.mesh), scatter_as_reduce="2x2" in on)
+    for axis, (said, done) in found.axes.items():
+        # what the compiler adds are scalars and vectors, such as the norm of the gradient
+        assert done == pytest.approx(said, rel=0.04), (axis, str(found))
+    verdict = judge(plan, prog, compiled)
+    assert verdict.scheduled == pytest.approx(plan.times.computation - verdict.kernels, rel=0.35)
+    assert verdict.seconds >= verdict.scheduled + verdict.kernels
+    words = verdict_text(plan, verdict)
+    assert "libtpu" in words and "scheduled" in words and "all-gather" in words
+
+
+@pytest.mark.slow
+def test_too_large_is_a_finding():
+    run = load_run("llama_8b", SHAPE | {"remat.policy": "none", "batch_size": "128", "model.layers": "32"})
+    where = target("v5e:2x2")
+    plan = quick_plan(run, where)
+    prog, compiled = compile_run(run, where)
+    assert not plan.fits and not compiled.fits
+    assert compiled.excess > 2**30 and compiled.largest
+    words = verdict_text(plan, judge(plan, prog, compiled))
+    assert "DOES NOT FIT" in words and "largest" in words
