@@ -44,7 +44,7 @@ def generate(folder: pathlib.Path, num_tokens: int):
         tokens = rng.integers(0, 256, size).astype(np.uint16)
         tokens[ends - 1] = 256
         encoded = Encoded(tokens, np.diff(ends, prepend=0).astype(np.uint32), None, 4 * size, 0, [])
-        writer.append(0, Block("records", None, "generated", 0, (at, 0)), encoded)
+        writer.append(Block("records", None, "generated", 0, (at, 0)), encoded)
     writer.finish(1)
     return Store.open(folder)
 

@@ -138,7 +138,7 @@ def test_the_progress_line():
     bar = Progress([100, 300], enabled=False, done=(1, 100, 1))
 
     class Block:
-        raw = 100
+        raw, file = 100, 1
 
     class Encoded:
         text_bytes = 5_000_000
@@ -146,7 +146,7 @@ def test_the_progress_line():
     class Writer:
         counts = {"num_documents": 3, "num_tokens": 1_234_567}
 
-    bar.update(1, Block, Encoded, Writer)
+    bar.update(Block, Encoded, Writer)
     assert bar.line(Writer.counts, 200, 2.0) == "3 documents  1,234,567 tokens  2.5 MB/s  50 %  4 s left"
     unknown = Progress([None], enabled=False)
     assert unknown.line(Writer.counts, 0, 2.0) == "3 documents  1,234,567 tokens  0.0 MB/s"

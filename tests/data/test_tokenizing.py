@@ -47,7 +47,13 @@ def test_the_number_of_workers_changes_nothing(corpus, tmp_path, workers):
 
 SCRIPT = """
 import sys
-from trellis.data import FileSource, find_files, formats, tokenize
+import time
+from trellis.data import FileSource, find_files, formats, storage, tokenize
+write = storage.LocalFolder.write
+def slowly(self, name, data):  # on a fast disk all would be over before it can be killed
+    time.sleep(0.002)
+    write(self, name, data)
+storage.LocalFolder.write = slowly
 formats.BLOCK_BYTES, formats.PIECE_BYTES = 9_000, 10_000
 folder, out, workers = sys.argv[1:]
 source = FileSource(files=find_files([f"{folder}/a.jsonl", f"{folder}/b.jsonl", f"{folder}/long.txt"]))

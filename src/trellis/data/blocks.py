@@ -20,6 +20,7 @@ class Block:
         end: where the next block starts: position in the file (bytes after decompression, or records), number.
         raw: bytes of the file read so far, for progress.
         closed: False for a piece whose document goes on.
+        file: which input it is from.
     """
 
     kind: str
@@ -29,6 +30,7 @@ class Block:
     end: tuple[int, int]
     raw: int = 0
     closed: bool = True
+    file: int = 0
 
 
 @dataclasses.dataclass(slots=True)

@@ -77,15 +77,16 @@ class ChunkRows:
         inputs, targets, starts = self.store.shifted(begins, length)
         starts[:, 0] = True
         real = np.arange(length) < np.minimum(self.store.num_tokens - begins, length)[:, None]
-        mask = real.astype(np.float32)
+        batch = _empty(len(begins), length)
+        batch.loss_mask[:] = real
         if self.store.has_loss_mask:
 
             def fill(i):
                 begin, stop = int(begins[i]), min(int(begins[i]) + length, self.store.num_tokens)
-                mask[i, : stop - begin] = self.store.loss_mask(begin, stop)
+                batch.loss_mask[i, : stop - begin] = self.store.loss_mask(begin, stop)
 
             self.store.each(fill, len(begins))
-        return _finish(inputs, targets, mask, starts, real)
+        return _finish(batch, inputs, targets, starts, real)
 
 
 class PieceRows:
@@ -132,7 +133,8 @@ class PieceRows:
         """The given rows (i64[batch])."""
         shape = (len(rows), self.sequence_length)
         inputs, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        mask, starts, real = np.zeros(shape, np.float32), np.zeros(shape, bool), np.zeros(shape, bool)
+        batch, starts, real = _empty(*shape), np.zeros(shape, bool), np.zeros(shape, bool)
+        batch.loss_mask[:] = 0
 
         def fill(i):
             at = 0
@@ -141,12 +143,12 @@ class PieceRows:
                 here = slice(at, at + size)
                 a, b, _ = self.store.shifted(np.array([begin]), size)
                 inputs[i, here], targets[i, here] = a[0], b[0]
-                mask[i, here] = self.store.loss_mask(begin, begin + size)
+                batch.loss_mask[i, here] = self.store.loss_mask(begin, begin + size)
                 starts[i, at], real[i, here] = True, True
                 at += size
 
         self.store.each(fill, len(rows))
-        return _finish(inputs, targets, mask, starts, real)
+        return _finish(batch, inputs, targets, starts, real)
 
 
 def open_rows(store: TokenStore, sequence_length: int, packing: str) -> ChunkRows | PieceRows:
@@ -222,14 +224,19 @@ def _pieces(offsets, capacity):
     return begins, np.minimum(lengths[document] - within * capacity, capacity)
 
 
-def _finish(inputs, targets, mask, starts, real):
-    """Number the segments and positions of rows whose segments begin at ``starts``, and blank out the padding."""
+def _empty(rows, length):
+    fields = {f.name: np.empty((rows, length), np.int32) for f in dataclasses.fields(Batch)}
+    return Batch(**fields | {"loss_mask": np.empty((rows, length), np.float32)})
+
+
+def _finish(batch, inputs, targets, starts, real):
+    """Fill a batch whose segments begin at ``starts``; what is not ``real`` is padding."""
     index = np.arange(inputs.shape[1], dtype=np.int32)
-    positions = index - np.maximum.accumulate(np.where(starts, index, np.int32(0)), axis=1)
-    segments = np.cumsum(starts, axis=1, dtype=np.int32)
-    # inputs and targets are views of one array, shifted by one: copied before the padding is blanked out
-    inputs, targets = np.array(inputs), np.array(targets)
+    np.maximum.accumulate(np.where(starts, index, np.int32(0)), axis=1, out=batch.positions)
+    np.subtract(index, batch.positions, out=batch.positions)
+    np.cumsum(starts, axis=1, dtype=np.int32, out=batch.segment_ids)
+    batch.tokens[:], batch.targets[:] = inputs, targets
     if not real.all():
-        for array in (inputs, targets, segments, positions):
+        for array in (batch.tokens, batch.targets, batch.segment_ids, batch.positions):
             array[~real] = 0
-    return Batch(tokens=inputs, targets=targets, loss_mask=mask, segment_ids=segments, positions=positions)
+    return batch

@@ -23,13 +23,13 @@ class Progress:
         self._from = self._before[min(done[0], len(sizes))]
         self._bytes = 0
 
-    def update(self, file: int, block, encoded, writer) -> None:
+    def update(self, block, encoded, writer) -> None:
         """Count a block."""
         self._bytes += encoded.text_bytes
         now = time.monotonic()
         if self._enabled and now - self._painted >= (0.2 if self._terminal else 30):
             self._painted = now
-            self._print(self.line(writer.counts, self._before[file] + block.raw, now - self._began))
+            self._print(self.line(writer.counts, self._before[block.file] + block.raw, now - self._began))
 
     def line(self, counts: dict, position: int, seconds: float) -> str:
         """The text of the line.

@@ -151,27 +151,21 @@ def _run(source, writer, pool, on_error, commit_seconds, *, all_fields, bar):
     for block, encoded in pool.encode(_blocks(source, writer.cursor, all_fields)):
         if encoded.errors:
             _complain(block, encoded, on_error, writer)
-        writer.append(block.file, block, encoded)
-        bar.update(block.file, block, encoded, writer)
+        writer.append(block, encoded)
+        bar.update(block, encoded, writer)
         if time.monotonic() - committed >= commit_seconds:
             writer.commit()
             committed = time.monotonic()
     writer.finish(len(source.files))
 
 
-@dataclasses.dataclass(slots=True)
-class _Placed(Block):
-    """A block that knows the index of its file."""
-
-    file: int = 0
-
-
-def _blocks(source, cursor, all_fields) -> Iterator[_Placed]:
+def _blocks(source, cursor, all_fields) -> Iterator[Block]:
     first, position, number = cursor
     for index in range(first, len(source.files)):
         start = (position, number) if index == first else (0, 1)
         for block in source.blocks(index, start, all_fields=all_fields):
-            yield _Placed(*(getattr(block, f.name) for f in dataclasses.fields(Block)), file=index)
+            block.file = index
+            yield block
 
 
 def _complain(block, encoded: Encoded, on_error, writer):

@@ -129,11 +129,11 @@ class StoreWriter:
             self._offsets.append(np.zeros(1, np.uint64))
             self._files.append(np.zeros(1, np.uint64))
 
-    def append(self, file: int, block: Block, encoded: Encoded) -> None:
+    def append(self, block: Block, encoded: Encoded) -> None:
         """Add a block's tokens; blocks come in order."""
         if not self._started and len(encoded.tokens):
             self._start()
-        self._finish_files(file)
+        self._finish_files(block.file)
         ends = self._counts["num_tokens"] + np.cumsum(encoded.lengths, dtype=np.uint64)
         if not block.closed:
             ends = ends[:-1]
@@ -145,7 +145,7 @@ class StoreWriter:
         self._counts["num_documents"] += len(ends)
         self._counts["text_bytes"] += encoded.text_bytes
         self._counts["filtered"] += encoded.filtered
-        self.cursor = (file, *block.end)
+        self.cursor = (block.file, *block.end)
 
     def skip(self, example: str) -> None:
         """Count a document that was left out; the first ten are recorded."""
