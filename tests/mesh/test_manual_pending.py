@@ -9,7 +9,7 @@ import pytest
 from trellis.mesh import make_mesh, reshard
 from trellis.mesh.manual import PendingSumError, shard_map
 from trellis.mesh.manual import einsum_plain as einsum
-from trellis.notation import abstract, f32
+from trellis.notation import NotationError, abstract, f32
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -139,3 +139,20 @@ def test_a_carry_that_becomes_pending_with_axes_left():
         return jax.lax.scan(lambda _, __: (y, None), start, None, length=2)[0]
 
     refuses(PendingSumError, "got scan of a sum pending along m, in `program`", product, then, axes={"m"})
+
+
+@pytest.mark.parametrize(
+    "settle", [lambda y: reshard("+m -> ", y), lambda y: jax.lax.psum(y, "m")], ids=["reshard", "psum"]
+)
+def test_mapping_over_a_pending_sum(settle):
+    @shard_map
+    def program(x: f32["batch/d in/m"]) -> f32["batch/d"]:
+        return jax.vmap(lambda row: settle(einsum("in/m, in/m -> +m", row, row)))(x)
+
+    message = (
+        "JAX cannot map over an operation that begins or ends a pending sum or a copy, got one under vmap, in "
+        "`program` "
+        "(test_manual_pending.py:"
+    )
+    with pytest.raises(NotationError, match=re.escape(message)):
+        program(put((8, 4), "batch/d in/m"))

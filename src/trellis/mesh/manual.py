@@ -384,9 +384,14 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
     """Turns JAX's refusal of an operation on a pending sum or a copy into one in the notation; passes by any other "
     "error."""
     text = str(error)
+    line = error_line(error)
+    if isinstance(error, NotImplementedError) and (not text or text.startswith("Please file an issue")):
+        raise NotationError(
+            f"JAX cannot map over an operation that begins or ends a pending sum or a copy, got one under vmap, "
+            f"in `{bindings.function}`{line}: write the mapped dimension in the text, or use jax.lax.map"
+        ) from error
     if isinstance(error, NotationError) or not _REFUSED.search(text):
         return
-    line = error_line(error)
     if "Inputs cannot be replicated on the same axes" in text:
         raise TypeMismatch(
             f"a copy '~x' is for products with an operand that x slices, got an elementwise operation of one with a "
