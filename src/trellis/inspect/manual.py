@@ -68,7 +68,7 @@ def text_of(scope: str, aval) -> str | None:
     return f"{before} -> {after}" if fits else None
 
 
-_TEXT = re.compile(r"reshard\[([^\[\]]*->[^\[\]]*)\]")
+_TEXT = re.compile(r"(?:reshard|ring)\[([^\[\]]*->[^\[\]]*)\]")
 
 
 def words(aval) -> str:

@@ -16,7 +16,7 @@ def _folders(*packages: str) -> tuple[str, ...]:
 _LIBRARIES = _folders("jax", "equinox", "optax")
 _LANGUAGE = tuple(
     os.path.join(os.path.dirname(os.path.dirname(__file__)), folder) + os.sep
-    for folder in ("notation", "mesh", "named", "inspect")
+    for folder in ("notation", "mesh", "named", "inspect", "collectives")
 )
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 

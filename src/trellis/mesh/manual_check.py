@@ -29,7 +29,7 @@ _LINEAR = {
     "convert_element_type",
 }  # fmt: skip
 _LIBRARIES = re.compile(
-    r"[/\\](site-packages[/\\](jax|equinox)|trellis[/\\](notation|mesh|named))[/\\]|<frozen|contextlib"
+    r"[/\\](site-packages[/\\](jax|equinox)|trellis[/\\](notation|mesh|named|collectives))[/\\]|<frozen|contextlib"
 )
 
 

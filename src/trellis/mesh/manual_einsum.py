@@ -32,7 +32,7 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
         NotationError: the text is not a product that each device can do on its own; says which `reshard` is missing.
         TypeMismatch: an array is not what the text says.
     """
-    lefts, result = _parse(text)
+    lefts, result = parse_einsum(text)
     where = f"einsum('{text}')"
     if len(lefts) != len(arrays):
         raise NotationError(
@@ -69,7 +69,8 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
 
 
 @functools.lru_cache(maxsize=4096)
-def _parse(text: str) -> tuple[list[Shape], Shape]:
+def parse_einsum(text: str) -> tuple[list[Shape], Shape]:
+    """The operands' shapes and the result's. NotationError: not one product of named dimensions."""
     left, arrow, right = text.partition("->")
     if not arrow or "->" in right:
         raise NotationError(

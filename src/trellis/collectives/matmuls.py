@@ -1,0 +1,314 @@
+"""Matrix multiplications whose communication hides behind their own products, in manual mode."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from trellis.mesh.manual_einsum import parse_einsum
+from trellis.mesh.manual_ops import vary
+from trellis.mesh.manual_reshard import check_slice, known_axes
+from trellis.notation import Shape
+from trellis.notation.binding import bind_shape, live, partly_manual, real_axes
+
+from .ring import Moved, Names, Ring, RingError, gather_products, scatter_products
+
+
+def gather_matmul(text: str, x, *weights, ring: Ring):
+    """A product with a gathered `x`, computed while its slices pass: all-gather and matmul in one.
+
+    The ring's axis slices one name of `x`, and that name is whole in the weight or in the result:
+
+    | text | is |
+    |---|---|
+    | `batch/x in/y, in out/y -> batch/x out/y` | the first product of a feed-forward block |
+    | `batch/x pos/y in, in out/y -> batch/x pos out/y` | the same, where activations are sliced over positions |
+
+    Gradient: with respect to `x` a `matmul_scatter`, with respect to the weight another `gather_matmul`. `x` is kept
+    for it as it came, sliced.
+
+    Args:
+        text: the types, as in `einsum`.
+        x: one device's slice, inside `shard_map`.
+        *weights: one or several of the type that the text says; all use each passing slice.
+        ring: how slices travel.
+
+    Returns:
+        one array, or a list of as many as there are weights.
+
+    Raises:
+        RingError: the text is no such product, the mesh has no such axis, or a size does not divide.
+    """
+    call = _Call("gather_matmul", text, ring, (x, *weights))
+    name = call.sliced(call.x, "the ring gathers a name of the first operand")
+    if ring.axis in _axes_of(call.result, name) or (name in call.weight.names) == (name in call.result.names):
+        call.refuse(f"'{name}' is whole in the second operand or in the result", f"'{call.result}'", _GATHER)
+    if ring.axis in _axes_of(call.weight, name):
+        call.refuse("the second operand holds the gathered name whole", f"'{call.weight}'", _GATHER)
+    rows = name if name in call.result.names else call.first_free(call.x)
+    if call.size == 1:
+        found = call.plain()
+    else:
+        moved = call.moved(name, call.x, call.arrays[0], rows)
+        spec = _Spec(ring, moved, call.x.names, call.weight.names, call.result.names)
+        found = _gather_matmul(spec, *call.arrays)
+    return found[0] if len(weights) == 1 else list(found)
+
+
+def matmul_scatter(text: str, x, weight, *, ring: Ring):
+    """A product whose partial sums travel and are added on the way: matmul and reduce-scatter in one.
+
+    The ring's axis slices the summed name, and in the result another name:
+
+    | text | is |
+    |---|---|
+    | `batch/x in/y, in/y out -> batch/x out/y` | the second product of a feed-forward block |
+    | `batch/x pos in/y, in/y out -> batch/x pos/y out` | the same, where activations are sliced over positions |
+
+    Gradient: one ring, whose passing slices are used for both gradients. Arguments and errors are those of
+    `gather_matmul`.
+    """
+    call = _Call("matmul_scatter", text, ring, (x, weight))
+    name = call.sliced(call.result, "the ring scatters a name of the result")
+    call.summed(name)
+    if call.size == 1:
+        return call.plain()[0]
+    owner, array = (call.x, call.arrays[0]) if name in call.x.names else (call.weight, call.arrays[1])
+    size = array.shape[owner.names.index(name)]
+    if size % call.size:
+        call.refuse(
+            f"the devices of the ring each get a slice of '{name}'",
+            f"{name}={size} on {ring.axis}={call.size} devices",
+            f"use a multiple of {call.size}",
+        )
+    moved = call.scattered(name, size // call.size)
+    return _matmul_scatter(_Spec(ring, moved, call.x.names, call.weight.names, call.result.names), *call.arrays)
+
+
+def matmul_reduce(text: str, x, weight, *, ring: Ring):
+    """A product whose sum all devices get: a `matmul_scatter` and an all-gather for each chunk in turn.
+
+    `batch/x in/y, in/y out -> batch/x out`. The gather of one chunk runs while the next one is multiplied, so
+    `ring.chunks` of 2 or more hide most of it. Gradient: each device's own products, nothing moves. Arguments and
+    errors are those of `gather_matmul`.
+    """
+    call = _Call("matmul_reduce", text, ring, (x, weight))
+    if ring.axis in call.result.mesh_axes:
+        call.refuse("the result is whole along the ring", f"'{call.result}'", "use matmul_scatter for a sliced result")
+    call.summed(None)
+    if call.size == 1:
+        return call.plain()[0]
+    free = [n for n in call.weight.names if n in call.result.names]
+    sizes = [call.arrays[1].shape[call.weight.names.index(n)] for n in free]
+    name, size = next(((n, s) for n, s in zip(free, sizes, strict=True) if s % call.size == 0), (None, 0))
+    if name is None:
+        call.refuse(
+            "the devices of the ring each sum up a slice of the result",
+            f"{', '.join(f'{n}={s}' for n, s in zip(free, sizes, strict=True))} on {ring.axis}={call.size} devices",
+            f"use a multiple of {call.size}",
+        )
+    moved = call.scattered(name, size // call.size)
+    return _matmul_reduce(_Spec(ring, moved, call.x.names, call.weight.names, call.result.names), *call.arrays)
+
+
+_GATHER = "write 'batch/x in/y, in out/y -> batch/x out/y' or 'batch/x pos/y in, in out/y -> batch/x pos out/y'"
+_SUM = "write 'batch/x in/y, in/y out -> ...', so that each device has a partial sum"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spec:
+    """What the rings below need to know; hashable, for `custom_vjp`."""
+
+    ring: Ring
+    moved: Moved
+    x: Names
+    weight: Names
+    result: Names
+
+
+class _Call:
+    """One product: its text, held against the mesh and the arrays."""
+
+    def __init__(self, verb: str, text: str, ring: Ring, arrays: tuple):
+        self.ring, self.where = ring, f"{verb}('{text}', ring=Ring('{ring.axis}'))"
+        lefts, result = parse_einsum(text)
+        if len(lefts) != 2:
+            self.refuse("a ring multiplies two operands", f"{len(lefts)}", "write 'x, weight -> result'")
+        mesh = jax.sharding.get_abstract_mesh()
+        if not mesh.manual_axes or partly_manual():
+            self.refuse("a ring runs in manual mode, with all mesh axes", "another mode", "call it inside shard_map")
+        if ring.axis not in mesh.shape:
+            self.refuse(
+                "a ring runs along an axis of the mesh",
+                f"'{ring.axis}' where the mesh has {', '.join(mesh.axis_names)}",
+                f"use one of these, or add '{ring.axis}' to the mesh (size 1 will do)",
+            )
+        known_axes((*lefts, result), mesh, self.where)
+        self.size = mesh.shape[ring.axis]
+        for shape in (*lefts, result):
+            if shape.pending or shape.ellipsis or len(set(shape.names)) != len(shape.names):
+                self.refuse("a ring multiplies settled arrays with all names", f"'{shape}'", "settle it, or name it")
+        for shape, array in zip((lefts[0], *[lefts[1]] * (len(arrays) - 1)), arrays, strict=True):
+            bind_shape(shape, array, self.where, live())
+        self.x, self.weight, self.result = lefts[0], lefts[1], result
+        shapes = [real_axes(s, mesh) for s in (lefts[0], *[lefts[1]] * (len(arrays) - 1))]
+        mentioned = {a for s in (*shapes, real_axes(result, mesh)) for a in (*s.mesh_axes, *s.copied)}
+        arrays = [check_slice(a, s, self.where, mentioned=mentioned) for a, s in zip(arrays, shapes, strict=True)]
+        # Copies and replicated operands meet slices: from here on all differ, and their gradients are sums.
+        varying = {a for array in arrays for a in jax.typeof(array).mat.varying}
+        varying |= {a for s in shapes for a in s.copied}
+        over = tuple(a for a in mesh.axis_names if a in varying)
+        self.arrays = [vary(array, over) for array in arrays]
+
+    def refuse(self, rule: str, seen: str, fix: str):
+        raise RingError(f"{rule}, got {seen}, in {self.where}: {fix}")
+
+    def sliced(self, shape: Shape, rule: str) -> str:
+        for dim in shape.dims:
+            if self.ring.axis in dim.axes:
+                if len(dim.axes) > 1:
+                    self.refuse(
+                        "a ring gathers a name that only its axis slices", f"'{dim}'", "gather the others first"
+                    )
+                return dim.name
+        self.refuse(rule, f"'{shape}', which '{self.ring.axis}' does not slice", "write which name it slices")
+
+    def summed(self, scattered: str | None) -> None:
+        """The summed name is sliced over the ring in both operands; the scattered one is not."""
+        summed = [d for d in self.x.dims if d.name not in self.result.names]
+        if not any(self.ring.axis in dim.axes and dim in self.weight.dims for dim in summed):
+            self.refuse(f"'{self.ring.axis}' slices the summed name", f"'{self.x}' and '{self.weight}'", _SUM)
+        for shape in (self.x, self.weight):
+            if scattered in shape.names and self.ring.axis in _axes_of(shape, scattered):
+                self.refuse(f"the operands hold '{scattered}' whole", f"'{shape}'", _SUM)
+
+    def first_free(self, shape: Shape) -> str:
+        return next((n for n in shape.names if n in self.result.names), None) or self.refuse(
+            "the first operand has a name of its own", f"'{shape}'", "write 'batch in, in out -> batch out'"
+        )
+
+    def scattered(self, name: str, size: int) -> Moved:
+        """A result's slice has `size` of `name`; its parts are of the first operand's first free name."""
+        rows = name if name in self.x.names else self.first_free(self.x)
+        whole = size if rows == name else self.arrays[0].shape[self.x.names.index(rows)]
+        return self.parted(name, size, rows, whole, self.result)
+
+    def moved(self, name: str, shape: Shape, array, rows: str) -> Moved:
+        sizes = dict(zip(shape.names, array.shape, strict=True))
+        return self.parted(name, sizes[name], rows, sizes[rows], shape)
+
+    def parted(self, name: str, size: int, rows: str, whole: int, shape: Shape) -> Moved:
+        parts = self.ring.parts
+        how = f"chunks={self.ring.chunks}" + (" both ways" if self.ring.both_ways else "")
+        if parts > whole:
+            self.refuse(
+                "a slice has at least one row for each of its parts",
+                f"{rows}={whole} on a device and {parts} parts ({how})",
+                "use fewer chunks",
+            )
+        if whole % parts:
+            self.refuse(
+                "the parts of a slice are equal",
+                f"{rows}={whole} on a device and {parts} parts ({how})",
+                f"use {_nearest(whole, parts)} parts, or a multiple of {parts} rows",
+            )
+        return Moved(name, size, rows, whole // parts, _bare(shape))
+
+    def plain(self) -> tuple:
+        """A ring of one device: the product."""
+        x, *weights = self.arrays
+        return tuple(_local(self.x.names, x, self.weight.names, w, self.result.names) for w in weights)
+
+
+def _axes_of(shape: Shape, name: str) -> tuple[str, ...]:
+    return next((dim.axes for dim in shape.dims if dim.name == name), ())
+
+
+def _bare(shape: Shape) -> str:
+    return " ".join(map(str, shape.dims))
+
+
+def _nearest(whole: int, parts: int) -> int:
+    return next(n for n in range(parts, 0, -1) if whole % n == 0)
+
+
+def _local(a_names: Names, a, b_names: Names, b, names: Names):
+    letter = {name: chr(ord("a") + i) for i, name in enumerate(dict.fromkeys((*a_names, *b_names)))}
+    spell = lambda side: "".join(letter[n] for n in side)
+    return jnp.einsum(f"{spell(a_names)},{spell(b_names)}->{spell(names)}", a, b)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather_matmul(spec: _Spec, x, *weights):
+    others = [(spec.weight, w) for w in weights]
+    dtypes = [jnp.result_type(x, w) for w in weights]
+    return tuple(gather_products(spec.ring, spec.moved, spec.x, x, others, [spec.result] * len(weights), dtypes))
+
+
+def _gather_forward(spec: _Spec, x, *weights):
+    return _gather_matmul(spec, x, *weights), (x, weights)
+
+
+def _gather_backward(spec: _Spec, kept, gradients):
+    x, weights = kept
+    pairs = [(spec.result, g, spec.weight, w) for g, w in zip(gradients, weights, strict=True)]
+    by_x = scatter_products(spec.ring, spec.moved, spec.x, pairs, x.dtype)
+    others = [(spec.result, g) for g in gradients]
+    by_weights = gather_products(
+        spec.ring, spec.moved, spec.x, x, others, [spec.weight] * len(weights), [w.dtype for w in weights]
+    )
+    return by_x, *by_weights
+
+
+_gather_matmul.defvjp(_gather_forward, _gather_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul_scatter(spec: _Spec, x, weight):
+    pairs = [(spec.x, x, spec.weight, weight)]
+    return scatter_products(spec.ring, spec.moved, spec.result, pairs, jnp.result_type(x, weight))
+
+
+def _scatter_forward(spec: _Spec, x, weight):
+    return _matmul_scatter(spec, x, weight), (x, weight)
+
+
+def _scatter_backward(spec: _Spec, kept, gradient):
+    x, weight = kept
+    others, results = [(spec.weight, weight), (spec.x, x)], [spec.x, spec.weight]
+    dtypes = [x.dtype, weight.dtype]
+    return tuple(gather_products(spec.ring, spec.moved, spec.result, gradient, others, results, dtypes))
+
+
+_matmul_scatter.defvjp(_scatter_forward, _scatter_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul_reduce(spec: _Spec, x, weight):
+    ring, moved, dim = spec.ring, spec.moved, spec.x.index(spec.moved.rows)
+    one = dataclasses.replace(ring, chunks=1)
+    step = moved.part * one.parts
+    chunks = []
+    for start in range(0, x.shape[dim], step):
+        rows = lax.slice_in_dim(x, start, start + step, axis=dim)
+        pairs = [(spec.x, rows, spec.weight, weight)]
+        mine = scatter_products(one, moved, spec.result, pairs, jnp.result_type(x, weight))
+        along = spec.result.index(moved.name)
+        chunks.append(lax.all_gather(mine, ring.axis, axis=along, tiled=True, to="invarying"))
+    return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, spec.result.index(moved.rows))
+
+
+def _reduce_forward(spec: _Spec, x, weight):
+    return _matmul_reduce(spec, x, weight), (x, weight)
+
+
+def _reduce_backward(spec: _Spec, kept, gradient):
+    x, weight = kept
+    gradient = vary(gradient, tuple(jax.typeof(x).mat.varying))
+    by_x = _local(spec.result, gradient, spec.weight, weight, spec.x)
+    return by_x.astype(x.dtype), _local(spec.x, x, spec.result, gradient, spec.weight).astype(weight.dtype)
+
+
+_matmul_reduce.defvjp(_reduce_forward, _reduce_backward)
