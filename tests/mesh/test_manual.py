@@ -155,6 +155,22 @@ def test_named_arrays_carry_their_slices_inside_and_their_shardings_outside(mesh
     np.testing.assert_allclose(y.array, jax.device_get(x.array) @ jax.device_get(w.array), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("sizes", [{"d": 8, "m": 1}, {"d": 1, "m": 8}], ids=str)
+def test_named_arrays_where_an_axis_has_size_one(sizes):
+    mesh = make_mesh(**sizes)
+
+    @shard_map
+    def program(x: f32["batch/d embed/m"], w: f32["embed/m out"]) -> f32["batch/d out/m"]:
+        y = named_einsum("batch embed, embed out -> batch out", x, w, settle=False)
+        return reshard("batch/d out +m -> batch/d out/m", y)
+
+    with jax.set_mesh(mesh):
+        x = named(put(mesh, (8, 16), "batch/d embed/m"), "batch embed")
+        w = named(put(mesh, (16, 8), "embed/m out", 1), "embed out")
+        y = program(x, w)
+    np.testing.assert_allclose(y.array, jax.device_get(x.array) @ jax.device_get(w.array), rtol=1e-4, atol=1e-4)
+
+
 def test_containers_static_arguments_and_optional_arrays(mesh):
     @shard_map
     def program(

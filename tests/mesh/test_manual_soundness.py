@@ -38,8 +38,13 @@ def moved(draw, shape: Shape) -> Shape:
 
 
 def perhaps_wrong(draw, shape: Shape) -> Shape:
-    """The shape, or now and then another one: a state more or less, or an axis on another dimension."""
-    what = draw(st.sampled_from(["right", "right", "right", "less", "more", "pending"]))
+    """The shape, or now and then another one: a state more or less, or two mesh axes (of one size) exchanged."""
+    what = draw(st.sampled_from(["right", "right", "right", "swap", "swap", "less", "more", "pending"]))
+    if what == "swap":
+        x, y = draw(st.permutations(AXES))[:2]
+        swap = lambda axes: tuple({x: y, y: x}.get(a, a) for a in axes)
+        dims = tuple(Dim(d.name, swap(d.axes)) for d in shape.dims)
+        return Shape(dims, tuple(sorted(swap(shape.pending))), tuple(sorted(swap(shape.copied))))
     if what == "less" and (shape.mesh_axes or shape.pending or shape.copied):
         gone = draw(st.sampled_from([*shape.mesh_axes, *shape.pending, *shape.copied]))
         keep = lambda axes: tuple(a for a in axes if a != gone)

@@ -221,7 +221,8 @@ class _Call:
         return spec_of(axes, shape.pending, shape.copied)
 
     def manual_only(self, axes) -> tuple[str, ...]:
-        return tuple(a for a in axes if a in self.manual)
+        """The manual axes among these, without those of size 1."""
+        return tuple(a for a in axes if a in self.manual and self.shape.shape[a] > 1)
 
     def enter(self, leaves: list[Leaf]):
         """Checks the arguments as whole arrays; gives the plain arrays and how to slice them."""
