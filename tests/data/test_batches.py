@@ -110,28 +110,25 @@ def test_best_fit_keeps_documents_whole(folder):
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60))
 @settings(max_examples=100, deadline=None)
-def test_best_fit_is_best_fit_decreasing(lengths):
-    order, sizes = best_fit(np.array(lengths), 50)
+def test_best_fit_is_the_documented_one(lengths):
+    """The longest first (of equals the earlier), into the row with the least room that holds it (of equals the one that
+    got to that room last), else into a new row."""
     rows: list[list[int]] = []
-    for piece in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fits = [(50 - sum(lengths[p] for p in row), i) for i, row in enumerate(rows)]
-        fits = [(room, i) for room, i in fits if room >= lengths[piece]]
-        if fits:
-            rows[min(fits, key=lambda f: (f[0], order_of_room(rows, lengths, f[1])))[1]].append(piece)
+    room: list[int] = []
+    since: list[int] = []
+    for clock, piece in enumerate(sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))):
+        fitting = [i for i in range(len(rows)) if room[i] >= lengths[piece]]
+        if fitting:
+            row = min(fitting, key=lambda i: (room[i], -since[i]))
         else:
-            rows.append([piece])
-    assert sizes.sum() == len(lengths) and sorted(order.tolist()) == list(range(len(lengths)))
-    at, found = 0, []
-    for size in sizes:
-        found.append(order[at : at + size].tolist())
-        assert sum(lengths[p] for p in found[-1]) <= 50
-        at += size
-    fill = lambda rows: sorted(sum(lengths[p] for p in row) for row in rows)
-    assert fill(found) == fill(rows)
-
-
-def order_of_room(rows, lengths, i):
-    return i
+            row = len(rows)
+            rows.append([]), room.append(50), since.append(0)
+        rows[row].append(piece)
+        room[row] -= lengths[piece]
+        since[row] = clock
+    order, sizes = best_fit(np.array(lengths), 50)
+    assert sizes.tolist() == [len(row) for row in rows]
+    assert order.tolist() == [piece for row in rows for piece in row]
 
 
 def test_a_padded_row_holds_one_document(folder):

@@ -198,8 +198,35 @@ def test_levanter(store, tmp_path):
         Store.open(tmp_path / "cache" / "train")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_writing_for_levanter(store, tmp_path, monkeypatch):
+    """Read back the way Levanter does, with TensorStore."""
+    import tensorstore as ts
+
+    monkeypatch.setattr("trellis.data.levanter.CHUNK", 16)
+    monkeypatch.setattr("trellis.data.levanter.SHARD", 64)
+    convert(store, str(tmp_path / "cache"), to="levanter")
+
+    def open_array(name):
+        kvstore = {"driver": "file", "path": str(tmp_path / "cache" / "input_ids" / name)}
+        return ts.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result()
+
+    offsets, data = open_array("offsets"), open_array("data")
+    assert offsets.shape == data.shape == (2**54,)
+    assert int(offsets[0].read().result()) == len(TEXTS)
+    ends = offsets[1 : len(TEXTS) + 1].read().result()
+    assert np.array_equal(ends, np.cumsum([len(text.encode()) + 1 for text in TEXTS]))
+    assert np.array_equal(data[: int(ends[-1])].read().result(), stream(TEXTS))
+    ledger = json.loads((tmp_path / "cache" / "shard_ledger.json").read_text())
+    assert ledger["is_finished"] and ledger["total_num_rows"] == len(TEXTS)
+    back = Store.open(tmp_path / "cache")
+    assert np.array_equal(back.document(4), store.document(4))
+    with pytest.raises(UserError, match="A cache is written once"):
+        convert(store, str(tmp_path / "cache"), to="levanter")
+
+
 def test_conversions_that_cannot_be(store, tmp_path):
-    with pytest.raises(UserError, match="use seqax, nanogpt or megatron"):
+    with pytest.raises(UserError, match="use seqax, nanogpt, megatron or levanter"):
         convert(store, str(tmp_path / "x"), to="arrow")
     with pytest.raises(UserError, match=r"A .bin file is called so") as raised:
         convert(store, str(tmp_path / "x"), to="nanogpt")

@@ -1,11 +1,14 @@
 """Mixtures: the shares hold exactly, a source's rows come once an epoch, and the order is a function of the step."""
 
+import math
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.corpora import make_store, random_texts, stream
+from tests.data.corpora import make_store, random_texts, second_key, second_permutation, stream
 from trellis.data import Batches, Mixture
 from trellis.data.batches import BatchSizes
 from trellis.errors import UserError
@@ -108,6 +111,42 @@ def test_batches_are_the_same_in_any_pieces(stores):
         parts = [again.batch(step, rows=slice(i, i + 2)) for i in range(0, 8, 2)]
         assert np.array_equal(np.concatenate([p.targets for p in parts]), whole.targets)
         assert np.array_equal(np.concatenate([p.segment_ids for p in parts]), whole.segment_ids)
+
+
+def test_the_order_is_the_documented_one(stores):
+    """docs/data.md in plain integers: two stages, and one more where the small source has given its last row."""
+    block, seed = 16, 77
+    weights = [(0, {"big": 0.5, "middle": 0.3, "small": 0.2}), (30, {"big": 0.1, "small": 0.9})]
+    mixture = Mixture(stores=stores, weights=weights, max_epochs={"small": 2}, block=block)
+    last_small = 2 * -(-stores["small"].num_tokens // 16)
+    expected, given, position = [], [0, 0, 0], 0
+    for stage in range(3):
+        first, used = position, list(given)
+        shares = [
+            [Fraction(5, 10), Fraction(3, 10), Fraction(2, 10)],
+            [Fraction(1, 10), 0, Fraction(9, 10)],
+            [1, 0, 0],
+        ][stage]
+        largest = [0, 2, 0][stage]
+
+        def after(blocks, shares=shares, largest=largest):
+            counts = [math.floor(share * block * blocks + Fraction(1, 2)) for share in shares]
+            counts[largest] += block * blocks - sum(counts)
+            return counts
+
+        while position < 1200:
+            j, slot = divmod(position - first, block)
+            counts = [b - a for a, b in zip(after(j), after(j + 1))]
+            layout = [m for m in range(3) for _ in range(counts[m])]
+            source = layout[second_permutation(block, second_key(seed, 4, stage, j), slot)]
+            expected.append((source, given[source]))
+            given[source] += 1
+            position += 1
+            if (stage == 0 and position == 30 * 4) or (stage == 1 and given[2] == last_small):
+                break
+        assert all(g >= u for g, u in zip(given, used))
+    source, index = rows_of(mixture, seed=seed).locate(np.arange(1200))
+    assert list(zip(source.tolist(), index.tolist())) == expected
 
 
 def test_validation_sets_come_whole(stores, texts):

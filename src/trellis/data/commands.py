@@ -155,7 +155,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     )
     convert.add_argument("store", metavar="STORE")
     convert.add_argument("out", metavar="OUT")
-    convert.add_argument("--to", required=True, choices=("seqax", "nanogpt", "megatron"))
+    convert.add_argument("--to", required=True, choices=("seqax", "nanogpt", "megatron", "levanter"))
     convert.add_argument("--split", default="train", help="seqax: the group inside OUT (default: train)")
 
 

@@ -74,8 +74,9 @@ def convert(store: TokenStore, out: str, *, to: str, split: str = "train") -> No
     """Write a store in another project's format.
 
     Args:
-        out: the folder ("seqax"), or the .bin file ("nanogpt", "megatron"; the latter writes the .idx beside it).
-        to: "seqax", "nanogpt" or "megatron".
+        out: the folder ("seqax", "levanter"), or the .bin file ("nanogpt", "megatron"; the latter writes the .idx
+            beside it).
+        to: one of these.
         split: seqax only, the group inside ``out``.
     """
     if to == "seqax":
@@ -86,10 +87,14 @@ def convert(store: TokenStore, out: str, *, to: str, split: str = "train") -> No
         from .binary import write_bin
 
         write_bin(store, out, index=to == "megatron")
+    elif to == "levanter":
+        from .levanter import write_levanter
+
+        write_levanter(store, out)
     else:
         raise UserError(
             "A store is converted to a format that Trellis writes.",
             seen=to,
             where="--to",
-            fix="use seqax, nanogpt or megatron",
+            fix="use seqax, nanogpt, megatron or levanter",
         )

@@ -11,6 +11,10 @@ import numpy as np
 from ..errors import UserError
 from .foreign import OffsetStore
 from .storage import open_folder
+from .store import TokenStore
+
+LENGTH = 2**54  # of both arrays
+CHUNK, SHARD = 1 << 18, 1 << 24
 
 
 class LevanterStore(OffsetStore):
@@ -50,3 +54,46 @@ class LevanterStore(OffsetStore):
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         return np.asarray(self._data[start:stop]).astype(np.uint32)
+
+
+def write_levanter(store: TokenStore, path: str) -> None:
+    """Write a store as one split of a Levanter cache, ends of documents included."""
+    import zarr
+    from zarr.codecs import BloscCodec
+
+    folder = open_folder(path)
+    if folder.exists("shard_ledger.json"):
+        raise UserError("A cache is written once.", seen="a shard_ledger.json", where=path, fix="write elsewhere")
+
+    def create(name, dtype):
+        return zarr.create_array(
+            f"{path}/input_ids/{name}",
+            shape=(LENGTH,),
+            shards=(SHARD,),
+            chunks=(CHUNK,),
+            dtype=dtype,
+            compressors=BloscCodec(clevel=5),
+            fill_value=0,
+        )
+
+    tokens = create("data", "int32")
+    for at in range(0, store.num_tokens, SHARD):
+        stop = min(at + SHARD, store.num_tokens)
+        tokens[at:stop] = store.tokens(at, stop).astype(np.int32)
+    offsets = create("offsets", "int64")
+    for at in range(0, store.num_documents + 1, SHARD):
+        stop = min(at + SHARD, store.num_documents + 1)
+        values = store.offsets(at, stop)
+        if at == 0:
+            values = values.copy()
+            values[0] = store.num_documents
+        offsets[at:stop] = values
+    ledger = {
+        "total_num_rows": store.num_documents,
+        "shard_rows": {"trellis": store.num_documents},
+        "is_finished": True,
+        "finished_shards": ["trellis"],
+        "field_counts": {"input_ids": store.num_tokens},
+        "metadata": {"preprocessor_metadata": {}},
+    }
+    folder.write("shard_ledger.json", json.dumps(ledger).encode())
