@@ -89,6 +89,9 @@ def test_sharded_equals_one_device(config, mode):
         a, b = np.asarray(alone[name].array), np.asarray(x.array)
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a), name
         assert x.array.sharding.is_equivalent_to(shardings[name], x.ndim), name
+    for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, NamedArray)):
+        if isinstance(leaf, NamedArray):
+            assert leaf.array.ndim == len(leaf.names), "names in the state fit their arrays"
     like = {leaf.sharding for leaf in jax.tree.leaves(state) if leaf.shape == PARAMS["blocks/up"][1]}
     assert all(s.is_equivalent_to(shardings["blocks/up"], 3) for s in like)
 

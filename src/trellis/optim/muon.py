@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from .config import Muon
-from .groups import Parameter, label
+from .groups import Parameter, by_group, label
 
 
 def muon(config: Muon, exclude: Sequence[str] = ("vocab", "pos", "bias")) -> optax.GradientTransformation:
@@ -34,10 +34,10 @@ def muon(config: Muon, exclude: Sequence[str] = ("vocab", "pos", "bias")) -> opt
         optax.trace(config.beta, nesterov=config.nesterov), _orthogonalize(config.iterations, config.update_rms)
     )
 
-    def labels(params: Any) -> Any:
-        return label(params, lambda p: "muon" if _is_matrix(p) and not p.matches(exclude) else "adam")
+    def is_muons(p: Parameter) -> bool:
+        return _is_matrix(p) and not p.matches(exclude)
 
-    return optax.partition({"muon": matrices, "adam": adam}, labels)
+    return by_group(lambda p: "muon" if is_muons(p) else "adam", {"muon": matrices, "adam": adam})
 
 
 # Axes that hold several matrices side by side: each is orthogonalized by itself.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .config import Adafactor, AdamW, Lion, Muon, Optimizer, Schedule
-from .groups import decayed
+from .groups import decayed, on_arrays
 from .muon import muon
 from .schedules import learning_rates
 
@@ -66,8 +66,10 @@ def _direction(config: Optimizer) -> optax.GradientTransformation:
             return muon(config)
         case Adafactor(beta1=b1, clip_update_rms=clip):
             return optax.chain(
-                optax.scale_by_factored_rms(
-                    decay_rate=config.decay_exponent, min_dim_size_to_factor=config.min_factored_size
+                on_arrays(
+                    optax.scale_by_factored_rms(
+                        decay_rate=config.decay_exponent, min_dim_size_to_factor=config.min_factored_size
+                    )
                 ),
                 optax.identity() if clip is None else optax.clip_by_block_rms(clip),
                 optax.identity() if b1 is None else optax.ema(b1, debias=False),
