@@ -214,7 +214,12 @@ class _Call:
                 f"{rows}={whole} on a device and {parts} parts ({how})",
                 f"use {_nearest(whole, parts)} parts, or a multiple of {parts} rows",
             )
-        return Moved(name, size, rows, whole // parts, _bare(shape))
+        return Moved(name, size, rows, whole // parts, self.sliced_text(shape, name))
+
+    def sliced_text(self, shape: Shape, name: str) -> str:
+        """A shape without its states, `name` sliced over the ring."""
+        axis = self.ring.axis
+        return " ".join(f"{d}/{axis}" if d.name == name and axis not in d.axes else str(d) for d in shape.dims)
 
     def plain(self) -> tuple:
         """A ring of one device: the product."""
@@ -224,10 +229,6 @@ class _Call:
 
 def _axes_of(shape: Shape, name: str) -> tuple[str, ...]:
     return next((dim.axes for dim in shape.dims if dim.name == name), ())
-
-
-def _bare(shape: Shape) -> str:
-    return " ".join(map(str, shape.dims))
 
 
 def _nearest(whole: int, parts: int) -> int:
@@ -295,8 +296,11 @@ def _matmul_reduce(spec: _Spec, x, weight):
         rows = lax.slice_in_dim(x, start, start + step, axis=dim)
         pairs = [(spec.x, rows, spec.weight, weight)]
         mine = scatter_products(one, moved, spec.result, pairs, jnp.result_type(x, weight))
-        along = spec.result.index(moved.name)
-        chunks.append(lax.all_gather(mine, ring.axis, axis=along, tiled=True, to="invarying"))
+        whole = moved.text.replace(f"{moved.name}/{ring.axis}", moved.name)
+        with jax.named_scope(f"ring[{moved.text} -> {whole}]"):
+            chunks.append(
+                lax.all_gather(mine, ring.axis, axis=spec.result.index(moved.name), tiled=True, to="invarying")
+            )
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, spec.result.index(moved.rows))
 
 
