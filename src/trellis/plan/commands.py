@@ -131,8 +131,9 @@ def _hardware(args: argparse.Namespace):
 
 def compiler_options(run, target) -> dict[str, str]:
     """The compiler options that a run carries for a target's kind of chip."""
-    carried = getattr(run, "compiler_options", None) or {}
-    return {name: str(value) for name, value in dict(carried).items() if name.startswith("xla_")}
+    from trellis.train.compilation import options_for
+
+    return options_for(target.chip.kind, run.compiler_options)
 
 
 def _price(price: float | None) -> float | None:

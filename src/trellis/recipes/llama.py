@@ -11,6 +11,7 @@ from ..models import Llama3Scaling, LlamaConfig
 from ..optim.config import AdamW, Cosine
 from ..train.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Remat, Run
 from ..train.data_config import Data, Store
+from ..train.schema import FrozenMap
 
 
 def llama_84m() -> Run:
@@ -150,6 +151,7 @@ def llama_8b_v5p_64() -> Run:
         batch_size=128,
         remat=Remat(policy="full"),
         mesh=MeshSizes(data=4, data_y=4, data_z=4),
+        compiler_options=FrozenMap(xla_tpu_scoped_vmem_limit_kib="65536"),
     )
 
 

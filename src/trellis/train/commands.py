@@ -63,6 +63,7 @@ def train_run(run: Run, folder: Path, devices: Sequence[Any], *, until: int | No
     from ..inspect import collectives, compiled_memory
     from ..models.generate import Sampling, sample
     from .assemble import assemble
+    from .compilation import options_for
     from .corpus import open_corpus
     from .evaluation import Evaluation
     from .graph import step_svg
@@ -106,6 +107,7 @@ def train_run(run: Run, folder: Path, devices: Sequence[Any], *, until: int | No
         sample=None if corpus.tokenizer is None else sampled,
         work=work,
         resizable={"vocab": run.model.vocab},
+        compiler_options=options_for(jax.default_backend(), run.compiler_options),
     )
     rules = Rules(
         steps=run.steps,

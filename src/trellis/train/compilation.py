@@ -1,6 +1,7 @@
 """Compiling a step once, and keeping what was compiled for the next run."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,21 @@ def use_persistent_cache(folder: str | Path | None = None) -> None:
     compilation_cache.reset_cache()  # JAX settles at its first compilation whether it has a cache
 
 
+def options_for(platform: str, options: Mapping[str, str]) -> dict[str, str]:
+    """The compiler options that concern a platform.
+
+    >>> options_for("tpu", {"xla_tpu_scoped_vmem_limit_kib": "65536", "xla_gpu_autotune_level": "4"})
+    {'xla_tpu_scoped_vmem_limit_kib': '65536'}
+
+    Args:
+        platform: "cpu", "gpu" or "tpu".
+        options: of any platform; names without a platform's prefix concern all.
+    """
+    platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+    others = tuple(f"xla_{name}_" for name in ("cpu", "gpu", "tpu") if name != platform)
+    return {name: str(value) for name, value in options.items() if not name.startswith(others)}
+
+
 class CompiledStep:
     """A step compiled ahead of its first call: once for each shape of a batch, so once for a run of one batch size.
 
@@ -36,17 +52,19 @@ class CompiledStep:
 
     Args:
         step: a function under `jax.jit`, `step(state, batch) -> (state, metrics)`.
+        options: the compiler's options.
     """
 
-    def __init__(self, step: Any):
+    def __init__(self, step: Any, options: Mapping[str, str] | None = None):
         self._step = step
+        self._options = dict(options or {}) or None
         self._programs: dict[tuple, Any] = {}
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
         key = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(batch))
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._step.lower(state, batch).compile()
+            program = self._programs[key] = self._step.lower(state, batch).compile(self._options)
         return program(state, batch)
 
     @property

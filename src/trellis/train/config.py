@@ -178,6 +178,9 @@ class Run:
     """What is written while the run runs."""
     profile: Profile | None = None
     """A trace of some steps; null takes none."""
+    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
+    """Options of the compiler for the step, as in xla_tpu_scoped_vmem_limit_kib: 65536. Those of other platforms than
+    the run's (xla_tpu_..., xla_gpu_..., xla_cpu_...) are left out."""
     seed: int = 0
     """Of the initial parameters and of dropout."""
     devices: int | None = None

@@ -46,6 +46,7 @@ class Program:
         sample: from a state to a text.
         work: what a token costs, for MFU.
         resizable: axes whose padding may change when a run resumes, with their true sizes.
+        compiler_options: of the compiler, for the step.
     """
 
     init: Callable[[], Any]
@@ -57,6 +58,7 @@ class Program:
     sample: Callable[[Any], str] | None = None
     work: Work | None = None
     resizable: dict[str, int] = field(default_factory=dict)
+    compiler_options: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +166,7 @@ class _Loop:
         self._note(f"resuming after step {start}, from {self._saved.path(start)}" if start else "")
         self._timeline.add("resumed" if start else "started", start)
         self._meter = Meter(tokens=tokens, work=program.work)
-        step = CompiledStep(program.step)
+        step = CompiledStep(program.step, program.compiler_options)
         try:
             with contextlib.ExitStack() as self._open:
                 self._open.callback(self._progress.close)
