@@ -244,8 +244,29 @@ def test_waiting_for_another_writer(tmp_path):
 
     with open(tmp_path / "store.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        threading.Timer(0.2, lambda: fcntl.flock(lock, fcntl.LOCK_UN)).start()
+
+        def let_go():  # as a writer does when it has finished
+            os.unlink(tmp_path / "store.lock")
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+        threading.Timer(0.2, let_go).start()
         assert make_store(tmp_path, ["a"], wait=True).num_documents == 1
+    assert not (tmp_path / "store.lock").exists()
+
+
+@pytest.mark.slow
+def test_several_processes_that_want_the_same_store(tmp_path):
+    """All wait for the one that writes, and open what it wrote."""
+    write_jsonl(tmp_path / "in.jsonl", random_texts(np.random.default_rng(0), 300))
+    code = (
+        "import sys; from trellis.data import FileSource, find_files, tokenize; "
+        "print(tokenize(FileSource(files=find_files(sys.argv[1])), sys.argv[2], use_bytes=True, workers=0, wait=True,"
+        " commit_seconds=0.0).num_documents)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "in.jsonl"), str(tmp_path / "store")]
+    running = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [process.communicate()[0] for process in running] == ["300\n"] * 3
+    assert not (tmp_path / "store.lock").exists()
 
 
 def test_other_inputs_for_the_same_store(tmp_path):

@@ -216,26 +216,31 @@ def writer_lock(folder: Folder, *, wait: bool = False):
     import fcntl
 
     path = folder.url.rstrip("/") + ".lock"
-    try:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        file = open(path, "w")
-    except OSError as error:
-        raise UserError(
-            "The folder of a store can be written.",
-            seen=error.strerror,
-            where=folder.url,
-            fix="check the path and its permissions",
-        ) from error
-    with file:
+    while True:
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            file = open(path, "w")
+        except OSError as error:
+            raise UserError(
+                "The folder of a store can be written.",
+                seen=error.strerror,
+                where=folder.url,
+                fix="check the path and its permissions",
+            ) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
+            file.close()
             raise UserError(
                 "One process at a time writes a store.",
                 seen="another one is writing it",
                 where=folder.url,
                 fix="wait for it, or stop it",
             ) from error
+        if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+            break
+        file.close()  # the writer before us has removed the file that we waited for
+    with file:
         try:
             yield
         finally:
