@@ -20,7 +20,9 @@ from trellis.notation.binding import Bindings
 from .manual_ops import marked
 
 _SETTLES = {"unreduced_psum", "unreduced_reduce_scatter", "psum", "psum_invariant", "reduce_scatter"}
-_CALLS = {"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call"}
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
+# What runs its programs on its operands. Others that hold one (reductions, scatters, kernels) do something of their own.
+_RUNS = _CALLS | {"remat", "remat2", "checkpoint", "scan", "cond", "while", "shard_map"}
 _MOVES = {"all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "ppermute"}
 # What keeps a sum of terms a sum of terms, one operand at a time or alike in all.
 _LINEAR = {
@@ -65,7 +67,7 @@ def _outputs(eqn, ins: list[frozenset[str]], bindings: Bindings, line: str) -> l
     if name == "name":
         begun, ended = marked(eqn.params["name"])
         return [(ins[0] | begun) - ended]
-    if inner := _programs(eqn):
+    if name in _RUNS and (inner := _programs(eqn)):
         return _inner(eqn, inner, ins, bindings, line)
     axes = frozenset().union(*ins) if ins else frozenset()
     if not axes or not eqn.outvars:
