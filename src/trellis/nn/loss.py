@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from trellis.nn.partition import Axes, varying
 from trellis.mesh.platform import platform_of
+from trellis.nn.partition import Axes, varying
 from trellis.notation.state import State, state_of
 
 CHUNK = {"cpu": 512}
@@ -178,7 +178,7 @@ def _summed_fwd(x, head, targets, weights, settings: _Settings):
     def step(carry, part):
         sums, d_head = carry
         mine, d_x, d_more = _chunk(*part, head, settings, gradient=True)
-        d_head = jax.tree.map(lambda total, more: (total + more).astype(total.dtype), d_head, d_more)
+        d_head = jax.tree.map(lambda total, more: (total.astype(more.dtype) + more).astype(total.dtype), d_head, d_more)
         return (jax.tree.map(jnp.add, sums, mine), d_head), d_x
 
     types = (settings.total_type, jnp.float32)
