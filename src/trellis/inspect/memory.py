@@ -293,15 +293,11 @@ def live_memory(**trees: Any) -> Memory:
     per_device: dict[jax.Device, list[Buffer]] = collections.defaultdict(list)
     for array in jax.live_arrays():
         kind, name = known.get(id(array), ("other", "not in a tree"))
-        for shard in array.addressable_shards:
-            per_device[shard.device].append(
-                Buffer(
-                    kind=kind if kind in KINDS else "other",
-                    name=name,
-                    what=_type(array, None),
-                    num_bytes=num_bytes(jax.ShapeDtypeStruct(shard.data.shape, array.dtype)),
-                )
-            )
+        buffer = Buffer(
+            kind=kind if kind in KINDS else "other", name=name, what=_type(array, None), num_bytes=_local(array)
+        )
+        for device in array.sharding.addressable_devices:
+            per_device[device].append(buffer)
     if not per_device:
         return Memory(())
     device, buffers = max(per_device.items(), key=lambda pair: sum(b.num_bytes for b in pair[1]))
@@ -314,6 +310,6 @@ def live_bytes() -> dict[int, int]:
     be distributed was made on one device first."""
     held = dict.fromkeys((device.id for device in jax.local_devices()), 0)
     for array in jax.live_arrays():
-        for shard in array.addressable_shards:
-            held[shard.device.id] += num_bytes(jax.ShapeDtypeStruct(shard.data.shape, array.dtype))
+        for device in array.sharding.addressable_devices:  # asking for the shards would make arrays of them
+            held[device.id] += _local(array)
     return held
