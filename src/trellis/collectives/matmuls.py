@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -162,7 +163,7 @@ class _Call:
         over = tuple(a for a in mesh.axis_names if a in varying)
         self.arrays = [vary(array, over) for array in arrays]
 
-    def refuse(self, rule: str, seen: str, fix: str):
+    def refuse(self, rule: str, seen: str, fix: str) -> NoReturn:
         raise RingError(f"{rule}, got {seen}, in {self.where}: {fix}")
 
     def sliced(self, shape: Shape, rule: str) -> str:

@@ -21,7 +21,7 @@ from .manual_ops import marked
 
 _SETTLES = {"unreduced_psum", "unreduced_reduce_scatter", "psum", "psum_invariant", "reduce_scatter"}
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
-# What runs its programs on its operands. Others that hold one (reductions, scatters, kernels) do something of their own.
+# What runs its programs on its operands. Others that hold one (reductions, scatters, kernels) do more than that.
 _RUNS = _CALLS | {"remat", "remat2", "checkpoint", "scan", "cond", "while", "shard_map"}
 _MOVES = {"all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "ppermute"}
 # What keeps a sum of terms a sum of terms, one operand at a time or alike in all.

@@ -106,4 +106,3 @@ def _arrange(devices: list, names: list[str], shape: list[int]) -> np.ndarray:
     within = [size // part for size, part in zip(shape, across, strict=True)]
     axes = [i + side * len(shape) for i in range(len(shape)) for side in (0, 1)]
     return ordered.reshape(across + within).transpose(axes).reshape(shape)
-

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from trellis.mesh.layout import current_layout
+from trellis.mesh.platform import platform_of
 from trellis.named import ELEMENTWISE, Axis, NamedArray, einsum
 from trellis.named.placing import move
-from trellis.mesh.platform import platform_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

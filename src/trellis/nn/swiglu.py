@@ -2,8 +2,8 @@
 
 import jax
 
-from trellis.named import NamedArray, silu
 from trellis.mesh.platform import platform_of
+from trellis.named import NamedArray, silu
 
 
 def swiglu(gate: NamedArray, up: NamedArray) -> NamedArray:

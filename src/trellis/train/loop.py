@@ -260,8 +260,8 @@ class _Loop:
                 seen=f"loss {loss}, gradient norm {norm} at step {record.step}, {self._not_finite} in a row "
                 f"(allowed: {self._rules.nonfinite_limit})",
                 where=_last_good(self._saved, others_live=True),
-                fix="go on with a larger --skip_nonfinite, which leaves such steps out, or start a new run with a lower "
-                "learning rate or clip_norm",
+                fix="go on with a larger --skip_nonfinite, which leaves such steps out, or start a new run with a "
+                "lower learning rate or clip_norm",
             )
 
     def _sample(self, state: Any, step: int) -> None:

@@ -63,9 +63,9 @@ class Meter:
         """The line of the step that was added last. A value that is no finite number becomes None.
 
         Keys: `step`, `tokens` (so far), the step's metrics, and of the steps that the rates are over:
-        `tokens_per_second`, `mfu` and `mfu_noncausal` (0 to 1), `step_seconds` (waiting included), `data_wait_seconds` (a step's share of
-        the time that the device had no batch); `memory_bytes` is what the fullest device of this process holds, or
-        this process where the devices do not say.
+        `tokens_per_second`, `mfu` and `mfu_noncausal` (0 to 1), `step_seconds` (waiting included),
+        `data_wait_seconds` (a step's share of the time that the device had no batch); `memory_bytes` is what the
+        fullest device of this process holds, or this process where the devices do not say.
         """
         seconds = sum(step[1] for step in self._steps)
         while len(self._steps) > self._new and seconds - self._steps[0][1] >= _AT_LEAST:

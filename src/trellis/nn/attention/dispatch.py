@@ -3,13 +3,13 @@
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from trellis.mesh.platform import platform_of
 from trellis.nn.attention.chunked import chunked_attention
 from trellis.nn.attention.cudnn import cudnn_attention, cudnn_refuses
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.reference import reference_attention
 from trellis.nn.attention.sharded import Placement, placement_of
 from trellis.nn.attention.splash import splash_attention, splash_kernel, splash_refuses
-from trellis.mesh.platform import platform_of
 from trellis.notation.state import mode_of
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "cudnn", "splash")
