@@ -265,9 +265,9 @@ def token_losses(x, head, targets):
     )
     largest = jax.lax.stop_gradient(jnp.max(logits, -1))
     largest = tr.all_gather("part/model batch/data pos -> part batch/data pos", largest[None]).max(0)
-    logits = logits - largest[..., None]
-    exponentials = tr.einsum("batch/data pos vocab/model -> batch/data pos +model", jnp.exp(logits))
-    normalizer = jnp.log(tr.all_reduce("batch/data pos +model -> batch/data pos", exponentials))
+    exponentials = jnp.exp(logits - largest[..., None])
+    total = tr.einsum("batch/data pos vocab/model -> batch/data pos +model", exponentials)
+    normalizer = jnp.log(tr.all_reduce("batch/data pos +model -> batch/data pos", total)) + largest
     mine, index = in_my_vocabulary(targets, logits.shape[-1])
     target = jnp.where(mine, jnp.take_along_axis(logits, index[..., None], -1)[..., 0], 0.0)
     target = tr.einsum("part/model batch/data pos -> batch/data pos +model", target[None])
@@ -277,9 +277,9 @@ def token_losses(x, head, targets):
 def loss_of(weights: Weights, batch: Batch, model: Model, dtype) -> jax.Array:
     """The mean loss over the tokens that count, of the whole batch."""
     rates = model.rope_theta ** -(jnp.arange(0, model.head_dim, 2, dtype=jnp.float32) / model.head_dim)
-    angles = batch.positions.astype(jnp.float32)[..., None] * rates
+    angles = batch.positions.astype(jnp.float32)[..., None] * rates[None, None]
     length = batch.tokens.shape[1]
-    seen = jnp.tril(jnp.ones((length, length), bool)) & (batch.segment_ids[:, :, None] == batch.segment_ids[:, None])
+    seen = jnp.tril(jnp.ones((1, length, length), bool)) & (batch.segment_ids[:, :, None] == batch.segment_ids[:, None])
 
     def block(x, layer: Layer):
         x = x + attention(normalize(x, layer.attention_norm, model.norm_eps), layer, angles, seen, model)
@@ -382,10 +382,10 @@ def train(options, model: Model, training: Training, store, mesh, rows: int, len
     profile = Profile(options.folder / "profile", ProfileRule(start=3, steps=2) if options.profile else None)
     losses, began = [], time.perf_counter()
     with Checkpoints(options.folder / "checkpoints") as checkpoints:
-        state = initial(model, options.seed, mesh)
-        if (last := checkpoints.latest()) is not None:
-            state = checkpoints.restore(state, step=last).state
-            print(f"goes on after step {last}")
+        found = checkpoints.restore(abstract(State, model.sizes(), mesh))
+        state = initial(model, options.seed, mesh) if found is None else found.state
+        if found is not None:
+            print(f"goes on after step {found.step}")
         first = int(state.step)
         with Loader(batches, place, start_step=first) as loader:
             for index, read in loader:
