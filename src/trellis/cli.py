@@ -55,10 +55,6 @@ def commands() -> dict[str, Command]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. What the user can mend is printed without a traceback."""
-    if arguments is None and sys.argv[1:2] == ["train"]:
-        from .train.process import use_huge_pages
-
-        use_huge_pages()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         print(_overview())
