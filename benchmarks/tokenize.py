@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -161,10 +162,6 @@ def proportional_size(pid: int) -> int:
     return 0
 
 
-def median(values):
-    return sorted(values)[len(values) // 2]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=40)
@@ -187,14 +184,18 @@ def main():
                 rounds["encode_batch_fast"].append(in_process(limit, path, tokenizer, "encode_batch_fast"))
                 rounds["datasets.map"].append(in_process(datasets_map, path, tokenizer))
             results[corpus] = {
-                "tokens_per_second": {k: round(median([clock for clock, _ in v])) for k, v in rounds.items()},
-                "tokens_per_core_second": {k: round(median([core for _, core in v])) for k, v in rounds.items()},
+                "tokens_per_second": {
+                    k: round(statistics.median([clock for clock, _ in v])) for k, v in rounds.items()
+                },
+                "tokens_per_core_second": {
+                    k: round(statistics.median([core for _, core in v])) for k, v in rounds.items()
+                },
             }
             for other in ("encode_batch", "encode_batch_fast", "datasets.map"):
                 pairs = list(zip(rounds["trellis"], rounds[other]))
                 results[corpus][f"trellis over {other}"] = {
-                    "by the clock": round(median([a[0] / b[0] for a, b in pairs]), 3),
-                    "by core time": round(median([a[1] / b[1] for a, b in pairs]), 3),
+                    "by the clock": round(statistics.median([a[0] / b[0] for a, b in pairs]), 3),
+                    "by core time": round(statistics.median([a[1] / b[1] for a, b in pairs]), 3),
                 }
             print(corpus, json.dumps(results[corpus], indent=1), flush=True)
         small = write_corpora(folder, max(2, args.megabytes // 5))["web-like"]
