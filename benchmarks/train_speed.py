@@ -1,0 +1,133 @@
+"""Training speed on a CPU, side by side: Trellis, plain JAX, transformers on torch, nanoGPT.
+
+    python benchmarks/train_speed.py [--shape nano small-llama] [--dtype float32 bfloat16] [--rounds 8]
+        [--nanogpt FOLDER] [--out benchmarks/results/train_speed.json]
+
+Every contestant is a process of its own, started as its users start it, with the same shape, batch and kind of
+optimizer (AdamW, clipping). They train in turn, a few steps each a round, so that whatever else the machine does hits
+all alike; a step is a batch in, the loss out and the parameters ready. The table gives the median of the quieter half of
+the rounds, the ratio to plain JAX, seconds from the start of the process to the end of its first step, seconds for
+imports, and the peak of its memory. Trellis takes its step from `trellis.train.assemble` on one device a core, in a
+process set up as `trellis train` sets itself up. nanoGPT is not installable: give the folder of a clone.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+CONTESTANTS = {
+    "plain": ("nano", "small-llama"),
+    "trellis": ("nano", "small-llama"),
+    "transformers": ("small-llama",),
+    "nanogpt": ("nano",),
+}
+
+
+class Contestant:
+    """One process that trains a few steps when told to."""
+
+    def __init__(self, who: str, shape: str, dtype: str, nanogpt: str | None, cache: str):
+        self.who = who
+        environment = os.environ | ({"NANOGPT": nanogpt} if nanogpt else {})
+        if who == "trellis":
+            environment["JAX_COMPILATION_CACHE_DIR"] = cache
+        self.started = time.perf_counter()
+        command = [sys.executable, str(HERE / "workers" / f"with_{who}.py"), shape, dtype]
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.first = self.read()
+        self.first_step = time.perf_counter() - self.started
+        self.cold = self.first_step
+        self.seconds: list[float] = []
+
+    def read(self) -> dict:
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.who} ended with code {self.process.wait()}: see its message above")
+        return json.loads(line)
+
+    def turn(self) -> None:
+        self.process.stdin.write("train\n")
+        self.process.stdin.flush()
+        self.seconds.append(self.read()["seconds"])
+
+    def finish(self) -> dict:
+        self.process.stdin.close()
+        end = self.read()
+        self.process.wait()
+        quiet = sorted(self.seconds)[: (len(self.seconds) + 1) // 2]
+        return {
+            "who": self.who,
+            "milliseconds": round(1e3 * statistics.median(quiet), 1) if quiet else None,
+            "first_step_seconds": round(self.first_step, 1),
+            "first_step_seconds_uncached": round(self.cold, 1),
+            "import_seconds": round(self.first["import_seconds"], 1),
+            "peak_megabytes": end["peak_megabytes"],
+            "versions": self.first["versions"],
+        }
+
+
+def start(who: str, shape: str, dtype: str, nanogpt: str | None, cache: str) -> Contestant:
+    """A contestant that made its first step; Trellis keeps compiled programs, so it starts once without them before."""
+    contestant = Contestant(who, shape, dtype, nanogpt, cache)
+    if who == "trellis":
+        contestant.finish()
+        cold, contestant = contestant.first_step, Contestant(who, shape, dtype, nanogpt, cache)
+        contestant.cold = cold
+    return contestant
+
+
+def race(shape: str, dtype: str, who: list[str], rounds: int, nanogpt: str | None) -> list[dict]:
+    """The rows of one shape in one dtype."""
+    with tempfile.TemporaryDirectory() as cache:
+        contestants = [start(name, shape, dtype, nanogpt, cache) for name in who if shape in CONTESTANTS[name]]
+    for _ in range(rounds):
+        for contestant in contestants:
+            contestant.turn()
+    rows = [contestant.finish() for contestant in contestants]
+    plain = next((r["milliseconds"] for r in rows if r["who"] == "plain"), None)
+    tokens = contestants[0].first["tokens"]
+    for row in rows:
+        row |= {"shape": shape, "dtype": dtype, "tokens_per_second": round(1e3 * tokens / row["milliseconds"])}
+        row["against_plain"] = round(plain / row["milliseconds"], 2) if plain else None
+        print(
+            f"{shape:12} {dtype:9} {row['who']:13} {row['tokens_per_second']:8,} tokens/s  x{row['against_plain']}  "
+            f"first step {row['first_step_seconds']:5} s (uncached {row['first_step_seconds_uncached']:5} s)  import {row['import_seconds']:4} s  "
+            f"{row['peak_megabytes']:6,} MB",
+            flush=True,
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", default=["nano", "small-llama"], choices=["nano", "small-llama"])
+    parser.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
+    parser.add_argument(
+        "--who", nargs="+", choices=list(CONTESTANTS), help="contestants; all that can run if not given"
+    )
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--nanogpt", metavar="FOLDER", help="a clone of karpathy/nanoGPT")
+    parser.add_argument("--out", type=Path, help="write the rows there, as JSON")
+    args = parser.parse_args()
+    who = args.who or [name for name in CONTESTANTS if name != "nanogpt" or args.nanogpt]
+    if "nanogpt" in who and not args.nanogpt:
+        parser.error("nanoGPT is run from a clone: say where it is, with --nanogpt FOLDER")
+    rows = [row for s in args.shape for d in args.dtype for row in race(s, d, who, args.rounds, args.nanogpt)]
+    if args.out:
+        machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
