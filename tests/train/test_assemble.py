@@ -148,6 +148,16 @@ def test_evaluation_adds_up_over_batches_sets_and_devices(assembled, state, sets
     assert found["bits_per_byte"] == pytest.approx(sum(nats.values()) / math.log(2) / sum(text.values()), rel=1e-5)
 
 
+def test_a_long_evaluation_keeps_few_batches_on_the_devices(assembled, state, sets):
+    """More than 32 programs for each of several CPU devices, and XLA would hang."""
+    chosen = sets["short"]
+    long = chosen._replace(batches=Batches(chosen.store, sequence_length=LENGTH, batch_size=ROWS, max_epochs=40))
+    assert long.num_batches > 100
+    with assembled.layout:
+        evaluation = Evaluation({"long": long}, assembled.recipe, assembled.batch_sharding, assembled.fields)
+        assert math.isfinite(float(evaluation(state)["validation_loss"]))
+
+
 def test_what_a_run_is_about_to_do_is_plain_values(assembled, run):
     import json
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +15,10 @@ from ..data import Batches, Loader, TokenStore, count_bytes
 from ..nn.loss import TokenLoss
 from .state import State, cast
 from .step import Recipe, batch_loss, by_name
+
+# Batches that may wait on the devices. The training loop's own come on top: on several CPU devices XLA hangs where one
+# has more than 32 programs to run (seen with JAX 0.10.2).
+_AHEAD = 8
 
 
 class ValidationSet(NamedTuple):
@@ -90,9 +95,13 @@ class Evaluation:
 
     def _sums(self, model: Any, chosen: ValidationSet) -> TokenLoss:
         sums = TokenLoss(*(np.float32(0) for _ in TokenLoss._fields))
+        ahead: deque[jax.Array] = deque()
         with Loader(chosen.batches, self._sharding) as loader:
             for (_, batch), _ in zip(loader, range(chosen.num_batches)):
                 sums = self._add(sums, model, batch)
+                ahead.append(sums.tokens)
+                if len(ahead) > _AHEAD:
+                    ahead.popleft().block_until_ready()
         return sums
 
 

@@ -26,7 +26,7 @@ from .stopping import LossNotFinite, Signals, explain, leave_at_once
 from .timeline import Timeline
 from .trackers import Tracker, open_trackers
 
-# How many steps may be dispatched before the first of them is finished.
+# How many steps may be dispatched before the first of them is finished. (More than 32 hang XLA on several CPU devices.)
 _AHEAD = 4
 
 
