@@ -101,7 +101,8 @@ def race(shape: str, dtype: str, who: list[str], rounds: int, nanogpt: str | Non
         row["against_plain"] = round(plain / row["milliseconds"], 2) if plain else None
         print(
             f"{shape:12} {dtype:9} {row['who']:13} {row['tokens_per_second']:8,} tokens/s  x{row['against_plain']}  "
-            f"first step {row['first_step_seconds']:5} s (uncached {row['first_step_seconds_uncached']:5} s)  import {row['import_seconds']:4} s  "
+            f"first step {row['first_step_seconds']:4} s (uncached {row['first_step_seconds_uncached']:4} s)  "
+            f"import {row['import_seconds']:4} s  "
             f"{row['peak_megabytes']:6,} MB",
             flush=True,
         )
