@@ -19,7 +19,7 @@ from trellis.train.layouts import LayoutChoice, MeshSizes
 from trellis.train.state import cast
 from trellis.train.step import batch_loss, by_name
 from trellis.train.summary import arrays, describe, num_parameters, run_tokens, sections, step_ledger, step_memory
-from trellis.train.work import flops_per_token, matmul_parameters
+from trellis.train.work import flops_per_token, known_peak, matmul_parameters
 
 LENGTH, ROWS = 16, 4
 
@@ -88,6 +88,15 @@ def test_flops_count_products_once_forward_and_twice_backward(assembled):
     causal = 2 * 2 * 2 * 8 * LENGTH * 3 / 2
     assert flops_per_token(model, LENGTH) == products + causal
     assert flops_per_token(model, LENGTH, causal=False) == products + 2 * causal
+
+
+def test_the_best_peak_of_a_machine_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = iter([5e9, 2e9, 9e9])
+    monkeypatch.setattr("trellis.train.work.matmul_peak", lambda devices, dtype: next(measured))
+    assert [known_peak(jax.devices(), "float32") for _ in range(3)] == [5e9, 5e9, 9e9]
+    monkeypatch.setattr("trellis.train.work.matmul_peak", lambda devices, dtype: None)
+    assert known_peak(jax.devices(), "float32") is None
 
 
 def test_an_update_that_is_not_finite_changes_nothing_but_the_count(assembled):

@@ -50,22 +50,25 @@ def flops_per_token(model: Any, length: int, *, causal: bool = True) -> float:
 
 
 def known_peak(devices: Sequence[Any], dtype: str) -> float | None:
-    """FLOP/s that all devices could do together; on a CPU measured at the first run, and kept in the user's cache.
+    """FLOP/s that all devices could do together.
+
+    On a CPU it is measured, and the best measurement of this machine is kept in the user's cache folder: a machine that
+    is busy with something else measures too little.
 
     Args:
         devices: the run's.
         dtype: what the run computes in.
     """
-    if devices[0].platform != "cpu":
-        return matmul_peak(devices, dtype)
+    peak = matmul_peak(devices, dtype)
+    if peak is None or devices[0].platform != "cpu":
+        return peak
     path = cache_folder() / "peaks.json"
-    key = f"{platform.node()} {platform.processor()} {os.cpu_count()} cores, {len(devices)} devices, {dtype}"
+    key = f"{platform.node()}, {os.cpu_count()} cores, {dtype}"
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
         found = {}
-    if key not in found:
-        found[key] = matmul_peak(devices, dtype)
+    if peak > found.get(key, 0.0):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, found)
-    return found[key]
+        write_json(path, found | {key: peak})
+    return max(peak, found.get(key, 0.0))
