@@ -38,10 +38,9 @@ def run_plan(args: argparse.Namespace) -> int:
     from .show import as_json, text
 
     where = target(args.on, args.hardware)
-    options = compiler_options(args.run, where)
     out, plan = {}, None
     try:
-        plan = quick_plan(args.run, where, price=_price(args.price), options=list(options))
+        plan = quick_plan(args.run, where, price=_price(args.price))
     except (UserError, ValueError) as error:
         if not args.search:  # the search looks for settings that do divide
             raise
@@ -55,7 +54,7 @@ def run_plan(args: argparse.Namespace) -> int:
         from .compile import compile_run
         from .verdict import judge, verdict_text
 
-        prog, compiled = compile_run(args.run, where, options=options, progress=True)
+        prog, compiled = compile_run(args.run, where, progress=True)
         verdict = judge(plan, prog, compiled)
         out["compiled"] = _compiled_json(verdict)
         if not args.json:
@@ -127,13 +126,6 @@ def _hardware(args: argparse.Namespace):
 
     devices = find_devices(args.run)
     return local_target(devices), devices
-
-
-def compiler_options(run, target) -> dict[str, str]:
-    """The compiler options that a run carries for a target's kind of chip."""
-    from trellis.train.compilation import options_for
-
-    return options_for(target.chip.kind, run.compiler_options)
 
 
 def _price(price: float | None) -> float | None:

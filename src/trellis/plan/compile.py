@@ -25,7 +25,7 @@ from trellis._compat import cudnn_assumed
 from trellis.errors import UserError
 from trellis.inspect.compiled import compiled_memory
 from trellis.mesh.topology import TopologyError, target_devices
-from trellis.train.compilation import cache_folder
+from trellis.train.compilation import cache_folder, options_for
 from trellis.train.config import Run
 
 from .hardware import Target
@@ -109,13 +109,14 @@ def compile_run(
     Args:
         run: the run.
         target: the hardware.
-        options: compiler options, as in `{"xla_tpu_scoped_vmem_limit_kib": "98304"}`.
+        options: compiler options, as in `{"xla_tpu_scoped_vmem_limit_kib": "98304"}`; the run's own if None.
         progress: show on stderr how long it has been compiling.
 
     Raises:
         UserError: the compiler is not installed or refuses an option, or a size does not divide.
     """
     prog = program(run, target, compiler_devices(target))
+    options = options_for(target.chip.kind, run.compiler_options) if options is None else options
     return prog, compile_program(prog, target, options=options, progress=progress)
 
 
@@ -179,7 +180,7 @@ def _refused(
     if "No such compile option" in message or "unknown" in message.lower() and "option" in message.lower():
         seen = message.splitlines()[0][:200]
         fix = "leave the option out, or install the compiler's version that has it"
-        raise UserError("Compiler options are the compiler's.", seen=seen, where="--compiler-options", fix=fix)
+        raise UserError("Compiler options are the compiler's.", seen=seen, where="compiler_options", fix=fix)
     if "RESOURCE_EXHAUSTED" not in message or "vmem" in message.lower() and "hbm" not in message.lower():
         raise RuntimeError(f"the compiler for {target.name} refused the step: {message[:2000]}")
     used = re.search(rf"[Uu]sed {_AMOUNT} of {_AMOUNT}", message) or re.search(

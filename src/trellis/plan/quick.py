@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from trellis.inspect.rows import Ledger
+from trellis.train.compilation import options_for
 from trellis.train.config import Run
 
 from .described import described_devices
@@ -95,14 +96,14 @@ def _gradient_products(ops: Sequence[Op]) -> float:
     return sum(op.flops * op.times for group in by_function.values() for op in group[1:])
 
 
-def quick_plan(run: Run, target: Target, *, price: float | None = None, options: Sequence[str] = ()) -> Plan:
+def quick_plan(run: Run, target: Target, *, price: float | None = None, options: Sequence[str] | None = None) -> Plan:
     """Plans a run from types, without compiling.
 
     Args:
         run: the run.
         target: the hardware.
         price: dollars for one device and hour.
-        options: names of compiler options in use, which may hide communication.
+        options: names of compiler options in use, which may hide communication; the run's own if None.
 
     Raises:
         UserError: the mesh does not fill the target, or a size does not divide.
@@ -110,8 +111,10 @@ def quick_plan(run: Run, target: Target, *, price: float | None = None, options:
     return plan_of(program(run, target, described_devices(target)), target, price=price, options=options)
 
 
-def plan_of(prog: Program, target: Target, *, price: float | None = None, options: Sequence[str] = ()) -> Plan:
+def plan_of(prog: Program, target: Target, *, price: float | None = None, options: Sequence[str] | None = None) -> Plan:
     """The same for a program whose devices were chosen before."""
+    if options is None:
+        options = list(options_for(target.chip.kind, prog.run.compiler_options))
     with prog.layout:
         step = prog.traced()
         ledger = ledger_of(step)
