@@ -8,7 +8,7 @@ import pathlib
 import subprocess
 import sys
 
-EXTRAS = "test,plan,hf,tensorboard,wandb,s3,gcs"
+EXTRAS = "test,wandb"  # test has the others, except those that bring an accelerator's libraries
 
 
 def resolve() -> list[tuple[str, str]]:
