@@ -81,7 +81,8 @@ class _Value:
 
 
 class _Walk:
-    def __init__(self, shared_kinds: Mapping[str, str] | None = None):
+    def __init__(self, top: bool = False):
+        self.top = top  # whether this is the whole step and not a loop's body
         self.live: dict[int, _Value] = {}
         self.total = 0
         self.peak, self.at_peak, self.where = 0, (), ""
@@ -194,8 +195,10 @@ class _Walk:
                 env[atom].uses += 1
                 env[var] = env[atom]
                 continue
-            else:
-                value = _Value(Buffer(kind, local_bytes(var.aval), _show(var.aval), source))
+            size, what = local_bytes(var.aval), _show(var.aval)
+            if self.top and name == "reshard" and _gathers_columns(eqn):
+                size, what = 2 * size, f"{what} and its transpose"
+            value = _Value(Buffer(kind, size, what, source))
             value.uses = 1
             env[var] = value
             self.add(value)
@@ -336,6 +339,13 @@ def _cheap(value: _Value, aval: Any) -> bool:
     return made_of * 8 <= local_bytes(aval)
 
 
+def _gathers_columns(eqn: Any) -> bool:
+    """Whether the last of several dimensions is gathered: devices' parts come one after the other, so that the result
+    is transposed and copied. (Inside layers the products take weights either way.)"""
+    before, after = local_shape(eqn.invars[0].aval), local_shape(eqn.outvars[0].aval)
+    return len(after) > 1 and after[-1] > before[-1] and after[:-1] == before[:-1]
+
+
 def _moves_nothing(eqn: Any) -> bool:
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
     return (
@@ -350,7 +360,7 @@ def _pending(aval: Any) -> bool:
 def memory(step: Step) -> Memory:
     """The highest point of a step's memory on one device."""
     jaxpr = step.jaxpr.jaxpr
-    walk = _Walk()
+    walk = _Walk(top=True)
     inputs, weights = [], set()
     for var, kind, name in zip(jaxpr.invars, step.kinds, step.names):
         kind = kind if kind in KINDS else "temporaries"
