@@ -104,6 +104,8 @@ def test_texts():
     assert all(text.startswith("HELLO") and "A" not in text for text in again[0])
     assert sample(model, Letters(), "HELLO", new_tokens=40, seed=4, count=3) != again[0]
     assert "A" not in sample(model, Letters(), "", new_tokens=5)[0]
+    (full,) = sample(model, Letters(), "B" * 60, new_tokens=9, sampling=GREEDY)  # of 64 positions
+    assert 60 <= len(full) <= 64
 
 
 def test_a_document_ends():

@@ -57,7 +57,7 @@ def sample(
     seed: int = 0,
     count: int = 1,
 ) -> list[str]:
-    """Texts that begin with the prompt, each until its document ends or `new_tokens` are made.
+    """Texts that begin with the prompt, until the document ends, `new_tokens` are made or all positions are taken.
 
     Under a layout the model may be sliced in any way. All processes of a run call this together.
 
@@ -71,9 +71,12 @@ def sample(
         count: how many texts.
 
     Raises:
-        UserError: the prompt and the new tokens are more than the model has positions.
+        UserError: the prompt takes all positions that the model has.
     """
     ids = [int(i) for i in tokenizer.encode(prompt)] if prompt else [tokenizer.end_of_document]
+    positions = getattr(model.config, "positions", None)
+    if positions is not None and len(ids) < positions:
+        new_tokens = min(new_tokens, positions - len(ids))
     new = generate(
         model,
         [ids] * count,
