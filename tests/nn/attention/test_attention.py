@@ -231,7 +231,7 @@ def test_refused_placements(arrays):
     mesh = make_mesh(data=2, context=2, model=2)
     with jax.set_mesh(mesh):
         put = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, P(*axes)))
-        assert refusal(PlacementError, lambda: attention(q_ := put(q, "data"), put(k, "data", "context"), v)) == (
+        assert refusal(PlacementError, lambda: attention(put(q, "data"), put(k, "data", "context"), v)) == (
             "keys and values are whole along key_pos, got q float32[4@data,24,4,8], k float32[4@data,24@context,2,8], "
             "v float32[4,24,2,8], in attention: gather them first: reshard('... pos/x ... -> ... key_pos')"
         )

@@ -75,8 +75,8 @@ def attention(
     if isinstance(scale, jax.Array):
         q, scale = q * scale.astype(q.dtype), 1.0
     pattern = Pattern(causal=causal, window=window)
-    chosen = _choose(q, k, pattern, logit_softcap, upcast, implementation)
     place = placement_of(q, k, v, segment_ids)
+    chosen = _choose(q, k, place, pattern, logit_softcap, upcast, implementation)
     arrays = (q, k, v, *(segment_ids or ()))
     scores = dict(pattern=pattern, scale=float(scale), logit_softcap=logit_softcap, upcast=upcast)
     if chosen == "splash":
@@ -114,12 +114,12 @@ def _splash(place: Placement, arrays, pattern, scale, logit_softcap, save_name):
     return place.run(kernel, arrays, (tables,), (specs,), check=False)
 
 
-def _choose(q, k, pattern, logit_softcap, upcast, implementation) -> str:
+def _choose(q, k, place, pattern, logit_softcap, upcast, implementation) -> str:
     if implementation not in ("auto", "cudnn", "splash"):
         return implementation
     refuses = {
         "cudnn": lambda: cudnn_refuses(q, pattern=pattern, logit_softcap=logit_softcap, upcast=upcast),
-        "splash": lambda: splash_refuses(q, k, upcast=upcast),
+        "splash": lambda: splash_refuses(q, k, pos_shards=place.shards(place.pos), upcast=upcast),
     }
     if implementation != "auto":
         if reason := refuses[implementation]():

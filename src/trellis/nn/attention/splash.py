@@ -9,11 +9,12 @@ LANES = 128
 BLOCK = 512
 
 
-def splash_refuses(q: jax.Array, k: jax.Array, *, upcast: bool) -> str | None:
+def splash_refuses(q: jax.Array, k: jax.Array, *, pos_shards: int, upcast: bool) -> str | None:
     """Why the splash kernel cannot compute this attention, or None if it can."""
     pos, key_pos = q.shape[1], k.shape[1]
-    if pos % LANES or key_pos % LANES:
-        return f"it takes lengths that are multiples of {LANES}, not pos={pos} and key_pos={key_pos}"
+    if pos % (LANES * pos_shards) or key_pos % LANES:
+        over = f" over {pos_shards} devices" if pos_shards > 1 else ""
+        return f"it takes lengths that are multiples of {LANES}, not pos={pos}{over} and key_pos={key_pos}"
     if not upcast:
         return "it always computes scores in float32 (upcast=False)"
     return None

@@ -1,0 +1,116 @@
+"""The accelerators' kernels: splash interpreted on a CPU, and both compiled ahead of time for machines not here."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from trellis.mesh.meshes import make_mesh
+from trellis.mesh.topology import gpu_devices, slice_devices
+from trellis.nn.attention import attention
+from trellis.nn.attention.dispatch import AttentionError
+from trellis.nn.attention.pattern import Pattern
+from trellis.nn.attention.reference import reference_attention
+from trellis.nn.attention.splash import splash_attention, splash_kernel
+
+POS, HEADS, KV_HEADS, HEAD_DIM = 256, 4, 2, 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window,documents,cap", [(None, False, None), (70, True, 5.0)])
+def test_splash_computes_the_reference(window, documents, cap):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, g = (0.5 * jax.random.normal(key, (1, POS, HEADS, HEAD_DIM)) for key in keys[:2])
+    k, v = (0.5 * jax.random.normal(key, (1, POS, KV_HEADS, HEAD_DIM)) for key in keys[2:])
+    ids = jnp.arange(POS)[None] // 90
+    pair = (ids, ids) if documents else None
+    pattern, scale = Pattern(window=window), HEAD_DIM**-0.5
+    kernel = splash_kernel(HEADS, POS, POS, pattern=pattern, logit_softcap=cap, save_name=None, interpret=True)
+
+    def total(function):
+        def call(q, k, v):
+            out = function(q, k, v)
+            return jnp.sum(out * g), out
+
+        return jax.jit(jax.grad(call, (0, 1, 2), has_aux=True))(q, k, v)
+
+    with jax.numpy_dtype_promotion("standard"):
+        seen = total(lambda q, k, v: splash_attention(q, k, v, pair, kernel, scale=scale))
+    wanted = total(
+        lambda q, k, v: reference_attention(q, k, v, pair, pattern=pattern, scale=scale, logit_softcap=cap, upcast=True)
+    )
+    for a, b in zip(jax.tree.leaves(seen), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-4, rtol=2e-3)
+
+
+def compiled(devices, sizes, q_axes, kv_axes, *, copied=(), dtype=jnp.bfloat16, policy=None, **settings):
+    """The text of attention's gradient, compiled for a mesh of the given devices."""
+    mesh = make_mesh(devices, **sizes)
+
+    def struct(heads, axes, kind=dtype):
+        return jax.ShapeDtypeStruct((8, 1024, heads, HEAD_DIM), kind, sharding=NamedSharding(mesh, P(*axes)))
+
+    def total(q, k, v):
+        if copied:
+            k, v = (jax.reshard(x, P(*kv_axes, None, reduced=set(copied))) for x in (k, v))
+        layer = lambda q, k, v: attention(q, k, v, **settings)
+        layer = layer if policy is None else jax.checkpoint(layer, policy=policy)
+        return jnp.sum(layer(q, k, v).astype(jnp.float32) ** 2)
+
+    arguments = struct(8, q_axes), struct(2, kv_axes), struct(2, kv_axes)
+    with jax.set_mesh(mesh):
+        return jax.jit(jax.grad(total, (0, 1, 2))).lower(*arguments).compile().as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 256])
+def test_tpus_run_splash_on_each_device_and_move_nothing(window):
+    axes = ("data", None, "model")
+    text = compiled(slice_devices("v5e:2x2"), {"data": 2, "model": 2}, axes, axes, window=window)
+    assert text.count("tpu_custom_call") >= 3  # forward, and two backward
+    assert not any(c in text for c in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copied", [(), ("context",)])
+def test_tpus_run_splash_under_context_parallelism(copied):
+    q_axes, kv_axes = ("data", "context", None), ("data", None, None)
+    sizes = {"data": 2, "context": 2}
+    text = compiled(slice_devices("v5e:2x2"), sizes, q_axes, kv_axes, copied=copied)
+    assert text.count("tpu_custom_call") >= 3
+    assert "all-gather" not in text and "all-to-all" not in text
+
+
+@pytest.mark.slow
+def test_what_splash_saves_by_name_is_not_computed_again():
+    axes = ("data", None, "model")
+    policy = jax.checkpoint_policies.save_only_these_names("attention")
+
+    def calls(name):
+        text = compiled(slice_devices("v5e:2x2"), {"data": 2, "model": 2}, axes, axes, policy=policy, save_name=name)
+        return text.count('custom_call_target="tpu_custom_call"')
+
+    assert calls(None) == calls("attention") + 1
+
+
+@pytest.mark.slow
+def test_gpus_run_cudnn_on_each_device_and_move_nothing():
+    axes = ("data", None, "model")
+    text = compiled(gpu_devices("h100", 1, 4), {"data": 2, "model": 2}, axes, axes, window=256)
+    assert "__cudnn$fmha" in text and "__cudnn$fmhaSoftmaxBackward" in text
+    assert not any(c in text for c in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+
+
+def test_splash_refuses_parts_that_are_not_whole_lanes():
+    mesh = make_mesh(context=4, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        q = jax.device_put(jnp.ones((1, 256, 2, 8)), NamedSharding(mesh, P(None, "context")))
+        k = jax.device_put(jnp.ones((1, 256, 2, 8)), NamedSharding(mesh, P()))
+        with pytest.raises(AttentionError) as caught:
+            attention(q, k, k, implementation="splash")
+    assert str(caught.value) == (
+        "an implementation computes what it is asked, got 'splash': it takes lengths that are multiples of 128, not "
+        "pos=256 over 4 devices and key_pos=256, in attention(implementation='splash'): use implementation='auto'"
+    )
