@@ -117,14 +117,14 @@ def run(program):
 
 @pytest.mark.slow
 @given(programs(wrong=False))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 def test_right_programs_run(program):
     run(program)
 
 
 @pytest.mark.slow
 @given(programs(wrong=True))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 def test_wrong_programs_are_refused_or_right(program):
     try:
         run(program)

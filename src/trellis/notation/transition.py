@@ -198,23 +198,26 @@ class _Planner:
         return False
 
     def force(self) -> bool:
-        """Nothing is ready: two dimensions wait for each other's axes, or an axis to go is not the last of its "
-        "stack."""
-        for i in range(len(self.stacks)):
+        """Nothing is ready: dimensions wait for each other's axes, or an axis to go is not the last of its stack.
+
+        The last axis of a stack is exchanged out of turn (a permute follows in the end); only where no last axis has
+        somewhere to go is one brought there. So each call leaves fewer axes to go, or the next one does.
+        """
+        for i, stack in enumerate(self.stacks):
+            to = self.target(stack[-1]) if stack else None
+            if to is not None and to != i:
+
+                def change(i=i, to=to, axis=stack[-1]):
+                    self.stacks[i].remove(axis)
+                    self.stacks[to].append(axis)
+
+                self.step("all-to-all", [stack[-1]], i, change, to)
+                return True
+        for i, stack in enumerate(self.stacks):
             for axis in self.leaving(i):
-                to = self.target(axis)
-                if to is None and axis in self.want_pending:
-                    continue  # ends in cast()
-                if self.stacks[i][-1] != axis:
-                    self.permute(i, [a for a in self.stacks[i] if a != axis] + [axis])
-                    return True
-                if to is not None:
-
-                    def change(i=i, to=to, axis=axis):
-                        self.stacks[i].remove(axis)
-                        self.stacks[to].append(axis)
-
-                    self.step("all-to-all", [axis], i, change, to)
+                # A sliced axis that ends as a pending sum stays until cast().
+                if self.target(axis) is not None or axis not in self.want_pending:
+                    self.permute(i, [a for a in stack if a != axis] + [axis])
                     return True
         return False
 
