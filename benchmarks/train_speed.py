@@ -5,8 +5,8 @@
 
 Every contestant is a process of its own, started as its users start it, with the same shape, batch and kind of
 optimizer (AdamW, clipping). They train in turn, a few steps each a round, so whatever else the machine does hits
-all alike; a step is a batch in, the loss out and the parameters ready. The table gives the median of the quieter half of
-the rounds, the ratio to plain JAX, seconds from the start of the process to the end of its first step, seconds for
+all alike; a step is a batch in, the loss out and the parameters ready. The table gives the median of the quieter half
+of the rounds, the ratio to plain JAX, seconds from the start of the process to the end of its first step, seconds for
 imports, and the peak of its memory. Trellis takes its step from `trellis.train.assemble` on one device a core, in a
 process set up as `trellis train` sets itself up. nanoGPT is not installable: give the folder of a clone.
 """

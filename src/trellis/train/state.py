@@ -78,4 +78,3 @@ def cast(model, dtype, exceptions=()):
         return x.astype(next((other for part, other in exceptions if part in name), dtype))
 
     return jax.tree_util.tree_map_with_path(leaf, model, is_leaf=is_named)
-
