@@ -44,3 +44,12 @@ def test_two_dimensions_may_exchange_their_axes():
     steps = plan(before, after)
     assert [str(step.after) for step in steps] == ["a b/y/x", "a b/x/y", "a/y b/x"]
     assert [step.kind for step in steps] == ["all-to-all", "permute", "all-to-all"]
+
+
+def test_slices_that_wait_for_an_axis_that_stays():
+    before, after = parse_transition("a/x/z b/y -> a b/x/z +y")
+    held = before
+    for step in plan(before, after):
+        assert step.before == held
+        held = step.after
+    assert held == after
