@@ -366,19 +366,18 @@ def batch_of(read) -> Batch:
     return Batch(**{field.name: getattr(read, field.name) for field in dataclasses.fields(Batch)})
 
 
-def train(options, model: Model, training: Training, store, mesh, rows: int, length: int) -> list[float]:
+def train(options, model: Model, training: Training, store, mesh, peak, rows: int, length: int) -> list[float]:
     """Trains from the newest checkpoint of the folder, or from the start; gives the losses."""
     from trellis.data import Batches, Loader
     from trellis.train.checkpoint import Checkpoints
     from trellis.train.config import Profile as ProfileRule
     from trellis.train.graph import step_svg
     from trellis.train.profile import Profile
-    from trellis.train.work import known_peak
 
     batches = Batches(store, sequence_length=length, batch_size=rows, seed=options.seed)
     place = jax.NamedSharding(mesh, tr.parse("batch/data pos").spec)
     step = jax.jit(train_step, static_argnums=(2, 3), donate_argnums=(0,))
-    peak, work = known_peak(list(mesh.devices.flat), training.dtype), flops_per_token(model, length)
+    work = flops_per_token(model, length)
     profile = Profile(options.folder / "profile", ProfileRule(start=3, steps=2) if options.profile else None)
     losses, began = [], time.perf_counter()
     with Checkpoints(options.folder / "checkpoints") as checkpoints:
@@ -435,19 +434,21 @@ def main(arguments: list[str] | None = None) -> list[float]:
     if options.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.devices)
-    from trellis.data import TokenStore, check_vocabulary, embedded_stores
+    from trellis.data import Store, check_vocabulary, embedded_stores
     from trellis.train.corpus import cache_folder
+    from trellis.train.work import known_peak
 
     model, rows, length, rate = PRESETS[options.preset]
     options.folder.mkdir(parents=True, exist_ok=True)
-    stored = TokenStore.open(options.store) if options.store else embedded_stores(cache_folder(), model.vocab)["train"]
+    stored = Store.open(options.store) if options.store else embedded_stores(cache_folder(), model.vocab)["train"]
     check_vocabulary(stored, model.vocab)
     training = Training(
         steps=options.steps, learning_rate=rate, warmup=max(1, options.steps // 10), dtype=options.dtype
     )
     mesh = tr.make_mesh(data=options.data, model=options.model)
+    peak = known_peak(list(mesh.devices.flat), training.dtype)  # measured where these are CPUs
     with jax.set_mesh(mesh):
-        return train(options, model, training, stored, mesh, rows, length)
+        return train(options, model, training, stored, mesh, peak, rows, length)
 
 
 if __name__ == "__main__":
