@@ -84,6 +84,23 @@ def test_tpus_run_splash_under_context_parallelism(copied):
     assert "all-gather" not in text and "all-to-all" not in text
 
 
+@pytest.mark.slow
+def test_what_splash_saves_by_name_is_not_computed_again():
+    mesh = make_mesh(slice_devices("v5e:2x2"), data=4)
+    policy = jax.checkpoint_policies.save_only_these_names("attention")
+
+    def calls(name):
+        layer = jax.checkpoint(lambda q, k, v: attention(q, k, v, save_name=name), policy=policy)
+        total = lambda q, k, v: jnp.sum(jnp.sin(layer(q, k, v).astype(jnp.float32)))
+        sharding = NamedSharding(mesh, P("data"))
+        arrays = [jax.ShapeDtypeStruct((4, 512, h, HEAD_DIM), jnp.bfloat16, sharding=sharding) for h in (4, 2, 2)]
+        with jax.set_mesh(mesh):
+            text = jax.jit(jax.grad(total, (0, 1, 2))).lower(*arrays).compile().as_text()
+        return text.count('custom_call_target="tpu_custom_call"')
+
+    assert calls(None) == calls("attention") + 1
+
+
 def count(jaxpr, primitive: str) -> int:
     """How often a program runs a primitive."""
     total = 0
