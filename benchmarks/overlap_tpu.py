@@ -13,10 +13,8 @@ scheduled cycles of
 Cycles are the compiler's own estimates of each scheduled fusion; collectives have none. What they cost is printed
 beside them: how many collectives run at the same time as a product (`hidden`, from the schedule: a product between a
 start and its done), how many do not (`exposed`), and their bytes. A step takes at least the cycles plus what the
-exposed
-bytes take on one link (`wire us`). `hidden` says what the schedule runs side by side, not that the product is the
-longer of
-the two: a slice of the chapter's shapes takes 11.7 us for a hop on v5e, 5.8 us where halves of it travel both ways.
+exposed bytes take on one link (`wire us`). `hidden` says what the schedule runs side by side, not that the product is
+the longer of the two: a slice of the chapter's shapes takes 11.7 us for a hop on v5e, 5.8 us for halves both ways.
 """
 
 import argparse
