@@ -165,10 +165,9 @@ UNARY = {
 ACTIVATIONS = {
     fn: lift(getattr(jax.nn, fn), name=fn)
     for fn in (
-        "relu relu6 sigmoid silu swish gelu elu selu celu glu softplus soft_sign log_sigmoid leaky_relu "
+        "relu relu6 sigmoid silu swish gelu elu selu celu softplus soft_sign log_sigmoid leaky_relu "
         "hard_sigmoid hard_tanh hard_silu mish squareplus"
     ).split()
-    if fn != "glu"
 }
 BINARY = {
     fn: lift(getattr(jnp, fn), name=fn)

@@ -1,6 +1,5 @@
 """Operations that change names, order and sizes, and no values."""
 
-import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -48,14 +47,6 @@ def transpose(x: NamedArray, names: Sequence[str] | str) -> NamedArray:
         return x
     order = [x.index(n) for n in names]
     return NamedArray(jnp.transpose(x.array, order), names, tuple(x.slices[i] for i in order) if x.slices else ())
-
-
-_GROUP = re.compile(r"\(([^()]*)\)|(\S+)")
-
-
-@functools.lru_cache(maxsize=1024)
-def _groups(text: str) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(m[1].split()) if m[1] is not None else (m[2],) for m in _GROUP.finditer(text))
 
 
 def rearrange(x: NamedArray, pattern: str, **sizes: int) -> NamedArray:
