@@ -3,7 +3,7 @@
 A command `name` is two functions in its folder's file: `add_name_arguments(parser)` declares its arguments, and
 `run_name(args)` does the work and returns the exit code. The file is loaded when the command runs, so that
 `trellis --help` is instant. A command about a run also takes `--dotted.name VALUE` for any field of the run, and finds
-the run in `args.run`.
+the run in `args.run` and the names that the user gave in `args.given`.
 
 Exit codes: 0 done; 2 the input is wrong; 3 the run stopped itself; 143 after SIGTERM with a checkpoint written.
 """
@@ -119,6 +119,7 @@ def _run(name: str, arguments: list[str]) -> int:
         raise UserError(f"`trellis {name}` knows its words and options.", seen=unknown[0], where=parser.prog, fix=fix)
     if command.run is not None:
         args.run = _load(args.recipe, overrides, parser.prog)
+        args.given = _given(args.recipe, overrides)
     try:
         return getattr(module, f"run_{name}")(args) or 0
     finally:
@@ -176,6 +177,14 @@ def _load(target: str, overrides: dict[str, str], prog: str):
         fix = f"{prog} RECIPE, one of: {', '.join(RECIPES)}; or a YAML file"
         raise UserError(f"`{prog}` is about a run.", seen="no recipe", where=prog, fix=fix)
     return load_run(target, overrides)
+
+
+def _given(target: str, overrides: dict[str, str]) -> frozenset[str]:
+    """Names of the fields that the user set: dotted from the command line, outermost from a YAML file."""
+    from .recipes import RECIPES
+    from .recipes.load import read_yaml
+
+    return frozenset(overrides) | (frozenset() if target in RECIPES else frozenset(read_yaml(pathlib.Path(target))))
 
 
 def _fields(arguments: list[str], default: str) -> str:

@@ -8,11 +8,12 @@ import pytest
 from trellis.cli import main
 from trellis.errors import UserError
 from trellis.plan import compile as compiling
+from trellis.plan.adapting import data_sizes
 from trellis.plan.advice import advice
 from trellis.plan.hardware import target
 from trellis.plan.page import page
 from trellis.plan.quick import quick_plan
-from trellis.plan.search import data_sizes, frontier_text, search, variants
+from trellis.plan.search import frontier_text, search, variants
 from trellis.plan.show import as_json, text
 from trellis.recipes import load_run
 

@@ -1,9 +1,11 @@
 """`trellis plan` and `trellis memory`."""
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from trellis.errors import UserError
 
@@ -33,28 +35,35 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(args: argparse.Namespace) -> int:
     """Plans `args.run` on `args.on`."""
+    from .adapting import adapt
+    from .fitting import excess_lines, ways_to_fit
     from .hardware import target
     from .quick import quick_plan
     from .show import as_json, text
 
     where = target(args.on, args.hardware)
-    out, plan = {}, None
+    run, changed = adapt(args.run, where, args.given)
+    out: dict[str, Any] = {"fitted": changed}
+    plan = None
     try:
-        plan = quick_plan(args.run, where, price=_price(args.price))
+        plan = quick_plan(run, where, price=_price(args.price))
     except (UserError, ValueError) as error:
         if not args.search:  # the search looks for settings that do divide
             raise
         print(f"the run as it is cannot be planned: {error}\n", file=sys.stderr)
     if plan is not None:
         out["plan"] = as_json(plan)
+        ways = [] if plan.fits else ways_to_fit(run, lambda r: quick_plan(r, where), most=2, plan=plan)
+        out["ways_to_fit"] = [dataclasses.asdict(way) for way in ways]
         if not args.json:
-            print(text(plan, formulas=args.formulas))
+            more = [] if plan.fits else excess_lines(plan, ways)
+            print(text(plan, formulas=args.formulas, fitted=changed, ways=more))
     verdict = found = None
     if args.compile and not args.search:
         from .compile import compile_run
         from .verdict import judge, verdict_text
 
-        prog, compiled = compile_run(args.run, where, progress=True)
+        prog, compiled = compile_run(run, where, progress=True)
         verdict = judge(plan, prog, compiled)
         out["compiled"] = _compiled_json(verdict)
         if not args.json:
@@ -63,7 +72,7 @@ def run_plan(args: argparse.Namespace) -> int:
         from .search import frontier_text, search, search_json
 
         best = args.top if args.compile else 0
-        found = search(args.run, where, compile_best=best, progress=sys.stderr.isatty(), price=args.price)
+        found = search(run, where, written=args.run, compile_best=best, progress=sys.stderr.isatty(), price=args.price)
         out["search"] = search_json(found)
         if not args.json:
             print("\n" + frontier_text(found))
@@ -90,13 +99,15 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_memory(args: argparse.Namespace) -> int:
     """What each device holds at the highest point of a step of `args.run`, by kind, and by name."""
+    from .adapting import adapt
     from .fitting import excess_text, named_memory, ways_to_fit
     from .program import program
     from .quick import plan_of
     from .show import as_json, headline, memory_table, names_table
 
     where, devices = _hardware(args)
-    prog = program(args.run, where, devices)
+    run, changed = adapt(args.run, where, args.given) if args.on else (args.run, [])
+    prog = program(run, where, devices)
     plan, held = plan_of(prog, where), named_memory(prog)
     if args.svg:
         Path(args.svg).write_text(held.svg(), encoding="utf-8")
@@ -104,10 +115,15 @@ def run_memory(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**as_json(plan)["memory"], "named": held.as_dict()["buffers"]}, indent=1))
         return 0
-    lines = headline(plan).splitlines()
-    print("\n".join(lines[:3] if args.on else lines[:2]), memory_table(plan, 16), names_table(held), sep="\n\n")
+    lines = headline(plan, changed).splitlines()
+    print(
+        "\n".join(lines[: 3 + len(changed)] if args.on else lines[:2]),
+        memory_table(plan, 16),
+        names_table(held),
+        sep="\n\n",
+    )
     if not plan.fits:
-        ways = ways_to_fit(args.run, lambda run: plan_of(program(run, where, devices), where))
+        ways = ways_to_fit(run, lambda changed: plan_of(program(changed, where, devices), where))
         print("\n" + excess_text(plan, held, ways))
     return 0
 

@@ -1,6 +1,7 @@
 """When a step does not fit: by how much, what is largest by name, and which changes would make it fit, each planned."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 
 from trellis._compat import cudnn_assumed
@@ -12,6 +13,7 @@ from trellis.train.config import Run
 
 from .program import Program
 from .quick import Plan
+from .show import human_seconds
 
 # From what keeps most to what keeps least for the backward pass.
 _POLICIES = ("none", "dots", "saved", "full")
@@ -66,25 +68,61 @@ def _with_policy(run: Run, policy: str) -> Run:
     return dataclasses.replace(run, remat=dataclasses.replace(run.remat, policy=policy, names=()))
 
 
-def ways_to_fit(run: Run, planned: Callable[[Run], Plan], most: int = 3) -> list[Way]:
+def ways_to_fit(run: Run, planned: Callable[[Run], Plan], most: int = 3, plan: Plan | None = None) -> list[Way]:
     """The first changes under which the plan fits.
 
     Args:
         run: a run whose plan does not fit.
         planned: plans a run on the same hardware.
         most: how many are looked for.
+        plan: the run's own plan; with it, changes that cannot be enough are not planned.
     """
-    found = []
+    found: list[Way] = []
     for options, changed in changes(run):
-        try:
-            plan = planned(changed)
-        except (UserError, ValueError):  # a size that does not divide
-            continue
-        if plan.fits:
-            found.append(Way(options, plan.memory.peak, plan.seconds))
         if len(found) == most:
             break
+        if plan is not None and least(plan, run, changed) > plan.target.chip.hbm_bytes:
+            continue
+        try:
+            new = planned(changed)
+        except (UserError, ValueError):  # a size that does not divide
+            continue
+        if new.fits:
+            found.append(Way(options, new.memory.peak, new.seconds))
     return found
+
+
+def least(plan: Plan, run: Run, changed: Run) -> float:
+    """Bytes that a run needs on a device at least once it is changed: its state, and its share of everything else.
+
+    Microbatches keep parameters gathered and a float32 sum of gradients for the whole step.
+    """
+    state = plan.memory.kinds["parameters"] + plan.memory.kinds["optimizer"]
+    rows = lambda r: max(b.size for b in r.batch_sizes()) / r.microbatches
+    other = (plan.memory.peak - state) * rows(changed) / rows(run)
+    if changed.remat != run.remat:
+        other -= plan.memory.kinds["kept activations"] * rows(changed) / rows(run)
+    if changed.microbatches > run.microbatches:
+        model = plan.mesh.get("model", 1)
+        other = max(other, 6.0 * plan.parameters / model)
+    return state + other
+
+
+def excess_lines(plan: Plan, ways: list[Way]) -> list[str]:
+    """What makes a step fit that does not, in sentences."""
+    if ways:
+        return [
+            f"fits with {way.options}: {human_bytes(way.peak)}, {human_seconds(way.seconds)} a step" for way in ways
+        ]
+    state = plan.memory.kinds["parameters"] + plan.memory.kinds["optimizer"]
+    room = plan.target.chip.hbm_bytes
+    if state > room:
+        count = math.ceil(state * plan.target.num_devices / room)
+        return [
+            f"parameters and optimizer alone are {human_bytes(state)} a device, sliced over all that the mesh and "
+            f"layout slice them over: use {count} devices of this kind at least"
+        ]
+    return ["no change of recomputation, microbatches or batch size is enough: use more devices, or --search"]
 
 
 def excess_text(plan: Plan, held: Memory, ways: list[Way]) -> str:

@@ -7,7 +7,7 @@ to paste, and what held the others back.
 
 import dataclasses
 import itertools
-import math
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,13 +16,13 @@ from trellis.errors import UserError
 from trellis.inspect.rows import aligned, human_bytes
 from trellis.train.config import Run
 
+from .adapting import DATA_AXES, data_sizes
 from .hardware import Target
 from .quick import Plan, quick_plan
 from .show import human_count, human_seconds
 from .sketch import Sketch, sketch
 
 POLICIES = ("none", "dots", "saved", "full")
-_DATA_AXES = ("data", "data_y", "data_z")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,23 +90,14 @@ class Found:
     winner: Candidate | None
 
 
-def data_sizes(ways: int, target: Target) -> dict[str, int]:
-    """`ways` devices of data parallelism, one mesh axis along each side of the torus where they fill it.
+def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[tuple[Run, dict[str, str]]]:
+    """The run with other meshes, layouts, microbatches and checkpoint policies that divide, and what differs.
 
-    >>> from trellis.plan.hardware import target
-    >>> data_sizes(256, target("v5e:16x16")), data_sizes(64, target("v5e:16x16"))
-    ({'data': 16, 'data_y': 16}, {'data': 64})
+    Args:
+        run: the run.
+        target: the hardware.
+        written: the run as the user wrote it, which options are relative to; `run` itself if None.
     """
-    if target.chip.kind == "tpu" and target.num_slices == 1 and target.chip.devices_per_chip == 1:
-        for count in range(len(target.shape), 1, -1):
-            for sides in itertools.combinations(target.shape, count):
-                if math.prod(sides) == ways and all(side > 1 for side in sides):
-                    return dict(zip(_DATA_AXES, sides))
-    return {"data": ways}
-
-
-def variants(run: Run, target: Target) -> Iterator[tuple[Run, dict[str, str]]]:
-    """The run with other meshes, layouts, microbatches and checkpoint policies that divide."""
     devices = target.num_devices
     size = max(entry.size for entry in run.batch_sizes())
     heads, kv_heads = run.model.heads, getattr(run.model, "kv_heads", run.model.heads)
@@ -124,7 +115,7 @@ def variants(run: Run, target: Target) -> Iterator[tuple[Run, dict[str, str]]]:
             for preset, micro, policy in itertools.product(presets, (1, 2, 4, 8, 16), POLICIES):
                 if size % (ways * micro) or micro > 1 and size // ways < micro:
                     continue
-                sizes = {"replica": replica, **{axis: mesh.get(axis, 1) for axis in _DATA_AXES}}
+                sizes = {"replica": replica, **{axis: mesh.get(axis, 1) for axis in DATA_AXES}}
                 sizes |= {"context": context, "model": model}
                 changed = dataclasses.replace(
                     run,
@@ -133,21 +124,31 @@ def variants(run: Run, target: Target) -> Iterator[tuple[Run, dict[str, str]]]:
                     microbatches=micro,
                     remat=dataclasses.replace(run.remat, policy=policy, names=()),
                 )
-                yield changed, _options(run, changed)
+                yield changed, _options(written or run, changed)
 
 
 def _options(before: Run, after: Run) -> dict[str, str]:
     """What differs, by the dotted names of the command line."""
     found = {}
-    for field in dataclasses.fields(after.mesh):
-        if getattr(before.mesh, field.name) != getattr(after.mesh, field.name):
-            found[f"mesh.{field.name}"] = str(getattr(after.mesh, field.name))
-    if before.layout.preset != after.layout.preset:
-        found["layout.preset"] = after.layout.preset
+    sizes = lambda mesh: {field.name: getattr(mesh, field.name) for field in dataclasses.fields(mesh)}
+    if before.mesh != after.mesh:
+        was = sizes(before.mesh)
+        found |= {f"mesh.{axis}": str(size) for axis, size in sizes(after.mesh).items() if was[axis] != size}
+    for name, of in (("layout.preset", "layout"), ("layout.mode", "layout"), ("remat.policy", "remat")):
+        leaf = name.partition(".")[2]
+        if getattr(getattr(before, of), leaf) != getattr(getattr(after, of), leaf):
+            found[name] = getattr(getattr(after, of), leaf)
+    if before.remat.names != after.remat.names:
+        found["remat.names"] = ",".join(after.remat.names)
+    if before.batch_size != after.batch_size:
+        sizes_after = after.batch_sizes()
+        found["batch_size"] = (
+            str(after.batch_size)
+            if isinstance(after.batch_size, int)
+            else json.dumps([dataclasses.asdict(entry) for entry in sizes_after])
+        )
     if before.microbatches != after.microbatches:
         found["microbatches"] = str(after.microbatches)
-    if before.remat.policy != after.remat.policy:
-        found["remat.policy"] = after.remat.policy
     return found
 
 
@@ -155,6 +156,7 @@ def search(
     run: Run,
     target: Target,
     *,
+    written: Run | None = None,
     most: int = 14,
     compile_best: int = 0,
     progress: bool = False,
@@ -165,6 +167,7 @@ def search(
     Args:
         run: the run; model, batch and sequence length stay as they are.
         target: the hardware.
+        written: the run as the user wrote it, which the options to paste are relative to; `run` itself if None.
         most: variants that are planned from types, about a second each.
         compile_best: of the fastest that fit, how many the compiler is asked about.
         progress: tell on stderr how far it is.
@@ -174,7 +177,7 @@ def search(
         UserError: no mesh divides the batch.
     """
     sketched = []
-    for variant, options in variants(run, target):
+    for variant, options in variants(run, target, written):
         sizes = {name: size for name, size in dataclasses.asdict(variant.mesh).items() if size > 1}
         sketched.append(Candidate(variant, options, sketch(variant, target, sizes)))
     if not sketched:

@@ -1,7 +1,7 @@
 """A plan as text and as JSON."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trellis.inspect import Memory
@@ -34,8 +34,8 @@ def human_count(count: float) -> str:
     return f"{count:.0f}"
 
 
-def headline(plan: Plan) -> str:
-    """The first lines: does it fit, how long, what it waits for."""
+def headline(plan: Plan, fitted: Sequence[str] = ()) -> str:
+    """The first lines: does it fit, how long, what it waits for; and how the recipe was fitted to the target."""
     chip = plan.target.chip
     mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     room = chip.hbm_bytes - plan.memory.peak
@@ -47,6 +47,7 @@ def headline(plan: Plan) -> str:
     per_device = plan.tokens_per_second / plan.target.num_devices
     lines = [
         f"{plan.name} on {plan.target.name}: {plan.target.num_devices} devices, mesh {mesh}",
+        *(f"  fitted      {line}" for line in fitted),
         f"  parameters  {human_count(plan.parameters)}; {human_count(plan.tokens)} tokens a step",
         f"  memory      {human_bytes(plan.memory.peak)} at the highest point; {fits}",
         f"  step        {human_seconds(plan.seconds)} predicted, MFU {plan.mfu:.1%}",
@@ -141,10 +142,17 @@ def link_table(plan: Plan) -> str:
     return "communication in a step\n" + aligned(header, rows, right=(1, 2, 3))
 
 
-def text(plan: Plan, *, formulas: bool = False) -> str:
-    """The whole plan."""
-    parts = [headline(plan), memory_table(plan), link_table(plan), time_table(plan, formulas=formulas)]
-    if found := advice(plan):
+def text(plan: Plan, *, formulas: bool = False, fitted: Sequence[str] = (), ways: Sequence[str] = ()) -> str:
+    """The whole plan.
+
+    Args:
+        plan: the plan.
+        formulas: add how each time comes about.
+        fitted: how the recipe was changed for the target.
+        ways: what makes it fit, where it does not.
+    """
+    parts = [headline(plan, fitted), memory_table(plan), link_table(plan), time_table(plan, formulas=formulas)]
+    if found := [*ways, *advice(plan)]:
         parts.append("what to change\n" + "\n".join(f"  - {line}" for line in found))
     parts.append(CAVEAT)
     return "\n\n".join(parts)

@@ -1,0 +1,114 @@
+"""A recipe fitted to hardware that it was not written for: what the user did not choose gives way, and is told."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Collection
+
+from trellis.train.config import BatchSize, Run
+from trellis.train.layouts import MeshSizes, make_layout
+
+from .described import described_devices
+from .hardware import Target
+
+DATA_AXES = ("data", "data_y", "data_z")
+
+
+def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[str]]:
+    """A run whose mesh fills the target and whose batch gives every device a row.
+
+    The mesh keeps its sizes of `model`, `context`, `expert`, `stage` and `replica` as far as they divide the target;
+    data parallelism takes the rest, on a TPU along each side of the torus. The batch grows to the next multiple of
+    the devices along its mesh axes, times microbatches. What the user gave stays, and is an error where it does not
+    divide.
+
+    Args:
+        run: the run.
+        target: the hardware.
+        given: dotted names of the fields that the user set.
+
+    Returns:
+        The run, and a sentence for each change.
+    """
+    notes = []
+    if not any(name.startswith("mesh") for name in given):
+        fitted = fitted_mesh(run.mesh, target)
+        if _sizes(fitted, target) != _sizes(run.mesh, target):
+            notes.append(
+                f"mesh {_words(run.mesh)} -> {_words(fitted)} so that it fills {target.name}; "
+                f"--mesh.{_first(fitted)} N and the like set it"
+            )
+            run = dataclasses.replace(run, mesh=fitted)
+    if "batch_size" not in given:
+        parts = _parts(run, target)
+        grown = tuple(BatchSize(step=b.step, size=-(-b.size // parts) * parts) for b in run.batch_sizes())
+        if grown != run.batch_sizes():
+            before, after = (" then ".join(str(b.size) for b in sizes) for sizes in (run.batch_sizes(), grown))
+            micro = " in each microbatch" if run.microbatches > 1 else ""
+            notes.append(
+                f"batch_size {before} -> {after} so that every device has a row{micro}; --batch_size N sets it"
+            )
+            run = dataclasses.replace(run, batch_size=grown[0].size if isinstance(run.batch_size, int) else grown)
+    return run, notes
+
+
+def fitted_mesh(mesh: MeshSizes, target: Target) -> MeshSizes:
+    """A recipe's mesh on a target that it was not written for.
+
+    >>> from trellis.plan.hardware import target
+    >>> fitted = fitted_mesh(MeshSizes(model=8), target("v5p:8x8x8"))
+    >>> fitted.data, fitted.data_y, fitted.model
+    (8, 8, 8)
+    """
+    left, kept = target.num_devices, {}
+    for name in ("model", "context", "expert", "stage", "replica"):
+        size = getattr(mesh, name)
+        kept[name] = left if size == -1 else math.gcd(size, left)
+        left //= kept[name]
+    data = data_sizes(left, target)
+    sizes = {**kept, **{axis: data.get(axis, 1) for axis in DATA_AXES}}
+    return dataclasses.replace(mesh, **sizes)
+
+
+def data_sizes(ways: int, target: Target) -> dict[str, int]:
+    """`ways` devices of data parallelism, one mesh axis along each side of the torus where they fill it.
+
+    >>> from trellis.plan.hardware import target
+    >>> data_sizes(256, target("v5e:16x16")), data_sizes(64, target("v5e:16x16"))
+    ({'data': 16, 'data_y': 16}, {'data': 64})
+    """
+    if target.chip.kind == "tpu" and target.num_slices == 1 and target.chip.devices_per_chip == 1:
+        for count in range(len(target.shape), 1, -1):
+            for sides in itertools.combinations(target.shape, count):
+                if math.prod(sides) == ways and all(side > 1 for side in sides):
+                    return dict(zip(DATA_AXES, sides))
+    return {"data": ways}
+
+
+def _sizes(mesh: MeshSizes, target: Target) -> dict[str, int] | None:
+    """The sizes of a mesh on a target; None if it does not fill it."""
+    sizes = {name: size for name, size in dataclasses.asdict(mesh).items() if size != 1}
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if target.num_devices % known:
+        return None
+    free = target.num_devices // known
+    if free != 1 and -1 not in sizes.values():
+        return None
+    found = {name: free if size == -1 else size for name, size in sizes.items()}
+    return {name: size for name, size in found.items() if size > 1}
+
+
+def _parts(run: Run, target: Target) -> int:
+    """How many equal parts a batch is cut into: devices along the mesh axes of `batch`, times microbatches."""
+    layout = make_layout(run.mesh, run.layout, described_devices(target))
+    (axes,) = layout.assign(("batch",))
+    return run.microbatches * math.prod(layout.mesh.shape[axis] for axis in axes)
+
+
+def _words(mesh: MeshSizes) -> str:
+    sizes = {name: size for name, size in dataclasses.asdict(mesh).items() if size != 1}
+    return " ".join(f"{name}={size}" for name, size in sizes.items() if size != -1) or "data=all"
+
+
+def _first(mesh: MeshSizes) -> str:
+    return next((name for name, size in dataclasses.asdict(mesh).items() if size > 1), "data")
