@@ -1,6 +1,7 @@
 """Several processes: how they are found, that they train as one, and how they end together."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -139,6 +140,25 @@ def test_when_one_process_is_killed_the_other_leaves_and_names_the_last_good_che
     processes[1].communicate(timeout=60)
     assert processes[0].returncode == 3, err
     assert "A run goes on while all its processes do." in err and "last good checkpoint: " in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_process_that_falls_silent_ends_the_others_and_they_name_the_last_good_checkpoint(tmp_path, silent):
+    """A machine that hangs closes no connection: its heartbeat stops, and JAX's runtime ends the process that waits."""
+    processes = start(tmp_path, "--steps", "4000")
+    wait_for_lines(tmp_path, 10)
+    processes[silent].send_signal(signal.SIGSTOP)
+    other = processes[1 - silent]
+    try:
+        _, err = other.communicate(timeout=100)
+    finally:
+        processes[silent].kill()
+        processes[silent].communicate(timeout=60)
+    assert other.returncode == 3, err
+    assert other.returncode == 3, err
+    assert "A run goes on while all its processes do." in err and "last good checkpoint: " in err
+    assert f"process {1 - silent} of 2 was ended by JAX's runtime" in err
 
 
 @pytest.mark.slow

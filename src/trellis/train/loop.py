@@ -22,7 +22,7 @@ from .figures import duration
 from .metrics import Meter, Work
 from .profile import Profile
 from .progress import Progress
-from .stopping import LossNotFinite, Signals, explain, leave_at_once
+from .stopping import LossNotFinite, Signals, explain, explained_abort, leave_at_once
 from .timeline import Timeline
 from .trackers import Tracker, open_trackers
 
@@ -131,7 +131,11 @@ def train(
     copy = (run_file,) if run_file.exists() else ()
     rule = rules.checkpoints
     keep = {"keep_latest": rule.keep_latest, "keep_every": rule.keep_every}
-    with Checkpoints(folder / "checkpoints", copy=copy, **keep) as saved, Signals() as signals:
+    with (
+        Checkpoints(folder / "checkpoints", copy=copy, **keep) as saved,
+        Signals() as signals,
+        explained_abort(lambda: _last_good(saved, others_live=False)),
+    ):
         try:
             return _Loop(program, rules, folder, saved, signals).run(config, progress)
         except BaseException as error:

@@ -1,11 +1,14 @@
 """How a run ends before its last step: a signal from outside, or its own decision."""
 
+import contextlib
+import ctypes
 import os
 import re
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
@@ -49,13 +52,49 @@ def explain(error: BaseException, last_good: str) -> BaseException:
                 "`trellis memory` shows what each device holds",
             )
         if jax.process_count() > 1 and _PEER.search(str(error)):
-            return RunStopped(
-                "A run goes on while all its processes do.",
-                seen=f"process {jax.process_index()} of {jax.process_count()} lost another one: {first:.200}",
-                where=last_good,
-                fix="look at the other processes' output, then start them all again",
+            return _lost(
+                f"process {jax.process_index()} of {jax.process_count()} lost another one: {first:.200}", last_good
             )
     return error
+
+
+def _lost(seen: str, last_good: str) -> RunStopped:
+    return RunStopped(
+        "A run goes on while all its processes do.",
+        seen=seen,
+        where=last_good,
+        fix="look at the other processes' output, then start them all again",
+    )
+
+
+@contextlib.contextmanager
+def explained_abort(last_good: Callable[[], str]) -> Iterator[None]:
+    """Within it, an abort by JAX's runtime of several processes ends this process as `RunStopped` does.
+
+    A process that waits in a collective learns of a lost one from the runtime's heartbeat, and the runtime then calls
+    C's `abort`: no Python exception, and Python's own signal handlers do not get to run. Its callback for that cannot
+    be used (`missed_heartbeat_callback` ends in a `std::bad_cast`, JAX 0.10.2 to 0.12), so the handler is C's.
+
+    Args:
+        last_good: gives words that name the last good checkpoint.
+    """
+    if jax.process_count() == 1:
+        yield
+        return
+
+    def leave(number: int) -> None:
+        who = f"process {jax.process_index()} of {jax.process_count()}"
+        leave_at_once(_lost(f"{who} was ended by JAX's runtime, whose reason stands above", last_good()))
+
+    handler_type = ctypes.CFUNCTYPE(None, ctypes.c_int)
+    handler = handler_type(leave)
+    set_handler = ctypes.CDLL(None).signal
+    set_handler.argtypes, set_handler.restype = [ctypes.c_int, handler_type], ctypes.c_void_p
+    before = set_handler(signal.SIGABRT, handler)
+    try:
+        yield
+    finally:
+        set_handler(signal.SIGABRT, ctypes.cast(before, handler_type))
 
 
 def leave_at_once(error: BaseException) -> NoReturn:
