@@ -27,6 +27,14 @@ LAYOUTS = {
     "sequence": (MeshSizes(data=4, model=2), LayoutChoice(preset="fsdp_tensor_sequence")),
     "context": (MeshSizes(data=4, context=2), LayoutChoice(preset="context")),
     "hybrid": (MeshSizes(replica=2, data=2, model=2), LayoutChoice(preset="hybrid")),
+    "overlap": (
+        MeshSizes(data=2, model=4),
+        LayoutChoice(preset="fsdp_tensor_sequence", params=WHOLE, compute=WHOLE, overlap=("mlp", "heads")),
+    ),
+    "overlap, context": (
+        MeshSizes(data=2, context=2, model=2),
+        LayoutChoice(preset="hybrid", overlap=("mlp", "heads")),
+    ),
 }
 FAMILIES = {
     "llama": CONFIGS["llama3"],  # tied embeddings

@@ -102,6 +102,12 @@ def test_compiler_places_in_auto_mode():
     assert set(layout.mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
 
+def test_overlap_drops_out_with_its_mesh_axis():
+    choice = LayoutChoice(overlap=("mlp", "heads"))
+    assert make_layout(MeshSizes(data=4, model=2), choice, jax.devices()).overlap == ("mlp", "heads")
+    assert make_layout(MeshSizes(), choice, jax.devices()).overlap == ()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -152,6 +158,33 @@ def test_compiler_places_in_auto_mode():
                 "embed: daata",
                 "params.embed",
                 "did you mean `data` or `data_z` or `data_y`?",
+            ],
+        ),
+        (
+            lambda: LayoutChoice(preset="fsdp", overlap=("mlp",)),
+            [
+                "An overlapped product's name is sliced in use.",
+                "overlap=mlp with the preset fsdp, which slices `mlp` over no mesh axis",
+                "overlap",
+                "use --layout.preset fsdp_tensor_sequence, or --layout.compute.mlp model",
+            ],
+        ),
+        (
+            lambda: LayoutChoice(preset="fsdp_tensor", overlap=("mlp", "heads")),
+            [
+                "An overlapped product gathers what comes in, or scatters what goes out.",
+                "overlap=mlp with the preset fsdp_tensor: activations beside `mlp` are whole along model",
+                "overlap",
+                "use --layout.preset fsdp_tensor_sequence, or --layout.compute.pos model",
+            ],
+        ),
+        (
+            lambda: LayoutChoice(mode="auto", overlap=("mlp",)),
+            [
+                "Overlapped products are placed by the types.",
+                "overlap=mlp with mode=auto, where the compiler places communication",
+                "overlap",
+                "use --layout.mode explicit",
             ],
         ),
         (

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
+from trellis.mesh.ring import Ring, RingError
 from trellis.notation import parse
 
 from .matmuls import gather_matmul, matmul_scatter
-from .ring import Ring, RingError
 
 
 def feed_forward(text: str, x, into: Sequence, out, between: Callable, *, ring: Ring):

@@ -11,10 +11,9 @@ from jax import lax
 from trellis.mesh.manual_einsum import parse_einsum
 from trellis.mesh.manual_ops import vary
 from trellis.mesh.manual_reshard import check_slice, known_axes
+from trellis.mesh.ring import Moved, Names, Ring, RingError, gather_products, scatter_products
 from trellis.notation import Shape
 from trellis.notation.binding import bind_shape, live, partly_manual, real_axes
-
-from .ring import Moved, Names, Ring, RingError, gather_products, scatter_products
 
 
 def gather_matmul(text: str, x, *weights, ring: Ring):

@@ -52,9 +52,16 @@ class Layout:
             (sort, cumsum, top_k, ...) instead of gathering it.
         gather: "joint" gathers a weight over all its mesh axes in one
             collective, "per_axis" over one mesh axis after the other.
+        overlap: names whose products hide their communication, in rings along
+            the mesh axis that `compute` gives the name: products into the name
+            of an operand that the same mesh axis slices along another name
+            (an all-gather), and products that sum over it into such a result
+            (a reduce-scatter). The same bytes move, in permutes between parts
+            of the product. Others stay as they are.
 
     Raises:
-        MeshError: an entry names an axis that the mesh does not have.
+        MeshError: an entry names an axis that the mesh does not have, or
+            `overlap` a name that `compute` slices over none or several.
     """
 
     mesh: Mesh
@@ -62,8 +69,18 @@ class Layout:
     compute: tuple[tuple[str, Axes], ...]
     strict: bool
     gather: str
+    overlap: tuple[str, ...]
 
-    def __init__(self, mesh: Mesh, params=(), compute=(), *, strict: bool = False, gather: str = "joint"):
+    def __init__(
+        self,
+        mesh: Mesh,
+        params=(),
+        compute=(),
+        *,
+        strict: bool = False,
+        gather: str = "joint",
+        overlap: Sequence[str] = (),
+    ):
         if gather not in ("joint", "per_axis"):
             raise MeshError(
                 f"a layout gathers 'joint' or 'per_axis', got gather={gather!r}, in Layout: pass one of the two"
@@ -73,6 +90,19 @@ class Layout:
         object.__setattr__(self, "compute", _freeze(compute, mesh, "compute"))
         object.__setattr__(self, "strict", strict)
         object.__setattr__(self, "gather", gather)
+        object.__setattr__(self, "overlap", (overlap,) if isinstance(overlap, str) else tuple(overlap))
+        self._check_overlap()
+
+    def _check_overlap(self) -> None:
+        sliced = dict(self.compute)
+        for name in self.overlap:
+            axes = [a for a in sliced.get(name, ()) if self.mesh.shape[a] > 1]
+            if name not in sliced or len(axes) > 1:
+                raise MeshError(
+                    f"an overlapped name is sliced over one mesh axis, got overlap '{name}' where compute has "
+                    f"'{name}: {'/'.join(axes) or 'nothing'}', in Layout: "
+                    + ("choose one of these axes" if axes else f"add '{name}' to compute, or take it out of overlap")
+                )
 
     def assign(self, names: Sequence[str], which: str = "compute") -> tuple[Axes, ...]:
         """The mesh axes of each name, when these names meet in one array or operation."""

@@ -148,7 +148,7 @@ def _layout(layout: Layout | None, batch: int) -> Layout | None:
         for name, axes in layout.compute
         if name != "pos" and (name != "batch" or batch % math.prod(layout.mesh.shape[a] for a in axes) == 0)
     ]
-    return Layout(layout.mesh, layout.params, dict(divides), strict=False, gather=layout.gather)
+    return dataclasses.replace(layout, compute=dict(divides), strict=False, overlap=())
 
 
 def _run(model, rows, length, key, new_tokens: int, sampling: Sampling, stop: int | None):

@@ -11,6 +11,7 @@ from trellis.notation.state import state_of
 
 from .array import NamedArray
 from .axis import NamesError
+from .overlap import overlapped
 from .placing import assign, bring, check_sizes, refuse_pending
 from .placing import settle as settle_to_layout
 from .product import product
@@ -65,8 +66,9 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
     for index, x in enumerate(operands[1:], start=1):
         needed = set(out).union(*(o.names for o in operands[index + 1 :]))
         last = index == len(operands) - 1
-        result = _product(result, x, needed, out if last else None, preferred_element_type, equation)
-        result = result if last and not settle else settle_to_layout(result)
+        settled = settle or not last
+        result = _product(result, x, needed, out if last else None, preferred_element_type, equation, settled)
+        result = settle_to_layout(result) if settled else result
     return result
 
 
@@ -125,8 +127,14 @@ def _reduce(x: NamedArray, out: Names) -> NamedArray:
     return transpose(REDUCTIONS["sum"](x, gone) if gone else x, out)
 
 
-def _product(x: NamedArray, y: NamedArray, needed: set[str], out: Names | None, dtype, equation: str) -> NamedArray:
-    """Two operands, by `dot_general`; leaves partial sums over the mesh axes of contracted names."""
+def _product(x: NamedArray, y: NamedArray, needed: set[str], out: Names | None, dtype, equation: str, settled: bool):
+    """Two operands, by `dot_general`; leaves partial sums over the mesh axes of contracted names.
+
+    Args:
+        needed: the names that are not summed.
+        out: the names of the result in order, or any order.
+        settled: whether the partial sums are settled next, so that a ring may do it.
+    """
     for operand in (x, y):
         refuse_pending(operand, "a product of it with something")
     check_sizes([x, y], f"einsum('{equation}')")
@@ -135,10 +143,13 @@ def _product(x: NamedArray, y: NamedArray, needed: set[str], out: Names | None, 
         x, y = (_reduce(a, tuple(n for n in a.names if n not in gone)) for a, gone in zip((x, y), alone, strict=True))
     names = tuple(dict.fromkeys((*x.names, *y.names)))
     where = assign([x, y], names)
-    x, y = bring(x, where), bring(y, where)
     shared = [n for n in x.names if n in y.names]
     batch = [n for n in shared if n in needed]
     summed = [n for n in shared if n not in needed]
+    kept = out or (*batch, *_free(x, shared), *_free(y, shared))
+    if (ringed := overlapped(x, y, where, summed, kept, dtype or x.dtype, settle=settled)) is not None:
+        return ringed
+    x, y = bring(x, where), bring(y, where)
     if out is not None and _comes_first(y, x, shared, out):
         x, y = y, x
     order = (*batch, *_free(x, shared), *_free(y, shared))

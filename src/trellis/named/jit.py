@@ -1,5 +1,6 @@
 """`named_jit` and `shard`: whole programs and whole trees under a layout."""
 
+import dataclasses
 import functools
 
 import jax
@@ -24,7 +25,7 @@ def _mapped(layout: Layout, which) -> Layout:
     if which == "compute":
         return layout
     entries = layout.params if which == "params" else which
-    return Layout(layout.mesh, layout.params, entries, strict=layout.strict, gather=layout.gather)
+    return dataclasses.replace(layout, compute=entries, overlap=())
 
 
 def shard(tree, which="params"):

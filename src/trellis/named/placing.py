@@ -103,6 +103,21 @@ def bring(x: NamedArray, where: Assignment | None) -> NamedArray:
     return move(x, tuple(where[name] for name in x.names), missing_axes(x, where))
 
 
+def placed(x: NamedArray, where: Assignment) -> NamedArray | None:
+    """The operand as `bring` would move it, if it was moved before."""
+    return (x._placed or {}).get((tuple(where[name] for name in x.names), missing_axes(x, where)))
+
+
+def remember(x: NamedArray, where: Assignment, moved: NamedArray) -> None:
+    """Keeps a moved operand for the next time it is brought there."""
+    _remember(x, (tuple(where[name] for name in x.names), missing_axes(x, where)), moved)
+
+
+def _remember(x: NamedArray, key, moved: NamedArray) -> None:
+    if is_tracer(x.array) and same_trace(x.array, moved.array):
+        x._placed = {**(x._placed or {}), key: moved}
+
+
 def move(x: NamedArray, axes, copied: frozenset[str]) -> NamedArray:
     """An array at the given mesh axes, with copies over `copied` where it has a gradient; moved at most once."""
     state = state_of(x.array)
@@ -117,8 +132,7 @@ def move(x: NamedArray, axes, copied: frozenset[str]) -> NamedArray:
     if x._placed is not None and key in x._placed:
         return x._placed[key]
     moved = NamedArray(_gather(x, axes, copied), x.names)
-    if is_tracer(x.array) and same_trace(x.array, moved.array):
-        x._placed = {**(x._placed or {}), key: moved}
+    _remember(x, key, moved)
     return moved
 
 

@@ -115,6 +115,9 @@ class LayoutChoice:
     """Refuse operations that would gather a sliced axis on their own (sort, cumsum, top_k)."""
     mode: Literal["explicit", "auto"] = "explicit"
     """Who places communication: the types, or the compiler."""
+    overlap: tuple[Literal["mlp", "heads"], ...] = ()
+    """Products that hide their communication, in rings: mlp for those into and out of the feed-forward width, heads for
+    the queries', keys', values' and output projections. Needs positions sliced over the same mesh axis."""
 
     def __post_init__(self):
         for which in ("params", "compute"):
@@ -127,6 +130,35 @@ class LayoutChoice:
                             where=f"{which}.{name}",
                             fix=did_you_mean(axis, AXES),
                         )
+        if self.overlap:
+            self._check_overlap()
+
+    def _check_overlap(self) -> None:
+        if self.mode == "auto":
+            raise UserError(
+                "Overlapped products are placed by the types.",
+                seen=f"overlap={', '.join(self.overlap)} with mode=auto, where the compiler places communication",
+                where="overlap",
+                fix="use --layout.mode explicit",
+            )
+        compute = self.maps()[1]
+        for name in self.overlap:
+            mine = compute.get(name, ())
+            if not mine:
+                raise UserError(
+                    "An overlapped product's name is sliced in use.",
+                    seen=f"overlap={name} with the preset {self.preset}, which slices `{name}` over no mesh axis",
+                    where="overlap",
+                    fix=f"use --layout.preset fsdp_tensor_sequence, or --layout.compute.{name} model",
+                )
+            if not any(axis in compute.get(other, ()) for axis in mine for other in ("pos", "embed")):
+                raise UserError(
+                    "An overlapped product gathers what comes in, or scatters what goes out.",
+                    seen=f"overlap={name} with the preset {self.preset}: activations beside `{name}` are whole along "
+                    f"{'/'.join(mine)}",
+                    where="overlap",
+                    fix=f"use --layout.preset fsdp_tensor_sequence, or --layout.compute.pos {'/'.join(mine)}",
+                )
 
     def maps(self) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
         """The preset's maps with this choice's entries in them: for parameters at rest, and in use.
@@ -162,7 +194,9 @@ def make_layout(mesh: MeshSizes, choice: LayoutChoice, devices: Sequence[Any]) -
     here = [{n: [a for a in axes if a in sizes] for n, axes in m.items()} for m in (params, compute)]
     params, compute = ({n: axes for n, axes in m.items() if axes} for m in here)
     arranged = make_mesh(devices, axis_type=choice.mode, **sizes)
-    return Layout(arranged, params=params, compute=compute, gather=choice.gather, strict=choice.strict)
+    overlap = [name for name in choice.overlap if name in compute]
+    options = {"gather": choice.gather, "strict": choice.strict, "overlap": overlap}
+    return Layout(arranged, params=params, compute=compute, **options)
 
 
 def check_names(choice: LayoutChoice, names: Iterable[str]) -> None:

@@ -85,8 +85,10 @@ def gather_products(
     others: Sequence[tuple[Names, jax.Array]],
     results: Sequence[Names],
     dtypes,
+    *,
+    keep: bool = False,
 ) -> list[jax.Array]:
-    """Products of a gathered `x` with each of `others`, made of the slices as they pass. `x` is never whole.
+    """Products of a gathered `x` with each of `others`, made of the slices as they pass.
 
     Args:
         moved: a name of `x`. Where it is also in `others` it is summed slice by slice, else it is whole in the result.
@@ -94,19 +96,29 @@ def gather_products(
         others: names and array, whole in `moved.name`.
         results: the names of each product.
         dtypes: the dtype of each product; sums over slices are in float32 at least.
+        keep: whether the whole `x` is returned too, last. Otherwise it never is whole.
     """
     found = [_Result(ring, moved, result) for result in results]
+    passed = _Result(ring, moved, names)
     for offset, part, piece in _passing(ring, moved, names, x):
         owner = _device(ring, offset)
         region = moved.region(owner, part)
         for (other_names, other), result in zip(others, found, strict=True):
-            product = _product(names, piece, other_names, _cut(other, other_names, region), result.names)
+            product = local_product(names, piece, other_names, _cut(other, other_names, region), result.names)
             result.add(offset, part, product)
-    return [result.whole(dtype) for result, dtype in zip(found, dtypes, strict=True)]
+        passed.add(offset, part, piece)
+    whole = [result.whole(dtype) for result, dtype in zip(found, dtypes, strict=True)]
+    return [*whole, passed.whole(x.dtype)] if keep else whole
 
 
 def scatter_products(
-    ring: Ring, moved: Moved, names: Names, pairs: Sequence[tuple[Names, jax.Array, Names, jax.Array]], dtype
+    ring: Ring,
+    moved: Moved,
+    names: Names,
+    pairs: Sequence[tuple[Names, jax.Array, Names, jax.Array]],
+    dtype,
+    *,
+    plus: jax.Array | None = None,
 ) -> jax.Array:
     """A device's slice of the sum of products over all devices: the partial sums travel, each device adds its own.
 
@@ -115,6 +127,7 @@ def scatter_products(
         names: those of the result.
         pairs: factors of the products that are added up, whole in `moved.name` where they have it.
         dtype: of the result and of what travels; each addition is in float32 at least.
+        plus: another partial sum, with `names`, whole in `moved.name`.
     """
     size = lax.axis_size(ring.axis)
     sums: list = [None] * ring.parts
@@ -125,10 +138,12 @@ def scatter_products(
             own = functools.reduce(
                 jnp.add,
                 [
-                    _product(a_names, _cut(a, a_names, region), b_names, _cut(b, b_names, region), names)
+                    local_product(a_names, _cut(a, a_names, region), b_names, _cut(b, b_names, region), names)
                     for a_names, a, b_names, b in pairs
                 ],
             )
+            if plus is not None:
+                own = own + _cut(plus, names, region).astype(own.dtype)
             if step:
                 own = own + _pass(ring, moved, sums[part], part).astype(own.dtype)
             sums[part] = own.astype(dtype)
@@ -200,7 +215,8 @@ def _cut(x, names: Names, region: dict) -> jax.Array:
     return x
 
 
-def _product(a_names: Names, a, b_names: Names, b, names: Names) -> jax.Array:
+def local_product(a_names: Names, a, b_names: Names, b, names: Names) -> jax.Array:
+    """A product of what is here, summed over the names that the result lacks, in float32 at least."""
     letter = {name: chr(ord("a") + i) for i, name in enumerate(dict.fromkeys((*a_names, *b_names)))}
     text = ",".join("".join(letter[n] for n in side) for side in (a_names, b_names))
     dtype = a.dtype if a.dtype.itemsize >= 4 else jnp.float32
