@@ -1,20 +1,23 @@
 """Plans of Trellis's own runs: the recipes on slices and nodes, the search, the page, and the command."""
 
+import dataclasses
 import json
 import re
+import types
 
 import pytest
 
 from trellis.cli import main
 from trellis.errors import UserError
 from trellis.plan import compile as compiling
-from trellis.plan.adapting import data_sizes
+from trellis.plan.adapting import adapt, data_sizes
 from trellis.plan.advice import advice
 from trellis.plan.hardware import target
 from trellis.plan.page import page
 from trellis.plan.quick import quick_plan
-from trellis.plan.search import frontier_text, search, variants
+from trellis.plan.search import Candidate, best, frontier_text, search, variants, why_lost
 from trellis.plan.show import as_json, text
+from trellis.plan.sketch import Sketch
 from trellis.recipes import load_run
 
 SMALL = {
@@ -132,15 +135,73 @@ def test_search_finds_the_fastest_that_fits():
     assert again.seconds == found.winner.seconds  # the options to paste are the winner
 
 
+def test_the_winner_is_pasted_after_the_recipe_as_written():
+    """Also where the recipe was fitted to the target first, and the batch and mesh that it won with are the fitted."""
+    where, model = target("v5e:4x4"), {name: value for name, value in SMALL.items() if name.startswith("model.")}
+    written = load_run("llama_8b", model)
+    run, notes = adapt(dataclasses.replace(written, batch_size=8), where, model)
+    assert len(notes) == 2
+    found = search(run, where, written=dataclasses.replace(written, batch_size=8), most=3)
+    options = dict(found.winner.options)
+    assert options["batch_size"] == "16"
+    assert load_run("llama_8b", model | {"batch_size": "8"} | options) == found.winner.run
+    words = found.winner.words().split()
+    pairs = dict(zip(words[::2], words[1::2]))
+    pasted = load_run("llama_8b", model | {name.removeprefix("--"): value for name, value in pairs.items()})
+    assert quick_plan(pasted, where).seconds == found.winner.seconds
+
+
+def test_kept_names_are_searched():
+    kept = {variant.remat.names for variant, _ in variants(small(), target("v5e:2x2"))}
+    assert kept == {(), ("attention",), ("query", "key", "value", "attention")}
+
+
+def test_hosts_may_hold_a_copy_each():
+    seen = {(v.mesh.replica, v.layout.preset) for v, _ in variants(small(), target("4x4xH100")) if v.mesh.model == 1}
+    assert (4, "hybrid") in seen and (1, "fsdp") in seen
+
+
+def test_of_equals_the_simplest_wins():
+    def one(seconds, model, fits=True, asked=False):
+        run = small(mesh__model=str(model))
+        plan = dataclasses.replace(base, times=dataclasses.replace(base.times, seconds=seconds))
+        if not fits:
+            plan = dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, peak=1 << 60))
+        compiled = types.SimpleNamespace(fits=True, peak=1)
+        verdict = types.SimpleNamespace(seconds=seconds, compiled=compiled) if asked else None
+        return Candidate(run, {}, Sketch(seconds, 0.0), plan, verdict=verdict)
+
+    base = quick_plan(small(), target("v5e:2x2"))
+    quick, simple, small_one = one(1.0, 2), one(1.005, 1), one(0.5, 1, fits=False)
+    assert best([quick, simple, small_one]) is simple
+    assert best([quick, one(1.02, 1)]) is quick
+    assert best([small_one]) is None
+    asked = one(2.0, 2, asked=True)
+    assert best([quick, asked]) is asked
+    assert why_lost(simple, quick, target("v5e:2x2")) == "+0.5%: as fast, and less simple"
+    assert why_lost(quick, asked, target("v5e:2x2")) == "-50% by types, not asked about"
+    assert why_lost(one(2.0, 1), quick, target("v5e:2x2")).startswith("+100%: ")
+
+
 @pytest.mark.slow
 def test_known_good_settings():
-    """FSDP alone for 8B on 64 chips with a sequence each; less than a sequence a chip needs another axis."""
+    """FSDP alone for 8B on 64 chips with a sequence each; tensor parallelism too where a chip gets few tokens; and its
+    sequence-parallel form where activations bind."""
+    where = target("v5p:4x4x4")
     run = load_run("llama_8b_v5p_64", {"batch_size": "64", "data.sequence_length": "4096"})
-    best = search(run, target("v5p:4x4x4"), most=6).winner.run
-    assert best.mesh.model == 1 and best.mesh.context == 1
-    few = load_run("llama_8b_v5p_64", {"batch_size": "16", "data.sequence_length": "4096"})
-    best = search(few, target("v5p:4x4x4"), most=3).winner.run
-    assert best.mesh.model * best.mesh.context >= 4
+    mesh = search(run, where, most=6).winner.run.mesh
+    assert (mesh.data, mesh.data_y, mesh.data_z, mesh.model, mesh.context) == (4, 4, 4, 1, 1)
+    few = load_run("llama_8b_v5p_64", {"batch_size": "16", "data.sequence_length": "2048"})
+    mesh = search(few, where, most=8).winner.run.mesh
+    assert (mesh.data, mesh.data_y, mesh.model, mesh.context) == (4, 4, 4, 1)
+    where = target("v5e:16x16")
+    large = load_run("llama_70b", {"batch_size": "64", "mesh.data": "64", "mesh.model": "4", "remat.policy": "saved",
+                                   "remat.names": "query,key,value,attention"})  # fmt: skip
+    assert quick_plan(large, where).fits  # its preset is fsdp_tensor_sequence
+    whole = dataclasses.replace(large, layout=dataclasses.replace(large.layout, preset="fsdp_tensor"))
+    assert not quick_plan(whole, where).fits
+    found = search(large, where, most=8)
+    assert all(c.run.layout.preset != "fsdp_tensor" for c in found.candidates if c.fits)
 
 
 def test_nothing_divides():

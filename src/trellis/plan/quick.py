@@ -88,12 +88,12 @@ def model_flops(ops: Sequence[Op], devices: int) -> float:
 
 
 def _gradient_products(ops: Sequence[Op]) -> float:
-    """FLOPs of gradient products made in the forward pass: those that share a function with an equal first product."""
-    by_function: dict[tuple[str, float, int], list[Op]] = {}
+    """FLOPs of the loss's gradient products made in the forward pass: those as large as a product before them."""
+    alike: dict[float, list[float]] = {}
     for op in ops:
-        if op.direction == "forward" and op.kind == "product" and "loss.py" in op.source:
-            by_function.setdefault((op.source.partition("(")[2], op.flops, op.times), []).append(op)
-    return sum(op.flops * op.times for group in by_function.values() for op in group[1:])
+        if op.direction == "forward" and op.kind == "product" and op.source.startswith("loss.py"):
+            alike.setdefault(op.flops * op.times, []).append(op.flops * op.times)
+    return sum(flops for group in alike.values() for flops in group[1:])
 
 
 def quick_plan(run: Run, target: Target, *, price: float | None = None, options: Sequence[str] | None = None) -> Plan:

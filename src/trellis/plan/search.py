@@ -8,6 +8,7 @@ to paste, and what held the others back.
 import dataclasses
 import itertools
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,7 +23,11 @@ from .quick import Plan, quick_plan
 from .show import human_count, human_seconds
 from .sketch import Sketch, sketch
 
-POLICIES = ("none", "dots", "saved", "full")
+# Checkpoint policies, and of `saved` the names that are kept: all of them where none is said.
+POLICIES = (
+    ("none", ()), ("dots", ()), ("saved", ()), ("saved", ("query", "key", "value", "attention")),
+    ("saved", ("attention",)), ("full", ()),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +73,13 @@ class Candidate:
 
     def words(self) -> str:
         """The options as text to paste."""
-        return " ".join(f"--{name} {value}" for name, value in self.options.items())
+        return " ".join(f"--{name} {shlex.quote(value)}" for name, value in self.options.items())
+
+    @property
+    def keeps(self) -> str:
+        """What is kept for the backward pass, in words."""
+        remat = self.run.remat
+        return f"{remat.policy}: {', '.join(remat.names)}" if remat.names else remat.policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,20 +120,23 @@ def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[t
             ways = devices // model // context
             if devices % (model * context) or run.data.sequence_length % (128 * context):
                 continue
-            replica = target.num_slices if target.num_slices > 1 and ways % target.num_slices == 0 else 1
-            mesh = data_sizes(ways // replica, target)
             presets = ("auto",) if context > 1 else ("fsdp",) if model == 1 else ("fsdp_tensor", "fsdp_tensor_sequence")
-            for preset, micro, policy in itertools.product(presets, (1, 2, 4, 8, 16), POLICIES):
-                if size % (ways * micro) or micro > 1 and size // ways < micro:
+            groups = target.shape[0] if target.chip.kind == "gpu" else target.num_slices
+            kinds = [(1, preset) for preset in presets]
+            if groups > 1 and ways % groups == 0:  # a copy of the model in each slice or host
+                kinds = [*(kinds if target.chip.kind == "gpu" else []), (groups, "hybrid")]
+            for (replica, preset), micro, (policy, names) in itertools.product(kinds, (1, 2, 4, 8, 16), POLICIES):
+                if size % (ways * micro):
                     continue
+                mesh = data_sizes(ways // replica, target)
                 sizes = {"replica": replica, **{axis: mesh.get(axis, 1) for axis in DATA_AXES}}
                 sizes |= {"context": context, "model": model}
                 changed = dataclasses.replace(
                     run,
                     mesh=dataclasses.replace(run.mesh, stage=1, expert=1, **sizes),
-                    layout=dataclasses.replace(run.layout, preset="hybrid" if replica > 1 else preset, mode="explicit"),
+                    layout=dataclasses.replace(run.layout, preset=preset, mode="explicit"),
                     microbatches=micro,
-                    remat=dataclasses.replace(run.remat, policy=policy, names=()),
+                    remat=dataclasses.replace(run.remat, policy=policy, names=names),
                 )
                 yield changed, _options(written or run, changed)
 
@@ -157,7 +171,7 @@ def search(
     target: Target,
     *,
     written: Run | None = None,
-    most: int = 14,
+    most: int = 18,
     compile_best: int = 0,
     progress: bool = False,
     price: float | None = None,
@@ -168,7 +182,7 @@ def search(
         run: the run; model, batch and sequence length stay as they are.
         target: the hardware.
         written: the run as the user wrote it, which the options to paste are relative to; `run` itself if None.
-        most: variants that are planned from types, about a second each.
+        most: variants that are planned from types, about half a second each.
         compile_best: of the fastest that fit, how many the compiler is asked about.
         progress: tell on stderr how far it is.
         price: dollars for one device and hour.
@@ -204,8 +218,19 @@ def search(
     planned.sort(key=lambda c: (c.plan is None, not c.fits, c.seconds))
     able = [c for c in planned if c.plan is not None]
     frontier = tuple(c for c in able if not any(_beats(other, c) for other in able))
-    winner = next((c for c in able if c.fits), None)
-    return Found(target, len(sketched), tuple(planned), tuple(sorted(frontier, key=lambda c: c.seconds)), winner)
+    return Found(target, len(sketched), tuple(planned), tuple(sorted(frontier, key=lambda c: c.seconds)), best(able))
+
+
+def best(able: list[Candidate]) -> Candidate | None:
+    """The fastest that fits; of those within a hundredth of it, the one with the fewest kinds of parallelism.
+
+    Where the compiler was asked, only what it said counts.
+    """
+    fit = [c for c in able if c.fits]
+    fit = [c for c in fit if c.verdict is not None] or fit
+    close = [c for c in fit if c.seconds <= 1.01 * min(c.seconds for c in fit)]
+    kinds = lambda mesh: sum(size > 1 for size in (mesh.model, mesh.context, mesh.expert, mesh.replica))
+    return min(close, key=lambda c: (kinds(c.run.mesh), c.run.microbatches, c.seconds), default=None)
 
 
 def _beats(one: Candidate, other: Candidate) -> bool:
@@ -217,32 +242,49 @@ def _beats(one: Candidate, other: Candidate) -> bool:
 
 
 def _promising(sketched: list[Candidate], target: Target, most: int) -> Iterator[Candidate]:
-    """What is worth tracing: of the fastest kinds of parallelism, each checkpoint policy at its best microbatches."""
-    room = 1.3 * target.chip.hbm_bytes
-    best: dict[tuple, Candidate] = {}
-    for c in sorted(sketched, key=lambda c: (c.sketch.peak > room, c.sketch.seconds)):
-        run = c.run
-        best.setdefault((run.mesh.model, run.mesh.context, run.layout.preset, run.remat.policy), c)
-    kinds: dict[tuple, list[Candidate]] = {}
-    for key, c in sorted(best.items(), key=lambda pair: (pair[1].sketch.peak > room, pair[1].sketch.seconds)):
-        kinds.setdefault(key[:3], []).append(c)
-    able = [c for group in kinds.values() for c in group if c.sketch.peak <= room]
-    rest = [c for group in kinds.values() for c in sorted(group, key=lambda c: c.sketch.peak) if c.sketch.peak > room]
-    yield from (able + rest)[:most]
+    """What is worth tracing: the best of each kind of parallelism first, then the fastest of all.
+
+    A sketch's memory is off by a fifth or so: of each kind and checkpoint policy, the fastest that surely fits goes
+    along with the fastest that may.
+    """
+    room = target.chip.hbm_bytes
+    chosen: dict[tuple, Candidate] = {}
+    for c in sorted(sketched, key=lambda c: c.sketch.seconds):
+        for share in (0.75, 1.2):
+            if c.sketch.peak <= share * room:
+                chosen.setdefault((_kind(c), c.run.remat, share), c)
+    able = sorted({id(c): c for c in chosen.values()}.values(), key=lambda c: c.sketch.seconds)
+    if not able:  # nothing fits: how far off the smallest are
+        yield from sorted(sketched, key=lambda c: c.sketch.peak)[: min(most, 6)]
+        return
+    firsts: dict[tuple, Candidate] = {}
+    for c in able:
+        if c.sketch.peak <= 0.75 * room:
+            firsts.setdefault(_kind(c), c)
+    first = list(firsts.values())[: most // 2]
+    rest = [c for c in able if not any(c is f for f in first)]
+    yield from (first + rest)[:most]
+
+
+def _kind(candidate: Candidate) -> tuple:
+    mesh = candidate.run.mesh
+    return mesh.model, mesh.context, mesh.replica, mesh.expert, candidate.run.layout.preset
 
 
 def _compiled(planned: list[Candidate], target: Target, count: int) -> list[Candidate]:
+    """Asks the compiler about the fastest, until `count` fit by its count or twice as many were asked about."""
     from .compile import compile_run
     from .verdict import judge
 
-    best = sorted((c for c in planned if c.plan and c.plan.fits), key=lambda c: c.seconds)[:count]
-    done = []
-    for candidate in planned:
-        if any(candidate is b for b in best):
-            prog, compiled = compile_run(candidate.run, target, progress=True)
-            candidate = dataclasses.replace(candidate, verdict=judge(candidate.plan, prog, compiled))
-        done.append(candidate)
-    return done
+    fastest = sorted((c for c in planned if c.plan and c.plan.fits), key=lambda c: c.seconds)
+    done, fit = {}, 0
+    for candidate in fastest[: 2 * count]:
+        prog, compiled = compile_run(candidate.run, target, progress=True)
+        done[id(candidate)] = dataclasses.replace(candidate, verdict=judge(candidate.plan, prog, compiled))
+        fit += compiled.fits
+        if fit == count:
+            break
+    return [done.get(id(candidate), candidate) for candidate in planned]
 
 
 def why_lost(candidate: Candidate, winner: Candidate | None, target: Target) -> str:
@@ -253,14 +295,31 @@ def why_lost(candidate: Candidate, winner: Candidate | None, target: Target) -> 
         return f"does not fit, by {human_bytes(candidate.peak - target.chip.hbm_bytes)}"
     if winner is None or candidate is winner:
         return "the fastest that fits"
-    slower = candidate.seconds - winner.seconds
-    mine, best = candidate.plan.times.by_bound(), winner.plan.times.by_bound()
-    again = sum(line.seconds for line in candidate.plan.times.lines if line.where == "recomputed")
-    less = sum(line.seconds for line in winner.plan.times.lines if line.where == "recomputed")
-    causes = {f"waiting for {key}": mine.get(key, 0.0) - best.get(key, 0.0) for key in {*mine, *best}}
-    causes["computing activations again"] = again - less
-    cause, seconds = max(causes.items(), key=lambda pair: pair[1])
-    return f"{slower / winner.seconds:+.0%}: {human_seconds(max(seconds, 0.0))} more {cause}"
+    slower = candidate.seconds / winner.seconds - 1
+    if abs(slower) <= 0.01:
+        return f"{slower:+.1%}: as fast, and less simple"
+    if (candidate.verdict is None) != (winner.verdict is None):
+        return f"{slower:+.0%} by types, not asked about"
+    mine, its = _causes(candidate), _causes(winner)
+    cause, seconds = max(((key, mine[key] - its[key]) for key in mine), key=lambda pair: pair[1])
+    return f"{slower:+.0%}: {human_seconds(max(seconds, 0.0))} more {cause}"
+
+
+def _causes(candidate: Candidate) -> dict[str, float]:
+    """Seconds of a step by what takes them."""
+    found = dict.fromkeys(
+        ("moving weights and gradients", "moving activations", "computing activations again", "in products",
+         "in attention", "in elementwise work"), 0.0,
+    )  # fmt: skip
+    for line in candidate.plan.times.lines:
+        if line.axes:
+            key = "moving activations" if line.label.startswith("activations") else "moving weights and gradients"
+        elif line.where == "recomputed":
+            key = "computing activations again"
+        else:
+            key = {"product": "in products", "elementwise": "in elementwise work"}.get(line.kind, "in attention")
+        found[key] += line.seconds - line.hidden
+    return found
 
 
 def frontier_text(found: Found) -> str:
@@ -273,7 +332,7 @@ def frontier_text(found: Found) -> str:
         speed = human_count(c.plan.tokens_per_second) if c.plan else ""
         rows.append(
             (mark, human_seconds(c.seconds), human_bytes(c.peak), speed, mesh, c.run.layout.preset,
-             str(c.run.microbatches), c.run.remat.policy, by, why_lost(c, found.winner, found.target))
+             str(c.run.microbatches), c.keeps, by, why_lost(c, found.winner, found.target))
         )  # fmt: skip
     header = ("", "step", "memory", "tokens/s", "mesh", "layout", "microbatches", "keeps", "by", "")
     lines = [

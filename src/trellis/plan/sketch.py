@@ -7,12 +7,15 @@ from trellis.train.config import Run
 
 from .hardware import Target
 from .links import Links, place
+from .memory import FRAGMENTATION
 
 # Bytes kept for each token and layer, in units of the residual stream's width, by checkpoint policy: the block's
 # input; and what the named saves, the products, or everything add per width of mlp and of heads.
 _KEEP = {"full": (1, 0, 0), "saved": (2, 2, 2), "offload": (1, 0, 0), "dots": (3, 2, 2), "none": (8, 5, 4)}
 # Share of the forward pass that is computed again.
 _AGAIN = {"full": 1.0, "offload": 1.0, "saved": 0.35, "dots": 0.15, "none": 0.0}
+# The same for `saved` with some names only.
+_SOME = {False: ((1, 0, 1), 0.9), True: ((1, 0, 2), 0.75)}  # of attention: its result; its operands too
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +55,9 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     sharded = run.layout.preset not in ("data", "single", "tensor")
     tokens = max(b.size for b in run.batch_sizes()) * run.data.sequence_length
     local = tokens / (devices / model)  # of the batch and positions of one group
-    again = _AGAIN[run.remat.policy]
+    keep, again = _KEEP[run.remat.policy], _AGAIN[run.remat.policy]
+    if run.remat.names and run.remat.policy == "saved" and not any("mlp" in name for name in run.remat.names):
+        keep, again = _SOME[len(run.remat.names) > 1]
     length = run.data.sequence_length
     attention = 6.0 * m.layers * m.heads * getattr(m, "head_dim", m.embed // m.heads) * length * tokens
     flops = ((6 + 2 * again) * (blocks + tables / 2) * tokens + attention * (1 + again / 3)) / devices
@@ -71,11 +76,11 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     hidden = min(weights * (0.5 if len(chip.overlap) == 1 else 1.0), compute * 0.9) if chip.overlap else 0.0
     seconds = compute + activations + weights - hidden
     state = 12.0 * (blocks + tables) / (ways * model if sharded else model)
-    base, per_mlp, per_head = _KEEP[run.remat.policy]
+    base, per_mlp, per_head = keep
     width = base * m.embed + (per_mlp * getattr(m, "mlp", 4 * m.embed) + per_head * m.embed) / model
     sequence = model if run.layout.preset in ("fsdp_tensor_sequence", "auto", "hybrid") else 1
     width -= base * m.embed * (1 - 1 / sequence)
     kept = 2.0 * width * m.layers * local / run.microbatches
-    accumulated = 6.0 * (blocks + tables) / model if run.microbatches > 1 else 0.0
+    accumulated = 8.0 * (blocks + tables) / model if run.microbatches > 1 else 0.0
     working = 4.0 * block / model * 2 + 6.0 * tables / 2 / model + 2.0 * 8 * local / run.microbatches * m.embed
-    return Sketch(seconds, state + kept + accumulated + working)
+    return Sketch(seconds, state + (1 + FRAGMENTATION) * (kept + accumulated + working))
