@@ -24,37 +24,46 @@ class Keep:
 
     Attributes:
         names: marks kept on the device (None: everything that is marked).
-        offload: marks kept in the host's memory.
+        offload: marks kept in the host's memory instead (None: everything that is marked).
         products: also keep the results of products without batch dimensions.
         everything: keep all intermediate values (no recomputation at all).
     """
 
     names: tuple[str, ...] | None = ()
-    offload: tuple[str, ...] = ()
+    offload: tuple[str, ...] | None = ()
     products: bool = False
     everything: bool = False
 
     def policy(self):
         """The same as a `jax.checkpoint` policy."""
-        policies = jax.checkpoint_policies
-        if self.everything:
-            return policies.everything_saveable
-        kept = _marked if self.names is None else policies.save_only_these_names(*self.names)
-        if self.offload:
-            named = () if self.names is None else self.names
-            kept = policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=list(named),
-                names_which_can_be_offloaded=list(self.offload),
-                offload_src="device",
-                offload_dst="pinned_host",
-            )
-        if self.products:
-            return policies.save_from_both_policies(kept, policies.dots_with_no_batch_dims_saveable)
-        return kept
+        return jax.checkpoint_policies.everything_saveable if self.everything else self._keep
+
+    def _keep(self, primitive, *operands, **how):
+        """Whether a value is kept: no, yes, or yes in the host's memory."""
+        if primitive.name != "name":
+            return self.products and _products(primitive, *operands, **how)
+        name = how["name"]
+        if self.offload is not None and name not in self.offload:
+            return self.names is None or name in self.names
+        to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[name],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+        return to_host(primitive, *operands, **how)
 
 
-def _marked(primitive, *_, **__) -> bool:
-    return primitive.name == "name"
+def _products(primitive, *operands, **how) -> bool:
+    """Products without batch dimensions; of one that leaves partial sums, what these settle to.
+
+    JAX cannot stack partial sums over the steps of a loop, and the sum over devices would be made again.
+    """
+    if primitive.name == "dot_general" and (spec := how["out_sharding"]) is not None and spec.spec.unreduced:
+        return False
+    if primitive.name == "reshard":
+        return bool(operands[0].sharding.spec.unreduced) and not how["dst_sharding"].spec.unreduced
+    return bool(jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **how))
 
 
 everything = Keep(everything=True)

@@ -121,7 +121,7 @@ def keep_of(remat: Remat) -> Keep | None:
         case "saved":
             return Keep(names=remat.names) if remat.names else saved
         case "offload":
-            return Keep(names=(), offload=remat.names)
+            return Keep(names=(), offload=remat.names or None)
 
 
 def vocab_multiple(layout: Layout) -> int:
