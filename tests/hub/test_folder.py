@@ -1,6 +1,7 @@
 """Folders without torch: the format, slices, memory, and what is refused."""
 
 import json
+import math
 import tracemalloc
 
 import jax
@@ -20,9 +21,8 @@ from trellis.models import GPTJConfig, LlamaConfig
 from trellis.named import NamesError, abstract
 
 
-def layer_of(parameter, i):
-    array = np.asarray(parameter.leaf.array)
-    return array if i is None else array[i]
+def part_of(parameter, at):
+    return np.asarray(parameter.leaf.array)[at]
 
 
 def numbered(model):
@@ -64,12 +64,12 @@ def test_a_key_reads_any_part():
     np.testing.assert_array_equal(key.read(whole, sizes, names, part), array[2:4, 1:3, 1:2])
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gptj", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gptj", "qwen3", "mixtral"])
 def test_onto_a_mesh(name, tmp_path, monkeypatch):
     """Every device gets what it holds, read once for all that hold it; the vocabulary is cut off and padded again."""
     config = CONFIGS[name]
     model = numbered(config.init(key=jax.random.key(0), vocab_multiple=64))
-    write_folder(tmp_path, config, model, layer_of, positions=POSITIONS)
+    write_folder(tmp_path, config, model, part_of, positions=POSITIONS)
     folder = Folder(tmp_path)
     assert all(VOCAB in folder._tensor(k, t[1]).shape for k, t in entries(folder) if "wte" in k or "embed_tok" in k)
 
@@ -77,7 +77,14 @@ def test_onto_a_mesh(name, tmp_path, monkeypatch):
     read = Key.read
     monkeypatch.setattr(Key, "read", lambda self, *args: reads.append((self.text, read(self, *args))) or reads[-1][1])
     mesh = make_mesh(jax.devices()[:4], data=2, model=2)
-    sliced = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model", "embed": "data"}
+    sliced = {
+        "experts": "model",
+        "vocab": "model",
+        "heads": "model",
+        "kv_heads": "model",
+        "mlp": "model",
+        "embed": "data",
+    }
     with Layout(mesh, sliced, {}):
         target = abstract(jax.eval_shape(lambda: config.init(key=jax.random.key(0), vocab_multiple=32)))
         found = folder.load(target)
@@ -95,7 +102,9 @@ def test_onto_a_mesh(name, tmp_path, monkeypatch):
 
 
 def layers(parameter):
-    return parameter.leaf.array.shape[0] if parameter.names[0] == "layers" else 1
+    """How many tensors a device reads for its slice of a parameter: one a layer, and one an expert of it."""
+    held = parameter.leaf.array.sharding.shard_shape(parameter.leaf.array.shape)
+    return math.prod(n for name, n in zip(parameter.names, held, strict=True) if name in ("layers", "experts"))
 
 
 def entries(folder):
@@ -109,9 +118,8 @@ def test_memory_is_bounded_by_a_tensor(tmp_path):
     model = jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
     one, whole = 256 * 256 * 4, 7 * 16 * 256 * 256 * 4
 
-    def made(parameter, i):
-        shape = parameter.leaf.array.shape
-        return np.ones(shape if i is None else shape[1:], np.float32)
+    def made(parameter, at):
+        return np.ones(parameter.leaf.array.shape[len(at) :], np.float32)
 
     tracemalloc.start()
     write_folder(tmp_path, config, model, made, positions=64, shard_bytes=4 * one)
@@ -136,7 +144,7 @@ def test_configurations_come_back(name):
 
 def test_a_bias_that_the_model_has_not(tmp_path):
     config = GPTJConfig(vocab=61, embed=16, layers=1, heads=2, rotary_dim=4, mlp=32)
-    write_folder(tmp_path, config, config.init(key=jax.random.key(0)), layer_of, positions=8)
+    write_folder(tmp_path, config, config.init(key=jax.random.key(0)), part_of, positions=8)
     found = Folder(tmp_path)
     assert found.config.head_bias
     model = found.load(jax.eval_shape(lambda: found.config.init(key=jax.random.key(0))))
@@ -147,7 +155,7 @@ def test_names_without_the_models_prefix(tmp_path):
     """OpenAI's GPT-2 names its tensors `h.0...`, not `transformer.h.0...`."""
     config = CONFIGS["gpt2"]
     model = numbered(config.init(key=jax.random.key(0)))
-    (weights, _) = write_folder(tmp_path, config, model, layer_of, positions=POSITIONS)
+    (weights, _) = write_folder(tmp_path, config, model, part_of, positions=POSITIONS)
     arrays = {name.removeprefix("transformer."): x for name, x in load_file(weights).items()}
     save_file(arrays, weights)
     found = Folder(tmp_path).load(model)
@@ -165,7 +173,7 @@ def test_tokenizers_go_along(tmp_path):
 def good(tmp_path):
     """A small folder."""
     config = CONFIGS["llama"]
-    write_folder(tmp_path / "hf", config, config.init(key=jax.random.key(0)), layer_of, positions=POSITIONS)
+    write_folder(tmp_path / "hf", config, config.init(key=jax.random.key(0)), part_of, positions=POSITIONS)
     return tmp_path / "hf"
 
 
@@ -208,7 +216,7 @@ def test_refused_folders(good, tmp_path):
     with pytest.raises(UserError, match=r"has a config\.json\.\n  seen:  no such folder"):
         Folder(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"An export goes to a folder of its own\.\n  seen:  model\.safetensors"):
-        write_folder(good, CONFIGS["llama"], target, layer_of, positions=POSITIONS)
+        write_folder(good, CONFIGS["llama"], target, part_of, positions=POSITIONS)
     weights = good / "model.safetensors"
     arrays = load_file(weights)
     save_file({k: v for k, v in arrays.items() if k != "lm_head.weight"}, weights)

@@ -64,9 +64,25 @@ def loss(model, tokens):
     return (out * out).mean().array, out
 
 
-def layer_of(parameter, i):
-    array = np.asarray(parameter.leaf.array)
-    return array if i is None else array[i]
+def part_of(parameter, at):
+    return np.asarray(parameter.leaf.array)[at]
+
+
+def as_saved(model):
+    """Their gradients under the names that their folders have: newer versions hold all experts of a layer in one."""
+    for name, weight in model.named_parameters():
+        grad = weight.grad.numpy()
+        if name.endswith("experts.gate_up_proj"):
+            layer = name.split(".")[2]
+            for i, (gate, up) in enumerate(zip(*np.split(grad, 2, axis=1), strict=True)):
+                yield f"model.layers.{layer}.block_sparse_moe.experts.{i}.w1.weight", gate
+                yield f"model.layers.{layer}.block_sparse_moe.experts.{i}.w3.weight", up
+        elif name.endswith("experts.down_proj"):
+            layer = name.split(".")[2]
+            for i, down in enumerate(grad):
+                yield f"model.layers.{layer}.block_sparse_moe.experts.{i}.w2.weight", down
+        else:
+            yield name.replace(".mlp.gate.weight", ".block_sparse_moe.gate.weight"), grad
 
 
 def test_logits_gradients_and_folders(torch, config, theirs, tmp_path):
@@ -81,18 +97,18 @@ def test_logits_gradients_and_folders(torch, config, theirs, tmp_path):
     (_, mine), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(ours, tokens)
     np.testing.assert_allclose(mine.array, out.detach().numpy(), atol=1e-4)
 
-    grads = {name: weight.grad.numpy() for name, weight in model.named_parameters()}
+    grads = dict(as_saved(model))
     family = next(f for f in FAMILIES.values() if isinstance(config, f.config))
     for p in parameters(gradients):
         key = key_of(family.keys, p)
-        layers = range(p.leaf.array.shape[0]) if p.names[0] == "layers" else [None]
-        for i in layers:
-            names = tuple(n for n in p.names if n != "layers")
+        names = p.names[key.counts :]
+        for at in np.ndindex(*p.leaf.array.shape[: key.counts]):
+            text = key.text.format(*at)
             np.testing.assert_allclose(
-                key.write(layer_of(p, i), names), grads[key.text.format(i)], atol=1e-3, rtol=1e-3, err_msg=key.text
+                key.write(part_of(p, at), names), grads[text], atol=1e-3, rtol=1e-3, err_msg=text
             )
 
-    files = write_folder(tmp_path / "ours", config, ours, layer_of, positions=POSITIONS, shard_bytes=20_000)
+    files = write_folder(tmp_path / "ours", config, ours, part_of, positions=POSITIONS, shard_bytes=20_000)
     assert sum(f.suffix == ".safetensors" for f in files) > 1
     from transformers import AutoModelForCausalLM
 

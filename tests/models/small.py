@@ -1,6 +1,16 @@
 """A small model of every family, as `transformers` and as Trellis describe it."""
 
-from trellis.models import GPT2Config, GPTJConfig, LinearScaling, Llama3Scaling, LlamaConfig, ModelConfig, Qwen3Config
+from trellis.models import (
+    GPT2Config,
+    GPTJConfig,
+    LinearScaling,
+    Llama3Scaling,
+    LlamaConfig,
+    MixtralConfig,
+    ModelConfig,
+    Qwen3Config,
+    Routing,
+)
 
 VOCAB, POSITIONS = 61, 64
 _GATED = dict(vocab=VOCAB, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, rope_theta=1e4)
@@ -11,6 +21,9 @@ CONFIGS: dict[str, ModelConfig] = {
     "llama3": LlamaConfig(**_GATED, head_dim=8, tie_embeddings=True, rope_scaling=_LLAMA3),
     "llama_linear": LlamaConfig(**_GATED, head_dim=8, tie_embeddings=False, rope_scaling=LinearScaling(factor=2.0)),
     "qwen3": Qwen3Config(**_GATED, head_dim=16, tie_embeddings=False),
+    "mixtral": MixtralConfig(
+        **_GATED, head_dim=8, experts=4, experts_per_token=2, tie_embeddings=False, routing=Routing(balance=0.02)
+    ),
     "gpt2": GPT2Config(
         vocab=VOCAB, positions=POSITIONS, embed=32, layers=2, heads=4, mlp=64, norm_eps=1e-5, dropout=0.0,
         scale_by_inverse_layer=False, upcast_attention=False,

@@ -11,8 +11,10 @@ from trellis.models import (
     LinearScaling,
     Llama3Scaling,
     LlamaConfig,
+    MixtralConfig,
     ModelConfig,
     Qwen3Config,
+    Routing,
 )
 
 from .keys import Key
@@ -60,6 +62,13 @@ _LLAMA_KEYS = {
 _QWEN3_KEYS = _LLAMA_KEYS | {
     "layers.block.attention.q_norm.scale": Key("model.layers.{}.self_attn.q_norm.weight", "head_dim"),
     "layers.block.attention.k_norm.scale": Key("model.layers.{}.self_attn.k_norm.weight", "head_dim"),
+}
+_EXPERT = "model.layers.{}.block_sparse_moe.experts.{}"
+_MIXTRAL_KEYS = {path: key for path, key in _LLAMA_KEYS.items() if ".mlp." not in path} | {
+    "layers.block.mlp.router": Key("model.layers.{}.block_sparse_moe.gate.weight", "routes embed"),
+    "layers.block.mlp.gate": Key(f"{_EXPERT}.w1.weight", "mlp embed"),
+    "layers.block.mlp.up": Key(f"{_EXPERT}.w3.weight", "mlp embed"),
+    "layers.block.mlp.down": Key(f"{_EXPERT}.w2.weight", "embed mlp"),
 }
 _GPT2_KEYS = {
     "embedding": Key("transformer.wte.weight", "vocab embed"),
@@ -144,6 +153,32 @@ def _llama_from_hub(hub: Mapping) -> dict:
         "rope_scaling": _scaling(rope),
         "norm_eps": hub.get("rms_norm_eps", 1e-6),
         "tie_embeddings": hub.get("tie_word_embeddings", False),
+    }
+
+
+def _mixtral_to_hub(config: MixtralConfig, positions: int) -> dict:
+    if config.routing.bias_rate is not None or config.routing.capacity is not None:
+        given = "bias_rate" if config.routing.bias_rate is not None else "capacity"
+        raise UserError(
+            "A Mixtral in a Hugging Face folder picks experts by their probabilities alone, and drops no token.",
+            seen=f"{given}={getattr(config.routing, given)}",
+            where=f"model.routing.{given}",
+            fix="train with null",
+        )
+    return {
+        **_llama_to_hub(config, positions),
+        "num_local_experts": config.experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "router_aux_loss_coef": config.routing.balance,
+    }
+
+
+def _mixtral_from_hub(hub: Mapping) -> dict:
+    return {
+        **_llama_from_hub(hub),
+        "experts": hub["num_local_experts"],
+        "experts_per_token": hub["num_experts_per_tok"],
+        "routing": Routing(balance=hub.get("router_aux_loss_coef", 0.001)),
     }
 
 
@@ -258,6 +293,15 @@ FAMILIES: dict[str, Family] = {
             to_hub=_llama_to_hub,
             from_hub=_llama_from_hub,
             fixed=_GATED | {"use_sliding_window": False},
+        ),
+        Family(
+            config=MixtralConfig,
+            model_type="mixtral",
+            architecture="MixtralForCausalLM",
+            keys=_MIXTRAL_KEYS,
+            to_hub=_mixtral_to_hub,
+            from_hub=_mixtral_from_hub,
+            fixed={"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0},
         ),
         Family(
             config=GPT2Config,

@@ -30,6 +30,8 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
+# Positions along the names that a tensor's key counts: (layer,), (layer, expert), or () for a whole parameter.
+At = tuple[int, ...]
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -85,34 +87,36 @@ class Folder:
 
     def _load(self, parameter: Parameter, key: Key) -> jax.Array:
         leaf, names = parameter.leaf.array, parameter.names
-        stacked = names[0] == "layers"
-        own = names[1:] if stacked else names
+        lead, own = names[: key.counts], names[key.counts :]
         sizes = dict(zip(names, leaf.shape, strict=True)) | {"vocab": self.config.vocab}
         indices = _sharding(leaf).addressable_devices_indices_map(leaf.shape)
         parts = {d: _slices(names, leaf.shape, index) for d, index in indices.items()}
 
-        def read(part: Mapping[str, slice], layer: int | None) -> np.ndarray:
-            text = key.text.format(layer)
+        def read(part: Mapping[str, slice], at: At) -> np.ndarray:
+            text = key.text.format(*at)
             tensor = self._tensor(text, key.shape(sizes))
             real = {n: slice(min(s.start, sizes[n]), min(s.stop, sizes[n])) for n, s in part.items()}
             array = np.asarray(key.read(tensor, sizes, own, real), leaf.dtype)
             missing = [(0, (part[n].stop - part[n].start) - have) for n, have in zip(own, array.shape, strict=True)]
             return np.pad(array, missing) if any(after for _, after in missing) else array
 
-        if not stacked:
-            shards = _each(parts, lambda part: read(part, None))
-            arrays = [jax.device_put(shards(d), d) for d in parts]
-        else:
-            held: dict = {}
-            for layer in range(leaf.shape[0]):
-                here = {d: p for d, p in parts.items() if p["layers"].start <= layer < p["layers"].stop}
-                piece = _each(here, lambda part, layer=layer: read({n: part[n] for n in own}, layer))
-                for d, part in here.items():
-                    first, count = part["layers"].start, part["layers"].stop - part["layers"].start
-                    one = jax.device_put(piece(d), d)
-                    held[d] = _put(held[d], one, layer - first) if d in held else _begin(one, count)
-            arrays = [held[d] for d in parts]
-        return jax.make_array_from_single_device_arrays(leaf.shape, _sharding(leaf), arrays)
+        held: dict = {}
+        for at in np.ndindex(*leaf.shape[: key.counts]):
+            here = {
+                d: p
+                for d, p in parts.items()
+                if all(p[n].start <= i < p[n].stop for n, i in zip(lead, at, strict=True))
+            }
+            piece = _each(here, lambda part, at=at: read({n: part[n] for n in own}, at))
+            for d, part in here.items():
+                one = jax.device_put(piece(d), d)
+                place = tuple(i - part[n].start for n, i in zip(lead, at, strict=True))
+                if not lead:
+                    held[d] = one
+                else:
+                    sizes_here = tuple(part[n].stop - part[n].start for n in lead)
+                    held[d] = _put(held[d], one, place) if d in held else _begin(one, sizes_here)
+        return jax.make_array_from_single_device_arrays(leaf.shape, _sharding(leaf), [held[d] for d in parts])
 
     def _tensor(self, text: str, shape: tuple[int, ...]) -> np.ndarray:
         # Some folders leave out the name that the model has within `...ForCausalLM`.
@@ -155,7 +159,7 @@ def write_folder(
     to: str | Path,
     config: ModelConfig,
     model,
-    read: Callable[[Parameter, int | None], np.ndarray],
+    read: Callable[[Parameter, At], np.ndarray],
     *,
     dtype: str = "float32",
     positions: int,
@@ -168,7 +172,8 @@ def write_folder(
         to: the folder; made where it is not there.
         config: our configuration.
         model: the model; only its structure, names and shapes are looked at.
-        read: gives a parameter's values, of one layer where it has layers.
+        read: gives a parameter's values at some positions of its first names: of one layer, or of one expert of one
+            layer, or, where there are none, all of them.
         dtype: "float32", "bfloat16" or "float16".
         positions: the longest sequence, where the configuration does not say.
         more: other fields for `config.json`.
@@ -233,17 +238,16 @@ def write_tokenizer(serialized: str, end_of_document: str, to: Path, *, position
 
 
 def _tensors(parameter: Parameter, key: Key, vocab: int, dtype: np.dtype, read: Callable) -> list[Tensor]:
-    names, stacked = parameter.names, parameter.names[0] == "layers"
-    own = names[1:] if stacked else names
-    sizes = dict(zip(names, parameter.leaf.array.shape, strict=True))
+    own = parameter.names[key.counts :]
+    sizes = dict(zip(parameter.names, parameter.leaf.array.shape, strict=True))
     cut = tuple(slice(vocab) if name == "vocab" else slice(None) for name in own)
     shape = key.shape(sizes | ({"vocab": vocab} if "vocab" in sizes else {}))
 
-    def one(layer: int | None) -> Tensor:
-        make = lambda: key.write(np.asarray(read(parameter, layer))[cut], own)
-        return Tensor(key.text.format(layer), shape, dtype, make)
+    def one(at: At) -> Tensor:
+        make = lambda: key.write(np.asarray(read(parameter, at))[cut], own)
+        return Tensor(key.text.format(*at), shape, dtype, make)
 
-    return [one(layer) for layer in range(sizes["layers"])] if stacked else [one(None)]
+    return [one(at) for at in np.ndindex(*parameter.leaf.array.shape[: key.counts])]
 
 
 def _each(parts: Mapping, read: Callable) -> Callable:
@@ -261,13 +265,14 @@ def _each(parts: Mapping, read: Callable) -> Callable:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _begin(first: jax.Array, count: int) -> jax.Array:
-    return _put(jnp.zeros((count, *first.shape), first.dtype), first, 0)
+def _begin(first: jax.Array, counts: tuple[int, ...]) -> jax.Array:
+    return _put(jnp.zeros((*counts, *first.shape), first.dtype), first, (0,) * len(counts))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put(stacked: jax.Array, layer: jax.Array, i: int) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stacked, layer, i, 0)
+def _put(stacked: jax.Array, one: jax.Array, at: At) -> jax.Array:
+    lead = (1,) * len(at)
+    return jax.lax.dynamic_update_slice(stacked, one.reshape(*lead, *one.shape), (*at, *(0,) * one.ndim))
 
 
 def _slices(names: tuple[str, ...], shape: tuple[int, ...], index: tuple) -> dict[str, slice]:

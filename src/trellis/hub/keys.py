@@ -14,7 +14,7 @@ Slices = Mapping[str, slice]
 
 
 class Key(NamedTuple):
-    """A parameter's key, with `{}` for a layer's number, and its dimensions there.
+    """A parameter's key, with `{}` for a layer's number (and a second one for an expert's), and its dimensions there.
 
     Dimensions are written in order; `(heads head_dim)` are several in one.
 
@@ -24,6 +24,11 @@ class Key(NamedTuple):
 
     text: str
     dims: str
+
+    @property
+    def counts(self) -> int:
+        """How many leading names of a parameter are numbers in the key: a tensor is one position of each."""
+        return self.text.count("{}")
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
@@ -103,8 +108,8 @@ def key_of(keys: Mapping[str, Key], parameter: Parameter) -> Key:
         NamesError: the family's table has none, or with other names.
     """
     key = keys.get(parameter.path)
-    layer = tuple(name for name in parameter.names if name != "layers")
-    if key is None or sorted(layer) != sorted(name for group in key.groups for name in group):
+    own = parameter.names[key.counts :] if key is not None else ()
+    if key is None or sorted(own) != sorted(name for group in key.groups for name in group):
         raise NamesError(
             f"every parameter has a key with its dimensions, got {parameter.path} of '{' '.join(parameter.names)}' "
             f"for {key}, in the family's table of keys: add it there"

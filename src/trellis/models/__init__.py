@@ -6,6 +6,7 @@ from .families import FAMILIES, ModelConfig
 from .gpt2 import GPT2, GPT2Config
 from .gptj import GPTJ, GPTJConfig
 from .llama import Llama, LlamaConfig
+from .mixtral import Mixtral, MixtralConfig, Routing
 from .qwen3 import Qwen3Config
 
 __all__ = [
@@ -18,6 +19,9 @@ __all__ = [
     "Llama",
     "Llama3Scaling",
     "LlamaConfig",
+    "Mixtral",
+    "MixtralConfig",
     "ModelConfig",
     "Qwen3Config",
+    "Routing",
 ]

@@ -63,7 +63,7 @@ def run_export(args: argparse.Namespace) -> int:
 
 def checkpoint_reader(
     folder: Path, run: Run, abstract: Any, *, step: int | None = None
-) -> tuple[int, Callable[[Parameter, int | None], np.ndarray]]:
+) -> tuple[int, Callable[[Parameter, tuple[int, ...]], np.ndarray]]:
     """A function that reads a run's parameters one by one, holding one at a time, and the step they are of.
 
     Args:
@@ -75,23 +75,24 @@ def checkpoint_reader(
     from .checkpoint import Checkpoints
     from .restoring import restore_step
 
-    at = restore_step(abstract.step, folder, step=step)
+    number = restore_step(abstract.step, folder, step=step)
     which = "model" if run.ema is None else "average"
     held: dict[str, jax.Array] = {}
 
-    def read(parameter: Parameter, layer: int | None) -> np.ndarray:
+    def read(parameter: Parameter, at: tuple[int, ...]) -> np.ndarray:
         if parameter.path not in held:
             held.clear()
             target: Any = parameter.leaf
             for name in reversed((which, *parameter.path.split("."))):
                 target = {name: target}
             with Checkpoints(folder / "checkpoints", read_only=True) as saved:
-                found = saved.restore(target, step=at, partial=True, resizable={"vocab": run.model.vocab}, verify=False)
+                found = saved.restore(
+                    target, step=number, partial=True, resizable={"vocab": run.model.vocab}, verify=False
+                )
             (held[parameter.path],) = jax.tree.leaves(found.state)
-        array = held[parameter.path]
-        return np.asarray(array if layer is None else array[layer])
+        return np.asarray(held[parameter.path][at])
 
-    return at, read
+    return number, read
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:

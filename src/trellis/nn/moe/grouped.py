@@ -1,0 +1,113 @@
+"""Products of sorted rows with one weight for each group of them."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from trellis.mesh.platform import platform_of
+from trellis.nn.partition import varying
+
+# Rows that a CPU multiplies at once: enough to keep its cores busy, few enough to waste little on a group's end.
+BLOCK = 128
+
+
+def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The first `sizes[0]` rows times `weights[0]`, the next `sizes[1]` times `weights[1]`, and so on.
+
+    Accelerators use `jax.lax.ragged_dot`. On a CPU that multiplies every row with every weight, so there a loop goes
+    over blocks of one group's rows each.
+
+    Args:
+        rows: `rows in`, sorted by group.
+        weights: `groups in out`.
+        sizes: `i32["groups"]`; together at most the number of rows. Rows after the last group give rows of no meaning,
+            whose gradients must be zeros.
+
+    Returns:
+        `rows out`.
+
+    >>> import jax.numpy as jnp
+    >>> rows, weights = jnp.ones((3, 2)), jnp.stack([jnp.ones((2, 1)), 2 * jnp.ones((2, 1))])
+    >>> grouped_matmul(rows, weights, jnp.array([1, 2])).ravel().tolist()
+    [2.0, 4.0, 4.0]
+    """
+    if platform_of(rows) == "cpu":
+        return _in_blocks(rows, weights, sizes)
+    return lax.ragged_dot(rows, weights, sizes)
+
+
+@jax.custom_vjp
+def _in_blocks(rows, weights, sizes):
+    return _multiply(rows, weights, sizes)
+
+
+def _forward(rows, weights, sizes):
+    return _multiply(rows, weights, sizes), (rows, weights, sizes)
+
+
+def _backward(kept, d):
+    rows, weights, sizes = kept
+    return _multiply(d, weights.swapaxes(1, 2), sizes), _weights_gradient(rows, d, weights, sizes), None
+
+
+_in_blocks.defvjp(_forward, _backward)
+
+
+def _multiply(rows, weights, sizes):
+    block = min(BLOCK, rows.shape[0])
+    blocks, group_of, first_of = _walk(sizes, block)
+    padded = jnp.pad(rows, ((0, block), (0, 0)))
+
+    def body(i, out):
+        group, first = group_of(i), first_of(i)
+        mine = lax.dynamic_slice_in_dim(padded, first, block) @ lax.dynamic_index_in_dim(weights, group, 0, False)
+        # A block's rows that belong to later groups are written again by theirs.
+        return lax.dynamic_update_slice_in_dim(out, mine, first, 0)
+
+    out = _zeros((rows.shape[0] + block, weights.shape[2]), rows.dtype, rows, weights, sizes)
+    return lax.fori_loop(0, blocks, body, out)[: rows.shape[0]]
+
+
+def _weights_gradient(rows, d, weights, sizes):
+    block = min(BLOCK, rows.shape[0])
+    blocks, group_of, first_of = _walk(sizes, block)
+    ends = jnp.cumsum(sizes)
+    rows, d = (jnp.pad(x, ((0, block), (0, 0))) for x in (rows, d))
+
+    def body(i, total):
+        group, first = group_of(i), first_of(i)
+        own = first + jnp.arange(block) < ends[group]
+        x = lax.dynamic_slice_in_dim(rows, first, block)
+        x = jnp.where(own[:, None], x, jnp.zeros((), x.dtype))
+        more = jnp.matmul(x.T, lax.dynamic_slice_in_dim(d, first, block), preferred_element_type=jnp.float32)
+        return lax.dynamic_update_index_in_dim(total, lax.dynamic_index_in_dim(total, group, 0, False) + more, group, 0)
+
+    total = lax.fori_loop(0, blocks, body, _zeros(weights.shape, jnp.float32, rows, weights, d, sizes))
+    return total.astype(weights.dtype)
+
+
+def _walk(sizes, block: int):
+    """How many blocks there are, and of a block its group and its first row."""
+    ends = jnp.cumsum(sizes)
+    last = jnp.cumsum(-(-sizes // block))
+
+    def group_of(i):
+        return jnp.searchsorted(last, i, side="right").astype(jnp.int32)
+
+    def first_of(i):
+        group = group_of(i)
+        before = jnp.where(group > 0, last[group - 1], 0)
+        return ends[group] - sizes[group] + (i - before) * block
+
+    return last[-1], group_of, first_of
+
+
+def _zeros(shape, dtype, *like):
+    """Zeros that may differ between devices wherever one of some arrays does."""
+    axes = sorted({axis for x in like for axis in _varies(x)})
+    return varying(jnp.zeros(shape, dtype), tuple(axes))
+
+
+def _varies(x) -> tuple[str, ...]:
+    mat = getattr(jax.typeof(x), "mat", None)
+    return () if mat is None else tuple(mat.varying)

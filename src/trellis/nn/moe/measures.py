@@ -1,0 +1,73 @@
+"""What a router's choices come to over a batch: its load, and the losses that keep it even."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from trellis.named import ELEMENTWISE, REDUCTIONS, Axis, NamedArray, one_hot
+
+from .routing import Choices
+
+
+class Routed(NamedTuple):
+    """Sums over the tokens of a batch that count. Of parts of a batch they add up to those of the batch.
+
+    Attributes:
+        load: `f32["routes"]`, how many tokens chose each expert; no gradient.
+        balance: the load-balancing loss of each token, summed.
+        z: the squared log-normalizer of each token's scores, summed.
+    """
+
+    load: NamedArray
+    balance: jax.Array
+    z: jax.Array
+
+
+def measure(
+    scores: NamedArray, choices: Choices, counted: NamedArray, *, shares: NamedArray | None = None, over: str = "batch"
+) -> Routed:
+    """Load, load-balancing loss and router z-loss.
+
+    The load-balancing loss (Fedus et al., 2021, arXiv:2101.03961) is `experts * sum_e share_e * chance_e`: the share of
+    all choices that went to an expert, times the mean of its probability. A product of two means is not a mean of
+    products: taken over parts of a batch it is another number on every mesh and for every number of microbatches. So
+    shares are of the whole batch, on all devices, and of microbatches, where the caller knows them (`shares`); given
+    them the loss is a sum over tokens. `over="sequence"` takes each sequence's own shares (DeepSeek-AI, 2024,
+    arXiv:2412.19437, section 2.1.2), which no mesh and no microbatch cuts.
+
+    The z-loss is the squared log of the softmax's denominator (Zoph et al., 2022, arXiv:2202.08906).
+
+    Args:
+        scores: `f32["batch pos routes"]`, before the softmax.
+        choices: before any is dropped.
+        counted: `f32["batch pos"]`, what each token counts, as in the language model's loss.
+        shares: `f32["routes"]`, which add up to 1, where this is a part of a batch; else they are counted here.
+        over: "batch" or "sequence".
+    """
+    experts, count = scores.shape["routes"], choices.ids.shape["choices"]
+    picks = one_hot(choices.ids, Axis("routes", experts)).sum("choices") * counted
+    load = picks.sum(("batch", "pos"))
+    if over == "sequence":
+        total = ELEMENTWISE["maximum"](counted.sum("pos"), jnp.float32(1e-6))
+        shares = picks.sum("pos") / (total * float(count))
+    elif shares is None:
+        shares = load / jnp.maximum(counted.sum().array * count, 1e-6)
+    softened = REDUCTIONS["logsumexp"](scores, "routes")
+    chances = ELEMENTWISE["exp"](scores - softened)
+    balance = (chances * shares).sum("routes") * counted * float(experts)
+    return Routed(load, balance.sum().array, (softened * softened * counted).sum().array)
+
+
+def shift(bias: NamedArray, load: NamedArray, rate: float) -> NamedArray:
+    """The bias after a step: more for an expert with less than the mean load, less for one with more, by the rate.
+
+    Wang et al., 2024, arXiv:2408.15664, algorithm 1.
+
+    Args:
+        bias: `f32["... routes"]`.
+        load: `f32["... routes"]`, of the whole batch.
+        rate: how much it moves.
+    """
+    less = ELEMENTWISE["sign"](load.mean("routes") - load)
+    return bias + less.transpose(bias.names).astype(bias.dtype) * rate

@@ -1,0 +1,199 @@
+"""The weighted sum of what a token's experts make of it: four ways, one result."""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+
+from trellis.collectives import ExpertsError, exchange_experts, gather_experts, local_experts
+from trellis.mesh.layout import current_layout
+from trellis.mesh.manual_ops import mark_pending
+from trellis.mesh.platform import platform_of
+from trellis.named import ELEMENTWISE, Axis, NamedArray, einsum, one_hot, save, settle
+from trellis.named.placing import move
+from trellis.nn.partition import Axes, varying
+from trellis.notation import spec_of
+from trellis.notation.state import state_of
+
+from .grouped import grouped_matmul
+from .routing import Choices
+
+Way = Literal["auto", "dense", "grouped", "gather", "ragged", "slots"]
+RAGGED = ("tpu", "cuda")  # platforms that have a ragged all-to-all
+TOKENS = ("batch", "pos", "embed")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Places:
+    """Which mesh axes slice tokens, experts and their widths.
+
+    Attributes:
+        batch, pos: of tokens.
+        experts, mlp: of the experts' weights.
+    """
+
+    batch: Axes = ()
+    pos: Axes = ()
+    experts: Axes = ()
+    mlp: Axes = ()
+
+    @property
+    def shared(self) -> Axes:
+        """Axes along which tokens have to find their experts."""
+        return tuple(a for a in self.experts if a in self.batch + self.pos)
+
+    @property
+    def partial(self) -> Axes:
+        """Axes along which each device has a part of every token's sum."""
+        return self.mlp + tuple(a for a in self.experts if a not in self.shared)
+
+
+def mix(
+    x: NamedArray,
+    choices: Choices,
+    gate: NamedArray,
+    up: NamedArray,
+    down: NamedArray,
+    *,
+    way: Way = "auto",
+    slack: float = 1.5,
+) -> NamedArray:
+    """Each token's weighted sum of its experts, which are SwiGLU blocks, on any layout.
+
+    `dense`
+        Every expert computes every token, and the weights are zero for most: for checking.
+    `grouped`
+        Tokens are sorted by expert, and each group is multiplied with its expert's weights. Tokens stay where they
+        are: where `experts` are sliced, their weights are gathered.
+    `gather`
+        Each device gets all tokens along the experts' mesh axes, computes its own experts, and the sums are scattered
+        back.
+    `ragged`
+        Tokens go to the devices of their experts, and nothing else travels (`jax.lax.ragged_all_to_all`).
+    `slots`
+        The same in slots of one size for each pair of devices, for backends without that collective.
+    `auto`
+        `grouped` where every device has all experts; `gather` where that moves no more than an exchange, or where
+        tokens are not sliced as experts are; else `ragged` or, on a CPU, `slots`.
+
+    No choice is dropped, whatever the way; `trellis.nn.moe.limit` drops some before. Values and gradients are those of
+    `dense`, but for the order of sums.
+
+    Args:
+        x: `"batch pos embed"`.
+        choices: each token's experts and weights.
+        gate, up: `"experts embed mlp"`.
+        down: `"experts mlp embed"`.
+        way: how.
+        slack: room of an exchange's buffers, in rows of an even load. What does not fit goes in further rounds.
+
+    Returns:
+        `"batch pos embed"`.
+
+    Raises:
+        ExpertsError: the way is not one that the layout or the backend has.
+    """
+    experts = gate.axis("experts").size
+    places = _places(x)
+    chosen = _chosen(way, places, x, choices.ids.shape["choices"])
+    if chosen == "dense":
+        return _dense(x, choices, gate, up, down)
+    if chosen == "grouped":
+        places = dataclasses.replace(places, experts=())
+    x, weights = x.transpose(TOKENS), choices.weights.transpose((*TOKENS[:2], "choices"))
+    ids = choices.ids.transpose((*TOKENS[:2], "choices"))
+    gate, up = (w.transpose(("experts", "embed", "mlp")) for w in (gate, up))
+    down = down.transpose(("experts", "mlp", "embed"))
+    mesh = jax.typeof(x.array).sharding.mesh
+    devices = math.prod(mesh.shape[a] for a in places.experts) if places.experts else 1
+
+    def body(x, ids, weights, gate, up, down):
+        used = places.batch + places.pos + places.experts + places.mlp
+        x, ids, weights, gate, up, down = (varying(a, used) for a in (x, ids, weights, gate, up, down))
+        tokens = x.reshape(-1, x.shape[-1])
+        pairs = (ids.reshape(tokens.shape[0], -1), weights.reshape(tokens.shape[0], -1))
+        compute = lambda rows, sizes: _swiglu(rows, sizes, gate, up, down)
+        count = experts // devices
+        if chosen in ("ragged", "slots"):
+            ragged = chosen == "ragged"
+            axes = places.experts
+            out = exchange_experts(tokens, *pairs, compute, axes=axes, count=count, ragged=ragged, slack=slack)
+        elif places.experts:
+            axes, shared = places.experts, places.shared
+            out = gather_experts(tokens, *pairs, compute, axes=axes, count=count, tokens=shared)
+        else:
+            out = local_experts(tokens, *pairs, compute, count=count)
+        return out.reshape(x.shape)
+
+    arrays = (x, ids, weights, gate, up, down)
+    if state_of(x.array).mode != "explicit":
+        return x.with_array(body(*(a.array for a in arrays)))
+    tokens, around = (places.batch, places.pos, ()), frozenset(places.partial)
+    slices = [tokens] * 3 + [(places.experts, (), places.mlp)] * 2 + [(places.experts, places.mlp, ())]
+    others = frozenset(places.batch + places.pos) - frozenset(places.experts + places.mlp)
+    copied = [around] * 3 + [others] * 3
+    moved = [move(a, s, c).array for a, s, c in zip(arrays, slices, copied, strict=True)]
+    specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in moved)
+    mapped = jax.shard_map(
+        lambda *a: mark_pending(body(*a), places.partial),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=spec_of(tokens, frozenset(places.partial)),
+    )
+    return settle(NamedArray(mapped(*moved), TOKENS))
+
+
+def _swiglu(rows, sizes, gate, up, down):
+    """What the experts of one device make of rows sorted by expert."""
+    gated = save(grouped_matmul(rows, gate, sizes), "mlp_gate")
+    upped = save(grouped_matmul(rows, up, sizes), "mlp_up")
+    return grouped_matmul(jax.nn.silu(gated) * upped, down, sizes)
+
+
+def _dense(x, choices: Choices, gate, up, down):
+    """By definition: all experts for all tokens."""
+    experts = gate.axis("experts")
+    hot = one_hot(choices.ids, Axis("experts", experts.size))
+    weights = einsum("... choices experts, ... choices -> ... experts", hot, choices.weights).astype(x.dtype)
+    text = "batch pos embed, experts embed mlp -> batch pos experts mlp"
+    hidden = ELEMENTWISE["silu"](einsum(text, x, gate)) * einsum(text, x, up)
+    return einsum("batch pos experts mlp, experts mlp embed -> batch pos embed", hidden * weights, down)
+
+
+def _places(x: NamedArray) -> Places:
+    """What the layout in force says; tokens are whole along the axes that slice the experts' widths."""
+    layout = current_layout()
+    if layout is None or state_of(x.array).mode != "explicit":
+        return Places()
+    batch, pos, _ = layout.assign(TOKENS)
+    experts, _, mlp = layout.assign(("experts", "embed", "mlp"))
+    batch, pos = (tuple(a for a in axes if a not in mlp) for axes in (batch, pos))
+    return Places(batch, pos, experts, mlp)
+
+
+def _chosen(way: Way, places: Places, x: NamedArray, choices: int) -> str:
+    """The way that is gone."""
+    if not places.experts:
+        return "dense" if way == "dense" else "grouped"
+    platform, sizes = platform_of(x.array), jax.typeof(x.array).sharding.mesh.shape
+    if way in ("ragged", "slots") and places.shared != places.experts:
+        raise ExpertsError(
+            "Tokens are exchanged along mesh axes that slice both experts and tokens.",
+            seen=f"experts/{'/'.join(places.experts)}, tokens/{'/'.join(places.batch + places.pos) or 'no axis'}",
+            where=f"the layout, and model.routing.way {way}",
+            fix="slice the batch over these axes too, or use the way gather or auto",
+        )
+    if way == "ragged" and platform not in RAGGED:
+        raise ExpertsError(
+            "A ragged exchange needs a backend that has one.",
+            seen=f"way='ragged' on {platform}",
+            where="model.routing.way",
+            fix=f"use slots or auto here; {' and '.join(RAGGED)} have it",
+        )
+    if way != "auto":
+        return way
+    # An exchange sends a token to at most as many devices as it has choices; a gather to all of them.
+    if places.shared != places.experts or math.prod(sizes[a] for a in places.experts) <= choices:
+        return "gather"
+    return "ragged" if platform in RAGGED else "slots"
