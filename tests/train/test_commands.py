@@ -1,64 +1,13 @@
-"""Real runs through the command line: a folder, a report, resuming anywhere, evaluation, and refusals."""
+"""Real runs through the command line: a folder, a report, evaluation, and refusals."""
 
 import json
 
-import jax
 import pytest
 
-from trellis import cli
-from trellis.data import FileSource, find_files, tokenize
+from tests.train.small import trellis
 from trellis.train.trackers import read_lines
 
-RUN = """
-base: tiny
-model: {{vocab: 257, embed: 32, mlp: 64}}
-data:
-  source: {{kind: store, path: {stores}/train, validation: {stores}/validation}}
-  sequence_length: 32
-precision: {{compute: float32}}
-steps: 6
-checkpoints: {{every: 3}}
-evaluation: {{every: 3, batches: 2}}
-logging: {{every: 1}}
-"""
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory):
-    """A run on a few kilobytes of text, each byte a token: 257 of them, which no mesh divides."""
-    folder = tmp_path_factory.mktemp("stores")
-    for split, texts in {"train": range(40), "validation": range(40, 50)}.items():
-        files = []
-        for number in texts:
-            path = folder / f"{number}.txt"
-            path.write_text(f"The number {number} times {number} is {number * number}, and so on.\n" * 12)
-            files.append(str(path))
-        tokenize(
-            FileSource(files=find_files(files), format="text"),
-            str(folder / split),
-            use_bytes=True,
-            workers=1,
-            progress=False,
-        )
-    path = folder / "run.yaml"
-    path.write_text(RUN.format(stores=folder))
-    return path
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    assert len(jax.devices()) == 8  # a first command would settle how many there are for all tests
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-def trellis(capsys, *arguments):
-    code = cli.main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def losses(folder):
-    return [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.mark.slow
@@ -110,26 +59,3 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
     assert code == 2
     assert "A run's folder lies in a file system." in err and "seen:  gs://bucket/run" in err
     assert "where: --run-dir" in err and "fix:   mount the bucket (gcsfuse, s3fs) and give the folder" in err
-
-
-@pytest.mark.slow
-def test_a_run_moves_from_mesh_to_mesh_along_one_curve(run_file, tmp_path, capsys):
-    """One device, then parameters sliced over eight, then tensors over two with a padded vocabulary, then one again."""
-    stay, move = tmp_path / "stay", tmp_path / "move"
-    single = ("--layout.preset", "single", "--checkpoints.every", "2")
-    assert trellis(capsys, "train", run_file, "--run-dir", stay, "--steps", 8, *single)[0] == 0
-    steps = [
-        (2, single),
-        (4, ("--layout.preset", "fsdp", "--mesh.data", "8", "--devices", "8")),
-        (6, ("--layout.preset", "tensor", "--mesh.data", "2", "--mesh.model", "2", "--devices", "4")),
-        (8, single),
-    ]
-    for last, options in steps:
-        code, _, err = trellis(capsys, "train", run_file, "--run-dir", move, "--steps", 8, "--until", last, *options)
-        assert code == 0, err
-    paused = tmp_path / "paused"
-    for last in (3, 8):
-        assert trellis(capsys, "train", run_file, "--run-dir", paused, "--steps", 8, "--until", last, *single)[0] == 0
-    assert losses(paused) == losses(stay), "on the same mesh, to the bit"
-    assert len(losses(move)) == 8
-    assert losses(move) == pytest.approx(losses(stay), rel=1e-4)

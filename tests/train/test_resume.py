@@ -1,0 +1,137 @@
+"""A run goes on where it stopped, on the same mesh to the bit and on any other along the same curve.
+
+Two devices slice the vocabulary of 257 on every mesh here and pad it to 258. Sums are made in another order on another
+mesh: the losses of these few steps stay within 1e-4 of one device's.
+"""
+
+import json
+import random
+import socket
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from tests.train.small import VOCAB, curve, last_line, started, trellis
+from trellis.train.assemble import assemble
+from trellis.train.checkpoint import Checkpoints
+from trellis.train.folder import open_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
+
+SINGLE = ("--layout.preset", "single", "--checkpoints.every", "2")
+FSDP = ("--layout.preset", "fsdp", "--devices", "8", "--mesh.data", "4", "--mesh.data_y", "2")
+FSDP += ("--layout.params.embed", "data", "--layout.params.vocab", "data_y")
+TENSOR = ("--layout.preset", "tensor", "--devices", "4", "--mesh.data", "2", "--mesh.model", "2")
+ALL = ("--layout.preset", "hybrid", "--devices", "8", "--mesh.data", "2", "--mesh.context", "2", "--mesh.model", "2")
+
+
+def finish(*words):
+    process = started(*words)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+
+
+@pytest.fixture(scope="module")
+def one_device(run_file, tmp_path_factory):
+    """The folder of a run of eight steps without a stop."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    finish("train", run_file, "--run-dir", folder, "--steps", 8, *SINGLE)
+    return folder
+
+
+def parts(capsys, run_file, folder, *legs):
+    """Trains to a step on a layout, then to the next one on the next."""
+    for until, options in legs:
+        words = ("train", run_file, "--run-dir", folder, "--steps", 8, "--until", until, *options)
+        code, _, err = trellis(capsys, *words)
+        assert code == 0, err
+
+
+def padding(folder, step, count):
+    """The largest of the optimizer's moments in the vocabulary's padding, and outside it."""
+    run = open_run(folder)
+    assembled = assemble(run, jax.devices()[:count])
+    with Checkpoints(folder / "checkpoints", read_only=True) as saved:
+        state = saved.restore(assembled.abstract, step=step, resizable={"vocab": VOCAB}).state
+    assert state.model.embedding.shape["vocab"] > VOCAB
+    moments = [np.abs(x) for x in jax.tree.leaves(state.optimizer) if x.ndim == 2 and x.shape[0] > VOCAB]
+    assert len(moments) == 2
+    return [x[VOCAB:].max() for x in moments], [x[:VOCAB].max() for x in moments]
+
+
+def test_on_the_same_mesh_to_the_bit(run_file, one_device, tmp_path):
+    for until in (3, 8):
+        finish("train", run_file, "--run-dir", tmp_path, "--steps", 8, "--until", until, *SINGLE)
+    assert curve(tmp_path) == curve(one_device)
+
+
+def test_one_device_to_eight(run_file, one_device, tmp_path, capsys):
+    parts(capsys, run_file, tmp_path, (3, SINGLE), (8, ALL))
+    assert curve(tmp_path) == pytest.approx(curve(one_device), rel=1e-4)
+    unseen, seen = padding(tmp_path, 8, 8)
+    assert max(unseen) == 0 < min(seen)
+
+
+def test_fsdp_to_tensor_and_back_to_one(run_file, one_device, tmp_path, capsys):
+    parts(capsys, run_file, tmp_path, (3, FSDP), (6, TENSOR), (8, SINGLE))
+    assert curve(tmp_path) == pytest.approx(curve(one_device), rel=1e-4)
+    with open(tmp_path / "checkpoints" / "step-00000006" / "manifest.json") as file:
+        rows = json.load(file)["entries"]["model/embedding"]["shape"][0]
+    assert rows == 258
+
+
+def test_what_was_padded_for_a_mesh_is_cut_off_on_export(run_file, tmp_path, capsys):
+    parts(capsys, run_file, tmp_path / "run", (2, FSDP))
+    assert last_line(tmp_path / "run")["step"] == 2
+    unseen, seen = padding(tmp_path / "run", 2, 8)
+    assert len(unseen) == 2 and max(unseen) == 0 < min(seen)
+    code, _, err = trellis(capsys, "export", tmp_path / "run", "--to", tmp_path / "hf", "--dtype", "float32")
+    assert code == 0, err
+    from safetensors.numpy import load_file
+
+    assert load_file(tmp_path / "hf" / "model.safetensors")["model.embed_tokens.weight"].shape == (VOCAB, 32)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == VOCAB
+
+
+def test_two_processes_to_one(run_file, one_device, tmp_path, capsys):
+    """Each process has two devices, reads its rows of the batch and writes its part of the checkpoint."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    words = ("train", run_file, "--run-dir", tmp_path, "--steps", 8, "--until", 4, "--layout.preset", "fsdp_tensor")
+    words += ("--devices", 2, "--mesh.model", 2, "--distributed.coordinator", address, "--distributed.processes", 2)
+    both = [started(*words, "--distributed.process", process) for process in (0, 1)]
+    ends = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], ends
+    manifest = json.loads((tmp_path / "checkpoints" / "step-00000004" / "manifest.json").read_text())
+    assert manifest["processes"] == 2 and manifest["entries"]["model/embedding"]["shape"][0] == 258
+    parts(capsys, run_file, tmp_path, (8, SINGLE))
+    assert curve(tmp_path) == pytest.approx(curve(one_device), rel=1e-4)
+
+
+def test_killed_ten_times_a_run_ends_with_the_same_loss_to_the_bit(run_file, tmp_path):
+    """A save takes longer than the steps between two: most kills fall into one."""
+    steps = 1800
+    options = ("--steps", steps, "--devices", 2, "--checkpoints.every", 20, "--evaluation.every", 600)
+    words = lambda name: ("train", run_file, "--run-dir", tmp_path / name, *options)
+    finish(*words("whole"))
+    folder, chance = tmp_path / "killed", random.Random(11)
+    metrics = folder / "metrics.jsonl"
+    lines = lambda: metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+    for kill in range(10):
+        process, target, deadline = started(*words("killed")), lines() + chance.randrange(140), time.monotonic() + 120
+        while lines() < target and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0, 0.05))
+        process.kill()
+        process.communicate(timeout=60)
+        assert process.returncode == -9, f"kill {kill} came after the end"
+    finish(*words("killed"))
+    killed, wanted = last_line(folder), last_line(tmp_path / "whole")
+    assert killed["step"] == wanted["step"] == steps
+    for measure in ("loss", "grad_norm", "validation_loss", "tokens"):
+        assert killed[measure] == wanted[measure], measure
+    events = [json.loads(line)["event"] for line in (folder / "timeline.jsonl").read_text().splitlines()]
+    assert events.count("resumed") >= 5
