@@ -98,6 +98,20 @@ def test_a_state_comes_back_onto_another_mesh(tmp_path, wide, axes):
         assert got.sharding == want.sharding
 
 
+def test_one_layer_can_be_read_alone(tmp_path, wide):
+    import tensorstore
+
+    stack = np.arange(3 * 16 * 8, dtype=np.float32).reshape(3, 16, 8)
+    with Checkpoints(tmp_path, host_bytes=stack.nbytes) as checkpoints:
+        checkpoints.save(2, {"up": Named(put(wide, P(None, "data", "model"), stack), ("layers", "embed", "mlp"))})
+        checkpoints.wait()
+        np.testing.assert_array_equal(checkpoints.read(2, "up"), stack)
+        np.testing.assert_array_equal(checkpoints.read(2, "up", 1), stack[1])
+    where = {"driver": "ocdbt", "base": f"file://{checkpoints.path(2)}/state/", "path": "up/"}
+    stored = tensorstore.open({"driver": "zarr", "kvstore": where}).result()
+    assert stored.chunk_layout.read_chunk.shape == (1, 4, 4), "a device's part of a layer"
+
+
 def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path, wide):
     state = {"w": put(wide, P("data", "model"), np.ones((512, 512), np.float32))}
     burn = jax.jit(lambda s: jax.tree.map(lambda x: x * 3 + 1, s), donate_argnums=0)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import weakref
 
 import jax
 import numpy as np
@@ -82,6 +83,39 @@ def test_over_devices(run_folder, capsys):
     two = capsys.readouterr().out
     assert main(words) == 0
     assert capsys.readouterr().out == two
+
+
+def test_an_export_holds_a_layer_of_a_parameter_at_a_time(run_folder, tmp_path, monkeypatch):
+    """Not the layers' stack of one, let alone the model: what is stored can be read in such parts."""
+    wide = dataclasses.replace(MODEL, embed=128, heads=4, kv_heads=4, head_dim=32, mlp=512, layers=12)
+    run = dataclasses.replace(open_run(run_folder), model=wide, layout=LayoutChoice(preset="fsdp"), ema=None)
+    assembled = assemble(run, jax.devices()[:2])
+    with assembled.layout:
+        state = assembled.init()
+    claim(tmp_path / "run", run)
+    with Checkpoints(tmp_path / "run" / "checkpoints") as saved:
+        saved.save(3, state, data={"tokens": 0})
+
+    alive, most, count = weakref.WeakValueDictionary(), 0, 0
+    read = Checkpoints.read
+
+    def counted(self, *where):
+        nonlocal most, count
+        array = read(self, *where)
+        alive[count] = array
+        count += 1
+        most = max(most, sum(x.nbytes for x in alive.values()))
+        return array
+
+    monkeypatch.setattr(Checkpoints, "read", counted)
+    assert main(["export", str(tmp_path / "run"), "--dtype", "float32", "--to", str(tmp_path / "hf")]) == 0
+    gate = state.model.layers.block.mlp.gate.array
+    largest = gate.nbytes // wide.layers
+    assert state.model.embedding.array.nbytes < largest <= most <= 2 * largest, "what is written, and the next"
+    with Checkpoints(tmp_path / "run" / "checkpoints", read_only=True) as saved:
+        whole = saved.read(3, "model/layers/block/mlp/gate")
+        np.testing.assert_array_equal(saved.read(3, "model/layers/block/mlp/gate", 5), whole[5])
+    np.testing.assert_array_equal(whole, np.asarray(gate))
 
 
 def refused(capsys, *words):

@@ -45,6 +45,8 @@ class Checkpoints:
         report: receives a line where a checkpoint is damaged or cut off; the default prints to stderr.
         timeout: seconds that one process waits for the others' files.
         read_only: change nothing in the folder: a run may be training there.
+        host_bytes: how much of a state may be in the host's memory at a time (whole gigabytes, one array at least); a
+            save then returns when most of it is written. None copies all of it first and writes behind the training.
 
     Use as a context manager, or call `close`.
     """
@@ -59,6 +61,7 @@ class Checkpoints:
         report: Callable[[str], None] | None = None,
         timeout: float = 600.0,
         read_only: bool = False,
+        host_bytes: int | None = None,
     ):
         if keep_latest < 1:
             raise UserError(
@@ -69,7 +72,7 @@ class Checkpoints:
             )
         self.folder = Path(folder).absolute()
         self._keep_latest, self._keep_every = keep_latest, keep_every
-        self._copy, self._timeout, self._read_only = copy, timeout, read_only
+        self._copy, self._timeout, self._read_only, self._host_bytes = copy, timeout, read_only, host_bytes
         self._report = report or (lambda line: print(line, file=sys.stderr, flush=True))
         self._writer: Any = None
         self._thread: threading.Thread | None = None
@@ -118,7 +121,10 @@ class Checkpoints:
         if (folder / MANIFEST).exists():
             return False
         found = entries(state)
-        args = _orbax().args.PyTreeSave({name: entry.leaf for name, entry in found.items()})
+        ocp = _orbax()
+        # Layers are stored one by one, so that whoever needs one reads one.
+        chunks = {name: ocp.SaveArgs(shard_axes=(0,) if entry.is_stacked else ()) for name, entry in found.items()}
+        args = ocp.args.PyTreeSave({name: entry.leaf for name, entry in found.items()}, save_args=chunks)
         self._checkpointer().save(folder / "state", args=args)
         content = {"step": step, "data": dict(data or {}), "entries": {n: e.describe() for n, e in found.items()}}
         # Not a daemon: a process that ends in good order finishes its checkpoint.
@@ -197,6 +203,22 @@ class Checkpoints:
             )
         return None
 
+    def read(self, step: int, name: str, layer: int | None = None) -> np.ndarray:
+        """One array of a checkpoint, as it is stored, or one layer of it; nothing else comes into memory.
+
+        Its files are taken to be whole: `restore` verifies them.
+
+        Args:
+            step: the checkpoint's.
+            name: the entry's, as the manifest has it.
+            layer: a position of its first dimension; None for all of it.
+        """
+        import tensorstore
+
+        base = {"driver": "ocdbt", "base": f"file://{self.path(step)}/state/", "path": f"{name}/"}
+        stored = tensorstore.open({"driver": "zarr", "kvstore": base}, read=True).result()
+        return (stored if layer is None else stored[layer]).read().result()
+
     def _read(self, folder: Path, manifest: dict, target: Any, partial: bool, resizable: dict[str, int]) -> Restored:
         ocp = _orbax()
         wanted = entries(target)
@@ -257,7 +279,9 @@ class Checkpoints:
     def _checkpointer(self) -> Any:
         if self._writer is None:
             ocp = _orbax()
-            self._writer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False))
+            at_once = None if self._host_bytes is None else -(-self._host_bytes // 10**9)
+            options = {"use_ocdbt": True, "use_zarr3": False, "save_device_host_concurrent_gb": at_once}
+            self._writer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(**options))
         return self._writer
 
 

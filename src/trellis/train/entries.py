@@ -24,6 +24,11 @@ class Entry:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.leaf.shape)
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether its first dimension counts layers."""
+        return bool(self.names) and self.names[0] == "layers"
+
     def describe(self) -> dict:
         """The entry's line in a checkpoint's manifest."""
         line: dict = {"shape": list(self.shape), "dtype": str(self.leaf.dtype)}

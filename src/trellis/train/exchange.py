@@ -20,7 +20,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trellis export`."""
     parser.description = (
         "Writes a run's model as a folder that `transformers` loads: config.json, safetensors and the tokenizer. "
-        "Weights are read one parameter at a time, whatever the size of the model."
+        "Weights are read and written one layer of a parameter at a time, whatever the size of the model."
     )
     parser.add_argument("folder", metavar="RUN", help="the run's folder")
     parser.add_argument("--to", required=True, metavar="DIR", help="the folder to write")
@@ -63,8 +63,8 @@ def run_export(args: argparse.Namespace) -> int:
 
 def checkpoint_reader(
     folder: Path, run: Run, abstract: Any, *, step: int | None = None
-) -> tuple[int, Callable[[Parameter, tuple[int, ...]], np.ndarray]]:
-    """A function that reads a run's parameters one by one, holding one at a time, and the step they are of.
+) -> tuple[int, Callable[[Parameter, int | None], np.ndarray]]:
+    """A function that reads a run's parameters, a layer at a time, and the step they are of.
 
     Args:
         folder: the run's folder.
@@ -75,24 +75,14 @@ def checkpoint_reader(
     from .checkpoint import Checkpoints
     from .restoring import restore_step
 
-    number = restore_step(abstract.step, folder, step=step)
+    at = restore_step(abstract.step, folder, step=step)
     which = "model" if run.ema is None else "average"
-    held: dict[str, jax.Array] = {}
+    saved = Checkpoints(folder / "checkpoints", read_only=True)
 
-    def read(parameter: Parameter, at: tuple[int, ...]) -> np.ndarray:
-        if parameter.path not in held:
-            held.clear()
-            target: Any = parameter.leaf
-            for name in reversed((which, *parameter.path.split("."))):
-                target = {name: target}
-            with Checkpoints(folder / "checkpoints", read_only=True) as saved:
-                found = saved.restore(
-                    target, step=number, partial=True, resizable={"vocab": run.model.vocab}, verify=False
-                )
-            (held[parameter.path],) = jax.tree.leaves(found.state)
-        return np.asarray(held[parameter.path][at])
+    def read(parameter: Parameter, layer: int | None) -> np.ndarray:
+        return saved.read(at, f"{which}/{parameter.path.replace('.', '/')}", layer)
 
-    return number, read
+    return at, read
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +119,8 @@ def run_import(args: argparse.Namespace) -> int:
     state = _first_state(assembled, source)
     claim(folder, run)
     copy_tokenizer(files, folder / "tokenizer")
-    with Checkpoints(folder / "checkpoints", copy=(folder / "run.yaml",)) as saved:
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(state.model))
+    with Checkpoints(folder / "checkpoints", copy=(folder / "run.yaml",), host_bytes=largest) as saved:
         saved.save(0, state, data={"tokens": 0})
     count = sum(leaf.size for leaf in jax.tree.leaves(state.model))
     print(f"{source.hub['model_type']} of {count:,} parameters\nfolder   {folder}")
