@@ -207,6 +207,15 @@ class Mixtral(Llama):
         x, measured = self.layers.scan(x, rope, segment_ids, counted, each=each, call=call, policy=policy)
         return self.norm(x), Routed(measured.load, jnp.mean(measured.balance), jnp.mean(measured.z))
 
+    @property
+    def shares_wanted(self) -> bool:
+        """Whether the load-balancing loss needs experts' shares of the whole batch, where it sees a part of it."""
+        return self.config.routing.balance > 0 and self.config.routing.balance_over == "batch"
+
+    def penalty(self, routed: Routed) -> jax.Array:
+        """What the routers' losses add to the loss, summed over tokens."""
+        return self.config.routing.balance * routed.balance + self.config.routing.z_loss * routed.z
+
     def balanced(self, load: NamedArray) -> "Mixtral":
         """The model after a step with this load, `f32["layers routes"]`: its biases moved, where it has some."""
         rate, experts = self.config.routing.bias_rate, self.layers.block.mlp

@@ -18,6 +18,7 @@ from trellis.named import Keep, NamedArray, is_named, named
 from trellis.named.reshape import split_axis, transpose
 from trellis.nn.language import next_token_loss
 from trellis.nn.loss import TokenLoss
+from trellis.nn.moe import Routed, summary
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
 from trellis.optim.averaging import average as moving_average
@@ -51,8 +52,15 @@ class Recipe:
     ema: float | None = None
 
 
-def batch_loss(model, batch, recipe: Recipe, key=None):
-    """Summed loss of a batch and what is reported beside it, in the parameters' type.
+def batch_loss(model, batch, recipe: Recipe, key=None) -> TokenLoss:
+    """Summed loss of a batch and what is reported beside it: the first result of `measured_loss`."""
+    return measured_loss(model, batch, recipe, key)[0]
+
+
+def measured_loss(model, batch, recipe: Recipe, key=None, shares: NamedArray | None = None):
+    """Summed loss of a batch in the parameters' type, and what is measured of its routing.
+
+    A model with experts adds its routers' losses to what is minimized.
 
     Args:
         model: parameters in the type they are used in.
@@ -60,19 +68,30 @@ def batch_loss(model, batch, recipe: Recipe, key=None):
             each `"batch pos"`.
         recipe: what is computed.
         key: for dropout; None for none.
+        shares: `f32["layers routes"]`, experts' shares of the tokens of the whole batch, where this is a part of it.
+
+    Returns:
+        `TokenLoss`, and `Routed` or, of a model without experts, None.
     """
-    hidden = model(
-        batch["tokens"], segment_ids=batch["segment_ids"], positions=batch["positions"], policy=recipe.policy, key=key
-    )
-    return next_token_loss(
+    counted = batch["loss_mask"].astype(jnp.float32)
+    options = dict(segment_ids=batch["segment_ids"], positions=batch["positions"], policy=recipe.policy, key=key)
+    hidden, routed = _hidden(model, batch["tokens"], counted, shares, options)
+    sums = next_token_loss(
         hidden,
         model.unembedding,
         batch["targets"],
-        batch["loss_mask"].astype(jnp.float32),
+        counted,
         bias=model.unembedding_bias,
         vocab_size=model.config.vocab,
         z_loss=recipe.z_loss,
     )
+    return (sums if routed is None else sums._replace(total=sums.total + model.penalty(routed))), routed
+
+
+def _hidden(model, tokens, counted, shares, options: dict) -> tuple[NamedArray, Routed | None]:
+    if not hasattr(model, "routed"):
+        return model(tokens, **options), None
+    return model.routed(tokens, counted, shares=shares, **options)
 
 
 def make_step(
@@ -87,15 +106,18 @@ def make_step(
 
     Returns:
         `step(state, batch) -> (state, metrics)`; metrics are float32 scalars: `loss` (nats a token), `z_loss`,
-        `accuracy`, `grad_norm`, `tokens`, and `learning_rate`.
+        `accuracy`, `grad_norm`, `tokens`, and `learning_rate`; of a model with experts also those of
+        `trellis.nn.moe.summary`.
     """
 
     def step(state: State, batch: dict) -> tuple[State, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
-        sums, gradients = loss_and_gradients(state.model, by_name(batch), recipe, key)
+        sums, routed, gradients = measured_gradients(state.model, by_name(batch), recipe, key)
         with jax.numpy_dtype_promotion("standard"):  # Optax raises floats to integer powers
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.model)
         model = optax.apply_updates(state.model, updates)
+        if routed is not None:
+            model = model.balanced(routed.load)
         average = state.average
         if recipe.ema is not None:
             average = moving_average(average, model, recipe.ema, state.step)
@@ -106,6 +128,8 @@ def make_step(
             "grad_norm": optax.tree.norm(gradients),
             "tokens": sums.tokens,
         }
+        if routed is not None:
+            metrics |= summary(routed, sums.tokens)
         if learning_rate is not None:
             metrics["learning_rate"] = jnp.asarray(learning_rate(state.step), jnp.float32)
         return State(state.step + 1, model, optimizer_state, average, state.key), metrics
@@ -128,44 +152,72 @@ def loss_and_gradients(model, batch: dict, recipe: Recipe, key=None):
     "pending" accumulation the gradients of all microbatches are added up as partial sums on each device, and summed
     over devices once.
     """
+    sums, _, gradients = measured_gradients(model, batch, recipe, key)
+    return sums, gradients
+
+
+def measured_gradients(model, batch: dict, recipe: Recipe, key=None):
+    """`loss_and_gradients`, and between the two what is measured of the batch's routing (None without experts)."""
     tokens = batch["loss_mask"].astype(jnp.float32).sum().array
     scale = 1.0 / jnp.maximum(tokens, 1.0)
 
-    def mean_loss(params, part, key):
-        sums = batch_loss(params, part, recipe, key)
-        return sums.total * scale, sums
+    def mean_loss(params, part, key, shares=None):
+        sums, routed = measured_loss(params, part, recipe, key, shares)
+        return sums.total * scale, (sums, routed)
 
     to_use = lambda params: cast(params, recipe.compute, recipe.exceptions)
     if recipe.microbatches == 1:
-        (_, sums), gradients = jax.value_and_grad(lambda p: mean_loss(to_use(p), batch, key), has_aux=True)(model)
-        return sums, gradients
+        (_, found), gradients = jax.value_and_grad(lambda p: mean_loss(to_use(p), batch, key), has_aux=True)(model)
+        return *found, gradients
     if recipe.accumulation == "pending":
         use, pull = jax.vjp(lambda params: _copied(to_use(params)), model)
     else:
         use, pull = jax.vjp(to_use, model)
-    sums, total = _accumulate(jax.value_and_grad(mean_loss, has_aux=True), use, batch, recipe.microbatches, key)
+    parts = _parts(batch, recipe.microbatches)
+    shares = _shares(use, parts) if getattr(model, "shares_wanted", False) else None
+    sums, routed, total = _accumulate(jax.value_and_grad(mean_loss, has_aux=True), use, parts, key, shares)
     (gradients,) = pull(jax.tree.map(lambda g, p: g.astype(p.dtype), total, use))
-    return sums, gradients
+    return sums, routed, gradients
 
 
-def _accumulate(value_and_grad, params, batch, count: int, key):
-    """Sums over microbatches of `(sums, float32 gradients)`; partial sums stay partial."""
-    parts = {f: None if x is None else _cut(x, count) for f, x in batch.items()}
+def _accumulate(value_and_grad, params, parts, key, shares):
+    """Sums over microbatches of the loss, the routing and float32 gradients; partial sums stay partial."""
     zeros = jax.tree.map(_zero_gradient, params)
 
     def body(carry, part):
         sums, gradients = carry
         index, arrays = part
-        one = {f: None if x is None else named(x, "batch pos") for f, x in arrays.items()}
-        (_, more), new = value_and_grad(params, one, None if key is None else jax.random.fold_in(key, index))
+        mine = None if key is None else jax.random.fold_in(key, index)
+        (_, (more, routed)), new = value_and_grad(params, _one(arrays), mine, shares)
         gradients = jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, new)
-        return (jax.tree.map(jnp.add, sums, more), gradients), None
+        return (jax.tree.map(jnp.add, sums, more), gradients), routed
 
-    arrays = {f: None if x is None else x.array for f, x in parts.items()}
     zero = jnp.zeros((), jnp.float32)
     start = TokenLoss(zero, zero, zero, zero, zero)
-    (sums, gradients), _ = jax.lax.scan(body, (start, zeros), (jnp.arange(count), arrays))
-    return sums, gradients
+    (sums, gradients), routed = jax.lax.scan(body, (start, zeros), parts)
+    return sums, jax.tree.map(lambda x: x.sum(0), routed), gradients
+
+
+def _shares(params, parts) -> NamedArray:
+    """`f32["layers routes"]`: experts' shares of the tokens of all microbatches, by a forward pass over them."""
+
+    def body(_, part):
+        one = _one(part[1])
+        options = dict(segment_ids=one["segment_ids"], positions=one["positions"])
+        return None, params.routed(one["tokens"], one["loss_mask"].astype(jnp.float32), **options)[1].load
+
+    _, loads = jax.lax.scan(body, None, parts)
+    load = jax.tree.map(lambda x: x.sum(0), loads)
+    return load / load.sum("routes")
+
+
+def _parts(batch, count: int):
+    """Microbatches one after the other: their numbers, and their arrays."""
+    return jnp.arange(count), {f: None if x is None else _cut(x, count).array for f, x in batch.items()}
+
+
+def _one(arrays) -> dict[str, NamedArray | None]:
+    return {f: None if x is None else named(x, "batch pos") for f, x in arrays.items()}
 
 
 def _cut(x: NamedArray, count: int) -> NamedArray:

@@ -1,7 +1,7 @@
 """Mixtures of experts: routing, its losses, and the products."""
 
 from .grouped import grouped_matmul
-from .measures import Routed, measure, shift
+from .measures import Routed, measure, shift, summary
 from .mixing import Way, mix
 from .routing import Choices, check_count, choose, limit, score
 
@@ -17,4 +17,5 @@ __all__ = [
     "mix",
     "score",
     "shift",
+    "summary",
 ]

@@ -71,3 +71,23 @@ def shift(bias: NamedArray, load: NamedArray, rate: float) -> NamedArray:
     """
     less = ELEMENTWISE["sign"](load.mean("routes") - load)
     return bias + less.transpose(bias.names).astype(bias.dtype) * rate
+
+
+def summary(routed: Routed, tokens: jax.Array) -> dict[str, jax.Array]:
+    """What is reported of a step's routing, float32 scalars.
+
+    `router_balance` (the load-balancing loss, 1 where the load is even) and `router_z`, means over tokens and layers;
+    `router_load_max` and `router_load_min`, the loads of the fullest and the emptiest expert of any layer, in mean
+    loads.
+
+    Args:
+        routed: sums over a batch.
+        tokens: how many tokens were counted.
+    """
+    load = routed.load / routed.load.mean("routes")
+    return {
+        "router_balance": routed.balance / tokens,
+        "router_z": routed.z / tokens,
+        "router_load_max": load.max().array,
+        "router_load_min": load.min().array,
+    }
