@@ -104,8 +104,8 @@ def test_a_feed_forward_block_with_gathered_weights(mesh, where):
         gate, up = (tr.all_gather("embed/x mlp/y -> embed mlp/y ~x", v) for v in (w.gate, w.up))
         down = tr.all_gather("mlp/y embed/x -> mlp/y embed ~x", w.down)
         text = f"{where}, embed mlp/y ~x, mlp/y embed ~x"
-        ring = Ring(axis="y", both_ways=True)
-        return feed_forward(text, x, [gate, up], down, lambda a, b: jax.nn.silu(a) * b, ring=ring)
+        rings = Ring(axis="y", both_ways=True), Ring(axis="y", both_ways=True, chunks=2)
+        return feed_forward(text, x, [gate, up], down, lambda a, b: jax.nn.silu(a) * b, ring=rings)
 
     x = coded(mesh, where, 0.01)
     w = Weights(*(coded(mesh, t, 0.1) for t in ("embed/x mlp/y", "embed/x mlp/y", "mlp/y embed/x")))
@@ -155,15 +155,15 @@ BAD = [
     ),
     (
         GATHER,
-        Ring(axis="y", chunks=8),
-        "a slice has at least one row for each of its parts, got batch=4 on a device and 8 parts (chunks=8), in "
-        "gather_matmul('batch/x embed/y, embed mlp/y -> batch/x mlp/y', ring=Ring('y')): use fewer chunks",
+        Ring(axis="y", chunks=16),
+        "a slice has at least one row for each of its chunks, got embed=8 on a device and chunks=16, in "
+        "gather_matmul('batch/x embed/y, embed mlp/y -> batch/x mlp/y', ring=Ring('y')): use 8 chunks or fewer",
     ),
     (
         GATHER,
         Ring(axis="y", chunks=3),
-        "the parts of a slice are equal, got batch=4 on a device and 3 parts (chunks=3), in gather_matmul('batch/x "
-        "embed/y, embed mlp/y -> batch/x mlp/y', ring=Ring('y')): use 2 parts, or a multiple of 3 rows",
+        "the chunks of a slice are equal, got embed=8 on a device and chunks=3, in gather_matmul('batch/x embed/y, "
+        "embed mlp/y -> batch/x mlp/y', ring=Ring('y')): use 2 chunks, or a multiple of 3 rows",
     ),
     (
         (matmul_scatter, "batch/x mlp/y", "mlp/y odd", "batch/x odd/y"),

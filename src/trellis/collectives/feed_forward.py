@@ -8,7 +8,7 @@ from trellis.notation import parse
 from .matmuls import gather_matmul, matmul_scatter
 
 
-def feed_forward(text: str, x, into: Sequence, out, between: Callable, *, ring: Ring):
+def feed_forward(text: str, x, into: Sequence, out, between: Callable, *, ring: Ring | tuple[Ring, Ring]):
     """`x` times the weights of `into`, `between`, times `out`: two rings, in manual mode.
 
         feed_forward("batch/x embed/y, embed mlp/y, mlp/y embed", x, [gate, up], down,
@@ -19,6 +19,7 @@ def feed_forward(text: str, x, into: Sequence, out, between: Callable, *, ring: 
             `batch/x pos/y embed` for `x` the same is done over positions.
         into: one or several weights; each passing slice of `x` is used by all of them.
         between: elementwise, from the products with `into` to the operand of the product with `out`.
+        ring: how slices travel; or how slices of `x` do, and how sums of the result do.
 
     Raises:
         RingError: as for `gather_matmul` and `matmul_scatter`.
@@ -30,14 +31,15 @@ def feed_forward(text: str, x, into: Sequence, out, between: Callable, *, ring: 
             f"feed_forward('{text}'): write 'batch/x embed/y, embed mlp/y, mlp/y embed'"
         )
     outer, inner, last = map(parse, parts)
+    gathering, scattering = ring if isinstance(ring, tuple) else (ring, ring)
     hidden = [dim for dim in inner.dims if dim.name in last.names and dim.name not in outer.names]
     # The name that the ring slices is whole between the two products, or summed away by the first.
-    lead = [f"{dim.name}{''.join(f'/{a}' for a in dim.axes if a != ring.axis)}" for dim in outer.dims]
+    lead = [f"{dim.name}{''.join(f'/{a}' for a in dim.axes if a != gathering.axis)}" for dim in outer.dims]
     kept = [word for word, dim in zip(lead, outer.dims, strict=True) if dim.name not in inner.names]
     middle = " ".join([*kept, *map(str, hidden)])
-    found = gather_matmul(f"{parts[0]}, {parts[1]} -> {middle}", x, *into, ring=ring)
+    found = gather_matmul(f"{parts[0]}, {parts[1]} -> {middle}", x, *into, ring=gathering)
     mixed = between(*found) if len(into) > 1 else between(found)
-    return matmul_scatter(f"{middle}, {parts[2]} -> {_settled(outer)}", mixed, out, ring=ring)
+    return matmul_scatter(f"{middle}, {parts[2]} -> {_settled(outer)}", mixed, out, ring=scattering)
 
 
 def _settled(shape) -> str:

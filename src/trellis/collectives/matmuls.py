@@ -47,11 +47,10 @@ def gather_matmul(text: str, x, *weights, ring: Ring):
         call.refuse(f"'{name}' is whole in the second operand or in the result", f"'{call.result}'", _GATHER)
     if ring.axis in _axes_of(call.weight, name):
         call.refuse("the second operand holds the gathered name whole", f"'{call.weight}'", _GATHER)
-    rows = name if name in call.result.names else call.first_free(call.x)
     if call.size == 1:
         found = call.plain()
     else:
-        moved = call.moved(name, call.x, call.arrays[0], rows)
+        moved = call.moved(name, call.arrays[0].shape[call.x.names.index(name)], call.x)
         spec = _Spec(ring, moved, call.x.names, call.weight.names, call.result.names)
         found = _gather_matmul(spec, *call.arrays)
     return found[0] if len(weights) == 1 else list(found)
@@ -83,7 +82,7 @@ def matmul_scatter(text: str, x, weight, *, ring: Ring):
             f"{name}={size} on {ring.axis}={call.size} devices",
             f"use a multiple of {call.size}",
         )
-    moved = call.scattered(name, size // call.size)
+    moved = call.moved(name, size // call.size, call.result)
     return _matmul_scatter(_Spec(ring, moved, call.x.names, call.weight.names, call.result.names), *call.arrays)
 
 
@@ -109,7 +108,9 @@ def matmul_reduce(text: str, x, weight, *, ring: Ring):
             f"{', '.join(f'{n}={s}' for n, s in zip(free, sizes, strict=True))} on {ring.axis}={call.size} devices",
             f"use a multiple of {call.size}",
         )
-    moved = call.scattered(name, size // call.size)
+    rows = call.first_free(call.x)
+    call.check_chunks(rows, call.arrays[0].shape[call.x.names.index(rows)])
+    moved = Moved(name, size // call.size, call.sliced_text(call.result, name))
     return _matmul_reduce(_Spec(ring, moved, call.x.names, call.weight.names, call.result.names), *call.arrays)
 
 
@@ -189,32 +190,24 @@ class _Call:
             "the first operand has a name of its own", f"'{shape}'", "write 'batch in, in out -> batch out'"
         )
 
-    def scattered(self, name: str, size: int) -> Moved:
-        """A result's slice has `size` of `name`; its parts are of the first operand's first free name."""
-        rows = name if name in self.x.names else self.first_free(self.x)
-        whole = size if rows == name else self.arrays[0].shape[self.x.names.index(rows)]
-        return self.parted(name, size, rows, whole, self.result)
+    def moved(self, name: str, size: int, shape: Shape) -> Moved:
+        self.check_chunks(name, size)
+        return Moved(name, size, self.sliced_text(shape, name))
 
-    def moved(self, name: str, shape: Shape, array, rows: str) -> Moved:
-        sizes = dict(zip(shape.names, array.shape, strict=True))
-        return self.parted(name, sizes[name], rows, sizes[rows], shape)
-
-    def parted(self, name: str, size: int, rows: str, whole: int, shape: Shape) -> Moved:
-        parts = self.ring.parts
-        how = f"chunks={self.ring.chunks}" + (" both ways" if self.ring.both_ways else "")
-        if parts > whole:
+    def check_chunks(self, name: str, size: int) -> None:
+        chunks = self.ring.chunks
+        if chunks > size:
             self.refuse(
-                "a slice has at least one row for each of its parts",
-                f"{rows}={whole} on a device and {parts} parts ({how})",
-                "use fewer chunks",
+                "a slice has at least one row for each of its chunks",
+                f"{name}={size} on a device and chunks={chunks}",
+                f"use {size} chunks or fewer",
             )
-        if whole % parts:
+        if size % chunks:
             self.refuse(
-                "the parts of a slice are equal",
-                f"{rows}={whole} on a device and {parts} parts ({how})",
-                f"use {_nearest(whole, parts)} parts, or a multiple of {parts} rows",
+                "the chunks of a slice are equal",
+                f"{name}={size} on a device and chunks={chunks}",
+                f"use {_nearest(size, chunks)} chunks, or a multiple of {chunks} rows",
             )
-        return Moved(name, size, rows, whole // parts, self.sliced_text(shape, name))
 
     def sliced_text(self, shape: Shape, name: str) -> str:
         """A shape without its states, `name` sliced over the ring."""
@@ -288,20 +281,20 @@ _matmul_scatter.defvjp(_scatter_forward, _scatter_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul_reduce(spec: _Spec, x, weight):
-    ring, moved, dim = spec.ring, spec.moved, spec.x.index(spec.moved.rows)
-    one = dataclasses.replace(ring, chunks=1)
-    step = moved.part * one.parts
+    ring, moved = spec.ring, spec.moved
+    rows = next(name for name in spec.x if name in spec.result)
+    dim, one = spec.x.index(rows), dataclasses.replace(ring, chunks=1)
+    step = x.shape[dim] // ring.chunks
     chunks = []
     for start in range(0, x.shape[dim], step):
-        rows = lax.slice_in_dim(x, start, start + step, axis=dim)
-        pairs = [(spec.x, rows, spec.weight, weight)]
+        pairs = [(spec.x, lax.slice_in_dim(x, start, start + step, axis=dim), spec.weight, weight)]
         mine = scatter_products(one, moved, spec.result, pairs, jnp.result_type(x, weight))
         whole = moved.text.replace(f"{moved.name}/{ring.axis}", moved.name)
         with jax.named_scope(f"ring[{moved.text} -> {whole}]"):
             chunks.append(
                 lax.all_gather(mine, ring.axis, axis=spec.result.index(moved.name), tiled=True, to="invarying")
             )
-    return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, spec.result.index(moved.rows))
+    return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, spec.result.index(rows))
 
 
 def _reduce_forward(spec: _Spec, x, weight):

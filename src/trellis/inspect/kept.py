@@ -115,8 +115,8 @@ class _Flat:
         name = ""
         while key in self.made and self.made[key].op in _VIEWS and self.made[key].inputs[0] is not None:
             step = self.made[key]
-            if step.op == "name":
-                name = name or step.equation.params["name"]
+            if step.op == "name" and not (given := step.equation.params["name"]).startswith("trellis "):
+                name = name or given
             key = step.inputs[0]
         return key, name
 

@@ -24,9 +24,10 @@ class Ring:
 
     Attributes:
         axis: the mesh axis.
-        both_ways: half of each slice travels up the axis and half down, so that links work in both directions. One
-            step then takes half the time where the hardware has two-way links, and products are half as large.
-        chunks: how many parts each slice has in each direction. More chunks start sooner and cost smaller products.
+        both_ways: slices travel up and down the axis, each to the nearer half of the devices, so that links work in
+            both directions. A ring then takes half the steps, of the same bytes in all and of products as large.
+        chunks: how many parts each slice travels in. More chunks start sooner and cost smaller products. Sums that
+            travel gain by two: while one is on its way the product of the other runs.
     """
 
     axis: str
@@ -40,13 +41,9 @@ class Ring:
                 "more"
             )
 
-    @property
-    def parts(self) -> int:
-        """Parts that a slice travels in; part `i` of a two-way ring travels up where `i` is even."""
-        return self.chunks * (2 if self.both_ways else 1)
-
-    def direction(self, part: int) -> int:
-        return -1 if self.both_ways and part % 2 else 1
+    def hops(self, size: int) -> dict[int, int]:
+        """How far slices travel in each direction (1 is up, to the next device) along an axis of `size` devices."""
+        return {1: size // 2, -1: (size - 1) // 2} if self.both_ways else {1: size - 1, -1: 0}
 
 
 Names = tuple[str, ...]
@@ -54,27 +51,17 @@ Names = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """What travels: the name that the mesh axis slices, and the name that divides a slice into parts.
+    """What travels.
 
     Attributes:
         name: the dimension that is whole in a product, one slice of it at a time.
         size: the size of one slice.
-        rows: the dimension whose parts travel on their own; may be `name`.
-        part: the size of one part of `rows`.
         text: the type of what travels, for the ledger.
     """
 
     name: str
     size: int
-    rows: str
-    part: int
     text: str
-
-    def region(self, owner, part: int) -> dict[str, tuple[object, int]]:
-        """Start and length, in arrays that have these names whole, of one part of one device's slice."""
-        if self.rows == self.name:
-            return {self.name: (owner * self.size + part * self.part, self.part)}
-        return {self.name: (owner * self.size, self.size), self.rows: (part * self.part, self.part)}
 
 
 def gather_products(
@@ -98,17 +85,15 @@ def gather_products(
         dtypes: the dtype of each product; sums over slices are in float32 at least.
         keep: whether the whole `x` is returned too, last. Otherwise it never is whole.
     """
-    found = [_Result(ring, moved, result) for result in results]
-    passed = _Result(ring, moved, names)
+    found = [_Result(ring, moved, *result) for result in zip(results, dtypes, strict=True)]
+    passed = _Result(ring, moved, names, x.dtype)
     for offset, part, piece in _passing(ring, moved, names, x):
-        owner = _device(ring, offset)
-        region = moved.region(owner, part)
         for (other_names, other), result in zip(others, found, strict=True):
-            product = local_product(names, piece, other_names, _cut(other, other_names, region), result.names)
-            result.add(offset, part, product)
-        passed.add(offset, part, piece)
-    whole = [result.whole(dtype) for result, dtype in zip(found, dtypes, strict=True)]
-    return [*whole, passed.whole(x.dtype)] if keep else whole
+            mine = _cut(ring, moved, other_names, other, offset, part)
+            result.add(offset, part, local_product(names, piece, other_names, mine, result.names))
+        if keep:
+            passed.add(offset, part, piece)
+    return [result.whole() for result in (*found, *([passed] if keep else []))]
 
 
 def scatter_products(
@@ -129,90 +114,102 @@ def scatter_products(
         dtype: of the result and of what travels; each addition is in float32 at least.
         plus: another partial sum, with `names`, whole in `moved.name`.
     """
-    size = lax.axis_size(ring.axis)
-    sums: list = [None] * ring.parts
-    for step in range(size):
-        for part in range(ring.parts):
-            target = _device(ring, ring.direction(part) * (size - 1 - step))
-            region = moved.region(target, part)
-            own = functools.reduce(
-                jnp.add,
-                [
-                    local_product(a_names, _cut(a, a_names, region), b_names, _cut(b, b_names, region), names)
-                    for a_names, a, b_names, b in pairs
-                ],
-            )
-            if plus is not None:
-                own = own + _cut(plus, names, region).astype(own.dtype)
-            if step:
-                own = own + _pass(ring, moved, sums[part], part).astype(own.dtype)
-            sums[part] = own.astype(dtype)
-    return _join(sums, names, moved.rows)
+    hops = ring.hops(lax.axis_size(ring.axis))
+
+    def own(offset: int, part: int, waits_for: Sequence = ()):
+        """This device's share of what goes to the device `offset` places away, and sums that it waits for."""
+        (names_of_a, first, *rest), *others = pairs
+        if waits_for:
+            first, *waits_for = lax.optimization_barrier((first, *waits_for))
+        factors = ((names_of_a, first, *rest), *others)
+        cut = lambda names, x: _cut(ring, moved, names, x, offset, part)
+        shares = [local_product(a, cut(a, x), b, cut(b, y), names) for a, x, b, y in factors]
+        return _added([*shares, *([] if plus is None else [cut(names, plus)]), *waits_for])
+
+    # A product that waits for a sum adds it as it is made, which costs nothing, if another product can run meanwhile.
+    busy = ring.both_ways or ring.chunks > 1
+    sums: dict[tuple[int, int], jax.Array] = {}
+    for distance in range(max(hops.values()), 0, -1):
+        for by in (by for by in hops if distance <= hops[by]):
+            for part in range(ring.chunks):
+                arrived = [_pass(ring, moved, sums[by, part], by)] if distance < hops[by] else []
+                waits_for, rest = (arrived, []) if busy else ([], arrived)
+                sums[by, part] = _added([own(by * distance, part, waits_for), *rest]).astype(dtype)
+    last = _Result(ring, moved, names, dtype, sliced=True)
+    for part in range(ring.chunks):
+        *near, far = [_pass(ring, moved, sums[by, part], by) for by in (-1, 1) if hops[by]]
+        waits_for, rest = (near, [far]) if ring.chunks > 1 else ([], [*near, far])
+        last.add(0, part, _added([own(0, part, waits_for), *rest]))
+    return last.whole()
+
+
+def _added(terms: list) -> jax.Array:
+    """The sum, in the first one's dtype."""
+    return functools.reduce(lambda total, x: total + x.astype(total.dtype), terms)
 
 
 class _Result:
-    """One product, as its slices come in."""
+    """One product, as its slices and parts come in: placed where they belong, or added up if their name is summed."""
 
-    def __init__(self, ring: Ring, moved: Moved, names: Names):
-        self.ring, self.moved, self.names = ring, moved, names
-        self.slices: dict[tuple[int, int], jax.Array] = {}
+    def __init__(self, ring: Ring, moved: Moved, names: Names, dtype, *, sliced: bool = False):
+        self.ring, self.moved, self.names, self.dtype, self.sliced = ring, moved, names, dtype, sliced
+        self.held = None
 
     def add(self, offset: int, part: int, product) -> None:
-        # The same place of the result may be reached by several slices (where their name is summed) or parts.
-        offset = offset % lax.axis_size(self.ring.axis) if self.moved.name in self.names else 0
-        part = part if self.moved.rows in self.names else 0
-        held = self.slices.get((offset, part))
-        self.slices[offset, part] = product if held is None else held + product
-
-    def whole(self, dtype) -> jax.Array:
-        offsets = sorted({offset for offset, _ in self.slices})
-        parts = sorted({part for _, part in self.slices})
-        joined = {
-            offset: _join([self.slices[offset, p].astype(dtype) for p in parts], self.names, self.moved.rows)
-            for offset in offsets
-        }
         if self.moved.name not in self.names:
-            return joined[0]
-        dim, count = self.names.index(self.moved.name), len(offsets)
-        shape = list(joined[0].shape)
-        shape[dim] *= count
-        out = jnp.zeros_like(joined[0], shape=shape)
-        for offset in offsets:
-            start = _device(self.ring, offset) * self.moved.size
-            out = lax.dynamic_update_slice_in_dim(out, joined[offset], start, dim)
-        return out
+            self.held = product if self.held is None else self.held + product
+            return
+        dim, product = self.names.index(self.moved.name), product.astype(self.dtype)
+        start, size = _place(self.ring, self.moved, offset, part)
+        if self.sliced:
+            start = part * size
+        if self.held is None:
+            count = self.ring.chunks * (1 if self.sliced else lax.axis_size(self.ring.axis))
+            if count == 1:
+                self.held = product
+                return
+            shape = [size * count if i == dim else n for i, n in enumerate(product.shape)]
+            # Everything is written once: zeros would be, too, at the cost of a product.
+            self.held = lax.empty(tuple(shape), self.dtype)
+        self.held = lax.dynamic_update_slice_in_dim(self.held, product, start, dim)
+
+    def whole(self) -> jax.Array:
+        return self.held.astype(self.dtype)
 
 
 def _passing(ring: Ring, moved: Moved, names: Names, x) -> Iterator[tuple[int, int, jax.Array]]:
     """Every device's parts of `x` as they come by: whose (places from here), which part, and the part."""
-    dim = names.index(moved.rows)
-    parts = [lax.slice_in_dim(x, p * moved.part, (p + 1) * moved.part, axis=dim) for p in range(ring.parts)]
-    size = lax.axis_size(ring.axis)
-    for step in range(size):
+    dim, size = names.index(moved.name), moved.size // ring.chunks
+    parts = [lax.slice_in_dim(x, p * size, (p + 1) * size, axis=dim) for p in range(ring.chunks)]
+    hops = ring.hops(lax.axis_size(ring.axis))
+    here = dict.fromkeys(hops, parts)
+    for step in range(max(hops.values()) + 1):
         # What the next step needs leaves before this step's products.
-        coming = [_pass(ring, moved, piece, p) for p, piece in enumerate(parts)] if step + 1 < size else parts
-        for part, piece in enumerate(parts):
-            yield -ring.direction(part) * step, part, piece
-        parts = coming
+        coming = {by: [_pass(ring, moved, piece, by) for piece in here[by]] for by in here if step < hops[by]}
+        for by in here if step else (1,):
+            for part, piece in enumerate(here[by]):
+                yield -by * step, part, piece
+        here = coming
 
 
-def _pass(ring: Ring, moved: Moved, x, part: int):
-    size, by = lax.axis_size(ring.axis), ring.direction(part)
+def _pass(ring: Ring, moved: Moved, x, by: int):
+    size = lax.axis_size(ring.axis)
     # The ledger reads the names off this scope.
     with jax.named_scope(f"ring[{moved.text} -> {moved.text}]"):
         return lax.ppermute(x, ring.axis, [(i, (i + by) % size) for i in range(size)])
 
 
-def _device(ring: Ring, offset: int):
-    """The place along the ring of the device `offset` places further."""
-    return (lax.axis_index(ring.axis) + offset) % lax.axis_size(ring.axis)
+def _place(ring: Ring, moved: Moved, offset: int, part: int):
+    """Start and length of a part of the slice of the device `offset` places further, where `moved.name` is whole."""
+    owner = (lax.axis_index(ring.axis) + offset) % lax.axis_size(ring.axis)
+    size = moved.size // ring.chunks
+    return owner * moved.size + part * size, size
 
 
-def _cut(x, names: Names, region: dict) -> jax.Array:
-    for name, (start, size) in region.items():
-        if name in names:
-            x = lax.dynamic_slice_in_dim(x, start, size, names.index(name))
-    return x
+def _cut(ring: Ring, moved: Moved, names: Names, x, offset: int, part: int) -> jax.Array:
+    if moved.name not in names:
+        return x
+    return lax.dynamic_slice_in_dim(x, *_place(ring, moved, offset, part), names.index(moved.name))
 
 
 def local_product(a_names: Names, a, b_names: Names, b, names: Names) -> jax.Array:
@@ -221,7 +218,3 @@ def local_product(a_names: Names, a, b_names: Names, b, names: Names) -> jax.Arr
     text = ",".join("".join(letter[n] for n in side) for side in (a_names, b_names))
     dtype = a.dtype if a.dtype.itemsize >= 4 else jnp.float32
     return jnp.einsum(f"{text}->{''.join(letter[n] for n in names)}", a, b, preferred_element_type=dtype)
-
-
-def _join(parts: list, names: Names, rows: str) -> jax.Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, names.index(rows))

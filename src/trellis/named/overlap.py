@@ -17,6 +17,7 @@ import functools
 import math
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from trellis.mesh.layout import current_layout
 from trellis.mesh.ring import Moved, Names, Ring, gather_products, local_product, scatter_products
@@ -26,17 +27,27 @@ from trellis.notation.struct import check_divides
 
 from .array import NamedArray
 from .placing import Assignment, bring, missing_axes, move, placed, remember
+from .saving import PRODUCT
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rings:
     """A product `x, weight -> result`, for the rings below; hashable, for `custom_vjp`."""
 
-    ring: Ring
+    axis: str
     moved: Moved
     names: tuple[Names, Names, Names]
     states: tuple[State, State, State]
     dtype: object
+
+    @property
+    def gathering(self) -> Ring:
+        return Ring(axis=self.axis, both_ways=True)
+
+    @property
+    def scattering(self) -> Ring:
+        # Two chunks: one's product runs while the other is on its way.
+        return Ring(axis=self.axis, both_ways=True, chunks=1 if self.moved.size % 2 else 2)
 
     def run(self, local, taken, given, *arrays):
         """Runs a program for one device's slices. Gradients are not taken of it, so JAX need not know what varies."""
@@ -47,7 +58,7 @@ class _Rings:
     @property
     def whole(self) -> State:
         """The state of `x` when the ring has gathered it."""
-        x, axis = self.states[0], self.ring.axis
+        x, axis = self.states[0], self.axis
         return dataclasses.replace(
             x, axes=tuple(tuple(a for a in axes if a != axis) for axes in x.axes), copied=x.copied | {axis}
         )
@@ -99,7 +110,7 @@ def _gathered(x, weight, where, axis: str, summed, out, dtype) -> NamedArray | N
     weight = bring(weight, where)
     result = _result(where, summed, out, axis)
     rings = _Rings(
-        Ring(axis=axis),
+        axis,
         _moved(name, x.names, before, x),
         (x.names, weight.names, out),
         (state_of(mine.array), state_of(weight.array), result),
@@ -107,7 +118,7 @@ def _gathered(x, weight, where, axis: str, summed, out, dtype) -> NamedArray | N
     )
     array, whole = _gather_product(rings, mine.array, weight.array)
     remember(x, where, NamedArray(whole, x.names))
-    return NamedArray(array, out)
+    return NamedArray(checkpoint_name(array, PRODUCT), out)
 
 
 def _scattered(x, weight, where, axis: str, summed, out, dtype) -> NamedArray | None:
@@ -121,13 +132,13 @@ def _scattered(x, weight, where, axis: str, summed, out, dtype) -> NamedArray | 
     check_divides(name, x.shape[name], after[name], _sizes(x), f"'{'/'.join((name, *after[name]))}'")
     x, weight = bring(x, where), bring(weight, where)
     rings = _Rings(
-        Ring(axis=axis),
+        axis,
         _moved(name, out, after, x, weight),
         (x.names, weight.names, out),
         (state_of(x.array), state_of(weight.array), _result(after, summed, out, axis)),
         dtype,
     )
-    return NamedArray(_scatter_product(rings, x.array, weight.array), out)
+    return NamedArray(checkpoint_name(_scatter_product(rings, x.array, weight.array), PRODUCT), out)
 
 
 def _result(where: Assignment, summed, out: Names, axis: str) -> State:
@@ -139,7 +150,7 @@ def _moved(name: str, names: Names, where: Assignment, *arrays: NamedArray) -> M
     size = next(x.shape[name] for x in arrays if name in x.names)
     local = size // math.prod(_sizes(arrays[0])[a] for a in where[name])
     text = str(Shape(tuple(Dim(n, where[n]) for n in names)))
-    return Moved(name=name, size=local, rows=name, part=local, text=text)
+    return Moved(name, local, text)
 
 
 def _sizes(x: NamedArray):
@@ -158,7 +169,7 @@ def _gather_product(rings: _Rings, x, weight):
 
     def local(x, weight):
         others = [(weight_names, weight)]
-        return tuple(gather_products(rings.ring, rings.moved, x_names, x, others, [out], [rings.dtype], keep=True))
+        return tuple(gather_products(rings.gathering, rings.moved, x_names, x, others, [out], [rings.dtype], keep=True))
 
     return rings.run(local, [x_state, weight_state], (result, rings.whole), x, weight)
 
@@ -173,7 +184,7 @@ def _gather_backward(rings: _Rings, kept, gradients):
 
     def local(whole, weight, d, d_whole):
         pairs = [(out, d, weight_names, weight)]
-        d_x = scatter_products(rings.ring, rings.moved, x_names, pairs, whole.dtype, plus=d_whole)
+        d_x = scatter_products(rings.scattering, rings.moved, x_names, pairs, whole.dtype, plus=d_whole)
         return d_x, local_product(x_names, whole, out, d, weight_names).astype(weight.dtype)
 
     taken = [rings.whole, weight_state, _gradient(result), _gradient(rings.whole)]
@@ -189,7 +200,7 @@ def _scatter_product(rings: _Rings, x, weight):
 
     def local(x, weight):
         pairs = [(x_names, x, weight_names, weight)]
-        return scatter_products(rings.ring, rings.moved, out, pairs, rings.dtype)
+        return scatter_products(rings.scattering, rings.moved, out, pairs, rings.dtype)
 
     return rings.run(local, [x_state, weight_state], result, x, weight)
 
@@ -204,7 +215,9 @@ def _scatter_backward(rings: _Rings, kept, gradient):
     def local(x, weight, d):
         others = [(weight_names, weight), (x_names, x)]
         return tuple(
-            gather_products(rings.ring, rings.moved, out, d, others, [x_names, weight_names], [x.dtype, weight.dtype])
+            gather_products(
+                rings.gathering, rings.moved, out, d, others, [x_names, weight_names], [x.dtype, weight.dtype]
+            )
         )
 
     taken = [x_state, weight_state, _gradient(result)]

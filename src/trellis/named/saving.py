@@ -43,6 +43,8 @@ class Keep:
         if primitive.name != "name":
             return self.products and _products(primitive, *operands, **how)
         name = how["name"]
+        if name == PRODUCT:
+            return self.products
         if self.offload is not None and name not in self.offload:
             return self.names is None or name in self.names
         to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -52,6 +54,10 @@ class Keep:
             offload_dst="pinned_host",
         )
         return to_host(primitive, *operands, **how)
+
+
+# The mark of products made of many.
+PRODUCT = "trellis product"
 
 
 def _products(primitive, *operands, **how) -> bool:
