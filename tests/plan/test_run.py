@@ -12,12 +12,15 @@ from trellis.errors import UserError
 from trellis.plan import compile as compiling
 from trellis.plan.adapting import adapt, data_sizes
 from trellis.plan.advice import advice
+from trellis.plan.described import described_devices
 from trellis.plan.hardware import target
 from trellis.plan.page import page
+from trellis.plan.program import program
 from trellis.plan.quick import quick_plan
 from trellis.plan.search import Candidate, best, frontier_text, search, variants, why_lost
 from trellis.plan.show import as_json, text
 from trellis.plan.sketch import Sketch
+from trellis.plan.verdict import judge, verdict_text
 from trellis.recipes import load_run
 
 SMALL = {
@@ -265,6 +268,17 @@ def test_out_of_memory_is_a_finding():
     assert first.what == "f32[64,4096,8192]" and first.num_bytes == 8 * 2**30
     assert first.source.startswith("llama.py:118 jit(step)")
     assert second.num_bytes == 2**29
+
+
+def test_buffers_have_names_where_the_compiler_lists_none():
+    run, where = small(batch_size="64"), target("v5e:2x2")
+    prog, plan = program(run, where, described_devices(where)), quick_plan(run, where)
+    message = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: the total (27.44G) exceeds available HBM (15.75G)"
+    found = compiling._refused(message, where, 1.0, {"jax": "0"}, {})
+    assert found.largest == () and found.excess == pytest.approx(11.69 * 2**30, rel=1e-3)
+    words = verdict_text(plan, judge(plan, prog, found))
+    assert "DOES NOT FIT: 11.7 GiB more than 15.8 GiB" in words
+    assert "carry between layers" in words and "from types: the compiler gave up before it placed buffers" in words
 
 
 def test_other_refusals_are_not_memory():

@@ -44,7 +44,7 @@ def run_plan(args: argparse.Namespace) -> int:
     where = target(args.on, args.hardware)
     run, changed = adapt(args.run, where, args.given)
     out: dict[str, Any] = {"fitted": changed}
-    plan = None
+    plan, more = None, []
     try:
         plan = quick_plan(run, where, price=_price(args.price))
     except (UserError, ValueError) as error:
@@ -55,8 +55,8 @@ def run_plan(args: argparse.Namespace) -> int:
         out["plan"] = as_json(plan)
         ways = [] if plan.fits else ways_to_fit(run, lambda r: quick_plan(r, where), most=2, plan=plan)
         out["ways_to_fit"] = [dataclasses.asdict(way) for way in ways]
+        more = [] if plan.fits else excess_lines(plan, ways)
         if not args.json:
-            more = [] if plan.fits else excess_lines(plan, ways)
             print(text(plan, formulas=args.formulas, fitted=changed, ways=more))
     verdict = found = None
     if args.compile and not args.search:
@@ -79,10 +79,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.page:
         from .page import page
 
-        if plan is None:
-            plan = found.winner.plan if found.winner else found.candidates[0].plan
-
-        Path(args.page).write_text(page(plan, verdict, found), encoding="utf-8")
+        plan = plan or next(c.plan for c in found.candidates if c.plan)
+        Path(args.page).write_text(page(plan, verdict, found, fitted=changed, ways=more), encoding="utf-8")
         print(f"page written to {args.page}", file=sys.stderr)
     if args.json:
         print(json.dumps(out, indent=1))

@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import sys
+import tempfile
 import threading
 import time
 import zlib
@@ -28,23 +29,9 @@ from trellis.mesh.topology import TopologyError, target_devices
 from trellis.train.compilation import cache_folder, options_for
 from trellis.train.config import Run
 
+from .buffers import Allocation, Layout, dump_options, read_layout
 from .hardware import Target
 from .program import Program, program
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Allocation:
-    """One of the largest buffers of a program that did not fit.
-
-    Attributes:
-        num_bytes: on one device.
-        what: dtype and shape.
-        source: the operation that made it, as the compiler names it.
-    """
-
-    num_bytes: float
-    what: str
-    source: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +40,12 @@ class Compiled:
 
     Attributes:
         text: the compiled program; empty if it did not fit.
-        memory: bytes by kind as `compiled_memory` counts them; `needed` only where it did not fit.
+        memory: bytes by kind as `compiled_memory` counts them, and where the compiler tells its layout, `laid_out`,
+            all of it; `needed` only where it did not fit.
         seconds: how long compiling took, when it was done.
         cached: whether it was done before.
         excess: bytes by which it does not fit, or 0.
-        largest: the largest buffers, where it did not fit.
+        largest: the largest buffers at the highest point, where the compiler tells its layout.
         versions: of JAX and of the compiler.
         options: compiler options.
     """
@@ -77,6 +65,8 @@ class Compiled:
         m = self.memory
         if "needed" in m:
             return m["needed"]
+        if "laid_out" in m:
+            return m["laid_out"] + m["code"]
         return m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"] + m["code"]
 
     @property
@@ -134,16 +124,25 @@ def compile_program(
     if kept is not None:
         return kept
     started = time.monotonic()
-    with _telling(f"compiling {prog.run.name} for {target.name}") if progress else contextlib.nullcontext():
+    telling = _telling(f"compiling {prog.run.name} for {target.name}") if progress else contextlib.nullcontext()
+    with telling, tempfile.TemporaryDirectory() as folder:
+        more = dump_options(folder) if platform == "tpu" else {}
         try:
-            done = lowered.compile(compiler_options=options or None)
+            done = lowered.compile(compiler_options={**options, **more} or None)
         except jax.errors.JaxRuntimeError as error:
-            result = _refused(str(error), target, time.monotonic() - started, versions, options)
+            seconds = time.monotonic() - started
+            result = _refused(str(error), target, seconds, versions, options, read_layout(folder))
         else:
             memory = dataclasses.asdict(compiled_memory(done))
-            excess = compiled_memory(done).peak - target.chip.hbm_bytes  # XLA for GPUs does not refuse
+            layout = read_layout(folder) if more else None
+            if layout is not None:
+                memory["laid_out"] = layout.num_bytes
             seconds = time.monotonic() - started
-            result = Compiled(done.as_text(), memory, seconds, False, max(excess, 0), (), versions, options)
+            result = Compiled(
+                done.as_text(), memory, seconds, False, 0.0, layout.largest if layout else (), versions, options
+            )
+            if platform != "tpu":  # XLA for GPUs does not refuse
+                result = dataclasses.replace(result, excess=max(result.peak - target.chip.hbm_bytes, 0.0))
     _write(key, result)
     return result
 
@@ -169,7 +168,12 @@ def _amount(number: str, unit: str) -> float:
 
 
 def _refused(
-    message: str, target: Target, seconds: float, versions: Mapping[str, str], options: Mapping[str, str]
+    message: str,
+    target: Target,
+    seconds: float,
+    versions: Mapping[str, str],
+    options: Mapping[str, str],
+    layout: Layout | None = None,
 ) -> Compiled:
     """A program that does not fit, from the compiler's message.
 
@@ -187,13 +191,14 @@ def _refused(
         rf"\({_AMOUNT}\) exceeds available HBM \({_AMOUNT}\)", message
     )
     peak, room = (_amount(*used.groups()[:2]), _amount(*used.groups()[2:])) if used else (0.0, target.chip.hbm_bytes)
+    peak = max(peak, layout.num_bytes if layout else 0)
     return Compiled(
         text="",
         memory={"needed": int(peak)},
         seconds=seconds,
         cached=False,
         excess=max(peak - room, 1.0),
-        largest=tuple(allocations(message)),
+        largest=tuple(allocations(message)) or (layout.largest if layout else ()),
         versions=dict(versions),
         options=dict(options),
     )

@@ -37,6 +37,7 @@ class Chip:
         attention_efficiency: the same for attention kernels.
         tile: products are padded to multiples of it.
         float32_share: rate of float32 products, as a share of the bfloat16 peak.
+        processors: of a GPU, its streaming multiprocessors; None where products do not come in waves over them.
         overlap: which communication of weights the compiler hides as it comes: "gathers", "reductions".
         source: where the numbers come from.
     """
@@ -57,6 +58,7 @@ class Chip:
     attention_efficiency: float
     tile: int
     float32_share: float
+    processors: int | None = None
     overlap: tuple[str, ...] = ()
     source: str
 
@@ -97,7 +99,7 @@ class Target:
 _FIELDS = {
     "kind", "bf16_tflops", "fp8_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "links", "network_gbps",
     "devices_per_chip", "kiloflops_per_cycle", "source", "like", "vector_tflops", "matmul_efficiency",
-    "attention_efficiency", "float32_share", "tile", "overlap",
+    "attention_efficiency", "float32_share", "tile", "processors", "overlap",
 }  # fmt: skip
 _REQUIRED = ("kind", "bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "network_gbps", "vector_tflops",
              "matmul_efficiency", "attention_efficiency", "tile", "source")  # fmt: skip
@@ -162,6 +164,7 @@ def chip_from(name: str, entry: Mapping, where: str = "hardware.yaml") -> Chip:
         tile=entry["tile"],
         # several bfloat16 passes on TPUs, TF32 on GPUs
         float32_share=entry.get("float32_share", {"tpu": 1 / 6, "gpu": 0.5}[entry["kind"]]),
+        processors=entry.get("processors"),
         overlap=tuple(entry.get("overlap") or ()),
         source=str(entry["source"]),
     )

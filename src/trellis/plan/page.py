@@ -30,7 +30,9 @@ svg .limit { stroke: #b9605a; stroke-width: 1.5; stroke-dasharray: 5 4; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; width: 100%; }
 td, th { text-align: left; padding: 3px 10px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 td.n, th.n { text-align: right; white-space: nowrap; } code { font: 12px ui-monospace, monospace; }
-details { margin: 6px 0; } summary { cursor: pointer; }
+details { margin: 6px 0; } summary { cursor: pointer; } p code { overflow-wrap: anywhere; }
+@media (max-width: 720px) { body { padding: 14px; } .scroll svg { width: 700px; max-width: none; }
+  .scroll table { min-width: 900px; } }
 """
 
 
@@ -43,6 +45,11 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence
 
     body = "".join(row(cells, "td") for cells in rows)
     return f"<div class=scroll><table><thead>{row(header, 'th')}</thead><tbody>{body}</tbody></table></div>"
+
+
+def _wide(picture: str) -> str:
+    """A picture that keeps its size on a narrow screen, and is moved sideways there."""
+    return f"<div class=scroll>{picture}</div>"
 
 
 def _cards(plan: Plan, verdict) -> str:
@@ -67,11 +74,13 @@ def _cards(plan: Plan, verdict) -> str:
     )
 
 
-def page(plan: Plan, verdict=None, found=None) -> str:
+def page(plan: Plan, verdict=None, found=None, *, fitted: Sequence[str] = (), ways: Sequence[str] = ()) -> str:
     """The page of a plan.
 
     Args:
         plan: from types.
+        fitted: how the recipe was changed for the target.
+        ways: what makes it fit, where it does not.
         verdict: the compiler's view, a `trellis.plan.verdict.Verdict`, or None.
         found: a search, a `trellis.plan.search.Found`, or None.
     """
@@ -82,21 +91,22 @@ def page(plan: Plan, verdict=None, found=None) -> str:
         f"<h1>{html.escape(plan.name)} on {html.escape(plan.target.name)}</h1>",
         f"<p class=quiet>{plan.target.num_devices} devices, mesh {html.escape(mesh)}; "
         f"{human_count(plan.parameters)} parameters, {human_count(plan.tokens)} tokens a step</p>",
+        *(f"<p class=quiet>Fitted: {html.escape(line)}.</p>" for line in fitted),
         fits,
         _cards(plan, verdict),
     ]
-    if changes := advice(plan):
+    if changes := [*ways, *advice(plan)]:
         parts.append(
             "<h2>What to change</h2><ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in changes) + "</ul>"
         )
-    parts += ["<h2>The devices and the mesh</h2>", slice_picture(plan)]
-    parts += ["<h2>Memory of a device</h2>", memory_picture(plan, compiled)]
+    parts += ["<h2>The devices and the mesh</h2>", _wide(slice_picture(plan))]
+    parts += ["<h2>Memory of a device</h2>", _wide(memory_picture(plan, compiled))]
     parts.append(f"<p class=quiet>Highest at {html.escape(plan.memory.where or 'rest')}.</p>")
     rows = [(human_bytes(b.num_bytes), b.kind, b.what, b.source) for b in plan.memory.buffers[:16]]
     parts.append("<details><summary>The largest buffers at that point</summary>")
     parts.append(_table(("bytes", "kind", "what", "made at"), rows, right=(0,)) + "</details>")
-    parts += ["<h2>One layer</h2>", timeline_picture(plan)]
-    parts += ["<h2>Roofline</h2>", roofline_picture(plan)]
+    parts += ["<h2>One layer</h2>", _wide(timeline_picture(plan))]
+    parts += ["<h2>Roofline</h2>", _wide(roofline_picture(plan))]
     if found is not None:
         parts += _search(found)
     parts += ["<h2>Time of a step, on one device</h2>", _times(plan)]
@@ -156,15 +166,10 @@ def _compiled(verdict) -> str:
 
 
 def _search(found) -> list[str]:
-    from .search import why_lost
+    from .search import frontier_rows
 
-    rows = [
-        ("*" if c in found.frontier else "", human_seconds(c.seconds), human_bytes(c.peak), c.words() or "as it is",
-         "compiled" if c.verdict is not None else "types", why_lost(c, found.winner, found.target))
-        for c in found.candidates
-    ]  # fmt: skip
-    parts = ["<h2>Search</h2>", frontier_picture(found)]
+    parts = ["<h2>Search</h2>", _wide(frontier_picture(found))]
     if found.winner is not None and found.winner.options:
         parts.append(f"<p>The winner, to paste after the recipe: <code>{html.escape(found.winner.words())}</code></p>")
-    parts.append(_table(("", "step", "memory", "options", "by", ""), rows, right=(1, 2)))
+    parts.append(_table(*frontier_rows(found), right=(1, 2, 3, 6)))
     return parts

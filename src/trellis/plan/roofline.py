@@ -9,6 +9,7 @@ does that, as far as there is computation to hide under.
 
 import collections
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,8 +25,11 @@ PASSES = ("forward", "recomputed", "backward", "update")
 # Memory bandwidth that streaming code reaches, of the published rate.
 MEMORY_EFFICIENCY = 0.85
 # Elementwise work that the compiler fuses into the products around it, so that its bytes are not read again. Fitted
-# on compiled programs: benchmarks/plan_vs_compiled.py.
+# on compiled programs.
 FUSED_AWAY = 0.35
+# Terms of a sum that the start and end of a tile cost on a GPU. An assumption: sums of 512 terms reach three quarters
+# of the rate of sums of thousands.
+FILL = 160
 # Options that make a TPU compiler hide what it does not hide by itself.
 HIDING_OPTIONS = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "gathers",
@@ -117,6 +121,31 @@ def padded(dims: tuple[int, int, int], tile: int) -> float:
     return ratio
 
 
+def fill(inner: int) -> float:
+    """The share of a GPU's rate for large products that one with a short contracted dimension reaches.
+
+    Each tile of the result loads its first operands before it computes, and writes its result after: about as long as
+    `FILL` more terms of the sum.
+
+    >>> fill(4096) > 0.95, fill(512) < 0.8
+    (True, True)
+    """
+    return inner / (inner + FILL)
+
+
+def waves(dims: tuple[int, int, int], count: float, chip: Chip) -> float:
+    """How much longer a product takes on a GPU because its tiles come in whole waves over the processors.
+
+    >>> from trellis.plan.hardware import chips
+    >>> round(waves((128 * 109, 1024, 128), 1.0, chips()["a100"]), 2)  # 109 tiles on 108 processors
+    1.98
+    """
+    tiles = count * math.ceil(dims[0] / 128) * math.ceil(dims[2] / 128)
+    if chip.processors is None or tiles <= chip.processors:  # few tiles are cut along the contracted dimension
+        return 1.0
+    return math.ceil(tiles / chip.processors) * chip.processors / tiles
+
+
 def work_line(op: Op, chip: Chip) -> Line:
     """The time of one piece of work."""
     memory = op.num_bytes / (chip.hbm_bandwidth * MEMORY_EFFICIENCY)
@@ -130,6 +159,9 @@ def work_line(op: Op, chip: Chip) -> Line:
         peak = chip.fp8_flops if "float8" in op.dtype else chip.bf16_flops
         slower = {"float32": 1 / chip.float32_share, "float64": 32}.get(op.dtype, 1)
         rate = peak * chip.matmul_efficiency / padded(op.dims, min(chip.tile, 128)) / slower
+        if chip.processors is not None and all(op.dims):
+            count = op.flops / (2.0 * math.prod(op.dims))
+            rate *= fill(op.dims[1]) / waves(op.dims, count, chip)
         matrix = op.flops / rate
     if op.kind == "elementwise":
         memory *= 1 - FUSED_AWAY

@@ -322,8 +322,8 @@ def _causes(candidate: Candidate) -> dict[str, float]:
     return found
 
 
-def frontier_text(found: Found) -> str:
-    """The search as text: frontier, winner, runners-up."""
+def frontier_rows(found: Found) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The candidates as a table: header and rows."""
     rows = []
     for c in found.candidates:
         mesh = " ".join(f"{a}={s}" for a, s in dataclasses.asdict(c.run.mesh).items() if s > 1)
@@ -334,7 +334,12 @@ def frontier_text(found: Found) -> str:
             (mark, human_seconds(c.seconds), human_bytes(c.peak), speed, mesh, c.run.layout.preset,
              str(c.run.microbatches), c.keeps, by, why_lost(c, found.winner, found.target))
         )  # fmt: skip
-    header = ("", "step", "memory", "tokens/s", "mesh", "layout", "microbatches", "keeps", "by", "")
+    return ("", "step", "memory", "tokens/s", "mesh", "layout", "microbatches", "keeps", "by", ""), rows
+
+
+def frontier_text(found: Found) -> str:
+    """The search as text: frontier, winner, runners-up."""
+    header, rows = frontier_rows(found)
     lines = [
         f"{found.sketched} variants sketched, {len(found.candidates)} planned; * is on the frontier of time and memory",
         aligned(header, rows, right=(1, 2, 3, 6)),

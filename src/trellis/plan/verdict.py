@@ -2,10 +2,12 @@
 
 import dataclasses
 
+from trellis.inspect import Buffer
 from trellis.inspect.compiled import Comparison, collectives, compare, scheduled_cycles
 from trellis.inspect.rows import Ledger, aligned, human_bytes
 
 from .compile import Compiled
+from .fitting import named_memory
 from .program import Program
 from .quick import Plan
 from .show import human_seconds
@@ -26,6 +28,7 @@ class Verdict:
         hidden: seconds of asynchronous ones.
         seconds: predicted time of a step from these.
         mfu: from that.
+        named: where it does not fit, what is in memory by name, from types.
     """
 
     compiled: Compiled
@@ -37,6 +40,7 @@ class Verdict:
     hidden: float
     seconds: float | None
     mfu: float | None
+    named: tuple[Buffer, ...] = ()
 
 
 def judge(plan: Plan, prog: Program, compiled: Compiled) -> Verdict:
@@ -46,8 +50,9 @@ def judge(plan: Plan, prog: Program, compiled: Compiled) -> Verdict:
     collectives that run alone. Asynchronous collectives count where they take longer than all computation.
     """
     kernels = sum(line.seconds for line in plan.times.lines if line.kind in ("attention", "kernel"))
+    named = () if compiled.fits else tuple(named_memory(prog).by_name())
     if not compiled.text:
-        return Verdict(compiled, None, None, None, kernels, 0.0, 0.0, None, None)
+        return Verdict(compiled, None, None, None, kernels, 0.0, 0.0, None, None, named)
     found = collectives(compiled.text, prog.layout.mesh)
     cycles = scheduled_cycles(compiled.text)
     clock = plan.target.chip.clock
@@ -63,7 +68,7 @@ def judge(plan: Plan, prog: Program, compiled: Compiled) -> Verdict:
     seconds = computation + exposed + max(0.0, hidden - computation)
     mfu = plan.model_flops / (seconds * plan.target.num_devices * plan.target.chip.bf16_flops)
     comparison = compare(plan.ledger, found)
-    return Verdict(compiled, found, comparison, scheduled, kernels, exposed, hidden, seconds, mfu)
+    return Verdict(compiled, found, comparison, scheduled, kernels, exposed, hidden, seconds, mfu, named)
 
 
 def verdict_text(plan: Plan, verdict: Verdict) -> str:
@@ -78,9 +83,7 @@ def verdict_text(plan: Plan, verdict: Verdict) -> str:
     capacity = plan.target.chip.hbm_bytes
     if not compiled.fits:
         lines.append(f"  memory      DOES NOT FIT: {human_bytes(compiled.excess)} more than {human_bytes(capacity)}")
-        rows = [(human_bytes(a.num_bytes), a.what, a.source) for a in compiled.largest[:10]]
-        if rows:
-            lines.append(aligned(("largest", "what", "made by"), rows, right=(0,)))
+        lines += ["", _largest(verdict)]
         if not compiled.text:
             return "\n".join(lines)
     else:
@@ -101,6 +104,21 @@ def verdict_text(plan: Plan, verdict: Verdict) -> str:
         lines.append(f"              ({human_seconds(verdict.hidden)} of collectives run under computation)")
     lines += ["", "collectives, by the types and in the compiled program", str(verdict.comparison), "", _rows(verdict)]
     return "\n".join(lines)
+
+
+def _largest(verdict: Verdict, count: int = 10) -> str:
+    """The largest buffers of what does not fit: the compiler's, with the names of what is that large; else by name."""
+    named = [b for b in verdict.named if b.kind != "gradients"]
+    if not verdict.compiled.largest:
+        rows = [(human_bytes(b.num_bytes), b.kind, b.name, b.what) for b in named[:count]]
+        text = aligned(("largest", "kind", "by name", "type"), rows, right=(0,))
+        return f"{text}\nfrom types: the compiler gave up before it placed buffers"
+    rows = []
+    for allocation in verdict.compiled.largest[:count]:
+        size, dtype = allocation.num_bytes, allocation.what.partition("[")[0]
+        same = [b.name for b in named if b.what.startswith(dtype) and abs(b.num_bytes - size) < 0.002 * size]
+        rows.append((human_bytes(allocation.num_bytes), allocation.what, " or ".join(same[:3]), allocation.source))
+    return aligned(("largest", "what", "by name", "made by"), rows, right=(0,))
 
 
 def _rows(verdict: Verdict, count: int = 16) -> str:
