@@ -112,6 +112,8 @@ def test_a_file_that_is_no_yaml(tmp_path):
         ("llama_8b", "8xH100"),
         ("llama_8b_v5e_256", "v5e:16x16"),
         ("llama_8b_v5p_64", "v5p:4x4x4"),
+        ("llama_8b_v6e_256", "v6e:16x16"),
+        ("llama32_1b_v5e_16", "v5e:4x4"),
         ("llama_70b", "32x8xH100"),
         ("llama_70b_v5p_512", "v5p:8x8x8"),
     ],

@@ -2,11 +2,13 @@
 
 from .gpt2 import gpt2_small
 from .llama import (
+    llama32_1b_v5e_16,
     llama_1b,
     llama_2b,
     llama_8b,
     llama_8b_v5e_256,
     llama_8b_v5p_64,
+    llama_8b_v6e_256,
     llama_70b,
     llama_70b_v5p_512,
     llama_84m,

@@ -126,32 +126,71 @@ def llama_8b() -> Run:
     )
 
 
-def llama_8b_v5e_256() -> Run:
-    """llama_8b on a v5e-256 slice: one mesh axis along each dimension of its torus, one sequence a chip.
+def _on_torus(run: Run, name: str, batch_size: int, mesh: MeshSizes, **options: str) -> Run:
+    """FSDP over a whole TPU slice, one mesh axis along each dimension of its torus, full recomputation.
 
-    trellis plan llama_8b_v5e_256 --on v5e:16x16
+    The two tables are sliced by words and not by columns: what is gathered then comes out in order and is not copied,
+    a gigabyte each (by libtpu's layouts; docs/plan.md).
+
+    Args:
+        run: the model and its data.
+        name: the recipe's.
+        batch_size: sequences in a step.
+        mesh: sizes of data, data_y and data_z.
+        **options: of the TPU's compiler.
     """
+    data = "data/data_y/data_z"
     return dataclasses.replace(
-        llama_8b(),
-        name="llama_8b_v5e_256",
-        batch_size=256,
+        run,
+        name=name,
+        batch_size=batch_size,
         remat=Remat(policy="full"),
-        mesh=MeshSizes(data=16, data_y=16),
+        mesh=mesh,
+        layout=LayoutChoice(preset="data", params=FrozenMap(vocab=data, embed=data)),
+        compiler_options=FrozenMap(options),
     )
 
 
+def llama_8b_v5e_256() -> Run:
+    """llama_8b on a v5e-256 slice, 16 x 16, one sequence a chip.
+
+    trellis plan llama_8b_v5e_256 --on v5e:16x16
+    """
+    return _on_torus(llama_8b(), "llama_8b_v5e_256", 256, MeshSizes(data=16, data_y=16))
+
+
 def llama_8b_v5p_64() -> Run:
-    """llama_8b on a v5p slice of 64 chips, 4 x 4 x 4: one mesh axis along each dimension of its torus.
+    """llama_8b on a v5p slice of 64 chips, 4 x 4 x 4, two sequences a chip.
 
     trellis plan llama_8b_v5p_64 --on v5p:4x4x4
     """
+    mesh = MeshSizes(data=4, data_y=4, data_z=4)
+    return _on_torus(llama_8b(), "llama_8b_v5p_64", 128, mesh, xla_tpu_scoped_vmem_limit_kib="65536")
+
+
+def llama_8b_v6e_256() -> Run:
+    """llama_8b on a v6e-256 slice, 16 x 16, one sequence a chip.
+
+    trellis plan llama_8b_v6e_256 --on v6e:16x16
+    """
+    mesh = MeshSizes(data=16, data_y=16)
+    return _on_torus(llama_8b(), "llama_8b_v6e_256", 256, mesh, xla_tpu_scoped_vmem_limit_kib="98304")
+
+
+def llama32_1b_v5e_16() -> Run:
+    """The shape of Llama 3.2 1B with a table for each end (1.5B parameters), on a v5e slice of 16 chips, 4 x 4.
+
+    trellis plan llama32_1b_v5e_16 --on v5e:4x4
+    """
+    base = llama_8b()
     return dataclasses.replace(
-        llama_8b(),
-        name="llama_8b_v5p_64",
-        batch_size=128,
+        base,
+        name="llama32_1b_v5e_16",
+        model=dataclasses.replace(base.model, embed=2048, layers=16, head_dim=64, mlp=8192),
+        data=dataclasses.replace(base.data, sequence_length=2048),
+        batch_size=64,
         remat=Remat(policy="full"),
-        mesh=MeshSizes(data=4, data_y=4, data_z=4),
-        compiler_options=FrozenMap(xla_tpu_scoped_vmem_limit_kib="65536"),
+        mesh=MeshSizes(data=4, data_y=4),
     )
 
 
