@@ -6,6 +6,7 @@ by 2e-6 of itself. The differences that there are come from the order of sums.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 
 from tests.models.small import CONFIGS, VOCAB
+from trellis.models import Routing
 from trellis.named import named_jit, shard
 from trellis.train.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.step import Recipe, by_name, loss_and_gradients
 
 WHOLE = {"kv_heads": ""}
+OVER_MODEL = {"experts": "model", "mlp": ""}
 LAYOUTS = {
     "data": (MeshSizes(data=8), LayoutChoice(preset="data")),
     "fsdp": (MeshSizes(data=8), LayoutChoice(preset="fsdp")),
@@ -41,6 +44,24 @@ FAMILIES = {
     "qwen3": CONFIGS["qwen3"],
     "gpt2": dataclasses.replace(CONFIGS["gpt2_mistral"], dropout=0.1),  # the same numbers dropped on every mesh
     "gptj": dataclasses.replace(CONFIGS["gptj"], heads=4),
+    "mixtral": dataclasses.replace(CONFIGS["mixtral"], routing=Routing(balance=0.1, z_loss=0.01)),
+}
+# Experts on mesh axes: their own, tokens gathered or exchanged along it, with FSDP, tensor and context beside it; more
+# devices than an expert's tokens; and the axis of the tensor, along which tokens are whole.
+EXPERTS = {
+    "expert": (MeshSizes(data=2, expert=4), LayoutChoice(preset="expert"), "auto"),
+    "expert, gather": (MeshSizes(data=2, expert=4), LayoutChoice(preset="expert"), "gather"),
+    "expert_fsdp": (MeshSizes(data=4, expert=2), LayoutChoice(preset="fsdp"), "slots"),
+    "expert_tensor": (MeshSizes(data=2, expert=2, model=2), LayoutChoice(preset="fsdp_tensor"), "slots"),
+    "expert_sequence": (MeshSizes(data=2, expert=2, model=2), LayoutChoice(preset="fsdp_tensor_sequence"), "gather"),
+    "expert_context": (MeshSizes(data=2, expert=2, context=2), LayoutChoice(preset="hybrid"), "slots"),
+    "expert, gathered weights": (MeshSizes(data=2, expert=2), LayoutChoice(preset="fsdp"), "grouped"),
+    "experts over model": (
+        MeshSizes(data=2, model=2),
+        LayoutChoice(preset="fsdp_tensor", params=OVER_MODEL, compute=OVER_MODEL),
+        "auto",
+    ),
+    "dense": (MeshSizes(data=2, expert=2, model=2), LayoutChoice(preset="fsdp_tensor"), "dense"),
 }
 
 
@@ -80,9 +101,24 @@ def loss_of(jit, model, batch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_device_and_many(family, layout):
-    model, wanted, wanted_gradients = one_device(family)
     sizes, choice = LAYOUTS[layout]
-    count = 4 if layout == "tensor" else 8
+    model, *wanted = one_device(family)
+    assert_alike(model, wanted, sizes, choice, 4 if layout == "tensor" else 8)
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_experts(layout):
+    sizes, choice, way = EXPERTS[layout]
+    model, *wanted = one_device("mixtral")
+    config = dataclasses.replace(model.config, routing=dataclasses.replace(model.config.routing, way=way))
+    structure = jax.tree.structure(jax.eval_shape(lambda: config.init(key=jax.random.key(0), vocab_multiple=8)))
+    model, wanted[1] = (jax.tree.unflatten(structure, jax.tree.leaves(tree)) for tree in (model, wanted[1]))
+    count = math.prod(size for size in dataclasses.asdict(sizes).values())
+    assert_alike(model, wanted, sizes, choice, count)
+
+
+def assert_alike(model, wanted, sizes, choice, count):
+    wanted, wanted_gradients = wanted
     with make_layout(sizes, choice, jax.devices()[:count]):
         found, gradients = loss_of(named_jit, shard(model, "params"), shard(by_name(batch()), "compute"))
     assert found == pytest.approx(wanted, rel=2e-6)

@@ -13,7 +13,7 @@ from trellis.named import einsum, named, shard
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = np.random.default_rng(0).integers(0, VOCAB, (2, 7)).tolist()
-FAMILIES = ["llama3", "qwen3", "gpt2_mistral", "gptj"]
+FAMILIES = ["llama3", "qwen3", "mixtral", "gpt2_mistral", "gptj"]
 
 
 def model_of(name):
@@ -44,14 +44,14 @@ def test_cache_is_exact(name):
     assert found == recomputed(model, PROMPTS, 6)
 
 
-@pytest.mark.parametrize("name", ["llama3", "gptj"])
+@pytest.mark.parametrize("name", ["llama3", "mixtral", "gptj"])
 def test_on_a_mesh(name):
     """Sliced batch, heads, widths and vocabulary; positions, which come one by one, are whole whatever the layout."""
     model = model_of(name)
     expected = generate(model, PROMPTS, new_tokens=6, sampling=GREEDY, key=jax.random.key(0))
-    tensor = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
+    tensor = {"experts": "data", "vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
     mesh = make_mesh(jax.devices()[:4], data=2, model=2)
-    with Layout(mesh, tensor | {"embed": "data"}, {"batch": "data", **tensor, "pos": "model"}):
+    with Layout(mesh, tensor | {"embed": "data"}, tensor | {"batch": "data", "pos": "model"}):
         placed = shard(model, "params")
         assert generate(placed, PROMPTS, new_tokens=6, sampling=GREEDY, key=jax.random.key(0)) == expected
         one = generate(placed, PROMPTS[:1], new_tokens=6, sampling=GREEDY, key=jax.random.key(0))

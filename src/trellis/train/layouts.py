@@ -9,7 +9,9 @@ from ..errors import UserError, did_you_mean
 from ..mesh import Layout, make_mesh
 from .schema import FrozenMap
 
-Preset = Literal["auto", "single", "data", "fsdp", "tensor", "fsdp_tensor", "fsdp_tensor_sequence", "context", "hybrid"]
+Preset = Literal[
+    "auto", "single", "data", "fsdp", "expert", "tensor", "fsdp_tensor", "fsdp_tensor_sequence", "context", "hybrid"
+]
 
 _DATA = "data/data_y/data_z"
 _BATCH = f"replica/{_DATA}/expert"
@@ -23,6 +25,7 @@ PRESETS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "single": ({}, {}),
     "data": ({}, {"batch": _BATCH}),
     "fsdp": ({**_EXPERTS, "embed": _DATA}, {**_EXPERTS, "batch": _BATCH}),
+    "expert": (_EXPERTS, {**_EXPERTS, "batch": _BATCH}),
     "tensor": (_TENSOR, {"batch": _BATCH, **_TENSOR}),
     "fsdp_tensor": ({**_EXPERTS, **_TENSOR, "embed": _DATA}, {**_EXPERTS, "batch": _BATCH, **_TENSOR}),
     "fsdp_tensor_sequence": (
