@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 import jax
+from jax.sharding import AxisType
 
 
 def is_tracer(x) -> bool:
@@ -38,3 +39,24 @@ def cudnn_assumed(version: int = 91000) -> Iterator[None]:
         yield
     finally:
         module.check_cudnn_version = original
+
+
+def keep_mapped_axes_sharded() -> None:
+    """Makes a `shard_map` under a `vmap` over explicit mesh axes keep its operands sliced over these.
+
+    JAX 0.10.2 lowers it with the mapped dimensions whole, so that XLA gathers them; 0.12 does what is done here. Where
+    the private function is another one than 0.10.2's, nothing changes.
+    """
+    import importlib
+    import inspect
+
+    module = importlib.import_module("jax._src.shard_map")
+    original = getattr(module, "_shardy_shard_map_sharding", None)
+    if original is None or list(inspect.signature(original).parameters)[-1] != "aval_in":
+        return
+
+    def sharding(ctx, mesh, manual_axes, spec, aval):
+        typed = AxisType.Auto not in aval.sharding.mesh.axis_types
+        return original(ctx, mesh, manual_axes, aval.sharding.spec if typed else spec, aval)
+
+    module._shardy_shard_map_sharding = sharding

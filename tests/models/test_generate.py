@@ -58,6 +58,16 @@ def test_on_a_mesh(name):
         assert one == expected[:1]
 
 
+def test_on_a_mesh_of_stages():
+    """Layers that are sliced for a pipeline are gathered."""
+    model = model_of("llama3")
+    expected = generate(model, PROMPTS, new_tokens=6, sampling=GREEDY, key=jax.random.key(0))
+    mesh = make_mesh(jax.devices()[:4], stage=2, data=2)
+    with Layout(mesh, {"layers": "stage", "embed": "data"}, {"layers": "stage", "batch": ("data", "stage")}):
+        placed = shard(model, "params")
+        assert generate(placed, PROMPTS, new_tokens=6, sampling=GREEDY, key=jax.random.key(0)) == expected
+
+
 def test_padding_is_never_chosen():
     """Rows of padding with by far the largest logits."""
     model = model_of("llama")

@@ -82,6 +82,15 @@ def specs(preset: str, **sizes: int) -> dict[str, str]:
                 "compute residual": "batch/replica pos/context/model embed",
             },
         ),
+        (
+            "auto",
+            {"stage": 2, "data": 2, "model": 2},
+            {
+                "params mlp": "layers/stage embed/data mlp/model",
+                "params table": "vocab/model embed/data",
+                "compute residual": "batch/data/stage pos/model embed",
+            },
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import copy
 import dataclasses
 import functools
 import threading
@@ -58,6 +59,10 @@ class Layout:
             (an all-gather), and products that sum over it into such a result
             (a reduce-scatter). The same bytes move, in permutes between parts
             of the product. Others stay as they are.
+        pipeline_microbatches: where `compute` spreads layers over a mesh axis,
+            into how many parts the batch is cut that follow each other through
+            its stages; None: the most that divide it, at most 4 a stage.
+        mapped: mesh axes that the program is mapped over (see `without`).
 
     Raises:
         MeshError: an entry names an axis that the mesh does not have, or
@@ -70,6 +75,8 @@ class Layout:
     strict: bool
     gather: str
     overlap: tuple[str, ...]
+    pipeline_microbatches: int | None
+    mapped: Axes = dataclasses.field(default=(), init=False)
 
     def __init__(
         self,
@@ -80,6 +87,7 @@ class Layout:
         strict: bool = False,
         gather: str = "joint",
         overlap: Sequence[str] = (),
+        pipeline_microbatches: int | None = None,
     ):
         if gather not in ("joint", "per_axis"):
             raise MeshError(
@@ -91,6 +99,7 @@ class Layout:
         object.__setattr__(self, "strict", strict)
         object.__setattr__(self, "gather", gather)
         object.__setattr__(self, "overlap", (overlap,) if isinstance(overlap, str) else tuple(overlap))
+        object.__setattr__(self, "pipeline_microbatches", pipeline_microbatches)
         self._check_overlap()
 
     def _check_overlap(self) -> None:
@@ -107,6 +116,22 @@ class Layout:
     def assign(self, names: Sequence[str], which: str = "compute") -> tuple[Axes, ...]:
         """The mesh axes of each name, when these names meet in one array or operation."""
         return _assign(self, tuple(names), which)
+
+    def without(self, *axes: str) -> "Layout":
+        """The same maps without some mesh axes: the layout of a program that is mapped over them."""
+        drop = lambda entries: tuple((name, tuple(a for a in mine if a not in axes)) for name, mine in entries)
+        mapped = (*self.mapped, *axes)
+        return self._with(params=drop(self.params), compute=drop(self.compute), mapped=mapped)
+
+    def with_compute(self, entries: Mapping[str, str | Sequence[str]]) -> "Layout":
+        """The same maps with further entries in front of those in use."""
+        return self._with(compute=(*_freeze(entries, self.mesh, "compute"), *self.compute))
+
+    def _with(self, **fields) -> "Layout":
+        other = copy.copy(self)
+        for name, value in fields.items():
+            object.__setattr__(other, name, value)
+        return other
 
     def spec(self, names: Sequence[str], which: str = "compute") -> PartitionSpec:
         """The same as JAX writes it."""

@@ -130,7 +130,7 @@ def generate(
         )
     padded = min(-(-length // _BUCKET) * _BUCKET, positions or math.inf)
     rows = jnp.array([p + [0] * (padded - length) for p in prompts], jnp.int32)
-    layout = _layout(current_layout(), len(prompts))
+    layout = _layout(current_layout(), len(prompts), model.layers.axis.name)
     if layout is None:
         out = _program(model, rows, jnp.int32(length), key, new_tokens, sampling, stop)
     else:
@@ -139,14 +139,15 @@ def generate(
     return jax.device_get(out.addressable_data(0)).tolist()
 
 
-def _layout(layout: Layout | None, batch: int) -> Layout | None:
-    """The layout without slices of positions, which come one by one, and of a batch that does not divide."""
+def _layout(layout: Layout | None, batch: int, layers: str) -> Layout | None:
+    """The layout without slices of positions, which come one by one, of layers, and of a batch that does not divide."""
     if layout is None:
         return None
     divides = [
         (name, axes)
         for name, axes in layout.compute
-        if name != "pos" and (name != "batch" or batch % math.prod(layout.mesh.shape[a] for a in axes) == 0)
+        if name not in ("pos", layers)
+        and (name != "batch" or batch % math.prod(layout.mesh.shape[a] for a in axes) == 0)
     ]
     return dataclasses.replace(layout, compute=dict(divides), strict=False, overlap=())
 

@@ -6,6 +6,7 @@ from trellis.notation.state import mode_of
 
 from .array import NamedArray, is_named
 from .axis import Axis, NamesError
+from .placing import whole
 
 
 def _length(tree, name: str, what: str) -> int:
@@ -104,7 +105,8 @@ def scan(fn, axis: str | Axis, *, reverse: bool = False, unroll: int = 1, policy
     """A loop along a name that carries a value: `carry, ys = scan(f, "layers")(carry, xs)`.
 
     `fn(carry, x) -> (carry, y)` sees one position of every array in `xs` that
-    has the name, and everything else whole. It is compiled once.
+    has the name, and everything else whole. It is compiled once. A sliced name
+    is gathered first.
 
     Args:
         fn: the body.
@@ -119,7 +121,8 @@ def scan(fn, axis: str | Axis, *, reverse: bool = False, unroll: int = 1, policy
 
     def scanned(carry, *xs):
         length = _length(xs, name, "scan")
-        tree = _front(xs, name)
+        gathered = lambda x: whole(x, (name,), "scan") if is_named(x) and name in x.names else x
+        tree = _front(jax.tree.map(gathered, xs, is_leaf=is_named), name)
         leaves, structure = jax.tree.flatten(tree, is_leaf=_is_mapped)
         moving = [x.x if _is_mapped(x) else None for x in leaves]
         still = [None if _is_mapped(x) else x for x in leaves]

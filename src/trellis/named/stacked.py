@@ -11,6 +11,7 @@ from .array import NamedArray, is_named
 from .axis import Axis
 from .control import scan, vmap
 from .index import index
+from .pipeline import fold_pipeline, pipeline_axis
 from .saving import Keep, checkpoint
 
 
@@ -54,10 +55,21 @@ class Stacked(eqx.Module):
             call: `call(layer, x, *each, *args)` instead of `layer(x, *each, *args)`.
             policy: what each layer keeps for the backward pass.
         """
+        axis = pipeline_axis(self.axis)
+        if axis is not None:
+
+            def stage(x, args, block, each):
+                part = Stacked(block, Axis(self.axis.name, _count(block, self.axis.name)), self.unrolled, self.unroll)
+                return part.fold(x, *args, each=each, call=call, policy=policy)
+
+            return fold_pipeline(stage, self.axis, axis, x, args, self.block, tuple(each))
         return self._run(lambda layer, x, *rest: (_call(call)(layer, x, *rest), None), x, args, each, policy)[0]
 
     def scan(self, x, *args, each=(), call: Callable | None = None, policy: Keep | None = None):
-        """`fold` for layers that give `(x, y)`: also the ys, under the layers' name."""
+        """`fold` for layers that give `(x, y)`: also the ys, under the layers' name.
+
+        Never a pipeline: where a layout spreads the layers over a mesh axis in use, they are gathered first.
+        """
         return self._run(_call(call), x, args, each, policy)
 
     def _run(self, body, x, args, each, policy):
@@ -75,6 +87,10 @@ class Stacked(eqx.Module):
 
     def __call__(self, x, *args, **kwargs):
         return self.fold(x, *args, **kwargs)
+
+
+def _count(block, name: str) -> int:
+    return next(p.shape[name] for p in jax.tree.leaves(block, is_leaf=is_named) if is_named(p))
 
 
 def _call(call):

@@ -14,7 +14,8 @@ Preset = Literal[
 ]
 
 _DATA = "data/data_y/data_z"
-_BATCH = f"replica/{_DATA}/expert"
+_BATCH = f"replica/{_DATA}/expert/stage"
+_LAYERS = {"layers": "stage"}
 _TENSOR = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
 _EXPERTS = {"experts": "expert"}
 
@@ -23,19 +24,22 @@ _EXPERTS = {"experts": "expert"}
 # `model` exactly where heads or the feed-forward width are not there to be sliced: sequence parallelism.
 PRESETS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "single": ({}, {}),
-    "data": ({}, {"batch": _BATCH}),
-    "fsdp": ({**_EXPERTS, "embed": _DATA}, {**_EXPERTS, "batch": _BATCH}),
-    "expert": (_EXPERTS, {**_EXPERTS, "batch": _BATCH}),
-    "tensor": (_TENSOR, {"batch": _BATCH, **_TENSOR}),
-    "fsdp_tensor": ({**_EXPERTS, **_TENSOR, "embed": _DATA}, {**_EXPERTS, "batch": _BATCH, **_TENSOR}),
-    "fsdp_tensor_sequence": (
-        {**_EXPERTS, **_TENSOR, "embed": _DATA},
-        {**_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": "model"},
+    "data": (_LAYERS, {**_LAYERS, "batch": _BATCH}),
+    "fsdp": ({**_LAYERS, **_EXPERTS, "embed": _DATA}, {**_LAYERS, **_EXPERTS, "batch": _BATCH}),
+    "expert": ({**_LAYERS, **_EXPERTS}, {**_LAYERS, **_EXPERTS, "batch": _BATCH}),
+    "tensor": ({**_LAYERS, **_TENSOR}, {**_LAYERS, "batch": _BATCH, **_TENSOR}),
+    "fsdp_tensor": (
+        {**_LAYERS, **_EXPERTS, **_TENSOR, "embed": _DATA},
+        {**_LAYERS, **_EXPERTS, "batch": _BATCH, **_TENSOR},
     ),
-    "context": ({"embed": f"{_DATA}/context"}, {"batch": _BATCH, "pos": "context"}),
+    "fsdp_tensor_sequence": (
+        {**_LAYERS, **_EXPERTS, **_TENSOR, "embed": _DATA},
+        {**_LAYERS, **_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": "model"},
+    ),
+    "context": ({**_LAYERS, "embed": f"{_DATA}/context"}, {**_LAYERS, "batch": _BATCH, "pos": "context"}),
     "hybrid": (
-        {**_EXPERTS, **_TENSOR, "embed": f"{_DATA}/context"},
-        {**_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": "context/model"},
+        {**_LAYERS, **_EXPERTS, **_TENSOR, "embed": f"{_DATA}/context"},
+        {**_LAYERS, **_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": "context/model"},
     ),
 }
 PRESETS["auto"] = PRESETS["hybrid"]
@@ -48,7 +52,7 @@ class MeshSizes:
     replica: int = 1
     """Whole copies of the model, across slow links: gradients meet once a step."""
     stage: int = 1
-    """Pipeline stages."""
+    """Stages of a pipeline: slices of the layers, and outside of them of the batch."""
     data: int = -1
     """Slices of the batch; with FSDP, of parameters too."""
     data_y: int = 1
@@ -121,6 +125,10 @@ class LayoutChoice:
     overlap: tuple[Literal["mlp", "heads"], ...] = ()
     """Products that hide their communication, in rings: mlp for those into and out of the feed-forward width, heads for
     the queries', keys', values' and output projections. Needs positions sliced over the same mesh axis."""
+
+    pipeline_microbatches: int | None = None
+    """With mesh.stage: parts of the batch that follow each other through the stages. None: the most that divide the
+    batch, at most 4 a stage. More of them leave stages idle for less of the time."""
 
     def __post_init__(self):
         for which in ("params", "compute"):
@@ -199,6 +207,7 @@ def make_layout(mesh: MeshSizes, choice: LayoutChoice, devices: Sequence[Any]) -
     arranged = make_mesh(devices, axis_type=choice.mode, **sizes)
     overlap = [name for name in choice.overlap if name in compute]
     options = {"gather": choice.gather, "strict": choice.strict, "overlap": overlap}
+    options["pipeline_microbatches"] = choice.pipeline_microbatches
     return Layout(arranged, params=params, compute=compute, **options)
 
 

@@ -3,6 +3,7 @@
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from trellis.mesh.layout import current_layout
 from trellis.mesh.platform import platform_of
 from trellis.nn.attention.chunked import chunked_attention
 from trellis.nn.attention.cudnn import cudnn_attention, cudnn_refuses
@@ -55,7 +56,7 @@ def attention(
         logit_softcap: scores become `cap * tanh(scores / cap)`.
         upcast: sum and soften scores in float32 whatever the arrays' dtype. Accelerators' kernels always do.
         implementation: "auto" takes cuDNN's on NVIDIA GPUs and splash on TPUs where these can compute what is asked,
-            and "chunked" elsewhere; "reference", "chunked", "cudnn", "splash" insist.
+            and "chunked" elsewhere and in a pipeline's stages; "reference", "chunked", "cudnn", "splash" insist.
         save_name: the name under which `jax.checkpoint` policies can save what the backward pass needs, so that the
             kernel does not run again (cuDNN's has no such name: saving its output does not save its second run).
 
@@ -121,6 +122,9 @@ def _choose(q, k, place, pattern, logit_softcap, upcast, implementation) -> str:
         "cudnn": lambda: cudnn_refuses(q, pattern=pattern, logit_softcap=logit_softcap, upcast=upcast),
         "splash": lambda: splash_refuses(q, k, pos_shards=place.shards(place.pos), upcast=upcast),
     }
+    layout = current_layout()
+    if layout is not None and layout.mapped:  # so it is in JAX 0.10.2
+        refuses = dict.fromkeys(refuses, lambda: "kernels do not run mapped over mesh axes, as in a pipeline's stages")
     if implementation != "auto":
         if reason := refuses[implementation]():
             raise AttentionError(

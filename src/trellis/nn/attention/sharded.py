@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from trellis.mesh.layout import current_layout
 from trellis.nn.partition import Axes, varying
+from trellis.notation import spec_of
 from trellis.notation.state import state_of
 
 
@@ -46,6 +48,11 @@ class Placement:
         """
         if self.mesh is None:
             return kernel(*arrays[:3], arrays[3:] or None, 0, *tables)
+        layout = current_layout()
+        if layout is not None and layout.mapped and any(self.copied):
+            # Under a vmap over a mesh axis JAX (0.10.2 to 0.12) takes no copies into a shard_map.
+            plain = [jax.reshard(x, spec_of(state_of(x).axes)) for x in arrays]
+            return replace(self, copied=(frozenset(),) * 3).run(kernel, tuple(plain), tables, table_specs, check=check)
 
         used = self.batch + self.pos + self.heads
 

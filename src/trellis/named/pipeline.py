@@ -1,0 +1,236 @@
+"""Layers as a pipeline (GPipe: Huang et al., 2019, arXiv:1811.06965): each stage of a mesh axis holds some of them.
+
+The batch goes through in microbatches. In tick `t` stage `s` runs its layers on microbatch `t - s` and passes the
+result on, all stages at once:
+
+    tick       0   1   2   3   4       4 microbatches through 2 stages
+    stage 0    0   1   2   3   -
+    stage 1    -   0   1   2   3       a stage idles in 1 of 5 ticks: the bubble
+
+Stages are a dimension of ordinary arrays, and so are the slices of the batch, each with its own copy of the layers:
+`"layers/stage copies/data batch pos embed"`. One stage's layers are mapped over both, and the gradient is JAX's: the
+same ticks in the opposite order. A tick moves one microbatch from every stage to the next, in one permute; parameters
+are gathered once, before the first tick, and their gradients summed over the batch once, after the last.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from trellis._compat import keep_mapped_axes_sharded
+from trellis.mesh.layout import Layout, current_layout
+from trellis.notation import spec_of
+from trellis.notation.state import mode_of, state_of
+
+from .array import NamedArray, is_named
+from .axis import Axis, NamesError
+from .contract import einsum
+from .control import scan, vmap
+from .create import arange
+from .elementwise import ELEMENTWISE
+from .placing import move, settle
+from .reshape import broadcast_to, merge_axes, split_axis, transpose
+
+BATCH = "batch"
+"""The name that is cut into microbatches."""
+COPIES, TICK, IN_STAGE = "copies", "tick", "in_stage"
+
+
+def pipeline_axis(layers: Axis) -> str | None:
+    """The mesh axis that the layout in force spreads these layers over in use, if it does.
+
+    Raises:
+        NamesError: several axes, a size that does not divide the layers, or a mesh that is not in explicit mode.
+    """
+    layout = current_layout()
+    axes = layout.assign((layers.name,))[0] if layout is not None else ()
+    if layout is None or not axes:
+        return None
+    written = f"'{'/'.join((layers.name, *axes))}'"
+    if len(axes) > 1:
+        raise NamesError(f"a pipeline runs along one mesh axis, got {written}: choose one of them")
+    stages = layout.mesh.shape[axes[0]]
+    if layers.size % stages:
+        raise NamesError(
+            f"every stage of a pipeline has the same number of layers, got {layers.size} layers as {written} over "
+            f"{stages} stages: use a number of stages that divides {layers.size}"
+        )
+    if mode_of(layout.mesh) != "explicit":
+        raise NamesError(f"a pipeline needs a mesh in explicit mode, got {written} in auto mode: change the mode")
+    return axes[0]
+
+
+def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each):
+    """Carries `x` through all layers, which the stages of a mesh axis hold in equal parts.
+
+    Args:
+        stage: `stage(x, args, block, each)`: the fold through the layers of one stage.
+        layers: all layers.
+        axis: the mesh axis of the stages.
+        x: a tree of arrays that have the name `batch`.
+        args: what every layer gets; arrays that have the name `batch` travel with their microbatch.
+        block: the stacked layers; their gradients are added up over the ticks in float32.
+        each: a tree of arrays with the layers' name. Random keys among them get the microbatch folded in.
+
+    Raises:
+        NamesError: `x` has no batch, or one that cannot be cut.
+    """
+    keep_mapped_axes_sharded()
+    flat = lambda tree: jax.tree.leaves(tree, is_leaf=is_named)
+    leaves, structure = jax.tree.flatten((x, args), is_leaf=is_named)
+    travels = [is_named(leaf) and BATCH in leaf.names for leaf in leaves]
+    carried = len(flat(x))
+    if not all(travels[:carried]):
+        raise NamesError(
+            f"a pipeline cuts what it carries into microbatches, got a value without the name '{BATCH}': carry named "
+            f"arrays that have it, or take '{layers.name}' out of the layout's compute"
+        )
+    travelling = [leaf for leaf, does in zip(leaves, travels, strict=True) if does]
+    plan = _Plan.of(layers, axis, travelling[0].shape[BATCH])
+    entering = [plan.cut(leaf) for leaf in travelling]
+    kinds = [p.dtype for p in flat(block)]
+    copied, form = jax.tree.flatten(jax.tree.map(plan.spread, block, is_leaf=is_named), is_leaf=is_named)
+    each = jax.tree.map(plan.by_stage, each, is_leaf=is_named)
+
+    def work(here, travelling, copied, tick, each):
+        """One stage in one tick, on one slice of the batch."""
+        arrived = iter(travelling)
+        slots = [next(arrived) if does else leaf for leaf, does in zip(leaves, travels, strict=True)]
+        x, args = jax.tree.unflatten(structure, slots)
+        block = jax.tree.unflatten(form, [p.astype(kind) for p, kind in zip(copied, kinds, strict=True)])
+        each = jax.tree.map(lambda e: _with_microbatch(e, (tick - here).array), each, is_leaf=is_named)
+        with plan.inside:
+            x = stage(x, args, *_renamed((block, each), layers.name))
+        return [*flat(x), *travelling[carried:]]
+
+    def run(passed, tick, entering):
+        here = arange(Axis(layers.name, plan.stages))
+        moved = [plan.pass_on(x) for x in passed]
+        ready = [ELEMENTWISE["where"](here == 0, new, old) for new, old in zip(entering, moved, strict=True)]
+
+        def one_stage(here, ready, copied, each):
+            return vmap(lambda ready, copied: work(here, ready, copied, tick, each), COPIES)(ready, copied)
+
+        done = vmap(one_stage, layers.name)(here, ready, copied, each)
+        return done, done[:carried]
+
+    with plan.around:
+        first = [x[TICK, 0] for x in entering]
+        start = [broadcast_to(x, {layers.name: plan.stages, **x.shape}) for x in first]
+        _, left = scan(run, TICK)(start, arange(Axis(TICK, plan.microbatches + plan.stages - 1)), entering)
+    return jax.tree.unflatten(jax.tree.structure(x, is_leaf=is_named), [plan.collect(x) for x in left])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """How arrays are cut for a pipeline.
+
+    Attributes:
+        layers: the name of all layers, within the pipeline that of the stages.
+        axis: the mesh axis of the stages.
+        stages, copies, microbatches: how many; there is a copy of the layers for each slice of the batch.
+        outside: the layout around the pipeline.
+        around: that of a tick, in which stages and copies are dimensions.
+        inside: that of one stage's layers on one slice of the batch.
+    """
+
+    layers: str
+    axis: str
+    stages: int
+    copies: int
+    microbatches: int
+    outside: Layout
+    around: Layout
+    inside: Layout
+
+    @staticmethod
+    def of(layers: Axis, axis: str, batch: int) -> "_Plan":
+        outside = current_layout()
+        stages = outside.mesh.shape[axis]
+        (over,) = outside.without(axis).assign((BATCH,))
+        copies = math.prod(outside.mesh.shape[a] for a in over)
+        fits = [n for n in range(1, batch + 1) if batch % (n * copies) == 0]
+        count = outside.pipeline_microbatches or max((n for n in fits if n <= 4 * stages), default=0)
+        if count not in fits:
+            raise NamesError(
+                f"a pipeline's microbatches cut every slice of the batch into equal parts, got {count} for "
+                f"{BATCH}={batch} in {copies} slices: use one of {', '.join(map(str, fits)) or 'no sizes, this batch'}"
+            )
+        inside = outside.without(axis, *over)
+        around = inside.with_compute({layers.name: axis, COPIES: over})
+        return _Plan(layers.name, axis, stages, copies, count, outside, around, inside)
+
+    def cut(self, x: NamedArray) -> NamedArray:
+        """`"batch ..."` as what enters in each tick, `"tick copies batch ..."`, the last microbatch repeated.
+
+        All stages get it. Every device's rows are dealt out in turn, so that nothing else moves.
+        """
+        x = move(x, self.outside.without(self.axis).assign(x.names), frozenset({self.axis}))
+        rows = x.shape[BATCH] // (self.copies * self.microbatches)
+        x = split_axis(x, BATCH, {COPIES: self.copies, BATCH: rows, TICK: self.microbatches})
+        x = transpose(x, (TICK, COPIES, BATCH, *(n for n in x.names if n not in (TICK, COPIES, BATCH))))
+        last = jax.lax.slice_in_dim(x.array, self.microbatches - 1, self.microbatches)
+        return x.with_array(jnp.concatenate([x.array, *[last] * (self.stages - 1)]))
+
+    def collect(self, x: NamedArray) -> NamedArray:
+        """What the last stage made of each microbatch, as one batch, from `"tick layers copies batch ..."`."""
+        x = x[TICK, self.stages - 1 :]
+        with self.around:
+            x = merge_axes(x, (COPIES, BATCH, TICK), BATCH)
+            last = (arange(Axis(self.layers, self.stages)) == self.stages - 1).astype(x.dtype)
+        return einsum(
+            f"{self.layers}, {' '.join(x.names)} -> {' '.join(n for n in x.names if n != self.layers)}", last, x
+        )
+
+    def spread(self, p):
+        """A parameter `"layers ..."` as `f32["layers copies in_stage ..."]`: a whole copy for each slice of the batch.
+
+        One gather; the gradient's sum over the batch is one reduce-scatter (an all-reduce of what is held whole).
+        """
+        if not is_named(p):
+            return p
+        (over,) = self.around.assign((COPIES,))
+        held = [tuple(a for a in mine if a in over) for mine in state_of(p.array).axes]
+        used = self.inside.assign(p.names)
+        p = move(p, ((self.axis,), *((*u, *h) for u, h in zip(used[1:], held[1:], strict=True))), frozenset())
+
+        def gather(part):
+            for dim, mine in enumerate(held):
+                for a in reversed(mine):
+                    part = jax.lax.all_gather(part, a, axis=dim, tiled=True)
+            missing = tuple(a for a in over if a not in jax.typeof(part).mat.varying)
+            part = jax.lax.pcast(part, missing, to="varying") if missing else part
+            return jnp.expand_dims(part, 1)
+
+        whole = spec_of(((self.axis,), over, *used[1:]))
+        array = jax.shard_map(gather, in_specs=spec_of(state_of(p.array).axes), out_specs=whole)(p.array)
+        p = NamedArray(array, (p.names[0], COPIES, *p.names[1:]))
+        p = p.astype(jnp.float32) if jnp.issubdtype(p.dtype, jnp.floating) else p
+        return split_axis(p, self.layers, {self.layers: self.stages, IN_STAGE: -1})
+
+    def by_stage(self, p):
+        """`"layers ..."` as `"layers in_stage ..."`, the first over the stages."""
+        if not is_named(p):
+            return p
+        return split_axis(settle(p), self.layers, {self.layers: self.stages, IN_STAGE: -1})
+
+    def pass_on(self, x: NamedArray) -> NamedArray:
+        """Every stage's part moved to the next stage."""
+        spec = spec_of(state_of(x.array).axes)
+        steps = [(s, s + 1) for s in range(self.stages - 1)]
+        permute = lambda part: jax.lax.ppermute(part, self.axis, steps)
+        return x.with_array(jax.shard_map(permute, in_specs=spec, out_specs=spec)(x.array))
+
+
+def _renamed(tree, layers: str):
+    """The layers of one stage under the layers' own name again."""
+    return jax.tree.map(lambda p: p.rename(in_stage=layers) if is_named(p) else p, tree, is_leaf=is_named)
+
+
+def _with_microbatch(x, microbatch):
+    if not (is_named(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
+        return x
+    return x.with_array(jax.vmap(jax.random.fold_in, (0, None))(x.array, microbatch))

@@ -1,0 +1,205 @@
+"""Layers as a pipeline: the same values and gradients, one permute a tick, and one error for each mistake."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trellis.inspect import ledger
+from trellis.mesh import Layout, make_mesh
+from trellis.named import (
+    Axis,
+    Keep,
+    NamedArray,
+    NamesError,
+    Stacked,
+    einsum,
+    named,
+    named_jit,
+    random,
+    save,
+    shard,
+    tanh,
+)
+
+EMBED, BATCH, LAYERS = 8, 16, 4
+
+
+class Layer(eqx.Module):
+    """`x + tanh(x w) * marks`, each row with its own mark, times each layer's own `scale`."""
+
+    w: NamedArray
+
+    def __call__(self, x, scale, marks):
+        hidden = save(tanh(einsum("batch embed, embed out -> batch out", x, self.w)).rename(out="embed"), "hidden")
+        return x + hidden * marks * scale
+
+
+def layers(count: int = LAYERS, **options) -> Stacked:
+    make = lambda key: Layer(random.normal(key, {"embed": EMBED, "out": EMBED}) * 0.2)
+    return Stacked.init(make, Axis("layers", count), key=jax.random.key(0), **options)
+
+
+def inputs():
+    x = random.normal(jax.random.key(1), {"batch": BATCH, "embed": EMBED})
+    marks = named(1.0 + jnp.arange(BATCH, dtype=jnp.float32) / 8, "batch")
+    return x, marks
+
+
+def layout(stages: int, data: int = 1, *, extra=(), **options) -> Layout:
+    mesh = make_mesh(jax.devices()[: stages * data], stage=stages, data=data)
+    over = ("data", "stage") if "stage" in extra else "data"
+    return Layout(mesh, {"layers": "stage", "embed": "data"}, {"layers": "stage", "batch": over}, **options)
+
+
+def through(stacked, x, marks, policy=None):
+    scale = named(1.0 + jnp.arange(stacked.axis.size, dtype=jnp.float32), "layers")
+    return stacked.fold(x, marks, each=(scale,), policy=policy)
+
+
+def value_and_gradients(stacked, x, marks, policy=None):
+    loss = lambda s, x: (through(s, x, marks, policy) ** 2.0).mean().array
+    return jax.value_and_grad(loss, argnums=(0, 1))(stacked, x)
+
+
+def check_close(found, expected):
+    """Float32 sums in another order: each array to 1e-5 of its largest value."""
+    for wanted, got in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+def placed(x, marks):
+    return shard(x, "compute"), shard(marks, "compute")
+
+
+@pytest.mark.parametrize("stages, data, extra", [(2, 1, ()), (4, 2, ()), (2, 4, ("stage",))])
+@pytest.mark.parametrize("microbatches", [None, 2])
+def test_values_and_gradients_are_those_of_the_layers_one_by_one(stages, data, extra, microbatches):
+    expected = named_jit(value_and_gradients)(layers(), *inputs())
+    with layout(stages, data, extra=extra, pipeline_microbatches=microbatches):
+        found = named_jit(value_and_gradients)(shard(layers()), *placed(*inputs()))
+        weights = found[1][0].block.w
+        assert str(weights.type) == ("layers/stage embed/data out" if data > 1 else "layers/stage embed out")
+    check_close(found, expected)
+
+
+@pytest.mark.parametrize("options", [{"unrolled": True}, {"unroll": 1}])
+@pytest.mark.parametrize("policy", [Keep(), Keep(names=("hidden",))])
+def test_unrolled_layers_and_policies_change_nothing(options, policy):
+    expected = named_jit(value_and_gradients)(layers(), *inputs())
+    with layout(2, 2):
+        found = named_jit(value_and_gradients, static=(3,))(shard(layers(**options)), *placed(*inputs()), policy)
+    check_close(found, expected)
+
+
+def test_bfloat16_layers_stay_bfloat16_and_add_up_their_gradients_in_float32():
+    """128 microbatches of one row: a sum in bfloat16 would stop growing at 256 times its addends."""
+    ones = lambda *names: named(
+        jnp.ones([2 if n == "layers" else 256 if n == "batch" else 1 for n in names], jnp.bfloat16), " ".join(names)
+    )
+
+    class Add(eqx.Module):
+        w: NamedArray
+
+        def __call__(self, x):
+            assert self.w.dtype == jnp.bfloat16
+            return x + self.w
+
+    def total(stacked, x):
+        return stacked.fold(x).astype(jnp.float32).sum().array
+
+    with layout(2, pipeline_microbatches=256):
+        stacked = shard(Stacked(Add(ones("layers", "embed")), Axis("layers", 2)))
+        gradient = named_jit(jax.grad(total))(stacked, shard(ones("batch", "embed"), "compute"))
+    np.testing.assert_array_equal(np.asarray(gradient.block.w.array, np.float32), [[256], [256]])
+
+
+def test_every_tick_moves_one_microbatch_and_parameters_move_once():
+    """The closed forms, in float32 bytes that each device sends, of S stages, M microbatches, D slices of the batch.
+
+    Permutes: M + S - 1 ticks of batch / (D M) rows, of activations forward and backward, of marks forward. Into and out
+    of the pipeline: an all-gather and a reduce-scatter of a slice of the batch over the stages, (S - 1) / S of it each,
+    and the reverse backward. Parameters: (D - 1) / D of a stage's, gathered over data once, gradients scattered once.
+    """
+    stages, data, parts = 2, 2, 4
+    with layout(stages, data, extra=("stage",), pipeline_microbatches=parts):
+        found = ledger(value_and_gradients, shard(layers()), *placed(*inputs()))
+    rows, ticks = BATCH // data, parts + stages - 1
+    row, layer = 4 * EMBED, 4 * EMBED * EMBED
+    stage = {kind: found.total(kind=kind, axis="stage") for kind in ("permute", "all-gather", "reduce-scatter")}
+    enters = leaves = rows * row * (stages - 1) // stages
+    marks = 4 * rows * (stages - 1) // stages
+    assert stage == {
+        "permute": ticks * rows // parts * (row + row + 4),
+        "all-gather": enters + leaves + marks,  # forward, backward
+        "reduce-scatter": leaves + enters,
+    }
+    of_a_stage = LAYERS // stages * layer * (data - 1) // data
+    assert found.total(kind="all-gather", axis="data") == found.total(kind="reduce-scatter", axis="data") == of_a_stage
+
+
+def test_random_keys_differ_between_microbatches():
+    """Each layer adds noise of its own key: rows of different microbatches get different noise."""
+
+    class Noise(eqx.Module):
+        w: NamedArray
+
+        def __call__(self, x, key):
+            return x + random.normal(key.array, x.axes)
+
+    with layout(2, pipeline_microbatches=4):
+        stacked = Stacked(Noise(random.normal(jax.random.key(0), {"layers": 2, "embed": EMBED})), Axis("layers", 2))
+        keys = NamedArray(jax.random.split(jax.random.key(3), 2), ("layers",))
+        x = shard(named(jnp.zeros((8, EMBED)), "batch embed"), "compute")
+        out = named_jit(lambda s, x, keys: s.fold(x, each=(keys,)))(shard(stacked), x, keys)
+    rows = np.asarray(out.array)
+    assert len(np.unique(rows.round(5), axis=0)) == 8
+
+
+def test_without_a_use_of_the_layers_slices_they_are_gathered():
+    """Layers sliced at rest only, and `scan`, which also gives each layer's value: no pipeline."""
+    expected = through(layers(), *inputs())
+    mesh = make_mesh(jax.devices()[:2], stage=2)
+    with Layout(mesh, {"layers": "stage"}, {"batch": "stage"}):
+        found = named_jit(through)(shard(layers()), *placed(*inputs()))
+    check_close(found, expected)
+
+
+def mistake(layout, stacked, x):
+    with layout, pytest.raises(NamesError) as error:
+        jax.eval_shape(lambda s, x: s.fold(x), shard(stacked), x)
+    return str(error.value)
+
+
+class Identity(eqx.Module):
+    w: NamedArray
+
+    def __call__(self, x):
+        return x
+
+
+def test_mistakes():
+    of = lambda n: Stacked(Identity(named(jnp.ones((n, 2)), "layers embed")), Axis("layers", n))
+    mesh = make_mesh(stage=4, data=2)
+    use = {"layers": "stage", "batch": "data"}
+    x = named(jnp.ones((16, 2)), "batch embed")
+    assert mistake(Layout(mesh, (), use), of(6), x) == (
+        "every stage of a pipeline has the same number of layers, got 6 layers as 'layers/stage' over 4 stages: "
+        "use a number of stages that divides 6"
+    )
+    assert mistake(Layout(mesh, (), {"layers": ("stage", "data")}), of(8), x) == (
+        "a pipeline runs along one mesh axis, got 'layers/stage/data': choose one of them"
+    )
+    assert mistake(Layout(mesh, (), use), of(4), named(jnp.ones((2,)), "embed")) == (
+        "a pipeline cuts what it carries into microbatches, got a value without the name 'batch': carry named arrays "
+        "that have it, or take 'layers' out of the layout's compute"
+    )
+    assert mistake(Layout(mesh, (), use, pipeline_microbatches=3), of(4), x) == (
+        "a pipeline's microbatches cut every slice of the batch into equal parts, got 3 for batch=16 in 2 slices: "
+        "use one of 1, 2, 4, 8"
+    )
+    auto = make_mesh(stage=4, data=2, axis_type="auto")
+    assert mistake(Layout(auto, (), use), of(4), x) == (
+        "a pipeline needs a mesh in explicit mode, got 'layers/stage' in auto mode: change the mode"
+    )
