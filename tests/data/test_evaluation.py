@@ -1,4 +1,4 @@
-"""Totals of validation sets, and the bytes that tokens stand for."""
+"""The bytes that the tokens of a validation set stand for."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.data.corpora import make_store, random_texts
-from trellis.data import Batches, Totals, count_bytes, summarize
+from trellis.data import Batches, count_bytes
 from trellis.data.foreign import convert
 from trellis.data.store import Store
 
@@ -31,17 +31,3 @@ def test_without_a_tokenizer_the_average_stands_in(tmp_path):
     store = make_store(tmp_path, TEXTS)
     convert(store, str(tmp_path / "x.bin"), to="megatron")
     assert math.isnan(counted(Store.open(tmp_path / "x.bin")))
-
-
-def test_bits_per_byte():
-    total = Totals(nats=math.log(2) * 80, tokens=20, text_bytes=40) + Totals(0.0, 0.0, 0.0)
-    assert total.bits_per_byte == pytest.approx(2.0) and total.loss == pytest.approx(math.log(2) * 4)
-    assert math.isnan(Totals().loss) and math.isnan(Totals().bits_per_byte)
-
-
-def test_micro_and_macro():
-    found = summarize({"a": Totals(10.0, 10.0, 20.0), "b": Totals(90.0, 30.0, 60.0)})
-    assert found["macro_loss"] == 2.0 and found["micro_loss"] == 2.5
-    assert found["a/bits_per_byte"] == pytest.approx(0.5 / math.log(2))
-    assert found["micro_bits_per_byte"] == pytest.approx(100 / 80 / math.log(2))
-    assert found["macro_bits_per_byte"] == pytest.approx((0.5 + 1.5) / 2 / math.log(2))

@@ -54,10 +54,10 @@ def state(assembled):
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
-    """Two validation sets of bytes; the first has a last batch that is not full."""
+    """Three validation sets of bytes, two in a group; the first has a last batch that is not full."""
     found = {}
-    for name, sizes in {"short": range(3, 12), "long": range(20, 30)}.items():
-        folder = tmp_path_factory.mktemp(name)
+    for name, sizes in {"short": range(3, 12), "text/long": range(20, 30), "text/longer": range(30, 34)}.items():
+        folder = tmp_path_factory.mktemp(name.replace("/", "-"))
         for size in sizes:
             (folder / f"{size}.txt").write_text("x=1\n" * size)
         store = tokenize(FileSource(files=find_files([str(folder)])), str(folder / "store"), use_bytes=True, workers=1)
@@ -151,6 +151,15 @@ def test_evaluation_adds_up_over_batches_sets_and_devices(assembled, state, sets
         assert tokens[name] == sum(float(b.loss_mask.sum()) for b in batches) > 0
         assert found[f"validation_loss/{name}"] == pytest.approx(nats[name] / tokens[name], rel=1e-5)
         assert found[f"bits_per_byte/{name}"] == pytest.approx(nats[name] / math.log(2) / text[name], rel=1e-5)
+    group = ("text/long", "text/longer")
+    of = lambda values, names: sum(values[name] for name in names)
+    assert found["validation_loss/text"] == pytest.approx(of(nats, group) / of(tokens, group), rel=1e-5)
+    assert found["bits_per_byte/text"] == pytest.approx(of(nats, group) / math.log(2) / of(text, group), rel=1e-5)
+    for ending, names in {"": tuple(sets), "/text": group}.items():
+        losses = [nats[name] / tokens[name] for name in names]
+        bits = [nats[name] / math.log(2) / text[name] for name in names]
+        assert found[f"validation_loss_macro{ending}"] == pytest.approx(np.mean(losses), rel=1e-5)
+        assert found[f"bits_per_byte_macro{ending}"] == pytest.approx(np.mean(bits), rel=1e-5)
     loss = sum(nats.values()) / sum(tokens.values())
     assert found["validation_loss"] == pytest.approx(loss, rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)

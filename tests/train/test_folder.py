@@ -108,3 +108,22 @@ def test_the_shares_of_a_mixture_change_with_the_step(stores):
 def test_a_store_with_more_tokens_than_the_model_is_refused(stores):
     with pytest.raises(UserError, match="A model has a row of its embedding for every token id"):
         open_corpus(run_on(Store(path=str(stores / "a")), vocab=200))
+
+
+def test_stores_of_another_tokenizer_are_refused(stores, tmp_path):
+    """Beside the training store's own, and beside the tokenizer that a run names."""
+    words = tmp_path / "words.txt"
+    words.write_text("to be or not to be, " * 400)
+    source = FileSource(files=find_files([str(words)]))
+    other = tokenize(source, str(tmp_path / "other"), train_bpe=260, workers=1)
+    mine, theirs = str(stores / "a"), str(tmp_path / "other")
+    named = str(tmp_path / "other" / "tokenizer.json")
+    for run in (
+        run_on(Store(path=mine, validation=theirs), vocab=300),
+        run_on(Store(path=mine), vocab=300, tokenizer=named),
+    ):
+        with pytest.raises(UserError, match="A run's data and its model use one tokenizer") as error:
+            open_corpus(run)
+        assert error.value.fix == "tokenize the corpus with the model's tokenizer"
+    found = open_corpus(run_on(Store(path=theirs), vocab=300, tokenizer=named)).tokenizer
+    assert found.sha256 == other.tokenizer().sha256

@@ -2,7 +2,7 @@
 
 from .batches import Batches
 from .embedded import embedded_stores
-from .evaluation import Totals, count_bytes, summarize
+from .evaluation import count_bytes
 from .loader import Loader
 from .mixture import Mixture
 from .order import Shuffle
@@ -22,7 +22,6 @@ __all__ = [
     "Store",
     "TokenStore",
     "Tokenizer",
-    "Totals",
     "byte_tokenizer",
     "check_tokenizer",
     "check_vocabulary",
@@ -31,7 +30,6 @@ __all__ = [
     "embedded_stores",
     "find_files",
     "load_tokenizer",
-    "summarize",
     "tokenize",
     "train_bpe",
 ]

@@ -4,7 +4,17 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..data import Batches, Mixture, Store, Tokenizer, TokenStore, check_vocabulary, embedded_stores, load_tokenizer
+from ..data import (
+    Batches,
+    Mixture,
+    Store,
+    Tokenizer,
+    TokenStore,
+    check_tokenizer,
+    check_vocabulary,
+    embedded_stores,
+    load_tokenizer,
+)
 from ..data.order import Shuffle
 from ..errors import UserError
 from .config import Run
@@ -44,13 +54,17 @@ def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
         progress: show the progress of tokenizing.
 
     Raises:
-        UserError: a store is not there or not complete, or has more tokens than the model's vocabulary.
+        UserError: a store is not there or not complete, has more tokens than the model's vocabulary, or was made by
+            another tokenizer than the run's.
     """
     data = run.data
     source, held_out = _stores(run, progress)
     stores = list(source.stores.values()) if isinstance(source, Mixture) else [source]
+    tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer is not None else _tokenizer_of(stores[0])
     for store in [*stores, *held_out.values()]:
         check_vocabulary(store, run.model.vocab)
+        if tokenizer is not None and _tokenizer_of(store) is not None:
+            check_tokenizer(store, tokenizer)
     sizes = [(entry.step, entry.size) for entry in run.batch_sizes()]
     packing = _PACKINGS[data.packing]
     shuffle = Shuffle(block=data.shuffle_block if data.shuffle_block > 1 else None)
@@ -62,7 +76,7 @@ def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
         name: ValidationSet(Batches(store, max_epochs=1, pad_last=True, **options), store, run.evaluation.batches)
         for name, store in held_out.items()
     }
-    return Corpus(batches=batches, validation=validation, tokenizer=_tokenizer(run, stores[0]))
+    return Corpus(batches=batches, validation=validation, tokenizer=tokenizer)
 
 
 def _stores(run: Run, progress: bool) -> tuple[TokenStore | Mixture, dict[str, TokenStore]]:
@@ -91,9 +105,7 @@ def _mixture(config: MixtureConfig, stores: dict, held_out: dict) -> Mixture:
     return Mixture(stores=stores, weights=schedule, max_epochs=epochs, validation=held_out, block=config.block)
 
 
-def _tokenizer(run: Run, store: TokenStore) -> Tokenizer | None:
-    if run.data.tokenizer is not None:
-        return load_tokenizer(run.data.tokenizer)
+def _tokenizer_of(store: TokenStore) -> Tokenizer | None:
     try:
         return store.tokenizer()
     except UserError:  # formats of other projects hold none; training needs none

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -78,7 +78,9 @@ class Evaluation:
         Returns:
             `validation_loss` (nats a token, every token of all sets counted alike), `perplexity`,
             `validation_accuracy`, and `bits_per_byte`, which is no number where a store does not know its text. With
-            several sets `validation_loss/NAME` and `bits_per_byte/NAME` of each.
+            several sets `validation_loss/NAME` and `bits_per_byte/NAME` of each, and of each group (`web/c4` and
+            `web/news` are in the group `web`); and `validation_loss_macro` and `bits_per_byte_macro`, the means over
+            the sets, each set counted alike, also of each group.
         """
         model = state.model if state.average is None else state.average
         sums = {name: self._sums(model, chosen) for name, chosen in self._sets.items()}
@@ -106,18 +108,49 @@ class Evaluation:
 
 
 def _rates(sums: dict[str, TokenLoss], text_bytes: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    whole = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), sums.values())
-    loss = whole.cross_entropy / whole.tokens
+    whole = _total(sums.values())
     found = {
-        "validation_loss": loss,
-        "perplexity": jnp.exp(loss),
+        "validation_loss": _loss(whole),
+        "perplexity": jnp.exp(_loss(whole)),
         "validation_accuracy": whole.correct / whole.tokens,
-        "bits_per_byte": _bits(whole, functools.reduce(jnp.add, text_bytes.values())),
+        "bits_per_byte": _bits(whole, _total(text_bytes.values())),
     }
-    if len(sums) > 1:
-        found |= {f"validation_loss/{name}": s.cross_entropy / s.tokens for name, s in sums.items()}
-        found |= {f"bits_per_byte/{name}": _bits(s, text_bytes[name]) for name, s in sums.items()}
+    for name, members in groups(sums).items():
+        of = [(sums[m], text_bytes[m]) for m in members]
+        both = _total(of)
+        ending = f"/{name}" if name else ""
+        if name:
+            found |= {f"validation_loss{ending}": _loss(both[0]), f"bits_per_byte{ending}": _bits(*both)}
+        if name not in sums:
+            found[f"validation_loss_macro{ending}"] = _total(_loss(s) for s, _ in of) / len(of)
+            found[f"bits_per_byte_macro{ending}"] = _total(_bits(s, b) for s, b in of) / len(of)
     return found
+
+
+def groups(names: Iterable[str]) -> dict[str, list[str]]:
+    """Sets, groups of several, and all of them ("") where there are several, by name, with the sets in each.
+
+    >>> groups(["web/c4", "web/news", "code"])
+    {'web/c4': ['web/c4'], 'web/news': ['web/news'], 'code': ['code'], 'web': ['web/c4', 'web/news'],
+     '': ['web/c4', 'web/news', 'code']}
+    >>> groups(["validation"])
+    {}
+    """
+    names = list(names)
+    if len(names) == 1:
+        return {}
+    prefixes = dict.fromkeys(name[:i] for name in names for i, c in enumerate(name) if c == "/")
+    inside = {group: [name for name in names if name.startswith(f"{group}/")] for group in prefixes}
+    several = {group: members for group, members in inside.items() if len(members) > 1}
+    return {name: [name] for name in names} | several | {"": names}
+
+
+def _total(values: Iterable[Any]) -> Any:
+    return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), values)
+
+
+def _loss(sums: TokenLoss) -> jax.Array:
+    return sums.cross_entropy / sums.tokens
 
 
 def _bits(sums: TokenLoss, text_bytes: jax.Array) -> jax.Array:
