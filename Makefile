@@ -25,9 +25,10 @@ format: .venv/test.stamp
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# Writes the constraints of this Python anew, from what the package index has today.
-lock:
-	$(PYTHON) constraints/lock.py
+# Writes the constraints of every Python anew, from what the package index has today.
+lock: | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/python constraints/lock.py
 
 clean:
 	rm -rf .venv build .pytest_cache .ruff_cache .hypothesis
