@@ -67,6 +67,35 @@ def test_chunks_equal_the_formula(arrays, z_loss, logit_softcap, vocab_size, voc
     assert 0 < wanted[0][3] < wanted[0][4]
 
 
+@pytest.mark.parametrize("vocab_first", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_few_tokens_keep_the_gradient_of_their_logits(vocab_first, with_bias):
+    """No more tokens than `embed`: one product for the gradient of `unembed`, and nothing added up over chunks."""
+    keys = jax.random.split(jax.random.key(1), 4)
+    x, unembed = jax.random.normal(keys[0], (2, 6, 16)), jax.random.normal(keys[1], (16, VOCAB))
+    targets, weights = jax.random.randint(keys[2], (2, 6), 0, 29), jax.random.uniform(keys[3], (2, 6))
+    bias = {"bias": jnp.linspace(-1.0, 1.0, VOCAB)} if with_bias else {}
+    settings = dict(z_loss=0.1, logit_softcap=3.0, vocab_size=29, vocab_first=vocab_first)
+
+    def reference(x, unembed, *rest, **settings):
+        if with_bias:  # a bias is a column of ones
+            x = jnp.concatenate([x, jnp.ones((2, 6, 1))], -1)
+            row = bias["bias"][:, None] if vocab_first else bias["bias"][None]
+            unembed = jnp.concatenate([unembed, row], 1 if vocab_first else 0)
+        return plain(x, unembed, *rest, **settings)
+
+    unembed = unembed.T if vocab_first else unembed
+    wanted = with_gradients(reference, x, unembed, targets, weights, **settings)
+    for chunk in (None, 4, 5):
+        assert_near(
+            with_gradients(cross_entropy, x, unembed, targets, weights, chunk=chunk, **settings, **bias), wanted
+        )
+    grad = jax.grad(lambda u: cross_entropy(x, u, targets, weights, chunk=4, **settings).total)
+    products = [line for line in str(jax.make_jaxpr(grad)(unembed)).splitlines() if "dot_general" in line]
+    shape = f"f32[{VOCAB},16]" if vocab_first else f"f32[16,{VOCAB}]"
+    assert sum(f":{shape} = dot_general" in line for line in products) == 1
+
+
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("vocab_first", [False, True])
 def test_a_mesh_computes_what_one_device_does(arrays, vocab_first, copied):

@@ -16,7 +16,7 @@ from trellis.notation.state import State, state_of
 CHUNK = {"cpu": 512}
 # On accelerators a chunk's float32 logits take at most this many bytes, but for no more chunks than the second number:
 # each adds once to the gradient of `unembed`, which is kept in that parameter's own type there (a gigabyte less for a
-# vocabulary of 128k and a width of 4096 in bfloat16).
+# vocabulary of 128k and a width of 4096 in bfloat16). With few tokens nothing is added: see `_kept_fwd`.
 LOGITS_BYTES, MOST_CHUNKS = 1 << 28, 8
 
 
@@ -167,7 +167,7 @@ def accelerator_chunk(count: int, columns: int) -> int:
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _summed(x, head, targets, weights, settings: _Settings):
     def step(sums, part):
-        mine, _, _ = _chunk(*part, head, settings, gradient=False)
+        mine, *_ = _chunk(*part, head, settings, gradient=False)
         return jax.tree.map(jnp.add, sums, mine), None
 
     sums, _ = lax.scan(step, _zero_sums(weights), (x, targets, weights))
@@ -175,9 +175,13 @@ def _summed(x, head, targets, weights, settings: _Settings):
 
 
 def _summed_fwd(x, head, targets, weights, settings: _Settings):
+    if targets.size <= x.shape[-1]:
+        return _kept_fwd(x, head, targets, weights, settings)
+
     def step(carry, part):
         sums, d_head = carry
-        mine, d_x, d_more = _chunk(*part, head, settings, gradient=True)
+        mine, d_x, d_logits, d_bias = _chunk(*part, head, settings, gradient=True)
+        d_more = (_to_unembed(d_logits, part[0], settings), *d_bias)
         d_head = jax.tree.map(lambda total, more: (total.astype(more.dtype) + more).astype(total.dtype), d_head, d_more)
         return (jax.tree.map(jnp.add, sums, mine), d_head), d_x
 
@@ -186,6 +190,27 @@ def _summed_fwd(x, head, targets, weights, settings: _Settings):
     start = tuple(varying(zero, _axes_of(x, *head)) for zero in zeros)
     (sums, d_head), d_x = lax.scan(step, (_zero_sums(weights), start), (x, targets, weights))
     return sums, (d_x, jax.tree.map(lambda d, h: d.astype(h.dtype), d_head, head))
+
+
+def _kept_fwd(x, head, targets, weights, settings: _Settings):
+    """For no more tokens than `embed`: the gradient of all logits, in the type of `x`, takes no more room than the
+    gradient of `unembed`, which then is one product instead of a sum over chunks, made when `unembed` is gone."""
+
+    def step(carry, part):
+        sums, d_bias = carry
+        mine, d_x, d_logits, more = _chunk(*part, head, settings, gradient=True)
+        return (jax.tree.map(jnp.add, sums, mine), jax.tree.map(jnp.add, d_bias, more)), (d_x, d_logits)
+
+    zeros = tuple(varying(jnp.zeros(b.shape, jnp.float32), _axes_of(x, *head)) for b in head[1:])
+    (sums, d_bias), (d_x, d_logits) = lax.scan(step, (_zero_sums(weights), zeros), (x, targets, weights))
+    rows = lambda a: a.reshape(-1, a.shape[-1])
+    d_head = (_to_unembed(rows(d_logits), rows(x), settings), *d_bias)
+    return sums, (d_x, jax.tree.map(lambda d, h: d.astype(h.dtype), d_head, head))
+
+
+def _to_unembed(d_logits, x, settings: _Settings):
+    form = "tv,te->ve" if settings.vocab_first else "tv,te->ev"
+    return jnp.einsum(form, d_logits, x, preferred_element_type=jnp.float32)
 
 
 def _summed_bwd(settings: _Settings, gradients, cotangents):
@@ -207,13 +232,11 @@ def _zero_sums(weights):
 
 
 def _chunk(x, targets, weights, head, settings: _Settings, *, gradient: bool):
-    """Sums of one chunk, the gradients of its `total`: `(sums, d_x, d_head)`."""
+    """Sums of one chunk, the gradients of its `total`: `(sums, d_x, d_logits, d_bias)`."""
     unembed, *bias = head
     vocab_axes = settings.vocab_axes
     columns = unembed.shape[0 if settings.vocab_first else 1]
-    to_logits, to_x, to_unembed = (
-        ("te,ve->tv", "tv,ve->te", "tv,te->ve") if settings.vocab_first else ("te,ev->tv", "tv,ev->te", "tv,te->ev")
-    )
+    to_logits, to_x = ("te,ve->tv", "tv,ve->te") if settings.vocab_first else ("te,ev->tv", "tv,ev->te")
     first = lax.axis_index(vocab_axes) * columns if vocab_axes else 0
     logits = jnp.einsum(to_logits, x, unembed, preferred_element_type=jnp.float32)
     for b in bias:
@@ -242,7 +265,7 @@ def _chunk(x, targets, weights, head, settings: _Settings, *, gradient: bool):
     correct = jnp.sum(jnp.where(hit >= largest, weights, 0.0))
     sums = entropy + z_sum, (entropy, z_sum, correct, jnp.sum(weights))
     if not gradient:
-        return sums, None, None
+        return sums, None, None, ()
 
     pull = weights * (1 + 2 * settings.z_loss * log_sum) / total
     hot = jnp.arange(columns)[None, :] == place[:, None]
@@ -251,8 +274,7 @@ def _chunk(x, targets, weights, head, settings: _Settings, *, gradient: bool):
         d_logits = d_logits * slope
     d_bias = tuple(jnp.sum(d_logits, axis=0) for _ in bias)
     d_logits = d_logits.astype(x.dtype)
-    d_x = jnp.einsum(to_x, d_logits, unembed)
-    return sums, d_x, (jnp.einsum(to_unembed, d_logits, x, preferred_element_type=jnp.float32), *d_bias)
+    return sums, jnp.einsum(to_x, d_logits, unembed), d_logits, d_bias
 
 
 def _over(collective, x, axes: Axes):
