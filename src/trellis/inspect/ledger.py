@@ -22,7 +22,7 @@ from . import manual
 from .calls import called
 from .rows import Ledger, Row
 from .rules import Implied, Placements
-from .source import direction_of, names_of, source_of
+from .source import direction_of, names_behind, names_of, source_of
 from .transition import Move
 
 
@@ -130,8 +130,10 @@ class _Walk:
         elif not placements.again(equation):
             for implied in placements.implied(equation):
                 aval = implied.aval
-                names = names_of(here.scope, len(aval.shape)) or tuple(map(str, aval.shape))
-                yield self._row(implied.move, aval, _words(implied, names), times, here, implied.note)
+                names = names_of(here.scope, len(aval.shape)) or names_behind(here.scope, implied.before.dims) or ()
+                mapped = aval.shape[: len(aval.shape) - len(names)]
+                what = _words(implied, (*map(str, mapped), *names))
+                yield self._row(implied.move, aval, what, times, here, implied.note)
 
     def _meet(self, equation: JaxprEqn) -> None:
         meshes = [equation.params.get("mesh")]

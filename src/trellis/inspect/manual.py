@@ -64,7 +64,9 @@ def text_of(scope: str, aval) -> str | None:
     if direction_of(scope) == "backward":
         before, after = (Shape(s.dims, s.copied, s.pending, s.ellipsis) for s in (after, before))
     states = getattr(aval, "mat", None)
-    fits = len(before.dims) == len(aval.shape) and set(before.pending) == set(getattr(states, "unreduced", ()) or ())
+    pending, varying = (set(getattr(states, kind, ()) or ()) for kind in ("unreduced", "varying"))
+    settled = set(before.pending) == pending or (not pending and set(before.pending) <= varying)
+    fits = len(before.dims) == len(aval.shape) and settled
     return f"{before} -> {after}" if fits else None
 
 

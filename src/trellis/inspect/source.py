@@ -5,6 +5,7 @@ import importlib.util
 import os
 import re
 import sysconfig
+from collections.abc import Sequence
 
 
 def _folders(*packages: str) -> tuple[str, ...]:
@@ -66,3 +67,21 @@ def names_of(scope: str, ndim: int) -> tuple[str, ...] | None:
     if len(names) != ndim or any(name.startswith("_") for name in names):
         return None
     return names
+
+
+def names_behind(scope: str, dims: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
+    """`names_of` under a `vmap`, whose dimensions stand in front: the names of the others, sliced as in the text.
+
+    Args:
+        scope: a name stack.
+        dims: for each dimension the mesh axes that slice it.
+
+    >>> names_behind("vmap(reshard[pos/model embed -> pos embed])", [("stage",), ("model",), ()])
+    ('pos', 'embed')
+    """
+    for side in (_SCOPE.findall(scope) or [""])[-1].split("->"):
+        words = [word.split("/") for word in side.split() if word[0] not in "+~"]
+        names, axes = tuple(word[0] for word in words), [tuple(word[1:]) for word in words]
+        if names and axes == list(dims)[len(dims) - len(names) :] and not any(n.startswith("_") for n in names):
+            return names
+    return None

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 
 from trellis._compat import keep_mapped_axes_sharded
 from trellis.mesh.layout import Layout, current_layout
-from trellis.notation import spec_of
+from trellis.mesh.reshard import scope_name
+from trellis.notation import Dim, Shape, spec_of
 from trellis.notation.state import mode_of, state_of
 
 from .array import NamedArray, is_named
@@ -206,7 +207,9 @@ class _Plan:
             return jnp.expand_dims(part, 1)
 
         whole = spec_of(((self.axis,), over, *used[1:]))
-        array = jax.shard_map(gather, in_specs=spec_of(state_of(p.array).axes), out_specs=whole)(p.array)
+        dims = tuple(map(Dim, p.names, ((self.axis,), *used[1:])))
+        with jax.named_scope(scope_name(f"{p.type} -> {Shape(dims, copied=tuple(sorted(over)))}")):
+            array = jax.shard_map(gather, in_specs=spec_of(state_of(p.array).axes), out_specs=whole)(p.array)
         p = NamedArray(array, (p.names[0], COPIES, *p.names[1:]))
         p = p.astype(jnp.float32) if jnp.issubdtype(p.dtype, jnp.floating) else p
         return split_axis(p, self.layers, {self.layers: self.stages, IN_STAGE: -1})
@@ -222,7 +225,8 @@ class _Plan:
         spec = spec_of(state_of(x.array).axes)
         steps = [(s, s + 1) for s in range(self.stages - 1)]
         permute = lambda part: jax.lax.ppermute(part, self.axis, steps)
-        return x.with_array(jax.shard_map(permute, in_specs=spec, out_specs=spec)(x.array))
+        with jax.named_scope(scope_name(f"{x.type} -> {x.type}")):
+            return x.with_array(jax.shard_map(permute, in_specs=spec, out_specs=spec)(x.array))
 
 
 def _renamed(tree, layers: str):
