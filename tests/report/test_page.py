@@ -25,6 +25,9 @@ ABOUT = {
     "arrays": [
         {"name": "embedding", "dtype": "f32", "bytes": 1 << 20, "device_bytes": 1 << 17,
          "dims": [{"name": "vocab", "size": 4096, "mesh": ["model"]}, {"name": "embed", "size": 64, "mesh": ["data"]}]},
+        {"name": "mlp.up", "dtype": "f32", "bytes": 1 << 21, "device_bytes": 1 << 18,
+         "dims": [{"name": "layers", "size": 4, "mesh": ["data"]}, {"name": "embed", "size": 64, "mesh": []},
+                  {"name": "mlp", "size": 128, "mesh": ["model"]}]},
         {"name": "norm", "dtype": "f32", "bytes": 256, "device_bytes": 64,
          "dims": [{"name": "embed", "size": 64, "mesh": ["data"]}]},
     ],
@@ -121,6 +124,7 @@ def test_the_page_shows_the_run_and_needs_nothing_else(folder):
         "all-gather data",
         "auto on mesh data=4 model=2",
         "embedding f32[vocab/model=4096 embed/data=64] each device holds 1/8 of 1.00 MiB",
+        "mlp.up f32[layers/data=4 embed=64 mlp/model=128] each device holds 1/8 of 2.00 MiB",
         "vocab : 512",
         "</script><b>x & y",
         "steps 0 to 10, interrupted, 9 s",

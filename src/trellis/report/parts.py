@@ -198,12 +198,13 @@ def _largest(arrays: list[dict[str, Any]], most: int = 6) -> list[dict[str, Any]
 def _slices(array: dict[str, Any], mesh: Mapping[str, int]) -> Markup:
     dims = array["dims"]
     drawn = [dim for dim in dims if dim["name"] != _LAYERS]
-    parts = [math.prod(mesh.get(axis, 1) for axis in dim["mesh"]) for dim in drawn]
+    slices = lambda dim: math.prod(mesh.get(axis, 1) for axis in dim["mesh"])
+    parts = [slices(dim) for dim in drawn]
     # The picture has two directions: the two dimensions that are sliced most, in their order, else the outer ones.
     order = sorted(sorted(range(len(drawn)), key=lambda i: -parts[i])[:2])
     counts = [parts[i] for i in order] or [1]
     rows, columns = (1, counts[0]) if len(counts) == 1 else (counts[0], counts[1])
-    rest = math.prod(parts) // (rows * columns)
+    whole = math.prod(map(slices, dims))
     shown_rows, shown_columns = min(rows, 16), min(columns, 32)
     width, height = 100 / shown_columns, 86 / shown_rows
     cells = [
@@ -220,9 +221,7 @@ def _slices(array: dict[str, Any], mesh: Mapping[str, int]) -> Markup:
         for c in range(shown_columns)
     ]
     words = " ".join("/".join([dim["name"], *dim["mesh"]]) + f"={dim['size']}" for dim in dims)
-    share = (
-        f"1/{rows * columns * rest} of {size(array['bytes'])}" if rows * columns * rest > 1 else size(array["bytes"])
-    )
+    share = f"1/{whole} of {size(array['bytes'])}" if whole > 1 else size(array["bytes"])
     return tag(
         "div",
         tag("svg", *cells, viewBox="0 0 100 86", preserveAspectRatio="none"),

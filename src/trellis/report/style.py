@@ -23,7 +23,7 @@ color:var(--muted)}
 #theme{margin-left:auto;font:inherit;font-size:13px;color:var(--muted);background:none;border:1px solid var(--line);
 border-radius:8px;padding:3px 10px;cursor:pointer}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(112px,1fr));gap:10px;margin-bottom:14px}
-.tile{background:var(--panel);border:1px solid var(--line);border-radius:12px;padding:12px 14px;
+.tile{background:var(--panel);border:1px solid var(--line);border-radius:12px;padding:12px 11px;
 box-shadow:var(--shadow)}
 .tile b{display:block;font-size:20px;font-weight:650;letter-spacing:-.01em;font-variant-numeric:tabular-nums;
 white-space:nowrap}
