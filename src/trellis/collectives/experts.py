@@ -147,8 +147,7 @@ def exchange_experts(
         made, _ = lax.scan(
             lambda total, turn: (total + again(rows, counts, turn), None), made, jnp.arange(1, rounds, dtype=jnp.int32)
         )
-    back = take_rows(made, place, order[:, None])
-    return combine(back.reshape(tokens, choices, -1), weights)
+    return combine(made, weights, place.reshape(tokens, choices), order)
 
 
 def _round(rows, counts, turn, compute: Compute, *, axes: Axes, room: int, ragged: bool):

@@ -1,6 +1,5 @@
 """Tokens to rows sorted by expert, and back: gathers in both directions, forward and backward."""
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -87,16 +86,44 @@ def local_experts(x: jax.Array, ids: jax.Array, weights: jax.Array, compute: Com
     made = compute(rows, sizes)
     # Which pair each row is of: beyond the last row with an expert, none.
     pair = jnp.where(jnp.arange(room) < sizes.sum(), order, tokens * choices)
-    back = take_rows(made, place, pair[:, None])
-    return combine(back.reshape(tokens, choices, -1), weights)
+    return combine(made, weights, place.reshape(tokens, choices), pair)
 
 
-def combine(made: jax.Array, weights: jax.Array) -> jax.Array:
-    """The weighted sum over a token's choices, in the type of what was made."""
-    return jnp.einsum("tkd,tk->td", made, weights.astype(made.dtype))
+@jax.custom_vjp
+def combine(made: jax.Array, weights: jax.Array, place: jax.Array, pair: jax.Array) -> jax.Array:
+    """The weighted sum of the rows that each token's experts made.
+
+    Neither this nor its gradient ever holds all choices of all tokens side by side: forward there is one gather for
+    each choice, backward one for all.
+
+    Args:
+        made: `rows embed`.
+        weights: `f32["tokens choices"]`.
+        place: `i32["tokens choices"]`, where each choice's row is; the number of rows for nowhere.
+        pair: `i32["rows"]`, of which token and choice each row is, `token * choices + choice`; the number of these for
+            none.
+
+    >>> import jax.numpy as jnp
+    >>> made, weights = jnp.array([[1.0], [10.0]]), jnp.array([[0.25, 0.5]])
+    >>> combine(made, weights, jnp.array([[1, 0]]), jnp.array([1, 0])).tolist()
+    [[3.0]]
+    """
+    total = 0.0
+    for j in range(weights.shape[1]):
+        total = total + weights[:, j, None] * _rows(made, place[:, j]).astype(jnp.float32)
+    return total.astype(made.dtype)
 
 
-def flat(x: jax.Array, kept: int) -> jax.Array:
-    """All but the last `kept` dimensions as one."""
-    lead = x.ndim - kept
-    return x.reshape(math.prod(x.shape[:lead]), *x.shape[lead:])
+def _combine_forward(made, weights, place, pair):
+    return combine(made, weights, place, pair), (made, weights, place, pair)
+
+
+def _combine_backward(kept, d):
+    made, weights, place, pair = kept
+    pulled = _rows(d, pair // weights.shape[1]).astype(jnp.float32)
+    d_made = (pulled * _rows(weights.reshape(-1), pair)[:, None]).astype(made.dtype)
+    d_weights = _rows((pulled * made.astype(jnp.float32)).sum(1), place)
+    return d_made, d_weights.astype(weights.dtype), None, None
+
+
+combine.defvjp(_combine_forward, _combine_backward)

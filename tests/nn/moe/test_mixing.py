@@ -1,0 +1,183 @@
+"""The ways to experts: values and gradients of each are those of the definition, on one device and on meshes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.nn.moe.emulated import ragged_all_to_all
+from trellis.collectives import ExpertsError
+from trellis.mesh import Layout, make_mesh
+from trellis.named import named, named_jit, shard
+from trellis.nn.moe import Choices, choose, grouped_matmul, mix, mixing, score
+
+BATCH, POS, EMBED, MLP, EXPERTS, CHOICES = 4, 6, 8, 12, 8, 2
+TENSOR = {"experts": "expert", "mlp": "model"}
+LAYOUTS = {
+    "one": None,
+    "expert": (
+        dict(data=2, expert=2),
+        {"experts": "expert", "embed": "data"},
+        {"experts": "expert", "batch": ("data", "expert")},
+    ),
+    "expert, many": (dict(expert=4), {"experts": "expert"}, {"experts": "expert", "batch": "expert"}),
+    "tensor": (dict(expert=2, model=2), TENSOR, TENSOR | {"batch": "expert", "pos": "model"}),
+    "over model": (dict(data=2, model=2), {"experts": "model"}, {"experts": "model", "batch": "data"}),
+    "over both": (
+        dict(expert=2, model=2),
+        {"experts": ("expert", "model")},
+        {"experts": ("expert", "model"), "batch": "expert"},
+    ),
+}
+
+
+@functools.cache
+def arrays():
+    """Two experts get most tokens: buffers of an even load overflow."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    draw = lambda i, names, *sizes: named(jax.random.normal(keys[i], sizes) / 3, names)
+    x = draw(0, "batch pos embed", BATCH, POS, EMBED)
+    router = draw(1, "embed routes", EMBED, EXPERTS)
+    favoured = router.with_array(0.1 * router.array + jnp.where(jnp.arange(EXPERTS) < 2, 2.0, 0.0)[None])
+    into = (draw(i, "experts embed mlp", EXPERTS, EMBED, MLP) for i in (2, 3))
+    return x.with_array(jnp.abs(x.array)), favoured, *into, draw(4, "experts mlp embed", EXPERTS, MLP, EMBED)
+
+
+def loss(way, slack, x, router, *experts):
+    out = mix(x, choose(score(x, router), CHOICES), *experts, way=way, slack=slack)
+    weights = named(jnp.arange(1.0, x.shape["embed"] + 1), "embed")  # elements in a wrong place show
+    return (out * out * weights).sum().array, out
+
+
+def run(jit, given, way, slack=1.5):
+    fn = jax.value_and_grad(functools.partial(loss, way, slack), argnums=tuple(range(5)), has_aux=True)
+    return jax.device_get(jit(fn)(*given))
+
+
+@functools.cache
+def defined():
+    return run(jax.jit, arrays(), "dense")
+
+
+@pytest.mark.parametrize(
+    ("layout", "way", "slack"),
+    [
+        ("one", "grouped", 1.5),
+        ("expert", "dense", 1.5),
+        ("expert", "grouped", 1.5),
+        ("expert", "ragged", 1.5),
+        ("expert", "ragged", 0.3),
+        ("expert", "slots", 0.3),
+        ("expert, many", "gather", 1.5),
+        ("expert, many", "ragged", 0.3),
+        ("expert, many", "slots", 1.5),
+        ("tensor", "gather", 1.5),
+        ("tensor", "ragged", 0.5),
+        ("over model", "auto", 1.5),
+        ("over both", "auto", 1.5),
+    ],
+)
+def test_every_way_is_the_definition(layout, way, slack, monkeypatch):
+    monkeypatch.setattr(mixing, "RAGGED", ("cpu",))
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
+    (x, *weights), wanted = arrays(), defined()
+    if LAYOUTS[layout] is None:
+        found = run(jax.jit, arrays(), way, slack)
+    else:
+        mesh, params, compute = LAYOUTS[layout]
+        with Layout(make_mesh(jax.devices()[:4], **mesh), params, compute):
+            found = run(named_jit, (shard(x, "compute"), *shard(weights, "params")), way, slack)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert np.linalg.norm(a - b) < 2e-6 * np.linalg.norm(b)
+
+
+def test_the_definition():
+    """Token by token, in NumPy."""
+    (_, out), _ = defined()
+    x, router, gate, up, down = (np.asarray(a.array, np.float64) for a in arrays())
+    for place in np.ndindex(BATCH, POS):
+        scores = x[place] @ router
+        chances = np.exp(scores - scores.max())
+        best = np.argsort(-chances)[:CHOICES]
+        total = np.zeros(EMBED)
+        for e in best:
+            gated = x[place] @ gate[e]
+            total += chances[e] / chances[best].sum() * ((gated / (1 + np.exp(-gated)) * (x[place] @ up[e])) @ down[e])
+        np.testing.assert_allclose(out.array[place], total, rtol=1e-4, atol=1e-6)
+
+
+def test_dropped_choices_add_nothing():
+    x, _, *experts = arrays()
+    ids = named(jnp.tile(jnp.array([3, EXPERTS], jnp.int32), (BATCH, POS, 1)), "batch pos choices")
+    weights = named(jnp.tile(jnp.array([0.25, 0.0]), (BATCH, POS, 1)), "batch pos choices")
+    alone = named(jnp.tile(jnp.array([0.25, 0.0]), (BATCH, POS, 1)), "batch pos choices")
+    other = named(jnp.tile(jnp.array([3, 4], jnp.int32), (BATCH, POS, 1)), "batch pos choices")
+    wanted = mix(x, Choices(other, alone), *experts, way="dense").array
+    for way in ("dense", "grouped"):
+        np.testing.assert_allclose(mix(x, Choices(ids, weights), *experts, way=way).array, wanted, atol=1e-6)
+
+
+def test_no_buffer_of_a_weight_for_every_token():
+    """The compiled program, gradients included, holds no `[tokens, embed, mlp]`, and no `[experts, tokens, mlp]`."""
+    tokens, embed, mlp, experts = 512, 64, 128, 16
+    shapes = ((8, tokens // 8, embed), (embed, experts), *[(experts, embed, mlp)] * 2, (experts, mlp, embed))
+    names = ("batch pos embed", "embed routes", *["experts embed mlp"] * 2, "experts mlp embed")
+    given = [named(jax.ShapeDtypeStruct(s, jnp.float32), n) for s, n in zip(shapes, names, strict=True)]
+
+    def temporaries(way):
+        fn = jax.grad(lambda *a: loss(way, 1.5, *a)[0], argnums=tuple(range(5)))
+        return jax.jit(fn).lower(*given).compile().memory_analysis().temp_size_in_bytes
+
+    for_every_token = 4 * tokens * embed * mlp
+    by_every_expert = 4 * experts * tokens * mlp
+    pairs = 4 * tokens * CHOICES * (2 * embed + 6 * mlp)  # rows in and out, and what is between
+    grouped, dense = temporaries("grouped"), temporaries("dense")
+    assert grouped < 1.5 * (pairs + 3 * 4 * experts * embed * mlp) < for_every_token / 2
+    assert grouped < dense and dense > by_every_expert
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 130, 9), (0, 0, 0, 0), (144, 0, 0, 0), (1, 2, 3, 4)])
+def test_grouped_products(sizes):
+    """Against one product a group; groups may be empty, and rows may be left over."""
+    rows, weights = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(144, 6), (4, 6, 7)]))
+    total = sum(sizes)
+
+    def by_groups(rows, weights):
+        parts = np.split(np.arange(total), np.cumsum(sizes)[:-1])
+        return jnp.concatenate([rows[part] @ w for part, w in zip(parts, weights, strict=True)])
+
+    def summed(fn):
+        return lambda *a: (jnp.sin(fn(*a)[:total]) * jnp.arange(1.0, 8)[None]).sum()
+
+    ours = lambda rows, weights: grouped_matmul(rows, weights, jnp.array(sizes, jnp.int32))
+    found = jax.value_and_grad(summed(ours), (0, 1))(rows, weights)
+    wanted = jax.value_and_grad(summed(by_groups), (0, 1))(rows, weights)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_refused():
+    x, *weights = arrays()
+    mesh, params, compute = LAYOUTS["expert"]
+    with Layout(make_mesh(jax.devices()[:4], **mesh), params, compute):
+        given = (shard(x, "compute"), *shard(weights, "params"))
+        with pytest.raises(ExpertsError) as error:
+            jax.eval_shape(functools.partial(loss, "ragged", 1.5), *given)
+    assert str(error.value) == (
+        "A ragged exchange needs a backend that has one.\n"
+        "  seen:  way='ragged' on cpu\n"
+        "  where: model.routing.way\n"
+        "  fix:   use slots or auto here; tpu and cuda have it"
+    )
+    mesh, params, compute = LAYOUTS["over model"]
+    with Layout(make_mesh(jax.devices()[:4], **mesh), params, compute):
+        with pytest.raises(ExpertsError) as error:
+            jax.eval_shape(functools.partial(loss, "slots", 1.5), shard(x, "compute"), *shard(weights, "params"))
+    assert str(error.value) == (
+        "Tokens are exchanged along mesh axes that slice both experts and tokens.\n"
+        "  seen:  experts/model, tokens/data\n"
+        "  where: the layout, and model.routing.way slots\n"
+        "  fix:   slice the batch over these axes too, or use the way gather or auto"
+    )

@@ -1,0 +1,174 @@
+"""Choices, capacity, measures and biases against plain NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trellis.collectives import ExpertsError
+from trellis.errors import UserError
+from trellis.models import MixtralConfig, Routing
+from trellis.named import named
+from trellis.nn.moe import Choices, choose, limit, measure, shift
+
+BATCH, POS, EXPERTS, CHOICES = 3, 7, 5, 2
+SCORES = named(2 * jax.random.normal(jax.random.key(0), (BATCH, POS, EXPERTS)), "batch pos routes")
+COUNTED = named((jax.random.uniform(jax.random.key(1), (BATCH, POS)) < 0.7).astype(jnp.float32), "batch pos")
+
+
+def chances():
+    e = np.exp(np.asarray(SCORES.array, np.float64))
+    return e / e.sum(-1, keepdims=True)
+
+
+def test_the_likeliest_are_chosen():
+    ids, weights = choose(SCORES, CHOICES)
+    wanted = np.argsort(-chances(), -1)[..., :CHOICES]
+    np.testing.assert_array_equal(ids.array, wanted)
+    taken = np.take_along_axis(chances(), wanted, -1)
+    np.testing.assert_allclose(weights.array, taken / taken.sum(-1, keepdims=True), rtol=1e-5)
+
+
+def test_a_bias_picks_and_does_not_weigh():
+    bias = named(jnp.array([0.0, 0.0, 10.0, 0.0, 0.0]), "routes")
+    ids, weights = choose(SCORES, CHOICES, bias=bias)
+    assert (ids.array[..., 0] == 2).all()
+    taken = np.take_along_axis(chances(), np.asarray(ids.array), -1)
+    np.testing.assert_allclose(weights.array, taken / taken.sum(-1, keepdims=True), rtol=1e-5)
+
+    def loss(scores, bias):
+        return (choose(scores, CHOICES, bias=bias).weights ** 2).sum().array
+
+    to_scores, to_bias = jax.grad(loss, (0, 1))(SCORES, bias)
+    assert not to_bias.array.any() and to_scores.array.any()
+
+
+def test_biases_move_towards_an_even_load():
+    bias, load = named(jnp.zeros((2, 3)), "layers routes"), named(jnp.array([[5.0, 1, 3], [2, 2, 2]]), "layers routes")
+    np.testing.assert_allclose(shift(bias, load, 0.1).array, [[-0.1, 0.1, 0.0], [0.0, 0.0, 0.0]], atol=1e-7)
+
+
+def test_capacity_keeps_the_first():
+    """In each sequence, by position: a later token never pushes an earlier one out."""
+    choices = choose(SCORES, CHOICES)
+    capacity = 0.75
+    room = -(-int(100 * capacity * CHOICES * POS) // (100 * EXPERTS))
+    kept = limit(choices, EXPERTS, capacity)
+    dropped = 0
+    for b in range(BATCH):
+        taken = dict.fromkeys(range(EXPERTS), 0)
+        for p in range(POS):
+            for k in range(CHOICES):
+                expert = int(choices.ids.array[b, p, k])
+                inside = taken[expert] < room
+                taken[expert] += 1
+                dropped += not inside
+                assert kept.ids.array[b, p, k] == (expert if inside else EXPERTS)
+                assert kept.weights.array[b, p, k] == (choices.weights.array[b, p, k] if inside else 0)
+    assert 0 < dropped < BATCH * POS
+    plenty = limit(choices, EXPERTS, EXPERTS / CHOICES)
+    assert (plenty.ids.array == choices.ids.array).all()
+
+
+@pytest.mark.parametrize("over", ["batch", "sequence"])
+def test_measures(over):
+    choices = choose(SCORES, CHOICES)
+    found = measure(SCORES, choices, COUNTED, over=over)
+    counted, p = np.asarray(COUNTED.array), chances()
+    hot = np.eye(EXPERTS)[np.asarray(choices.ids.array)].sum(2) * counted[..., None]
+    np.testing.assert_allclose(found.load.array, hot.sum((0, 1)))
+    np.testing.assert_allclose(found.z, (np.log(np.exp(SCORES.array).sum(-1)) ** 2 * counted).sum(), rtol=1e-5)
+    if over == "batch":
+        shares, mean = hot.sum((0, 1)) / hot.sum(), (p * counted[..., None]).sum((0, 1)) / counted.sum()
+        wanted = EXPERTS * (shares * mean).sum() * counted.sum()
+    else:
+        shares = hot.sum(1) / hot.sum((1, 2))[:, None]
+        mean = (p * counted[..., None]).sum(1) / counted.sum(1)[:, None]
+        wanted = (EXPERTS * (shares * mean).sum(1) * counted.sum(1)).sum()
+    np.testing.assert_allclose(found.balance, wanted, rtol=1e-5)
+
+
+def test_an_even_load_has_balance_one():
+    scores = named(jnp.zeros((1, EXPERTS, EXPERTS)), "batch pos routes")
+    ids = jnp.stack([jnp.arange(EXPERTS), (jnp.arange(EXPERTS) + 1) % EXPERTS], -1)[None]
+    choices = Choices(named(ids, "batch pos choices"), named(jnp.full(ids.shape, 0.5), "batch pos choices"))
+    counted = named(jnp.ones((1, EXPERTS)), "batch pos")
+    np.testing.assert_allclose(measure(scores, choices, counted).balance / EXPERTS, 1.0, rtol=1e-6)
+
+
+def test_parts_of_a_batch_add_up():
+    """With the whole batch's shares; with their own the load-balancing loss is another."""
+    choices = choose(SCORES, CHOICES)
+    whole = measure(SCORES, choices, COUNTED)
+    shares = whole.load / whole.load.sum("routes")
+    row = lambda x, b: x.with_array(x.array[b : b + 1])
+
+    def parts(**how):
+        each = [
+            measure(row(SCORES, b), Choices(*(row(x, b) for x in choices)), row(COUNTED, b), **how)
+            for b in range(BATCH)
+        ]
+        return jax.tree.map(lambda *x: sum(x), *each)
+
+    for a, b in zip(jax.tree.leaves(parts(shares=shares)), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert abs(parts().balance - whole.balance) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (
+            6,
+            "A token goes to different experts.\n  seen:  6 of 5 experts\n  where: choose\n  fix:   use 5 at most",
+        ),
+        (
+            1,
+            "The weights of a token's experts add up to 1: of a single one it is always 1, and its router learns "
+            "nothing from the loss.\n"
+            "  seen:  1 of 5 experts\n"
+            "  where: choose\n"
+            "  fix:   use 2 or more",
+        ),
+    ],
+)
+def test_refused_counts(count, message):
+    with pytest.raises(ExpertsError) as error:
+        choose(SCORES, count)
+    assert str(error.value) == message
+
+
+SIZES = dict(
+    vocab=8, embed=8, layers=1, heads=2, kv_heads=2, head_dim=4, mlp=8, rope_theta=1e4, tie_embeddings=True,
+    experts=4, experts_per_token=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: MixtralConfig(**SIZES | {"experts_per_token": 5}),
+            "A token goes to different experts.\n  seen:  5 of 4 experts\n  where: model.experts_per_token\n"
+            "  fix:   use 4 at most",
+        ),
+        (
+            lambda: MixtralConfig(**SIZES | {"experts": 0}),
+            "A model's sizes are positive.\n  seen:  experts=0\n  where: model.experts\n  fix:   use 1 or more",
+        ),
+        (
+            lambda: Routing(balance=-1.0),
+            "`balance` is 0 or more.\n  seen:  balance=-1.0\n  where: model.routing.balance\n"
+            "  fix:   use 0 to leave it out",
+        ),
+        (
+            lambda: Routing(capacity=0.0),
+            "`capacity` is more than 0.\n  seen:  capacity=0.0\n  where: model.routing.capacity\n"
+            "  fix:   use 1.25 for a quarter more than an even load, or leave it out",
+        ),
+    ],
+)
+def test_refused_configurations(make, message):
+    with pytest.raises(UserError) as error:
+        make()
+    assert str(error.value) == message
