@@ -2,17 +2,20 @@
 
     python benchmarks/plan_vs_measured.py
 
-The machine's peaks are measured first (one product, one elementwise chain, one copy); then each shape is planned from
-types with these peaks, and trained for a few steps with the run's own train step. On CPUs one device is used. The
-error is the prediction over the measurement, less one: positive is pessimistic. Interference by other work on the
-machine shows as pessimism that is not the model's: run it on a quiet one.
+The machine's rates are measured first, as `trellis doctor` does (products, elementwise chains, copies, tiny
+operations); then each shape is planned from types with these rates, and trained for a few steps with the run's own
+train step. On a CPU everything runs on one core, and seconds are those that the process used of it: other work on the
+machine then disturbs little. The error is the prediction over the measurement, less one: positive is pessimistic.
 """
 
-import json
+import os
 import platform
 import statistics
 import time
 from pathlib import Path
+
+if hasattr(os, "sched_setaffinity"):  # before JAX makes a thread for each core
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 import jax
 import numpy as np
@@ -20,11 +23,12 @@ import numpy as np
 jax.config.update("jax_num_cpu_devices", 1)
 
 from trellis.inspect.rows import aligned  # noqa: E402
-from trellis.plan.local import local_target, measure_peaks  # noqa: E402
+from trellis.plan.local import local_target  # noqa: E402
 from trellis.plan.program import program  # noqa: E402
 from trellis.plan.quick import plan_of  # noqa: E402
 from trellis.recipes import load_run  # noqa: E402
 from trellis.train.assemble import assemble  # noqa: E402
+from trellis.train.machine import measure_machine  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "plan_vs_measured.txt"
 
@@ -43,7 +47,7 @@ SHAPES = (
     (1024, 2, 16, 4096, 1024, 128, 4, "none"),
     (1024, 1, 16, 4096, 8192, 256, 2, "none"),
 )
-STEPS = 5
+STEPS = 3
 
 
 def run_of(shape):
@@ -62,7 +66,7 @@ def run_of(shape):
     )  # fmt: skip
 
 
-def measured(run, devices) -> float:
+def measured(run, devices, clock) -> float:
     """Median seconds of a step."""
     made = assemble(run, devices)
     size, length = run.batch_sizes()[0].size, run.data.sequence_length
@@ -77,24 +81,26 @@ def measured(run, devices) -> float:
         batch = {name: jax.device_put(array, made.batch_sharding) for name, array in arrays.items()}
         times = []
         for step in range(STEPS + 1):
-            started = time.perf_counter()
+            started = clock()
             state, metrics = made.step(state, batch)
             jax.block_until_ready((state, metrics))
             if step:
-                times.append(time.perf_counter() - started)
+                times.append(clock() - started)
     return statistics.median(times)
 
 
 def main() -> None:
     """Prints the table and writes it beside the other results."""
     devices = jax.devices()[:1]
-    peaks = measure_peaks() if devices[0].platform == "cpu" else None
-    target = local_target(devices, measured=peaks)
+    cpu = devices[0].platform == "cpu"
+    clock = time.process_time if cpu else time.perf_counter
+    rates = measure_machine(clock) if cpu else None
+    target = local_target(devices, measured=rates)
     lines, errors = [], []
     for shape in SHAPES:
         run = run_of(shape)
         plan = plan_of(program(run, target, devices), target)
-        seconds = measured(run, devices)
+        seconds = measured(run, devices, clock)
         error = plan.seconds / seconds - 1
         errors.append(error)
         embed, layers, heads, mlp, vocab, pos, batch, remat = shape
@@ -104,7 +110,9 @@ def main() -> None:
         )
     table = aligned(("shape", "predicted", "measured", "error", "waits for"), lines, right=(1, 2, 3))
     machine = f"{platform.processor() or platform.machine()}, {devices[0].device_kind}, jax {jax.__version__}"
-    said = "published peaks" if peaks is None else "measured peaks " + json.dumps([f"{p / 1e9:.0f}G" for p in peaks])
+    said = "published peaks"
+    if rates is not None:
+        said = "one core, measured: " + ", ".join(f"{name} {value:.3g}" for name, value in rates._asdict().items())
     middle = statistics.median(abs(e) for e in errors)
     foot = f"median error {middle:.0%}, mean {statistics.mean(errors):+.0%}, worst {max(errors, key=abs):+.0%}"
     text = f"{machine}; {said}\n\n{table}\n\n{foot}; positive is pessimistic\n"

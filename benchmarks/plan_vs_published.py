@@ -19,7 +19,7 @@ from pathlib import Path
 from trellis.inspect.rows import aligned
 from trellis.plan.hardware import target
 from trellis.plan.quick import quick_plan
-from trellis.plan.roofline import MEMORY_EFFICIENCY, fill
+from trellis.plan.roofline import MEMORY_EFFICIENCY, filled
 from trellis.recipes import load_run
 
 RESULTS = Path(__file__).parent / "results" / "plan_vs_published.txt"
@@ -62,7 +62,9 @@ def plain_seconds(plan, run) -> float:
     rows = plan.tokens / run.data.sequence_length / plan.target.num_devices
     scores = rows * model.heads * run.data.sequence_length**2 * model.layers
     memory = scores * SCORE_BYTES / (chip.hbm_bandwidth * MEMORY_EFFICIENCY)
-    products = 8 * 2 * scores * model.head_dim / (chip.bf16_flops * chip.matmul_efficiency * fill(model.head_dim))
+    products = (
+        8 * 2 * scores * model.head_dim / (chip.bf16_flops * chip.matmul_efficiency * filled(model.head_dim, chip))
+    )
     kernels = sum(line.seconds for line in plan.times.lines if line.kind == "attention")
     logits = plan.tokens / plan.target.num_devices * model.vocab * LOGIT_BYTES
     return memory + products - kernels + logits / (chip.hbm_bandwidth * MEMORY_EFFICIENCY)

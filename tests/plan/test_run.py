@@ -61,6 +61,14 @@ def test_state_of_a_sharded_run_is_exact():
     assert plan.memory.kinds["optimizer"] == pytest.approx(2 * matrices * 4 / 4, rel=0.01)
 
 
+def test_tables_on_tpus_are_cut_into_whole_tiles():
+    words = {"layout__preset": "data", "layout__params__vocab": "data", "layout__params__embed": "data"}
+    run = small(model__vocab="1001", **words)
+    for on, rows in (("v5e:2x2", 1024), ("4xH100", 1004)):  # 4 x 8 divides the one, 4 the other
+        prog = program(run, target(on), described_devices(target(on)))
+        assert prog.state.model.embedding.shape["vocab"] == rows
+
+
 def test_tensor_parallelism_moves_activations():
     plan = quick_plan(small(mesh__model="2", layout__preset="fsdp_tensor"), target("v5e:2x2"))
     assert set(plan.ledger.per_axis()) == {"data", "model"}
@@ -162,6 +170,34 @@ def test_kept_names_are_searched():
 def test_hosts_may_hold_a_copy_each():
     seen = {(v.mesh.replica, v.layout.preset) for v, _ in variants(small(), target("4x4xH100")) if v.mesh.model == 1}
     assert (4, "hybrid") in seen and (1, "fsdp") in seen
+
+
+def test_the_runs_own_setting_is_compared_with():
+    own = small(mesh__data="2", mesh__data_y="2", microbatches="4")
+    assert any(c.options == {} for c in search(own, target("v5e:2x2"), most=2).candidates)
+
+
+MOE = {
+    "model.family": "mixtral", "model.experts": "4", "model.experts_per_token": "2", "model.embed": "256",
+    "model.layers": "2", "model.heads": "4", "model.kv_heads": "2", "model.head_dim": "64", "model.mlp": "512",
+    "model.vocab": "1024", "data.sequence_length": "256", "batch_size": "32", "remat.policy": "full",
+}  # fmt: skip
+
+
+def test_experts_are_planned_and_searched():
+    """What counts for MFU is what a token's own experts cost, however they are spread and however large the buffers."""
+    run, where = load_run("llama_8b", MOE), target("v5e:2x2")
+    spread = load_run("llama_8b", MOE | {"mesh.data": "2", "mesh.expert": "2"})
+    plans = [quick_plan(r, where) for r in (run, spread)]
+    assert plans[0].model_flops == plans[1].model_flops
+    assert set(plans[1].ledger.per_axis()) >= {"data", "expert"}
+    one = 3 * 256 * 512
+    rest = plans[0].parameters - 2 * 4 * one - 1024 * 256 - 5 * 256  # the table is looked up; norms are vectors
+    per_token = 6 * (rest + 2 * 2 * one) + 6 * 2 * 4 * 64 * 256
+    assert plans[0].model_flops == pytest.approx(per_token * plans[0].tokens, rel=1e-6)
+    sizes = {variant.mesh.expert for variant, _ in variants(run, where)}
+    assert sizes == {1, 2, 4}
+    assert {variant.mesh.expert for variant, _ in variants(small(), where)} == {1}
 
 
 def test_of_equals_the_simplest_wins():

@@ -37,6 +37,10 @@ class Chip:
         attention_efficiency: the same for attention kernels.
         tile: products are padded to multiples of it.
         float32_share: rate of float32 products, as a share of the bfloat16 peak.
+        fill: terms of a product's sum that its start and end cost: sums of as many terms reach half of the rate.
+        cache_bytes: work that touches no more than this runs at `cache_bandwidth`; 0 for none.
+        cache_bandwidth: bytes a second to and from the cache.
+        launch_seconds: what each operation takes at least.
         processors: of a GPU, its streaming multiprocessors; None where products do not come in waves over them.
         overlap: which communication of weights the compiler hides as it comes: "gathers", "reductions".
         source: where the numbers come from.
@@ -58,6 +62,10 @@ class Chip:
     attention_efficiency: float
     tile: int
     float32_share: float
+    fill: float = 0.0
+    cache_bytes: float = 0.0
+    cache_bandwidth: float = 0.0
+    launch_seconds: float = 0.0
     processors: int | None = None
     overlap: tuple[str, ...] = ()
     source: str
@@ -99,7 +107,7 @@ class Target:
 _FIELDS = {
     "kind", "bf16_tflops", "fp8_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "links", "network_gbps",
     "devices_per_chip", "kiloflops_per_cycle", "source", "like", "vector_tflops", "matmul_efficiency",
-    "attention_efficiency", "float32_share", "tile", "processors", "overlap",
+    "attention_efficiency", "float32_share", "tile", "fill", "processors", "overlap",
 }  # fmt: skip
 _REQUIRED = ("kind", "bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "network_gbps", "vector_tflops",
              "matmul_efficiency", "attention_efficiency", "tile", "source")  # fmt: skip
@@ -164,6 +172,7 @@ def chip_from(name: str, entry: Mapping, where: str = "hardware.yaml") -> Chip:
         tile=entry["tile"],
         # several bfloat16 passes on TPUs, TF32 on GPUs
         float32_share=entry.get("float32_share", {"tpu": 1 / 6, "gpu": 0.5}[entry["kind"]]),
+        fill=entry.get("fill", 0.0),
         processors=entry.get("processors"),
         overlap=tuple(entry.get("overlap") or ()),
         source=str(entry["source"]),

@@ -1,19 +1,17 @@
 """This machine's own devices as a target, with peaks that are measured and not published."""
 
-import functools
-import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+from trellis.train.machine import CACHED, Machine
 
 from .hardware import Chip, Target, chips
+from .roofline import MEMORY_EFFICIENCY
 
 _TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "v7x"}
 
 
-def local_target(devices: Sequence[Any], *, measured: "Peaks | None" = None) -> Target:
+def local_target(devices: Sequence[Any], *, measured: Machine | None = None) -> Target:
     """The devices that are here.
 
     Known accelerators are taken from the table. CPUs have no published peaks: give `measured`, or get a placeholder
@@ -42,28 +40,30 @@ def local_target(devices: Sequence[Any], *, measured: "Peaks | None" = None) -> 
     )
 
 
-class Peaks(tuple):
-    """Measured `(float32 product FLOP/s, bfloat16 product FLOP/s, vector operations/s, memory B/s)` of a machine."""
-
-    __slots__ = ()
+# Stands for a CPU that was not measured: good for memory only.
+_UNKNOWN = Machine(100e9, 100e9, 0.0, 10e9, 10e9, 10e9, 0.0)
 
 
-def _cpu(measured: Peaks | None, count: int) -> Chip:
-    f32, bf16, vector, memory = measured or (100e9, 100e9, 10e9, 10e9)
+def _cpu(measured: Machine | None, count: int) -> Chip:
+    rates = measured or _UNKNOWN
     return Chip(
         name="cpu",
         kind="gpu",
-        bf16_flops=bf16 / count,
-        fp8_flops=bf16 / count,
-        float32_share=f32 / bf16,
+        bf16_flops=rates.bfloat16 / count,
+        fp8_flops=rates.bfloat16 / count,
+        float32_share=rates.float32 / rates.bfloat16,
         hbm_bytes=_host_memory() / count,
-        hbm_bandwidth=memory / count,
-        link_bandwidth=memory / count / 2,
-        network_bandwidth=memory / count / 2,
-        vector_flops=vector / count,
+        hbm_bandwidth=rates.memory / MEMORY_EFFICIENCY / count,  # what was measured is what streaming code reaches
+        link_bandwidth=rates.memory / count / 2,
+        network_bandwidth=rates.memory / count / 2,
+        vector_flops=rates.vector / count,
         matmul_efficiency=1.0,
         attention_efficiency=1.0,
         tile=1,
+        fill=rates.fill,
+        cache_bytes=CACHED,
+        cache_bandwidth=rates.cache / count,
+        launch_seconds=rates.launch,
         overlap=(),
         source="measured on this machine" if measured else "a placeholder",
     )
@@ -76,29 +76,3 @@ def _host_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         return 16 * 2**30
-
-
-def _rate(fn, *args, work: float, repeats: int = 5) -> float:
-    jitted = jax.jit(fn)
-    jax.block_until_ready(jitted(*args))
-    best = float("inf")
-    for _ in range(repeats):
-        started = time.perf_counter()
-        jax.block_until_ready(jitted(*args))
-        best = min(best, time.perf_counter() - started)
-    return work / best
-
-
-@functools.cache
-def measure_peaks(size: int = 1024) -> Peaks:
-    """Measures this machine on one device: products, elementwise operations, and memory. Takes about a second."""
-    a32 = jnp.ones((size, size), jnp.float32)
-    a16 = a32.astype(jnp.bfloat16)
-    flops = 2.0 * size**3
-    f32 = _rate(lambda a: a @ a, a32, work=flops)
-    bf16 = _rate(lambda a: a @ a, a16, work=flops)
-    wide = jnp.ones((4096, 4096), jnp.float32)
-    memory = _rate(lambda x: x + 1.0, wide, work=2.0 * wide.nbytes)
-    small = jnp.ones((256, 1024), jnp.float32)
-    vector = _rate(lambda x: jnp.exp(jnp.exp(x * 1e-3) * 1e-3), small, work=2.0 * 12 * small.size)
-    return Peaks((f32, bf16, vector, memory))

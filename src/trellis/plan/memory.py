@@ -181,6 +181,7 @@ class _Walk:
         for var, value in ((v, env[v]) for v in eqn.invars if not is_literal(v)):
             light = fused_reads and value.buffer is None and _only_views_or_casts(value)
             light = light or name in ("scan", "while") and _cheap(value, var.aval)
+            light = light or name == "dot_general" and _narrows(value, var.aval)
             if not light and not reduces:  # a reduction reads a fused chain as it is made
                 kind = "gathered weights" if var in weights else "gradients" if _pending(var.aval) else "temporaries"
                 self.realize(value, var.aval, kind, source)
@@ -195,13 +196,13 @@ class _Walk:
                 env[atom].uses += 1
                 env[var] = env[atom]
                 continue
-            size, what = local_bytes(var.aval), _show(var.aval)
-            if self.top and name == "reshard" and _gathers_columns(eqn):
-                size, what = 2 * size, f"{what} and its transpose"
-            value = _Value(Buffer(kind, size, what, source))
+            value = _Value(Buffer(kind, local_bytes(var.aval), _show(var.aval), source))
             value.uses = 1
             env[var] = value
             self.add(value)
+            if self.top and name == "reshard" and _gathers_columns(eqn):
+                copy = dataclasses.replace(value.buffer, what=f"{value.buffer.what}, transposed")
+                self.mark(copy.num_bytes, (copy,), source)
         self.mark(0, (), source)
 
     def inline(self, eqn: Any, inner: Any, env: dict, weights: set) -> None:
@@ -329,14 +330,30 @@ def _cheap(value: _Value, aval: Any) -> bool:
     """Whether a loop's constant is a broadcast of little, which the compiler makes again inside the loop."""
     if value.buffer is not None or value.pinned:
         return False
-    seen, todo, made_of = set(), list(value.made_of), 0
+    made_of = sum(part.buffer.num_bytes for part in _leaves(value) if part.buffer)
+    return made_of * 8 <= local_bytes(aval)
+
+
+def _narrows(value: _Value, aval: Any) -> bool:
+    """Whether a product's operand is made of something twice as large that exists: it is made as the product reads it.
+
+    So are the bfloat16 gradients of float32 logits.
+    """
+    if value.buffer is not None or value.pinned:
+        return False
+    return any(part.buffer is not None and part.buffer.num_bytes >= 2 * local_bytes(aval) for part in _leaves(value))
+
+
+def _leaves(value: _Value) -> "list[_Value]":
+    """What a chain that is not there yet is made of."""
+    seen, todo, found = set(), list(value.made_of), []
     while todo:
         part = todo.pop()
         if id(part) not in seen:
             seen.add(id(part))
-            made_of += part.buffer.num_bytes if part.buffer else 0
+            found.append(part)
             todo += part.made_of
-    return made_of * 8 <= local_bytes(aval)
+    return found
 
 
 def _gathers_columns(eqn: Any) -> bool:

@@ -27,9 +27,6 @@ MEMORY_EFFICIENCY = 0.85
 # Elementwise work that the compiler fuses into the products around it, so that its bytes are not read again. Fitted
 # on compiled programs.
 FUSED_AWAY = 0.35
-# Terms of a sum that the start and end of a tile cost on a GPU. An assumption: sums of 512 terms reach three quarters
-# of the rate of sums of thousands.
-FILL = 160
 # Options that make a TPU compiler hide what it does not hide by itself.
 HIDING_OPTIONS = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "gathers",
@@ -121,16 +118,17 @@ def padded(dims: tuple[int, int, int], tile: int) -> float:
     return ratio
 
 
-def fill(inner: int) -> float:
-    """The share of a GPU's rate for large products that one with a short contracted dimension reaches.
+def filled(inner: int, chip: Chip) -> float:
+    """The share of a chip's rate for large products that one with a short contracted dimension reaches.
 
     Each tile of the result loads its first operands before it computes, and writes its result after: about as long as
-    `FILL` more terms of the sum.
+    `chip.fill` more terms of the sum.
 
-    >>> fill(4096) > 0.95, fill(512) < 0.8
+    >>> from trellis.plan.hardware import chips
+    >>> filled(4096, chips()["h100"]) > 0.95, filled(512, chips()["h100"]) < 0.8
     (True, True)
     """
-    return inner / (inner + FILL)
+    return inner / (inner + chip.fill)
 
 
 def waves(dims: tuple[int, int, int], count: float, chip: Chip) -> float:
@@ -148,7 +146,10 @@ def waves(dims: tuple[int, int, int], count: float, chip: Chip) -> float:
 
 def work_line(op: Op, chip: Chip) -> Line:
     """The time of one piece of work."""
-    memory = op.num_bytes / (chip.hbm_bandwidth * MEMORY_EFFICIENCY)
+    bandwidth = chip.hbm_bandwidth * MEMORY_EFFICIENCY
+    if op.num_bytes <= chip.cache_bytes:
+        bandwidth = chip.cache_bandwidth
+    memory = op.num_bytes / bandwidth
     vector = op.vector / chip.vector_flops
     matrix, rate = 0.0, 0.0
     if op.kind == "attention":
@@ -159,17 +160,17 @@ def work_line(op: Op, chip: Chip) -> Line:
         peak = chip.fp8_flops if "float8" in op.dtype else chip.bf16_flops
         slower = {"float32": 1 / chip.float32_share, "float64": 32}.get(op.dtype, 1)
         rate = peak * chip.matmul_efficiency / padded(op.dims, min(chip.tile, 128)) / slower
-        if chip.processors is not None and all(op.dims):
-            count = op.flops / (2.0 * math.prod(op.dims))
-            rate *= fill(op.dims[1]) / waves(op.dims, count, chip)
+        if all(op.dims):
+            rate *= filled(op.dims[1], chip) / waves(op.dims, op.flops / (2.0 * math.prod(op.dims)), chip)
         matrix = op.flops / rate
     if op.kind == "elementwise":
         memory *= 1 - FUSED_AWAY
     seconds, bound = max((matrix, "matrix units"), (vector, "vector units"), (memory, "memory"))
+    seconds += chip.launch_seconds
     formula = {
         "matrix units": f"{op.flops:.3g} FLOP / {rate:.3g} FLOP/s",
         "vector units": f"{op.vector:.3g} operations / {chip.vector_flops:.3g} a second",
-        "memory": f"{op.num_bytes:.3g} B / {chip.hbm_bandwidth * MEMORY_EFFICIENCY:.3g} B/s"
+        "memory": f"{op.num_bytes:.3g} B / {bandwidth:.3g} B/s"
         + (f" x {1 - FUSED_AWAY:.2f} not fused away" if op.kind == "elementwise" else ""),
     }[bound]
     return Line(

@@ -112,13 +112,13 @@ def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[t
     devices = target.num_devices
     size = max(entry.size for entry in run.batch_sizes())
     heads, kv_heads = run.model.heads, getattr(run.model, "kv_heads", run.model.heads)
-    width = getattr(run.model, "mlp", 4 * run.model.embed)
+    width, experts = getattr(run.model, "mlp", 4 * run.model.embed), getattr(run.model, "experts", 1)
     for model in (1, 2, 4, 8, 16):
         if devices % model or heads % model or kv_heads % model or width % model:
             continue
-        for context in (1, 2, 4):
-            ways = devices // model // context
-            if devices % (model * context) or run.data.sequence_length % (128 * context):
+        for context, expert in itertools.product((1, 2, 4), (1, 2, 4, 8, 16, 32, 64)):
+            ways = devices // model // context // expert
+            if experts % expert or devices % (model * context * expert) or run.data.sequence_length % (128 * context):
                 continue
             presets = ("auto",) if context > 1 else ("fsdp",) if model == 1 else ("fsdp_tensor", "fsdp_tensor_sequence")
             groups = target.shape[0] if target.chip.kind == "gpu" else target.num_slices
@@ -126,14 +126,14 @@ def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[t
             if groups > 1 and ways % groups == 0:  # a copy of the model in each slice or host
                 kinds = [*(kinds if target.chip.kind == "gpu" else []), (groups, "hybrid")]
             for (replica, preset), micro, (policy, names) in itertools.product(kinds, (1, 2, 4, 8, 16), POLICIES):
-                if size % (ways * micro):
+                if size % (ways * expert * micro):
                     continue
                 mesh = data_sizes(ways // replica, target)
                 sizes = {"replica": replica, **{axis: mesh.get(axis, 1) for axis in DATA_AXES}}
-                sizes |= {"context": context, "model": model}
+                sizes |= {"context": context, "model": model, "expert": expert}
                 changed = dataclasses.replace(
                     run,
-                    mesh=dataclasses.replace(run.mesh, stage=1, expert=1, **sizes),
+                    mesh=dataclasses.replace(run.mesh, stage=1, **sizes),
                     layout=dataclasses.replace(run.layout, preset=preset, mode="explicit"),
                     microbatches=micro,
                     remat=dataclasses.replace(run.remat, policy=policy, names=names),
@@ -203,7 +203,8 @@ def search(
             fix=f"use --batch_size {-(-size // target.num_devices) * target.num_devices}",
         )
     planned = []
-    chosen = list(_promising(sketched, target, most))
+    chosen = [own for own in sketched if _same(own.run, run, target)][:1]
+    chosen += [c for c in _promising(sketched, target, most) if not any(c is own for own in chosen)]
     for number, candidate in enumerate(chosen, 1):
         if progress:
             print(f"\rplanning {number} of {len(chosen)}", end="", file=sys.stderr, flush=True)
@@ -219,6 +220,16 @@ def search(
     able = [c for c in planned if c.plan is not None]
     frontier = tuple(c for c in able if not any(_beats(other, c) for other in able))
     return Found(target, len(sketched), tuple(planned), tuple(sorted(frontier, key=lambda c: c.seconds)), best(able))
+
+
+def _same(one: Run, run: Run, target: Target) -> bool:
+    """Whether a variant is the run's own setting: it is always planned, to compare with."""
+    parts = lambda r: (r.layout.preset, r.microbatches, r.remat)
+    try:
+        sizes = [r.mesh.resolve(target.num_devices) for r in (one, run)]
+    except UserError:
+        return False
+    return parts(one) == parts(run) and sizes[0] == sizes[1]
 
 
 def best(able: list[Candidate]) -> Candidate | None:
@@ -244,15 +255,15 @@ def _beats(one: Candidate, other: Candidate) -> bool:
 def _promising(sketched: list[Candidate], target: Target, most: int) -> Iterator[Candidate]:
     """What is worth tracing: the best of each kind of parallelism first, then the fastest of all.
 
-    A sketch's memory is off by a fifth or so: of each kind and checkpoint policy, the fastest that surely fits goes
-    along with the fastest that may.
+    A sketch's memory is off by a fifth or so: of each kind and checkpoint policy, with one microbatch and with more,
+    the fastest that surely fits goes along with the fastest that may.
     """
     room = target.chip.hbm_bytes
     chosen: dict[tuple, Candidate] = {}
     for c in sorted(sketched, key=lambda c: c.sketch.seconds):
         for share in (0.75, 1.2):
             if c.sketch.peak <= share * room:
-                chosen.setdefault((_kind(c), c.run.remat, share), c)
+                chosen.setdefault((_kind(c), c.run.remat, c.run.microbatches == 1, share), c)
     able = sorted({id(c): c for c in chosen.values()}.values(), key=lambda c: c.sketch.seconds)
     if not able:  # nothing fits: how far off the smallest are
         yield from sorted(sketched, key=lambda c: c.sketch.peak)[: min(most, 6)]

@@ -31,24 +31,30 @@ class Sketch:
     peak: float
 
 
-def parameters(run: Run) -> tuple[float, float, float]:
-    """Rough counts: in blocks, in the tables of the vocabulary, and in one block."""
+def parameters(run: Run) -> tuple[float, float, float, float]:
+    """Rough counts: in blocks outside experts, in all experts, in the tables of the vocabulary, and in what one block
+    has gathered at once."""
     m = run.model
     embed, layers = m.embed, m.layers
     heads, head_dim = m.heads, getattr(m, "head_dim", embed // m.heads)
     kv = getattr(m, "kv_heads", heads)
     mlp = getattr(m, "mlp", 4 * embed)
     gated = 3 if hasattr(m, "kv_heads") else 2
-    block = embed * head_dim * (2 * heads + 2 * kv) + gated * embed * mlp
+    attention, dense = embed * head_dim * (2 * heads + 2 * kv), gated * embed * mlp
     tables = m.vocab * embed * (1 if getattr(m, "tie_embeddings", True) else 2)
-    return float(block * layers), float(tables), float(block)
+    experts = getattr(m, "experts", 0)
+    if not experts:
+        return float((attention + dense) * layers), 0.0, float(tables), float(attention + dense)
+    return float(attention * layers), float(dense * experts * layers), float(tables), float(attention + dense * experts)
 
 
 def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     """Rough time and memory of a run whose mesh has these sizes."""
     links: Links = place({axis: size for axis, size in sizes.items() if size > 1} or {"data": 1}, target)
     chip, m = target.chip, run.model
-    blocks, tables, block = parameters(run)
+    blocks, experts, tables, block = parameters(run)
+    expert, per_token = sizes.get("expert", 1), getattr(m, "experts_per_token", 0)
+    active = blocks + experts * per_token / max(getattr(m, "experts", 1), 1)
     devices, model = target.num_devices, sizes.get("model", 1)
     shard = [axis for axis in ("data", "data_y", "data_z") if sizes.get(axis, 1) > 1]
     ways = math.prod(sizes[axis] for axis in shard) if shard else 1
@@ -60,27 +66,30 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
         keep, again = _SOME[len(run.remat.names) > 1]
     length = run.data.sequence_length
     attention = 6.0 * m.layers * m.heads * getattr(m, "head_dim", m.embed // m.heads) * length * tokens
-    flops = ((6 + 2 * again) * (blocks + tables / 2) * tokens + attention * (1 + again / 3)) / devices
+    flops = ((6 + 2 * again) * (active + tables / 2) * tokens + attention * (1 + again / 3)) / devices
     narrow = max(1.0, 128 / (getattr(m, "mlp", 4 * m.embed) / model))
     compute = flops / (chip.bf16_flops * chip.matmul_efficiency) * 1.15 * narrow
     weights = activations = 0.0
     if shard and sharded:
         passes = 1 if run.microbatches > 1 else 2
-        moved = 2.0 * (blocks + tables) / model * (passes + 2)
+        moved = 2.0 * (blocks + tables + experts / expert) / model * (passes + 2)
         weights = moved / links.bandwidth(shard)
     elif shard:
-        weights = 2 * 4.0 * (blocks + tables) / model / links.bandwidth(shard)
+        weights = 2 * 4.0 * (blocks + tables + experts / expert) / model / links.bandwidth(shard)
     if model > 1:
         moved = (4 + 2 * again) * 2 * 2.0 * local * m.embed * m.layers * (model - 1) / model
         activations = moved / links.bandwidth(["model"])
+    if expert > 1:  # tokens to their experts and back, each pass
+        moved = (4 + 2 * again) * 2.0 * local / model * m.embed * per_token * m.layers * (expert - 1) / expert
+        activations += moved / links.bandwidth(["expert"])
     hidden = min(weights * (0.5 if len(chip.overlap) == 1 else 1.0), compute * 0.9) if chip.overlap else 0.0
     seconds = compute + activations + weights - hidden
-    state = 12.0 * (blocks + tables) / (ways * model if sharded else model)
+    state = 12.0 * (blocks + tables + experts / expert) / (ways * model if sharded else model)
     base, per_mlp, per_head = keep
     width = base * m.embed + (per_mlp * getattr(m, "mlp", 4 * m.embed) + per_head * m.embed) / model
     sequence = model if run.layout.preset in ("fsdp_tensor_sequence", "auto", "hybrid") else 1
     width -= base * m.embed * (1 - 1 / sequence)
     kept = 2.0 * width * m.layers * local / run.microbatches
-    accumulated = 8.0 * (blocks + tables) / model if run.microbatches > 1 else 0.0
-    working = 4.0 * block / model * 2 + 6.0 * tables / 2 / model + 2.0 * 8 * local / run.microbatches * m.embed
+    accumulated = 8.0 * (blocks + tables + experts / expert) / model if run.microbatches > 1 else 0.0
+    working = 4.0 * block / model / expert * 2 + 6.0 * tables / 2 / model + 2.0 * 8 * local / run.microbatches * m.embed
     return Sketch(seconds, state + (1 + FRAGMENTATION) * (kept + accumulated + working))

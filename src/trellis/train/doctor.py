@@ -24,6 +24,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     import jax
 
     from .devices import choose_platform
+    from .machine import measure_machine
     from .peak import matmul_peak
 
     choose_platform()
@@ -41,6 +42,13 @@ def run_doctor(args: argparse.Namespace) -> int:
         peak = matmul_peak(devices, dtype)
         how = "measured, all devices together" if devices[0].platform == "cpu" else "published, all devices together"
         print(f"{dtype:<16} " + (f"{peak / 1e12:.2f} TFLOP/s in matrix products ({how})" if peak else "peak not known"))
+    if devices[0].platform == "cpu":
+        m = measure_machine()
+        print(f"elementwise      {m.vector / 1e9:.1f} G operations/s (measured, one device)")
+        print(
+            f"memory           {m.memory / 1e9:.1f} GB/s, {m.cache / 1e9:.1f} GB/s in the cache (measured, one device)"
+        )
+        print(f"an operation     takes {m.launch * 1e6:.1f} us at least (measured)")
     for advice in advise(devices[0].platform, Path("/dev")):
         print(advice)
     print("\nextras")
