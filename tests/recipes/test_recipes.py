@@ -116,6 +116,8 @@ def test_a_file_that_is_no_yaml(tmp_path):
         ("llama32_1b_v5e_16", "v5e:4x4"),
         ("llama_70b", "32x8xH100"),
         ("llama_70b_v5p_512", "v5p:8x8x8"),
+        ("mixtral_8x7b", "8x8xH100"),
+        ("mixtral_8x7b_v5p_64", "v5p:4x4x4"),
     ],
 )
 def test_fits_the_hardware_it_is_for(name, hardware):

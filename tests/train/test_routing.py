@@ -21,6 +21,7 @@ from trellis.optim.config import Adafactor, AdamW, Constant, Lion, Muon
 from trellis.train.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.state import State
 from trellis.train.step import Recipe, by_name, make_step, measured_gradients
+from trellis.train.work import matmul_parameters
 
 WEIGHTS = dict(balance=0.5, z_loss=0.1)
 ROUTING = {
@@ -62,6 +63,14 @@ def whole(routing):
 
 def run(jit, model, data, recipe):
     return jax.device_get(jit(lambda m, b: measured_gradients(m, b, recipe))(model, data))
+
+
+def test_utilisation_counts_the_experts_that_a_token_meets():
+    config = CONFIGS["mixtral"]
+    model = jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
+    attention = config.embed * config.head_dim * 2 * (config.heads + config.kv_heads)
+    experts = config.experts_per_token * 3 * config.embed * config.mlp + config.embed * config.experts
+    assert matmul_parameters(model) == config.layers * (attention + experts) + config.vocab * config.embed
 
 
 def norm(tree):

@@ -16,4 +16,5 @@ from .llama import (
     llama_540m,
 )
 from .load import RECIPES, load_run
+from .mixtral import mixtral_8x7b, mixtral_8x7b_v5p_64
 from .starter import starter, tiny

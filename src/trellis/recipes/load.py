@@ -7,9 +7,9 @@ from pathlib import Path
 from ..errors import UserError, did_you_mean
 from ..train.config import Run
 from ..train.overrides import resolve
-from . import gpt2, llama, starter
+from . import gpt2, llama, mixtral, starter
 
-_FILES = (starter, gpt2, llama)
+_FILES = (starter, gpt2, llama, mixtral)
 
 RECIPES: dict[str, Callable[[], Run]] = {
     name: function

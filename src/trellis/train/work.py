@@ -18,15 +18,16 @@ from .peak import matmul_peak
 def matmul_parameters(model: Any) -> int:
     """Parameters that multiply activations, of a model or its abstract tree.
 
-    A table of vocabulary or positions is looked up, and does not count, but the unembedding does, without its padding
-    rows; vectors (norms, biases) do not.
+    Of experts those count that a token meets. A table of vocabulary or positions is looked up, and does not count, but
+    the unembedding does, without its padding rows; vectors (norms, biases) do not.
     """
     leaves = [x for x in jax.tree.leaves(model, is_leaf=is_named) if is_named(x)]
     count = 0
     for leaf in leaves:
         dims = {name: size for name, size in leaf.shape.items() if name != "layers"}
         if len(dims) > 1 and not {"vocab", "pos"} & set(dims):
-            count += math.prod(leaf.shape.values())
+            met = model.config.experts_per_token / model.config.experts if "experts" in dims else 1
+            count += round(math.prod(leaf.shape.values()) * met)
     head = model.unembedding.shape
     return count + model.config.vocab * math.prod(size for name, size in head.items() if name != "vocab")
 
