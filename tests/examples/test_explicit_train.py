@@ -14,6 +14,7 @@ import pytest
 import trellis as tr
 from trellis.data import FileSource, find_files, tokenize
 from trellis.data.seqax import write_flat_tokens
+from trellis.mesh.manual import TransitionError
 from trellis.models.llama import Llama, LlamaConfig
 from trellis.named import named_jit
 from trellis.notation import PendingSumError, TypeMismatch, abstract
@@ -227,8 +228,15 @@ def test_a_forgotten_sum_is_refused_with_its_line(call, layout, tmp_path):
         trace(module, layout.mesh)
 
 
-@pytest.mark.parametrize("call", OTHERS, ids=show)
-def test_a_forgotten_gather_is_refused(call, layout, tmp_path):
+# A word of the line that uses what should have been gathered, for each call in order.
+USES = ["scale", "einsum", "wq", "wk", "wv", "wo", "gate", "up", "down", "pcast", "logits", "largest"]
+
+
+@pytest.mark.parametrize(("call", "use"), list(zip(OTHERS, USES, strict=True)), ids=USES)
+def test_a_forgotten_gather_is_refused_with_the_line_that_uses_it(call, use, layout, tmp_path):
     module = without(call[0], tmp_path)
-    with layout, pytest.raises((TypeMismatch, ValueError), match="einsum|reshard|result|pcast"):
+    with layout, pytest.raises((TypeMismatch, TransitionError)) as error:
         trace(module, layout.mesh)
+    lines = re.findall(r" \(forgotten\.py:(\d+): ", str(error.value))
+    assert len(lines) == 1
+    assert use in (tmp_path / "forgotten.py").read_text().splitlines()[int(lines[0]) - 1]

@@ -1,11 +1,10 @@
 """What manual mode refuses while tracing, and the text it says it with."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.mesh.told import told
 from trellis.mesh import ReshardError, all_gather, make_mesh, reduce_scatter, reshard
 from trellis.mesh.manual import TransitionError, shard_map, shift
 from trellis.mesh.manual import einsum_plain as einsum
@@ -37,8 +36,9 @@ def product(then, result="batch/d out", axes=None):
 
 
 def refuses(error, message, fn, *args, **kwargs):
-    with pytest.raises(error, match=re.escape(message)):
+    with pytest.raises(error) as caught:
         fn(*args, **kwargs)
+    assert message in told(caught)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_pending_operand_and_a_copy_without_slices():
     refuses(
         TypeMismatch,
         "a copy '~x' is for products with an operand that x slices, got an elementwise operation of one with a value "
-        "that is the same on all devices, in `elementwise` (test_manual_errors.py:",
+        "that is the same on all devices, in `elementwise`: use",
         elementwise,
         w,
     )

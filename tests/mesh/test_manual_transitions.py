@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 
+from tests.mesh.told import told
 from trellis.mesh.manual import TransitionError, manual_reshard, shard_map
 from trellis.mesh.manual_ops import mark_pending
 from trellis.notation import ArrayType, Dim, NotationError, Shape, parse_transition, spec_of
@@ -267,8 +268,9 @@ def test_a_transition_is_one_collective_and_so_is_its_gradient(text):
     ],
 )
 def test_impossible_transitions(text, message):
-    with pytest.raises(TransitionError, match=re.escape(message)):
+    with pytest.raises(TransitionError) as caught:
         hold(text, mesh_of(x=4, y=2))
+    assert message in told(caught, by_line=True)
 
 
 def test_a_dimension_that_does_not_divide():
@@ -276,5 +278,6 @@ def test_a_dimension_that_does_not_divide():
         "a mesh axis divides what it slices, got a=6 over x=4, in reshard('a b -> a/x b'): make a 4 or 8, "
         "or slice it over other axes"
     )
-    with pytest.raises(NotationError, match=re.escape(message)):
+    with pytest.raises(NotationError) as caught:
         hold("a b -> a/x b", mesh_of(x=4, y=2), (6, 4))
+    assert message in told(caught, by_line=True)

@@ -27,7 +27,7 @@ from trellis.notation.state import mesh_of, state_of
 from trellis.notation.struct import check_divides
 from trellis.notation.typeof import is_array, is_named
 
-from .manual_check import check_pending, error_line, refusal
+from .manual_check import check_pending, error_line, located, met_line, refusal
 from .manual_einsum import einsum_plain
 from .manual_ops import vary
 from .manual_reshard import TransitionError, check_slice, known_axes, manual_reshard
@@ -302,7 +302,8 @@ class _Call:
             typed = [leaf for leaf in out["leaves"] if leaf.kind is not None]
             for leaf in typed:
                 self.check_result(leaf)
-            arrays = [self.leave(leaf, *both) for leaf, *both in zip(typed, arrays, pending, strict=True)]
+            met = [functools.partial(met_line, traced.jaxpr, var) for var in traced.jaxpr.outvars]
+            arrays = [self.leave(leaf, *each) for leaf, *each in zip(typed, arrays, pending, met, strict=True)]
         groups = [[] for _ in results]
         index = []
         for leaf, array in zip(typed, arrays, strict=True):
@@ -340,7 +341,7 @@ class _Call:
                 )
         bind_shape(leaf.kind.shape, _plain(leaf.value), leaf.place, self.bindings)
 
-    def leave(self, leaf: Leaf, array, pending: frozenset[str]):
+    def leave(self, leaf: Leaf, array, pending: frozenset[str], met: Callable):
         wanted = real_axes(leaf.kind.shape, self.shape)
         if forgotten := sorted(pending - set(wanted.pending)):
             held = Shape(wanted.dims, tuple(sorted(pending)), wanted.copied, wanted.ellipsis)
@@ -364,7 +365,12 @@ class _Call:
                     f"a result is what its annotation says, got '{held}' for {leaf.kind}, in {leaf.place}: "
                     f"correct the mesh axes that are left to the surrounding program"
                 )
-        return check_slice(array, wanted, leaf.place, "a result is what its annotation says")
+        try:
+            return check_slice(array, wanted, leaf.place, "a result is what its annotation says")
+        except TransitionError as error:
+            if line := met(wanted.mesh_axes):
+                raise type(error)(f"{error}, or gather it before it meets what does not differ{line}") from None
+            raise
 
 
 def _plain(x):
@@ -391,7 +397,16 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
             f"JAX cannot map over an operation that begins or ends a pending sum or a copy, got one under vmap, "
             f"in `{bindings.function}`{line}: write the mapped dimension in the text, or use jax.lax.map"
         ) from error
-    if isinstance(error, NotationError) or not _REFUSED.search(text):
+    if isinstance(error, NotationError):
+        if (told := located(error)) != text:
+            raise type(error)(told).with_traceback(error.__traceback__) from error.__cause__
+        return
+    if cast := re.search(r"Unsupported pcast from=(\w+), to='(\w+)'", text):
+        raise TypeMismatch(
+            f"a cast changes how devices hold a value, got pcast to '{cast[2]}' of one that is {cast[1]}, "
+            f"in `{bindings.function}`{line}: write the reshard that was forgotten before it, or leave the cast out"
+        ) from error
+    if not _REFUSED.search(text):
         return
     if "Inputs cannot be replicated on the same axes" in text:
         raise TypeMismatch(

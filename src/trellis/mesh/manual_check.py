@@ -127,6 +127,26 @@ def _inner(eqn, programs, ins, bindings, line) -> list[frozenset[str]]:
     return outs
 
 
+def met_line(jaxpr, var, sliced) -> str:
+    """Where a value that ends up differing along other mesh axes than `sliced` first met one that is the same there.
+
+    A forgotten gather or sum shows there: what it would have made the same on all devices meets what is.
+    """
+    wanted, line, axes = {var}, "", _varying(var) - set(sliced)
+    for eqn in reversed(jaxpr.eqns):
+        if wanted.isdisjoint(eqn.outvars):
+            continue
+        wanted.update(v for v in eqn.invars if not isinstance(v, Literal) and axes & _varying(v))
+        if eqn.primitive.name == "pvary" and axes & _varying(eqn.outvars[0]) - _varying(eqn.invars[0]):
+            line = eqn_line(eqn)
+    return line
+
+
+def _varying(var) -> frozenset[str]:
+    mat = getattr(var.aval, "mat", None)
+    return mat.varying if mat is not None else frozenset()
+
+
 def refusal(operation: str, axes, line: str, bindings: Bindings) -> str:
     """The text of a refusal, with the `reshard` that was forgotten."""
     candidates = [s for s in dict.fromkeys(bindings.pending) if not axes or set(axes) & set(s.pending)]
@@ -158,6 +178,16 @@ def error_line(error: BaseException) -> str:
     """Where the user's code was when an error was raised, in the same form."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _LIBRARIES.search(f.filename)]
     return _line(frames[-1].filename, frames[-1].lineno) if frames else ""
+
+
+def located(error: Exception) -> str:
+    """An error's text with the line of the user's program at its place: `rule, got values, in place (line): fix`."""
+    text, line = str(error), error_line(error)
+    if not line or line in text:
+        return text
+    places = list(re.finditer(r", in [^:]+(?=: )", text))
+    end = places[-1].end() if places else len(text)
+    return text[:end] + line + text[end:]
 
 
 def _line(file: str, number: int) -> str:
