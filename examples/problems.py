@@ -3,10 +3,9 @@
     python examples/problems.py
 
 1. The mean of each shard, in both schools, and the proof that nothing moves; the roll of each shard minus itself.
+2. Experts in all their passes: on one device, left to the compiler, gathered, exchanged, and several for each token.
 3. Matrix products that overlap their communication: gather, reduce, scatter, and a whole feed-forward block.
 4. The same with rings that run both ways.
-
-Problem 2, experts, is about routing.
 """
 
 import jax
@@ -17,11 +16,21 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 import trellis as tr  # noqa: E402
-from trellis import f32  # noqa: E402
-from trellis.collectives import Ring, feed_forward, gather_matmul, matmul_reduce, matmul_scatter  # noqa: E402
-from trellis.inspect import collectives  # noqa: E402
+from trellis import f32, i32  # noqa: E402
+from trellis.collectives import (  # noqa: E402
+    Ring,
+    exchange_experts,
+    feed_forward,
+    gather_experts,
+    gather_matmul,
+    local_experts,
+    matmul_reduce,
+    matmul_scatter,
+)
+from trellis.inspect import collectives, compiled_memory  # noqa: E402
+from trellis.nn.moe import grouped_matmul  # noqa: E402
 
-TOKENS, EMBED, MLP = 64, 32, 64
+TOKENS, EMBED, MLP, EXPERTS = 64, 32, 64, 8
 
 
 def put(mesh, text: str, shape: tuple[int, ...]) -> jax.Array:
@@ -75,6 +84,68 @@ def shard_rolls(mesh, shift: int = 3) -> None:
     print(f"roll minus self within each shard: {len(rows)} collectives")
 
 
+def experts_on_one_device(a, w, chosen, weights) -> jax.Array:
+    """`out[i] = sum_k weights[i, k] * a[i] @ w[chosen[i, k]]`: tokens sorted by expert, and one product a group."""
+    compute = lambda rows, sizes: grouped_matmul(rows, w, sizes)
+    return local_experts(a, chosen, weights, compute, count=EXPERTS)
+
+
+def experts(mesh, choices: int) -> None:
+    """Problem 2: a token's experts are numbers; weights are sliced over experts and width, tokens over both axes."""
+    a, w = put(mesh, "tokens/x in/y", (TOKENS, EMBED)), put(mesh, "experts/x in out/y", (EXPERTS, EMBED, MLP))
+    ids = np.stack([(5 * np.arange(TOKENS) + 3 * k) % EXPERTS for k in range(choices)], 1).astype(np.int32)
+    ids = np.where(np.arange(TOKENS)[:, None] < TOKENS // 2, ids, ids[:1])  # half of the tokens want the same
+    by_token = jax.NamedSharding(mesh, tr.parse("tokens/x choices").spec)
+    chosen, weights = (jax.device_put(x, by_token) for x in (ids, np.full(ids.shape, 1 / choices, np.float32)))
+    per_device = EXPERTS // mesh.shape["x"]
+    expected = np.mean([np.einsum("td,tdf->tf", a, np.asarray(w)[ids[:, k]]) for k in range(choices)], 0)
+
+    # One device. Weights are not taken apart for each token: that would be [tokens, in, out].
+    here = [jax.device_put(np.asarray(x), jax.devices()[0]) for x in (a, w, chosen, weights)]
+    one = jax.jit(experts_on_one_device).lower(*here).compile()
+    np.testing.assert_allclose(one(*here), expected, rtol=1e-4)
+    assert compiled_memory(one).temporaries < 4 * TOKENS * EMBED * MLP
+    print(f"\nexperts, {choices} for each token, on one device\n{compiled_memory(one)}")
+
+    # The same, left to the compiler.
+    auto = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
+    moved = [jax.device_put(np.asarray(x), jax.NamedSharding(auto, x.sharding.spec)) for x in (a, w, chosen, weights)]
+    out = jax.NamedSharding(auto, tr.parse("tokens/x out/y").spec)
+    compiled = jax.jit(experts_on_one_device, out_shardings=out).lower(*moved).compile()
+    np.testing.assert_allclose(compiled(*moved), expected, rtol=1e-4)
+    print(f"\nleft to the compiler\n{collectives(compiled, auto)}")
+
+    @tr.shard_map
+    def gathered(
+        a: f32["tokens/x in/y"],
+        w: f32["experts/x in out/y"],
+        chosen: i32["tokens/x choices"],
+        weights: f32["tokens/x choices"],
+    ) -> f32["tokens/x out/y"]:
+        """The first pass by hand: every row of devices gets all tokens, and computes its own experts."""
+        a = tr.all_gather("tokens/x in/y -> tokens/x in", a)
+        compute = lambda rows, sizes: grouped_matmul(rows, w, sizes)
+        return gather_experts(a, chosen, weights, compute, axes=("x",), count=per_device)
+
+    @tr.shard_map
+    def exchanged(
+        a: f32["tokens/x in/y"],
+        w: f32["experts/x in out/y"],
+        chosen: i32["tokens/x choices"],
+        weights: f32["tokens/x choices"],
+    ) -> f32["tokens/x out/y"]:
+        """The second: a token travels to the devices of its experts, in rounds of a bounded buffer, and no further."""
+        a = tr.all_gather("tokens/x in/y -> tokens/x in", a)
+        compute = lambda rows, sizes: grouped_matmul(rows, w, sizes)
+        return exchange_experts(a, chosen, weights, compute, axes=("x",), count=per_device, ragged=False, slack=1.0)
+
+    with jax.set_mesh(mesh):
+        for fn in (gathered, exchanged):
+            given = (a, w, chosen, weights)
+            np.testing.assert_allclose(jax.jit(fn)(*given), expected, rtol=1e-4)
+            print(f"\n{fn.__name__}\n{tr.ledger(fn, *given)}")
+
+
 def overlapped_products(mesh, ring: Ring) -> None:
     """Problems 3 and 4: each product against the plain one, and what travels."""
 
@@ -115,6 +186,8 @@ def main() -> None:
     mesh = tr.make_mesh(x=2, y=4)
     shard_means(mesh)
     shard_rolls(mesh)
+    for choices in (1, 2):
+        experts(mesh, choices)
     for ring in (Ring(axis="y"), Ring(axis="y", both_ways=True)):
         overlapped_products(mesh, ring)
 
