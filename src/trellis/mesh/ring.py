@@ -41,9 +41,15 @@ class Ring:
                 "more"
             )
 
-    def hops(self, size: int) -> dict[int, int]:
-        """How far slices travel in each direction (1 is up, to the next device) along an axis of `size` devices."""
-        return {1: size // 2, -1: (size - 1) // 2} if self.both_ways else {1: size - 1, -1: 0}
+    def hops(self, size: int, part: int) -> dict[int, int]:
+        """How far a part travels in each direction (1 is up, to the next device) along an axis of `size` devices.
+
+        Of an even number the farthest device is as far either way: parts take turns.
+        """
+        if not self.both_ways:
+            return {1: size - 1, -1: 0}
+        up = 1 if part % 2 == 0 else -1
+        return {up: size // 2, -up: (size - 1) // 2}
 
 
 Names = tuple[str, ...]
@@ -114,7 +120,8 @@ def scatter_products(
         dtype: of the result and of what travels; each addition is in float32 at least.
         plus: another partial sum, with `names`, whole in `moved.name`.
     """
-    hops = ring.hops(lax.axis_size(ring.axis))
+    size = lax.axis_size(ring.axis)
+    ways = [(by, part, hops) for part in range(ring.chunks) for by, hops in ring.hops(size, part).items() if hops]
 
     def own(offset: int, part: int, waits_for: Sequence = ()):
         """This device's share of what goes to the device `offset` places away, and sums that it waits for."""
@@ -129,15 +136,17 @@ def scatter_products(
     # A product that waits for a sum adds it as it is made, which costs nothing, if another product can run meanwhile.
     busy = ring.both_ways or ring.chunks > 1
     sums: dict[tuple[int, int], jax.Array] = {}
-    for distance in range(max(hops.values()), 0, -1):
-        for by in (by for by in hops if distance <= hops[by]):
-            for part in range(ring.chunks):
-                arrived = [_pass(ring, moved, sums[by, part], by)] if distance < hops[by] else []
+    for distance in range(max(hops for *_, hops in ways), 0, -1):
+        # Sums that begin here come before those that wait.
+        for by, part, hops in sorted(ways, key=lambda way: distance < way[-1]):
+            if distance <= hops:
+                arrived = [_pass(ring, moved, sums[by, part], by)] if distance < hops else []
                 waits_for, rest = (arrived, []) if busy else ([], arrived)
                 sums[by, part] = _added([own(by * distance, part, waits_for), *rest]).astype(dtype)
     last = _Result(ring, moved, names, dtype, sliced=True)
     for part in range(ring.chunks):
-        *near, far = [_pass(ring, moved, sums[by, part], by) for by in (-1, 1) if hops[by]]
+        mine = sorted((hops, by) for by, of, hops in ways if of == part)
+        *near, far = [_pass(ring, moved, sums[by, part], by) for _, by in mine]
         waits_for, rest = (near, [far]) if ring.chunks > 1 else ([], [*near, far])
         last.add(0, part, _added([own(0, part, waits_for), *rest]))
     return last.whole()
@@ -181,15 +190,18 @@ def _passing(ring: Ring, moved: Moved, names: Names, x) -> Iterator[tuple[int, i
     """Every device's parts of `x` as they come by: whose (places from here), which part, and the part."""
     dim, size = names.index(moved.name), moved.size // ring.chunks
     parts = [lax.slice_in_dim(x, p * size, (p + 1) * size, axis=dim) for p in range(ring.chunks)]
-    hops = ring.hops(lax.axis_size(ring.axis))
-    here = dict.fromkeys(hops, parts)
-    for step in range(max(hops.values()) + 1):
+    hops = [ring.hops(lax.axis_size(ring.axis), part) for part in range(ring.chunks)]
+    here = {(by, part): piece for part, piece in enumerate(parts) for by in hops[part]}
+    step = 0
+    while here:
         # What the next step needs leaves before this step's products.
-        coming = {by: [_pass(ring, moved, piece, by) for piece in here[by]] for by in here if step < hops[by]}
-        for by in here if step else (1,):
-            for part, piece in enumerate(here[by]):
+        coming = {
+            (by, part): _pass(ring, moved, piece, by) for (by, part), piece in here.items() if step < hops[part][by]
+        }
+        for (by, part), piece in here.items():
+            if step or by == 1:  # what is here from the start has come no way
                 yield -by * step, part, piece
-        here = coming
+        here, step = coming, step + 1
 
 
 def _pass(ring: Ring, moved: Moved, x, by: int):
