@@ -111,8 +111,8 @@ def test_what_moves():
     room = 20  # 1.5 times the 12 choices of 6 tokens, in whole slots of 4 devices
     slots = [r for r in moved["slots"] if r.dtype.startswith("f")]
     size = row * room * others // DEVICES
-    assert [(r.kind, r.wire, r.times) for r in slots] == [("all-to-all", size, times) for times in (1, 1, 2, 2)]
-    assert [r.note for r in slots] == ["", "", *["the largest of 2 branches"] * 2]
+    assert [(r.kind, r.wire, r.times) for r in slots] == [("all-to-all", size, times) for times in (1, 1, 1, 1)]
+    assert [r.note for r in slots] == ["", "", *["once a turn of a while loop"] * 2]
     back = next(r for r in moved["ragged"] if r.what == "20 1 3 -> 12 1 3")
     assert back.wire == size and back.note == "at most: the sizes are known when it runs"
 

@@ -5,6 +5,7 @@ along the exchange's mesh axes holds `count` experts, in the order of the axes, 
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -124,30 +125,53 @@ def exchange_experts(
     # The most that one device can be sent: a token's experts are all different.
     worst = devices * tokens * min(choices, count)
     room = min(worst, -(-math.ceil(slack * pairs) // devices) * devices)
-    per_pair = room // devices
     if ragged:
-        most, rounds = counts.sum((0, 2)).max(), -(-worst // room)
-        needed = -(-most // room)
+        needed = -(-counts.sum((0, 2)).max() // room)
     else:
-        most, rounds = counts.sum(2).max(), -(-(worst // devices) // per_pair)
-        needed = -(-most // per_pair)
+        needed = -(-counts.sum(2).max() // (room // devices))
     needed = lax.pmax(needed, varying)  # all devices of the mesh agree, whether or not they exchange rows
 
     def one(rows, counts, turn):
         return _round(rows, counts, turn, compute, axes=axes, room=room, ragged=ragged)
 
     made = one(rows, counts, jnp.int32(0))
-    if rounds > 1:
-
-        def further(rows, counts, turn):
-            none = vary(jnp.zeros(made.shape, made.dtype), tuple(jax.typeof(made).mat.varying))
-            return lax.cond(turn < needed, lambda: one(rows, counts, turn), lambda: none)
-
-        again = jax.checkpoint(further, prevent_cse=False)
-        made, _ = lax.scan(
-            lambda total, turn: (total + again(rows, counts, turn), None), made, jnp.arange(1, rounds, dtype=jnp.int32)
-        )
+    if worst > room:
+        pure, held = jax.closure_convert(one, rows, counts, jnp.int32(1))
+        made = _further(pure, made, rows, counts, needed, held)
     return combine(made, weights, place.reshape(tokens, choices), order)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _further(one, made, rows, counts, needed, held):
+    """`made` and what the rounds from the second on make, as many as are needed; the backward pass makes it again.
+
+    Args:
+        one: `one(rows, counts, turn, *held)`, a round.
+        made: `rows embed`, of the first round.
+        rows, counts: of all rounds.
+        needed: `i32[""]`, the same on all devices.
+        held: what the experts compute with.
+    """
+    return lax.fori_loop(jnp.int32(1), needed, lambda turn, total: total + one(rows, counts, turn, *held), made)
+
+
+def _further_forward(one, made, rows, counts, needed, held):
+    return _further(one, made, rows, counts, needed, held), (rows, counts, needed, held)
+
+
+def _further_backward(one, kept, d):
+    rows, counts, needed, held = kept
+
+    def body(turn, total):
+        _, pull = jax.vjp(lambda rows, held: one(rows, counts, turn, *held), rows, held)
+        return jax.tree.map(jnp.add, total, pull(d))
+
+    none = lambda x: vary(jnp.zeros_like(x), tuple(jax.typeof(x).mat.varying))
+    d_rows, d_held = lax.fori_loop(jnp.int32(1), needed, body, jax.tree.map(none, (rows, held)))
+    return d, d_rows, None, None, d_held
+
+
+_further.defvjp(_further_forward, _further_backward)
 
 
 def _round(rows, counts, turn, compute: Compute, *, axes: Axes, room: int, ragged: bool):

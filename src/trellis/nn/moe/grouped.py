@@ -1,5 +1,7 @@
 """Products of sorted rows with one weight for each group of them."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -7,15 +9,17 @@ from jax import lax
 from trellis.mesh.platform import platform_of
 from trellis.nn.partition import varying
 
-# Rows that a CPU multiplies at once: enough to keep its cores busy, few enough to waste little on a group's end.
-BLOCK = 128
+# Rows that are multiplied at once where a loop goes over blocks of them: on a CPU enough to keep its cores busy, few
+# enough to waste little on a group's end; on others so many that adding to a weight's gradient takes less.
+BLOCK, WIDE_BLOCK = 128, 2048
 
 
 def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
     """The first `sizes[0]` rows times `weights[0]`, the next `sizes[1]` times `weights[1]`, and so on.
 
-    Accelerators use `jax.lax.ragged_dot`. On a CPU that multiplies every row with every weight, so there a loop goes
-    over blocks of one group's rows each.
+    Accelerators use `jax.lax.ragged_dot`. On a CPU that multiplies every row with every weight, and so does its
+    gradient with respect to the weights on TPUs (by libtpu 0.0.42; within a conditional it does not compile). There a
+    loop goes over blocks of one group's rows each.
 
     Args:
         rows: `rows in`, sorted by group.
@@ -31,26 +35,25 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax
     >>> grouped_matmul(rows, weights, jnp.array([1, 2])).ravel().tolist()
     [2.0, 4.0, 4.0]
     """
-    if platform_of(rows) == "cpu":
-        return _in_blocks(rows, weights, sizes)
-    return lax.ragged_dot(rows, weights, sizes)
+    return _grouped(rows, weights, sizes, platform_of(rows) == "cpu")
 
 
-@jax.custom_vjp
-def _in_blocks(rows, weights, sizes):
-    return _multiply(rows, weights, sizes)
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _grouped(rows, weights, sizes, blocks: bool):
+    return _multiply(rows, weights, sizes) if blocks else lax.ragged_dot(rows, weights, sizes)
 
 
-def _forward(rows, weights, sizes):
-    return _multiply(rows, weights, sizes), (rows, weights, sizes)
+def _forward(rows, weights, sizes, blocks: bool):
+    return _grouped(rows, weights, sizes, blocks), (rows, weights, sizes)
 
 
-def _backward(kept, d):
+def _backward(blocks: bool, kept, d):
     rows, weights, sizes = kept
-    return _multiply(d, weights.swapaxes(1, 2), sizes), _weights_gradient(rows, d, weights, sizes), None
+    d_rows = _grouped(d, weights.swapaxes(1, 2), sizes, blocks)
+    return d_rows, _weights_gradient(rows, d, weights, sizes, BLOCK if blocks else WIDE_BLOCK), None
 
 
-_in_blocks.defvjp(_forward, _backward)
+_grouped.defvjp(_forward, _backward)
 
 
 def _multiply(rows, weights, sizes):
@@ -68,8 +71,10 @@ def _multiply(rows, weights, sizes):
     return lax.fori_loop(0, blocks, body, out)[: rows.shape[0]]
 
 
-def _weights_gradient(rows, d, weights, sizes):
-    block = min(BLOCK, rows.shape[0])
+def _weights_gradient(rows, d, weights, sizes, block: int):
+    if weights.shape[0] == 1:  # rows of nobody have gradients of zeros
+        return jnp.matmul(rows.T, d, preferred_element_type=jnp.float32)[None].astype(weights.dtype)
+    block = min(block, rows.shape[0])
     blocks, group_of, first_of = _walk(sizes, block)
     ends = jnp.cumsum(sizes)
     rows, d = (jnp.pad(x, ((0, block), (0, 0))) for x in (rows, d))
