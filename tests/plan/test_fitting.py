@@ -34,6 +34,8 @@ def test_changes_keep_less_then_cut_the_batch():
     words = [options for options, _ in changes(run(remat__policy="dots", batch_size="8"))]
     assert words == [
         "--remat.policy saved",
+        "--remat.policy saved --remat.names query,key,value,attention",
+        "--remat.policy saved --remat.names attention",
         "--remat.policy full",
         "--microbatches 2",
         "--microbatches 4",
@@ -52,8 +54,8 @@ def test_every_way_fits_and_is_what_it_says():
     full = planned(run(batch_size="32", remat__policy="full")).memory.peak
     where = shrunk(int(full * 1.02))
     ways = ways_to_fit(asked, lambda changed: planned(changed, where))
-    assert ways[0].options == "--remat.policy full"
-    assert ways[0].peak == full
+    assert [way.options for way in ways if way.peak == full] == ["--remat.policy full"]
+    assert ways[0].options.startswith("--remat.policy saved --remat.names ")
     assert 1 <= len(ways) <= 3 and all(way.peak <= where.chip.hbm_bytes for way in ways)
     for way in ways:
         pairs = zip(way.options.split()[::2], way.options.split()[1::2])

@@ -17,6 +17,8 @@ from .show import human_seconds
 
 # From what keeps most to what keeps least for the backward pass.
 _POLICIES = ("none", "dots", "saved", "full")
+# Of the policy `saved`, some of the names that every family of models marks.
+SOME_NAMES = (("query", "key", "value", "attention"), ("attention",))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,9 +44,13 @@ def named_memory(prog: Program) -> Memory:
 
 def changes(run: Run) -> Iterator[tuple[str, Run]]:
     """Changes that lower memory, the cheapest first: one option, then two."""
-    policy = run.remat.policy
+    policy, names = run.remat.policy, run.remat.names
     stronger = _POLICIES[_POLICIES.index(policy) + 1 :] if policy in _POLICIES else ()
     remats = [(f"--remat.policy {name}", _with_policy(run, name)) for name in stronger]
+    if policy in _POLICIES[:3] and not names:  # between `saved` and `full`: some of the names
+        before = "" if policy == "saved" else "--remat.policy saved "
+        some = [(f"{before}--remat.names {','.join(n)}", _with_policy(run, "saved", n)) for n in SOME_NAMES]
+        remats[-1:-1] = some
     micro = [_micro(run, factor) for factor in (2, 4, 8)]
     yield from remats
     yield from micro
@@ -64,8 +70,8 @@ def _micro(run: Run, factor: int) -> tuple[str, Run]:
     return f"--microbatches {count}", dataclasses.replace(run, microbatches=count)
 
 
-def _with_policy(run: Run, policy: str) -> Run:
-    return dataclasses.replace(run, remat=dataclasses.replace(run.remat, policy=policy, names=()))
+def _with_policy(run: Run, policy: str, names: tuple[str, ...] = ()) -> Run:
+    return dataclasses.replace(run, remat=dataclasses.replace(run.remat, policy=policy, names=names))
 
 
 def ways_to_fit(run: Run, planned: Callable[[Run], Plan], most: int = 3, plan: Plan | None = None) -> list[Way]:

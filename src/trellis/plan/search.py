@@ -18,16 +18,14 @@ from trellis.inspect.rows import aligned, human_bytes
 from trellis.train.config import Run
 
 from .adapting import DATA_AXES, data_sizes
+from .fitting import SOME_NAMES
 from .hardware import Target
 from .quick import Plan, quick_plan
 from .show import human_count, human_seconds
 from .sketch import Sketch, sketch
 
 # Checkpoint policies, and of `saved` the names that are kept: all of them where none is said.
-POLICIES = (
-    ("none", ()), ("dots", ()), ("saved", ()), ("saved", ("query", "key", "value", "attention")),
-    ("saved", ("attention",)), ("full", ()),
-)  # fmt: skip
+POLICIES = (("none", ()), ("dots", ()), ("saved", ()), *(("saved", names) for names in SOME_NAMES), ("full", ()))
 
 
 @dataclasses.dataclass(frozen=True)
