@@ -106,6 +106,22 @@ def test_own_entries_replace_the_presets():
     assert layout.assign(ACTIVATIONS["residual"]) == (("data",), ("model",), ())
 
 
+def test_two_processors_of_one_cpu_keep_parameters_whole(monkeypatch):
+    """Where they are processors: on a machine with one, two devices rehearse a larger machine."""
+
+    def weights(count, **choice):
+        layout = make_layout(MeshSizes(), LayoutChoice(**choice), jax.devices()[:count])
+        assert layout.assign(ACTIVATIONS["residual"])[0] == ("data",)
+        return layout.assign(WEIGHTS["mlp"], "params")
+
+    sliced, whole = ((), ("data",), ()), ((), (), ())
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert weights(2) == whole
+    assert weights(2, preset="fsdp") == weights(8) == sliced
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    assert weights(2) == sliced
+
+
 def test_compiler_places_in_auto_mode():
     layout = make_layout(MeshSizes(), LayoutChoice(mode="auto"), jax.devices())
     assert set(layout.mesh.axis_types) == {jax.sharding.AxisType.Auto}

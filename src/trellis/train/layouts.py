@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -111,7 +112,8 @@ class LayoutChoice:
 
     preset: Preset = "auto"
     """A pair of maps. auto slices parameters over data (FSDP), widths over model (tensor and sequence), positions over
-    context; hybrid is the same with a replica on each host."""
+    context; hybrid is the same with a replica on each host. On the two processors of a CPU auto is data,
+    which is the faster there; each keeps a copy of the state."""
     params: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
     """Entries that replace the preset's for parameters at rest: the name of an axis, and mesh axes or nothing."""
     compute: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
@@ -193,6 +195,8 @@ def make_layout(mesh: MeshSizes, choice: LayoutChoice, devices: Sequence[Any]) -
         hosts = len({(getattr(d, "slice_index", 0), d.process_index) for d in devices})
         mesh = dataclasses.replace(mesh, replica=hosts)
     sizes = {name: size for name, size in mesh.resolve(len(devices)).items() if size > 1} or {"data": 1}
+    if choice.preset == "auto" and list(sizes) == ["data"] and _are_halves_of_a_cpu(devices):
+        choice = dataclasses.replace(choice, preset="data")
     params, compute = choice.maps()
     used = {axis for axes in (*params.values(), *compute.values()) for axis in axes}
     if idle := [name for name, size in sizes.items() if size > 1 and name not in used]:
@@ -209,6 +213,12 @@ def make_layout(mesh: MeshSizes, choice: LayoutChoice, devices: Sequence[Any]) -
     options = {"gather": choice.gather, "strict": choice.strict, "overlap": overlap}
     options["pipeline_microbatches"] = choice.pipeline_microbatches
     return Layout(arranged, params=params, compute=compute, **options)
+
+
+def _are_halves_of_a_cpu(devices: Sequence[Any]) -> bool:
+    """Two devices of one CPU that has so many processors; where it has not, they rehearse a larger machine."""
+    here = len({d.process_index for d in devices}) == 1
+    return here and len(devices) == 2 <= (os.cpu_count() or 1) and all(d.platform == "cpu" for d in devices)
 
 
 def check_names(choice: LayoutChoice, names: Iterable[str]) -> None:
