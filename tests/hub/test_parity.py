@@ -118,3 +118,21 @@ def test_logits_gradients_and_folders(torch, config, theirs, tmp_path):
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     for name, weight in model.state_dict().items():
         assert torch.equal(back.state_dict()[name], weight), name
+
+
+def test_experts_that_are_stored_together(torch, tmp_path):
+    """As newer versions hold them, where they are asked to write them so."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = CONFIGS["mixtral"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        contents = to_config_json(config, positions=POSITIONS, dtype="float32")
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**contents))
+        model.save_pretrained(tmp_path / "apart")
+        model.save_pretrained(tmp_path / "together", save_original_format=False)
+    target = jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
+    apart, together = (Folder(tmp_path / name) for name in ("apart", "together"))
+    assert not set(apart._place) == set(together._place)
+    for a, b in zip(*(jax.tree.leaves(f.load(target)) for f in (apart, together)), strict=True):
+        np.testing.assert_array_equal(a, b)

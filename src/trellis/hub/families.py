@@ -1,8 +1,11 @@
 """The families of models as Hugging Face has them: their configurations, and where each parameter is."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from trellis.errors import UserError
 from trellis.models import (
@@ -33,6 +36,7 @@ class Family:
         from_hub: our fields, from those of `config.json`.
         fixed: fields of `config.json` that must have these values, since our model has no others.
         zeros: tensors that a folder has in any case: zeros where our model has no such parameter.
+        elsewhere: from a tensor's key to another key, and what to take of that tensor, for folders that hold it there.
     """
 
     config: type
@@ -43,6 +47,7 @@ class Family:
     from_hub: Callable[[Mapping], dict]
     fixed: Mapping[str, Any]
     zeros: Sequence[Key] = ()
+    elsewhere: Callable[[str], tuple[str, Callable]] | None = None
 
 
 _LLAMA_KEYS = {
@@ -182,6 +187,18 @@ def _mixtral_from_hub(hub: Mapping) -> dict:
     }
 
 
+def _mixtral_fused(text: str) -> tuple[str, Callable]:
+    """Where `save_pretrained(save_original_format=False)` puts a tensor: all experts of a layer in one."""
+    found = re.fullmatch(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.weight", text)
+    if found is None:
+        return text.replace(".block_sparse_moe.gate.", ".mlp.gate."), lambda whole: whole
+    lead, expert, which = found[1], int(found[2]), found[3]
+    if which == "2":
+        return f"{lead}.mlp.experts.down_proj", lambda whole: whole[expert]
+    half = 0 if which == "1" else 1
+    return f"{lead}.mlp.experts.gate_up_proj", lambda whole: np.split(whole[expert], 2)[half]
+
+
 def _scaling(rope: Mapping) -> LinearScaling | Llama3Scaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -302,6 +319,7 @@ FAMILIES: dict[str, Family] = {
             to_hub=_mixtral_to_hub,
             from_hub=_mixtral_from_hub,
             fixed={"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0},
+            elsewhere=_mixtral_fused,
         ),
         Family(
             config=GPT2Config,

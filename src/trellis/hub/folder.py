@@ -121,6 +121,10 @@ class Folder:
     def _tensor(self, text: str, shape: tuple[int, ...]) -> np.ndarray:
         # Some folders leave out the name that the model has within `...ForCausalLM`.
         name = next((n for n in (text, text.partition(".")[2]) if n in self._place), None)
+        take: Callable = lambda tensor: tensor
+        if name is None and (elsewhere := family_of(self.config).elsewhere) is not None:
+            other, take = elsewhere(text)
+            name = other if other in self._place else None
         if name is None:
             raise UserError(
                 "A folder has every parameter of its model.",
@@ -131,7 +135,7 @@ class Folder:
         file = self._place[name]
         if file not in self._files:
             self._files[file] = TensorFile(self.path / file)
-        tensor = self._files[file].tensor(name)
+        tensor = take(self._files[file].tensor(name))
         if tensor.shape != shape:
             raise UserError(
                 "Weights have the shapes that config.json says.",
