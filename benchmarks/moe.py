@@ -9,9 +9,10 @@ that a mixture cannot do without.
 
 On TPUs: the same of a layer of Mixtral 8x7B in bfloat16, 8 experts on 8 chips, 2,048 tokens each, compiled ahead of
 time (needs libtpu, no TPU). `other` is the compiler's own estimate of everything but collectives and its grouped
-kernels, which have none, in cycles over the cycles of the bound on the chip's matrix units. `wire` is what one chip
-sends, of a ragged exchange at most. Further rounds of an exchange, which run only where the load is uneven, are left
-out of both.
+kernels, which have none, over the bound, in cycles of the chip's matrix units. The kernels are the products forward and
+of the rows' gradients, two thirds of the bound where the load is even; the weights' gradients, and all products of the
+dense way, are in `other`. `wire` is what one chip sends, of a ragged exchange at most. Further rounds of an exchange,
+which run only where the load is uneven, are left out of both.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from trellis.nn.moe import choose, mix, score
 # Matrix FLOPs a cycle of one chip (published peak over clock).
 CHIPS = {"v5e": 197e12 / 1.5e9, "v5p": 459e12 / 1.75e9, "v6e": 918e12 / 1.75e9}
 EXPERTS, CHOICES = 8, 2
+WAYS = ("dense", "grouped", "gather", "ragged", "slots")
 LAYOUT = ({"experts": "expert"}, {"experts": "expert", "batch": "expert"})
 NAMES = ("batch pos embed", "embed routes", "experts embed mlp", "experts embed mlp", "experts mlp embed")
 
@@ -104,7 +106,7 @@ def on_cpu(rounds: int) -> None:
     print(f"\nThe dense way does {EXPERTS // CHOICES} times the bound's products ({1e3 * least:.1f} ms).\n")
 
 
-def on_tpu(chosen: str) -> None:
+def on_tpu(chosen: str, ways: list[str]) -> None:
     sizes = dict(batch=8, pos=2048, embed=4096, mlp=14_336)
     devices = slice_devices(chosen)
     mesh = tr.make_mesh(devices, expert=len(devices))
@@ -114,7 +116,7 @@ def on_tpu(chosen: str) -> None:
     print(f"{chosen}, libtpu's schedule: {tokens} tokens a chip, {' '.join(f'{k} {v}' for k, v in sizes.items())},")
     print(f"bfloat16, forward and backward; the bound is {cycles / 1e6:.1f}M cycles\n")
     print(f"{'way':10}  other / bound  temporaries       wire  ragged products  compiled in")
-    for way in ("dense", "grouped", "gather", "ragged", "slots"):
+    for way in ways:
         with tr.Layout(mesh, *LAYOUT) as layout:
             given = [
                 tr.named(jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=layout.sharding(n.split())), n)
@@ -162,9 +164,10 @@ def always_run(text: str) -> tuple[int, int]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("where", nargs="+", help="cpu, or TPU slices of 8 chips")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help="on TPUs")
     parser.add_argument("--rounds", type=int, default=20, help="measurements on the CPU")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     for place in arguments.where:
-        on_cpu(arguments.rounds) if place == "cpu" else on_tpu(place)
+        on_cpu(arguments.rounds) if place == "cpu" else on_tpu(place, arguments.ways)
