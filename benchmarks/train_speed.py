@@ -1,14 +1,15 @@
-"""Training speed on a CPU, side by side: Trellis, plain JAX, transformers on torch, nanoGPT.
+"""Training speed on a CPU, side by side: Trellis, plain JAX, transformers on torch, nanoGPT, Levanter.
 
     python benchmarks/train_speed.py [--shape nano small-llama] [--dtype float32 bfloat16] [--rounds 8]
-        [--nanogpt FOLDER] [--out benchmarks/results/train_speed.json]
+        [--nanogpt FOLDER] [--levanter-python PATH] [--out benchmarks/results/train_speed.json]
 
 Every contestant is a process of its own, started as its users start it, with the same shape, batch and kind of
 optimizer (AdamW, clipping). They train in turn, a few steps each a round, so whatever else the machine does hits
 all alike; a step is a batch in, the loss out and the parameters ready. The table gives the median of the quieter half
 of the rounds, the ratio to plain JAX, seconds from the start of the process to the end of its first step, seconds for
 imports, and the peak of its memory. Trellis takes its step from `trellis.train.assemble` on one device a core, in a
-process set up as `trellis train` sets itself up. nanoGPT is not installable: give the folder of a clone.
+process set up as `trellis train` sets itself up. nanoGPT is not installable: give the folder of a clone. Levanter needs
+other versions of JAX than Trellis does: give the Python of an environment that has it (`pip install marin-levanter`).
 """
 
 import argparse
@@ -28,19 +29,21 @@ CONTESTANTS = {
     "trellis": ("nano", "small-llama"),
     "transformers": ("small-llama",),
     "nanogpt": ("nano",),
+    "levanter": ("small-llama",),
 }
 
 
 class Contestant:
     """One process that trains a few steps when told to."""
 
-    def __init__(self, who: str, shape: str, dtype: str, nanogpt: str | None, cache: str):
+    def __init__(self, who: str, shape: str, dtype: str, elsewhere: dict[str, str], cache: str):
         self.who = who
-        environment = os.environ | ({"NANOGPT": nanogpt} if nanogpt else {})
+        environment = os.environ | ({"NANOGPT": elsewhere["nanogpt"]} if "nanogpt" in elsewhere else {})
         if who == "trellis":
             environment["JAX_COMPILATION_CACHE_DIR"] = cache
         self.started = time.perf_counter()
-        command = [sys.executable, str(HERE / "workers" / f"with_{who}.py"), shape, dtype]
+        python = elsewhere[who] if who == "levanter" else sys.executable
+        command = [python, str(HERE / "workers" / f"with_{who}.py"), shape, dtype]
         self.process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -76,20 +79,20 @@ class Contestant:
         }
 
 
-def start(who: str, shape: str, dtype: str, nanogpt: str | None, cache: str) -> Contestant:
+def start(who: str, shape: str, dtype: str, elsewhere: dict[str, str], cache: str) -> Contestant:
     """A contestant that made its first step; Trellis keeps compiled programs, so it starts once without them before."""
-    contestant = Contestant(who, shape, dtype, nanogpt, cache)
+    contestant = Contestant(who, shape, dtype, elsewhere, cache)
     if who == "trellis":
         contestant.finish()
-        cold, contestant = contestant.first_step, Contestant(who, shape, dtype, nanogpt, cache)
+        cold, contestant = contestant.first_step, Contestant(who, shape, dtype, elsewhere, cache)
         contestant.cold = cold
     return contestant
 
 
-def race(shape: str, dtype: str, who: list[str], rounds: int, nanogpt: str | None) -> list[dict]:
+def race(shape: str, dtype: str, who: list[str], rounds: int, elsewhere: dict[str, str]) -> list[dict]:
     """The rows of one shape in one dtype."""
     with tempfile.TemporaryDirectory() as cache:
-        contestants = [start(name, shape, dtype, nanogpt, cache) for name in who if shape in CONTESTANTS[name]]
+        contestants = [start(name, shape, dtype, elsewhere, cache) for name in who if shape in CONTESTANTS[name]]
     for _ in range(rounds):
         for contestant in contestants:
             contestant.turn()
@@ -119,11 +122,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--nanogpt", metavar="FOLDER", help="a clone of karpathy/nanoGPT")
     parser.add_argument("--out", type=Path, help="write the rows there, as JSON")
+    parser.add_argument("--levanter-python", metavar="PATH", help="the python of an environment that has Levanter")
     args = parser.parse_args()
-    who = args.who or [name for name in CONTESTANTS if name != "nanogpt" or args.nanogpt]
-    if "nanogpt" in who and not args.nanogpt:
-        parser.error("nanoGPT is run from a clone: say where it is, with --nanogpt FOLDER")
-    rows = [row for s in args.shape for d in args.dtype for row in race(s, d, who, args.rounds, args.nanogpt)]
+    elsewhere = {"nanogpt": args.nanogpt, "levanter": args.levanter_python}
+    elsewhere = {name: path for name, path in elsewhere.items() if path}
+    absent = {"nanogpt", "levanter"} - elsewhere.keys()
+    if asked := absent & set(args.who or ()):
+        parser.error(f"{', '.join(sorted(asked))}: say where it is, with --nanogpt FOLDER or --levanter-python PATH")
+    if args.who is None and absent:
+        print(f"without {', '.join(sorted(absent))}: give --nanogpt FOLDER, --levanter-python PATH", flush=True)
+    who = args.who or [name for name in CONTESTANTS if name not in absent]
+    rows = [row for s in args.shape for d in args.dtype for row in race(s, d, who, args.rounds, elsewhere)]
     if args.out:
         machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
         args.out.parent.mkdir(parents=True, exist_ok=True)
