@@ -114,6 +114,26 @@ def compiled(fn, *shapes, sharding=None):
     return jax.jit(fn).lower(*args).compile()
 
 
+SPARSE_CORE = """HloModule step, num_partitions=4
+
+%called_computation (p: bf16[2,8], t: token[]) -> bf16[8,8] {
+  %p = bf16[2,8]{1,0} parameter(0)
+  ROOT %all-gather.1 = bf16[8,8]{1,0} all-gather(%p), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: bf16[2,8]) -> bf16[8,8] {
+  %x = bf16[2,8]{1,0} parameter(0)
+  %start = ((bf16[2,8], token[]), bf16[8,8]) call-start(%x), async_execution_thread="sparsecore", to_apply=%called_computation
+  ROOT %done = bf16[8,8]{1,0} call-done(%start)
+}
+"""  # noqa: E501
+
+
+def test_a_collective_on_a_sparse_core_is_asynchronous():
+    (row,) = collectives(SPARSE_CORE, AbstractMesh((4,), ("data",))).rows
+    assert (row.kind, row.axes, row.times, row.note) == ("all-gather", ("data",), 1, "asynchronous")
+
+
 @pytest.mark.parametrize(
     ("equation", "shapes", "expected"),
     [

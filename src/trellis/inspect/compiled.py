@@ -146,7 +146,7 @@ def _is_async(program: Program, computation: str, instruction: Instruction) -> b
     if '"is_sync":true' in instruction.attributes:
         return False
     caller = program.callers.get(computation)
-    wrapped = caller is not None and caller.op == "async-start"
+    wrapped = caller is not None and caller.op in ("async-start", "call-start")
     return wrapped or instruction.op.endswith("-start") or '"async_collective_fusion_config"' in instruction.attributes
 
 

@@ -214,7 +214,7 @@ class Program:
             if instruction.op == "fusion" and not fusions:
                 continue
             for key, names in instruction.called().items():
-                if key == "to_apply" and instruction.op != "call":
+                if key == "to_apply" and instruction.op not in ("call", "call-start"):
                     continue
                 inner = times
                 if instruction.op == "while":
@@ -257,7 +257,9 @@ def parse_program(text: str) -> Program:
         head = _INSTRUCTION.match(line)
         if head and current is not None:
             computations[current].append(_instruction(line, head))
-        elif line.rstrip() == "}":  # a Pallas kernel's attributes go over several lines, some of which start with one
+        # A Pallas kernel's attributes go over several lines, some of which start with a brace too; a computation for a
+        # TPU's SparseCore says so behind its brace.
+        elif line.rstrip() == "}" or line.startswith("}, execution_thread="):
             current = None
         elif found := _COMPUTATION.match(line):
             current = found[2]

@@ -1,13 +1,9 @@
 """A plan from types alone: what a step needs, moves and costs, on hardware that is not here, in seconds."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
-import jax
-
 from trellis.inspect.rows import Ledger
-from trellis.named import is_named
 from trellis.train.compilation import options_for
 from trellis.train.config import Run
 from trellis.train.work import flops_per_token
@@ -125,20 +121,10 @@ def plan_of(prog: Program, target: Target, *, price: float | None = None, option
         ledger = ledger_of(step)
     plan = plan_step(step, ledger, target, name=prog.run.name, price=price, options=options)
     if getattr(prog.run.model, "experts", None):
-        plan = dataclasses.replace(plan, model_flops=active_flops(prog))
+        # what the program multiplies depends on the layout: buffers have room for uneven loads
+        per_token = flops_per_token(prog.state.model, prog.run.data.sequence_length)
+        plan = dataclasses.replace(plan, model_flops=per_token * prog.tokens)
     return plan
-
-
-def active_flops(prog: Program) -> float:
-    """FLOPs of a step of a mixture of experts that count for MFU: those of the experts that each token goes to.
-
-    What the program multiplies depends on the layout: buffers have room for uneven loads.
-    """
-    model, config = prog.state.model, prog.run.model
-    leaves = [x for x in jax.tree.leaves(model, is_leaf=is_named) if is_named(x)]
-    experts = sum(math.prod(x.shape.values()) for x in leaves if "experts" in x.shape and len(x.shape) > 2)
-    idle = 6 * experts * (1 - config.experts_per_token / config.experts)
-    return (flops_per_token(model, prog.run.data.sequence_length) - idle) * prog.tokens
 
 
 def plan_step(

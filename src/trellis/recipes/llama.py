@@ -165,7 +165,10 @@ def llama_8b_v5p_64() -> Run:
     trellis plan llama_8b_v5p_64 --on v5p:4x4x4
     """
     mesh = MeshSizes(data=4, data_y=4, data_z=4)
-    return _on_torus(llama_8b(), "llama_8b_v5p_64", 128, mesh, xla_tpu_scoped_vmem_limit_kib="65536")
+    offload = "xla_tpu_enable_sparse_core_collective_offload"  # gathers and reductions beside computation
+    options = {f"{offload}_{what}": "true" for what in ("all_gather", "3d_all_gather", "all_reduce")}
+    options |= {"xla_tpu_prefer_async_allgather_to_allreduce": "true", "xla_tpu_scoped_vmem_limit_kib": "65536"}
+    return _on_torus(llama_8b(), "llama_8b_v5p_64", 128, mesh, **options)
 
 
 def llama_8b_v6e_256() -> Run:
