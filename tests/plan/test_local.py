@@ -52,6 +52,10 @@ def test_small_work_stays_in_the_cache():
     assert large.seconds == pytest.approx(0.65 * CACHED / 10e9, rel=1e-3)
 
 
+def test_work_without_traffic_takes_no_time():
+    assert work_line(op(kind="elementwise", flops=0.0, num_bytes=0.0), chips()["v5p"]).seconds == 0.0
+
+
 def test_waves_of_tiles():
     a100 = chips()["a100"]
     assert waves((128 * 108, 512, 128), 1.0, a100) == 1.0

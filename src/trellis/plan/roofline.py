@@ -147,7 +147,7 @@ def waves(dims: tuple[int, int, int], count: float, chip: Chip) -> float:
 def work_line(op: Op, chip: Chip) -> Line:
     """The time of one piece of work."""
     bandwidth = chip.hbm_bandwidth * MEMORY_EFFICIENCY
-    if op.num_bytes <= chip.cache_bytes:
+    if chip.cache_bytes and op.num_bytes <= chip.cache_bytes:
         bandwidth = chip.cache_bandwidth
     memory = op.num_bytes / bandwidth
     vector = op.vector / chip.vector_flops
