@@ -44,7 +44,8 @@ def pipeline_axis(layers: Axis) -> str | None:
     """The mesh axis that the layout in force spreads these layers over in use, if it does.
 
     Raises:
-        NamesError: several axes, a size that does not divide the layers, or a mesh that is not in explicit mode.
+        NamesError: several axes, a size that does not divide the layers, a mesh that is not in explicit mode, or a
+            layout with overlapped products.
     """
     layout = current_layout()
     axes = layout.assign((layers.name,))[0] if layout is not None else ()
@@ -61,6 +62,11 @@ def pipeline_axis(layers: Axis) -> str | None:
         )
     if mode_of(layout.mesh) != "explicit":
         raise NamesError(f"a pipeline needs a mesh in explicit mode, got {written} in auto mode: change the mode")
+    if layout.overlap:
+        raise NamesError(
+            f"rings of overlapped products do not run within a pipeline's stages, got {written} with overlap "
+            f"{', '.join(layout.overlap)}: take overlap out of the layout"
+        )
     return axes[0]
 
 
