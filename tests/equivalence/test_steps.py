@@ -38,6 +38,7 @@ FAMILIES = {
     "qwen3": CONFIGS["qwen3"],
     "gpt2": dataclasses.replace(CONFIGS["gpt2_mistral"], layers=2, dropout=0.1),  # the same numbers dropped everywhere
     "gptj": CONFIGS["gptj"],
+    "mixtral": CONFIGS["mixtral"],
 }
 POLICIES = ("none", "full", "saved", "dots")
 MICROBATCHES = (1, 4)
