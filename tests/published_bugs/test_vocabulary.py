@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import trellis as tr
+from tests.mesh.told import told
 from trellis import Axis, f32
 from trellis.notation import abstract
 
@@ -47,11 +48,11 @@ def test_13_manual():
 
     message = (
         "got vocab=51 over model=2, in reshard('vocab embed -> vocab/model embed'): make vocab 50 or 52, or slice it "
-        "over "
-        "other axes"
+        "over other axes"
     )
-    with jax.set_mesh(auto), pytest.raises(tr.NotationError, match=re.escape(message)):
+    with jax.set_mesh(auto), pytest.raises(tr.NotationError) as error:
         cut(jnp.ones((51, 8)))
+    assert message in told(error, by_line=True)
 
 
 @pytest.mark.parametrize("make", ["random", "zeros", "shard"])
