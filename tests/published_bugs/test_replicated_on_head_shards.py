@@ -83,8 +83,9 @@ def test_1_manual_a_gradient_by_hand_cannot_leave_out_an_axis(put):
         rope_gradient(x, d_key)
     message = (
         "a sum over a sliced name is partial on each device, got 'heads/model' summed and no '+model' in the result, "
-        "in einsum('batch/data pos embed, batch/data pos heads/model dim -> embed dim +data'): write '-> embed dim +data "
-        '+model\', and settle it with reshard("embed dim +data +model -> embed dim", ...)'
+        "in einsum('batch/data pos embed, batch/data pos heads/model dim -> embed dim +data'): "
+        "write '-> embed dim +data +model', "
+        'and settle it with reshard("embed dim +data +model -> embed dim", ...)'
     )
     with pytest.raises(tr.NotationError) as error:
         unwritten(x, d_key)
