@@ -165,10 +165,15 @@ def llama_8b_v5p_64() -> Run:
     trellis plan llama_8b_v5p_64 --on v5p:4x4x4
     """
     mesh = MeshSizes(data=4, data_y=4, data_z=4)
-    offload = "xla_tpu_enable_sparse_core_collective_offload"  # gathers and reductions beside computation
-    options = {f"{offload}_{what}": "true" for what in ("all_gather", "3d_all_gather", "all_reduce")}
-    options |= {"xla_tpu_prefer_async_allgather_to_allreduce": "true", "xla_tpu_scoped_vmem_limit_kib": "65536"}
+    options = _beside_computation("3d_all_gather") | {"xla_tpu_scoped_vmem_limit_kib": "65536"}
     return _on_torus(llama_8b(), "llama_8b_v5p_64", 128, mesh, **options)
+
+
+def _beside_computation(gather: str) -> dict[str, str]:
+    """Compiler options with which the SparseCores of a chip move gathers and reductions beside computation."""
+    offload = "xla_tpu_enable_sparse_core_collective_offload"
+    options = {f"{offload}_{what}": "true" for what in ("all_gather", gather, "all_reduce")}
+    return options | {"xla_tpu_prefer_async_allgather_to_allreduce": "true"}
 
 
 def llama_8b_v6e_256() -> Run:
@@ -177,7 +182,8 @@ def llama_8b_v6e_256() -> Run:
     trellis plan llama_8b_v6e_256 --on v6e:16x16
     """
     mesh = MeshSizes(data=16, data_y=16)
-    return _on_torus(llama_8b(), "llama_8b_v6e_256", 256, mesh, xla_tpu_scoped_vmem_limit_kib="98304")
+    options = _beside_computation("2d_all_gather") | {"xla_tpu_scoped_vmem_limit_kib": "98304"}
+    return _on_torus(llama_8b(), "llama_8b_v6e_256", 256, mesh, **options)
 
 
 def llama32_1b_v5e_16() -> Run:
