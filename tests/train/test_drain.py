@@ -96,3 +96,12 @@ def test_the_device_waits_for_data_only_while_it_is_idle(waited, idle_from, expe
     record = Record(step=1, values={}, dispatched=3.5, waited=waited, done=6.0, idle_from=idle_from)
     assert record.data_wait == expected
     assert record.seconds == (2.5 if idle_from is None else 6.0 - idle_from)
+
+
+def test_no_thread_outlives_a_closed_drain():
+    """One that is inside JAX when the interpreter ends aborts the process."""
+    drain = Drain()
+    drain.push(1, {"loss": jnp.float32(1)})
+    drain.flush()
+    drain.close()
+    assert "metrics" not in {thread.name for thread in threading.enumerate()}

@@ -53,6 +53,9 @@ class _Pending:
     sealed: bool = False
 
 
+_LAST_WAIT = 10.0  # seconds
+
+
 class Drain:
     """A thread that waits for each step's metrics, so that the training loop does not.
 
@@ -124,10 +127,15 @@ class Drain:
         return self.poll()
 
     def close(self) -> None:
-        """Ends the thread, without waiting for the device."""
+        """Ends the thread; waits for a device that hangs no longer than some seconds.
+
+        A thread that is inside JAX when the interpreter ends would abort the process (Python before 3.14).
+        """
         with self._change:
             self._closed = True
             self._change.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=_LAST_WAIT)
 
     def _seal(self) -> None:
         if self._pending:
