@@ -158,7 +158,8 @@ def test_a_process_that_falls_silent_ends_the_others_and_they_name_the_last_good
     assert other.returncode == 3, err
     assert other.returncode == 3, err
     assert "A run goes on while all its processes do." in err and "last good checkpoint: " in err
-    assert f"process {1 - silent} of 2 was ended by JAX's runtime" in err
+    # Which of the two finds it first, the heartbeat or the connection, is theirs to say.
+    assert any(f"process {1 - silent} of 2 {how}" in err for how in ("was ended by JAX's runtime", "lost another one"))
 
 
 @pytest.mark.slow
