@@ -97,10 +97,11 @@ def test_microbatches(routing, accumulation):
     [*((routing, "experts", 2) for routing in ROUTING), ("batch", "data", 1), ("sequence", "experts", 1)],
 )
 def test_meshes(routing, layout, microbatches):
+    model, wanted = model_of(routing), whole(routing)
     sizes, choice = LAYOUTS[layout]
     with make_layout(sizes, choice, jax.devices()[:4]):
-        model, data = shard(model_of(routing), "params"), shard(by_name(batch()), "compute")
-        assert_alike(run(named_jit, model, data, Recipe(microbatches=microbatches)), whole(routing))
+        sharded, data = shard(model, "params"), shard(by_name(batch()), "compute")
+        assert_alike(run(named_jit, sharded, data, Recipe(microbatches=microbatches)), wanted)
 
 
 def test_the_losses_are_in_the_gradient():
