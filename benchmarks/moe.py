@@ -31,9 +31,8 @@ import trellis as tr
 from trellis.inspect.hlo import parse_program
 from trellis.mesh.topology import slice_devices
 from trellis.nn.moe import choose, mix, score
+from trellis.plan.hardware import chips
 
-# Matrix FLOPs a cycle of one chip (published peak over clock).
-CHIPS = {"v5e": 197e12 / 1.5e9, "v5p": 459e12 / 1.75e9, "v6e": 918e12 / 1.75e9}
 EXPERTS, CHOICES = 8, 2
 WAYS = ("dense", "grouped", "gather", "ragged", "slots")
 LAYOUT = ({"experts": "expert"}, {"experts": "expert", "batch": "expert"})
@@ -112,7 +111,8 @@ def on_tpu(chosen: str, ways: list[str]) -> None:
     mesh = tr.make_mesh(devices, expert=len(devices))
     tokens = sizes["batch"] * sizes["pos"] // len(devices)
     flops = 3 * 2 * 3 * tokens * CHOICES * sizes["embed"] * sizes["mlp"]
-    cycles = flops / CHIPS[chosen.partition(":")[0]]
+    chip = chips()[chosen.partition(":")[0]]
+    cycles = flops / (chip.bf16_flops / chip.clock)
     print(f"{chosen}, libtpu's schedule: {tokens} tokens a chip, {' '.join(f'{k} {v}' for k, v in sizes.items())},")
     print(f"bfloat16, forward and backward; the bound is {cycles / 1e6:.1f}M cycles\n")
     print(f"{'way':10}  other / bound  temporaries       wire  ragged products  compiled in")

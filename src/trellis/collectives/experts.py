@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trellis.errors import UserError
-from trellis.mesh.manual_ops import vary
+from trellis.mesh.manual_ops import vary, varying_axes
 
 from .experts_ragged import ragged_all_to_all
 from .experts_rows import Compute, combine, local_experts, sort_by_expert, take_rows
@@ -112,7 +112,7 @@ def exchange_experts(
         )
     tokens, choices = ids.shape
     pairs, devices = tokens * choices, lax.axis_size(axes)
-    varying = tuple(sorted({a for y in (x, ids, weights) for a in jax.typeof(y).mat.varying} | set(axes)))
+    varying = tuple(sorted({*varying_axes(x, ids, weights), *axes}))
     x, ids, weights = (vary(a, varying) for a in (x, ids, weights))
     order, place, sizes = sort_by_expert(ids.reshape(-1), devices * count)
     real = jnp.sum(sizes)
@@ -166,7 +166,7 @@ def _further_backward(one, kept, d):
         _, pull = jax.vjp(lambda rows, held: one(rows, counts, turn, *held), rows, held)
         return jax.tree.map(jnp.add, total, pull(d))
 
-    none = lambda x: vary(jnp.zeros_like(x), tuple(jax.typeof(x).mat.varying))
+    none = lambda x: vary(jnp.zeros_like(x), varying_axes(x))
     d_rows, d_held = lax.fori_loop(jnp.int32(1), needed, body, jax.tree.map(none, (rows, held)))
     return d, d_rows, None, None, d_held
 

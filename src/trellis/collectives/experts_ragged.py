@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trellis.mesh.manual_ops import vary
+from trellis.mesh.manual_ops import vary, varying_axes
 
 # Where my rows for each device begin, how many they are, where they go there, and how many I get from each device.
 Way = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -30,7 +30,7 @@ def _send(x, room: int, way: Way, axes):
     rows, embed = x.shape
     # A TPU moves whole tiles: a row in tiles of its own, full ones, is neither padded nor taken apart.
     tile = (16, embed // 16) if embed % (16 * 128) == 0 else (1, embed)
-    empty = vary(jnp.zeros((room, *tile), x.dtype), tuple(jax.typeof(x).mat.varying))
+    empty = vary(jnp.zeros((room, *tile), x.dtype), varying_axes(x))
     moved = lax.ragged_all_to_all(x.reshape(rows, *tile), empty, *way, axis_name=axes)
     return moved.reshape(room, embed)
 

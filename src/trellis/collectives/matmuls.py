@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trellis.mesh.manual_einsum import parse_einsum
-from trellis.mesh.manual_ops import vary
+from trellis.mesh.manual_ops import vary, varying_axes
 from trellis.mesh.manual_reshard import check_slice, known_axes
 from trellis.mesh.ring import Moved, Names, Ring, RingError, gather_products, scatter_products
 from trellis.notation import Shape
@@ -158,8 +158,7 @@ class _Call:
         mentioned = {a for s in (*shapes, real_axes(result, mesh)) for a in (*s.mesh_axes, *s.copied)}
         arrays = [check_slice(a, s, self.where, mentioned=mentioned) for a, s in zip(arrays, shapes, strict=True)]
         # Copies and replicated operands meet slices: from here on all differ, and their gradients are sums.
-        varying = {a for array in arrays for a in jax.typeof(array).mat.varying}
-        varying |= {a for s in shapes for a in s.copied}
+        varying = {*varying_axes(*arrays), *(a for s in shapes for a in s.copied)}
         over = tuple(a for a in mesh.axis_names if a in varying)
         self.arrays = [vary(array, over) for array in arrays]
 
@@ -303,7 +302,7 @@ def _reduce_forward(spec: _Spec, x, weight):
 
 def _reduce_backward(spec: _Spec, kept, gradient):
     x, weight = kept
-    gradient = vary(gradient, tuple(jax.typeof(x).mat.varying))
+    gradient = vary(gradient, varying_axes(x))
     by_x = _local(spec.result, gradient, spec.weight, weight, spec.x)
     return by_x.astype(x.dtype), _local(spec.x, x, spec.result, gradient, spec.weight).astype(weight.dtype)
 

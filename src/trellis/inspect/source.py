@@ -62,8 +62,7 @@ def names_of(scope: str, ndim: int) -> tuple[str, ...] | None:
     texts = _SCOPE.findall(scope)
     if not texts:
         return None
-    words = texts[-1].rpartition("->")[0].split() or texts[-1].split()
-    names = tuple(word.partition("/")[0] for word in words if word[0] not in "+~")
+    names = tuple(name for name, _ in _dims(texts[-1].rpartition("->")[0] or texts[-1]))
     if len(names) != ndim or any(name.startswith("_") for name in names):
         return None
     return names
@@ -80,8 +79,14 @@ def names_behind(scope: str, dims: Sequence[tuple[str, ...]]) -> tuple[str, ...]
     ('pos', 'embed')
     """
     for side in (_SCOPE.findall(scope) or [""])[-1].split("->"):
-        words = [word.split("/") for word in side.split() if word[0] not in "+~"]
-        names, axes = tuple(word[0] for word in words), [tuple(word[1:]) for word in words]
+        found = _dims(side)
+        names, axes = tuple(name for name, _ in found), [axes for _, axes in found]
         if names and axes == list(dims)[len(dims) - len(names) :] and not any(n.startswith("_") for n in names):
             return names
     return None
+
+
+def _dims(text: str) -> list[tuple[str, tuple[str, ...]]]:
+    """The dimensions of one side of a transition: names, and the mesh axes that slice them."""
+    words = [word.split("/") for word in text.split() if word[0] not in "+~"]
+    return [(name, tuple(axes)) for name, *axes in words]

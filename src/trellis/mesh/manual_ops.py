@@ -62,14 +62,18 @@ def without_single_axes(x):
 
 
 def vary(x, axes: Axes):
-    """Types a value as differing along mesh axes, where it is not yet: the same value on all devices is a legal "
-    "slice."""
+    """Types a value as differing along mesh axes, where it is not yet: the same value on all devices is a legal slice."""
     mat = jax.typeof(x).mat
-    missing = tuple(a for a in axes if a not in mat.varying | mat.unreduced)
+    missing = tuple(a for a in axes if a not in {*mat.varying, *mat.unreduced})
     for state in (mat.reduced, frozenset(axes) - mat.reduced):  # one cast takes one state
         if group := tuple(a for a in missing if a in state):
             x = lax.pcast(x, group, to="varying")
     return x
+
+
+def varying_axes(*arrays) -> Axes:
+    """The mesh axes along which one of the arrays or another differs, sorted."""
+    return tuple(sorted(frozenset().union(*(jax.typeof(x).mat.varying for x in arrays))))
 
 
 def gather(x, dim: int, axes: Axes, *, copied: bool):
@@ -151,12 +155,12 @@ def _only(index, parts, dim: int):
     mat, sharding = jax.typeof(parts).mat, _left(parts)
     chosen = lax.broadcasted_iota(jnp.int32, parts.shape, dim, out_sharding=sharding) == index
     parts = vary(parts, tuple(a for a in jax.typeof(index).mat.varying if a not in mat.varying))
-    zeros = vary(jnp.zeros(parts.shape, parts.dtype, out_sharding=sharding), tuple(jax.typeof(parts).mat.varying))
+    zeros = vary(jnp.zeros(parts.shape, parts.dtype, out_sharding=sharding), varying_axes(parts))
     if mat.unreduced:
         zeros = lax.pcast(lax.pcast(zeros, tuple(mat.unreduced), to="varying"), tuple(mat.unreduced), to="unreduced")
     if mat.reduced:
         zeros = lax.pcast(zeros, tuple(mat.reduced), to="reduced")
-    return lax.select_n(vary(chosen, tuple(jax.typeof(parts).mat.varying)), zeros, parts)
+    return lax.select_n(vary(chosen, varying_axes(parts)), zeros, parts)
 
 
 def _left(x):

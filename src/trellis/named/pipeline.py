@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from trellis._compat import keep_mapped_axes_sharded
 from trellis.mesh.layout import Layout, current_layout
+from trellis.mesh.manual_ops import vary
 from trellis.mesh.reshard import scope_name
 from trellis.notation import Dim, Shape, spec_of
 from trellis.notation.state import mode_of, state_of
@@ -208,9 +209,7 @@ class _Plan:
             for dim, mine in enumerate(held):
                 for a in reversed(mine):
                     part = jax.lax.all_gather(part, a, axis=dim, tiled=True)
-            missing = tuple(a for a in over if a not in jax.typeof(part).mat.varying)
-            part = jax.lax.pcast(part, missing, to="varying") if missing else part
-            return jnp.expand_dims(part, 1)
+            return jnp.expand_dims(vary(part, over), 1)
 
         whole = spec_of(((self.axis,), over, *used[1:]))
         dims = tuple(map(Dim, p.names, ((self.axis,), *used[1:])))
@@ -218,13 +217,15 @@ class _Plan:
             array = jax.shard_map(gather, in_specs=spec_of(state_of(p.array).axes), out_specs=whole)(p.array)
         p = NamedArray(array, (p.names[0], COPIES, *p.names[1:]))
         p = p.astype(jnp.float32) if jnp.issubdtype(p.dtype, jnp.floating) else p
-        return split_axis(p, self.layers, {self.layers: self.stages, IN_STAGE: -1})
+        return self.split(p)
 
     def by_stage(self, p):
-        """`"layers ..."` as `"layers in_stage ..."`, the first over the stages."""
-        if not is_named(p):
-            return p
-        return split_axis(settle(p), self.layers, {self.layers: self.stages, IN_STAGE: -1})
+        """What each layer gets, `"layers ..."`, as `"layers in_stage ..."`, the first over the stages."""
+        return self.split(settle(p)) if is_named(p) else p
+
+    def split(self, p: NamedArray) -> NamedArray:
+        """`"layers ..."` as `"layers in_stage ..."`: the stages, and the layers of one."""
+        return split_axis(p, self.layers, {self.layers: self.stages, IN_STAGE: -1})
 
     def pass_on(self, x: NamedArray) -> NamedArray:
         """Every stage's part moved to the next stage."""

@@ -1,10 +1,12 @@
 """Homogeneous layers: stacked under a name and scanned (one compilation), or unrolled, under one interface."""
 
+import dataclasses
 from collections.abc import Callable
 
 import equinox as eqx
 import jax
 
+from trellis.mesh.layout import current_layout
 from trellis.mesh.platform import unrolls_loops
 
 from .array import NamedArray, is_named
@@ -57,9 +59,10 @@ class Stacked(eqx.Module):
         """
         axis = pipeline_axis(self.axis)
         if axis is not None:
+            stages = current_layout().mesh.shape[axis]
 
             def stage(x, args, block, each):
-                part = Stacked(block, Axis(self.axis.name, _count(block, self.axis.name)), self.unrolled, self.unroll)
+                part = dataclasses.replace(self, block=block, axis=self.axis.resize(self.axis.size // stages))
                 return part.fold(x, *args, each=each, call=call, policy=policy)
 
             return fold_pipeline(stage, self.axis, axis, x, args, self.block, tuple(each))
@@ -87,10 +90,6 @@ class Stacked(eqx.Module):
 
     def __call__(self, x, *args, **kwargs):
         return self.fold(x, *args, **kwargs)
-
-
-def _count(block, name: str) -> int:
-    return next(p.shape[name] for p in jax.tree.leaves(block, is_leaf=is_named) if is_named(p))
 
 
 def _call(call):

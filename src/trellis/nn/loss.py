@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from trellis.mesh.manual_ops import Axes, vary, varying_axes
 from trellis.mesh.platform import platform_of
-from trellis.nn.partition import Axes, varying
 from trellis.notation.state import State, state_of
 
 CHUNK = {"cpu": 512}
@@ -110,8 +110,8 @@ def cross_entropy(
     settings = settings._replace(vocab_axes=vocab)
 
     def body(x, head, targets, weights):
-        x, head = jax.tree.map(lambda a: varying(a, batch + pos + vocab), (x, head))
-        targets, weights = (varying(a, batch + pos) for a in (targets, weights))
+        x, head = jax.tree.map(lambda a: vary(a, batch + pos + vocab), (x, head))
+        targets, weights = (vary(a, batch + pos) for a in (targets, weights))
         sums = _local(x, head, targets, weights, settings)
         return jax.tree.map(lambda s: lax.psum(s, batch + pos), sums) if batch + pos else sums
 
@@ -187,7 +187,7 @@ def _summed_fwd(x, head, targets, weights, settings: _Settings):
 
     types = (settings.total_type, jnp.float32)
     zeros = [jnp.zeros(h.shape, t) for h, t in zip(head, types, strict=False)]
-    start = tuple(varying(zero, _axes_of(x, *head)) for zero in zeros)
+    start = tuple(vary(zero, varying_axes(x, *head)) for zero in zeros)
     (sums, d_head), d_x = lax.scan(step, (_zero_sums(weights), start), (x, targets, weights))
     return sums, (d_x, jax.tree.map(lambda d, h: d.astype(h.dtype), d_head, head))
 
@@ -201,7 +201,7 @@ def _kept_fwd(x, head, targets, weights, settings: _Settings):
         mine, d_x, d_logits, more = _chunk(*part, head, settings, gradient=True)
         return (jax.tree.map(jnp.add, sums, mine), jax.tree.map(jnp.add, d_bias, more)), (d_x, d_logits)
 
-    zeros = tuple(varying(jnp.zeros(b.shape, jnp.float32), _axes_of(x, *head)) for b in head[1:])
+    zeros = tuple(vary(jnp.zeros(b.shape, jnp.float32), varying_axes(x, *head)) for b in head[1:])
     (sums, d_bias), (d_x, d_logits) = lax.scan(step, (_zero_sums(weights), zeros), (x, targets, weights))
     rows = lambda a: a.reshape(-1, a.shape[-1])
     d_head = (_to_unembed(rows(d_logits), rows(x), settings), *d_bias)
@@ -222,12 +222,8 @@ def _summed_bwd(settings: _Settings, gradients, cotangents):
 _summed.defvjp(_summed_fwd, _summed_bwd)
 
 
-def _axes_of(*arrays) -> Axes:
-    return tuple(sorted(frozenset().union(*(jax.typeof(a).mat.varying for a in arrays))))
-
-
 def _zero_sums(weights):
-    zero = varying(jnp.zeros((), jnp.float32), _axes_of(weights))
+    zero = vary(jnp.zeros((), jnp.float32), varying_axes(weights))
     return zero, (zero, zero, zero, zero)
 
 

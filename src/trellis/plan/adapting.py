@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Collection
 
+from trellis.errors import UserError
 from trellis.train.config import BatchSize, Run
 from trellis.train.layouts import MeshSizes, make_layout
 
@@ -87,15 +88,11 @@ def data_sizes(ways: int, target: Target) -> dict[str, int]:
 
 def _sizes(mesh: MeshSizes, target: Target) -> dict[str, int] | None:
     """The sizes of a mesh on a target; None if it does not fill it."""
-    sizes = {name: size for name, size in dataclasses.asdict(mesh).items() if size != 1}
-    known = math.prod(size for size in sizes.values() if size != -1)
-    if target.num_devices % known:
+    try:
+        sizes = mesh.resolve(target.num_devices)
+    except UserError:
         return None
-    free = target.num_devices // known
-    if free != 1 and -1 not in sizes.values():
-        return None
-    found = {name: free if size == -1 else size for name, size in sizes.items()}
-    return {name: size for name, size in found.items() if size > 1}
+    return {name: size for name, size in sizes.items() if size > 1}
 
 
 def _parts(run: Run, target: Target) -> int:

@@ -8,6 +8,7 @@ to paste, and what held the others back.
 import dataclasses
 import itertools
 import json
+import operator
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -142,23 +143,17 @@ def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[t
 def _options(before: Run, after: Run) -> dict[str, str]:
     """What differs, by the dotted names of the command line."""
     found = {}
-    sizes = lambda mesh: {field.name: getattr(mesh, field.name) for field in dataclasses.fields(mesh)}
-    if before.mesh != after.mesh:
-        was = sizes(before.mesh)
-        found |= {f"mesh.{axis}": str(size) for axis, size in sizes(after.mesh).items() if was[axis] != size}
-    for name, of in (("layout.preset", "layout"), ("layout.mode", "layout"), ("remat.policy", "remat")):
-        leaf = name.partition(".")[2]
-        if getattr(getattr(before, of), leaf) != getattr(getattr(after, of), leaf):
-            found[name] = getattr(getattr(after, of), leaf)
+    was = dataclasses.asdict(before.mesh)
+    found |= {f"mesh.{axis}": str(size) for axis, size in dataclasses.asdict(after.mesh).items() if was[axis] != size}
+    for name in ("layout.preset", "layout.mode", "remat.policy"):
+        get = operator.attrgetter(name)
+        if get(before) != get(after):
+            found[name] = get(after)
     if before.remat.names != after.remat.names:
         found["remat.names"] = ",".join(after.remat.names)
     if before.batch_size != after.batch_size:
-        sizes_after = after.batch_sizes()
-        found["batch_size"] = (
-            str(after.batch_size)
-            if isinstance(after.batch_size, int)
-            else json.dumps([dataclasses.asdict(entry) for entry in sizes_after])
-        )
+        entries = [dataclasses.asdict(entry) for entry in after.batch_sizes()]
+        found["batch_size"] = str(after.batch_size) if isinstance(after.batch_size, int) else json.dumps(entries)
     if before.microbatches != after.microbatches:
         found["microbatches"] = str(after.microbatches)
     return found

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..hub import Folder, copy_tokenizer, write_folder, write_tokenizer
-from ..hub.folder import DTYPE_NAMES
+from ..hub.folder import DTYPE_NAMES, At
 from ..hub.keys import Parameter
 from .config import Run
 
@@ -63,8 +64,8 @@ def run_export(args: argparse.Namespace) -> int:
 
 def checkpoint_reader(
     folder: Path, run: Run, abstract: Any, *, step: int | None = None
-) -> tuple[int, Callable[[Parameter, int | None], np.ndarray]]:
-    """A function that reads a run's parameters, a layer at a time, and the step they are of.
+) -> tuple[int, Callable[[Parameter, At], np.ndarray]]:
+    """A function that reads a run's parameters, holding one layer at a time, and the step they are of.
 
     Args:
         folder: the run's folder.
@@ -75,14 +76,18 @@ def checkpoint_reader(
     from .checkpoint import Checkpoints
     from .restoring import restore_step
 
-    at = restore_step(abstract.step, folder, step=step)
+    taken = restore_step(abstract.step, folder, step=step)
     which = "model" if run.ema is None else "average"
     saved = Checkpoints(folder / "checkpoints", read_only=True)
 
-    def read(parameter: Parameter, layer: int | None) -> np.ndarray:
-        return saved.read(at, f"{which}/{parameter.path.replace('.', '/')}", layer)
+    @functools.lru_cache(maxsize=1)
+    def stored(path: str, layer: int | None = None) -> np.ndarray:
+        return saved.read(taken, f"{which}/{path.replace('.', '/')}", layer)
 
-    return at, read
+    def read(parameter: Parameter, at: At) -> np.ndarray:
+        return stored(parameter.path, *at[:1])[at[1:]]  # a layer's experts are stored together
+
+    return taken, read
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,25 +23,25 @@ _EXPERTS = {"experts": "expert"}
 # Maps in use and at rest. Mesh axes that a mesh does not have, or has with size 1, drop out; of two names in one array
 # that want the same mesh axis, the earlier entry gets it. So `pos: context/model` at the end slices positions over
 # `model` exactly where heads or the feed-forward width are not there to be sliced: sequence parallelism.
-PRESETS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
-    "single": ({}, {}),
-    "data": (_LAYERS, {**_LAYERS, "batch": _BATCH}),
-    "fsdp": ({**_LAYERS, **_EXPERTS, "embed": _DATA}, {**_LAYERS, **_EXPERTS, "batch": _BATCH}),
-    "expert": ({**_LAYERS, **_EXPERTS}, {**_LAYERS, **_EXPERTS, "batch": _BATCH}),
-    "tensor": ({**_LAYERS, **_TENSOR}, {**_LAYERS, "batch": _BATCH, **_TENSOR}),
-    "fsdp_tensor": (
-        {**_LAYERS, **_EXPERTS, **_TENSOR, "embed": _DATA},
-        {**_LAYERS, **_EXPERTS, "batch": _BATCH, **_TENSOR},
-    ),
+_KINDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "data": ({}, {"batch": _BATCH}),
+    "fsdp": ({**_EXPERTS, "embed": _DATA}, {**_EXPERTS, "batch": _BATCH}),
+    "expert": (_EXPERTS, {**_EXPERTS, "batch": _BATCH}),
+    "tensor": (_TENSOR, {"batch": _BATCH, **_TENSOR}),
+    "fsdp_tensor": ({**_EXPERTS, **_TENSOR, "embed": _DATA}, {**_EXPERTS, "batch": _BATCH, **_TENSOR}),
     "fsdp_tensor_sequence": (
-        {**_LAYERS, **_EXPERTS, **_TENSOR, "embed": _DATA},
-        {**_LAYERS, **_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": "model"},
+        {**_EXPERTS, **_TENSOR, "embed": _DATA},
+        {**_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": "model"},
     ),
-    "context": ({**_LAYERS, "embed": f"{_DATA}/context"}, {**_LAYERS, "batch": _BATCH, "pos": "context"}),
+    "context": ({"embed": f"{_DATA}/context"}, {"batch": _BATCH, "pos": "context"}),
     "hybrid": (
-        {**_LAYERS, **_EXPERTS, **_TENSOR, "embed": f"{_DATA}/context"},
-        {**_LAYERS, **_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": "context/model"},
+        {**_EXPERTS, **_TENSOR, "embed": f"{_DATA}/context"},
+        {**_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": "context/model"},
     ),
+}
+# Each of them with the layers over the stages of a pipeline, before the batch: what is left of its axes is the batch's.
+PRESETS: dict[str, tuple[dict[str, str], dict[str, str]]] = {"single": ({}, {})} | {
+    name: ({**_LAYERS, **params}, {**_LAYERS, **compute}) for name, (params, compute) in _KINDS.items()
 }
 PRESETS["auto"] = PRESETS["hybrid"]
 
@@ -210,9 +210,15 @@ def make_layout(mesh: MeshSizes, choice: LayoutChoice, devices: Sequence[Any]) -
     params, compute = ({n: axes for n, axes in m.items() if axes} for m in here)
     arranged = make_mesh(devices, axis_type=choice.mode, **sizes)
     overlap = [name for name in choice.overlap if name in compute]
-    options = {"gather": choice.gather, "strict": choice.strict, "overlap": overlap}
-    options["pipeline_microbatches"] = choice.pipeline_microbatches
-    return Layout(arranged, params=params, compute=compute, **options)
+    return Layout(
+        arranged,
+        params=params,
+        compute=compute,
+        gather=choice.gather,
+        strict=choice.strict,
+        overlap=overlap,
+        pipeline_microbatches=choice.pipeline_microbatches,
+    )
 
 
 def _are_halves_of_a_cpu(devices: Sequence[Any]) -> bool:

@@ -52,16 +52,14 @@ def explain(error: BaseException, last_good: str) -> BaseException:
                 "`trellis memory` shows what each device holds",
             )
         if jax.process_count() > 1 and _PEER.search(str(error)):
-            return _lost(
-                f"process {jax.process_index()} of {jax.process_count()} lost another one: {first:.200}", last_good
-            )
+            return _lost(f"lost another one: {first:.200}", last_good)
     return error
 
 
-def _lost(seen: str, last_good: str) -> RunStopped:
+def _lost(how: str, last_good: str) -> RunStopped:
     return RunStopped(
         "A run goes on while all its processes do.",
-        seen=seen,
+        seen=f"process {jax.process_index()} of {jax.process_count()} {how}",
         where=last_good,
         fix="look at the other processes' output, then start them all again",
     )
@@ -83,8 +81,7 @@ def explained_abort(last_good: Callable[[], str]) -> Iterator[None]:
         return
 
     def leave(number: int) -> None:
-        who = f"process {jax.process_index()} of {jax.process_count()}"
-        leave_at_once(_lost(f"{who} was ended by JAX's runtime, whose reason stands above", last_good()))
+        leave_at_once(_lost("was ended by JAX's runtime, whose reason stands above", last_good()))
 
     handler_type = ctypes.CFUNCTYPE(None, ctypes.c_int)
     handler = handler_type(leave)

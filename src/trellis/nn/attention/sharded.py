@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from trellis.mesh.layout import current_layout
-from trellis.nn.partition import Axes, varying
+from trellis.mesh.manual_ops import Axes, vary
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
 
@@ -59,7 +59,7 @@ class Placement:
         def body(tables, *parts):
             q, k, v, *ids = parts
             if check:
-                q, k, v, *ids = (varying(x, used) for x in (q, k, v, *ids))
+                q, k, v, *ids = (vary(x, used) for x in (q, k, v, *ids))
             k, v = (self._own_heads(x, q.shape[2]) for x in (k, v))
             offset = lax.axis_index(self.pos) * q.shape[1] if self.pos else 0
             return kernel(q, k, v, tuple(ids) or None, offset, *tables)

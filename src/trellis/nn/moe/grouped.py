@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from trellis.mesh.manual_ops import vary, varying_axes
 from trellis.mesh.platform import platform_of
-from trellis.nn.partition import varying
 
 # Rows that are multiplied at once where a loop goes over blocks of them: on a CPU enough to keep its cores busy, few
 # enough to waste little on a group's end; on others so many that adding to a weight's gradient takes less.
@@ -109,10 +109,4 @@ def _walk(sizes, block: int):
 
 def _zeros(shape, dtype, *like):
     """Zeros that may differ between devices wherever one of some arrays does."""
-    axes = sorted({axis for x in like for axis in _varies(x)})
-    return varying(jnp.zeros(shape, dtype), tuple(axes))
-
-
-def _varies(x) -> tuple[str, ...]:
-    mat = getattr(jax.typeof(x), "mat", None)
-    return () if mat is None else tuple(mat.varying)
+    return vary(jnp.zeros(shape, dtype), varying_axes(*like))

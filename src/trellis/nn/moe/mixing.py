@@ -8,11 +8,10 @@ import jax
 
 from trellis.collectives import ExpertsError, exchange_experts, gather_experts, local_experts
 from trellis.mesh.layout import current_layout
-from trellis.mesh.manual_ops import mark_pending
+from trellis.mesh.manual_ops import Axes, mark_pending, vary
 from trellis.mesh.platform import platform_of
 from trellis.named import ELEMENTWISE, Axis, NamedArray, einsum, one_hot, save, settle
 from trellis.named.placing import move
-from trellis.nn.partition import Axes, varying
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
 
@@ -110,7 +109,7 @@ def mix(
 
     def body(x, ids, weights, gate, up, down):
         used = places.batch + places.pos + places.experts + places.mlp
-        x, ids, weights, gate, up, down = (varying(a, used) for a in (x, ids, weights, gate, up, down))
+        x, ids, weights, gate, up, down = (vary(a, used) for a in (x, ids, weights, gate, up, down))
         tokens = x.reshape(-1, x.shape[-1])
         pairs = (ids.reshape(tokens.shape[0], -1), weights.reshape(tokens.shape[0], -1))
         compute = lambda rows, sizes: _swiglu(rows, sizes, gate, up, down)
