@@ -62,7 +62,7 @@ def without_single_axes(x):
 
 
 def vary(x, axes: Axes):
-    """Types a value as differing along mesh axes, where it is not yet: the same value on all devices is a legal slice."""
+    """Types a value as differing along mesh axes, where it is not yet: one value on all devices is a legal slice."""
     mat = jax.typeof(x).mat
     missing = tuple(a for a in axes if a not in {*mat.varying, *mat.unreduced})
     for state in (mat.reduced, frozenset(axes) - mat.reduced):  # one cast takes one state
