@@ -28,6 +28,7 @@ from trellis.plan.program import program  # noqa: E402
 from trellis.plan.quick import plan_of  # noqa: E402
 from trellis.recipes import load_run  # noqa: E402
 from trellis.train.assemble import assemble  # noqa: E402
+from trellis.train.compilation import CompiledStep, options_for  # noqa: E402
 from trellis.train.machine import measure_machine  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "plan_vs_measured.txt"
@@ -69,6 +70,7 @@ def run_of(shape):
 def measured(run, devices, clock) -> float:
     """Median seconds of a step."""
     made = assemble(run, devices)
+    program = CompiledStep(made.step, options_for(devices[0].platform, run.compiler_options))
     size, length = run.batch_sizes()[0].size, run.data.sequence_length
     tokens = np.random.default_rng(0).integers(0, run.model.vocab, (size, length + 1), dtype=np.int32)
     arrays = {
@@ -82,7 +84,7 @@ def measured(run, devices, clock) -> float:
         times = []
         for step in range(STEPS + 1):
             started = clock()
-            state, metrics = made.step(state, batch)
+            state, metrics = program(state, batch)
             jax.block_until_ready((state, metrics))
             if step:
                 times.append(clock() - started)

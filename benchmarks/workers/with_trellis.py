@@ -15,7 +15,7 @@ from serve import arguments, serve  # noqa: E402
 from trellis.models import GPT2Config, LlamaConfig  # noqa: E402
 from trellis.optim.config import AdamW, Constant  # noqa: E402
 from trellis.train.assemble import assemble  # noqa: E402
-from trellis.train.compilation import use_persistent_cache  # noqa: E402
+from trellis.train.compilation import CompiledStep, options_for, use_persistent_cache  # noqa: E402
 from trellis.train.config import Precision, Run  # noqa: E402
 from trellis.train.data_config import Data, Embedded  # noqa: E402
 from trellis.train.devices import find_devices  # noqa: E402
@@ -51,6 +51,7 @@ assembled = assemble(run, find_devices(run))
 tokens = np.random.default_rng(0).integers(0, model.vocab, (batch, pos)).astype(np.int32)
 columns = {"tokens": tokens, "targets": np.roll(tokens, -1, axis=1), "loss_mask": np.ones(tokens.shape, np.float32)}
 arrays = {name: jax.device_put(value, assembled.batch_sharding) for name, value in columns.items()}
+program = CompiledStep(assembled.step, options_for("cpu", run.compiler_options))
 with assembled.layout:
     state = assembled.init()
 
@@ -58,7 +59,7 @@ with assembled.layout:
 def step() -> float:
     global state
     with assembled.layout:
-        state, metrics = jax.block_until_ready(assembled.step(state, arrays))
+        state, metrics = jax.block_until_ready(program(state, arrays))
     return float(metrics["loss"])
 
 
