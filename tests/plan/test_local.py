@@ -6,10 +6,14 @@ import time
 import jax
 import pytest
 
+from trellis.named import stacked
 from trellis.plan.hardware import chips
 from trellis.plan.local import local_target
+from trellis.plan.program import program
+from trellis.plan.quick import plan_of
 from trellis.plan.roofline import filled, waves, work_line
 from trellis.plan.work import Op
+from trellis.recipes import load_run
 from trellis.train.machine import CACHED, Machine, measure_machine
 
 MADE_UP = Machine(100e9, 50e9, 128.0, 20e9, 10e9, 40e9, 1e-6)
@@ -62,3 +66,16 @@ def test_waves_of_tiles():
     assert waves((128 * 54, 512, 128), 3.0, a100) == pytest.approx(2 * 108 / 162)
     assert waves((100, 512, 100), 1.0, a100) == 1.0  # cut along the sum
     assert waves((128 * 109, 512, 128), 1.0, chips()["v5e"]) == 1.0
+
+
+def test_what_is_computed_again_on_a_cpu_is_made_once_where_layers_are_written_out(monkeypatch):
+    """XLA's CPU compiler merges equal operations; those in loops it cannot."""
+    options = {"model.layers": "2", "remat.policy": "full", "layout.preset": "single", "batch_size": "8"}
+    run, target = load_run("tiny", options), local_target(jax.devices()[:1], measured=MADE_UP)
+    for written_out, passes in (
+        (True, {"forward", "backward", "update"}),
+        (False, {"forward", "recomputed", "backward", "update"}),
+    ):
+        monkeypatch.setattr(stacked, "unrolls_loops", lambda x, answer=written_out: answer)
+        plan = plan_of(program(run, target, jax.devices()[:1]), target)
+        assert {op.direction for op in plan.work} == passes

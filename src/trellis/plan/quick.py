@@ -127,6 +127,11 @@ def plan_of(prog: Program, target: Target, *, price: float | None = None, option
     return plan
 
 
+def _merged(op: Op) -> bool:
+    """Whether XLA's CPU compiler makes this once: outside of loops it sees that the forward pass did it before."""
+    return op.direction == "recomputed" and not op.looped
+
+
 def plan_step(
     step: Step,
     ledger: Ledger,
@@ -139,6 +144,8 @@ def plan_step(
     """A plan of any traced train step."""
     links = place(step.mesh, target)
     ops = tuple(operations(step))
+    if target.chip.name == "cpu":
+        ops = tuple(op for op in ops if not _merged(op))
     hides = {HIDING_OPTIONS[option] for option in options if option in HIDING_OPTIONS}
     count = 0
     for var, kind, path in zip(step.jaxpr.jaxpr.invars, step.kinds, step.names):

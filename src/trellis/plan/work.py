@@ -49,6 +49,7 @@ class Op:
         dtype: of the operands.
         label: what a person would call it, see `trellis.plan.trace.label_of`.
         order: its place in the program.
+        looped: whether it is in a loop when it runs; layers may be written out instead.
     """
 
     kind: str
@@ -63,6 +64,7 @@ class Op:
     dtype: str = "bfloat16"
     label: str = ""
     order: int = 0
+    looped: bool = False
 
 
 def operations(step: Step) -> list[Op]:
@@ -81,9 +83,10 @@ def _walk(jaxpr: Any, times: int, outside: str, places: Iterator[int]) -> Iterat
         if inner is not None:
             yield from _walk(inner, times, stack, places)
         elif name == "scan":
-            yield from _walk(eqn.params["jaxpr"].jaxpr, times * eqn.params["length"], stack, places)
+            inside = _walk(eqn.params["jaxpr"].jaxpr, times * eqn.params["length"], stack, places)
+            yield from _looped(inside) if eqn.params["unroll"] < eqn.params["length"] else inside
         elif name == "while":
-            yield from _walk(eqn.params["body_jaxpr"].jaxpr, times, stack, places)
+            yield from _looped(_walk(eqn.params["body_jaxpr"].jaxpr, times, stack, places))
         elif name == "cond":
             branches = [list(_walk(b, times, stack, places)) for key, b in sub_jaxprs(eqn) if key == "branches"]
             yield from max(branches, key=lambda ops: sum(op.flops + op.vector for op in ops), default=[])
@@ -97,6 +100,10 @@ def _walk(jaxpr: Any, times: int, outside: str, places: Iterator[int]) -> Iterat
             fused.append((eqn, place))
     placed = {id(eqn): place for eqn, place in fused}
     yield from _groups(jaxpr, [eqn for eqn, _ in fused], times, outside, placed)
+
+
+def _looped(ops: Iterator[Op]) -> Iterator[Op]:
+    return (dataclasses.replace(op, looped=True) for op in ops)
 
 
 def _direction(eqn: Any, outside: str) -> str:
