@@ -14,10 +14,17 @@ SHAPE = {
     "model.embed": "2048", "model.layers": "8", "model.heads": "16", "model.kv_heads": "8", "model.mlp": "5632",
     "model.vocab": "32768", "data.sequence_length": "2048", "microbatches": "1", "batch_size": "8",
 }  # fmt: skip
+OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 CASES = (
     ("v5e:2x2", {"remat.policy": "full"}),
     ("v5e:2x4", {"remat.policy": "saved", "mesh.model": "2", "layout.preset": "fsdp_tensor_sequence"}),
     ("v5p:2x2x1", {"remat.policy": "dots"}),
+    # SparseCores move everything beside computation, and more is held for it.
+    (
+        "v5p:2x2x2",
+        {"remat.policy": "saved", "mesh.data": "2", "mesh.data_y": "2", "mesh.data_z": "2"}
+        | {f"compiler_options.{OFFLOAD}_{what}": "true" for what in ("all_gather", "3d_all_gather", "all_reduce")},
+    ),
 )
 
 

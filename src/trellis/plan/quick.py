@@ -162,7 +162,7 @@ def plan_step(
         tokens=step.tokens,
         parameters=count,
         model_flops=model_flops(ops, target.num_devices),
-        memory=memory(step),
+        memory=memory(step, held="reductions" in hides),
         ledger=ledger,
         times=times(ops, ledger, links, roles(step), sorted(hides)),
         work=ops,
