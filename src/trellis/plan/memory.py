@@ -396,8 +396,8 @@ def memory(step: Step, held: bool = False) -> Memory:
 
     Args:
         step: the step, traced.
-        held: whether the compiler sums gradients beside computation. What they are made of then stays in place until
-            a loop over layers ends its turn, beside what moves for the next, and that room is lost to large buffers at
+        held: whether SparseCores sum gradients beside computation. What they are made of then stays in place until a
+            loop over layers ends its turn, beside what moves for the next, and that room is lost to large buffers at
             the highest point: 0.6 GiB of 5.6 for an 8B model on v5p.
     """
     jaxpr = step.jaxpr.jaxpr

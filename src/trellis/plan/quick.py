@@ -162,7 +162,7 @@ def plan_step(
         tokens=step.tokens,
         parameters=count,
         model_flops=model_flops(ops, target.num_devices),
-        memory=memory(step, held="reductions" in hides),
+        memory=memory(step, held=any("sparse_core" in option for option in options)),
         ledger=ledger,
         times=times(ops, ledger, links, roles(step), sorted(hides)),
         work=ops,

@@ -151,12 +151,22 @@ def _on_torus(run: Run, name: str, batch_size: int, mesh: MeshSizes, **options: 
     )
 
 
+# Compiler options with which a v5e, which has no SparseCores, reduces most gradients beside computation.
+_FUSED_REDUCTIONS = {
+    "xla_enable_async_all_reduce": "true",
+    "xla_tpu_enable_async_collective_fusion": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
+    "xla_jf_crs_combiner_threshold_in_bytes": "1",
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+}
+
+
 def llama_8b_v5e_256() -> Run:
     """llama_8b on a v5e-256 slice, 16 x 16, one sequence a chip.
 
     trellis plan llama_8b_v5e_256 --on v5e:16x16
     """
-    return _on_torus(llama_8b(), "llama_8b_v5e_256", 256, MeshSizes(data=16, data_y=16))
+    return _on_torus(llama_8b(), "llama_8b_v5e_256", 256, MeshSizes(data=16, data_y=16), **_FUSED_REDUCTIONS)
 
 
 def llama_8b_v5p_64() -> Run:
@@ -200,6 +210,7 @@ def llama32_1b_v5e_16() -> Run:
         batch_size=64,
         remat=Remat(policy="full"),
         mesh=MeshSizes(data=4, data_y=4),
+        compiler_options=FrozenMap(_FUSED_REDUCTIONS),
     )
 
 

@@ -12,6 +12,9 @@ import jax
 # more in memory and is up to a sixth slower (docs/cpu-speed.md).
 DEFAULTS: Mapping[str, Mapping[str, str]] = {"cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}}
 
+# How the names of options that only one platform's compiler knows begin; jf is an old name of TPUs.
+_PREFIXES = {"cpu": ("xla_cpu_",), "gpu": ("xla_gpu_",), "tpu": ("xla_tpu_", "xla_jf_", "xla_enable_async_")}
+
 
 def cache_folder() -> Path:
     """Where compiled programs are kept between runs: the user's cache folder."""
@@ -38,15 +41,15 @@ def use_persistent_cache(folder: str | Path | None = None) -> None:
 def options_for(platform: str, options: Mapping[str, str]) -> dict[str, str]:
     """The compiler options that concern a platform: those of a run, and `DEFAULTS` for what it does not set.
 
-    >>> options_for("tpu", {"xla_tpu_scoped_vmem_limit_kib": "65536", "xla_gpu_autotune_level": "4"})
-    {'xla_tpu_scoped_vmem_limit_kib': '65536'}
+    >>> options_for("tpu", {"xla_jf_crs_combiner_threshold_in_bytes": "1", "xla_gpu_autotune_level": "4"})
+    {'xla_jf_crs_combiner_threshold_in_bytes': '1'}
 
     Args:
         platform: "cpu", "gpu" or "tpu".
-        options: of any platform; names without a platform's prefix concern all.
+        options: of any platform; names that no platform has for itself concern all.
     """
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
-    others = tuple(f"xla_{name}_" for name in ("cpu", "gpu", "tpu") if name != platform)
+    others = tuple(prefix for name, prefixes in _PREFIXES.items() if name != platform for prefix in prefixes)
     mine = {name: str(value) for name, value in options.items() if not name.startswith(others)}
     return {**DEFAULTS.get(platform, {}), **mine}
 
