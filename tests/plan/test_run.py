@@ -22,6 +22,7 @@ from trellis.plan.show import as_json, text
 from trellis.plan.sketch import Sketch
 from trellis.plan.verdict import judge, verdict_text
 from trellis.recipes import load_run
+from trellis.train.schema import FrozenMap
 
 SMALL = {
     "model.embed": "256", "model.layers": "2", "model.heads": "4", "model.kv_heads": "2", "model.head_dim": "64",
@@ -81,6 +82,8 @@ def test_options_hide_communication():
     slow = quick_plan(run, target("v5p:2x2x1"))
     names = ["xla_tpu_enable_sparse_core_collective_offload_all_gather"]
     assert quick_plan(run, target("v5p:2x2x1"), options=names).seconds < slow.seconds
+    off = dataclasses.replace(run, compiler_options=FrozenMap({names[0]: "false"}))
+    assert quick_plan(off, target("v5p:2x2x1")).seconds == slow.seconds
 
 
 def test_what_does_not_fit_is_said_with_a_way_out():
