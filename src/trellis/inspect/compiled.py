@@ -168,7 +168,7 @@ class Comparison:
 
     def __str__(self) -> str:
         def line(axis: str, kind: str, predicted: int, found: int) -> tuple[str, ...]:
-            ratio = f"{found / predicted:.3f}" if predicted else "-" if not found else "new"
+            ratio = f"{found / predicted:.3f}" if found <= 1000 * predicted > 0 else "new" if found else "-"
             return axis, kind, human_bytes(predicted), human_bytes(found), ratio
 
         lines = []

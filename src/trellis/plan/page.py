@@ -21,8 +21,8 @@ h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 34px 0 8p
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 16px 0; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 12px; }
 .card b { display: block; font-size: 20px; } .card span { color: var(--quiet); font-size: 13px; }
-svg { width: 100%; height: auto; max-height: 560px; background: var(--card); border: 1px solid var(--line);
-  border-radius: 8px; }
+svg { box-sizing: border-box; width: 100%; height: auto; max-height: 560px; background: var(--card);
+  border: 1px solid var(--line); border-radius: 8px; }
 svg text { fill: var(--ink); font-family: system-ui, sans-serif; } svg text[fill] { fill: #fff; }
 svg .quiet { fill: var(--quiet); } svg .axis { stroke: var(--quiet); fill: none; stroke-width: 1.5; }
 svg .roof { stroke: var(--ink); fill: none; stroke-width: 2; } svg .host { stroke: var(--line); }
