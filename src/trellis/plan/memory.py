@@ -87,7 +87,7 @@ class _Walk:
         self.top = top  # whether this is the whole step and not a loop's body
         self.held = held  # whether a loop over layers holds all that its body does to the end of a turn
         self.moved = 0  # bytes of weights that are gathered and of gradients that are summed over devices
-        self.loops: list[tuple[int, set[int]]] = []  # of each loop: bytes of its body, and what is there around it
+        self.loops: list[tuple[int, dict[int, Buffer]]] = []  # bytes of its body; by id, what is around it
         self.live: dict[int, _Value] = {}
         self.total = 0
         self.peak, self.at_peak, self.where = 0, (), ""
@@ -273,10 +273,12 @@ class _Walk:
                 inputs.append(_Value(None, pinned=True))
         inner = _Walk(held=self.held)
         inner.run(body, [_Value(None, pinned=True) for _ in inputs], inside, "")
-        held = (Buffer("gathered weights", inner.moved, "and gradients on the way", source),) if self.held else ()
-        self.mark(inner.peak + sum(b.num_bytes for b in held), inner.at_peak + held, inner.where or source)
-        if self.held and self.top:
-            self.loops.append((inner.peak, {id(v.buffer) for v in self.live.values()}))
+        if self.held:
+            on_the_way = Buffer("gathered weights", inner.moved, "and gradients on the way", source)
+            self.mark(inner.peak + inner.moved, (*inner.at_peak, on_the_way), inner.where or source)
+            self.loops.append((inner.peak, {id(v.buffer): v.buffer for v in self.live.values()}))
+        else:
+            self.mark(inner.peak, inner.at_peak, inner.where or source)
         position = 0
         for var in eqn.outvars:
             if var not in env:
@@ -386,7 +388,7 @@ def _pending(aval: Any) -> bool:
 def _lost_to_loops(walk: _Walk) -> int:
     """Bytes that the largest loop took, but for vector memory, and that are empty at the highest point: what is larger
     than half of the room was not seen to be put there."""
-    room, around = max(walk.loops, key=lambda loop: loop[0], default=(0, set()))
+    room, around = max(walk.loops, key=lambda loop: loop[0], default=(0, {}))
     later = [buffer.num_bytes for buffer in walk.at_peak if id(buffer) not in around]
     return max(room - VECTOR_MEMORY - sum(size for size in later if size <= room / 2), 0)
 
