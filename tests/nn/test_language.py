@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from trellis.mesh.layout import Layout
 from trellis.mesh.meshes import make_mesh
@@ -23,26 +24,34 @@ def test_gradients_together_changes_no_number():
     jax.tree.map(np.testing.assert_array_equal, plain, fenced)
 
 
-def test_the_sum_of_the_unembeddings_gradient_comes_before_the_layers():
-    """On a TPU slice the reduction's result and the hidden states' gradient go through one fence."""
-    mesh = make_mesh(slice_devices("v5e:2x2"), data=4)
-    layout = Layout(mesh, params={"vocab": "data"}, compute={"batch": "data"})
+def traced(loss, pos: int) -> str:
+    """The gradient's program on four TPUs, of a sequence of 16 wide states each against a table of 32 sliced words."""
+    layout = Layout(make_mesh(slice_devices("v5e:2x2"), data=4), params={"vocab": "data"}, compute={"batch": "data"})
 
-    def loss(x, w, targets):
-        found = next_token_loss(named(x, "batch pos embed"), named(w, "vocab embed"), named(targets, "batch pos"))
-        return found.total
+    def array(shape, dtype, names, which):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(names, which))
 
     with layout:
-
-        def array(shape, dtype, names, which):
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(names, which))
-
-        text = str(
-            jax.make_jaxpr(jax.grad(loss, (0, 1)))(
-                array((4, 8, 16), jnp.float32, ("batch", "pos", "embed"), "compute"),
-                array((32, 16), jnp.float32, ("vocab", "embed"), "params"),
-                array((4, 8), jnp.int32, ("batch", "pos"), "compute"),
-            )
+        arrays = (
+            array((4, pos, 16), jnp.float32, ("batch", "pos", "embed"), "compute"),
+            array((32, 16), jnp.float32, ("vocab", "embed"), "params"),
+            array((4, pos), jnp.int32, ("batch", "pos"), "compute"),
         )
-    fence = next(line for line in text.splitlines() if "optimization_barrier" in line)
-    assert "f32[4@data,8,16]" in fence and "f32[32@data,16]" in fence
+        return str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*arrays))
+
+
+def total(x, w, targets):
+    return next_token_loss(named(x, "batch pos embed"), named(w, "vocab embed"), named(targets, "batch pos")).total
+
+
+@pytest.mark.parametrize("pos", [8, 32])
+def test_the_sum_of_the_unembeddings_gradient_comes_before_the_layers(pos):
+    """On a TPU slice the reduction's result and the hidden states' gradient go through one fence."""
+    fences = [line for line in traced(total, pos).splitlines() if "optimization_barrier" in line]
+    assert any(f"f32[4@data,{pos},16]" in fence and "f32[32@data,16]" in fence for fence in fences)
+
+
+def test_few_tokens_gather_the_table_in_pieces():
+    """Up to as many tokens on a device as the table is wide; for more it is gathered whole."""
+    assert "all_gather" in traced(total, 16) and "all_gather" not in traced(total, 17)
+    assert "reduced={'data'}" in traced(total, 17) and "reduced={'data'}" not in traced(total, 16)

@@ -1,5 +1,7 @@
 """The loss of a language model, by name."""
 
+import math
+
 import jax
 from jax import lax
 
@@ -48,7 +50,11 @@ def next_token_loss(
             arrays = gradients_together(hidden.array, unembedding.array)
             hidden, unembedding = (n.with_array(a) for n, a in zip((hidden, unembedding), arrays, strict=True))
         hidden = move(hidden, (batch, pos, ()), frozenset(vocab))
-        unembedding = move(unembedding, (vocab, ()), frozenset(batch + pos))
+        sliced = state_of(unembedding.array).axes
+        if bias is None and _in_pieces(hidden, unembedding, batch + pos, vocab):
+            unembedding = move(unembedding, sliced, frozenset(batch + pos) - set(sliced[0] + sliced[1]))
+        else:
+            unembedding = move(unembedding, (vocab, ()), frozenset(batch + pos))
         bias = None if bias is None else move(bias, (vocab,), frozenset(batch + pos))
         targets = move(targets, (batch, pos), frozenset())
         weights = None if weights is None else move(weights, (batch, pos), frozenset())
@@ -57,6 +63,20 @@ def next_token_loss(
         vocab_size = None
     options |= {"vocab_size": vocab_size, "bias": None if bias is None else bias.array}
     return cross_entropy(hidden.array, unembedding.array, targets.array, plain, vocab_first=True, **options)
+
+
+def _in_pieces(hidden: NamedArray, unembedding: NamedArray, tokens, vocab) -> bool:
+    """Whether the loss gathers the unembedding piece by piece, instead of getting it whole.
+
+    On accelerators, of a table that one of its dimensions slices over mesh axes of the tokens, where a device has no
+    more tokens than `embed`: the exponentials that are kept then take no more room than the whole table would.
+    """
+    if platform_of(hidden.array) == "cpu" or vocab:
+        return False
+    rows, columns = state_of(unembedding.array).axes
+    mesh, (batch, pos, embed) = jax.typeof(hidden.array).sharding.mesh, hidden.array.shape
+    few = batch * pos <= embed * math.prod(mesh.shape[axis] for axis in tokens)
+    return few and bool(rows) != bool(columns) and set(rows + columns) <= set(tokens)
 
 
 @jax.custom_vjp

@@ -1,4 +1,4 @@
-"""Cross entropy in chunks of tokens: the logits of the whole batch never exist, forward or backward."""
+"""Cross entropy in chunks of tokens: the float32 logits of the whole batch never exist, forward or backward."""
 
 import math
 from functools import partial
@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec
 from trellis.mesh.manual_ops import Axes, vary, varying_axes
 from trellis.mesh.platform import platform_of
 from trellis.notation.state import State, state_of
+
+from .loss_pieces import cut, summed_in_pieces
 
 CHUNK = {"cpu": 512}
 # On accelerators a chunk's float32 logits take at most this many bytes, but for no more chunks than the second number:
@@ -72,7 +74,8 @@ def cross_entropy(
 
     On a mesh in explicit mode `batch` and `pos` may be sharded, and `vocab` over other axes (vocabulary parallel:
     devices share the largest logit, the sum of exponentials and the target's logit, three numbers a token). `x` and
-    `unembed` may be in the `~` state, so that their gradients arrive as pending sums.
+    `unembed` may be in the `~` state, so that their gradients arrive as pending sums. A `"vocab embed"` that is sliced
+    over mesh axes of the tokens is gathered piece by piece, and so is its gradient scattered: see `loss_pieces`.
 
     Args:
         x: `batch pos embed`.
@@ -84,7 +87,7 @@ def cross_entropy(
         logit_softcap: logits become `cap * tanh(logits / cap)`.
         vocab_size: the true size of a vocabulary that is padded: later columns get no probability and no gradient.
         vocab_first: the layout of `unembed`.
-        chunk: tokens per chunk on each device.
+        chunk: tokens per chunk on each device; not for an unembedding that is gathered in pieces.
         bias: `vocab`, added to the logits; sharded as `unembed` is.
 
     Raises:
@@ -100,12 +103,15 @@ def cross_entropy(
     head = (unembed,) if bias is None else (unembed, bias)
     weights = jnp.ones_like(targets, jnp.float32) if weights is None else weights.astype(jnp.float32)
     platform = platform_of(x)
-    chunk = chunk or CHUNK.get(platform)
     total_type = jnp.dtype("float32") if platform == "cpu" else unembed.dtype
-    settings = _Settings(z_loss, logit_softcap, chunk, total_type, vocab_size, vocab_first, ())
+    settings = _Settings(
+        z_loss, logit_softcap, chunk or CHUNK.get(platform), total_type, vocab_size, vocab_first, vocab_axes=()
+    )
     states = [state_of(a) for a in (x, unembed, targets)]
     if states[0].mode != "explicit":
         return _local(x, head, targets, weights, settings)
+    if set(states[0].axes[0] + states[0].axes[1]) & set(states[1].axes[0] + states[1].axes[1]):
+        return _in_pieces(x, unembed, targets, weights, settings, states, plain=bias is None and chunk is None)
     batch, pos, vocab = _placement(states, x, unembed, vocab_first)
     settings = settings._replace(vocab_axes=vocab)
 
@@ -128,6 +134,53 @@ def cross_entropy(
         ),
         out_specs=PartitionSpec(),
     )(x, head, targets, weights)
+
+
+def _in_pieces(x, unembed, targets, weights, settings: _Settings, states: list[State], *, plain: bool) -> TokenLoss:
+    """The loss where the unembedding is sliced over mesh axes of the tokens."""
+    batch, pos, _ = states[0].axes
+    dim, over = _sliced(states, x, unembed, plain and settings.vocab_first)
+    mesh = jax.typeof(x).sharding.mesh
+    devices = math.prod(mesh.shape[a] for a in over)
+    local = unembed.shape[0] // (1 if dim else devices)
+    tokens = targets.size // math.prod(mesh.shape[a] for a in batch + pos)
+    pieces = cut(dim, over, devices, local, tokens, LOGITS_BYTES)
+
+    def body(x, unembed, targets, weights):
+        x, unembed, targets, weights = (vary(a, batch + pos) for a in (x, unembed, targets, weights))
+        flat = lambda a: a.reshape(tokens, *a.shape[2:])
+        total, rest = summed_in_pieces(flat(x), unembed, flat(targets), flat(weights), settings, pieces)
+        sums = TokenLoss(total, *(lax.stop_gradient(s) for s in rest))
+        return jax.tree.map(lambda s: lax.psum(s, batch + pos), sums)
+
+    spec = (batch or None, pos or None)
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(
+            PartitionSpec(*spec, None, reduced=states[0].copied),
+            PartitionSpec(*((None, over) if dim else (over, None)), reduced=states[1].copied),
+            PartitionSpec(*spec),
+            PartitionSpec(*spec),
+        ),
+        out_specs=PartitionSpec(),
+    )(x, unembed, targets, weights)
+
+
+def _sliced(states: list[State], x, unembed, plain: bool) -> tuple[int, Axes]:
+    """Which dimension of the unembedding is sliced, and over which mesh axes."""
+    (batch, pos, embed), sides = states[0].axes, states[1].axes
+    shown = f"got x {jax.typeof(x).str_short()}, unembed {jax.typeof(unembed).str_short()}, in cross_entropy"
+    _check_states(states, shown, batch, pos)
+    dim = 0 if sides[0] else 1
+    alone = not (sides[0] and sides[1]) and set(sides[dim]) <= set(batch + pos) and not embed
+    if not (alone and plain):
+        raise LossError(
+            "an unembedding that is gathered in pieces is 'vocab embed' (vocab_first), with one dimension sliced, over "
+            f"mesh axes of the tokens only, and goes without bias and without chunk, {shown}: gather it first, "
+            "with reshard"
+        )
+    return dim, sides[dim]
 
 
 def _bias_spec(bias, vocab: Axes) -> PartitionSpec:
@@ -281,17 +334,17 @@ def _placement(states: list[State], x, unembed, vocab_first: bool) -> tuple[Axes
     batch, pos, embed = states[0].axes
     vocab, contracted = states[1].axes if vocab_first else states[1].axes[::-1]
     shown = f"got x {jax.typeof(x).str_short()}, unembed {jax.typeof(unembed).str_short()}, in cross_entropy"
-    if states[0].pending or states[1].pending:
-        raise LossError(f"the loss is not linear, so no operand is a pending sum, {shown}: settle it, with reshard")
+    _check_states(states, shown, batch, pos)
     if embed or contracted:
         raise LossError(f"embed is whole in x and unembed, {shown}: gather it first, with reshard")
-    if set(vocab) & set(batch + pos):
-        raise LossError(
-            f"tokens and vocabulary are sharded over different mesh axes, {shown}: gather one of them first"
-        )
+    return batch, pos, vocab
+
+
+def _check_states(states: list[State], shown: str, batch: Axes, pos: Axes) -> None:
+    if states[0].pending or states[1].pending:
+        raise LossError(f"the loss is not linear, so no operand is a pending sum, {shown}: settle it, with reshard")
     if states[2].axes != (batch, pos):
         raise LossError(f"targets are sharded as x is, {shown}, targets sharded {states[2].axes}: reshard them like x")
-    return batch, pos, vocab
 
 
 def _check(x, unembed, targets, weights, vocab_size, vocab_first, bias) -> None:

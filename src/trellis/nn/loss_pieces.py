@@ -1,0 +1,173 @@
+"""Cross entropy where the unembedding stays sliced over the tokens' own mesh axes, and is gathered piece by piece.
+
+Pieces of the vocabulary follow each other as blocks of keys do in attention, with the largest logit, the sum of
+exponentials and the pull on `x` so far (the online softmax of Milakov and Gimelshein, 2018, arXiv:1805.02867). The
+exponentials are kept, in the type of `x`; when the sums are known they become the gradients of the logits, and these a
+piece of the unembedding's gradient, which is scattered at once. The whole unembedding is never on one device, nor is
+its gradient; each piece is gathered once, and its logits are computed once.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from trellis.mesh.manual_ops import Axes, vary, varying_axes
+
+# Rows of a piece on each device are a multiple of this, a TPU's tile: what is gathered is then in order in memory.
+TILE = 8
+
+
+class Pieces(NamedTuple):
+    """How an unembedding, `"vocab embed"`, is sliced over devices, and each device's part is cut into pieces of rows.
+
+    Attributes:
+        dim: what is sliced, 0 for `vocab` or 1 for `embed`.
+        axes: the mesh axes that slice it.
+        devices: how many slices they make.
+        local: rows of one device.
+        rows: of them in a piece; the last piece may have fewer.
+    """
+
+    dim: int
+    axes: Axes
+    devices: int
+    local: int
+    rows: int
+
+    @property
+    def number(self) -> int:
+        """How many pieces there are."""
+        return -(-self.local // self.rows)
+
+
+def cut(dim: int, axes: Axes, devices: int, local: int, tokens: int, most_bytes: int) -> Pieces:
+    """Pieces whose float32 logits, of so many tokens, take about `most_bytes`.
+
+    >>> pieces = cut(0, ("data",), 256, local=504, tokens=4096, most_bytes=1 << 28)
+    >>> pieces.number, pieces.rows
+    (8, 64)
+    """
+    wide = local if dim else local * devices
+    rows = -(-local // -(-4 * tokens * wide // most_bytes))
+    return Pieces(dim, axes, devices, local, min(-(-rows // TILE) * TILE, local))
+
+
+class _Sums(NamedTuple):
+    """What is known of each token after some pieces: `"token"`, the last two `"token embed"`."""
+
+    largest: jax.Array  # logit
+    total: jax.Array  # sum of exp(logit - largest)
+    hit: jax.Array  # the target's logit
+    pull: jax.Array  # sum of exp(logit - largest) times its row
+    row: jax.Array  # the target's
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def summed_in_pieces(x, unembed, targets, weights, settings, pieces: Pieces):
+    """The total, and the parts of it, of `"token embed"` against this device's part of `"vocab embed"`."""
+    sums, _ = _all_pieces(x, unembed, targets, settings, pieces, keep=False)
+    return _finished(sums, weights, settings)[0]
+
+
+def _fwd(x, unembed, targets, weights, settings, pieces: Pieces):
+    sums, (kept, largest) = _all_pieces(x, unembed, targets, settings, pieces, keep=True)
+    result, pull, push = _finished(sums, weights, settings)
+    d_x = pull[:, None] * sums.pull - push[:, None] * sums.row.astype(jnp.float32)
+    scales = pull[None, :] * jnp.exp(largest - sums.largest[None, :])  # of the exponentials of each piece
+
+    def step(_, part):
+        index, powers, scale = part
+        hot = jnp.arange(powers.shape[1])[None, :] == _column(targets, index, pieces)[:, None]
+        d_logits = powers.astype(jnp.float32) * scale[:, None] - jnp.where(hot, push[:, None], 0.0)
+        d_piece = jnp.einsum("tv,te->ve", d_logits.astype(x.dtype), x, preferred_element_type=jnp.float32)
+        d_piece = d_piece.astype(unembed.dtype)
+        for axis in pieces.axes:  # over several at once libtpu sums everything, and slices that
+            d_piece = lax.psum_scatter(d_piece, axis, scatter_dimension=pieces.dim, tiled=True)
+        return None, d_piece
+
+    _, parts = lax.scan(step, None, (jnp.arange(pieces.number), kept, scales))
+    return result, (d_x.astype(x.dtype), parts.reshape(-1, unembed.shape[1])[: pieces.local])
+
+
+def _bwd(settings, pieces: Pieces, gradients, cotangents):
+    d_total, _ = cotangents
+    return *jax.tree.map(lambda d: d * d_total.astype(d.dtype), gradients), None, None
+
+
+summed_in_pieces.defvjp(_fwd, _bwd)
+
+
+def _all_pieces(x, unembed, targets, settings, pieces: Pieces, *, keep: bool):
+    """Sums over all pieces; if kept, also the exponentials of each and the largest logits that they were taken with."""
+    tokens = x.shape[0]
+    full = lambda value, *shape: vary(jnp.full((tokens, *shape), value, jnp.float32), varying_axes(x, unembed))
+    embed = x.shape[1]
+    row = full(0.0, embed).astype(unembed.dtype)
+    start = _Sums(full(-jnp.inf), full(0.0), full(0.0), full(0.0, embed), row)
+    padding = pieces.number * pieces.rows - pieces.local
+    parts = jnp.pad(unembed, ((0, padding), (0, 0))).reshape(pieces.number, pieces.rows, -1)
+    wide = pieces.rows * (1 if pieces.dim else pieces.devices)
+    # The exponentials' place is made when `x` is there. Left to itself libtpu makes it before the layers, a gigabyte.
+    zero, _ = lax.optimization_barrier((jnp.zeros((), x.dtype), x))
+    room = jnp.broadcast_to(vary(zero, varying_axes(start.total)), (pieces.number, tokens, wide)) if keep else None
+
+    def step(carry, part):
+        sums, kept = carry
+        index, mine = part
+        piece = lax.all_gather(mine, pieces.axes, axis=pieces.dim, tiled=True)
+        sums, powers = _one_piece(sums, x, piece, index, targets, settings, pieces)
+        kept = lax.dynamic_update_index_in_dim(kept, powers, index, 0) if keep else None
+        return (sums, kept), sums.largest if keep else None
+
+    (sums, kept), largest = lax.scan(step, (start, room), (jnp.arange(pieces.number), parts))
+    return sums, (kept, largest)
+
+
+def _one_piece(sums: _Sums, x, piece, index, targets, settings, pieces: Pieces):
+    logits = jnp.einsum("te,ve->tv", x, piece, preferred_element_type=jnp.float32)
+    slope = 1.0
+    if settings.logit_softcap is not None:
+        bent = jnp.tanh(logits / settings.logit_softcap)
+        logits, slope = bent * settings.logit_softcap, 1 - bent * bent
+    logits = jnp.where(_real(index, settings.vocab_size, pieces), logits, -jnp.inf)
+    largest = jnp.maximum(sums.largest, jnp.max(logits, axis=1))
+    shrink = jnp.exp(sums.largest - largest)
+    powers = jnp.exp(logits - largest[:, None])
+    total = shrink * sums.total + jnp.sum(powers, axis=1)
+    powers = (powers * slope).astype(x.dtype)
+    pull = shrink[:, None] * sums.pull + jnp.einsum("tv,ve->te", powers, piece, preferred_element_type=jnp.float32)
+    column = _column(targets, index, pieces)
+    here, column = column >= 0, jnp.maximum(column, 0)
+    hit = jnp.where(here, jnp.take_along_axis(logits, column[:, None], axis=1)[:, 0], sums.hit)
+    row = jnp.where(here[:, None], piece[column], sums.row)
+    return _Sums(largest, total, hit, pull, row), powers
+
+
+def _finished(sums: _Sums, weights, settings):
+    """`(total, its parts)`, and what each token's softmax and its target's row weigh in the gradient of the total."""
+    log_sum = sums.largest + jnp.log(sums.total)
+    entropy = jnp.sum(weights * (log_sum - sums.hit))
+    z_sum = jnp.sum(weights * (settings.z_loss * log_sum * log_sum))
+    correct = jnp.sum(jnp.where(sums.hit >= sums.largest, weights, 0.0))
+    pull, push = weights * (1 + 2 * settings.z_loss * log_sum) / sums.total, weights
+    if settings.logit_softcap is not None:
+        push = push * (1 - (sums.hit / settings.logit_softcap) ** 2)
+    return (entropy + z_sum, (entropy, z_sum, correct, jnp.sum(weights))), pull, push
+
+
+def _real(index, vocab_size: int | None, pieces: Pieces):
+    """Which columns of a piece are words: not what fills up the last piece, nor a padded vocabulary's end."""
+    own = index * pieces.rows + jnp.arange(pieces.rows)[None, :]
+    first = jnp.arange(1 if pieces.dim else pieces.devices)[:, None] * pieces.local
+    words = vocab_size or pieces.local * first.size
+    return ((own < pieces.local) & (first + own < words)).reshape(1, -1)
+
+
+def _column(targets, index, pieces: Pieces):
+    """The column of a piece that is each token's target, or -1 where it is in another piece."""
+    device, own = (0, targets) if pieces.dim else (targets // pieces.local, targets % pieces.local)
+    own = own - index * pieces.rows
+    return jnp.where((own >= 0) & (own < pieces.rows), device * pieces.rows + own, -1)
