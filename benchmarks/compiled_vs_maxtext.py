@@ -2,7 +2,9 @@
 
     python benchmarks/compiled_vs_maxtext.py [ROW ...]        all rows if none is named; needs libtpu 0.0.42.*, no TPU
 
-The runs are recipes, with their layouts and compiler options; only sequence length and batch are MaxText's.
+The runs are recipes, with their layouts and compiler options; only sequence length and batch are MaxText's. Two rows
+more have the other choice between gathering weights over both sides of a torus at once (fewer predicted seconds on v5e)
+and over one after the other (the closed form's bytes).
 
 Nothing runs: both sides are the compiler's figures for the same models, slices, batches, JAX 0.10.2 and libtpu
 0.0.42.1. "compute" is libtpu's estimated cycles times loop counts over the clock, without collectives and Pallas
@@ -40,21 +42,32 @@ class Row:
     plain: tuple[float, float, float, float] | None
 
 
-# Sequence length and batch of MaxText's runs.
+# Sequence length of MaxText's runs; what llama_8b_v5e_256 has for scatters over one side of a torus.
 SHORT = {"data.sequence_length": "4096"}
+SCATTERS = ("xla_enable_async_reduce_scatter_fusion", "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter")
 ROWS = (
     Row(
         "1b-fsdp", "1B, v5e 4x4, FSDP 16", "v5e:4x4", "llama32_1b_v5e_16", {},
         (4.63, 0.573, 8.8, 5.3), (4.66, 0.563, 10.3, 6.7),
     ),
     Row(
+        "1b-fsdp-sides", "1B, v5e 4x4, FSDP 4 x 4, side by side", "v5e:4x4", "llama32_1b_v5e_16",
+        {"layout.gather": "per_axis"} | {f"compiler_options.{option}": "true" for option in SCATTERS},
+        (4.63, 0.573, 8.8, 5.3), None,
+    ),
+    Row(
         "1b-tensor", "1B, v5e 4x4, FSDP 4 x tensor 4", "v5e:4x4", "llama32_1b_v5e_16",
-        {"mesh.data_y": "1", "mesh.model": "4", "layout.preset": "fsdp_tensor_sequence"},
+        {"mesh.data_y": "1", "mesh.model": "4"}
+        | {"layout.preset": "fsdp_tensor_sequence", "layout.overlap": "[mlp, heads]"},
         (5.53, 0.719, 23.6, 10.4), (4.02, 0.713, 21.8, 15.3),
     ),
     Row(
         "8b-v5e", "8B, v5e 16x16, FSDP 256", "v5e:16x16", "llama_8b_v5e_256", SHORT,
         (4.39, 1.675, 59.9, 33.2), (4.37, 1.671, 63.0, 36.2),
+    ),
+    Row(
+        "8b-v5e-joint", "8B, v5e 16x16, FSDP 256, both sides at once", "v5e:16x16", "llama_8b_v5e_256",
+        SHORT | {"layout.gather": "joint"}, (4.39, 1.675, 59.9, 33.2), None,
     ),
     Row(
         "8b-v5e-saved", "8B, v5e 16x16, FSDP 256, lighter policy", "v5e:16x16", "llama_8b_v5e_256",

@@ -19,11 +19,16 @@ CASES = (
     ("v5e:2x2", {"remat.policy": "full"}),
     ("v5e:2x4", {"remat.policy": "saved", "mesh.model": "2", "layout.preset": "fsdp_tensor_sequence"}),
     ("v5p:2x2x1", {"remat.policy": "dots"}),
-    # SparseCores move everything beside computation, and more is held for it.
+    # SparseCores move everything beside computation, and more is held for it; the loss gathers its table in pieces.
     (
         "v5p:2x2x2",
         {"remat.policy": "saved", "mesh.data": "2", "mesh.data_y": "2", "mesh.data_z": "2"}
         | {f"compiler_options.{OFFLOAD}_{what}": "true" for what in ("all_gather", "3d_all_gather", "all_reduce")},
+    ),
+    # Side after side, in real scatters.
+    (
+        "v5e:4x2",
+        {"remat.policy": "full", "mesh.data": "4", "mesh.data_y": "2", "layout.gather": "per_axis"},
     ),
 )
 

@@ -144,7 +144,7 @@ def _in_pieces(x, unembed, targets, weights, settings: _Settings, states: list[S
     devices = math.prod(mesh.shape[a] for a in over)
     local = unembed.shape[0] // (1 if dim else devices)
     tokens = targets.size // math.prod(mesh.shape[a] for a in batch + pos)
-    pieces = cut(dim, over, devices, local, tokens, LOGITS_BYTES)
+    pieces = cut(dim, over, devices, local, tokens)
 
     def body(x, unembed, targets, weights):
         x, unembed, targets, weights = (vary(a, batch + pos) for a in (x, unembed, targets, weights))

@@ -16,6 +16,8 @@ from jax import lax
 
 from trellis.mesh.manual_ops import Axes, vary, varying_axes
 
+# A piece's float32 logits take about this many bytes.
+PIECE_BYTES = 1 << 27
 # Rows of a piece on each device are a multiple of this, a TPU's tile: what is gathered is then in order in memory.
 TILE = 8
 
@@ -43,15 +45,15 @@ class Pieces(NamedTuple):
         return -(-self.local // self.rows)
 
 
-def cut(dim: int, axes: Axes, devices: int, local: int, tokens: int, most_bytes: int) -> Pieces:
-    """Pieces whose float32 logits, of so many tokens, take about `most_bytes`.
+def cut(dim: int, axes: Axes, devices: int, local: int, tokens: int) -> Pieces:
+    """Pieces whose float32 logits, of so many tokens, take about `PIECE_BYTES`.
 
-    >>> pieces = cut(0, ("data",), 256, local=504, tokens=4096, most_bytes=1 << 28)
+    >>> pieces = cut(0, ("data",), 256, local=504, tokens=4096)
     >>> pieces.number, pieces.rows
-    (8, 64)
+    (16, 32)
     """
     wide = local if dim else local * devices
-    rows = -(-local // -(-4 * tokens * wide // most_bytes))
+    rows = -(-local // -(-4 * tokens * wide // PIECE_BYTES))
     return Pieces(dim, axes, devices, local, min(-(-rows // TILE) * TILE, local))
 
 
@@ -73,13 +75,13 @@ def summed_in_pieces(x, unembed, targets, weights, settings, pieces: Pieces):
 
 
 def _fwd(x, unembed, targets, weights, settings, pieces: Pieces):
-    sums, (kept, largest) = _all_pieces(x, unembed, targets, settings, pieces, keep=True)
+    sums, kept = _all_pieces(x, unembed, targets, settings, pieces, keep=True)
     result, pull, push = _finished(sums, weights, settings)
     d_x = pull[:, None] * sums.pull - push[:, None] * sums.row.astype(jnp.float32)
-    scales = pull[None, :] * jnp.exp(largest - sums.largest[None, :])  # of the exponentials of each piece
 
     def step(_, part):
-        index, powers, scale = part
+        index, powers, largest = part
+        scale = pull * jnp.exp(largest - sums.largest)
         hot = jnp.arange(powers.shape[1])[None, :] == _column(targets, index, pieces)[:, None]
         d_logits = powers.astype(jnp.float32) * scale[:, None] - jnp.where(hot, push[:, None], 0.0)
         d_piece = jnp.einsum("tv,te->ve", d_logits.astype(x.dtype), x, preferred_element_type=jnp.float32)
@@ -88,7 +90,7 @@ def _fwd(x, unembed, targets, weights, settings, pieces: Pieces):
             d_piece = lax.psum_scatter(d_piece, axis, scatter_dimension=pieces.dim, tiled=True)
         return None, d_piece
 
-    _, parts = lax.scan(step, None, (jnp.arange(pieces.number), kept, scales))
+    parts = jnp.concatenate([lax.scan(step, None, some)[1] for some in kept])
     return result, (d_x.astype(x.dtype), parts.reshape(-1, unembed.shape[1])[: pieces.local])
 
 
@@ -101,29 +103,37 @@ summed_in_pieces.defvjp(_fwd, _bwd)
 
 
 def _all_pieces(x, unembed, targets, settings, pieces: Pieces, *, keep: bool):
-    """Sums over all pieces; if kept, also the exponentials of each and the largest logits that they were taken with."""
-    tokens = x.shape[0]
+    """Sums over all pieces; if `keep`, also `(index, exponentials, the largest logits they were taken with)` of each.
+
+    Two loops, each over half of them: libtpu finds room for two buffers of half a gigabyte where it finds none for one.
+    """
+    tokens, embed = x.shape
     full = lambda value, *shape: vary(jnp.full((tokens, *shape), value, jnp.float32), varying_axes(x, unembed))
-    embed = x.shape[1]
     row = full(0.0, embed).astype(unembed.dtype)
-    start = _Sums(full(-jnp.inf), full(0.0), full(0.0), full(0.0, embed), row)
+    sums = _Sums(full(-jnp.inf), full(0.0), full(0.0), full(0.0, embed), row)
     padding = pieces.number * pieces.rows - pieces.local
     parts = jnp.pad(unembed, ((0, padding), (0, 0))).reshape(pieces.number, pieces.rows, -1)
     wide = pieces.rows * (1 if pieces.dim else pieces.devices)
     # The exponentials' place is made when `x` is there. Left to itself libtpu makes it before the layers, a gigabyte.
     zero, _ = lax.optimization_barrier((jnp.zeros((), x.dtype), x))
-    room = jnp.broadcast_to(vary(zero, varying_axes(start.total)), (pieces.number, tokens, wide)) if keep else None
+    zero = vary(zero, varying_axes(sums.total))
 
     def step(carry, part):
-        sums, kept = carry
+        sums, kept, first = carry
         index, mine = part
         piece = lax.all_gather(mine, pieces.axes, axis=pieces.dim, tiled=True)
         sums, powers = _one_piece(sums, x, piece, index, targets, settings, pieces)
-        kept = lax.dynamic_update_index_in_dim(kept, powers, index, 0) if keep else None
-        return (sums, kept), sums.largest if keep else None
+        kept = lax.dynamic_update_index_in_dim(kept, powers, index - first, 0) if keep else None
+        return (sums, kept, first), sums.largest if keep else None
 
-    (sums, kept), largest = lax.scan(step, (start, room), (jnp.arange(pieces.number), parts))
-    return sums, (kept, largest)
+    found, half = [], -(-pieces.number // 2)
+    for first, last in ((0, half), (half, pieces.number)):
+        if first < last:
+            index = jnp.arange(first, last)
+            room = jnp.broadcast_to(zero, (last - first, tokens, wide)) if keep else None
+            (sums, kept, _), largest = lax.scan(step, (sums, room, first), (index, parts[first:last]))
+            found.append((index, kept, largest))
+    return sums, found
 
 
 def _one_piece(sums: _Sums, x, piece, index, targets, settings, pieces: Pieces):

@@ -168,7 +168,7 @@ class _Walk:
             self.inline(eqn, inner, env, weights)
             return
         if lazy or name not in _OPAQUE and not name.startswith(("reduce_", "arg")):
-            if (name in _VIEWS or name.endswith("_cast_p")) and len(operands) == 1 and len(eqn.outvars) == 1:
+            if _view(eqn) and len(operands) == 1 and len(eqn.outvars) == 1:
                 operands[0].uses += 1
                 env[eqn.outvars[0]] = operands[0]
                 return
@@ -205,7 +205,8 @@ class _Walk:
             value.uses = 1
             env[var] = value
             self.add(value)
-            self.moved += value.buffer.num_bytes if kind == "gradients" or pure and name == "reshard" else 0
+            if name == "reshard":
+                self.moved += value.buffer.num_bytes if pure else _summed_whole(eqn)
             if self.top and name == "reshard" and _gathers_columns(eqn):
                 copy = dataclasses.replace(value.buffer, what=f"{value.buffer.what}, transposed")
                 self.mark(copy.num_bytes, (copy,), source)
@@ -374,6 +375,20 @@ def _gathers_columns(eqn: Any) -> bool:
     return len(after) > 1 and after[-1] > before[-1] and after[:-1] == before[:-1]
 
 
+def _view(eqn: Any) -> bool:
+    """Whether a value is another in memory, as it is."""
+    name = eqn.primitive.name
+    if name == "broadcast_in_dim":  # with further dimensions of size 1
+        return local_bytes(eqn.invars[0].aval) == local_bytes(eqn.outvars[0].aval)
+    return name in _VIEWS or name.endswith("_cast_p")
+
+
+def _summed_whole(eqn: Any) -> int:
+    """Bytes of a pending sum that a joint reduction over several mesh axes holds: it is made of all-reduces."""
+    before, after = (getattr(v.aval.sharding.spec, "unreduced", ()) for v in (eqn.invars[0], eqn.outvars[0]))
+    return local_bytes(eqn.invars[0].aval) if len(set(before) - set(after)) > 1 else 0
+
+
 def _moves_nothing(eqn: Any) -> bool:
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
     return (
@@ -398,9 +413,9 @@ def memory(step: Step, held: bool = False) -> Memory:
 
     Args:
         step: the step, traced.
-        held: whether SparseCores sum gradients beside computation. What they are made of then stays in place until a
-            loop over layers ends its turn, beside what moves for the next, and that room is lost to large buffers at
-            the highest point: 0.6 GiB of 5.6 for an 8B model on v5p.
+        held: whether SparseCores move weights and gradients beside computation. What is gathered, and what is summed over
+            several mesh axes at once, then stays in place until a loop over layers ends its turn, beside what moves
+            for the next, and that room is lost to large buffers at the highest point.
     """
     jaxpr = step.jaxpr.jaxpr
     walk = _Walk(top=True, held=held)
