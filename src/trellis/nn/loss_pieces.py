@@ -119,19 +119,18 @@ def _all_pieces(x, unembed, targets, settings, pieces: Pieces, *, keep: bool):
     zero = vary(zero, varying_axes(sums.total))
 
     def step(carry, part):
-        sums, kept, first = carry
-        index, mine = part
+        sums, kept = carry
+        place, index, mine = part
         piece = lax.all_gather(mine, pieces.axes, axis=pieces.dim, tiled=True)
         sums, powers = _one_piece(sums, x, piece, index, targets, settings, pieces)
-        kept = lax.dynamic_update_index_in_dim(kept, powers, index - first, 0) if keep else None
-        return (sums, kept, first), sums.largest if keep else None
+        return (sums, lax.dynamic_update_index_in_dim(kept, powers, place, 0) if keep else None), sums.largest
 
     found, half = [], -(-pieces.number // 2)
     for first, last in ((0, half), (half, pieces.number)):
-        if first < last:
-            index = jnp.arange(first, last)
-            room = jnp.broadcast_to(zero, (last - first, tokens, wide)) if keep else None
-            (sums, kept, _), largest = lax.scan(step, (sums, room, first), (index, parts[first:last]))
+        if (count := last - first) > 0:
+            places, index = jnp.arange(count), jnp.arange(first, last)
+            room = jnp.broadcast_to(zero, (count, tokens, wide)) if keep else None
+            (sums, kept), largest = lax.scan(step, (sums, room), (places, index, parts[first:last]))
             found.append((index, kept, largest))
     return sums, found
 

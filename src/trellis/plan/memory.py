@@ -413,9 +413,9 @@ def memory(step: Step, held: bool = False) -> Memory:
 
     Args:
         step: the step, traced.
-        held: whether SparseCores move weights and gradients beside computation. What is gathered, and what is summed over
-            several mesh axes at once, then stays in place until a loop over layers ends its turn, beside what moves
-            for the next, and that room is lost to large buffers at the highest point.
+        held: whether SparseCores move weights and gradients beside computation. What is gathered, and what is summed
+            over several mesh axes at once, then stays in place until a loop over layers ends its turn, beside what
+            moves for the next, and that room is lost to large buffers at the highest point.
     """
     jaxpr = step.jaxpr.jaxpr
     walk = _Walk(top=True, held=held)
