@@ -18,7 +18,8 @@ HERE = target("v5e:2x2")
 
 
 def run(**options):
-    return load_run("tiny", {"data.sequence_length": "128", **{k.replace("__", "."): v for k, v in options.items()}})
+    shape = {"data.sequence_length": "128", "model.head_dim": "64"}
+    return load_run("tiny", shape | {k.replace("__", "."): v for k, v in options.items()})
 
 
 def shrunk(size: int):

@@ -23,6 +23,8 @@ KINDS = ("parameters", "optimizer", "gradients", "kept activations", "gathered w
 FRAGMENTATION = 0.02
 # The vector memory of a TPU, where a loop's small buffers go.
 VECTOR_MEMORY = 128 * 2**20
+# The lanes of a TPU's registers.
+LANES = 128
 
 _OPAQUE = {"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "scan", "while", "cond", "sort",
            "gather", "scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "reshard", "all_gather", "psum",
@@ -114,12 +116,12 @@ class _Walk:
             self.at_peak = tuple(v.buffer for v in self.live.values() if v.buffer) + buffers
             self.where = where
 
-    def realize(self, value: _Value, aval: Any, kind: str, source: str) -> None:
-        """A fused chain's value comes into being; what it was made of is released."""
+    def realize(self, value: _Value, aval: Any, kind: str, source: str, kernel: bool = False) -> None:
+        """A fused chain's value comes into being, perhaps for a kernel; what it was made of is released."""
         if value.buffer is not None or value.pinned:  # it exists, or belongs to the program around this one
             return
         parts, value.made_of = value.made_of, ()
-        value.buffer = Buffer(kind, local_bytes(aval), _show(aval), source)
+        value.buffer = Buffer(kind, _in_tiles(aval) if kernel else local_bytes(aval), _show(aval), source)
         # An elementwise result takes the place of an operand of its size that ends here; else both exist for a while.
         in_place = any(p.buffer and p.uses == 1 and p.buffer.num_bytes == value.buffer.num_bytes for p in parts)
         if not in_place:
@@ -189,7 +191,7 @@ class _Walk:
             light = light or name == "dot_general" and _narrows(value, var.aval)
             if not light and not reduces:  # a reduction reads a fused chain as it is made
                 kind = "gathered weights" if var in weights else "gradients" if _pending(var.aval) else "temporaries"
-                self.realize(value, var.aval, kind, source)
+                self.realize(value, var.aval, kind, source, kernel=name == "pallas_call")
         if name in ("scan", "while", "cond"):
             self.loop(eqn, env, weights, source)
             return
@@ -201,7 +203,8 @@ class _Walk:
                 env[atom].uses += 1
                 env[var] = env[atom]
                 continue
-            value = _Value(Buffer(kind, local_bytes(var.aval), _show(var.aval), source))
+            num_bytes = _in_tiles(var.aval) if name == "pallas_call" else local_bytes(var.aval)
+            value = _Value(Buffer(kind, num_bytes, _show(var.aval), source))
             value.uses = 1
             env[var] = value
             self.add(value)
@@ -373,6 +376,12 @@ def _gathers_columns(eqn: Any) -> bool:
     is transposed and copied. (Inside layers the products take weights either way.)"""
     before, after = local_shape(eqn.invars[0].aval), local_shape(eqn.outvars[0].aval)
     return len(after) > 1 and after[-1] > before[-1] and after[:-1] == before[:-1]
+
+
+def _in_tiles(aval: Any) -> int:
+    """Bytes of a kernel's operand or result: its last dimension fills whole lanes, so that heads of 64 take twice."""
+    last = local_shape(aval)[-1] if getattr(aval, "shape", ()) else LANES
+    return local_bytes(aval) * (-(-last // LANES) * LANES) // max(last, 1)
 
 
 def _view(eqn: Any) -> bool:
