@@ -9,6 +9,7 @@ from trellis.mesh.layout import Layout
 from trellis.mesh.meshes import make_mesh
 from trellis.mesh.topology import slice_devices
 from trellis.named import named
+from trellis.nn import language
 from trellis.nn.language import gradients_together, next_token_loss
 
 
@@ -55,3 +56,28 @@ def test_few_tokens_gather_the_table_in_pieces():
     """Up to as many tokens on a device as the table is wide; for more it is gathered whole."""
     assert "all_gather" in traced(total, 16) and "all_gather" not in traced(total, 17)
     assert "reduced={'data'}" in traced(total, 17) and "reduced={'data'}" not in traced(total, 16)
+
+
+@pytest.mark.parametrize("params", [{"vocab": "data"}, {"embed": ("data", "replica")}], ids=["words", "columns"])
+def test_what_accelerators_do_equals_one_device(params, monkeypatch):
+    """As on an accelerator, on CPU devices: the table in pieces, copies of it over replicas, one fence."""
+    monkeypatch.setattr(language, "platform_of", lambda x: "tpu")
+    keys = jax.random.split(jax.random.key(0), 3)
+    arrays = (
+        jax.random.normal(keys[0], (8, 8, 16)),
+        jax.random.normal(keys[1], (32, 16)),
+        jax.random.randint(keys[2], (8, 8), 0, 32),
+    )
+    run = jax.value_and_grad(total, (0, 1))
+    wanted = jax.jit(run)(*arrays)
+    layout = Layout(make_mesh(replica=2, data=4), params=params, compute={"batch": ("replica", "data")})
+    names = ("batch", "pos", "embed"), ("vocab", "embed"), ("batch", "pos")
+    with layout:
+        placed = [
+            jax.device_put(a, layout.sharding(n, "params" if "vocab" in n else "compute"))
+            for a, n in zip(arrays, names, strict=True)
+        ]
+        assert "all_gather" in str(jax.make_jaxpr(run)(*placed))
+        found = jax.jit(run)(*placed)
+        assert found[1][1].sharding.spec == placed[1].sharding.spec
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), found, wanted)

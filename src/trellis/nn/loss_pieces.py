@@ -69,7 +69,16 @@ class _Sums(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def summed_in_pieces(x, unembed, targets, weights, settings, pieces: Pieces):
-    """The total, and the parts of it, of `"token embed"` against this device's part of `"vocab embed"`."""
+    """The total, and the parts of it, of this device's tokens against the whole vocabulary.
+
+    Args:
+        x: `"token embed"`.
+        unembed: this device's part of `"vocab embed"`.
+        targets: `i32["token"]`, counted in the whole vocabulary.
+        weights: `f32["token"]`.
+        settings: of `trellis.nn.loss`: `z_loss`, `logit_softcap` and `vocab_size`.
+        pieces: how the part is cut.
+    """
     sums, _ = _all_pieces(x, unembed, targets, settings, pieces, keep=False)
     return _finished(sums, weights, settings)[0]
 
