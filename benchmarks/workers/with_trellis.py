@@ -51,7 +51,7 @@ assembled = assemble(run, find_devices(run))
 tokens = np.random.default_rng(0).integers(0, model.vocab, (batch, pos)).astype(np.int32)
 columns = {"tokens": tokens, "targets": np.roll(tokens, -1, axis=1), "loss_mask": np.ones(tokens.shape, np.float32)}
 arrays = {name: jax.device_put(value, assembled.batch_sharding) for name, value in columns.items()}
-program = CompiledStep(assembled.step, options_for("cpu", run.compiler_options))
+program = CompiledStep(assembled.step, options_for("cpu", run.compiler_options, jax.device_count()))
 with assembled.layout:
     state = assembled.init()
 

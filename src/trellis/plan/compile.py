@@ -106,7 +106,8 @@ def compile_run(
         UserError: the compiler is not installed or refuses an option, or a size does not divide.
     """
     prog = program(run, target, compiler_devices(target))
-    options = options_for(target.chip.kind, run.compiler_options) if options is None else options
+    if options is None:
+        options = options_for(target.chip.kind, run.compiler_options, target.num_devices)
     return prog, compile_program(prog, target, options=options, progress=progress)
 
 

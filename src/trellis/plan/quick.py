@@ -112,7 +112,7 @@ def quick_plan(run: Run, target: Target, *, price: float | None = None, options:
 def plan_of(prog: Program, target: Target, *, price: float | None = None, options: Sequence[str] | None = None) -> Plan:
     """The same for a program whose devices were chosen before."""
     if options is None:
-        given = options_for(target.chip.kind, prog.run.compiler_options)
+        given = options_for(target.chip.kind, prog.run.compiler_options, target.num_devices)
         options = [name for name, value in given.items() if value.lower() not in ("false", "0")]
     with prog.layout:
         step = prog.traced()

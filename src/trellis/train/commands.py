@@ -107,7 +107,7 @@ def train_run(run: Run, folder: Path, devices: Sequence[Any], *, until: int | No
         sample=None if corpus.tokenizer is None else sampled,
         work=work,
         resizable={"vocab": run.model.vocab},
-        compiler_options=options_for(jax.default_backend(), run.compiler_options),
+        compiler_options=options_for(jax.default_backend(), run.compiler_options, assembled.layout.mesh.size),
     )
     rules = Rules(
         steps=run.steps,

@@ -11,6 +11,9 @@ import jax
 # once, which starts the backward pass's copies and exponentials in the forward pass: on two cores a step has a fifth
 # more in memory and is up to a sixth slower (docs/cpu-speed.md).
 DEFAULTS: Mapping[str, Mapping[str, str]] = {"cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}}
+# ... for up to so many CPU devices. In that order eight devices, freshly compiled, waited for each other's all-gathers
+# for ever (JAX 0.10.2: all threads blocked, each in another collective); in XLA's own they do not.
+MOST_DEVICES = 2
 
 # How the names of options that only one platform's compiler knows begin; jf is an old name of TPUs.
 _PREFIXES = {"cpu": ("xla_cpu_",), "gpu": ("xla_gpu_",), "tpu": ("xla_tpu_", "xla_jf_", "xla_enable_async_")}
@@ -38,20 +41,23 @@ def use_persistent_cache(folder: str | Path | None = None) -> None:
     compilation_cache.reset_cache()  # JAX settles at its first compilation whether it has a cache
 
 
-def options_for(platform: str, options: Mapping[str, str]) -> dict[str, str]:
+def options_for(platform: str, options: Mapping[str, str], devices: int = 1) -> dict[str, str]:
     """The compiler options that concern a platform: those of a run, and `DEFAULTS` for what it does not set.
 
     >>> options_for("tpu", {"xla_jf_crs_combiner_threshold_in_bytes": "1", "xla_gpu_autotune_level": "4"})
     {'xla_jf_crs_combiner_threshold_in_bytes': '1'}
+    >>> options_for("cpu", {}, devices=2), options_for("cpu", {}, devices=8)
+    ({'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'}, {})
 
     Args:
         platform: "cpu", "gpu" or "tpu".
         options: of any platform; names that no platform has for itself concern all.
+        devices: how many the program runs on; with more than `MOST_DEVICES` there are no defaults.
     """
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
     others = tuple(prefix for name, prefixes in _PREFIXES.items() if name != platform for prefix in prefixes)
     mine = {name: str(value) for name, value in options.items() if not name.startswith(others)}
-    return {**DEFAULTS.get(platform, {}), **mine}
+    return {**(DEFAULTS.get(platform, {}) if devices <= MOST_DEVICES else {}), **mine}
 
 
 class CompiledStep:
