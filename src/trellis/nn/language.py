@@ -50,11 +50,9 @@ def next_token_loss(
             arrays = gradients_together(hidden.array, unembedding.array)
             hidden, unembedding = (n.with_array(a) for n, a in zip((hidden, unembedding), arrays, strict=True))
         hidden = move(hidden, (batch, pos, ()), frozenset(vocab))
-        sliced = state_of(unembedding.array).axes
-        if bias is None and _in_pieces(hidden, unembedding, batch + pos, vocab):
-            unembedding = move(unembedding, sliced, frozenset(batch + pos) - set(sliced[0] + sliced[1]))
-        else:
-            unembedding = move(unembedding, (vocab, ()), frozenset(batch + pos))
+        pieces = bias is None and _in_pieces(hidden, unembedding, batch + pos, vocab)
+        sides = state_of(unembedding.array).axes if pieces else (vocab, ())
+        unembedding = move(unembedding, sides, frozenset(batch + pos).difference(*sides))
         bias = None if bias is None else move(bias, (vocab,), frozenset(batch + pos))
         targets = move(targets, (batch, pos), frozenset())
         weights = None if weights is None else move(weights, (batch, pos), frozenset())

@@ -13,7 +13,7 @@ from trellis.mesh.manual_ops import Axes, vary, varying_axes
 from trellis.mesh.platform import platform_of
 from trellis.notation.state import State, state_of
 
-from .loss_pieces import cut, summed_in_pieces
+from .loss_pieces import Pieces, capped, cut, summed_in_pieces, weighed
 
 CHUNK = {"cpu": 512}
 # On accelerators a chunk's float32 logits take at most this many bytes, but for no more chunks than the second number:
@@ -51,7 +51,8 @@ class _Settings(NamedTuple):
     total_type: jnp.dtype
     vocab_size: int | None
     vocab_first: bool
-    vocab_axes: Axes
+    vocab_axes: Axes = ()
+    pieces: Pieces | None = None
 
 
 def cross_entropy(
@@ -104,16 +105,18 @@ def cross_entropy(
     weights = jnp.ones_like(targets, jnp.float32) if weights is None else weights.astype(jnp.float32)
     platform = platform_of(x)
     total_type = jnp.dtype("float32") if platform == "cpu" else unembed.dtype
-    settings = _Settings(
-        z_loss, logit_softcap, chunk or CHUNK.get(platform), total_type, vocab_size, vocab_first, vocab_axes=()
-    )
+    settings = _Settings(z_loss, logit_softcap, chunk or CHUNK.get(platform), total_type, vocab_size, vocab_first)
     states = [state_of(a) for a in (x, unembed, targets)]
     if states[0].mode != "explicit":
         return _local(x, head, targets, weights, settings)
-    if set(states[0].axes[0] + states[0].axes[1]) & set(states[1].axes[0] + states[1].axes[1]):
-        return _in_pieces(x, unembed, targets, weights, settings, states, plain=bias is None and chunk is None)
-    batch, pos, vocab = _placement(states, x, unembed, vocab_first)
-    settings = settings._replace(vocab_axes=vocab)
+    batch, pos, _ = states[0].axes
+    across, vocab = states[1].axes, ()
+    if set(batch + pos) & set(across[0] + across[1]):
+        pieces = _pieces(states, x, unembed, targets, plain=vocab_first and bias is None and chunk is None)
+        settings = settings._replace(pieces=pieces)
+    else:
+        vocab = _vocab_axes(states, x, unembed, vocab_first)
+        settings = settings._replace(vocab_axes=vocab)
 
     def body(x, head, targets, weights):
         x, head = jax.tree.map(lambda a: vary(a, batch + pos + vocab), (x, head))
@@ -122,13 +125,13 @@ def cross_entropy(
         return jax.tree.map(lambda s: lax.psum(s, batch + pos), sums) if batch + pos else sums
 
     tokens = (batch or None, pos or None)
-    across = (vocab or None, None) if vocab_first else (None, vocab or None)
+    table = PartitionSpec(*(axes or None for axes in across), reduced=states[1].copied)
     return jax.shard_map(
         body,
         mesh=jax.typeof(x).sharding.mesh,
         in_specs=(
             PartitionSpec(*tokens, None, reduced=states[0].copied),
-            (PartitionSpec(*across, reduced=states[1].copied), *(_bias_spec(b, vocab) for b in head[1:])),
+            (table, *(_bias_spec(b, vocab) for b in head[1:])),
             PartitionSpec(*tokens),
             PartitionSpec(*tokens),
         ),
@@ -136,42 +139,10 @@ def cross_entropy(
     )(x, head, targets, weights)
 
 
-def _in_pieces(x, unembed, targets, weights, settings: _Settings, states: list[State], *, plain: bool) -> TokenLoss:
-    """The loss where the unembedding is sliced over mesh axes of the tokens."""
-    batch, pos, _ = states[0].axes
-    dim, over = _sliced(states, x, unembed, plain and settings.vocab_first)
-    mesh = jax.typeof(x).sharding.mesh
-    devices = math.prod(mesh.shape[a] for a in over)
-    local = unembed.shape[0] // (1 if dim else devices)
-    tokens = targets.size // math.prod(mesh.shape[a] for a in batch + pos)
-    pieces = cut(dim, over, devices, local, tokens)
-
-    def body(x, unembed, targets, weights):
-        x, unembed, targets, weights = (vary(a, batch + pos) for a in (x, unembed, targets, weights))
-        flat = lambda a: a.reshape(tokens, *a.shape[2:])
-        total, rest = summed_in_pieces(flat(x), unembed, flat(targets), flat(weights), settings, pieces)
-        sums = TokenLoss(total, *(lax.stop_gradient(s) for s in rest))
-        return jax.tree.map(lambda s: lax.psum(s, batch + pos), sums)
-
-    spec = (batch or None, pos or None)
-    return jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(
-            PartitionSpec(*spec, None, reduced=states[0].copied),
-            PartitionSpec(*((None, over) if dim else (over, None)), reduced=states[1].copied),
-            PartitionSpec(*spec),
-            PartitionSpec(*spec),
-        ),
-        out_specs=PartitionSpec(),
-    )(x, unembed, targets, weights)
-
-
-def _sliced(states: list[State], x, unembed, plain: bool) -> tuple[int, Axes]:
-    """Which dimension of the unembedding is sliced, and over which mesh axes."""
+def _pieces(states: list[State], x, unembed, targets, *, plain: bool) -> Pieces:
+    """How an unembedding that is sliced over mesh axes of the tokens is gathered."""
     (batch, pos, embed), sides = states[0].axes, states[1].axes
-    shown = f"got x {jax.typeof(x).str_short()}, unembed {jax.typeof(unembed).str_short()}, in cross_entropy"
-    _check_states(states, shown, batch, pos)
+    shown = _check_states(states, x, unembed)
     dim = 0 if sides[0] else 1
     alone = not (sides[0] and sides[1]) and set(sides[dim]) <= set(batch + pos) and not embed
     if not (alone and plain):
@@ -180,7 +151,10 @@ def _sliced(states: list[State], x, unembed, plain: bool) -> tuple[int, Axes]:
             f"mesh axes of the tokens only, and goes without bias and without chunk, {shown}: gather it first, "
             "with reshard"
         )
-    return dim, sides[dim]
+    sizes = jax.typeof(x).sharding.mesh.shape
+    devices, parts = (math.prod(sizes[a] for a in axes) for axes in (sides[dim], batch + pos))
+    local = unembed.shape[0] // (1 if dim else devices)
+    return cut(dim, sides[dim], devices, local, targets.size // parts)
 
 
 def _bias_spec(bias, vocab: Axes) -> PartitionSpec:
@@ -195,6 +169,10 @@ def _bias_spec(bias, vocab: Axes) -> PartitionSpec:
 
 def _local(x, head, targets, weights, settings: _Settings) -> TokenLoss:
     """The loss of one device's tokens over its part of the vocabulary."""
+    if settings.pieces is not None:
+        x, targets, weights = x.reshape(-1, x.shape[-1]), targets.reshape(-1), weights.reshape(-1)
+        total, rest = summed_in_pieces(x, head[0], targets, weights, settings, settings.pieces)
+        return TokenLoss(total, *(lax.stop_gradient(s) for s in rest))
     count = targets.size
     columns = head[0].shape[0 if settings.vocab_first else 1]
     chunk = min(settings.chunk or accelerator_chunk(count, columns), count)
@@ -290,10 +268,7 @@ def _chunk(x, targets, weights, head, settings: _Settings, *, gradient: bool):
     logits = jnp.einsum(to_logits, x, unembed, preferred_element_type=jnp.float32)
     for b in bias:
         logits = logits + b.astype(jnp.float32)[None, :]
-    slope = None
-    if settings.logit_softcap is not None:
-        bent = jnp.tanh(logits / settings.logit_softcap)
-        logits, slope = bent * settings.logit_softcap, 1 - bent * bent
+    logits, slope = capped(logits, settings.logit_softcap)
     if settings.vocab_size is not None:
         real = first + jnp.arange(columns) < settings.vocab_size
         logits = jnp.where(real[None, :], logits, -jnp.inf)
@@ -301,22 +276,16 @@ def _chunk(x, targets, weights, head, settings: _Settings, *, gradient: bool):
     largest = _over(lax.pmax, jnp.max(logits, axis=1), vocab_axes)
     powers = jnp.exp(logits - largest[:, None])
     total = _over(lax.psum, jnp.sum(powers, axis=1), vocab_axes)
-    log_sum = largest + jnp.log(total)
     place = targets - first
     here = (place >= 0) & (place < columns)
     hit = jnp.take_along_axis(logits, jnp.clip(place, 0, columns - 1)[:, None], axis=1)[:, 0]
     if vocab_axes:
         hit = lax.psum(jnp.where(here, hit, 0.0), vocab_axes)
 
-    z_losses = settings.z_loss * log_sum * log_sum
-    entropy, z_sum = jnp.sum(weights * (log_sum - hit)), jnp.sum(weights * z_losses)
-    # The target has the largest logit exactly if it is the largest logit: no search for its place.
-    correct = jnp.sum(jnp.where(hit >= largest, weights, 0.0))
-    sums = entropy + z_sum, (entropy, z_sum, correct, jnp.sum(weights))
+    sums, pull = weighed(largest, total, hit, weights, settings.z_loss)
     if not gradient:
         return sums, None, None, ()
 
-    pull = weights * (1 + 2 * settings.z_loss * log_sum) / total
     hot = jnp.arange(columns)[None, :] == place[:, None]
     d_logits = powers * pull[:, None] - jnp.where(hot, weights[:, None], 0.0)
     if slope is not None:
@@ -330,21 +299,23 @@ def _over(collective, x, axes: Axes):
     return collective(x, axes) if axes else x
 
 
-def _placement(states: list[State], x, unembed, vocab_first: bool) -> tuple[Axes, Axes, Axes]:
-    batch, pos, embed = states[0].axes
+def _vocab_axes(states: list[State], x, unembed, vocab_first: bool) -> Axes:
+    """The mesh axes that slice the vocabulary of an unembedding that every device uses as it has it."""
+    shown = _check_states(states, x, unembed)
     vocab, contracted = states[1].axes if vocab_first else states[1].axes[::-1]
-    shown = f"got x {jax.typeof(x).str_short()}, unembed {jax.typeof(unembed).str_short()}, in cross_entropy"
-    _check_states(states, shown, batch, pos)
-    if embed or contracted:
+    if states[0].axes[2] or contracted:
         raise LossError(f"embed is whole in x and unembed, {shown}: gather it first, with reshard")
-    return batch, pos, vocab
+    return vocab
 
 
-def _check_states(states: list[State], shown: str, batch: Axes, pos: Axes) -> None:
+def _check_states(states: list[State], x, unembed) -> str:
+    """What holds however the unembedding is sliced; returns the operands' types, for further messages."""
+    shown = f"got x {jax.typeof(x).str_short()}, unembed {jax.typeof(unembed).str_short()}, in cross_entropy"
     if states[0].pending or states[1].pending:
         raise LossError(f"the loss is not linear, so no operand is a pending sum, {shown}: settle it, with reshard")
-    if states[2].axes != (batch, pos):
+    if states[2].axes != states[0].axes[:2]:
         raise LossError(f"targets are sharded as x is, {shown}, targets sharded {states[2].axes}: reshard them like x")
+    return shown
 
 
 def _check(x, unembed, targets, weights, vocab_size, vocab_first, bias) -> None:

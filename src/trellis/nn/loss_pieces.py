@@ -80,12 +80,13 @@ def summed_in_pieces(x, unembed, targets, weights, settings, pieces: Pieces):
         pieces: how the part is cut.
     """
     sums, _ = _all_pieces(x, unembed, targets, settings, pieces, keep=False)
-    return _finished(sums, weights, settings)[0]
+    return weighed(sums.largest, sums.total, sums.hit, weights, settings.z_loss)[0]
 
 
 def _fwd(x, unembed, targets, weights, settings, pieces: Pieces):
     sums, kept = _all_pieces(x, unembed, targets, settings, pieces, keep=True)
-    result, pull, push = _finished(sums, weights, settings)
+    result, pull = weighed(sums.largest, sums.total, sums.hit, weights, settings.z_loss)
+    push = weights if (cap := settings.logit_softcap) is None else weights * (1 - (sums.hit / cap) ** 2)
     d_x = pull[:, None] * sums.pull - push[:, None] * sums.row.astype(jnp.float32)
 
     def step(_, part):
@@ -146,16 +147,13 @@ def _all_pieces(x, unembed, targets, settings, pieces: Pieces, *, keep: bool):
 
 def _one_piece(sums: _Sums, x, piece, index, targets, settings, pieces: Pieces):
     logits = jnp.einsum("te,ve->tv", x, piece, preferred_element_type=jnp.float32)
-    slope = 1.0
-    if settings.logit_softcap is not None:
-        bent = jnp.tanh(logits / settings.logit_softcap)
-        logits, slope = bent * settings.logit_softcap, 1 - bent * bent
+    logits, slope = capped(logits, settings.logit_softcap)
     logits = jnp.where(_real(index, settings.vocab_size, pieces), logits, -jnp.inf)
     largest = jnp.maximum(sums.largest, jnp.max(logits, axis=1))
     shrink = jnp.exp(sums.largest - largest)
     powers = jnp.exp(logits - largest[:, None])
     total = shrink * sums.total + jnp.sum(powers, axis=1)
-    powers = (powers * slope).astype(x.dtype)
+    powers = (powers if slope is None else powers * slope).astype(x.dtype)
     pull = shrink[:, None] * sums.pull + jnp.einsum("tv,ve->te", powers, piece, preferred_element_type=jnp.float32)
     column = _column(targets, index, pieces)
     here, column = column >= 0, jnp.maximum(column, 0)
@@ -164,16 +162,30 @@ def _one_piece(sums: _Sums, x, piece, index, targets, settings, pieces: Pieces):
     return _Sums(largest, total, hit, pull, row), powers
 
 
-def _finished(sums: _Sums, weights, settings):
-    """`(total, its parts)`, and what each token's softmax and its target's row weigh in the gradient of the total."""
-    log_sum = sums.largest + jnp.log(sums.total)
-    entropy = jnp.sum(weights * (log_sum - sums.hit))
-    z_sum = jnp.sum(weights * (settings.z_loss * log_sum * log_sum))
-    correct = jnp.sum(jnp.where(sums.hit >= sums.largest, weights, 0.0))
-    pull, push = weights * (1 + 2 * settings.z_loss * log_sum) / sums.total, weights
-    if settings.logit_softcap is not None:
-        push = push * (1 - (sums.hit / settings.logit_softcap) ** 2)
-    return (entropy + z_sum, (entropy, z_sum, correct, jnp.sum(weights))), pull, push
+def capped(logits, softcap: float | None):
+    """`softcap * tanh(logits / softcap)` and its slope; the logits and None without a cap."""
+    if softcap is None:
+        return logits, None
+    bent = jnp.tanh(logits / softcap)
+    return bent * softcap, 1 - bent * bent
+
+
+def weighed(largest, total, hit, weights, z_loss: float):
+    """`(total, its parts)` of the loss, and what `exp(logit - largest)` weighs in its gradient; all of each token.
+
+    Args:
+        largest: the largest logit.
+        total: sum of `exp(logit - largest)`.
+        hit: the target's logit.
+        weights: what each token counts.
+        z_loss: weight of the squared log-normalizer.
+    """
+    log_sum = largest + jnp.log(total)
+    entropy, z_sum = jnp.sum(weights * (log_sum - hit)), jnp.sum(weights * (z_loss * log_sum * log_sum))
+    # The target has the largest logit exactly if it is the largest logit: no search for its place.
+    correct = jnp.sum(jnp.where(hit >= largest, weights, 0.0))
+    sums = entropy + z_sum, (entropy, z_sum, correct, jnp.sum(weights))
+    return sums, weights * (1 + 2 * z_loss * log_sum) / total
 
 
 def _real(index, vocab_size: int | None, pieces: Pieces):

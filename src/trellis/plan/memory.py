@@ -116,12 +116,12 @@ class _Walk:
             self.at_peak = tuple(v.buffer for v in self.live.values() if v.buffer) + buffers
             self.where = where
 
-    def realize(self, value: _Value, aval: Any, kind: str, source: str, kernel: bool = False) -> None:
-        """A fused chain's value comes into being, perhaps for a kernel; what it was made of is released."""
+    def realize(self, value: _Value, aval: Any, kind: str, source: str, size=local_bytes) -> None:
+        """A fused chain's value comes into being; what it was made of is released."""
         if value.buffer is not None or value.pinned:  # it exists, or belongs to the program around this one
             return
         parts, value.made_of = value.made_of, ()
-        value.buffer = Buffer(kind, _in_tiles(aval) if kernel else local_bytes(aval), _show(aval), source)
+        value.buffer = Buffer(kind, size(aval), _show(aval), source)
         # An elementwise result takes the place of an operand of its size that ends here; else both exist for a while.
         in_place = any(p.buffer and p.uses == 1 and p.buffer.num_bytes == value.buffer.num_bytes for p in parts)
         if not in_place:
@@ -183,6 +183,7 @@ class _Walk:
                 env[var] = value
             return
         source = source_of(eqn)
+        size = _in_tiles if name == "pallas_call" else local_bytes
         reduces = name.startswith("reduce_") or name in ("argmax", "argmin")
         fused_reads = name in ("dot_general", "gather", "reshard", "scatter-add", "scatter_add")
         for var, value in ((v, env[v]) for v in eqn.invars if not is_literal(v)):
@@ -191,7 +192,7 @@ class _Walk:
             light = light or name == "dot_general" and _narrows(value, var.aval)
             if not light and not reduces:  # a reduction reads a fused chain as it is made
                 kind = "gathered weights" if var in weights else "gradients" if _pending(var.aval) else "temporaries"
-                self.realize(value, var.aval, kind, source, kernel=name == "pallas_call")
+                self.realize(value, var.aval, kind, source, size)
         if name in ("scan", "while", "cond"):
             self.loop(eqn, env, weights, source)
             return
@@ -203,8 +204,7 @@ class _Walk:
                 env[atom].uses += 1
                 env[var] = env[atom]
                 continue
-            num_bytes = _in_tiles(var.aval) if name == "pallas_call" else local_bytes(var.aval)
-            value = _Value(Buffer(kind, num_bytes, _show(var.aval), source))
+            value = _Value(Buffer(kind, size(var.aval), _show(var.aval), source))
             value.uses = 1
             env[var] = value
             self.add(value)
