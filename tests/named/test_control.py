@@ -91,6 +91,33 @@ def test_stacked_layers_are_traced_once():
     assert len(calls) == 1
 
 
+def test_a_loop_written_out_stacks_nothing_but_the_gradients_of_its_parameters():
+    """`lax.scan` unrolled would also stack what each layer keeps, and take it apart again."""
+    block = Block(numbers(layers=3, embed=4, out=4))
+    written, looped = (tr.Stacked(block, tr.Axis("layers", 3), unroll=n) for n in (3, 1))
+    scales = tr.arange(tr.Axis("layers", 3), dtype=jnp.float32)
+
+    def loss(one, x):
+        x, squares = one.scan(x, each=(scales,), call=lambda layer, x, s: (layer(x, s), (x * x).sum()))
+        return (x * x).sum().array + (squares * scales).sum().array
+
+    x = numbers(batch=2, embed=4)
+    results = [jax.value_and_grad(loss, (0, 1))(one, x) for one in (written, looped)]
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(written, x))
+    assert "scan[" not in text and "pad[" not in text and "scatter" not in text
+    stacks = [line for line in text.splitlines() if "= concatenate[" in line]
+    assert len([line for line in stacks if "f32[3,4,4]" in line]) == 1
+    assert not [line for line in stacks if "f32[3,2,4]" in line]  # the layers' inputs
+    backwards = [
+        tr.fold(lambda c, row: c * 0.5 + row, "layers", reverse=True, unroll=n)(tr.zeros({"embed": 4}), x)
+        for n in (1, 3)
+        for x in [numbers(layers=3, embed=4)]
+    ]
+    np.testing.assert_allclose(*(b.array for b in backwards), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("policy", "kept"),
     [(saving.nothing, 0), (saving.saved, 1), (saving.only("hidden"), 1), (saving.only("other"), 0)],

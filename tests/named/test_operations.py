@@ -148,6 +148,8 @@ def test_splitting_and_joining():
     q, k, v = x.unbind("qkv")
     assert q.names == ("embed",)
     np.testing.assert_array_equal(tr.stack([q, k, v], "qkv").array, x.array)
+    gradient = str(jax.make_jaxpr(jax.grad(lambda x: sum((p * p).sum().array for p in x.unbind("qkv"))))(x))
+    assert "concatenate" in gradient and "pad[" not in gradient  # one stack, not a sum of padded parts
     a, b = x.split("embed", [1, 3])
     np.testing.assert_array_equal(tr.concatenate([a, b], "embed").array, x.array)
     assert [p.shape["embed"] for p in x.split("embed", 2)] == [2, 2]

@@ -133,7 +133,7 @@ def test_variants_divide():
     for variant, _ in seen:
         sizes = variant.mesh
         assert sizes.data * sizes.data_y * sizes.data_z * sizes.model * sizes.context == 8
-        assert 32 % (sizes.data * sizes.data_y * sizes.data_z * variant.microbatches) == 0
+        assert 32 % (sizes.data * sizes.data_y * sizes.data_z * variant.parts) == 0
         assert run.model.kv_heads % sizes.model == 0
 
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from trellis.data import Batches, FileSource, count_bytes, find_files, tokenize
+from trellis.models import MixtralConfig
 from trellis.named import is_named
 from trellis.named.saving import nothing, products, saved
 from trellis.recipes import tiny
 from trellis.train.assemble import assemble, fields_of, keep_of, vocab_multiple
-from trellis.train.config import Precision, Remat
+from trellis.train.config import BatchSize, Precision, Remat
 from trellis.train.evaluation import Evaluation, ValidationSet
 from trellis.train.layouts import LayoutChoice, MeshSizes
 from trellis.train.state import cast
@@ -220,3 +221,42 @@ def test_the_compiler_may_place_instead(run):
     assert cast(state.model, "bfloat16").embedding.dtype == jnp.bfloat16
     said = describe(sections(found, step_ledger(found), tokens=None))
     assert "moves    what the compiler chooses along data, model (auto mode)" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, 4),
+        ({"precision": Precision(compute="bfloat16")}, 2),
+        ({"batch_size": 5}, 1),  # five parts would be further from what is fast than one
+        ({"batch_size": 1}, 1),
+        ({"batch_size": (BatchSize(step=0, size=8), BatchSize(step=5, size=12))}, 1),
+        ({"batch_size": (BatchSize(step=0, size=8), BatchSize(step=5, size=16))}, 2),
+        ({"microbatches": 1}, 1),
+        ({"mesh": MeshSizes(data=2), "layout": LayoutChoice()}, 2),
+        ({"mesh": MeshSizes(stage=2), "layout": LayoutChoice()}, 1),
+        ({"mesh": MeshSizes(data=4), "layout": LayoutChoice()}, 1),  # a rehearsal
+    ],
+)
+def test_a_cpu_takes_a_batch_in_parts(run, monkeypatch, changes, wanted):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    data = dataclasses.replace(run.data, sequence_length=256)
+    base = dataclasses.replace(run, data=data, batch_size=16, mesh=MeshSizes(), layout=LayoutChoice(preset="single"))
+    changed = dataclasses.replace(base, model=dataclasses.replace(run.model, layers=2), **changes)
+    devices = jax.devices()[: math.prod(size for size in dataclasses.asdict(changed.mesh).values() if size > 0)]
+    made = assemble(changed, devices)
+    assert made.recipe.microbatches == wanted
+    with made.layout:
+        assert step_ledger(made) is not None
+
+
+def test_experts_whose_shares_are_the_batchs_go_undivided(run):
+    model = MixtralConfig(
+        vocab=64, embed=16, layers=1, heads=2, kv_heads=2, head_dim=8, mlp=32, rope_theta=1e4, experts=4,
+        experts_per_token=2, tie_embeddings=True,
+    )  # fmt: skip
+    base = dataclasses.replace(run, model=model, batch_size=16, mesh=MeshSizes(), layout=LayoutChoice(preset="single"))
+    base = dataclasses.replace(base, data=dataclasses.replace(run.data, sequence_length=256))
+    balanced = dataclasses.replace(model, routing=dataclasses.replace(model.routing, balance=0.01))
+    for sizes, wanted in ((model, 4), (balanced, 1)):
+        assert assemble(dataclasses.replace(base, model=sizes), jax.devices()[:1]).recipe.microbatches == wanted

@@ -151,7 +151,7 @@ def _keep(flat: _Flat, root, name: str, aval, sizes: Mapping[str, int], found: d
     outer = flat.made[root]
     inmost, given, weight = _inmost(flat, outer)
     name = name or given
-    identity = (root if inmost is outer else (root[0], id(outer.equation), id(inmost)), aval.shape)
+    identity = (root if inmost is outer else (root[0], id(outer.equation), inmost), aval.shape)
     if inmost.op in _FREE or math.prod(aval.shape) == 1 or (identity in found and not name):
         return
     source = source_of(inmost.equation) or source_of(outer.equation)

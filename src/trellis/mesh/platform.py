@@ -32,4 +32,9 @@ def unrolls_loops(x: Any) -> bool:
     if not leaves or platform_of(leaves[0]) != "cpu":
         return False
     mesh = jax.typeof(leaves[0]).sharding.mesh
-    return mesh.empty or mesh.size <= (os.cpu_count() or 1)
+    return mesh.empty or not rehearses(mesh)
+
+
+def rehearses(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
+    """Whether a mesh of CPU devices has more of them than the machine has processors."""
+    return mesh.size > (os.cpu_count() or 1)

@@ -1,11 +1,13 @@
 """`vmap`, `scan`, `fold` and `map` over a name."""
 
 import jax
+import jax.numpy as jnp
 
 from trellis.notation.state import mode_of
 
 from .array import NamedArray, is_named
 from .axis import Axis, NamesError
+from .index import positions
 from .placing import whole
 
 
@@ -133,10 +135,24 @@ def scan(fn, axis: str | Axis, *, reverse: bool = False, unroll: int = 1, policy
             return _pinned(carry), y
 
         body = checkpoint(body, policy)
-        carry, ys = jax.lax.scan(body, carry, moving, length=length, reverse=reverse, unroll=unroll)
+        if unroll >= length:
+            carry, ys = _written_out(body, carry, moving, length, reverse)
+        else:
+            carry, ys = jax.lax.scan(body, carry, moving, length=length, reverse=reverse, unroll=unroll)
         return carry, _restore(ys, name)
 
     return scanned
+
+
+def _written_out(body, carry, moving, length: int, reverse: bool):
+    """What `jax.lax.scan` computes, without a loop: the body is still traced once, and what it keeps for the backward
+    pass is kept as it is, where an unrolled `lax.scan` stacks it and takes it apart again."""
+    leaves, structure = jax.tree.flatten(moving)
+    parts = [positions(x, 0) for x in leaves]
+    one, ys = jax.jit(body), {}
+    for i in reversed(range(length)) if reverse else range(length):
+        carry, ys[i] = one(carry, jax.tree.unflatten(structure, [part[i] for part in parts]))
+    return carry, jax.tree.map(lambda *y: jnp.stack(y), *(ys[i] for i in range(length)))
 
 
 def _pinned(tree):

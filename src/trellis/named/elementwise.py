@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from trellis.mesh.platform import platform_of
 from trellis.notation import spec_of, typeof
 from trellis.notation.state import State, state_of
 
@@ -42,28 +43,39 @@ def lift(fn, *, name: str | None = None) -> Callable[..., NamedArray]:
 
 
 def _broadcasting(fn, arrays):
-    """The function for operands some of which are copies (`~`): these are broadcast first.
+    """The function, with some operands broadcast first.
 
-    JAX refuses copies beside slices in an elementwise operation; broadcast to the slices of the others they are
-    slices too, and their gradient is a partial sum. The broadcast array is not kept for the backward pass.
+    Those are copies (`~`): JAX refuses them beside slices in an elementwise operation; broadcast to the slices of the
+    others they are slices too, and their gradient is a partial sum. And bfloat16 on a CPU: see `_spread`. The broadcast
+    array is not kept for the backward pass.
     """
-    states = [state_of(a) for a in arrays if hasattr(a, "ndim")]
-    if len(states) < 2 or not any(s.copied for s in states) or len({(s.axes, s.copied) for s in states}) == 1:
+    plain = [a for a in arrays if hasattr(a, "ndim")]
+    states = [state_of(a) for a in plain]
+    if len(states) < 2:
         return fn
-    shape = jnp.broadcast_shapes(*(a.shape for a in arrays if hasattr(a, "ndim")))
+    shape = jnp.broadcast_shapes(*(a.shape for a in plain))
+    copies = any(s.copied for s in states) and len({(s.axes, s.copied) for s in states}) > 1
+    if not copies and not any(_summed_wide(a, shape) for a in plain):
+        return fn
     axes = [max((s.axes[i] for s in states if s.axes), key=len) for i in range(len(shape))]
-    spec = spec_of(axes)
+    spec = spec_of(axes) if any(s.mode == "explicit" for s in states) else None
 
     def broadcast(*arrays, **kwargs):
-        whole = [
-            jax.lax.broadcast_in_dim(a, shape, range(a.ndim), out_sharding=spec)
-            if hasattr(a, "ndim") and state_of(a).copied
-            else a
-            for a in arrays
-        ]
-        return fn(*whole, **kwargs)
+        first = lambda a: hasattr(a, "ndim") and (state_of(a).copied or _summed_wide(a, shape))
+        return fn(*(_spread(a, shape, spec) if first(a) else a for a in arrays), **kwargs)
 
     return jax.checkpoint(broadcast, prevent_cse=False)
+
+
+def _summed_wide(a, shape) -> bool:
+    return 0 < a.ndim and a.shape != shape and a.dtype == jnp.bfloat16 and platform_of(a) == "cpu"
+
+
+def _spread(a, shape, spec):
+    """The array broadcast. In bfloat16 on a CPU it goes through float32, which changes nothing but that its gradient
+    is summed there: of a bfloat16 sum XLA's CPU compiler makes a loop ten times as slow."""
+    wide = a.astype(jnp.float32) if _summed_wide(a, shape) else a
+    return jax.lax.broadcast_in_dim(wide, shape, range(a.ndim), out_sharding=spec).astype(a.dtype)
 
 
 def together(args, what: str):

@@ -58,6 +58,15 @@ def index(x: NamedArray, key) -> NamedArray:
     return x
 
 
+def positions(array: jax.Array, axis: int) -> list[jax.Array]:
+    """The positions along a dimension of a plain array, without it.
+
+    Their gradient is one stack. Of one index after another it would be a sum of arrays padded with zeros.
+    """
+    parts = jax.lax.split(array, (1,) * array.shape[axis], axis)
+    return [jax.lax.squeeze(part, (axis,)) for part in parts]
+
+
 def _is_array(value) -> bool:
     return isinstance(value, NamedArray) or (hasattr(value, "ndim") and not isinstance(value, int))
 

@@ -197,10 +197,13 @@ def _reshaped(x: NamedArray, state, names, axes, shape) -> NamedArray:
 
 def unbind(x: NamedArray, name: str | Axis) -> tuple[NamedArray, ...]:
     """One array for each position of a name, without it: `q, k, v = unbind(qkv, "qkv")`."""
-    from .index import index
+    from .index import positions
 
     name = name.name if isinstance(name, Axis) else name
-    return tuple(index(x, {name: i}) for i in range(x.shape[name]))
+    refuse_pending(x, "indexing")
+    x, i = whole(x, (name,), "indexing"), x.index(name)
+    names, slices = (kept[:i] + kept[i + 1 :] for kept in (x.names, x.slices))
+    return tuple(NamedArray(array, names, slices) for array in positions(x.array, i))
 
 
 def split(x: NamedArray, name: str, sizes: int | Sequence[int]) -> tuple[NamedArray, ...]:
@@ -209,16 +212,15 @@ def split(x: NamedArray, name: str, sizes: int | Sequence[int]) -> tuple[NamedAr
     Raises:
         NamesError: the sizes do not add up to the dimension's.
     """
-    from .index import index
-
     size = x.shape[x.names[x.index(name)]]
     pieces = [size // sizes] * sizes if isinstance(sizes, int) else list(sizes)
     if builtin_sum(pieces) != size:
         raise NamesError(
             f"the pieces of a dimension add up to it, got {pieces} for {name}={size} in {typeof(x)}: give sizes that do"
         )
-    starts = [builtin_sum(pieces[:i]) for i in range(len(pieces))]
-    return tuple(index(x, {name: slice(s, s + p)}) for s, p in zip(starts, pieces, strict=True))
+    refuse_pending(x, "indexing")
+    x = whole(x, (name,), "indexing")
+    return tuple(x.with_array(part) for part in jax.lax.split(x.array, pieces, x.index(name)))
 
 
 builtin_sum = sum

@@ -240,6 +240,11 @@ def _kept_fwd(x, head, targets, weights, settings: _Settings):
 
 
 def _to_unembed(d_logits, x, settings: _Settings):
+    """The gradient of `unembed`, a sum over tokens. On a CPU what has them first is turned before the product: within
+    it that takes as long as the product itself."""
+    left, right = (d_logits, x) if settings.vocab_first else (x, d_logits)
+    if platform_of(x) == "cpu":
+        return lax.dot(lax.optimization_barrier(left.T), right, preferred_element_type=jnp.float32)
     form = "tv,te->ve" if settings.vocab_first else "tv,te->ev"
     return jnp.einsum(form, d_logits, x, preferred_element_type=jnp.float32)
 
@@ -292,7 +297,9 @@ def _chunk(x, targets, weights, head, settings: _Settings, *, gradient: bool):
         d_logits = d_logits * slope
     d_bias = tuple(jnp.sum(d_logits, axis=0) for _ in bias)
     d_logits = d_logits.astype(x.dtype)
-    return sums, jnp.einsum(to_x, d_logits, unembed), d_logits, d_bias
+    wide = jnp.float32 if platform_of(x) == "cpu" else None  # the faster product there: `trellis.named.product.cpu_dot`
+    d_x = jnp.einsum(to_x, d_logits, unembed, preferred_element_type=wide)
+    return sums, d_x.astype(x.dtype), d_logits, d_bias
 
 
 def _over(collective, x, axes: Axes):

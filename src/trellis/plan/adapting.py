@@ -45,7 +45,7 @@ def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[s
         grown = tuple(BatchSize(step=b.step, size=-(-b.size // parts) * parts) for b in run.batch_sizes())
         if grown != run.batch_sizes():
             before, after = (" then ".join(str(b.size) for b in sizes) for sizes in (run.batch_sizes(), grown))
-            micro = " in each microbatch" if run.microbatches > 1 else ""
+            micro = " in each microbatch" if run.parts > 1 else ""
             notes.append(
                 f"batch_size {before} -> {after} so that every device has a row{micro}; --batch_size N sets it"
             )
@@ -99,7 +99,7 @@ def _parts(run: Run, target: Target) -> int:
     """How many equal parts a batch is cut into: devices along the mesh axes of `batch`, times microbatches."""
     layout = make_layout(run.mesh, run.layout, described_devices(target))
     (axes,) = layout.assign(("batch",))
-    return run.microbatches * math.prod(layout.mesh.shape[axis] for axis in axes)
+    return run.parts * math.prod(layout.mesh.shape[axis] for axis in axes)
 
 
 def _words(mesh: MeshSizes) -> str:

@@ -66,7 +66,7 @@ def changes(run: Run) -> Iterator[tuple[str, Run]]:
 
 
 def _micro(run: Run, factor: int) -> tuple[str, Run]:
-    count = run.microbatches * factor
+    count = run.parts * factor
     return f"--microbatches {count}", dataclasses.replace(run, microbatches=count)
 
 
@@ -104,11 +104,11 @@ def least(plan: Plan, run: Run, changed: Run) -> float:
     Microbatches keep parameters gathered and a float32 sum of gradients for the whole step.
     """
     state = plan.memory.kinds["parameters"] + plan.memory.kinds["optimizer"]
-    rows = lambda r: max(b.size for b in r.batch_sizes()) / r.microbatches
+    rows = lambda r: max(b.size for b in r.batch_sizes()) / r.parts
     other = (plan.memory.peak - state) * rows(changed) / rows(run)
     if changed.remat != run.remat:
         other -= plan.memory.kinds["kept activations"] * rows(changed) / rows(run)
-    if changed.microbatches > run.microbatches:
+    if changed.parts > run.parts:
         model = plan.mesh.get("model", 1)
         other = max(other, 6.0 * plan.parameters / model)
     return state + other

@@ -84,13 +84,13 @@ def check_batch(run: Run, layout: Layout, size: int) -> None:
         UserError: with the sizes that do.
     """
     (axes,) = layout.assign(("batch",))
-    parts = run.microbatches
+    parts = run.parts
     for axis in axes:
         parts *= layout.mesh.shape[axis]
     if size % parts:
         below, above = size // parts * parts, -(-size // parts) * parts
         pieces = " x ".join([f"{axis}={layout.mesh.shape[axis]}" for axis in axes])
-        micro = f" x microbatches={run.microbatches}" if run.microbatches > 1 else ""
+        micro = f" x microbatches={run.parts}" if run.parts > 1 else ""
         raise UserError(
             "A batch is split evenly over the mesh axes of `batch` and into microbatches.",
             seen=f"batch_size={size} over {pieces}{micro} = {parts}",

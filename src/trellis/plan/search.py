@@ -134,7 +134,7 @@ def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[t
                     run,
                     mesh=dataclasses.replace(run.mesh, stage=1, **sizes),
                     layout=dataclasses.replace(run.layout, preset=preset, mode="explicit"),
-                    microbatches=micro,
+                    microbatches=run.microbatches if micro == run.parts else micro,
                     remat=dataclasses.replace(run.remat, policy=policy, names=names),
                 )
                 yield changed, _options(written or run, changed)
@@ -154,8 +154,8 @@ def _options(before: Run, after: Run) -> dict[str, str]:
     if before.batch_size != after.batch_size:
         entries = [dataclasses.asdict(entry) for entry in after.batch_sizes()]
         found["batch_size"] = str(after.batch_size) if isinstance(after.batch_size, int) else json.dumps(entries)
-    if before.microbatches != after.microbatches:
-        found["microbatches"] = str(after.microbatches)
+    if before.parts != after.parts:
+        found["microbatches"] = str(after.parts)
     return found
 
 
@@ -217,7 +217,7 @@ def search(
 
 def _same(one: Run, run: Run, target: Target) -> bool:
     """Whether a variant is the run's own setting: it is always planned, to compare with."""
-    parts = lambda r: (r.layout.preset, r.microbatches, r.remat)
+    parts = lambda r: (r.layout.preset, r.parts, r.remat)
     try:
         sizes = [r.mesh.resolve(target.num_devices) for r in (one, run)]
     except UserError:
@@ -234,7 +234,7 @@ def best(able: list[Candidate]) -> Candidate | None:
     fit = [c for c in fit if c.verdict is not None] or fit
     close = [c for c in fit if c.seconds <= 1.01 * min(c.seconds for c in fit)]
     kinds = lambda mesh: sum(size > 1 for size in (mesh.model, mesh.context, mesh.expert, mesh.replica))
-    return min(close, key=lambda c: (kinds(c.run.mesh), c.run.microbatches, c.seconds), default=None)
+    return min(close, key=lambda c: (kinds(c.run.mesh), c.run.parts, c.seconds), default=None)
 
 
 def _beats(one: Candidate, other: Candidate) -> bool:
@@ -256,7 +256,7 @@ def _promising(sketched: list[Candidate], target: Target, most: int) -> Iterator
     for c in sorted(sketched, key=lambda c: c.sketch.seconds):
         for share in (0.75, 1.2):
             if c.sketch.peak <= share * room:
-                chosen.setdefault((_kind(c), c.run.remat, c.run.microbatches == 1, share), c)
+                chosen.setdefault((_kind(c), c.run.remat, c.run.parts == 1, share), c)
     able = sorted({id(c): c for c in chosen.values()}.values(), key=lambda c: c.sketch.seconds)
     if not able:  # nothing fits: how far off the smallest are
         yield from sorted(sketched, key=lambda c: c.sketch.peak)[: min(most, 6)]
@@ -336,7 +336,7 @@ def frontier_rows(found: Found) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
         speed = human_count(c.plan.tokens_per_second) if c.plan else ""
         rows.append(
             (mark, human_seconds(c.seconds), human_bytes(c.peak), speed, mesh, c.run.layout.preset,
-             str(c.run.microbatches), c.keeps, by, why_lost(c, found.winner, found.target))
+             str(c.run.parts), c.keeps, by, why_lost(c, found.winner, found.target))
         )  # fmt: skip
     return ("", "step", "memory", "tokens/s", "mesh", "layout", "microbatches", "keeps", "by", ""), rows
 

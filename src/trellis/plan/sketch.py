@@ -71,7 +71,7 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     compute = flops / (chip.bf16_flops * chip.matmul_efficiency) * 1.15 * narrow
     weights = activations = 0.0
     if shard and sharded:
-        passes = 1 if run.microbatches > 1 else 2
+        passes = 1 if run.parts > 1 else 2
         moved = 2.0 * (blocks + tables + experts / expert) / model * (passes + 2)
         weights = moved / links.bandwidth(shard)
     elif shard:
@@ -89,7 +89,7 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     width = base * m.embed + (per_mlp * getattr(m, "mlp", 4 * m.embed) + per_head * m.embed) / model
     sequence = model if run.layout.preset in ("fsdp_tensor_sequence", "auto", "hybrid") else 1
     width -= base * m.embed * (1 - 1 / sequence)
-    kept = 2.0 * width * m.layers * local / run.microbatches
-    accumulated = 8.0 * (blocks + tables + experts / expert) / model if run.microbatches > 1 else 0.0
-    working = 4.0 * block / model / expert * 2 + 6.0 * tables / 2 / model + 2.0 * 8 * local / run.microbatches * m.embed
+    kept = 2.0 * width * m.layers * local / run.parts
+    accumulated = 8.0 * (blocks + tables + experts / expert) / model if run.parts > 1 else 0.0
+    working = 4.0 * block / model / expert * 2 + 6.0 * tables / 2 / model + 2.0 * 8 * local / run.parts * m.embed
     return Sketch(seconds, state + (1 + FRAGMENTATION) * (kept + accumulated + working))

@@ -149,8 +149,9 @@ class Run:
     """The update rule."""
     schedule: Schedule
     """The learning rate over the run, relative to the optimizer's."""
-    microbatches: int = 1
-    """Parts that a device's share of a batch is cut into, one after the other, to save memory."""
+    microbatches: int | None = None
+    """Parts that a device's share of a batch is cut into, one after the other, to save memory; null is one, and on a
+    CPU parts of about 1,024 tokens in float32, 2,048 in bfloat16, which are the fastest there."""
     clip_norm: float | None = 1.0
     """Gradients with a larger norm, over all parameters, are scaled down to it; null clips nothing."""
     weight_decay_exclude: tuple[str, ...] = ("norm", "bias")
@@ -206,6 +207,11 @@ class Run:
         """The batch size as a list, whichever way it is written."""
         return (BatchSize(step=0, size=self.batch_size),) if isinstance(self.batch_size, int) else self.batch_size
 
+    @property
+    def parts(self) -> int:
+        """Microbatches of a batch where the device does not choose: one for null."""
+        return self.microbatches or 1
+
     def _check_batch(self) -> None:
         sizes = self.batch_sizes()
         starts = [b.step for b in sizes]
@@ -216,14 +222,14 @@ class Run:
                 where="batch_size",
                 fix="write [{step: 0, size: 64}, {step: 1000, size: 128}]",
             )
+        parts = self.parts
         for size in (b.size for b in sizes):
-            if size < 1 or size % self.microbatches:
-                up = -(-max(size, 1) // self.microbatches) * self.microbatches
+            if size < 1 or size % parts:
                 raise UserError(
                     "Microbatches divide the batch.",
-                    seen=f"batch_size={size}, microbatches={self.microbatches}",
+                    seen=f"batch_size={size}, microbatches={parts}",
                     where="batch_size",
-                    fix=f"use a multiple of {self.microbatches}, as in {up}",
+                    fix=f"use a multiple of {parts}, as in {-(-max(size, 1) // parts) * parts}",
                 )
 
     def _check_schedule(self) -> None:

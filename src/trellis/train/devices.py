@@ -76,7 +76,7 @@ def _divides(run: Run, left: int) -> bool:
     """Whether every batch can be sliced, with the mesh axis that takes what is left taking so much."""
     mesh = {name: left if size == -1 else size for name, size in dataclasses.asdict(run.mesh).items()}
     parts = math.prod(mesh[name] for name in ("replica", "data", "data_y", "data_z", "expert"))
-    return all(b.size // run.microbatches % parts == 0 for b in run.batch_sizes())
+    return all(b.size // run.parts % parts == 0 for b in run.batch_sizes())
 
 
 def _cores() -> int:

@@ -96,6 +96,7 @@ def sections(assembled: Assembled, ledger: Ledger, tokens: int | None) -> dict[s
         "model": {"family": run.model.family, "parameters": num_parameters(assembled)},
         "tokens": {"run": run_tokens(assembled), "corpus": tokens},
         "mesh": dict(layout.mesh.shape),
+        "microbatches": assembled.recipe.microbatches,
         "layout": {
             "preset": run.layout.preset,
             "params": {name: list(axes) for name, axes in layout.params},
@@ -143,10 +144,11 @@ def describe(found: Mapping[str, Any]) -> str:
     if tokens["corpus"]:
         read += f", {tokens['run'] / tokens['corpus']:.2g} times the corpus of {count(tokens['corpus'])}"
     mesh = " ".join(f"{axis}={n}" for axis, n in found["mesh"].items())
+    parts = f", a batch in {found['microbatches']} microbatches" if found["microbatches"] > 1 else ""
     lines = {
         "model": f"{model['family']}, {count(model['parameters'])} parameters",
         "tokens": read,
-        "devices": f"{math.prod(found['mesh'].values())} x {host['device_kind']}, mesh {mesh}",
+        "devices": f"{math.prod(found['mesh'].values())} x {host['device_kind']}, mesh {mesh}{parts}",
         "memory": f"{size(sum(found['memory'].values()))} on each device: {memory}",
         "moves": moves,
     }

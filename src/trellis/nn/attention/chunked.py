@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from trellis.nn.attention.pattern import Pattern, hidden_score, same_document
@@ -89,6 +90,11 @@ def _rows(x, span):
     return part.reshape(*part.shape[:2], -1, *part.shape[4:])
 
 
+def _turned(x):
+    """`batch kv_heads rows head_dim` as `batch kv_heads head_dim rows`, copied: it is not turned inside a product."""
+    return lax.optimization_barrier(x.swapaxes(2, 3))
+
+
 def _scores(q, k, segment_ids, shift, span, settings: _Settings):
     """Scores of one chunk, hidden ones at `hidden_score`, and the derivative of the cap (or None)."""
     start, stop, first, last = span
@@ -144,14 +150,17 @@ def _attend_bwd(settings: _Settings, residuals, d_out):
     q, k, v, segment_ids, shift, out, log_sum = residuals
     dtype = log_sum.dtype
     d_queries = []
-    d_keys, d_values = jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
+    # Sums over queries: what a CPU multiplies fast has them last on the left, so the narrow operand is turned, and the
+    # gradients of keys and values are made turned as well, as batch kv_heads head_dim key_pos.
+    d_keys, d_values = (jnp.zeros((*x.shape[:2], x.shape[3], x.shape[2]), dtype) for x in (k, v))
     product = partial(jnp.einsum, preferred_element_type=dtype)
     for span in _spans(q.shape[3], k.shape[2], settings):
         seen = (slice(None),) * 2 + (slice(span[2], span[3]),)
         scores, slope = _scores(q, k, segment_ids, shift, span, settings)
         weights = jnp.exp(scores - _rows(log_sum, span))
         d_rows = _rows(d_out, span)
-        d_values = d_values.at[seen].add(product("bkts,bkth->bksh", weights.astype(v.dtype), d_rows))
+        keys = (..., slice(span[2], span[3]))
+        d_values = d_values.at[keys].add(product("bkht,bkts->bkhs", _turned(d_rows), weights.astype(v.dtype)))
         d_weights = product("bkth,bksh->bkts", d_rows, v[seen])
         mean = jnp.sum(_rows(out, span).astype(dtype) * d_rows.astype(dtype), axis=-1, keepdims=True)
         d_scores = weights * (d_weights - mean) * jnp.asarray(settings.scale, dtype)
@@ -160,8 +169,9 @@ def _attend_bwd(settings: _Settings, residuals, d_out):
         d_scores = d_scores.astype(q.dtype)
         d_q = product("bkts,bksh->bkth", d_scores, k[seen]).astype(q.dtype)
         d_queries.append(d_q.reshape(*q.shape[:3], span[1] - span[0], -1))
-        d_keys = d_keys.at[seen].add(product("bkts,bkth->bksh", d_scores, _rows(q, span)))
-    return jnp.concatenate(d_queries, axis=3), d_keys.astype(k.dtype), d_values.astype(v.dtype), None, None
+        d_keys = d_keys.at[keys].add(product("bkht,bkts->bkhs", _turned(_rows(q, span)), d_scores))
+    d_k, d_v = (d.swapaxes(2, 3).astype(x.dtype) for d, x in ((d_keys, k), (d_values, v)))
+    return jnp.concatenate(d_queries, axis=3), d_k, d_v, None, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
