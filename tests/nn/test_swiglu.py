@@ -19,6 +19,15 @@ def test_the_fence_changes_no_number():
         np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-6)
 
 
+def test_in_bfloat16_a_cpu_rounds_values_and_gradients_once():
+    wide = jax.random.normal(jax.random.key(0), (3, 4, 16)).astype(jnp.bfloat16).astype(jnp.float32)
+    value, pull = jax.vjp(fenced_swiglu, *wide[:2].astype(jnp.bfloat16))
+    expected, plain = jax.vjp(fenced_swiglu, *wide[:2])
+    found = (value, *pull(wide[2].astype(jnp.bfloat16)))
+    for mine, exact in zip(found, (expected, *plain(wide[2])), strict=True):
+        np.testing.assert_array_equal(mine, exact.astype(jnp.bfloat16))
+
+
 def test_fences_of_each_platform():
     """Of the gradients on TPUs; of what they are made of, too, on CPUs; none on GPUs."""
 

@@ -4,6 +4,7 @@ import jax
 
 from trellis.mesh.platform import platform_of
 from trellis.named import NamedArray, silu
+from trellis.named.elementwise import rounded_once
 
 
 def swiglu(gate: NamedArray, up: NamedArray) -> NamedArray:
@@ -27,19 +28,27 @@ def swiglu(gate: NamedArray, up: NamedArray) -> NamedArray:
 @jax.custom_vjp
 def fenced_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """The same on arrays, for any platform."""
-    return jax.nn.silu(gate) * up
+    return _gated(gate, up)
+
+
+_gated = rounded_once(lambda gate, up: jax.nn.silu(gate) * up)
 
 
 def _forward(gate, up):
-    return jax.nn.silu(gate) * up, (gate, up)
+    return _gated(gate, up), (gate, up)
 
 
 def _backward(kept, d_out):
     # On a CPU the fence keeps the compiler from taking the forward pass's sigmoid, and so from keeping it.
     gate, up = jax.lax.optimization_barrier(kept) if platform_of(kept[0]) == "cpu" else kept
+    return jax.lax.optimization_barrier(_gradients(gate, up, d_out))
+
+
+@rounded_once
+def _gradients(gate, up, d_out):
     share = jax.nn.sigmoid(gate)
     d_gate = d_out * up * share * (1 + gate * (1 - share))
-    return jax.lax.optimization_barrier((d_gate, d_out * gate * share))
+    return d_gate, d_out * gate * share
 
 
 fenced_swiglu.defvjp(_forward, _backward)
