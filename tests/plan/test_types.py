@@ -8,11 +8,14 @@ import pytest
 from tests.plan.plain import Config, abstract_mesh, build, num_parameters, traced
 from trellis.plan.hardware import target
 from trellis.plan.links import place
+from trellis.plan.local import local_target
 from trellis.plan.memory import memory
+from trellis.plan.program import program
 from trellis.plan.quick import plan_step
 from trellis.plan.roofline import padded, roles, times
 from trellis.plan.trace import ledger_of
 from trellis.plan.work import operations
+from trellis.recipes import load_run
 
 CONFIG = Config()
 
@@ -136,3 +139,17 @@ def test_the_plain_step_runs():
     with jax.set_mesh(mesh):
         compiled = jax.jit(step).lower(state, batch).compile()
     assert compiled.cost_analysis()["flops"] > 0
+
+
+@pytest.mark.parametrize(("layers", "merged"), [(2, True), (17, False)])
+def test_what_is_computed_again_in_a_loop_over_microbatches(layers, merged):
+    """XLA's CPU compiler makes it once where both passes are in one body, and layers (up to 16) are written out there."""
+    changes = {
+        "model.layers": str(layers), "batch_size": "4", "microbatches": "2", "remat.policy": "full",
+        "layout.preset": "single", "data.sequence_length": "32",
+    }  # fmt: skip
+    here = jax.devices()[:1]
+    step = program(load_run("tiny", changes), local_target(here), here).traced()
+    again = [op for op in operations(step) if op.direction == "recomputed" and op.kind == "product"]
+    assert again
+    assert {op.looped for op in again} == {not merged}

@@ -49,7 +49,8 @@ class Op:
         dtype: of the operands.
         label: what a person would call it, see `trellis.plan.trace.label_of`.
         order: its place in the program.
-        looped: whether it is in a loop when it runs; layers may be written out instead.
+        looped: whether it is in a loop that holds one pass, as one over layers does; layers may be written out instead,
+            and a loop over microbatches holds both passes.
     """
 
     kind: str
@@ -102,8 +103,11 @@ def _walk(jaxpr: Any, times: int, outside: str, places: Iterator[int]) -> Iterat
     yield from _groups(jaxpr, [eqn for eqn, _ in fused], times, outside, placed)
 
 
-def _looped(ops: Iterator[Op]) -> Iterator[Op]:
-    return (dataclasses.replace(op, looped=True) for op in ops)
+def _looped(ops: Iterator[Op]) -> list[Op]:
+    inside = list(ops)
+    if {"forward", "backward"} <= {op.direction for op in inside}:
+        return inside
+    return [dataclasses.replace(op, looped=True) for op in inside]
 
 
 def _direction(eqn: Any, outside: str) -> str:
