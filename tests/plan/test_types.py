@@ -143,7 +143,7 @@ def test_the_plain_step_runs():
 
 @pytest.mark.parametrize(("layers", "merged"), [(2, True), (17, False)])
 def test_what_is_computed_again_in_a_loop_over_microbatches(layers, merged):
-    """XLA's CPU compiler makes it once where both passes are in one body, and layers (up to 16) are written out there."""
+    """Once, by XLA on a CPU, where both passes are in one body; up to 16 layers are written out there."""
     changes = {
         "model.layers": str(layers), "batch_size": "4", "microbatches": "2", "remat.policy": "full",
         "layout.preset": "single", "data.sequence_length": "32",
