@@ -39,6 +39,8 @@ def test_scan_fold_and_map():
         expected = expected * 0.5 + row
     np.testing.assert_allclose(last.array, expected, rtol=1e-5)
     np.testing.assert_allclose(tr.map(lambda row: row * 2.0, "layers")(x).array, x.array * 2, rtol=1e-6)
+    carry, sums = tr.scan(lambda c, row: (c + row, row.sum()), "layers")(x["layers", 0], tr.zeros({"layers": 0}))
+    assert sums.shape == {"layers": 0}
 
 
 class Block(eqx.Module):

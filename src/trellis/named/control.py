@@ -135,7 +135,7 @@ def scan(fn, axis: str | Axis, *, reverse: bool = False, unroll: int = 1, policy
             return _pinned(carry), y
 
         body = checkpoint(body, policy)
-        if unroll >= length:
+        if 0 < length <= unroll:
             carry, ys = _written_out(body, carry, moving, length, reverse)
         else:
             carry, ys = jax.lax.scan(body, carry, moving, length=length, reverse=reverse, unroll=unroll)
