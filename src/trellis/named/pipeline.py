@@ -196,14 +196,18 @@ class _Plan:
     def spread(self, p):
         """A parameter `"layers ..."` as `f32["layers copies in_stage ..."]`: a whole copy for each slice of the batch.
 
-        One gather; the gradient's sum over the batch is one reduce-scatter (an all-reduce of what is held whole).
+        One gather; the gradient's sum over the batch is one reduce-scatter (an all-reduce of what is held whole). Where
+        the parameter is held as copies already, its gradient stays the partial sums that those promise, for the caller
+        to add up over microbatches and to settle once.
         """
         if not is_named(p):
             return p
         (over,) = self.around.assign((COPIES,))
-        held = [tuple(a for a in mine if a in over) for mine in state_of(p.array).axes]
+        state = state_of(p.array)
+        held = [tuple(a for a in mine if a in over) for mine in state.axes]
+        copied = state.copied & frozenset(over)
         used = self.inside.assign(p.names)
-        p = move(p, ((self.axis,), *((*u, *h) for u, h in zip(used[1:], held[1:], strict=True))), frozenset())
+        p = move(p, ((self.axis,), *((*u, *h) for u, h in zip(used[1:], held[1:], strict=True))), copied)
 
         def gather(part):
             for dim, mine in enumerate(held):
@@ -214,7 +218,8 @@ class _Plan:
         whole = spec_of(((self.axis,), over, *used[1:]))
         dims = tuple(map(Dim, p.names, ((self.axis,), *used[1:])))
         with jax.named_scope(scope_name(f"{p.type} -> {Shape(dims, copied=tuple(sorted(over)))}")):
-            array = jax.shard_map(gather, in_specs=spec_of(state_of(p.array).axes), out_specs=whole)(p.array)
+            inputs = spec_of(state_of(p.array).axes, (), copied)
+            array = jax.shard_map(gather, in_specs=inputs, out_specs=whole)(p.array)
         p = NamedArray(array, (p.names[0], COPIES, *p.names[1:]))
         p = p.astype(jnp.float32) if jnp.issubdtype(p.dtype, jnp.floating) else p
         return self.split(p)
