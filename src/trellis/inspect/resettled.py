@@ -28,8 +28,8 @@ _NONE: Settled = frozenset()
 # What a compiler moves a sum past: a sum of results is the result of the sum.
 _LINEAR = frozenset(
     "add add_any sub neg mul div select_n convert_element_type reduce_precision reshape transpose broadcast_in_dim "
-    "squeeze expand_dims slice dynamic_slice dynamic_update_slice concatenate pad rev split copy name reduce_sum reshard "
-    "pvary optimization_barrier while scan cond".split()
+    "squeeze expand_dims slice dynamic_slice dynamic_update_slice concatenate pad rev split copy name reduce_sum "
+    "reshard pvary optimization_barrier".split()
 )
 _SUMS = ("all-reduce", "reduce-scatter")
 
@@ -116,8 +116,9 @@ class _Reader:
         before, after = place_of(aval).words(names), place_of(equation.outvars[0].aval).words(names)
         made = ", ".join(filter(None, dict.fromkeys(self.made.get(a, "") for a in axes)))
         raise PendingSumError(
-            f"a sum that is settled in a loop stays settled, got one over {over}{f' from {made}' if made else ''} that is "
-            f"made pending again as {short_dtype(aval.dtype)}[{before} -> {after}], in {source_of(equation) or scope}: "
-            f"compilers sum it twice; keep the copies ({' '.join('~' + a for a in axes)}) of what it is the gradient of "
-            f"up to the product that uses them, so that it stays pending and is settled once, after the loop"
+            f"a sum that is settled in a loop stays settled, got one over {over}{f' from {made}' if made else ''} that "
+            f"is made pending again as {short_dtype(aval.dtype)}[{before} -> {after}], in "
+            f"{source_of(equation) or scope}: compilers sum it twice; keep the copies "
+            f"({' '.join('~' + a for a in axes)}) of what it is the gradient of up to the product that uses them, so "
+            f"that it stays pending and is settled once, after the loop"
         )
