@@ -1,5 +1,7 @@
 """What a program does before it runs: its communication, its memory, where its arrays are."""
 
+from trellis.frames import hide_frames
+
 from .compiled import (
     CompiledMemory,
     collectives,
@@ -14,6 +16,8 @@ from .ledger import ledger
 from .memory import Memory, NotEnoughMemory, live_bytes, live_memory, memory
 from .pictures import Picture, show
 from .rows import Ledger, Row
+
+hide_frames(__file__)
 
 __all__ = [
     "Buffer",

@@ -22,7 +22,7 @@ from trellis.notation.typeof import short_dtype
 from .calls import called
 from .compiled import CompiledMemory, compiled_memory
 from .kept import Buffer, kept
-from .ledger import mesh_in_force, trace
+from .ledger import mesh_in_force, trace_old as trace
 from .rows import aligned, human_bytes
 from .rules import num_bytes
 from .source import direction_of
