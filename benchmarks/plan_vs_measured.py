@@ -22,9 +22,10 @@ import numpy as np
 
 jax.config.update("jax_num_cpu_devices", 1)
 
+from trellis.plan.program import program  # noqa: E402
+
 from trellis.inspect.rows import aligned  # noqa: E402
 from trellis.plan.local import local_target  # noqa: E402
-from trellis.plan.program import program  # noqa: E402
 from trellis.plan.quick import plan_of  # noqa: E402
 from trellis.recipes import load_run  # noqa: E402
 from trellis.train.assemble import assemble  # noqa: E402

@@ -26,16 +26,16 @@ def hide_frames(init_file: str) -> None:
         init_file: `__file__` of the folder's `__init__`.
     """
     _hidden.append(os.path.dirname(init_file) + os.sep)
-    is_users.cache_clear()
+    in_a_library.cache_clear()
 
 
 @functools.lru_cache(maxsize=4096)
-def is_users(file: str) -> bool:
-    """Whether a frame in this file is the user's.
+def in_a_library(file: str) -> bool:
+    """Whether a frame in this file belongs to JAX, to a library over it, or to the language itself.
 
     >>> import jax
-    >>> is_users("train.py"), is_users(jax.__file__), is_users(os.__file__)
-    (True, False, False)
+    >>> in_a_library("train.py"), in_a_library(jax.__file__), in_a_library(os.__file__)
+    (False, True, True)
     """
     standard = file.startswith(_STANDARD) and "site-packages" not in file
-    return not (file.startswith(tuple(_hidden)) or standard or file.startswith("<frozen"))
+    return file.startswith(tuple(_hidden)) or standard or file.startswith("<frozen")

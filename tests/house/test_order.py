@@ -10,9 +10,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "trellis"
-ORDER = "notation mesh named inspect collectives nn models hub data optim train plan report".split()
+ORDER = "notation program mesh named inspect collectives nn models hub data optim train plan report".split()
 ABOVE_ALL = ("recipes", "cli")  # these import from every folder
-BELOW_ALL = ("errors", "_compat")  # these import from none
+BELOW_ALL = ("errors", "frames", "_compat")  # these import from none
 FILES = sorted(SOURCE.rglob("*.py"))
 WRITTEN = [*FILES, *(f for d in ("tests", "examples", "benchmarks") for f in sorted((ROOT / d).rglob("*.py")))]
 

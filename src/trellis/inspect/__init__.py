@@ -2,6 +2,7 @@
 
 from trellis.frames import hide_frames
 
+from .buffers import Buffer
 from .compiled import (
     CompiledMemory,
     collectives,
@@ -11,7 +12,6 @@ from .compiled import (
     products,
     scheduled_cycles,
 )
-from .kept import Buffer
 from .ledger import ledger
 from .memory import Memory, NotEnoughMemory, live_bytes, live_memory, memory
 from .pictures import Picture, show

@@ -7,7 +7,7 @@ from trellis.program.flow import MOVES, VIEWS, origin
 from trellis.program.scopes import names_of
 from trellis.program.sizes import typed
 
-KINDS = ("parameters", "optimizer", "gradients", "kept activations", "gathered weights", "batch", "temporaries",
+KINDS = ("parameters", "optimizer", "gradients", "activations", "gathered weights", "batch", "temporaries",
          "fragmentation", "other")  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def describe(value: Value, reader: Operation, program: Program) -> tuple[str, st
         name = program.arguments[program.inputs.index(first)].name
     if not name:
         looped = slices.maker is None and slices.outer is not None
-        name = "carry between layers" if looped else f"{maker.name} at {maker.source or 'an unknown line'}"
+        name = "carry between layers" if looped else f"{maker.name} in {maker.label}".removesuffix(" in ")
     return name, typed(value.aval, _dims(maker.scope, value.shape)), maker.source or reader.source
 
 

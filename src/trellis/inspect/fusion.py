@@ -35,6 +35,20 @@ def reduces(operation: Operation) -> bool:
     return operation.name.startswith(("reduce_", "arg")) and operation.name != "reduce_precision"
 
 
+def read_in(value: Value, passes: tuple[str, ...]) -> bool:
+    """Whether an operation of one of these passes reads a value, or something that is fused and made of it."""
+    todo, seen = [value], {value}
+    while todo:
+        for reader in todo.pop().readers:
+            if reader.direction in passes:
+                return True
+            if not writes(reader):
+                more = [result for result in reader.results if result not in seen]
+                seen.update(more)
+                todo += more
+    return False
+
+
 def is_view(operation: Operation) -> bool:
     """Whether the result is the operand in memory, as it is."""
     if len(operation.inputs) != 1 or len(operation.results) != 1:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from trellis.notation.typeof import short_dtype
 from trellis.program import Body, Operation, Program, refuse_resettled, trace
+from trellis.program.flow import roles
 from trellis.program.manual import COLLECTIVES, moves, text_of, words
 from trellis.program.moves import Move
 from trellis.program.rules import Implied, States
@@ -51,7 +52,7 @@ class _Rows:
     """The rows of a program's bodies."""
 
     def __init__(self, program: Program):
-        self.sizes, self.states = program.mesh, States(program.mesh)
+        self.sizes, self.states, self.roles = program.mesh, States(program.mesh), roles(program)
 
     def of(self, body: Body) -> list[Row]:
         return [row for operation in body.operations for row in self.operation(operation)]
@@ -68,25 +69,25 @@ class _Rows:
         elif operation.name in COLLECTIVES:
             for move, before, after, note in moves(operation, self.sizes):
                 what = text_of(operation.scope, before) or f"{words(before)} -> {words(after)}"
-                yield _row(move, before.aval, what, operation, note)
+                yield self.row(move, before.aval, what, operation, note)
         elif not self.states.again(operation):
             for implied in self.states.implied(operation):
-                yield _row(implied.move, implied.aval, _words(implied, operation), operation, implied.note)
+                yield self.row(implied.move, implied.aval, _words(implied, operation), operation, implied.note)
 
-
-def _row(move: Move, aval, what: str, operation: Operation, note: str) -> Row:
-    return Row(
-        kind=move.kind,
-        axes=move.axes,
-        what=what,
-        dtype=short_dtype(aval.dtype),
-        payload=move.payload,
-        wire=move.wire,
-        times=operation.times,
-        direction="forward" if operation.direction == "update" else operation.direction,
-        source=operation.source,
-        note=note,
-    )
+    def row(self, move: Move, aval, what: str, operation: Operation, note: str) -> Row:
+        return Row(
+            kind=move.kind,
+            axes=move.axes,
+            what=what,
+            dtype=short_dtype(aval.dtype),
+            payload=move.payload,
+            wire=move.wire,
+            times=operation.times,
+            direction="forward" if operation.direction == "update" else operation.direction,
+            source=operation.source,
+            note=note,
+            role=self.roles[operation],
+        )
 
 
 def _words(implied: Implied, operation: Operation) -> str:
@@ -102,19 +103,3 @@ def _words(implied: Implied, operation: Operation) -> str:
 
 def _noted(row: Row, note: str) -> Row:
     return dataclasses.replace(row, note=f"{row.note}; {note}" if row.note else note)
-from trellis.program.trace import mesh_in_force  # TEMP
-def trace_old(fn, *args, **kwargs):
-    import jax
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
-    def call(arrays):
-        arrays = iter(arrays)
-        filled = [next(arrays) if array else leaf for leaf, array in zip(leaves, is_array)]
-        args, kwargs = jax.tree.unflatten(tree, filled)
-        out = fn(*args, **kwargs)
-        return [leaf for leaf in jax.tree.leaves(out) if hasattr(leaf, "dtype")]
-    from trellis.program.trace import _mesh_of
-    arrays = [leaf for leaf, array in zip(leaves, is_array) if array]
-    mesh = next((m for m in map(_mesh_of, arrays) if m is not None), None)
-    with mesh_in_force(mesh):
-        return jax.make_jaxpr(call)(arrays), mesh

@@ -24,6 +24,8 @@ class Row:
         direction: "forward", "recomputed" or "backward", or empty where it is not known.
         source: `file.py:line (function)`.
         note: what is uncertain about it, or how it runs; empty as a rule.
+        role: what it moves: "weights" (gathered before use), "gradients" (of weights) or "activations"; empty where
+            that is not known.
     """
 
     kind: str
@@ -36,6 +38,7 @@ class Row:
     direction: str = ""
     source: str = ""
     note: str = ""
+    role: str = ""
 
     @property
     def axis(self) -> str:

@@ -8,11 +8,9 @@ product, a kernel, a collective, a loop, an output) reads it, and until then kee
 
 import collections
 import dataclasses
-import functools
 
 from trellis.program import Body, Operation, Program, Value
 from trellis.program.flow import of_parameters
-from trellis.program.reading import Frame
 
 from . import fusion
 from .buffers import KINDS, Buffer, describe
@@ -86,26 +84,8 @@ class _Held:
         return len(self.made_of) == 1 and (self.made_of[0].pinned or self.made_of[0].buffer is not None)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HighestPoint:
-    """A program's memory at its highest point, on one device.
-
-    Attributes:
-        buffers: what is held, largest first; their bytes add up to `num_bytes`.
-        where: the line that runs there; empty where nothing does.
-    """
-
-    buffers: tuple[Buffer, ...]
-    where: str
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.num_bytes for buffer in self.buffers)
-
-
-def highest_point(program: Program, held: bool = False) -> HighestPoint:
-    """The highest point of a program's memory on one device.
+def highest_point(program: Program, held: bool = False) -> tuple[tuple[Buffer, ...], str]:
+    """What one device holds at the highest point of a program's memory, largest first, and the line that runs there.
 
     Args:
         program: a train step, or any other.
@@ -119,12 +99,13 @@ def highest_point(program: Program, held: bool = False) -> HighestPoint:
         walk.enter(value, _Held(_Room(kind, value.num_bytes, value), pinned=True))
     walk.mark(0, (), "")
     walk.run()
+    walk.keep_results([a.donated for a in program.arguments])
     arguments = sum(value.num_bytes for value in program.inputs)
     lost = int(FRAGMENTATION * (walk.peak - arguments)) + walk.lost_to_loops()
     between = Buffer(kind="fragmentation", name="between buffers", what="", num_bytes=lost)
     found = (room.buffer(program) for room in walk.at_peak)
     ordered = sorted((*found, between), key=lambda buffer: -buffer.num_bytes)
-    return HighestPoint(tuple(buffer for buffer in ordered if buffer.num_bytes), walk.where)
+    return tuple(buffer for buffer in ordered if buffer.num_bytes), walk.where
 
 
 class _Walk:
@@ -180,8 +161,17 @@ class _Walk:
 
     def room(self, operation: Operation, value: Value) -> _Room:
         """The memory of a value that an operation makes or reads."""
-        kind = "gathered weights" if value in self.weights else "gradients" if value.state.pending else "temporaries"
-        return _Room(kind, fusion.stored_bytes(operation, value), value, operation)
+        return _Room(self.kind(value), fusion.stored_bytes(operation, value), value, operation)
+
+    def kind(self, value: Value) -> str:
+        """What a value is: of a parameter, kept between the passes, a parameter's gradient, or none of these."""
+        if value in self.weights:
+            return "gathered weights"
+        made = value.maker.direction if value.maker is not None else ""
+        if made == "forward" and fusion.read_in(value, ("recomputed", "backward")):
+            return "activations"
+        given = self.top and value in self.body.results or fusion.read_in(value, ("update",))
+        return "gradients" if value.state.pending or (made == "backward" and given) else "temporaries"
 
     def realize(self, operation: Operation, value: Value) -> None:
         """A fused chain's value comes into being; what it was made of is released."""
@@ -199,6 +189,17 @@ class _Walk:
             part.uses -= 1
             self.drop(part)
         self.add(held)
+
+    def keep_results(self, donated: list[bool]) -> None:
+        """Results that no operation wrote take a donated argument's memory of their size, or some of their own."""
+        free = collections.Counter(v.num_bytes for v, given in zip(self.body.inputs, donated) if given)
+        for value in self.body.results:
+            if value.literal is None and self.of(value).fused and value.maker is not None:
+                if free[value.num_bytes]:
+                    free[value.num_bytes] -= 1
+                else:
+                    self.realize(value.maker, value)
+        self.mark(0, (), "")
 
     # What happens.
 
@@ -278,12 +279,14 @@ class _Walk:
         name = operation.name
         body = max(operation.bodies, key=lambda body: len(body.operations)) if name == "cond" else operation.bodies[-1]
         carried = {"scan": operation.params.get("num_carry"), "while": len(operation.results)}.get(name, 0)
-        kind = "temporaries" if name == "cond" else "gradients" if operation.direction == "backward" else "kept activations"
         for value in operation.results[carried:]:
-            self.make(value, _Room(kind, value.num_bytes, value, operation))
+            self.make(value, self.room(operation, value))
         entering = operation.entering(body)
         first = {"scan": operation.params.get("num_consts"), "while": operation.params.get("body_nconsts")}.get(name, 0)
-        carries = [self.carry(operation, *pair) for pair in entering[first : first + carried]]
+        carries = [
+            self.carry(operation, inner, outer, last)
+            for (inner, outer), last in zip(entering[first : first + carried], body.results)
+        ]
         inner = _Walk(body, self.weights, self.held)
         for value in body.inputs:  # carries are counted here; constants and slices of stacks are read in place
             inner.enter(value, _Held(None, pinned=True))
@@ -299,10 +302,19 @@ class _Walk:
             self.values[value] = held
             held.pinned, held.uses = False, 1
 
-    def carry(self, operation: Operation, inner: Value, outer: Value) -> _Held:
-        """A loop's carry, in the place of its first value where that ends here."""
-        kind = "gradients" if inner.state.pending else "temporaries"
-        held = _Held(_Room(kind, inner.num_bytes, inner, operation), pinned=True)
+    def carry(self, operation: Operation, inner: Value, outer: Value, last: Value) -> _Held:
+        """A loop's carry, in the place of its first value where that ends here.
+
+        Args:
+            operation: the loop.
+            inner: the carry in the loop.
+            outer: its first value.
+            last: its value at the end of a turn.
+        """
+        held = _Held(self.room(operation, inner), pinned=True)
+        passes = {value.maker.direction for value in last.maker.inputs if value.maker} if last.maker else ()
+        if "backward" in passes and last.maker.direction == "update":  # the sum over microbatches
+            held.buffer = dataclasses.replace(held.buffer, kind="gradients")
         old = self.of(outer) if outer.literal is None else None
         if old is not None and old.buffer is not None and old.uses <= 1 and not old.pinned:
             held.buffer = dataclasses.replace(held.buffer, kind=old.buffer.kind)
@@ -326,16 +338,10 @@ def _last_uses(body: Body) -> dict[Value, int]:
     for operation in body.operations:
         for value in operation.inputs:
             number, frame = operation.number, operation.frame
-            while frame is not value.frame and frame not in _around(value.frame):
+            while frame is not value.frame and frame not in value.frame.around:
                 number, frame = frame.last, frame.outer
             last[value] = max(last.get(value, -1), number)
     for value in body.results:
         if value.literal is None:
             last[value] = body.operations[-1].number + 1 if body.operations else 0
     return last
-
-
-@functools.cache
-def _around(frame: Frame) -> frozenset[Frame]:
-    """The frames around one."""
-    return frozenset(() if frame.outer is None else (frame.outer, *_around(frame.outer)))

@@ -63,8 +63,8 @@ def run_plan(args: argparse.Namespace) -> int:
         from .compile import compile_run
         from .verdict import judge, verdict_text
 
-        prog, compiled = compile_run(run, where, progress=True)
-        verdict = judge(plan, prog, compiled)
+        prepared, compiled = compile_run(run, where, progress=True)
+        verdict = judge(plan, prepared, compiled)
         out["compiled"] = _compiled_json(verdict)
         if not args.json:
             print("\n" + verdict_text(plan, verdict))
@@ -98,31 +98,26 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
 def run_memory(args: argparse.Namespace) -> int:
     """What each device holds at the highest point of a step of `args.run`, by kind, and by name."""
     from .adapting import adapt
-    from .fitting import excess_text, named_memory, ways_to_fit
-    from .program import program
+    from .fitting import excess_text, ways_to_fit
+    from .prepared import prepare
     from .quick import plan_of
-    from .show import as_json, headline, memory_table, names_table
+    from .show import as_json, headline, kept_table, memory_table
 
     where, devices = _hardware(args)
     run, changed = adapt(args.run, where, args.given) if args.on else (args.run, [])
-    prog = program(run, where, devices)
-    plan, held = plan_of(prog, where), named_memory(prog)
+    planned = lambda run: plan_of(prepare(run, where, devices), where)
+    plan = planned(run)
     if args.svg:
-        Path(args.svg).write_text(held.svg(), encoding="utf-8")
+        Path(args.svg).write_text(plan.memory.svg(), encoding="utf-8")
         print(f"picture written to {args.svg}", file=sys.stderr)
     if args.json:
-        print(json.dumps({**as_json(plan)["memory"], "named": held.as_dict()["buffers"]}, indent=1))
+        print(json.dumps({**as_json(plan)["memory"], "buffers": plan.memory.as_dict()["buffers"]}, indent=1))
         return 0
     lines = headline(plan, changed).splitlines()
-    print(
-        "\n".join(lines[: 3 + len(changed)] if args.on else lines[:2]),
-        memory_table(plan, 16),
-        names_table(held),
-        sep="\n\n",
-    )
+    lines = lines[: 3 + len(changed)] if args.on else lines[:2]
+    print("\n".join(lines), memory_table(plan, 16), kept_table(plan), sep="\n\n")
     if not plan.fits:
-        ways = ways_to_fit(run, lambda changed: plan_of(program(changed, where, devices), where))
-        print("\n" + excess_text(plan, held, ways))
+        print("\n" + excess_text(plan, ways_to_fit(run, planned)))
     return 0
 
 

@@ -102,9 +102,9 @@ def page(plan: Plan, verdict=None, found=None, *, fitted: Sequence[str] = (), wa
     parts += ["<h2>The devices and the mesh</h2>", _wide(slice_picture(plan))]
     parts += ["<h2>Memory of a device</h2>", _wide(memory_picture(plan, compiled))]
     parts.append(f"<p class=quiet>Highest at {html.escape(plan.memory.where or 'rest')}.</p>")
-    rows = [(human_bytes(b.num_bytes), b.kind, b.what, b.source) for b in plan.memory.buffers[:16]]
+    rows = [(human_bytes(b.num_bytes), b.kind, b.name, b.what, b.source) for b in plan.memory.buffers[:16]]
     parts.append("<details><summary>The largest buffers at that point</summary>")
-    parts.append(_table(("bytes", "kind", "what", "made at"), rows, right=(0,)) + "</details>")
+    parts.append(_table(("bytes", "kind", "name", "type", "made at"), rows, right=(0,)) + "</details>")
     parts += ["<h2>One layer</h2>", _wide(timeline_picture(plan))]
     parts += ["<h2>Roofline</h2>", _wide(roofline_picture(plan))]
     if found is not None:

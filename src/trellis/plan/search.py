@@ -283,8 +283,8 @@ def _compiled(planned: list[Candidate], target: Target, count: int) -> list[Cand
     fastest = sorted((c for c in planned if c.plan and c.plan.fits), key=lambda c: c.seconds)
     done, fit = {}, 0
     for candidate in fastest[: 2 * count]:
-        prog, compiled = compile_run(candidate.run, target, progress=True)
-        done[id(candidate)] = dataclasses.replace(candidate, verdict=judge(candidate.plan, prog, compiled))
+        prepared, compiled = compile_run(candidate.run, target, progress=True)
+        done[id(candidate)] = dataclasses.replace(candidate, verdict=judge(candidate.plan, prepared, compiled))
         fit += compiled.fits
         if fit == count:
             break

@@ -62,7 +62,7 @@ def roles(program: Program) -> dict[Operation, str]:
             inputs = operation.inputs
             if inputs and weights.issuperset(inputs):
                 found[operation] = "weights"
-            elif operation.direction in ("backward", "recomputed") and needed.isdisjoint(operation.results[:1]):
+            elif operation.direction == "backward" and needed.isdisjoint(operation.results[:1]):
                 found[operation] = "gradients"
             else:
                 found[operation] = "activations"

@@ -83,11 +83,13 @@ class Frame:
     Attributes:
         outer: the frame around; None for the program's own.
         equation: the call, the loop or the branch.
+        around: all frames around.
         last: the number of its last operation.
     """
 
     def __init__(self, outer: "Frame | None" = None, equation: JaxprEqn | None = None):
         self.outer, self.equation, self.last = outer, equation, -1
+        self.around: frozenset[Frame] = outer.around | {outer} if outer is not None else frozenset()
 
     @functools.cached_property
     def scope(self) -> str:
@@ -98,6 +100,11 @@ class Frame:
     def source(self) -> str:
         """The line of the call."""
         return (source_of(self.equation) or self.outer.source) if self.outer is not None else ""
+
+    @property
+    def label(self) -> str:
+        """What a person would call the call."""
+        return (label_of(self.equation) or self.outer.label) if self.outer is not None else ""
 
 
 class Operation:
@@ -150,7 +157,7 @@ class Operation:
     @property
     def label(self) -> str:
         """What a person would call it: the class and the attribute on its line, or the function that it is in."""
-        return label_of(self.equation)
+        return label_of(self.equation) or self.frame.label
 
     def entering(self, body: "Body") -> list[tuple[Value, Value]]:
         """Each input of a body, and the operand that it has in the first turn."""

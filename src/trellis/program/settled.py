@@ -48,8 +48,8 @@ def casts_in_loops(jaxpr: Jaxpr, in_loop: bool = False) -> bool:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if in_loop and name == "reshard":
-            before, after = (getattr(v.aval.sharding.spec, "unreduced", ()) for v in (*equation.invars, *equation.outvars))
-            if set(after) - set(before):
+            before, after = (set(v.aval.sharding.spec.unreduced) for v in (*equation.invars, *equation.outvars))
+            if after - before:
                 return True
         looped = in_loop or name in ("scan", "while")
         if any(casts_in_loops(inner, looped) for inner in jaxprs_in(equation)):

@@ -3,7 +3,6 @@
 import math
 
 import jax
-import numpy as np
 from jax.sharding import AxisType
 
 from trellis.notation.state import State, mode_of

@@ -7,14 +7,14 @@ import re
 
 from jax.extend.core import JaxprEqn
 
-from trellis.frames import is_users
+from trellis.frames import in_a_library
 
 
 def _frame(equation: JaxprEqn):
     """The innermost frame of the user's, or None."""
     traceback = equation.source_info.traceback
     frames = traceback.frames if traceback is not None else ()
-    return next((frame for frame in frames if is_users(frame.file_name)), None)
+    return next((frame for frame in frames if not in_a_library(frame.file_name)), None)
 
 
 def source_of(equation: JaxprEqn) -> str:

@@ -52,13 +52,12 @@ def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] = kind_of, *
         return [leaf for leaf in jax.tree.leaves(fn(*args, **kwargs)) if hasattr(leaf, "dtype")]
 
     arrays = [leaf for leaf, array in zip(leaves, is_array) if array]
-    mesh = next((m for m in map(_mesh_of, arrays) if m is not None), None)
+    mesh = mesh_of(arrays)
     with mesh_in_force(mesh):
         traced = jax.make_jaxpr(call)(arrays).jaxpr
     live, _ = dce_jaxpr(traced, [True] * len(traced.outvars), instantiate=True)
-    donated = _donated(live)
-    found = [Argument(*each, variable in donated) for each, variable in zip(_arguments((args, kwargs), kind_of), live.invars)]
-    return Program(live, found, mesh)
+    donated, described = _donated(live), _arguments((args, kwargs), kind_of)
+    return Program(live, [Argument(*each, v in donated) for each, v in zip(described, live.invars)], mesh)
 
 
 def mesh_in_force(mesh: Mesh | AbstractMesh | None) -> contextlib.AbstractContextManager:
@@ -68,9 +67,10 @@ def mesh_in_force(mesh: Mesh | AbstractMesh | None) -> contextlib.AbstractContex
     return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
 
 
-def _mesh_of(array) -> Mesh | AbstractMesh | None:
-    sharding = getattr(array, "sharding", None)
-    return sharding.mesh if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
+def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
+    """The mesh of the first array of a tree that has one."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
+    return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
 
 
 def _donated(jaxpr) -> set:
