@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from . import whole
+from . import mutated, whole
 from .case import Case, Input
 from .layouts import draw_mesh
 from .products import dot
@@ -261,9 +261,14 @@ BREAKERS = (
 
 
 def draw(seed: int) -> Case:
-    """A case with one broken statement at its end."""
+    """A case with one broken statement at its end, with a mistake in a text, or run too late."""
     rng = np.random.default_rng([seed, 1])
-    for attempt in range(100):
+    if rng.random() < 0.2:
+        return mutated.draw(seed)
+    if rng.random() < 0.05:
+        case = dataclasses.replace(whole.draw(seed, "explicit"), earlier=None)
+        return dataclasses.replace(case, late=True, broken="after its layout")
+    for _ in range(100):
         case, scope = whole.draw_with_scope(int(rng.integers(2**31)), short=True)
         breakers = [b for b, weight in BREAKERS for _ in range(weight)]
         try:

@@ -1,9 +1,10 @@
 """A case: a program with its inputs, where it runs and how, and what is to come of it, as text that runs on its own."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from .layouts import Setting
-from .program import DTYPES, Statement, Value, pruned, squares
+from .program import Function, Statement, Value, pruned, squares
 
 HEADER = """\
 import contextlib
@@ -56,7 +57,9 @@ class Case:
         broken: the rule that it breaks, empty for none.
         must: of a broken one: it must be refused; else it may also be right.
         annotations: manual mode: the types of the arguments and of the results.
-        ledger: also hold the ledger against the compiled program.
+        axes: manual mode: the arguments of `shard_map`.
+        earlier: a layout on the same mesh under which it has run before.
+        late: it runs after its layout has been left.
     """
 
     seed: int
@@ -70,7 +73,8 @@ class Case:
     must: bool = False
     annotations: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     axes: str = ""
-    ledger: bool = False
+    earlier: Setting | None = None
+    late: bool = False
 
     @property
     def manual(self) -> bool:
@@ -101,15 +105,29 @@ class Case:
 
     # The text.
 
-    def definitions(self) -> str:
-        """The inputs, the plain program and ours."""
+    def plain_text(self) -> str:
+        """The inputs and the plain program."""
         names = ", ".join(x.value.var for x in self.inputs)
         seed = [f"rng = np.random.default_rng({self.seed})", *(x.drawn() for x in self.inputs)]
-        plain = [f"def plain({names}):", *self._body(ours=False)]
-        return "\n".join((HEADER, *seed, "", "", *plain, "", "", *self._ours(names), ""))
+        plain = [f"def plain({names}):", *self._body(ours=False), ""]
+        forward = ["", self.forward()] if self.derivative == "forward" else []
+        return "\n".join((HEADER, *seed, "", "", *plain, *forward))
 
-    def _body(self, *, ours: bool) -> list[str]:
-        lines = [line for statement in self.statements for line in statement.lines(ours)]
+    def ours_text(self) -> str:
+        """The mesh and our program."""
+        return "\n".join((*self._ours(", ".join(x.value.var for x in self.inputs)), ""))
+
+    def _hoisted(self) -> list[Function]:
+        """Functions that are one object in all runs: what is cached by them is found again."""
+        if self.earlier is None:
+            return []
+        return [f for statement in self.statements for f in statement.functions if not f.uses()]
+
+    def _body(self, *, ours: bool, hoisted: Sequence[Function] = ()) -> list[str]:
+        inside = [
+            dataclasses.replace(s, functions=tuple(f for f in s.functions if f not in hoisted)) for s in self.statements
+        ]
+        lines = [line for statement in inside for line in statement.lines(ours)]
         outputs = ", ".join(v.var for v in self.outputs) + ("," if len(self.outputs) == 1 else "")
         lines.append(f"return {self._loss(ours)}({outputs})")
         return [f"    {line}" for line in lines]
@@ -120,7 +138,9 @@ class Case:
     def _ours(self, names: str) -> list[str]:
         mesh = f"mesh = {self.setting.mesh_text()}"
         if not self.manual:
-            return [mesh, "", "", f"def ours({names}):", *self._body(ours=True)]
+            hoisted = self._hoisted()
+            defined = [line for f in hoisted for line in (*f.lines(True), "", "")]
+            return [mesh, "", "", *defined, f"def ours({names}):", *self._body(ours=True, hoisted=hoisted)]
         params, results = self.annotations
         typed = ", ".join(f"{x.value.var}: {t}" for x, t in zip(self.inputs, params, strict=True))
         outputs = ", ".join(v.var for v in self.outputs) + ("," if len(self.outputs) == 1 else "")
@@ -186,18 +206,30 @@ class Case:
         outside, inside = self.placing()
         head = [f"# Seed {self.seed}" + (f", which breaks a rule: {self.broken}." if self.broken else ".")]
         head += [f"# {line}".rstrip() for line in what.splitlines()]
-        definitions = self.definitions().replace(HEADER, HEADER + ALONE)
-        if self.derivative == "forward":
-            definitions += "\n\n" + self.forward()
+        definitions = self.plain_text().replace(HEADER, HEADER + ALONE) + "\n\n" + self.ours_text()
         show = ["print(jax.tree.map(np.asarray, got))"]
+        names = ", ".join(x.value.var for x in self.inputs)
+        run = [f"    got = {self.call()}"]
+        if self.late:
+            run = [f"got = {self.call()}"]
+        if self.earlier is not None:
+            run = [
+                f"fn = {self.wrapped('ours', self.run)}",
+                f"with {self.earlier.text()}:",
+                f"    fn({names})",
+                f"with {self.setting.text()}:",
+                f"    got = fn({names})",
+            ]
+            show.append("print(jax.tree.map(tr.typeof, got))")
+        if not inside:
+            inside = ["pass"]
         end = [] if self.must else [f"expected = {self.plain_call()}", "print(expected)"]
         return "\n".join(
             (
                 *head, definitions, "", *end, *outside,
                 f"with {self.setting.text()}:",
                 *(f"    {line}" for line in inside),
-                f"    got = {self.call()}",
-                *show,
+                *run, *show,
                 "",
             )
         )  # fmt: skip

@@ -103,9 +103,9 @@ def draw_mesh(rng: np.random.Generator) -> tuple[tuple[str, int], ...]:
     return tuple((str(axis), size) for axis, size in zip(axes, sizes, strict=True))
 
 
-def draw_setting(rng: np.random.Generator, mode: str) -> Setting:
-    """A mesh and two maps over the names that programs start with."""
-    mesh = draw_mesh(rng)
+def draw_setting(rng: np.random.Generator, mode: str, mesh: tuple[tuple[str, int], ...] | None = None) -> Setting:
+    """A mesh, if none is given, and two maps over the names that programs start with."""
+    mesh = mesh or draw_mesh(rng)
     if mode in ("alone", "types", "manual"):
         return Setting(mode, mesh)
     compute = _entries(rng, mesh)

@@ -214,7 +214,7 @@ def linear(m: Slices):
         text = s.one(["{} + {}", "{} - {}"]).format(var, s.one(same).value.var)
         return m.step("pending sum", x.named(s.value(x.value.dims)), text, text)
     if s.chance(0.5):
-        text = s.one([f"{var} + {var}", f"-{var}"])
+        text = f"{var} + {var}"
         return m.step("pending sum", x.named(s.value(x.value.dims)), text, text)
     name = s.one([n for n in x.value.names if not x.of(n)])
     i = x.value.axis(name)
@@ -244,13 +244,14 @@ def draw(seed: int) -> Case:
     rng = np.random.default_rng([seed, 2])
     for _ in range(100):
         try:
-            return _named(rng, seed) if rng.random() < 0.3 else _plain(rng, seed)
+            return _named(rng, seed) if rng.random() < 0.3 else draw_plain(rng, seed)
         except Unfit:
             continue
     raise Unfit
 
 
-def _plain(rng, seed: int) -> Case:
+def draw_plain(rng, seed: int) -> Case:
+    """A program of plain arrays, written in the notation."""
     setting = draw_setting(rng, "manual")
     sizes, counter = draw_sizes(rng, setting), itertools.count(1)
     axes = [a for a, _ in setting.mesh]

@@ -164,7 +164,9 @@ def pruned(statements: tuple[Statement, ...], wanted: set[str]) -> tuple[Stateme
     """The statements that the wanted variables need, and those inside their functions that their results need."""
     kept: list[Statement] = []
     for statement in reversed(statements):
-        if not wanted & {value.var for value in statement.results}:
+        # A statement without results changes a variable in place.
+        changed = {value.var for value in statement.results} or {line.split(" = ")[0] for line in statement.ours}
+        if not wanted & changed:
             continue
         functions = tuple(
             dataclasses.replace(f, statements=pruned(f.statements, {v.var for v in f.returns}))

@@ -49,7 +49,8 @@ class Outcome:
 def prepared(case: Case) -> Iterator[dict]:
     """The case's functions, and its arguments where they are to be, in the context that it runs in."""
     space: dict = {"__name__": f"seed_{case.seed}"}
-    _run(case.definitions() + "\n\n" + case.forward(), case, space)
+    _run(case.plain_text(), case, space)
+    _run(case.ours_text(), case, space)
     outside, inside = case.placing()
     _run("\n".join(outside), case, space)
     with eval(case.setting.text(), space):
@@ -67,11 +68,10 @@ def _run(text: str, case: Case, space: dict) -> None:
 def run(case: Case) -> Outcome:
     """Runs the plain program, and ours."""
     space: dict = {}
-    _run(case.definitions() + "\n\n" + case.forward(), case, space)
+    _run(case.plain_text(), case, space)
     expected = None if case.must else jax.tree.map(np.asarray, eval(case.plain_call(), space))
     try:
-        with prepared(case) as space:
-            got = jax.tree.map(np.asarray, _plain(eval(case.call(), space), case))
+        got = _run_ours(case)
     except Exception as error:  # noqa: BLE001
         return _refused(error, case)
     if case.must:
@@ -79,12 +79,44 @@ def run(case: Case) -> Outcome:
     return _compare(got, expected, case)
 
 
+def _run_ours(case: Case):
+    """What our program gives, as numpy arrays."""
+    with prepared(case) as space:
+        args = [space[x.value.var] for x in case.inputs]
+        fn = eval(case.wrapped("ours", case.run), space)
+        if not case.late and case.earlier is None:
+            return _plain(fn(*args), case)
+    if case.late:
+        return _plain(fn(*args), case)
+    with eval(case.earlier.text(), space):
+        try:
+            fn(*args)
+        except Exception:  # noqa: BLE001  the other layout need not be one that it runs on
+            return _plain(_again(case, space, args), case)
+    with eval(case.setting.text(), space):
+        got = fn(*args)
+    types = [[str(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)] for tree in (got, _again(case, space, args))]
+    if types[0] != types[1]:
+        raise StaleLayout(f"results {types[0]} are those of another layout; alone they are {types[1]}")
+    return _plain(got, case)
+
+
+def _again(case: Case, space: dict, args):
+    """The results of the same program, which nothing has run before."""
+    _run(case.ours_text(), case, fresh := {**space})
+    with eval(case.setting.text(), fresh):
+        return eval(case.wrapped("ours", case.run), fresh)(*args)
+
+
+class StaleLayout(Exception):
+    """A result as another layout, under which the program ran before, would have it."""
+
+
 def _plain(tree, case: Case):
-    """Plain arrays in the place of named ones, after their names were checked."""
+    """Numpy arrays in the place of named ones, after their names were checked."""
     if case.manual or (case.broken and case.derivative == "none"):
-        return jax.tree.map(
-            lambda x: x.array if isinstance(x, NamedArray) else x, tree, is_leaf=lambda x: isinstance(x, NamedArray)
-        )
+        is_named = lambda x: isinstance(x, NamedArray)
+        return jax.tree.map(lambda x: np.asarray(x.array if is_named(x) else x), tree, is_leaf=is_named)
     names = _names(case)
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, NamedArray))
     named = [leaf for leaf in leaves if isinstance(leaf, NamedArray)]
@@ -92,7 +124,8 @@ def _plain(tree, case: Case):
     for leaf, value in zip(named, wanted, strict=True):
         if leaf.names != value:
             raise WrongNames(f"names {leaf.names} where {value} were expected")
-    return jax.tree.unflatten(structure, [leaf.array if isinstance(leaf, NamedArray) else leaf for leaf in leaves])
+    arrays = [leaf.array if isinstance(leaf, NamedArray) else leaf for leaf in leaves]
+    return jax.tree.unflatten(structure, [np.asarray(array) for array in arrays])
 
 
 class WrongNames(Exception):
@@ -113,7 +146,7 @@ def _names(case: Case) -> list[tuple[str, ...]]:
 def own(error: BaseException) -> bool:
     """Whether an error is one of Trellis's, with the values seen and the fix."""
     text = str(error)
-    return isinstance(error, TrellisError) and ("  fix:" in text or (", got " in text and ": " in text))
+    return isinstance(error, TrellisError) and ("  fix:" in text or (": " in text and (", got " in text or ", in " in text)))
 
 
 # What a layout may refuse of a program that breaks no rule.
@@ -125,8 +158,8 @@ def _refused(error: Exception, case: Case) -> Outcome:
     words = re.sub(r"\x1b\[[0-9;]*m", "", text.split("\n")[0])
     rule = f"{type(error).__name__}: {re.split(r', got |: ', words)[0][:90]}"
     rule = re.sub(r"'[^']*'|\d+|\b[xhf]\d+", "_", rule)
-    if isinstance(error, WrongNames):
-        return Outcome("wrong", text, "names")
+    if isinstance(error, WrongNames | StaleLayout):
+        return Outcome("wrong", text, type(error).__name__)
     if not own(error):
         where = [f for f in traceback.extract_tb(error.__traceback__) if "/src/trellis/" in f.filename]
         if where:

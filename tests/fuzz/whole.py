@@ -37,7 +37,15 @@ def draw_with_scope(seed: int, mode: str | None = None, *, short: bool = False) 
     outputs = draw_outputs(scope, statements)
     derivative = str(rng.choice(["none", "reverse", "reverse", "reverse", "forward"]))
     case = Case(seed, setting, tuple(inputs), tuple(statements), outputs, run, derivative)
+    if mode in ("explicit", "auto") and not short and rng.random() < 0.12:
+        case = dataclasses.replace(case, earlier=earlier(rng, setting))
     return case, scope
+
+
+def earlier(rng, setting: Setting) -> Setting:
+    """Another layout on the same mesh."""
+    other = draw_setting(rng, setting.mode, setting.mesh)
+    return dataclasses.replace(other, options=("strict=True",) if rng.random() < 0.2 else ())
 
 
 def grow(scope: Scope, count: int) -> list:
