@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from ..named import is_named
+from trellis.named import is_named
 
 # Axes that only say how many of a parameter there are, where they lead.
 _COUNTING = ("stage", "layers", "experts")

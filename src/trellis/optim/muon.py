@@ -10,8 +10,8 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from .config import Muon
-from .groups import Parameter, by_group, label
+from trellis.optim.config import Muon
+from trellis.optim.groups import Parameter, by_group, label
 
 
 def muon(config: Muon, exclude: Sequence[str] = ("vocab", "pos", "bias")) -> optax.GradientTransformation:
