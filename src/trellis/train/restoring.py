@@ -12,7 +12,7 @@ from trellis.checkpoint.checkpoints import Checkpoints
 from trellis.data import Tokenizer, load_tokenizer
 from trellis.errors import UserError
 from trellis.hub.folder import At
-from trellis.hub.keys import Parameter
+from trellis.nn.parameters import Parameter
 from trellis.run.config import Run
 from trellis.run.layouts import LayoutChoice, MeshSizes
 from trellis.train.assemble import Assembled
