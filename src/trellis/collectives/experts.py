@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trellis.errors import UserError
-from trellis.mesh.manual_ops import vary, varying_axes
+from trellis.mesh.manual.ops import vary, varying_axes
 
 from .experts_ragged import ragged_all_to_all
 from .experts_rows import Compute, combine, local_experts, sort_by_expert, take_rows

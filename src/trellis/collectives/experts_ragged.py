@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trellis.mesh.manual_ops import vary, varying_axes
+from trellis.mesh.manual.ops import vary, varying_axes
 
 # Where my rows for each device begin, how many they are, where they go there, and how many I get from each device.
 Way = tuple[jax.Array, jax.Array, jax.Array, jax.Array]

@@ -22,19 +22,18 @@ import jax.numpy as jnp
 
 from trellis._compat import keep_mapped_axes_sharded
 from trellis.mesh.layout import Layout, current_layout
-from trellis.mesh.manual_ops import vary
+from trellis.mesh.manual.ops import vary
 from trellis.mesh.reshard import scope_name
+from trellis.named.array import NamedArray, is_named
+from trellis.named.axis import Axis, NamesError
+from trellis.named.contract import einsum
+from trellis.named.control import scan, vmap
+from trellis.named.create import arange
+from trellis.named.elementwise import ELEMENTWISE
+from trellis.named.placing import move, settle
+from trellis.named.reshape import broadcast_to, merge_axes, split_axis, transpose
 from trellis.notation import Dim, Shape, spec_of
 from trellis.notation.state import mode_of, state_of
-
-from .array import NamedArray, is_named
-from .axis import Axis, NamesError
-from .contract import einsum
-from .control import scan, vmap
-from .create import arange
-from .elementwise import ELEMENTWISE
-from .placing import move, settle
-from .reshape import broadcast_to, merge_axes, split_axis, transpose
 
 BATCH = "batch"
 """The name that is cut into microbatches."""

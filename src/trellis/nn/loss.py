@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from trellis.mesh.manual_ops import Axes, vary, varying_axes
+from trellis.mesh.manual.ops import Axes, vary, varying_axes
 from trellis.mesh.platform import platform_of
 from trellis.notation.state import State, state_of
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trellis.mesh.manual_ops import Axes, vary, varying_axes
+from trellis.mesh.manual.ops import Axes, vary, varying_axes
 
 # A piece's float32 logits take about this many bytes.
 PIECE_BYTES = 1 << 27

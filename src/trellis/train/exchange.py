@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from trellis.nn.parameters import Parameter
+
 from ..errors import UserError
 from ..hub import Folder, copy_tokenizer, write_folder, write_tokenizer
 from ..hub.folder import DTYPE_NAMES, At
-from ..hub.keys import Parameter
 from .config import Run
 
 

@@ -7,9 +7,8 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
-import jax
+from trellis.nn.parameters import Role, parameters
 
-from ..named import is_named
 from .compilation import cache_folder
 from .manifest import write_json
 from .peak import matmul_peak
@@ -18,18 +17,15 @@ from .peak import matmul_peak
 def matmul_parameters(model: Any) -> int:
     """Parameters that multiply activations, of a model or its abstract tree.
 
-    Of experts those count that a token meets. A table of vocabulary or positions is looked up, and does not count, but
-    the unembedding does, without its padding rows; vectors (norms, biases) do not.
+    Weights, by their declared role; of experts those that a token meets. The unembedding counts without its padding
+    rows, whether it is a weight of its own or a table that tokens are looked up in too.
     """
-    leaves = [x for x in jax.tree.leaves(model, is_leaf=is_named) if is_named(x)]
-    count = 0
-    for leaf in leaves:
-        dims = {name: size for name, size in leaf.shape.items() if name != "layers"}
-        if len(dims) > 1 and not {"vocab", "pos"} & set(dims):
-            met = model.config.experts_per_token / model.config.experts if "experts" in dims else 1
-            count += round(math.prod(leaf.shape.values()) * met)
-    head = model.unembedding.shape
-    return count + model.config.vocab * math.prod(size for name, size in head.items() if name != "vocab")
+    head, config, count = model.unembedding, model.config, 0
+    for parameter in parameters(model):
+        if parameter.role == Role.WEIGHT and parameter.leaf is not head:
+            met = config.experts_per_token / config.experts if "experts" in parameter.names else 1
+            count += round(parameter.size * met)
+    return count + config.vocab * math.prod(size for name, size in head.shape.items() if name != "vocab")
 
 
 def flops_per_token(model: Any, length: int, *, causal: bool = True) -> float:

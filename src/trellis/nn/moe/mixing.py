@@ -8,7 +8,7 @@ import jax
 
 from trellis.collectives import ExpertsError, exchange_experts, gather_experts, local_experts
 from trellis.mesh.layout import current_layout
-from trellis.mesh.manual_ops import Axes, mark_pending, vary
+from trellis.mesh.manual.ops import Axes, mark_pending, vary
 from trellis.mesh.platform import platform_of
 from trellis.named import ELEMENTWISE, Axis, NamedArray, einsum, one_hot, save, settle
 from trellis.named.placing import move

@@ -3,7 +3,7 @@
 JAX's own manual types carry `+x` and `~x` where all mesh axes are manual.
 Where some are left to the surrounding program they do not: there both are
 "varying" to JAX, the collectives below pair each forward with its gradient by
-hand, and a pending sum is marked by name for the check in `manual_check`.
+hand, and a pending sum is marked by name for the check in `check.py`.
 """
 
 import functools

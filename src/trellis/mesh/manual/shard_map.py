@@ -9,6 +9,10 @@ from collections.abc import Callable
 import jax
 from jax.sharding import PartitionSpec
 
+from trellis.mesh.manual.check import check_pending, error_line, located, met_line, refusal
+from trellis.mesh.manual.einsum import einsum_plain
+from trellis.mesh.manual.ops import vary
+from trellis.mesh.manual.reshard import TransitionError, check_slice, known_axes, manual_reshard
 from trellis.notation import (
     ArrayType,
     Bindings,
@@ -26,11 +30,6 @@ from trellis.notation.checked import Leaf, is_typed_leaf, typed_leaves
 from trellis.notation.state import mesh_of, state_of
 from trellis.notation.struct import check_divides
 from trellis.notation.typeof import is_array, is_named
-
-from .manual_check import check_pending, error_line, located, met_line, refusal
-from .manual_einsum import einsum_plain
-from .manual_ops import vary
-from .manual_reshard import TransitionError, check_slice, known_axes, manual_reshard
 
 
 def shard_map(fn: Callable | None = None, *, mesh=None, axes: "typing.Collection[str] | None" = None) -> Callable:

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from trellis.mesh.manual.ops import mark_pending, vary
+from trellis.mesh.manual.reshard import check_slice, known_axes
 from trellis.notation import Dim, NotationError, Shape, TypeMismatch, parse, typeof
 from trellis.notation.binding import bind_shape, held_shape, live, real_axes
 from trellis.notation.state import mesh_of, state_of
-
-from .manual_ops import mark_pending, vary
-from .manual_reshard import check_slice, known_axes
 
 
 def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None):

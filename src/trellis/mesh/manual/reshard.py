@@ -4,13 +4,12 @@ import math
 
 import jax
 
+from trellis.mesh.manual import ops
 from trellis.notation import Shape, TypeMismatch, typeof
 from trellis.notation.binding import bind_shape, live, partly_manual, real_axes
 from trellis.notation.state import state_of
 from trellis.notation.struct import check_divides
 from trellis.notation.transition import Step, plan
-
-from . import manual_ops
 
 
 class TransitionError(TypeMismatch):
@@ -63,7 +62,7 @@ def check_slice(x, shape: Shape, where: str, rule: str = _LEFT, mentioned: set[s
     Raises:
         TransitionError: a sum is pending, a copy is made or a value differs along an axis, and the text says nothing.
     """
-    x = manual_ops.without_single_axes(x)
+    x = ops.without_single_axes(x)
     state = state_of(x)
     sliced, states = set(shape.mesh_axes), {*shape.pending, *shape.copied}
     if partly_manual():
@@ -94,7 +93,7 @@ def check_slice(x, shape: Shape, where: str, rule: str = _LEFT, mentioned: set[s
             "slices, "
             f"or '+{sorted(extra)[0]}' if these are partial sums"
         )
-    return manual_ops.vary(x, tuple(a for a in shape.mesh_axes if a in jax.sharding.get_abstract_mesh().manual_axes))
+    return ops.vary(x, tuple(a for a in shape.mesh_axes if a in jax.sharding.get_abstract_mesh().manual_axes))
 
 
 def known_axes(shapes, mesh, where: str) -> None:
@@ -135,18 +134,18 @@ def _whole(shape: Shape, x, mesh) -> list[int]:
 def _perform(step: Step, x, where: str):
     match step.kind:
         case "all-gather":
-            return manual_ops.gather(x, step.dim, step.axes, copied=step.axes[0] in step.after.copied)
+            return ops.gather(x, step.dim, step.axes, copied=step.axes[0] in step.after.copied)
         case "reduce-scatter":
-            return manual_ops.scatter(x, step.dim, step.axes)
+            return ops.scatter(x, step.dim, step.axes)
         case "all-reduce":
-            return manual_ops.reduce(x, step.axes)
+            return ops.reduce(x, step.axes)
         case "all-to-all":
-            return manual_ops.exchange(x, step.dim, step.to, step.axes)
+            return ops.exchange(x, step.dim, step.to, step.axes)
         case "permute":
             before, after = (s.dims[step.dim].axes[-len(step.axes) :] for s in (step.before, step.after))
-            return manual_ops.permute(x, before, after)
+            return ops.permute(x, before, after)
         case "slice":
-            return manual_ops.cut(x, step.dim, step.axes, copied=step.axes[0] in step.before.copied)
+            return ops.cut(x, step.dim, step.axes, copied=step.axes[0] in step.before.copied)
     return _cast(step, x, where)
 
 
@@ -162,4 +161,4 @@ def _cast(step: Step, x, where: str):
             f"a copy ~{dropped[0]} is already whole on each device and only its gradient differs, got "
             f"'{before} -> {after}', in {where}: use the value from before the cast to ~{dropped[0]}"
         )
-    return manual_ops.copy(x, step.axes)
+    return ops.copy(x, step.axes)

@@ -14,10 +14,9 @@ import traceback
 import jax
 from jax.extend.core import Literal
 
+from trellis.mesh.manual.ops import marked
 from trellis.notation import PendingSumError, Shape
 from trellis.notation.binding import Bindings
-
-from .manual_ops import marked
 
 _SETTLES = {"unreduced_psum", "unreduced_reduce_scatter", "psum", "psum_invariant", "reduce_scatter"}
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
