@@ -45,7 +45,7 @@ ABSENT = (
     'tr.random.categorical(jax.random.key(0), {x}, "absent")',
 )
 SIZES = (
-    "{x} + tr.ones({{\"{n}\": {more}}})",
+    '{x} + tr.ones({{"{n}": {more}}})',
     'tr.where(tr.ones({{"{n}": {more}}}) > 0.0, {x}, 0.0)',
     'tr.dot({x}, tr.ones({{"{n}": {more}}}), over="{n}")',
     'tr.einsum("{names}, {n} -> {names}", {x}, tr.ones({{"{n}": {more}}}))',
@@ -213,9 +213,7 @@ def nonlinear(s: Scope):
     """Something else than a sum, done to partial sums."""
     product = dot(s)
     (p,) = product.results
-    product = dataclasses.replace(
-        product, ours=(product.ours[0].removesuffix(")") + ", settle=False)",)
-    )
+    product = dataclasses.replace(product, ours=(product.ours[0].removesuffix(")") + ", settle=False)",))
     if p.dims and s.chance(0.5):
         n, i = p.names[0], 0
         widths = [(1, 1), *((0, 0) for _ in p.dims[1:])]
@@ -276,7 +274,7 @@ def draw(seed: int) -> Case:
         except Unfit:
             continue
         (result,) = made.results
-        fill = lambda lines: tuple(line.replace("@", result.var) for line in lines)
+        fill = lambda lines, var=result.var: tuple(line.replace("@", var) for line in lines)
         made = dataclasses.replace(made, ours=fill(made.ours), plain=fill(made.plain))
         derivative = case.derivative if made.kind == "another mesh" else "none"
         case = dataclasses.replace(
@@ -300,5 +298,3 @@ def _moved(rng, case: Case) -> Case:
     put = f"jax.device_put({v.var}, jax.NamedSharding(tr.make_mesh(jax.devices()[:{count}], {names}), jax.P()))"
     inputs[index] = Input(v, f'tr.named({put}, "{" ".join(v.names)}")', outside=True)
     return dataclasses.replace(case, inputs=tuple(inputs))
-
-

@@ -8,7 +8,9 @@ from .scope import Scope, Unfit, step
 Grow = Callable[[Scope, int], list[Statement]]
 
 
-def body(s: Scope, grow: Grow, params: list[Value], results: int = 1, *, mapped: frozenset[str] = frozenset(), floats=True):
+def body(
+    s: Scope, grow: Grow, params: list[Value], results: int = 1, *, mapped: frozenset[str] = frozenset(), floats=True
+):
     """A function of the given parameters that returns values made inside."""
     s.require(s.depth < 2)
     inner = s.inner(params, mapped=mapped)
@@ -45,7 +47,9 @@ def vmap(s: Scope, grow: Grow):
     in_axes = written(v.axis(name) if name in v.names else None for v in values)
     text = s.name_text(name, values[0].dims)
     one = results[0] if len(results) == 1 else results
-    return step("vmap", one, f"tr.vmap({fn.name}, {text})({args})", f"jax.vmap({fn.name}, in_axes={in_axes})({args})", fn)
+    return step(
+        "vmap", one, f"tr.vmap({fn.name}, {text})({args})", f"jax.vmap({fn.name}, in_axes={in_axes})({args})", fn
+    )
 
 
 def vmap_of_keys(s: Scope, grow: Grow):
@@ -69,7 +73,9 @@ def vmap_of_keys(s: Scope, grow: Grow):
     seed = s.between(0, 99)
     result = s.value(((name, size), *row.dims))
     ours = f'tr.vmap({fn.name}, "{name}")(tr.random.split(jax.random.key({seed}), "{name}", {size}), {x.var})'
-    plain = f"jax.vmap({fn.name}, in_axes=(0, {x.axis(name)}))(jax.random.split(jax.random.key({seed}), {size}), {x.var})"
+    plain = (
+        f"jax.vmap({fn.name}, in_axes=(0, {x.axis(name)}))(jax.random.split(jax.random.key({seed}), {size}), {x.var})"
+    )
     return step("vmap", result, ours, plain, fn)
 
 
@@ -100,7 +106,9 @@ def _carry(s: Scope, grow: Grow, values: list[Value], name: str, also: bool):
     return start, Function(inner.name, inner.params, (*inner.statements, sums, update), returns)
 
 
-def _plain_loop(s: Scope, start: Value, values: list[Value], name: str, fn: Function, result: Value, ys: Value | None, back: bool):
+def _plain_loop(
+    s: Scope, start: Value, values: list[Value], name: str, fn: Function, result: Value, ys: Value | None, back: bool
+):
     """The loop written with Python's `for`."""
     i, size = s.fresh("i"), values[0].sizes[name]
     args = [f"jnp.take({v.var}, {i}, axis={v.axis(name)})" if name in v.names else v.var for v in values]

@@ -101,9 +101,7 @@ def integer(s: Scope):
         text = s.one(INTEGERS)
         return step("elementwise", s.value(most.dims, "i32"), text.format(x.var, y.var), text.format(*plain))
     x = s.pick(dtype=s.one(["i32", "bool"]))
-    return step(
-        "elementwise", s.value(x.dims), f"{x.var}.astype(jnp.float32)", f"{x.var}.astype(jnp.float32)"
-    )
+    return step("elementwise", s.value(x.dims), f"{x.var}.astype(jnp.float32)", f"{x.var}.astype(jnp.float32)")
 
 
 def positions(s: Scope):
@@ -141,4 +139,18 @@ def transpose(s: Scope):
     return step("reshaping", s.value(dims), f'{x.var}.transpose("{text}")', ordered(x, names))
 
 
-STEPS = (unary, unary, unary, binary, binary, binary, compare, choose, logical, integer, positions, broadcast, transpose)
+STEPS = (
+    unary,
+    unary,
+    unary,
+    binary,
+    binary,
+    binary,
+    compare,
+    choose,
+    logical,
+    integer,
+    positions,
+    broadcast,
+    transpose,
+)

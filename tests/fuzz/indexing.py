@@ -64,7 +64,9 @@ def take(s: Scope):
     dims = (*x.dims[:i], *ids.dims, *x.dims[i + 1 :])
     s.require(all(s.fits(*dim) for dim in ids.dims))
     text = s.name_text(name, x.dims)
-    ours = s.one([f"tr.take({x.var}, {text}, {ids.var})", f"{x.var}.take({text}, {ids.var})", f"{x.var}[{text}, {ids.var}]"])
+    ours = s.one(
+        [f"tr.take({x.var}, {text}, {ids.var})", f"{x.var}.take({text}, {ids.var})", f"{x.var}[{text}, {ids.var}]"]
+    )
     result = s.value(dims, x.dtype, x.below)
     return step("lookup", result, ours, f"jnp.take({x.var}, {ids.var}, axis={i})")
 
@@ -76,7 +78,9 @@ def take_several(s: Scope):
     one = _ids(s, x, first, 1)
     two = _ids(s, x, second, 1)
     others = set(x.names) - {first, second}
-    s.require(not others & {*one.names, *two.names} and (set(two.dims) <= set(one.dims) or set(one.dims) <= set(two.dims)))
+    s.require(
+        not others & {*one.names, *two.names} and (set(two.dims) <= set(one.dims) or set(one.dims) <= set(two.dims))
+    )
     most = one if len(one.dims) >= len(two.dims) else two
     rest = tuple(dim for dim in x.dims if dim[0] not in (first, second))
     moved = [x.axis(n) for n in (first, second, *(n for n, _ in rest))]
@@ -140,7 +144,7 @@ def update_at(s: Scope):
     ids = _ids(s, x, name)
     i = x.axis(name)
     dims = (*x.dims[:i], *ids.dims, *x.dims[i + 1 :])
-    s.require(len(set(n for n, _ in dims)) == len(dims))
+    s.require(len(dict(dims)) == len(dims))
     method = s.one(["add", "add", "max", "min"])
     ours, theirs = "0.5", "0.5"
     if s.chance(0.6):

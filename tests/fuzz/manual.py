@@ -80,9 +80,7 @@ def binary(m: Slices):
     """Of values held alike, or of which one lacks dimensions of the other."""
     x = m.pick()
     y = m.pick(
-        lambda h: h.plain
-        and set(h.value.dims) <= set(x.value.dims)
-        and all(h.of(n) == x.of(n) for n in h.value.names)
+        lambda h: h.plain and set(h.value.dims) <= set(x.value.dims) and all(h.of(n) == x.of(n) for n in h.value.names)
     )
     a, b = x.value.var, aligned(y.value, x.value.names)
     text = m.s.one(BINARY).format(a, b)
@@ -136,10 +134,12 @@ def product(m: Slices):
     if count == 2:
         held.append(
             m.pick(
-                lambda h: not h.pending
-                and set(h.value.names) & set(x.value.names)
-                and all(x.value.sizes.get(n, size) == size for n, size in h.value.dims)
-                and all(h.of(n) == x.of(n) for n in h.value.names if n in x.value.names)
+                lambda h: (
+                    not h.pending
+                    and set(h.value.names) & set(x.value.names)
+                    and all(x.value.sizes.get(n, size) == size for n, size in h.value.dims)
+                    and all(h.of(n) == x.of(n) for n in h.value.names if n in x.value.names)
+                )
             )
         )
     owner: dict[str, str] = {}
@@ -201,7 +201,9 @@ def _moved(m: Slices, x: Held) -> Held:
         choices += [dataclasses.replace(x, copied=x.copied | {a}) for a in free]
     found = s.one(choices)
     sizes = s.setting.sizes
-    s.require(all(z % math.prod(sizes[a] for a in axes) == 0 for z, axes in zip(x.value.shape, found.axes, strict=True)))
+    s.require(
+        all(z % math.prod(sizes[a] for a in axes) == 0 for z, axes in zip(x.value.shape, found.axes, strict=True))
+    )
     return found
 
 
@@ -279,7 +281,9 @@ def draw_plain(rng, seed: int) -> Case:
             results.remove(h)
             continue
         after = h.named(value, pending=frozenset())
-        statements.append(m.step("reshard", after, f'tr.reshard("{h.text} -> {after.text}", {h.value.var})', h.value.var))
+        statements.append(
+            m.step("reshard", after, f'tr.reshard("{h.text} -> {after.text}", {h.value.var})', h.value.var)
+        )
         results.append(after)
     outputs = [h for h in results if h.plain][-2:]
     m.s.require(bool(outputs))

@@ -14,9 +14,11 @@ from .program import Statement
 from .scope import Unfit
 
 TEXT = re.compile(r'"([^"]*)"')
-NONLINEAR = ("jnp.tanh({})", "{0} * {0}", "jnp.max({})", "{} + 1.0", "jnp.abs({})", "jnp.where({} > 0.0, 1.0, 0.0)",
-             "jnp.sort({})", "jnp.round({})", "jnp.pad({}, 1, constant_values=2.0)", "jnp.cumsum({})", "-{}", "{} * 0.5",
-             "jax.lax.stop_gradient({}) + 1.0", "jnp.mean({})", "1.0 / {}", "jnp.argmax({}).astype(jnp.float32)")  # fmt: skip
+NONLINEAR = (
+    "jnp.tanh({})", "{0} * {0}", "jnp.max({})", "{} + 1.0", "jnp.abs({})", "jnp.where({} > 0.0, 1.0, 0.0)",
+    "jnp.sort({})", "jnp.round({})", "jnp.pad({}, 1, constant_values=2.0)", "jnp.cumsum({})", "-{}", "{} * 0.5",
+    "jax.lax.stop_gradient({}) + 1.0", "jnp.mean({})", "1.0 / {}", "jnp.argmax({}).astype(jnp.float32)",
+)  # fmt: skip
 
 
 def draw(seed: int) -> Case:
@@ -79,7 +81,7 @@ def text(rng, case: Case) -> Case:
         left = changed(rng, left, axes) + (" " if arrow else "")
     else:
         right = " " + changed(rng, right, axes)
-    line = f"{line[: found.start()]}\"{left}{arrow}{right}\"{line[found.end() :]}"
+    line = f'{line[: found.start()]}"{left}{arrow}{right}"{line[found.end() :]}'
     statement = dataclasses.replace(statement, ours=(line,))
     return dataclasses.replace(case, statements=(*case.statements[:i], statement, *case.statements[i + 1 :]))
 

@@ -23,11 +23,8 @@ def _operands(s: Scope, count: int) -> list[Value]:
     found = [s.ranked()]
     while len(found) < count:
         known = dict(_dims(found))
-        found.append(
-            s.pick(
-                lambda v: set(v.names) & set(known) and all(known.get(n, size) == size for n, size in v.dims)
-            )
-        )
+        fits = lambda v, known=known: set(v.names) & set(known) and all(known.get(n, z) == z for n, z in v.dims)
+        found.append(s.pick(fits))
     return found
 
 
@@ -37,7 +34,7 @@ def _shared(values: list[Value]) -> list[str]:
 
 def dot(s: Scope):
     values = _operands(s, 3 if s.chance(0.15) else 2)
-    over = s.some([n for n in _shared(values)], 1, 2)
+    over = s.some(_shared(values), 1, 2)
     dims = tuple(dim for dim in _dims(values) if dim[0] not in over)
     s.require(math.prod(size for _, size in _dims(values)) <= 20000)
     plain = f'jnp.einsum("{letters(values, [n for n, _ in dims])}", {", ".join(v.var for v in values)})'

@@ -46,7 +46,9 @@ class Value:
 
     def like(self, other: "Value") -> bool:
         """Whether one can stand where the other does."""
-        return (self.dims, self.dtype) == (other.dims, other.dtype) and (not other.below or 0 < self.below <= other.below)
+        return (self.dims, self.dtype) == (other.dims, other.dtype) and (
+            not other.below or 0 < self.below <= other.below
+        )
 
 
 def without(dims: Dims, *names: str) -> Dims:

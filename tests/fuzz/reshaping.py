@@ -12,7 +12,7 @@ def rename(s: Scope):
     new = s.new_name(*x.names)
     s.require(s.fits(new, x.sizes[old]))
     dims = tuple((new if n == old else n, size) for n, size in x.dims)
-    ours = s.one([f"{x.var}.rename({old}=\"{new}\")", f'tr.rename({x.var}, {{"{old}": "{new}"}})'])
+    ours = s.one([f'{x.var}.rename({old}="{new}")', f'tr.rename({x.var}, {{"{old}": "{new}"}})'])
     return step("reshaping", s.value(dims, x.dtype, x.below), ours, x.var)
 
 
@@ -46,7 +46,7 @@ def split_axis(s: Scope):
         dims = (*rest, (b, minor), (a, major))
         s.require(a not in x.names or a == name)
         order = [*(n for n, _ in rest), b, a]
-        before = [n for n in (*x.names[:i], a, b, *x.names[i + 1 :])]
+        before = [*x.names[:i], a, b, *x.names[i + 1 :]]
         plain = f"jnp.transpose({plain}, {tuple(before.index(n) for n in order)})"
     return step("reshaping", s.value(dims), ours, plain)
 

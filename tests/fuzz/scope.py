@@ -84,7 +84,9 @@ class Scope:
         found = [v for v in self.values if v.dtype == dtype and test(v)]
         if not found:
             raise Unfit
-        back = min(int(self.rng.exponential(2.0)), len(found) - 1) if self.chance(0.7) else self.between(0, len(found) - 1)
+        back = (
+            min(int(self.rng.exponential(2.0)), len(found) - 1) if self.chance(0.7) else self.between(0, len(found) - 1)
+        )
         return found[len(found) - 1 - back]
 
     def ranked(self, least: int = 1, dtype: str = "f32") -> Value:
@@ -134,5 +136,7 @@ class Scope:
 def step(kind: str, result: Value | tuple[Value, ...], ours: str, plain: str, *functions: Function) -> Statement:
     """A statement that sets one variable, or several."""
     results = (result,) if isinstance(result, Value) else result
-    left = ", ".join(value.var for value in results) + ("," if len(results) == 1 and not isinstance(result, Value) else "")
+    left = ", ".join(value.var for value in results) + (
+        "," if len(results) == 1 and not isinstance(result, Value) else ""
+    )
     return Statement(kind, results, (f"{left} = {ours}",), (f"{left} = {plain}",), functions)

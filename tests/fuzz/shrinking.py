@@ -20,7 +20,7 @@ def shrink(case: Case, outcome: Outcome, again: Callable[[Case], Outcome], secon
                 break
             try:
                 alike = again(smaller).like(outcome)
-            except Exception:  # noqa: BLE001  a candidate that is no program
+            except Exception:  # a candidate that is no program
                 continue
             if alike:
                 case, found = smaller, True
@@ -62,7 +62,9 @@ def _candidates(case: Case) -> Iterator[Case]:
         for i, x in enumerate(case.inputs):
             simple = f'tr.shard(tr.named({x.value.var}, "{" ".join(x.value.names)}"), "compute")'
             if case.setting.mode in ("explicit", "auto") and x.placing != simple:
-                yield dataclasses.replace(case, inputs=(*case.inputs[:i], Input(x.value, simple), *case.inputs[i + 1 :]))
+                yield dataclasses.replace(
+                    case, inputs=(*case.inputs[:i], Input(x.value, simple), *case.inputs[i + 1 :])
+                )
 
 
 def _with_outputs(case: Case, kept: tuple[int, ...]) -> Case:

@@ -28,7 +28,7 @@ def work(seeds: list[int], *, shrink: float, ledger_share: float) -> None:
             if shrink and (outcome.what, outcome.rule) not in known:
                 known.add((outcome.what, outcome.rule))
                 _say(seed=seed)
-                again = lambda c: of(c, float(ledger))[0]
+                again = lambda c, ledger=ledger: of(c, float(ledger))[0]
                 smaller = shrinking.shrink(case, outcome, again, seconds=shrink)
                 told["text"] = smaller.text(again(smaller).detail)
         _say(**told, seconds=time.monotonic() - begin)
