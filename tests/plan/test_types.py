@@ -6,12 +6,12 @@ import jax
 import pytest
 
 from tests.plan.plain import Config, abstract_mesh, build, num_parameters, traced
+from trellis.hardware.chips import target
+from trellis.hardware.local import local_target
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.memory import memory_of
 from trellis.inspect.work import work
-from trellis.plan.hardware import target
 from trellis.plan.links import place
-from trellis.plan.local import local_target
 from trellis.plan.prepared import prepare
 from trellis.plan.quick import plan_program
 from trellis.plan.roofline import padded, times

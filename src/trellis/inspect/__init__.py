@@ -1,9 +1,8 @@
 """What a program does before it runs: its communication, its memory, where its arrays are."""
 
 from trellis.frames import hide_frames
-
-from .buffers import Buffer
-from .compiled import (
+from trellis.inspect.buffers import Buffer
+from trellis.inspect.compiled import (
     CompiledMemory,
     collectives,
     compare,
@@ -12,10 +11,10 @@ from .compiled import (
     products,
     scheduled_cycles,
 )
-from .ledger import ledger
-from .memory import Memory, NotEnoughMemory, live_bytes, live_memory, memory
-from .pictures import Picture, show
-from .rows import Ledger, Row
+from trellis.inspect.ledger import ledger
+from trellis.inspect.memory import Memory, NotEnoughMemory, live_bytes, live_memory, memory
+from trellis.inspect.pictures import Picture, show
+from trellis.inspect.rows import Ledger, Row
 
 hide_frames(__file__)
 

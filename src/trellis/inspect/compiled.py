@@ -14,10 +14,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from trellis.frames import in_a_library
+from trellis.inspect.hlo import Instruction, Program, parse_program, source_target_pairs
+from trellis.inspect.rows import Ledger, Row, aligned, human_bytes, wire_bytes
 from trellis.program.scopes import names_of
-
-from .hlo import Instruction, Program, parse_program, source_target_pairs
-from .rows import Ledger, Row, aligned, human_bytes, wire_bytes
 
 _KINDS = {
     "all-gather": "all-gather",

@@ -2,13 +2,14 @@
 
 The function is traced and read with its loops multiplied out. In explicit mode each value carries its placement in its
 type, so that a communication is an operation whose result does not lie where its operands put it: a `reshard`, a
-product or a sum over a sharded dimension whose result is not a pending sum. In manual mode (`shard_map`) the collectives
-are operations themselves. What the types do not decide is left to the compiler, and the row says so in its note.
+product or a sum over a sharded dimension whose result is not a pending sum. In manual mode (`shard_map`) the
+collectives are operations themselves. What the types do not decide is left to the compiler, and the row says so.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from trellis.inspect.rows import Ledger, Row
 from trellis.notation.typeof import short_dtype
 from trellis.program import Body, Operation, Program, refuse_resettled, trace
 from trellis.program.flow import roles
@@ -16,8 +17,6 @@ from trellis.program.manual import COLLECTIVES, moves, text_of, words
 from trellis.program.moves import Move
 from trellis.program.rules import Implied, States
 from trellis.program.scopes import names_behind, names_of
-
-from .rows import Ledger, Row
 
 
 def ledger(fn: Callable, *args, **kwargs) -> Ledger:

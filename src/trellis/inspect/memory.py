@@ -12,14 +12,13 @@ from typing import Any
 
 import jax
 
+from trellis.inspect.buffers import KINDS, Buffer
+from trellis.inspect.compiled import CompiledMemory, compiled_memory
+from trellis.inspect.rows import aligned, human_bytes
+from trellis.inspect.timeline import highest_point
 from trellis.program import Program, trace
 from trellis.program.sizes import local_bytes, typed
 from trellis.program.trace import kind_of, mesh_in_force, mesh_of, word_of
-
-from .buffers import KINDS, Buffer
-from .compiled import CompiledMemory, compiled_memory
-from .rows import aligned, human_bytes
-from .timeline import highest_point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Memory:
 
     def svg(self) -> str:
         """A treemap: an area for each buffer, its kind by color."""
-        from .treemap import treemap
+        from trellis.inspect.treemap import treemap
 
         return treemap([(b.kind, b.name, b.what, b.num_bytes) for b in self.by_name()], KINDS)
 

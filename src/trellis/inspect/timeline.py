@@ -9,11 +9,10 @@ product, a kernel, a collective, a loop, an output) reads it, and until then kee
 import collections
 import dataclasses
 
+from trellis.inspect import fusion
+from trellis.inspect.buffers import KINDS, Buffer, describe
 from trellis.program import Body, Operation, Program, Value
 from trellis.program.flow import of_parameters
-
-from . import fusion
-from .buffers import KINDS, Buffer, describe
 
 # What the compiler's allocator loses between buffers, as a share of everything that is not an argument. The layouts of
 # compiled train steps lost between 0.3 and 7 %.
@@ -121,7 +120,7 @@ class _Walk:
         self.total = 0
         self.peak, self.at_peak, self.where = 0, (), ""
         self.lazy = fusion.fused_results(body)
-        self.last = {value: last for value, last in _last_uses(body).items()}
+        self.last = _last_uses(body)
         self.ends = collections.defaultdict(list)
         for value, last in self.last.items():
             self.ends[last].append(value)

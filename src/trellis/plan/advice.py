@@ -1,8 +1,7 @@
 """What to change in a run, from its plan: the largest cause first, with the option that changes it."""
 
 from trellis.inspect.rows import human_bytes
-
-from .quick import Plan
+from trellis.plan.quick import Plan
 
 
 def advice(plan: Plan) -> list[str]:

@@ -5,10 +5,9 @@ import math
 from collections.abc import Sequence
 
 from trellis.inspect.rows import human_bytes
-
-from .quick import Plan
-from .roofline import Line
-from .show import human_count, human_seconds
+from trellis.plan.quick import Plan
+from trellis.plan.roofline import Line
+from trellis.plan.show import human_count, human_seconds
 
 KIND_COLORS = {
     "parameters": "#4361a8",

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 
 from trellis.errors import UserError
 from trellis.inspect.rows import human_bytes
-from trellis.train.config import Run
-
-from .quick import Plan
-from .show import human_seconds
+from trellis.plan.quick import Plan
+from trellis.plan.show import human_seconds
+from trellis.run.config import Run
 
 # From what keeps most to what keeps least for the backward pass.
 _POLICIES = ("none", "dots", "saved", "full")

@@ -4,11 +4,10 @@ import html
 from collections.abc import Iterable, Sequence
 
 from trellis.inspect.rows import human_bytes
-
-from .advice import advice
-from .draw import frontier_picture, memory_picture, roofline_picture, slice_picture, timeline_picture
-from .quick import Plan
-from .show import CAVEAT, human_count, human_seconds
+from trellis.plan.advice import advice
+from trellis.plan.draw import frontier_picture, memory_picture, roofline_picture, slice_picture, timeline_picture
+from trellis.plan.quick import Plan
+from trellis.plan.show import CAVEAT, human_count, human_seconds
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --paper: #fbfbf8; --quiet: #6b7280; --line: #d5d7d2; --card: #fff; }
@@ -166,7 +165,7 @@ def _compiled(verdict) -> str:
 
 
 def _search(found) -> list[str]:
-    from .search import frontier_rows
+    from trellis.plan.search import frontier_rows
 
     parts = ["<h2>Search</h2>", _wide(frontier_picture(found))]
     if found.winner is not None and found.winner.options:

@@ -4,20 +4,19 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from trellis.hardware.chips import Target
+from trellis.hardware.described import described_devices
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.memory import Memory, memory_of
 from trellis.inspect.rows import Ledger
 from trellis.inspect.work import Piece, work
+from trellis.plan.links import Links, place
+from trellis.plan.prepared import Prepared, prepare
+from trellis.plan.roofline import HIDING_OPTIONS, Times, times
 from trellis.program import Program
+from trellis.run.config import Run
 from trellis.train.compilation import options_for
-from trellis.train.config import Run
-from trellis.train.work import flops_per_token
-
-from .described import described_devices
-from .hardware import Target
-from .links import Links, place
-from .prepared import Prepared, prepare
-from .roofline import HIDING_OPTIONS, Times, times
+from trellis.train.flops import flops_per_token
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,15 +12,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from trellis.hardware.chips import MEMORY_EFFICIENCY, Chip
 from trellis.inspect.rows import Ledger, Row
 from trellis.inspect.work import Piece
-
-from .hardware import Chip
-from .links import Links
+from trellis.plan.links import Links
 
 PASSES = ("forward", "recomputed", "backward", "update")
-# Memory bandwidth that streaming code reaches, of the published rate.
-MEMORY_EFFICIENCY = 0.85
 # Elementwise work that the compiler fuses into the products around it, so that its bytes are not read again. Fitted
 # on compiled programs.
 FUSED_AWAY = 0.35
@@ -123,7 +120,7 @@ def filled(inner: int, chip: Chip) -> float:
     Each tile of the result loads its first operands before it computes, and writes its result after: about as long as
     `chip.fill` more terms of the sum.
 
-    >>> from trellis.plan.hardware import chips
+    >>> from trellis.hardware.chips import chips
     >>> filled(4096, chips()["h100"]) > 0.95, filled(512, chips()["h100"]) < 0.8
     (True, True)
     """
@@ -133,7 +130,7 @@ def filled(inner: int, chip: Chip) -> float:
 def waves(dims: tuple[int, int, int], count: float, chip: Chip) -> float:
     """How much longer a product takes on a GPU because its tiles come in whole waves over the processors.
 
-    >>> from trellis.plan.hardware import chips
+    >>> from trellis.hardware.chips import chips
     >>> round(waves((128 * 109, 1024, 128), 1.0, chips()["a100"]), 2)  # 109 tiles on 108 processors
     1.98
     """

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trellis.inspect.rows import aligned, human_bytes
-
-from .advice import advice
-from .quick import Plan
+from trellis.plan.advice import advice
+from trellis.plan.quick import Plan
 
 
 def human_seconds(seconds: float) -> str:

@@ -4,11 +4,10 @@ import dataclasses
 
 from trellis.inspect.compiled import Comparison, collectives, compare, scheduled_cycles
 from trellis.inspect.rows import Ledger, aligned, human_bytes
-
-from .compile import Compiled
-from .prepared import Prepared
-from .quick import Plan
-from .show import human_seconds
+from trellis.plan.compile import Compiled
+from trellis.plan.prepared import Prepared
+from trellis.plan.quick import Plan
+from trellis.plan.show import human_seconds
 
 
 @dataclasses.dataclass(frozen=True)

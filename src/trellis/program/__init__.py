@@ -1,10 +1,9 @@
 """One reading of a program: operations, loops, sizes on a device, lines of the source, and what they move."""
 
 from trellis.frames import hide_frames
-
-from .reading import Argument, Body, Operation, Program, Value
-from .settled import refuse_resettled
-from .trace import trace
+from trellis.program.reading import Argument, Body, Operation, Program, Value
+from trellis.program.settled import refuse_resettled
+from trellis.program.trace import trace
 
 hide_frames(__file__)
 

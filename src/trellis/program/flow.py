@@ -1,6 +1,6 @@
 """What depends on what in a program: values made of parameters alone, and what its communication moves."""
 
-from .reading import ENTER, LEAVE, Body, Operation, Program, Value
+from trellis.program.reading import ENTER, LEAVE, Body, Operation, Program, Value
 
 # The same numbers under another name, in another order, or a part of them.
 VIEWS = frozenset(

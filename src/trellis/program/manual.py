@@ -4,9 +4,9 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
-from .moves import Move, wire_bytes
-from .reading import Operation, Value
-from .scopes import transition_in
+from trellis.program.moves import Move, wire_bytes
+from trellis.program.reading import Operation, Value
+from trellis.program.scopes import transition_in
 
 # The names are the same in JAX 0.10.2 and 0.12.
 COLLECTIVES = {

@@ -16,10 +16,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AxisType
 
 from trellis.notation.state import State
-
-from .scopes import direction_of
-from .sizes import local_bytes, local_shape, state_at
-from .source import label_of, source_of
+from trellis.program.scopes import direction_of
+from trellis.program.sizes import local_bytes, local_shape, state_at
+from trellis.program.source import label_of, source_of
 
 # A call of `shard_map` is written out between these: its operands become slices, and its results whole arrays.
 ENTER, LEAVE = "enter shard_map", "leave shard_map"

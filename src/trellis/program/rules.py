@@ -14,10 +14,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 from trellis.notation.state import State
-
-from .moves import Move, transition, wire_bytes
-from .reading import ENTER, LEAVE, Operation, Value
-from .sizes import is_auto, num_bytes
+from trellis.program.moves import Move, transition, wire_bytes
+from trellis.program.reading import ENTER, LEAVE, Operation, Value
+from trellis.program.sizes import is_auto, num_bytes
 
 GUESS = "the compiler chooses"
 

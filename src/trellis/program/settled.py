@@ -16,11 +16,10 @@ from jax.extend.core import Jaxpr
 
 from trellis.notation import PendingSumError
 from trellis.notation.typeof import short_dtype
-
-from .manual import COLLECTIVES, axes_over
-from .reading import ENTER, LEAVE, Body, Operation, Program, Value, jaxprs_in
-from .rules import States
-from .scopes import names_of
+from trellis.program.manual import COLLECTIVES, axes_over
+from trellis.program.reading import ENTER, LEAVE, Body, Operation, Program, Value, jaxprs_in
+from trellis.program.rules import States
+from trellis.program.scopes import names_of
 
 Axes = frozenset[str]
 _NONE: Axes = frozenset()

@@ -9,9 +9,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from trellis.notation.typeof import is_named
-
-from .reading import Argument, Program
-from .sizes import typed
+from trellis.program.reading import Argument, Program
+from trellis.program.sizes import typed
 
 Words = tuple[str, ...]
 
