@@ -71,7 +71,7 @@ def test_kinds_of_a_train_step():
 @pytest.mark.parametrize("keep", [("hidden",), ("out",), ("hidden", "out")])
 def test_named_activations_are_kept_by_name(keep):
     sizes = {"hidden": LAYERS * BATCH * MLP * 4, "out": LAYERS * BATCH * EMBED * 4}
-    more = {b.name: b.num_bytes for b in of_step(*keep).by_name("activations")}
+    more = {b.name: b.num_bytes for b in of_step(*keep).kept_by_name()}
     # The second name is the last that a layer makes: nothing in the backward pass reads it.
     assert {name: more.get(name, 0) for name in sizes} == {"hidden": sizes["hidden"] * ("hidden" in keep), "out": 0}
 
@@ -115,7 +115,7 @@ def test_per_device_bytes_follow_the_sharding():
     found = memory(jax.grad(parallel), model, x, compile=False)
     assert found.per_kind()["parameters"] == PARAMETERS // 2
     assert found.per_kind()["batch"] == BATCH * EMBED * 4 // 4
-    hidden = next(b for b in found.buffers if b.name == "hidden")
+    hidden = next(b for b in found.kept if b.name == "hidden")
     assert hidden.num_bytes == LAYERS * BATCH * MLP * 4 // 8
     assert hidden.what == "f32[3 8/data 32/model]"
     assert found.compiled is None and found.peak == found.total
@@ -142,7 +142,7 @@ def test_a_function_called_twice_keeps_two_values():
         return jnp.sum(squash(squash(x, w), w))
 
     found = memory(jax.grad(twice), jnp.ones((4, 4)), jnp.ones((4, 4)), compile=False)
-    assert [b.num_bytes for b in found.buffers if b.kind == "activations"].count(64) == 2
+    assert [b.num_bytes for b in found.kept] == [64, 64]
 
 
 def test_both_passes_inside_a_loop_over_microbatches():

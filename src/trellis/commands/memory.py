@@ -32,7 +32,7 @@ def execute(args: argparse.Namespace) -> int:
         Path(args.svg).write_text(plan.memory.svg(), encoding="utf-8")
         print(f"picture written to {args.svg}", file=sys.stderr)
     if args.json:
-        print(json.dumps({**as_json(plan)["memory"], "buffers": plan.memory.as_dict()["buffers"]}, indent=1))
+        print(json.dumps(as_json(plan)["memory"] | plan.memory.as_dict(), indent=1))
         return 0
     lines = headline(plan, changed).splitlines()
     lines = lines[: 3 + len(changed)] if args.on else lines[:2]

@@ -7,7 +7,7 @@ for the backward pass by the names that `save` gave. The compiler's own count st
 import collections
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -28,12 +28,14 @@ class Memory:
     Attributes:
         buffers: everything that is held at the highest point, by name, largest first.
         where: the line that runs there; empty if nothing does.
+        kept: what the forward pass keeps for the backward pass, at the highest point or before it, largest first.
         compiled: the compiler's count, where the program was compiled.
         in_use: bytes in use by the device's own count, where it has one; only while running.
     """
 
     buffers: tuple[Buffer, ...]
     where: str = ""
+    kept: tuple[Buffer, ...] = ()
     compiled: CompiledMemory | None = None
     in_use: int | None = None
 
@@ -59,25 +61,22 @@ class Memory:
         return self.compiled.peak if self.compiled else self.total
 
     def largest(self, kind: str = "activations") -> Buffer | None:
-        """The largest buffer of a kind, all of one name together; None where there is none.
+        """The largest of what is kept for the backward pass, all of one name together; None where there is none.
 
-        The default answers which activation to recompute, or to move to the host, first.
+        It answers which activation to recompute, or to move to the host, first.
+
+        Args:
+            kind: "activations", or "gathered weights".
         """
-        named = self.by_name(kind)
-        return named[0] if named else None
+        return next((buffer for buffer in _by_name(self.kept) if buffer.kind == kind), None)
 
     def by_name(self, kind: str | None = None) -> list[Buffer]:
         """Buffers of one name together, largest first."""
-        groups: dict[tuple[str, str], list[Buffer]] = collections.defaultdict(list)
-        for buffer in self.buffers:
-            if kind is None or buffer.kind == kind:
-                groups[buffer.kind, buffer.name].append(buffer)
-        merged = []
-        for first, *rest in groups.values():
-            what = first.what + (f" and {len(rest)} more" if rest else "")
-            size = first.num_bytes + sum(buffer.num_bytes for buffer in rest)
-            merged.append(dataclasses.replace(first, what=what, num_bytes=size))
-        return sorted(merged, key=lambda buffer: -buffer.num_bytes)
+        return _by_name(buffer for buffer in self.buffers if kind in (None, buffer.kind))
+
+    def kept_by_name(self) -> list[Buffer]:
+        """The same of what is kept for the backward pass."""
+        return _by_name(self.kept)
 
     def as_dict(self) -> dict:
         """Everything as plain data."""
@@ -87,6 +86,7 @@ class Memory:
             "peak": self.peak,
             "where": self.where,
             "buffers": [dataclasses.asdict(buffer) for buffer in self.buffers],
+            "kept": [dataclasses.asdict(buffer) for buffer in self.kept],
             "compiled": compiled,
             "in_use": self.in_use,
         }
@@ -164,6 +164,18 @@ class Memory:
         )
 
 
+def _by_name(buffers: Iterable[Buffer]) -> list[Buffer]:
+    groups: dict[tuple[str, str], list[Buffer]] = collections.defaultdict(list)
+    for buffer in buffers:
+        groups[buffer.kind, buffer.name].append(buffer)
+    merged = []
+    for first, *rest in groups.values():
+        what = first.what + (f" and {len(rest)} more" if rest else "")
+        size = first.num_bytes + sum(buffer.num_bytes for buffer in rest)
+        merged.append(dataclasses.replace(first, what=what, num_bytes=size))
+    return sorted(merged, key=lambda buffer: -buffer.num_bytes)
+
+
 class NotEnoughMemory(ValueError):
     """A step that does not fit. The message says by how much, what is largest, and what would fit."""
 
@@ -195,7 +207,8 @@ def memory_of(program: Program, *, held_beside: bool = False) -> Memory:
         program: from `trace`.
         held_beside: whether SparseCores move weights and gradients beside computation, see `highest_point`.
     """
-    return Memory(*highest_point(program, held_beside))
+    point = highest_point(program, held_beside)
+    return Memory(point.buffers, point.where, point.kept)
 
 
 def live_memory(**trees: Any) -> Memory:

@@ -83,8 +83,23 @@ class _Held:
         return len(self.made_of) == 1 and (self.made_of[0].pinned or self.made_of[0].buffer is not None)
 
 
-def highest_point(program: Program, held: bool = False) -> tuple[tuple[Buffer, ...], str]:
-    """What one device holds at the highest point of a program's memory, largest first, and the line that runs there.
+@dataclasses.dataclass(frozen=True, slots=True)
+class HighestPoint:
+    """A program's memory at its highest point, on one device.
+
+    Attributes:
+        buffers: what is held there, largest first.
+        where: the line that runs there; empty if nothing does.
+        kept: what the forward pass keeps for the backward pass, there or earlier, largest first.
+    """
+
+    buffers: tuple[Buffer, ...]
+    where: str
+    kept: tuple[Buffer, ...]
+
+
+def highest_point(program: Program, held: bool = False) -> HighestPoint:
+    """The highest point of a program's memory on one device.
 
     Args:
         program: a train step, or any other.
@@ -102,9 +117,9 @@ def highest_point(program: Program, held: bool = False) -> tuple[tuple[Buffer, .
     arguments = sum(value.num_bytes for value in program.inputs)
     lost = int(FRAGMENTATION * (walk.peak - arguments)) + walk.lost_to_loops()
     between = Buffer(kind="fragmentation", name="between buffers", what="", num_bytes=lost)
-    found = (room.buffer(program) for room in walk.at_peak)
-    ordered = sorted((*found, between), key=lambda buffer: -buffer.num_bytes)
-    return tuple(buffer for buffer in ordered if buffer.num_bytes), walk.where
+    buffers, kept = ([room.buffer(program) for room in rooms if room.num_bytes] for rooms in (walk.at_peak, walk.kept))
+    ordered = lambda buffers: tuple(sorted(buffers, key=lambda buffer: -buffer.num_bytes))
+    return HighestPoint(ordered([*buffers, *[between] * bool(lost)]), walk.where, ordered(kept))
 
 
 class _Walk:
@@ -119,6 +134,7 @@ class _Walk:
         self.live: dict[int, _Held] = {}
         self.total = 0
         self.peak, self.at_peak, self.where = 0, (), ""
+        self.kept: list[_Room] = []  # what the forward pass keeps for the backward pass
         self.lazy = fusion.fused_results(body)
         self.last = _last_uses(body)
         self.ends = collections.defaultdict(list)
@@ -160,17 +176,15 @@ class _Walk:
 
     def room(self, operation: Operation, value: Value) -> _Room:
         """The memory of a value that an operation makes or reads."""
-        return _Room(self.kind(value), fusion.stored_bytes(operation, value), value, operation)
-
-    def kind(self, value: Value) -> str:
-        """What a value is: of a parameter, kept between the passes, a parameter's gradient, or none of these."""
-        if value in self.weights:
-            return "gathered weights"
         made = value.maker.direction if value.maker is not None else ""
-        if made == "forward" and fusion.read_in(value, ("recomputed", "backward")):
-            return "activations"
-        given = self.top and value in self.body.results or fusion.read_in(value, ("update",))
-        return "gradients" if value.state.pending or (made == "backward" and given) else "temporaries"
+        kept = made == "forward" and fusion.read_in(value, ("recomputed", "backward"))
+        given = made == "backward" and (self.top and value in self.body.results or fusion.read_in(value, ("update",)))
+        kind = "gathered weights" if value in self.weights else "activations" if kept else "temporaries"
+        if kind == "temporaries" and (value.state.pending or given):
+            kind = "gradients"
+        room = _Room(kind, fusion.stored_bytes(operation, value), value, operation)
+        self.kept += [room] * kept
+        return room
 
     def realize(self, operation: Operation, value: Value) -> None:
         """A fused chain's value comes into being; what it was made of is released."""
@@ -290,6 +304,7 @@ class _Walk:
         for value in body.inputs:  # carries are counted here; constants and slices of stacks are read in place
             inner.enter(value, _Held(None, pinned=True))
         inner.run()
+        self.kept += inner.kept
         where, around = inner.where or operation.source, {held.buffer for held in self.live.values()}
         if self.held:
             moved = _Room("gathered weights", inner.moved, None, operation)

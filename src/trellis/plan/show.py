@@ -73,8 +73,8 @@ def memory_table(plan: Plan, buffers: int = 8) -> str:
 
 def kept_table(plan: Plan, most: int = 12) -> str:
     """What is kept between the passes, by the names that `save` gave, and which of it is largest."""
-    kept = [*plan.memory.by_name("activations"), *plan.memory.by_name("gathered weights")]
-    rows = [(human_bytes(b.num_bytes), b.kind, b.name, b.what) for b in sorted(kept, key=lambda b: -b.num_bytes)[:most]]
+    kept = plan.memory.kept_by_name()[:most]
+    rows = [(human_bytes(b.num_bytes), b.kind, b.name, b.what) for b in kept]
     if not rows:
         return "nothing is kept between the forward and the backward pass"
     return "kept for the backward pass, by name\n\n" + aligned(("bytes", "kind", "name", "type"), rows, right=(0,))
