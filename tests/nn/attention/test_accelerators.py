@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from trellis._compat import cudnn_assumed
 from trellis.mesh.meshes import make_mesh
 from trellis.mesh.topology import slice_devices
-from trellis.nn.attention import attention
+from trellis.nn.attention import dot_product_attention as attention
 from trellis.nn.attention.dispatch import AttentionError
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.reference import reference_attention
