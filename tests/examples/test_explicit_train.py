@@ -21,7 +21,7 @@ from trellis.notation import PendingSumError, TypeMismatch, abstract
 from trellis.notation.struct import specs
 from trellis.optim import make_optimizer
 from trellis.optim.config import AdamW, Cosine
-from trellis.train.layouts import LayoutChoice, MeshSizes, make_layout
+from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.state import State
 from trellis.train.step import Recipe, loss_and_gradients, make_step
 

@@ -11,7 +11,7 @@ import trellis as tr
 from tests.models.small import CONFIGS
 from trellis.nn.parameters import Bias, Role, Scale, Weight, parameters
 from trellis.optim import decayed
-from trellis.train.work import matmul_parameters
+from trellis.train.flops import matmul_parameters
 
 
 def abstract(name):

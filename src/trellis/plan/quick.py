@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from trellis.hardware.chips import Target
+from trellis.hardware.described import described_devices
 from trellis.inspect.rows import Ledger
+from trellis.run.config import Run
 from trellis.train.compilation import options_for
-from trellis.train.config import Run
-from trellis.train.work import flops_per_token
+from trellis.train.flops import flops_per_token
 
-from .described import described_devices
-from .hardware import Target
 from .links import Links, place
 from .memory import Memory, memory
 from .program import Program, program

@@ -21,8 +21,7 @@ from trellis.nn.moe import Routed, summary
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
 from trellis.optim.averaging import average as moving_average
-
-from .state import State, cast
+from trellis.train.state import State, cast
 
 Metrics = dict[str, jax.Array]
 
