@@ -114,7 +114,10 @@ def test_sizes_on_a_device_and_states():
     x = jax.ShapeDtypeStruct((8, 6), jnp.bfloat16, sharding=NamedSharding(MESH, P("data", "model")))
     program = trace(lambda x: jax.reshard(x, P(None, "model")), x)
     before, after = program.inputs[0], program.results[0]
-    assert (before.local_shape, before.num_bytes) == ((2, 3), 12) and (after.local_shape, after.num_bytes) == ((8, 3), 48)
+    assert (before.local_shape, before.num_bytes) == ((2, 3), 12) and (after.local_shape, after.num_bytes) == (
+        (8, 3),
+        48,
+    )
     assert before.state.sliced == ("data", "model") and after.state.words("ab") == "a b/model"
 
 
