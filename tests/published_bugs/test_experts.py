@@ -14,11 +14,10 @@ import optax
 import pytest
 
 from tests.models.small import CONFIGS, VOCAB
-from trellis.collectives import ExpertsError
 from trellis.data.batch import Batch
 from trellis.models import Routing
 from trellis.named import Axis, named, named_jit, one_hot, shard
-from trellis.nn.moe import choose
+from trellis.nn.moe import ExpertsError, choose
 from trellis.optim import make_optimizer
 from trellis.optim.config import AdamW, Constant
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout

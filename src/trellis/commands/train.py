@@ -105,8 +105,9 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         evaluate=Evaluator(corpus.validation, assembled.options, sharding) if corpus.validation else None,
         sample=None if corpus.tokenizer is None else sampled,
     )
+    work = work_of(assembled)
     with assembled.layout:
-        outcome = train(assembled, feed, folder, until=until, work=work_of(assembled))
+        outcome = train(assembled, feed, folder, until=until, work=work)
     if is_first() and outcome.programs:
         compiled = outcome.programs[-1]
         found["compiled"] = dataclasses.asdict(compiled_memory(compiled))

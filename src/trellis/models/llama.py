@@ -15,7 +15,7 @@ import equinox as eqx
 import jax
 
 from trellis.named import Axis, Keep, NamedArray, Stacked, arange, einsum, save, take
-from trellis.nn.attend import attend
+from trellis.nn.attention import attend
 from trellis.nn.initializers import normal, weight
 from trellis.nn.norm import RMSNorm
 from trellis.nn.parameters import Table, Weight

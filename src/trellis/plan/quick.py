@@ -90,8 +90,9 @@ def model_flops(ops: Sequence[Op], devices: int) -> float:
 
 def _gradient_products(ops: Sequence[Op]) -> float:
     """FLOPs of the loss's gradient products, made in the forward pass: two as large as that of the logits."""
-    made = (op for op in ops if op.direction == "forward" and op.kind == "product")
-    return sum(op.flops * op.times for op in made if op.source.startswith(("loss.py", "loss_pieces.py"))) * 2 / 3
+    files = ("token_chunks.py", "vocab_chunks.py")
+    made = (op for op in ops if op.direction == "forward" and op.kind == "product" and op.source.startswith(files))
+    return sum(op.flops * op.times for op in made) * 2 / 3
 
 
 def quick_plan(run: Run, target: Target, *, price: float | None = None, options: Sequence[str] | None = None) -> Plan:

@@ -17,8 +17,7 @@ from trellis.mesh.layout import current_layout
 from trellis.mesh.reshard import place
 from trellis.named import Keep, NamedArray, is_named
 from trellis.named.reshape import split_axis, transpose
-from trellis.nn.language import next_token_loss
-from trellis.nn.loss import TokenLoss
+from trellis.nn.loss import TokenLoss, next_token_loss
 from trellis.nn.moe import Routed, summary
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of

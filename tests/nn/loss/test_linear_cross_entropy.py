@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trellis.mesh.meshes import make_mesh
-from trellis.nn.loss import LossError, cross_entropy
+from trellis.nn.loss import LossError
+from trellis.nn.loss import linear_cross_entropy as cross_entropy
 
 BATCH, POS, EMBED, VOCAB = 4, 6, 8, 32
 CASES = list(itertools.product([0.0, 0.1], [None, 2.0], [None, 29], [False, True]))
@@ -159,15 +160,15 @@ def test_refusals(arrays):
     x, unembed, targets, weights = arrays
     assert refusal(lambda: cross_entropy(x, unembed.T, targets)) == (
         "x is 'batch pos embed', unembed 'embed vocab', targets 'batch pos', got shapes (4, 6, 8), (32, 8), (4, 6), "
-        "in cross_entropy(vocab_first=False): reorder the dimensions, or change vocab_first"
+        "in linear_cross_entropy(vocab_first=False): reorder the dimensions, or change vocab_first"
     )
     assert refusal(lambda: cross_entropy(x, unembed, targets, weights[0])) == (
-        "each token has a weight, got weights of shape (6,) for targets (4, 6), in cross_entropy(vocab_first=False): "
-        "pass weights of the targets' shape"
+        "each token has a weight, got weights of shape (6,) for targets (4, 6), in "
+        "linear_cross_entropy(vocab_first=False): pass weights of the targets' shape"
     )
     assert refusal(lambda: cross_entropy(x, unembed, targets, vocab_size=33)) == (
         "the vocabulary is at most the unembedding's, got vocab_size=33 for 32 columns, in "
-        "cross_entropy(vocab_first=False): pass the tokenizer's size, or pad the unembedding further"
+        "linear_cross_entropy(vocab_first=False): pass the tokenizer's size, or pad the unembedding further"
     )
 
 
@@ -178,15 +179,15 @@ def test_refused_placements(arrays):
         put = lambda a, *axes: jax.device_put(a, NamedSharding(mesh, P(*axes)))
         assert refusal(lambda: cross_entropy(put(x, "data"), put(unembed, "model"), put(targets, "data"))) == (
             "embed is whole in x and unembed, got x float32[4@data,6,8], unembed float32[8@model,32], "
-            "in cross_entropy: gather it first, with reshard"
+            "in linear_cross_entropy: gather it first, with reshard"
         )
         assert refusal(lambda: cross_entropy(put(x, "data"), put(unembed, None, "data"), put(targets, "data"))) == (
-            "an unembedding that is gathered in pieces is 'vocab embed' (vocab_first), with one dimension sliced, over "
+            "an unembedding that is gathered in chunks is 'vocab embed' (vocab_first), with one dimension sliced, over "
             "mesh axes of the tokens only, and goes without bias and without chunk, got x float32[4@data,6,8], "
-            "unembed float32[8,32@data], in cross_entropy: gather it first, with reshard"
+            "unembed float32[8,32@data], in linear_cross_entropy: gather it first, with reshard"
         )
         assert refusal(lambda: cross_entropy(put(x, "data"), put(unembed), put(targets))) == (
-            "targets are sharded as x is, got x float32[4@data,6,8], unembed float32[8,32], in cross_entropy, "
+            "targets are sharded as x is, got x float32[4@data,6,8], unembed float32[8,32], in linear_cross_entropy, "
             "targets sharded ((), ()): reshard them like x"
         )
 
@@ -226,7 +227,7 @@ def test_a_bias_is_one_more_row(arrays, logit_softcap):
 def test_refused_biases(arrays):
     x, unembed, targets, _ = arrays
     with pytest.raises(
-        LossError, match=r"one number for each column, got shape \(3,\) for 32 columns, in cross_entropy"
+        LossError, match=r"one number for each column, got shape \(3,\) for 32 columns, in linear_cross_entropy"
     ):
         cross_entropy(x, unembed, targets, bias=jnp.zeros(3))
     mesh = make_mesh(data=4, model=2)

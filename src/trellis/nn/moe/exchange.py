@@ -13,9 +13,8 @@ from jax import lax
 
 from trellis.errors import UserError
 from trellis.mesh.manual.ops import vary, varying_axes
-
-from .experts_ragged import ragged_all_to_all
-from .experts_rows import Compute, combine, local_experts, sort_by_expert, take_rows
+from trellis.nn.moe.ragged import ragged_all_to_all
+from trellis.nn.moe.rows import Compute, combine, local_experts, sort_by_expert, take_rows
 
 Axes = tuple[str, ...]
 

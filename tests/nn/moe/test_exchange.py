@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests.nn.moe.emulated import ragged_all_to_all
-from trellis.collectives import ExpertsError, exchange_experts, gather_experts, local_experts
 from trellis.inspect import ledger
 from trellis.mesh import make_mesh
+from trellis.nn.moe import ExpertsError, exchange_experts, gather_experts, local_experts
 
 DEVICES, TOKENS, EMBED, COUNT, CHOICES = 4, 6, 3, 2, 2
 EXPERTS = DEVICES * COUNT

@@ -9,13 +9,13 @@ from jax.sharding import PartitionSpec as P
 
 from trellis.inspect import ledger
 from trellis.mesh.meshes import make_mesh
-from trellis.nn import loss_pieces
-from trellis.nn.loss import LossError, cross_entropy
-from trellis.nn.loss_pieces import cut
+from trellis.nn.loss import LossError, vocab_chunks
+from trellis.nn.loss import linear_cross_entropy as cross_entropy
+from trellis.nn.loss.vocab_chunks import cut
 
 BATCH, POS, EMBED, VOCAB, WORDS = 8, 4, 16, 4 * 20, 77
 TOKENS = ("data", "context")
-# Three pieces of the 10 words on each of 8 devices would be 4, 4 and 2; pieces are in tiles of 8, so 8 and 2.
+# Three chunks of the 10 words on each of 8 devices would be 4, 4 and 2; chunks are in tiles of 8, so 8 and 2.
 PLACES = {
     "words": (("data", "context"), None),
     "words over some": (("data",), None),
@@ -34,9 +34,9 @@ def arrays():
 
 
 @pytest.fixture
-def small_pieces(monkeypatch):
-    """Pieces of 8 rows, the smallest there are."""
-    monkeypatch.setattr(loss_pieces, "PIECE_BYTES", 1)
+def small_chunks(monkeypatch):
+    """Chunks of 8 rows, the smallest there are."""
+    monkeypatch.setattr(vocab_chunks, "CHUNK_BYTES", 1)
 
 
 def mean(x, table, targets, weights, **settings):
@@ -58,7 +58,7 @@ def assert_near(seen, wanted):
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
 @pytest.mark.parametrize("settings", [{}, dict(z_loss=0.1, logit_softcap=4.0, vocab_size=WORDS)], ids=["plain", "all"])
-def test_pieces_equal_one_device(arrays, place, settings, small_pieces):
+def test_chunks_equal_one_device(arrays, place, settings, small_chunks):
     run = jax.value_and_grad(lambda *a: mean(*a, **settings), (0, 1), has_aux=True)
     wanted = jax.jit(run)(*arrays)
     mesh, sliced = placed(arrays, place)
@@ -74,7 +74,7 @@ def state_axes(x):
     return tuple(x.sharding.spec)
 
 
-def test_a_copied_table_gives_pending_gradients(arrays, small_pieces):
+def test_a_copied_table_gives_pending_gradients(arrays, small_chunks):
     """Over the tokens' other mesh axes the table may be held as copies; one sum of the sliced gradient settles them."""
     wanted = jax.jit(jax.value_and_grad(lambda *a: mean(*a)[0], (0, 1)))(*arrays)
     mesh, (x, table, targets, weights) = placed(arrays, (("data",), None))
@@ -86,19 +86,19 @@ def test_a_copied_table_gives_pending_gradients(arrays, small_pieces):
         assert_near(jax.jit(jax.value_and_grad(copied, (0, 1)))(x, table), wanted)
 
 
-def test_each_word_moves_once(arrays, small_pieces):
-    """The table is gathered once and its gradient scattered once, in pieces: the whole of either is nowhere."""
+def test_each_word_moves_once(arrays, small_chunks):
+    """The table is gathered once and its gradient scattered once, in chunks: the whole of either is nowhere."""
     mesh, sliced = placed(arrays, PLACES["words"])
     with jax.set_mesh(mesh):
         jaxpr = jax.make_jaxpr(jax.grad(lambda *a: mean(*a)[0], (0, 1)))(*sliced)
         moved = ledger(jax.grad(lambda *a: mean(*a)[0], (0, 1)), *sliced)
     rows = {kind: sum(r.total for r in moved.rows if r.kind == kind) for kind in ("all-gather", "reduce-scatter")}
-    filled = 2 * 8 * 8 * EMBED * 4  # two pieces of 8 rows from each of 8 devices, in float32
+    filled = 2 * 8 * 8 * EMBED * 4  # two chunks of 8 rows from each of 8 devices, in float32
     assert rows["all-gather"] == rows["reduce-scatter"] == filled * 7 // 8
     assert f"f32[{VOCAB},{EMBED}]" not in str(jaxpr) and f"f32[64,{EMBED}]" in str(jaxpr)
 
 
-def test_low_precision_keeps_exponentials_in_its_own_type(arrays, small_pieces):
+def test_low_precision_keeps_exponentials_in_its_own_type(arrays, small_chunks):
     low = [a.astype(jnp.bfloat16) for a in arrays[:2]]
     run = jax.value_and_grad(lambda *a: mean(*a)[0], (0, 1))
     exact = jax.jit(run)(*(a.astype(jnp.float32) for a in low), *arrays[2:])
@@ -113,12 +113,12 @@ def test_low_precision_keeps_exponentials_in_its_own_type(arrays, small_pieces):
         assert np.linalg.norm(error) < 0.01 * np.linalg.norm(np.asarray(wanted))
 
 
-def test_pieces_fill_the_room_they_are_given():
+def test_chunks_fill_the_room_they_are_given():
     for dim, local, devices in ((0, 2004, 64), (0, 504, 256), (1, 128_256, 16), (0, 5, 4)):
-        pieces = cut(dim, ("data",), devices, local, tokens=4096)
-        assert (pieces.number - 1) * pieces.rows < local <= pieces.number * pieces.rows
-        wide = pieces.rows * (1 if dim else devices)
-        assert pieces.number == 1 or 4096 * 4 * (wide - 8 * devices) < 1 << 27
+        chunks = cut(dim, ("data",), devices, local, tokens=4096)
+        assert (chunks.number - 1) * chunks.rows < local <= chunks.number * chunks.rows
+        wide = chunks.rows * (1 if dim else devices)
+        assert chunks.number == 1 or 4096 * 4 * (wide - 8 * devices) < 1 << 27
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_refusals(arrays, place, more):
         cross_entropy(x, table, targets, vocab_first=True, **more)
     shown = "@".join(("80", "data")), ("16@context" if place[1] else "16")
     assert str(caught.value) == (
-        "an unembedding that is gathered in pieces is 'vocab embed' (vocab_first), with one dimension sliced, over "
+        "an unembedding that is gathered in chunks is 'vocab embed' (vocab_first), with one dimension sliced, over "
         "mesh axes of the tokens only, and goes without bias and without chunk, got x float32[8@data,4@context,16], "
-        f"unembed float32[{','.join(shown)}], in cross_entropy: gather it first, with reshard"
+        f"unembed float32[{','.join(shown)}], in linear_cross_entropy: gather it first, with reshard"
     )

@@ -9,8 +9,8 @@ from trellis.mesh.layout import Layout
 from trellis.mesh.meshes import make_mesh
 from trellis.mesh.topology import slice_devices
 from trellis.named import named
-from trellis.nn import language
-from trellis.nn.language import gradients_together, next_token_loss
+from trellis.nn.loss import next_token
+from trellis.nn.loss.next_token import gradients_together, next_token_loss
 
 
 def test_gradients_together_changes_no_number():
@@ -52,7 +52,7 @@ def test_the_sum_of_the_unembeddings_gradient_comes_before_the_layers(pos):
     assert any(f"f32[4@data,{pos},16]" in fence and "f32[32@data,16]" in fence for fence in fences)
 
 
-def test_few_tokens_gather_the_table_in_pieces():
+def test_few_tokens_gather_the_table_in_chunks():
     """Up to as many tokens on a device as the table is wide; for more it is gathered whole."""
     assert "all_gather" in traced(total, 16) and "all_gather" not in traced(total, 17)
     assert "reduced={'data'}" in traced(total, 17) and "reduced={'data'}" not in traced(total, 16)
@@ -60,8 +60,8 @@ def test_few_tokens_gather_the_table_in_pieces():
 
 @pytest.mark.parametrize("params", [{"vocab": "data"}, {"embed": ("data", "replica")}], ids=["words", "columns"])
 def test_what_accelerators_do_equals_one_device(params, monkeypatch):
-    """As on an accelerator, on CPU devices: the table in pieces, copies of it over replicas, one fence."""
-    monkeypatch.setattr(language, "platform_of", lambda x: "tpu")
+    """As on an accelerator, on CPU devices: the table in chunks, copies of it over replicas, one fence."""
+    monkeypatch.setattr(next_token, "platform_of", lambda x: "tpu")
     keys = jax.random.split(jax.random.key(0), 3)
     arrays = (
         jax.random.normal(keys[0], (8, 8, 16)),

@@ -6,8 +6,8 @@ from jax.sharding import PartitionSpec
 from trellis.mesh.layout import current_layout
 from trellis.named import NamedArray
 from trellis.named.placing import move
-from trellis.nn.attention import attention
 from trellis.nn.attention.decode import decode_attention
+from trellis.nn.attention.dispatch import dot_product_attention
 from trellis.nn.attention.sharded import placement_of
 from trellis.nn.rope import QUERY
 from trellis.notation.state import state_of
@@ -30,7 +30,7 @@ def attend(
         v: like `k`.
         segment_ids: `i32["batch pos"]`, the document of each position; a query
             sees only its own document.
-        **options: of `trellis.nn.attention.attention`: `causal`, `window`,
+        **options: of `trellis.nn.dot_product_attention`: `causal`, `window`,
             `scale`, `logit_softcap`, `upcast`, `implementation`, `save_name`.
 
     Returns:
@@ -42,7 +42,7 @@ def attend(
         ids = segment_ids.transpose(QUERY[:2])
         batch, pos = state_of(q.array).axes[:2]
         plain = tuple(move(ids, axes, frozenset()).array for axes in ((batch, pos), (batch, ())))
-    return NamedArray(attention(q.array, k.array, v.array, segment_ids=plain, **options), QUERY)
+    return NamedArray(dot_product_attention(q.array, k.array, v.array, segment_ids=plain, **options), QUERY)
 
 
 def attend_cached(q: NamedArray, k: NamedArray, v: NamedArray, length, **options) -> NamedArray:

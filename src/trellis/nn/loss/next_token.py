@@ -9,7 +9,7 @@ from trellis.mesh.layout import current_layout
 from trellis.mesh.platform import platform_of
 from trellis.named import NamedArray
 from trellis.named.placing import move
-from trellis.nn.loss import TokenLoss, cross_entropy
+from trellis.nn.loss.linear_cross_entropy import TokenLoss, linear_cross_entropy
 from trellis.notation.state import state_of
 
 _NAMES = ("batch", "pos", "vocab", "embed")
@@ -37,7 +37,7 @@ def next_token_loss(
         weights: `f32["batch pos"]`, what each token counts.
         bias: `"vocab"`, added to the logits.
         vocab_size: the true size of a padded vocabulary.
-        **options: of `trellis.nn.loss.cross_entropy`.
+        **options: of `linear_cross_entropy`: `z_loss`, `logit_softcap`, `chunk`.
     """
     tokens = ("batch", "pos")
     hidden, unembedding = hidden.transpose((*tokens, "embed")), unembedding.transpose(("vocab", "embed"))
@@ -50,8 +50,8 @@ def next_token_loss(
             arrays = gradients_together(hidden.array, unembedding.array)
             hidden, unembedding = (n.with_array(a) for n, a in zip((hidden, unembedding), arrays, strict=True))
         hidden = move(hidden, (batch, pos, ()), frozenset(vocab))
-        pieces = bias is None and _in_pieces(hidden, unembedding, batch + pos, vocab)
-        sides = state_of(unembedding.array).axes if pieces else (vocab, ())
+        in_chunks = bias is None and _in_chunks(hidden, unembedding, batch + pos, vocab)
+        sides = state_of(unembedding.array).axes if in_chunks else (vocab, ())
         unembedding = move(unembedding, sides, frozenset(batch + pos).difference(*sides))
         bias = None if bias is None else move(bias, (vocab,), frozenset(batch + pos))
         targets = move(targets, (batch, pos), frozenset())
@@ -60,11 +60,11 @@ def next_token_loss(
     if vocab_size == unembedding.shape["vocab"]:
         vocab_size = None
     options |= {"vocab_size": vocab_size, "bias": None if bias is None else bias.array}
-    return cross_entropy(hidden.array, unembedding.array, targets.array, plain, vocab_first=True, **options)
+    return linear_cross_entropy(hidden.array, unembedding.array, targets.array, plain, vocab_first=True, **options)
 
 
-def _in_pieces(hidden: NamedArray, unembedding: NamedArray, tokens, vocab) -> bool:
-    """Whether the loss gathers the unembedding piece by piece, instead of getting it whole.
+def _in_chunks(hidden: NamedArray, unembedding: NamedArray, tokens, vocab) -> bool:
+    """Whether the loss gathers the unembedding in chunks, instead of getting it whole.
 
     On accelerators, of a table that one of its dimensions slices over mesh axes of the tokens, where a device has no
     more tokens than `embed`: the exponentials that are kept then take no more room than the whole table would.
