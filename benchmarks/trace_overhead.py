@@ -15,10 +15,9 @@ import time
 import jax
 import jax.numpy as jnp
 
-import trellis as tr
 from trellis import nn
 from trellis.models import LlamaConfig
-from trellis.train.step import Recipe, batch_loss
+from trellis.train.step import StepOptions, batch_loss
 
 CONFIG = LlamaConfig(
     vocab=512, embed=64, layers=32, heads=4, kv_heads=2, head_dim=16, mlp=128, rope_theta=1e4, tie_embeddings=True
@@ -60,7 +59,7 @@ def plain_loss(params, batch):
 
 
 def named_loss(model, batch):
-    sums = batch_loss(model, {f: x if x is None else tr.named(x, "batch pos") for f, x in batch.items()}, Recipe())
+    sums = batch_loss(model, Batch(**batch).named(), StepOptions())
     return sums.total / sums.tokens
 
 
