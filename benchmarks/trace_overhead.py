@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis import nn
+from trellis.data.batch import Batch
 from trellis.models import LlamaConfig
 from trellis.train.step import StepOptions, batch_loss
 
