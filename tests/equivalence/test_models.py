@@ -127,10 +127,14 @@ def test_experts(layout):
 
 
 def assert_alike(model, wanted, sizes, choice, count):
-    wanted, wanted_gradients = wanted
     with make_layout(sizes, choice, jax.devices()[:count]):
-        found, gradients = loss_of(named_jit, shard(model, "params"), shard(Batch(**batch()).named(), "compute"))
-    assert found == pytest.approx(wanted, rel=2e-6)
+        assert_near(loss_of(named_jit, shard(model, "params"), shard(Batch(**batch()).named(), "compute")), wanted)
+
+
+def assert_near(found, wanted):
+    """Both are a loss and its gradients."""
+    (loss, gradients), (wanted_loss, wanted_gradients) = found, wanted
+    assert loss == pytest.approx(wanted_loss, rel=2e-6)
     norm = lambda tree: float(np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(tree))))
     apart = jax.tree.map(np.subtract, gradients, wanted_gradients)
     assert norm(apart) < 1e-5 * norm(wanted_gradients)
