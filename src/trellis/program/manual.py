@@ -25,6 +25,8 @@ COLLECTIVES = {
     "ppermute": "permute",
     "pbroadcast": "permute",
 }
+# Those that settle a sum.
+SUMS = frozenset("psum psum_invariant unreduced_psum reduce_scatter unreduced_reduce_scatter".split())
 
 
 def axes_over(operation: Operation) -> tuple[str, ...]:

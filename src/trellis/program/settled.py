@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr
 
 from trellis.notation import PendingSumError
 from trellis.notation.typeof import short_dtype
-from trellis.program.manual import COLLECTIVES, axes_over
+from trellis.program.manual import COLLECTIVES, SUMS, axes_over
 from trellis.program.reading import ENTER, LEAVE, Body, Operation, Program, Value, jaxprs_in
 from trellis.program.rules import States
 from trellis.program.scopes import names_of
@@ -30,7 +30,6 @@ _LINEAR = {ENTER, LEAVE}.union(
     "squeeze expand_dims slice dynamic_slice dynamic_update_slice concatenate pad rev split copy name reduce_sum "
     "reshard pvary optimization_barrier".split()
 )
-_SUMS = ("all-reduce", "reduce-scatter")
 
 
 def refuse_resettled(program: Program) -> None:
@@ -91,12 +90,11 @@ class _Reader:
 
     def sums(self, operation: Operation) -> Iterator[str]:
         """The mesh axes along which this operation settles a sum."""
-        kind = COLLECTIVES.get(operation.name)
-        if kind in _SUMS and operation.name not in ("pmax", "pmin"):
+        if operation.name in SUMS:
             yield from axes_over(operation)
-        elif kind is None:
+        elif operation.name not in COLLECTIVES:
             for implied in self.states.implied(operation):
-                if implied.move.kind in _SUMS:
+                if implied.move.kind in ("all-reduce", "reduce-scatter"):
                     yield from implied.move.axes
 
     def cast(self, operation: Operation) -> Iterator[str]:
