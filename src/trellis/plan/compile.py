@@ -24,13 +24,14 @@ import jax
 
 from trellis._compat import cudnn_assumed
 from trellis.errors import UserError
+from trellis.files import cache_folder
 from trellis.hardware.chips import Target
 from trellis.inspect.compiled import compiled_memory
 from trellis.mesh.topology import TopologyError, target_devices
 from trellis.plan.buffers import Allocation, Layout, dump_options, read_layout
 from trellis.plan.prepared import Prepared, prepare
 from trellis.run.config import Run
-from trellis.train.compilation import cache_folder, options_for
+from trellis.train.compilation import options_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +259,7 @@ def _key(text: str, target: Target, options: Mapping[str, str], versions: Mappin
 
 
 def _folder() -> Path:
-    return cache_folder().parent / "plan"
+    return cache_folder("plan")
 
 
 def _read(key: str) -> Compiled | None:
