@@ -89,6 +89,11 @@ class Case:
         """The positions of the arguments that derivatives are taken by."""
         return [i for i, x in enumerate(self.inputs) if x.value.dtype == "f32"]
 
+    @property
+    def rounded(self) -> bool:
+        """Whether some of it is in bfloat16."""
+        return any("bfloat16" in line for statement in self.statements for line in statement.lines(True))
+
     def kinds(self) -> set[str]:
         return {kind for statement in self.statements for kind in statement.kinds()}
 
