@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import trellis as tr
-from trellis import bool_, f32, i32
+from trellis import bf16, bool_, f32, i32
 from trellis.named import saving
 """
 
