@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis.named import Axis, Keep, NamedArray, Stacked, arange, einsum, gelu, random, save, take, unbind
-from trellis.nn.attend import attend
+from trellis.nn.attention import attend
 from trellis.nn.initializers import constant, normal
 from trellis.nn.norm import LayerNorm
 from trellis.nn.parameters import Bias, Table, Weight

@@ -16,7 +16,7 @@ import equinox as eqx
 import jax
 
 from trellis.named import Axis, Keep, NamedArray, Stacked, arange, einsum, gelu, save, settle, take
-from trellis.nn.attend import attend
+from trellis.nn.attention import attend
 from trellis.nn.initializers import constant, normal, weight
 from trellis.nn.norm import LayerNorm
 from trellis.nn.parameters import Bias, Table, Weight

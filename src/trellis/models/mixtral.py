@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from trellis.errors import UserError
 from trellis.named import Axis, Keep, NamedArray, ones
-from trellis.nn.attend import attend
+from trellis.nn.attention import attend
 from trellis.nn.initializers import constant, weight
 from trellis.nn.moe import Routed, Way, check_count, choose, limit, measure, mix, score, shift
 from trellis.nn.norm import RMSNorm

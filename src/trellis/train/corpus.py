@@ -1,8 +1,6 @@
 """From a run's data to batches: the training data, the validation sets and the tokenizer."""
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from trellis.data import (
     Batches,
@@ -17,10 +15,9 @@ from trellis.data import (
 )
 from trellis.data.order import Shuffle
 from trellis.errors import UserError
+from trellis.files import cache_folder
 from trellis.run.config import Run
-from trellis.run.data import Embedded
-from trellis.run.data import Mixture as MixtureConfig
-from trellis.run.data import Store as StoreConfig
+from trellis.run.data import EmbeddedSource, MixtureSource, StoreSource
 from trellis.train.evaluation import ValidationSet
 
 _PACKINGS = {"concatenate": "chunk", "pack": "best_fit", "pad": "pad"}
@@ -40,10 +37,11 @@ class Corpus:
     validation: dict[str, ValidationSet]
     tokenizer: Tokenizer | None
 
-
-def cache_folder() -> Path:
-    """Where the embedded corpus is kept as tokens: the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trellis" / "data"
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all that is trained on."""
+        data = self.batches.data
+        return sum(store.num_tokens for store in (data.stores.values() if isinstance(data, Mixture) else [data]))
 
 
 def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
@@ -66,14 +64,16 @@ def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
         if tokenizer is not None and _tokenizer_of(store) is not None:
             check_tokenizer(store, tokenizer)
     sizes = [(entry.step, entry.size) for entry in run.batch_sizes()]
-    packing = _PACKINGS[data.packing]
+    rows = {
+        "sequence_length": data.sequence_length,
+        "packing": _PACKINGS[data.packing],
+        "mask_documents": data.mask_documents,
+    }
     shuffle = Shuffle(block=data.shuffle_block if data.shuffle_block > 1 else None)
-    batches = Batches(
-        source, sequence_length=data.sequence_length, batch_size=sizes, seed=data.seed, packing=packing, shuffle=shuffle
-    )
-    options = {"sequence_length": data.sequence_length, "batch_size": sizes[0][1], "packing": packing, "shuffle": False}
+    batches = Batches(source, batch_size=sizes, seed=data.seed, shuffle=shuffle, **rows)
+    in_order = {"batch_size": sizes[0][1], "shuffle": False, "max_epochs": 1, "pad_last": True, **rows}
     validation = {
-        name: ValidationSet(Batches(store, max_epochs=1, pad_last=True, **options), store, run.evaluation.batches)
+        name: ValidationSet(Batches(store, **in_order), store, run.evaluation.batches)
         for name, store in held_out.items()
     }
     return Corpus(batches=batches, validation=validation, tokenizer=tokenizer)
@@ -82,18 +82,18 @@ def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
 def _stores(run: Run, progress: bool) -> tuple[TokenStore | Mixture, dict[str, TokenStore]]:
     source = run.data.source
     match source:
-        case Embedded(vocab=vocab):
-            found = embedded_stores(cache_folder(), vocab, progress=progress)
+        case EmbeddedSource(vocab=vocab):
+            found = embedded_stores(cache_folder("data"), vocab, progress=progress)
             return found["train"], {"validation": found["validation"]}
-        case StoreConfig(path=path, validation=validation):
+        case StoreSource(path=path, validation=validation):
             return Store.open(path), {"validation": Store.open(validation)} if validation else {}
-        case MixtureConfig(parts=parts):
+        case MixtureSource(parts=parts):
             stores = {part.name: Store.open(part.path) for part in parts}
             held_out = {part.name: Store.open(part.validation) for part in parts if part.validation}
             return _mixture(source, stores, held_out), held_out
 
 
-def _mixture(config: MixtureConfig, stores: dict, held_out: dict) -> Mixture:
+def _mixture(config: MixtureSource, stores: dict, held_out: dict) -> Mixture:
     weights = {p.name: [(0, p.weight)] if not isinstance(p.weight, tuple) else p.weight for p in config.parts}
     pairs = {name: [w if isinstance(w, tuple) else (w.step, w.weight) for w in ws] for name, ws in weights.items()}
     starts = sorted({step for given in pairs.values() for step, _ in given})

@@ -7,10 +7,11 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
-from trellis.checkpoint.manifest import write_json
+from trellis.files import cache_folder, write_json
 from trellis.hardware.peak import matmul_peak
 from trellis.nn.parameters import Role, parameters
-from trellis.train.compilation import cache_folder
+from trellis.train.assemble import Assembled
+from trellis.train.metrics import Work
 
 
 def matmul_parameters(model: Any) -> int:
@@ -58,7 +59,7 @@ def known_peak(devices: Sequence[Any], dtype: str) -> float | None:
     peak = matmul_peak(devices, dtype)
     if peak is None or devices[0].platform != "cpu":
         return peak
-    path = cache_folder() / "peaks.json"
+    path = cache_folder("compiled") / "peaks.json"
     key = f"{platform.node()}, {os.cpu_count()} cores, {dtype}"
     try:
         found = json.loads(path.read_text())
@@ -68,3 +69,14 @@ def known_peak(devices: Sequence[Any], dtype: str) -> float | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, found | {key: peak})
     return max(peak, found.get(key, 0.0))
+
+
+def work_of(assembled: Assembled) -> Work:
+    """What a token of a run costs, and what its devices could do."""
+    run, model = assembled.run, assembled.abstract.model
+    length = run.data.sequence_length
+    return Work(
+        flops_per_token=flops_per_token(model, length),
+        noncausal_flops_per_token=flops_per_token(model, length, causal=False),
+        peak_flops=known_peak(assembled.layout.mesh.devices.flat, run.precision.compute),
+    )

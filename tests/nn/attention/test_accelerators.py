@@ -12,7 +12,7 @@ from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
 from trellis.mesh.meshes import make_mesh
 from trellis.mesh.topology import slice_devices
-from trellis.nn.attention import attention
+from trellis.nn.attention import dot_product_attention as attention
 from trellis.nn.attention.dispatch import AttentionError
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.reference import reference_attention

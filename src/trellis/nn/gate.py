@@ -1,0 +1,54 @@
+"""The gate of SwiGLU (Shazeer, 2020, arXiv:2002.05202), with gradients that are made once."""
+
+import jax
+
+from trellis.mesh.platform import platform_of
+from trellis.named import is_named, silu
+from trellis.named.elementwise import rounded_once
+
+
+def swiglu(gate, up):
+    """`silu(gate) * up`, of named or plain arrays.
+
+    On TPUs the two gradients are made before the four products that read them. Left alone, the compiler makes them
+    anew inside each of these products, which then wait for the vector units: by its own schedule that costs 7 % of a
+    step of an 8B model on v5e (libtpu 0.0.42). On CPUs the backward pass makes the sigmoid again
+    instead of keeping it.
+
+    >>> swiglu(tr.zeros({"mlp": 2}), tr.ones({"mlp": 2}))
+    f32[mlp=2]
+    [0. 0.]
+    """
+    if not is_named(gate):
+        return _fenced(gate, up)
+    if gate.names != up.names or platform_of(gate.array) not in ("tpu", "cpu"):
+        return silu(gate) * up
+    return gate.with_array(_fenced(gate.array, up.array))
+
+
+@jax.custom_vjp
+def _fenced(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return _gated(gate, up)
+
+
+_gated = rounded_once(lambda gate, up: jax.nn.silu(gate) * up)
+
+
+def _forward(gate, up):
+    return _gated(gate, up), (gate, up)
+
+
+def _backward(kept, d_out):
+    # On a CPU the fence keeps the compiler from taking the forward pass's sigmoid, and so from keeping it.
+    gate, up = jax.lax.optimization_barrier(kept) if platform_of(kept[0]) == "cpu" else kept
+    return jax.lax.optimization_barrier(_gradients(gate, up, d_out))
+
+
+@rounded_once
+def _gradients(gate, up, d_out):
+    share = jax.nn.sigmoid(gate)
+    d_gate = d_out * up * share * (1 + gate * (1 - share))
+    return d_gate, d_out * gate * share
+
+
+_fenced.defvjp(_forward, _backward)

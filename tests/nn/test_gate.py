@@ -1,0 +1,43 @@
+"""The fenced gate against the plain one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from trellis.named import named
+from trellis.nn import swiglu
+
+
+def test_the_fence_changes_no_number():
+    gate, up, cotangent = jax.random.normal(jax.random.key(0), (3, 4, 16))
+    value, pull = jax.vjp(swiglu, gate, up)
+    expected, plain = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
+    np.testing.assert_array_equal(value, expected)
+    for mine, theirs in zip(pull(cotangent), plain(cotangent)):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-6)
+
+
+def test_in_bfloat16_a_cpu_rounds_values_and_gradients_once():
+    wide = jax.random.normal(jax.random.key(0), (3, 4, 16)).astype(jnp.bfloat16).astype(jnp.float32)
+    value, pull = jax.vjp(swiglu, *wide[:2].astype(jnp.bfloat16))
+    expected, plain = jax.vjp(swiglu, *wide[:2])
+    found = (value, *pull(wide[2].astype(jnp.bfloat16)))
+    for mine, exact in zip(found, (expected, *plain(wide[2])), strict=True):
+        np.testing.assert_array_equal(mine, exact.astype(jnp.bfloat16))
+
+
+def test_fences_of_each_platform():
+    """Of the gradients on TPUs; of what they are made of, too, on CPUs; none on GPUs."""
+
+    def traced(platform):
+        mesh = AbstractMesh(
+            (2,), ("data",), (AxisType.Explicit,), abstract_device=AbstractDevice(platform, None, platform)
+        )
+        with jax.sharding.use_abstract_mesh(mesh):
+            x = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
+            loss = lambda a, b: swiglu(named(a, "batch mlp"), named(b, "batch mlp")).array.astype(jnp.float32).sum()
+            return str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, x)).count(" optimization_barrier ")
+
+    assert [traced(platform) for platform in ("tpu", "cpu", "cuda")] == [1, 2, 0]
