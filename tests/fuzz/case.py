@@ -189,10 +189,10 @@ class Case:
         return fn if run == "eager" else f"{run}({fn})"
 
     def forward(self) -> str:
-        """The function that takes a derivative forward, along the cosines of the arguments."""
+        """The function that takes a derivative forward, along their hyperbolic tangents."""
         names = [x.value.var for x in self.inputs]
         moving = ", ".join(names[i] for i in self.floats())
-        tangents = ", ".join(f"jax.tree.map(jnp.cos, {names[i]})" for i in self.floats())
+        tangents = ", ".join(f"jax.tree.map(jnp.tanh, {names[i]})" for i in self.floats())
         comma = "," if len(self.floats()) == 1 else ""
         return "\n".join(
             (

@@ -249,7 +249,7 @@ def derivative(s: Scope, grow: Grow):
     s.require(s.derived)
     param = s.param(x.dims, x)
     fn = body(s, grow, [param])
-    along = f"jax.tree.map(jnp.cos, {x.var})", f"jnp.cos({x.var})"
+    along = f"jax.tree.map(jnp.tanh, {x.var})", f"jnp.tanh({x.var})"
     if s.chance(0.6):
         loss = Function(fn.name, fn.params, fn.statements, fn.returns, loss=True)
         if s.chance(0.7):

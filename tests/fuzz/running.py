@@ -28,7 +28,8 @@ class Outcome:
     """What came of a case.
 
     Attributes:
-        what: "right"; "kept out", refused as it is to be; or a failure: "wrong", "foreign" (an error that is not ours),
+        what: "right"; "kept out", refused as it is to be; "unsteady", wrong, but so sensitive to rounding that the plain
+            program differs as much when its inputs do in the last place; or a failure: "wrong", "foreign" (an error that is not ours),
             "accepted" (a broken program that ran), "refused" (a program that breaks no rule).
         detail: the error, or where values differ.
         rule: of an error, its kind and first words, without names and numbers.
@@ -78,7 +79,21 @@ def run(case: Case) -> Outcome:
         return _refused(error, case)
     if case.must:
         return Outcome("accepted", f"{case.broken}: not refused", case.broken)
-    return _compare(got, expected, case)
+    outcome = _compare(got, expected, case)
+    if outcome.rule == "value" and not _steady(case, space, expected):
+        return Outcome("unsteady", outcome.detail)
+    return outcome
+
+
+def _steady(case: Case, space: dict, expected) -> bool:
+    """Whether the plain program gives nearly the same where its inputs differ by a rounding error."""
+    rng = np.random.default_rng(case.seed)
+    for x in case.inputs:
+        value = space[x.value.var]
+        if value.dtype.kind == "f":
+            space[x.value.var] = value * (1 + 3e-7 * rng.choice([-1, 1], size=value.shape)).astype(np.float32)
+    shaken = jax.tree.map(np.asarray, eval(case.plain_call(), space))
+    return _compare(shaken, expected, case, TOLERANCE / 10).what == "right"
 
 
 def _run_ours(case: Case):
@@ -184,6 +199,8 @@ def _refused(error: Exception, case: Case) -> Outcome:
     rule = re.sub(r"'[^']*'|\d+|\b[xhf]\d+", "_", rule)
     if isinstance(error, WrongNames | StaleLayout | WrongPlace):
         return Outcome("wrong", text, type(error).__name__)
+    if case.broken == "jax.numpy on partial sums" and re.search("unreduced|U:", text):
+        return Outcome("kept out", text, "JAX: " + rule)
     if not own(error):
         where = [f for f in traceback.extract_tb(error.__traceback__) if "/src/trellis/" in f.filename]
         if where:
@@ -194,7 +211,7 @@ def _refused(error: Exception, case: Case) -> Outcome:
     return Outcome("refused", f"{type(error).__name__}: {text}", rule)
 
 
-def _compare(got, expected, case: Case) -> Outcome:
+def _compare(got, expected, case: Case, tolerance: float = TOLERANCE) -> Outcome:
     mine, theirs = jax.tree.leaves(got), jax.tree.leaves(expected)
     if case.derivative == "forward":  # tangents of integers have no values
         keep = [i for i, leaf in enumerate(theirs) if leaf.dtype != jax.dtypes.float0]
@@ -217,7 +234,7 @@ def _compare(got, expected, case: Case) -> Outcome:
                 continue
             scale = float(np.max(np.abs(b), initial=0.0))
             off = float(np.max(np.abs(a - b), initial=0.0)) if np.isfinite(a).all() else math.inf
-            if not off <= TOLERANCE * scale + 1e-5:
+            if not off <= tolerance * (scale + 0.03):
                 return Outcome("wrong", f"result {i} is off by {off:.3g} of {scale:.3g}:\n{a}\nexpected\n{b}", "value")
         elif not np.array_equal(a, b):
             return Outcome("wrong", f"result {i}:\n{a}\nexpected\n{b}", "value")
