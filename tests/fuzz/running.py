@@ -30,8 +30,8 @@ class Outcome:
     Attributes:
         what: "right"; "kept out", refused as it is to be; "unsteady", wrong, but so sensitive to rounding that the
             plain program differs, too, when its inputs do in the last place; or a failure: "wrong", "foreign" (an error
-            that is not ours), "accepted" (a broken program that ran), "refused" (a program that breaks no rule), "ledger",
-            "hang", "crash".
+            that is not ours), "accepted" (a broken program that ran), "refused" (a program that breaks no rule),
+            "ledger" (other bytes than in the compiled program), "hang", "crash".
         detail: the error, or where values differ.
         rule: of an error, its kind and first words, without names and numbers.
     """
