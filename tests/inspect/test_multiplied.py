@@ -1,4 +1,4 @@
-"""What a parameter is declared for is what the program does with it: weights are operands of products, others are not."""
+"""What a parameter is declared for is what the program does with it: weights are operands of products."""
 
 import jax
 import jax.numpy as jnp
