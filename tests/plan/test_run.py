@@ -12,15 +12,15 @@ from trellis.errors import UserError
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
 from trellis.inspect import Memory
+from trellis.pages.plan import page
 from trellis.plan import compile as compiling
-from trellis.plan.adapting import adapt, data_sizes
+from trellis.plan.adapt import adapt, data_sizes
 from trellis.plan.advice import advice
-from trellis.plan.page import page
 from trellis.plan.prepared import prepare
 from trellis.plan.quick import quick_plan
 from trellis.plan.search import Candidate, best, frontier_text, search, variants, why_lost
-from trellis.plan.show import as_json, text
 from trellis.plan.sketch import Sketch
+from trellis.plan.text import as_json, text
 from trellis.plan.verdict import judge, verdict_text
 from trellis.recipes import load_run
 from trellis.run.schema import FrozenMap
