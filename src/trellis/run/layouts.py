@@ -19,14 +19,17 @@ Preset = Literal[
     "auto", "single", "data", "fsdp", "expert", "tensor", "fsdp_tensor", "fsdp_tensor_sequence", "context", "hybrid"
 ]
 
+Kind = Literal["ring", "gather", "exchange"]
+
 _DATA = "data/data_y/data_z"
+_CONTEXT = "context/context_y"
 _BATCH = f"replica/{_DATA}/expert/stage"
 _LAYERS = {"layers": "stage"}
 _TENSOR = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
 _EXPERTS = {"experts": "expert"}
 
 # Maps in use and at rest. Mesh axes that a mesh does not have, or has with size 1, drop out; of two names in one array
-# that want the same mesh axis, the earlier entry gets it. So `pos: context/model` at the end slices positions over
+# that want the same mesh axis, the earlier entry gets it. So `pos: .../model` at the end slices positions over
 # `model` exactly where heads or the feed-forward width are not there to be sliced: sequence parallelism.
 _KINDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "data": ({}, {"batch": _BATCH}),
@@ -38,10 +41,10 @@ _KINDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {**_EXPERTS, **_TENSOR, "embed": _DATA},
         {**_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": "model"},
     ),
-    "context": ({"embed": f"{_DATA}/context"}, {"batch": _BATCH, "pos": "context"}),
+    "context": ({"embed": f"{_DATA}/{_CONTEXT}"}, {"batch": _BATCH, "pos": _CONTEXT}),
     "hybrid": (
-        {**_EXPERTS, **_TENSOR, "embed": f"{_DATA}/context"},
-        {**_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": "context/model"},
+        {**_EXPERTS, **_TENSOR, "embed": f"{_DATA}/{_CONTEXT}"},
+        {**_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": f"{_CONTEXT}/model"},
     ),
 }
 # Each of them with the layers over the stages of a pipeline, before the batch: what is left of its axes is the batch's.
@@ -69,6 +72,8 @@ class MeshSizes:
     """Slices of a layer's experts, and of the batch."""
     context: int = 1
     """Slices of a sequence's positions."""
+    context_y: int = 1
+    """More of the same across slower links, or along a second dimension of a TPU's torus."""
     model: int = 1
     """Slices of heads, feed-forward width and vocabulary: tensor parallelism."""
 
@@ -130,6 +135,11 @@ class LayoutChoice:
     """Refuse operations that would gather a sliced axis on their own (sort, cumsum, top_k)."""
     mode: Literal["explicit", "auto"] = "explicit"
     """Who places communication: the types, or the compiler."""
+    context: Kind = "ring"
+    """How attention reaches keys of other slices along mesh.context: ring passes keys and values from device to device
+    beside the kernels, gather gathers them, exchange swaps slices of positions for slices of heads and back."""
+    context_y: Kind | None = None
+    """The same along mesh.context_y; as along mesh.context where it is not given. Rings come first, exchanges last."""
     overlap: tuple[Literal["mlp", "heads"], ...] = ()
     """Products that hide their communication, in rings: mlp for those into and out of the feed-forward width, heads for
     the queries', keys', values' and output projections. Needs positions sliced over the same mesh axis."""
@@ -151,6 +161,19 @@ class LayoutChoice:
                         )
         if self.overlap:
             self._check_overlap()
+        order = ("ring", "gather", "exchange")
+        if order.index(self.context) > order.index(self.kinds["context_y"]):
+            raise UserError(
+                "Keys go around a ring first, then they are gathered, then positions are exchanged for heads.",
+                seen=f"context={self.context}, context_y={self.context_y}",
+                where="context_y",
+                fix=f"use --layout.context {self.context_y} --layout.context_y {self.context}",
+            )
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """How attention reaches other slices' keys along each mesh axis of positions."""
+        return {"context": self.context, "context_y": self.context_y or self.context}
 
     def _check_overlap(self) -> None:
         if self.mode == "auto":
@@ -239,6 +262,7 @@ def make_layout(
         gather=choice.gather,
         strict=choice.strict,
         overlap=overlap,
+        context={axis: kind for axis, kind in choice.kinds.items() if axis in sizes},
         pipeline_microbatches=choice.pipeline_microbatches,
     )
 
