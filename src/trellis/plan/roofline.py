@@ -154,7 +154,7 @@ def work_line(piece: Piece, chip: Chip) -> Line:
         matrix = piece.flops / rate
         vector = 0.0  # the kernel's efficiency has it
     elif piece.flops:
-        peak = chip.fp8_flops if "float8" in piece.dtype else chip.bf16_flops
+        peak = {"float8": chip.fp8_flops, "int8": chip.int8_flops}.get(piece.dtype.partition("_")[0], chip.bf16_flops)
         slower = {"float32": 1 / chip.float32_share, "float64": 32}.get(piece.dtype, 1)
         rate = peak * chip.matmul_efficiency / padded(piece.dims, min(chip.tile, 128)) / slower
         if all(piece.dims):
