@@ -137,11 +137,14 @@ class Layout:
         """The mesh axes of each name, when these names meet in one array or operation."""
         return _assign(self, tuple(names), which)
 
-    def without(self, *axes: str) -> "Layout":
-        """The same maps without some mesh axes: the layout of a program that is mapped over them."""
+    def without(self, *axes: str, mapped: bool = True) -> "Layout":
+        """The same maps without some mesh axes: the layout of a program that is mapped over them.
+
+        With `mapped=False` of one that runs along them in turns, the same values on all their devices.
+        """
         drop = lambda entries: tuple((name, tuple(a for a in mine if a not in axes)) for name, mine in entries)
-        mapped = (*self.mapped, *axes)
-        return self._with(params=drop(self.params), compute=drop(self.compute), mapped=mapped)
+        over = (*self.mapped, *axes) if mapped else self.mapped
+        return self._with(params=drop(self.params), compute=drop(self.compute), mapped=over)
 
     def with_dealt(self, axes: Sequence[str]) -> "Layout":
         """The same layout for arrays whose positions are dealt out over mesh axes (of none: are in natural order)."""

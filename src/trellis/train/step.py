@@ -25,6 +25,7 @@ from trellis.notation.state import mode_of, state_of
 from trellis.optim import all_finite, select
 from trellis.optim.averaging import average as moving_average
 from trellis.run.config import Precision
+from trellis.train.stages import pipelined, stages_of
 from trellis.train.state import TrainState, in_use
 
 Metrics = dict[str, jax.Array]
@@ -169,6 +170,17 @@ def measured_gradients(model, batch: Batch, options: StepOptions, key=None):
         return sums.total * scale, (sums, routed)
 
     to_use = lambda params: in_use(params, options.precision)
+    if (axis := stages_of(model)) is not None:
+
+        def of_part(params, part, index):
+            mine = None if key is None else jax.random.fold_in(key, index)
+            return mean_loss(params, part.named(), mine)
+
+        use, pull = jax.vjp(lambda params: _copied(to_use(params)), model)
+        cut = lambda batch, count: _parts(batch, count)[1]
+        (sums, routed), total = pipelined(use, batch, cut, of_part, axis)
+        (gradients,) = pull(jax.tree.map(lambda g, p: g.astype(p.dtype), total, use))
+        return sums, routed, gradients
     if options.microbatches == 1:
         (_, found), gradients = jax.value_and_grad(lambda p: mean_loss(to_use(p), batch, key), has_aux=True)(model)
         return *found, gradients
