@@ -127,7 +127,7 @@ def join(m: Slices):
     x = m.pick()
     name = m.s.one([n for n in x.value.names if not x.of(n)])
     y = m.pick(lambda h: h.plain and h.axes == x.axes and h.value.dims == x.value.dims)
-    new = m.s.new_name(*x.value.names)
+    new = m.s.fresh("n")  # a name has one length in the call, so each stack makes its own
     text = f"jnp.stack([{x.value.var}, {y.value.var}], axis={x.value.axis(name)})"
     i = x.value.axis(name)
     value = m.s.value((*x.value.dims[:i], (new, 2), *x.value.dims[i:]))
