@@ -8,7 +8,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(add
 # A `pip.conf` or environment that asks for user installs would miss the virtual environment.
 export PIP_USER = 0
 
-.PHONY: train test fuzz lint format lock clean
+.PHONY: train test fuzz site lint format lock clean
 
 train: .venv/core.stamp
 	$(BIN)/trellis train
@@ -21,6 +21,10 @@ COUNT ?= 1000
 SEED ?= 0
 fuzz: .venv/test.stamp
 	$(BIN)/python -m tests.fuzz --count $(COUNT) --seed $(SEED) $(OPTIONS)
+
+# The documents as a site, in build/site: open build/site/index.html.
+site: .venv/test.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check

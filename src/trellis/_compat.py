@@ -1,9 +1,12 @@
 """The few private names of JAX that Trellis needs, each with the versions it was tried on."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 
 
@@ -60,3 +63,113 @@ def keep_mapped_axes_sharded() -> None:
         return original(ctx, mesh, manual_axes, aval.sharding.spec if typed else spec, aval)
 
     module._shardy_shard_map_sharding = sharding
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SplashTable:
+    """Which blocks of a tile the splash kernel computes, forward and backward, and how; arrays are numpy's."""
+
+    forward: Any
+    queries: Any
+    keys: Any
+    settings: dict[str, Any]
+
+
+def splash_table(mask, heads: int, block_sizes, logit_softcap: float | None, interpret: bool) -> SplashTable:
+    """The tables of one mask for all heads. Built of numpy, so that any trace may close over them.
+
+    The kernel's parts are private names of a module of `jax.experimental`, in JAX 0.10.2 to 0.12.0: its public function
+    gives no log of the sums where a gradient is taken, and its gradient takes none.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
+
+    whole, one = masks.MultiHeadMask([mask] * heads), dict(head_shards=1, q_seq_shards=1)
+    b = block_sizes
+    forward, function = info.process_mask(whole, (b.block_q, b.block_kv), **one)
+    queries, _ = info.process_mask(whole, (b.block_q_dq, b.block_kv_dq), **one)
+    keys, _ = info.process_mask_dkv(whole, (b.block_q_dkv, b.block_kv_dkv), **one)
+    settings = dict(
+        mask_value=kernel.DEFAULT_MASK_VALUE,
+        is_mqa=False,
+        block_sizes=b,
+        residual_checkpoint_name=None,
+        mask_function=function,
+        attn_logits_soft_cap=logit_softcap,
+        interpret=interpret,
+    )
+    return SplashTable(forward, queries, keys, settings)
+
+
+def splash_forward(table: SplashTable, q, k, v, ids) -> tuple[jax.Array, jax.Array]:
+    """`batch heads pos head_dim`, and the log of the sums, `f32["batch heads pos"]`; queries are scaled already."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+
+    def one(q, k, v, ids):
+        segments = None if ids is None else kernel.SegmentIds(*ids)
+        with jax.numpy_dtype_promotion("standard"):
+            return kernel._splash_attention(
+                table.forward, None, None, q, k, v, segments, save_residuals=True, **table.settings
+            )
+
+    out, (log_sum,) = jax.vmap(one)(q, k, v, ids)
+    return out, log_sum
+
+
+def splash_backward(table: SplashTable, q, k, v, ids, out, log_sum, d_out):
+    """The gradients of a tile, of which `out` and `log_sum` are the result and the log of the sums over all keys."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+
+    names = "mask_value is_mqa block_sizes residual_checkpoint_name mask_function attn_logits_soft_cap interpret"
+    settings = [table.settings[name] for name in names.split()]
+
+    def one(q, k, v, ids, out, log_sum, d_out):
+        kept = q, k, v, None if ids is None else kernel.SegmentIds(*ids), None, out, log_sum, table.queries, table.keys
+        with jax.numpy_dtype_promotion("standard"):
+            return kernel._splash_attention_bwd(False, *settings, kept, d_out)[3:6]
+
+    return jax.vmap(one)(q, k, v, ids, out, log_sum, d_out)
+
+
+def _cudnn():
+    import importlib
+
+    return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+
+
+def _cudnn_settings(q, mask, causal: bool, window: int | None, scale: float) -> tuple[Any, dict[str, Any]]:
+    """Hidden keys as scores to add, and the kernel's settings."""
+    fused = _cudnn()
+    none = jnp.zeros(0, q.dtype)
+    # As JAX does: cuDNN subtracts large scores, so they are not as large as they can be.
+    hidden = none if mask is None else jnp.where(mask, jnp.zeros((), q.dtype), fused.get_large_negative_number(q.dtype))
+    kind = fused.MaskType.CAUSAL if causal else fused.MaskType.NO_MASK
+    settings = dict(
+        scale=scale,
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(mask is not None, False),
+        mask_type=kind,
+        layout=fused.AttentionLayout.BTNH.value,
+        sliding_window_length=window,
+    )
+    return (hidden, *[none] * 6), settings
+
+
+def cudnn_forward(q, k, v, *, mask, causal: bool, window: int | None, scale: float) -> tuple[jax.Array, jax.Array]:
+    """`batch pos heads head_dim`, and the log of the sums, `f32["batch heads pos"]`.
+
+    `jax.nn.dot_product_attention` rounds the log to bfloat16, and its gradient takes none. The primitives are private,
+    in JAX 0.10.2 to 0.12.0.
+    """
+    rest, settings = _cudnn_settings(q, mask, causal, window, scale)
+    _cudnn().check_cudnn_version()
+    out, log_sum = _cudnn()._dot_product_attention_fwd_p_wrapper.bind(q, k, v, *rest, is_training=True, **settings)
+    return out, log_sum
+
+
+def cudnn_backward(q, k, v, out, log_sum, d_out, *, mask, causal: bool, window: int | None, scale: float):
+    """The gradients of a tile, of which `out` and `log_sum` are the result and the log of the sums over all keys."""
+    rest, settings = _cudnn_settings(q, mask, causal, window, scale)
+    return _cudnn()._dot_product_attention_bwd_p_wrapper.bind(q, k, v, *rest, log_sum, out, d_out, **settings)[:3]

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.train.small import trellis
+from trellis.train import checks
 from trellis.train.trackers import read_lines
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -51,7 +52,7 @@ def test_a_run_from_its_first_step_to_its_report(run_file, tmp_path, capsys):
     assert code == 2
     assert "A run folder holds one run, and the command that started it resumes it." in err
     assert "learning_rate" in err and f"where: {folder / 'run.yaml'}" in err
-    assert f"resume what is there: trellis train {folder / 'run.yaml'} --run-dir {folder}" in err
+    assert f"resume what is there: trellis train {folder}" in err
 
 
 def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
@@ -59,3 +60,154 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
     assert code == 2
     assert "A run's folder lies in a file system." in err and "seen:  gs://bucket/run" in err
     assert "where: --run-dir" in err and "fix:   mount the bucket (gcsfuse, s3fs) and give the folder" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--batch_size", 7, "--devices", 8),
+            [
+                "A batch is split evenly over the mesh axes of `batch` and into microbatches.",
+                "batch_size=7 over data=8",
+                "batch_size",
+                "use --batch_size 8",
+            ],
+        ),
+        (
+            ("--batch_size", 18, "--microbatches", 3, "--devices", 8, "--mesh.model", 2),
+            [
+                "A batch is split evenly over the mesh axes of `batch` and into microbatches.",
+                "batch_size=18 over data=4 x microbatches=3 = 12",
+                "batch_size",
+                "use --batch_size 12 or 24",
+            ],
+        ),
+        (
+            ("--data.sequence_length", 31, "--mesh.context", 2, "--devices", 8),
+            [
+                "A sequence is split evenly over the mesh axes of `pos`.",
+                "data.sequence_length=31 over context=2",
+                "data.sequence_length",
+                "use --data.sequence_length 30 or 32",
+            ],
+        ),
+        (
+            ("--layout.compute.nosuch", "data", "--devices", 8),
+            [
+                "A layout names axes of the model.",
+                "`nosuch`",
+                "layout.compute.nosuch",
+                "use one of: batch, embed, head_dim, heads, key_pos, kv_heads, layers, mlp, pos, vocab",
+            ],
+        ),
+        (
+            ("--layout.params.embd", "data", "--devices", 8),
+            ["A layout names axes of the model.", "`embd`", "layout.params.embd", "did you mean `embed`?"],
+        ),
+        (
+            ("--run-dir", "/dev/null/x"),
+            [
+                "A run's folder can be made and written.",
+                "Not a directory",
+                "/dev/null/x",
+                "give another --run-dir, in a folder that is yours",
+            ],
+        ),
+        (
+            ("--batch_size", 4, "--devices", 4, "--model.embed", 30, "--mesh.data", 4),
+            [
+                "Mesh axes divide what they slice.",
+                "model.embed=30 over data=4",
+                "model.embed",
+                "use --model.embed 28 or 32",
+            ],
+        ),
+        (
+            ("--precision.exceptions.noorm", "float32"),
+            [
+                "A part of a parameter's name is part of the name of at least one.",
+                "`noorm`",
+                "precision.exceptions",
+                "did you mean `norm` or `mlp_norm`?",
+            ],
+        ),
+        (
+            ("--weight_decay_exclude", "norm,bias,vocabulary"),
+            [
+                "A part of a parameter's name is part of the name of at least one.",
+                "`vocabulary`",
+                "weight_decay_exclude",
+                "did you mean `vocab`?",
+            ],
+        ),
+        (
+            ("--remat.policy", "saved", "--remat.names", "mlp_hidden"),
+            [
+                "What is kept by name is marked so by the model.",
+                "`mlp_hidden`",
+                "remat.names",
+                "use one of: attention, key, mlp_gate, mlp_up, query, value",
+            ],
+        ),
+        (
+            ("--model.mlp", 2147483647, "--layout.preset", "single"),
+            [
+                "A run's state and its step fit into the memory that there is.",
+                "4.50 TiB at least on 1 x cpu, which have 16.0 GiB together",
+                "the run",
+                "use a smaller model or batch, or more devices; `trellis memory` shows what each device holds",
+            ],
+        ),
+        (
+            ("--compiler_options.nosuch", "1", "--layout.preset", "single"),
+            [
+                "A compiler knows the options that it is given, and takes their values.",
+                "INVALID_ARGUMENT: No such compile option: 'nosuch'",
+                "compiler_options",
+                "leave it out, or write it as this platform's XLA does",
+            ],
+        ),
+        (
+            ("--until", -1),
+            [
+                "A run pauses after some steps, or none.",
+                "-1",
+                "--until",
+                "use --until 0 for the first checkpoint alone",
+            ],
+        ),
+    ],
+)
+def test_what_a_run_cannot_be_is_said_in_four_parts(run_file, tmp_path, capsys, monkeypatch, options, message):
+    monkeypatch.setattr(checks, "memory_of_machine", lambda: 16 << 30)
+    where = () if "--run-dir" in options else ("--run-dir", tmp_path / "run")
+    code, _, err = trellis(capsys, "train", run_file, *where, *options)
+    rule, seen, where, fix = message
+    assert (code, err) == (2, f"trellis: {rule}\n  seen:  {seen}\n  where: {where}\n  fix:   {fix}\n")
+
+
+def test_a_step_that_is_too_large_is_refused_before_it_is_compiled(run_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(checks, "memory_of_machine", lambda: 3 << 20)
+    options = ("--run-dir", tmp_path / "run", "--layout.preset", "single", "--batch_size", 512, "--microbatches", 1)
+    code, _, err = trellis(capsys, "train", run_file, *options)
+    assert code == 2 and "A run's state and its step fit into the memory that there is." in err
+    assert "at least on 1 x cpu, which have 3.00 MiB together" in err
+    code, _, err = trellis(capsys, "train", run_file, *options, "--microbatches", 128, "--until", 1)
+    assert code == 0, "and may then be corrected"
+
+
+@pytest.mark.slow
+def test_a_run_is_paused_before_its_first_step_and_resumed_by_its_folder(run_file, tmp_path, capsys):
+    folder = tmp_path / "run"
+    code, _, err = trellis(capsys, "train", run_file, "--run-dir", folder, "--until", 0, "--layout.preset", "single")
+    assert code == 0, err
+    assert (folder / "checkpoints" / "step-00000000" / "manifest.json").exists()
+    assert not read_lines(folder / "metrics.jsonl")
+    code, out, err = trellis(capsys, "train", folder, "--until", 2)
+    assert code == 0, err
+    assert f"folder   {folder}" in out
+    assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [1, 2]
+    code, _, err = trellis(capsys, "train", folder / "run.yaml", "--run-dir", folder)
+    assert code == 0 and "resuming after step 2" in err
+    assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]

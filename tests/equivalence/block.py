@@ -26,13 +26,13 @@ LAYOUTS = {
 }
 
 
-def layout_of(name: str, mode: str = "explicit") -> tr.Layout:
+def layout_of(name: str, mode: str = "explicit", kind: str = "ring") -> tr.Layout:
     """One of `LAYOUTS` on as many devices as it takes."""
     sizes, preset = LAYOUTS[name]
     count = 1
     for size in sizes.values():
         count *= size
-    return make_layout(MeshSizes(**sizes), LayoutChoice(preset=preset, mode=mode), jax.devices()[:count])
+    return make_layout(MeshSizes(**sizes), LayoutChoice(preset=preset, mode=mode, context=kind), jax.devices()[:count])
 
 
 def parameters() -> tr.Stacked:

@@ -10,6 +10,7 @@ import pytest
 
 import trellis as tr
 from trellis.named import saving
+from trellis.nn.positions import dealt_axes
 
 from .block import BATCH, CONFIG, POS, inputs, layout_of, loss, parameters
 
@@ -19,8 +20,10 @@ WEIGHTS = 4 * (4 * CONFIG.embed * CONFIG.heads * CONFIG.head_dim + 3 * CONFIG.em
 NORMS = 4 * 2 * CONFIG.embed
 
 
-def ledger(name: str, policy=saving.nothing):
-    with layout_of(name):
+def ledger(name: str, policy=saving.nothing, kind: str = "ring"):
+    """The rows of a step; positions in slices are dealt out, as a training step does, unless they are exchanged."""
+    layout = layout_of(name, kind=kind)
+    with layout.with_dealt(dealt_axes(layout)):
         layers, (x, weights) = tr.shard(parameters()), tr.shard(inputs(), "compute")
         step = jax.value_and_grad(lambda *a: loss(*a, policy), argnums=(0, 1))
         found = tr.ledger(step, layers, x, weights)
@@ -93,14 +96,25 @@ def test_fsdp_with_tensor_gathers_a_tensor_slice():
     assert total(rows) == 3 * 3 * LAYERS * (WEIGHTS // 2 + NORMS) // 4
 
 
-def test_context_parallel_gathers_keys_and_values():
-    # Keys and values: two gathers a pass over `context`, their gradients scattered back.
-    rows = ledger("fsdp 4 x context 2")
-    keys = [row for row in rows if row.axes == ("context",)]
+@pytest.mark.parametrize(
+    "kind, forward, backward",
+    [
+        # Keys and values: two gathers a pass over `context`, their gradients scattered back.
+        ("gather", {"all-gather": 1}, {"reduce-scatter": 1}),
+        # They go around instead, and again in the backward pass, with sums of their gradients.
+        ("ring", {"permute": 1}, {"permute": 2}),
+        # Half of queries, keys, values and results, and of their gradients.
+        ("exchange", {"all-to-all": 1}, {"all-to-all": 1}),
+    ],
+)
+def test_context_parallel_moves_keys_and_values(kind, forward, backward):
+    rows = ledger("fsdp 4 x context 2", kind=kind)
     part = 2 * LAYERS * (ACTIVATION // 4) // 2
-    assert total(keys, kind="all-gather", direction="forward") == part
-    assert total(keys, kind="all-gather", direction="recomputed") == part
-    assert total(keys, kind="reduce-scatter", direction="backward") == part
+    of_keys = [row for row in rows if row.axes == ("context",)]
+    for direction, wanted in (("forward", forward), ("recomputed", forward), ("backward", backward)):
+        seen = {name: total(of_keys, kind=name, direction=direction) for name in wanted}
+        assert seen == {name: count * part for name, count in wanted.items()}
+        assert total(of_keys, direction=direction) == sum(seen.values())
     # Parameters rest over both mesh axes and are gathered over both at once.
     joint = [row for row in rows if set(row.axes) == {"data", "context"}]
     assert total(joint) == 3 * 7 * LAYERS * (WEIGHTS + NORMS) // 8

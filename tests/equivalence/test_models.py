@@ -29,7 +29,17 @@ LAYOUTS = {
     "tensor": (MeshSizes(data=1, model=4), LayoutChoice(preset="tensor", params=WHOLE, compute=WHOLE)),
     "fsdp_tensor": (MeshSizes(data=4, model=2), LayoutChoice(preset="fsdp_tensor")),
     "sequence": (MeshSizes(data=4, model=2), LayoutChoice(preset="fsdp_tensor_sequence")),
-    "context": (MeshSizes(data=4, context=2), LayoutChoice(preset="context")),
+    "ring": (MeshSizes(data=2, context=4), LayoutChoice(preset="context")),
+    "gather": (MeshSizes(data=4, context=2), LayoutChoice(preset="context", context="gather")),
+    "exchange": (MeshSizes(data=4, context=2), LayoutChoice(preset="context", context="exchange")),
+    "ring, gather, heads": (
+        MeshSizes(data=1, context=2, context_y=2, model=2),
+        LayoutChoice(preset="hybrid", context="ring", context_y="gather"),
+    ),
+    "ring, exchange": (
+        MeshSizes(data=1, context=4, context_y=2),
+        LayoutChoice(preset="context", context="ring", context_y="exchange"),
+    ),
     "hybrid": (MeshSizes(replica=2, data=2, model=2), LayoutChoice(preset="hybrid")),
     "pipeline": (MeshSizes(stage=2, data=2, model=2), LayoutChoice(preset="fsdp_tensor_sequence")),
     "pipeline, context": (

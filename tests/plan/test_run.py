@@ -12,15 +12,15 @@ from trellis.errors import UserError
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
 from trellis.inspect import Memory
+from trellis.pages.plan import page
 from trellis.plan import compile as compiling
-from trellis.plan.adapting import adapt, data_sizes
+from trellis.plan.adapt import adapt, data_sizes
 from trellis.plan.advice import advice
-from trellis.plan.page import page
 from trellis.plan.prepared import prepare
 from trellis.plan.quick import quick_plan
 from trellis.plan.search import Candidate, best, frontier_text, search, variants, why_lost
-from trellis.plan.show import as_json, text
 from trellis.plan.sketch import Sketch
+from trellis.plan.text import as_json, text
 from trellis.plan.verdict import judge, verdict_text
 from trellis.recipes import load_run
 from trellis.run.schema import FrozenMap
@@ -110,7 +110,7 @@ def test_a_batch_that_does_not_divide():
     with pytest.raises(UserError) as error:
         quick_plan(small(batch_size="30"), target("v5e:2x4"))
     assert "A batch is split evenly over the mesh axes of `batch` and into microbatches." in str(error.value)
-    assert "batch_size=30 over data=8 = 8" in str(error.value)
+    assert "batch_size=30 over data=8\n" in str(error.value)
     assert "use --batch_size 24 or 32" in str(error.value)
 
 
@@ -227,6 +227,30 @@ def test_of_equals_the_simplest_wins():
     assert why_lost(simple, quick, target("v5e:2x2")) == "+0.5%: as fast, and less simple"
     assert why_lost(quick, asked, target("v5e:2x2")) == "-50% by types, not asked about"
     assert why_lost(one(2.0, 1), quick, target("v5e:2x2")).startswith("+100%: ")
+
+
+def test_a_long_sequence_goes_around_a_ring_beside_its_kernels():
+    """Of 8 slices of 32k positions; the same bytes gathered are not hidden, and keys and values are held whole."""
+    changes = {"data.sequence_length": "32768", "batch_size": "8", "mesh.context": "8", "mesh.data": "1"}
+    run, on = load_run("llama_8b", {**changes, "layout.preset": "auto", "microbatches": "1"}), target("8xH100")
+    plans = {kind: quick_plan(dataclasses.replace(run, layout=dataclasses.replace(run.layout, context=kind)), on)
+             for kind in ("ring", "gather")}  # fmt: skip
+    steps = [line for line in plans["ring"].times.lines if line.kind == "permute" and "sliced" in line.source]
+    assert steps and sum(line.hidden for line in steps) > 0.95 * sum(line.seconds for line in steps)
+    gathers = [
+        line for line in plans["gather"].times.lines if line.kind == "all-gather" and "activations" in line.label
+    ]
+    assert gathers and all(line.hidden == 0 for line in gathers)
+    assert plans["ring"].memory.peak < plans["gather"].memory.peak
+
+
+def test_the_search_covers_kinds_of_context_parallelism_and_names_the_one_it_takes():
+    run = load_run("llama_8b", {"data.sequence_length": "32768", "batch_size": "8"})
+    seen = {
+        (variant.mesh.context, variant.layout.context): options for variant, options in variants(run, target("8xH100"))
+    }
+    assert {(8, "ring"), (8, "gather"), (8, "exchange"), (4, "exchange")} <= set(seen)
+    assert seen[8, "exchange"]["layout.context"] == "exchange" and "layout.context" not in seen[8, "ring"]
 
 
 @pytest.mark.slow

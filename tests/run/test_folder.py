@@ -28,15 +28,15 @@ def test_a_folder_is_claimed_once_and_resumed_by_the_same_run(tmp_path):
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
-    claim(tmp_path, tiny())
+    claim(tmp_path, dataclasses.replace(tiny(), seed=4))
+    claim(tmp_path, tiny())  # no step was made there
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     other = dataclasses.replace(tiny(), seed=3, optimizer=AdamW(learning_rate=0.5))
     with pytest.raises(UserError, match="A run folder holds one run") as error:
         claim(tmp_path, other)
     assert "seed: 0 there, 3 asked for" in error.value.seen and "optimizer: " in error.value.seen
     assert error.value.where == str(tmp_path / "run.yaml")
-    assert error.value.fix == (
-        f"use another --run-dir, or resume what is there: trellis train {tmp_path}/run.yaml --run-dir {tmp_path}"
-    )
+    assert error.value.fix == (f"use another --run-dir, or resume what is there: trellis train {tmp_path}")
     assert open_run(tmp_path) == tiny()
 
 

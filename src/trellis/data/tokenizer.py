@@ -69,11 +69,11 @@ class Tokenizer:
         return hashlib.sha256((self.json + "\0" + self.end_of_document_text).encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of one text, without any special token: i64[tokens]."""
+        """The ids of one text, without any special token: `i64["tokens"]`."""
         return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, np.int64)
 
     def encode_markup(self, text: str) -> np.ndarray:
-        """The ids of one text in which special tokens that are written out are recognized: i64[tokens]."""
+        """The ids of one text in which special tokens that are written out are recognized: `i64["tokens"]`."""
         return np.asarray(self._markup.encode(text, add_special_tokens=False).ids, np.int64)
 
     @functools.cached_property
@@ -90,12 +90,12 @@ class Tokenizer:
         return [np.array(e.ids, dtype) for e in encode(texts, add_special_tokens=False)]
 
     def decode(self, ids, *, special: bool = True) -> str:
-        """The text of some ids; special tokens are written out unless ``special`` is False."""
+        """The text of some ids; special tokens are written out unless `special` is False."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
-        """How many UTF-8 bytes of text each id stands for: i32[vocab]; special tokens stand for none.
+        """How many UTF-8 bytes of text each id stands for: `i32["vocab"]`; special tokens stand for none.
 
         Exact where the tokenizer works on bytes; for others it counts the decoded text.
         """
@@ -116,9 +116,9 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str, *, end_of_document: str | None = None) -> Tokenizer:
-    """The tokenizer in a tokenizer.json, a Hugging Face folder, or (with the ``hf`` extra) a repository name.
+    """The tokenizer in a tokenizer.json, a Hugging Face folder, or (with the `hf` extra) a repository name.
 
-    A folder's tokenizer_config.json names the end-of-document token, if it has an ``eos_token``.
+    A folder's tokenizer_config.json names the end-of-document token, if it has an `eos_token`.
     """
     where = path
     if os.path.isdir(path):
@@ -212,21 +212,35 @@ def byte_tokenizer() -> Tokenizer:
     )
 
 
+# The trainer sets memory aside for every token that it is asked for, and ends the process where there is not enough.
+_MOST_TOKENS = 1_000_000
+
+
+def check_bpe_size(vocab_size: int, where: str) -> None:
+    """Refuses vocabularies that no byte-level BPE can have.
+
+    Args:
+        vocab_size: tokens, the end of a document among them.
+        where: the option or field that asks for them.
+    """
+    if not 257 <= vocab_size <= _MOST_TOKENS:
+        raise UserError(
+            f"A byte-level vocabulary holds 256 bytes, the end of a document, and {_MOST_TOKENS:,} tokens at most.",
+            seen=vocab_size,
+            where=where,
+            fix="ask for 257 or more, as in 32768",
+        )
+
+
 def train_bpe(texts, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE trained on an iterator of texts, with ``vocab_size`` ids, the last of them special.
+    """A byte-level BPE trained on an iterator of texts, with `vocab_size` ids, the last of them special.
 
     Sennrich, Haddow and Birch (2016), over bytes as in GPT-2 (2019).
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < 257:
-        raise UserError(
-            "A byte-level vocabulary holds 256 bytes and the end of a document.",
-            seen=vocab_size,
-            where="--train-bpe",
-            fix="ask for 257 or more",
-        )
+    check_bpe_size(vocab_size, "--train-bpe")
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()

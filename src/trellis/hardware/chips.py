@@ -29,6 +29,7 @@ class Chip:
         device_kinds: what JAX calls the device: beginnings of its `device_kind`, the usual one first.
         bf16_flops: dense bfloat16 peak, FLOP/s.
         fp8_flops: dense 8-bit float peak, FLOP/s; the bfloat16 peak where fp8 is not faster.
+        int8_flops: the same of 8-bit whole numbers, operations a second.
         hbm_bytes: memory a program can allocate.
         hbm_bandwidth: bytes a second.
         link_bandwidth: bytes a second, one direction; of one torus link (TPU), or of all NVLinks of a GPU.
@@ -54,6 +55,7 @@ class Chip:
     kind: str
     bf16_flops: float
     fp8_flops: float
+    int8_flops: float
     hbm_bytes: float
     hbm_bandwidth: float
     link_bandwidth: float
@@ -116,7 +118,7 @@ class Target:
 
 
 _FIELDS = {
-    "kind", "bf16_tflops", "fp8_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "links", "network_gbps",
+    "kind", "bf16_tflops", "fp8_tflops", "int8_tops", "hbm_gib", "hbm_gbps", "link_gbps", "links", "network_gbps",
     "devices_per_chip", "kiloflops_per_cycle", "source", "like", "vector_tflops", "matmul_efficiency",
     "attention_efficiency", "float32_share", "tile", "fill", "processors", "overlap", "device_kinds",
 }  # fmt: skip
@@ -175,6 +177,7 @@ def chip_from(name: str, entry: Mapping, where: str = "chips.yaml") -> Chip:
         kind=entry["kind"],
         bf16_flops=bf16 / per_chip,
         fp8_flops=entry.get("fp8_tflops", entry["bf16_tflops"]) * 1e12 / per_chip,
+        int8_flops=entry.get("int8_tops", entry["bf16_tflops"]) * 1e12 / per_chip,
         hbm_bytes=entry["hbm_gib"] * 2**30 / per_chip,
         hbm_bandwidth=entry["hbm_gbps"] * 1e9 / per_chip,
         link_bandwidth=entry["link_gbps"] * 1e9,

@@ -42,6 +42,7 @@ def _cpu(measured: Machine | None, count: int) -> Chip:
         kind="gpu",
         bf16_flops=rates.bfloat16 / count,
         fp8_flops=rates.bfloat16 / count,
+        int8_flops=rates.bfloat16 / count,
         float32_share=rates.float32 / rates.bfloat16,
         hbm_bytes=_host_memory() / count,
         hbm_bandwidth=rates.memory / MEMORY_EFFICIENCY / count,  # what was measured is what streaming code reaches

@@ -58,6 +58,12 @@ class Layout:
             (an all-gather), and products that sum over it into such a result
             (a reduce-scatter). The same bytes move, in permutes between parts
             of the product. Others stay as they are.
+        context: for mesh axes that slice positions, how attention reaches keys of the other slices: "gather" (which is
+            that of axes that are not named) gathers them, "ring" passes them from device to device, and "exchange"
+            exchanges slices of positions for slices of heads. An array's positions are sliced over axes of a ring
+            first, then over those that gather, then over those that exchange.
+        dealt: whether positions are dealt out over the slices, so that each has as much to do under a causal mask
+            (see `trellis.mesh.dealing`); what is in natural order is dealt out in attention.
         pipeline_microbatches: where `compute` spreads layers over a mesh axis,
             into how many parts the batch is cut that follow each other through
             its stages; None: the most that divide it, at most 4 a stage.
@@ -74,7 +80,9 @@ class Layout:
     strict: bool
     gather: str
     overlap: tuple[str, ...]
+    context: tuple[tuple[str, str], ...]
     pipeline_microbatches: int | None
+    dealt: Axes = dataclasses.field(default=(), init=False)
     mapped: Axes = dataclasses.field(default=(), init=False)
 
     def __init__(
@@ -86,6 +94,7 @@ class Layout:
         strict: bool = False,
         gather: str = "joint",
         overlap: Sequence[str] = (),
+        context: Mapping[str, str] | tuple[tuple[str, str], ...] = (),
         pipeline_microbatches: int | None = None,
     ):
         if gather not in ("joint", "per_axis"):
@@ -98,8 +107,20 @@ class Layout:
         object.__setattr__(self, "strict", strict)
         object.__setattr__(self, "gather", gather)
         object.__setattr__(self, "overlap", (overlap,) if isinstance(overlap, str) else tuple(overlap))
+        object.__setattr__(self, "context", tuple(context.items() if isinstance(context, Mapping) else context))
         object.__setattr__(self, "pipeline_microbatches", pipeline_microbatches)
         self._check_overlap()
+        self._check_context()
+
+    def _check_context(self) -> None:
+        kinds = ("gather", "ring", "exchange")
+        for axis, kind in self.context:
+            if axis not in self.mesh.axis_names or kind not in kinds:
+                known = ", ".join(self.mesh.axis_names)
+                raise MeshError(
+                    f"attention reaches keys along an axis of the mesh by {', '.join(kinds)}, got context "
+                    f"'{axis}: {kind}' where the mesh has {known}, in Layout: correct it"
+                )
 
     def _check_overlap(self) -> None:
         sliced = dict(self.compute)
@@ -121,6 +142,10 @@ class Layout:
         drop = lambda entries: tuple((name, tuple(a for a in mine if a not in axes)) for name, mine in entries)
         mapped = (*self.mapped, *axes)
         return self._with(params=drop(self.params), compute=drop(self.compute), mapped=mapped)
+
+    def with_dealt(self, axes: Sequence[str]) -> "Layout":
+        """The same layout for arrays whose positions are dealt out over mesh axes (of none: are in natural order)."""
+        return self._with(dealt=tuple(axes))
 
     def with_compute(self, entries: Mapping[str, str | Sequence[str]]) -> "Layout":
         """The same maps with further entries in front of those in use."""

@@ -12,7 +12,7 @@ from trellis.errors import TrellisError
 
 # From rarely to often talking: gradients once a step, activations of a stage
 # once a microbatch, weights once a layer, then what moves several times a layer.
-OUTER_TO_INNER = ("replica", "stage", "data", "expert", "context", "model")
+OUTER_TO_INNER = ("replica", "stage", "data", "expert", "context_y", "context", "model")
 
 _TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 

@@ -169,13 +169,17 @@ def whole(x: NamedArray, names: tuple[str, ...], what: str) -> NamedArray:
     """Gathers the given axes, for operations that JAX refuses on a sliced dimension.
 
     Raises:
-        NamesError: the layout is strict.
+        NamesError: the layout is strict, or has positions dealt out and the operation goes by their order.
     """
-    state = state_of(x.array)
+    state, layout = state_of(x.array), current_layout()
+    if layout is not None and layout.dealt and "pos" in names and state.mode != "manual":
+        raise NamesError(
+            f"{what} goes by the order of 'pos', which is dealt out over devices here, got {typeof(x)}: "
+            f"write it as trellis.named.dealing.in_order(f, x)"
+        )
     sliced = [n for n, axes in zip(x.names, x.slices or state.axes, strict=True) if axes and n in names]
     if not sliced:
         return x
-    layout = current_layout()
     if state.mode == "manual" or (layout is not None and layout.strict):
         raise NamesError(
             f"{what} needs the whole of '{sliced[0]}', got {typeof(x)}"

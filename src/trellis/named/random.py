@@ -11,9 +11,11 @@ import inspect
 import jax
 import jax.numpy as jnp
 
+from trellis.mesh.layout import current_layout
 from trellis.named.array import NamedArray
 from trellis.named.axis import axes_of
 from trellis.named.create import layout_spec
+from trellis.named.dealing import POSITIONS, deal
 
 
 def _lift(sampler):
@@ -29,8 +31,11 @@ def _lift(sampler):
         key = key.array if isinstance(key, NamedArray) else key
         if spec is None or not takes_sharding:
             array = sampler(key, *args, shape=sizes, **kwargs)
-            return NamedArray(array if spec is None else jax.reshard(array, spec), names)
-        return NamedArray(sampler(key, *args, shape=sizes, out_sharding=spec, **kwargs), names)
+            made = NamedArray(array if spec is None else jax.reshard(array, spec), names)
+        else:
+            made = NamedArray(sampler(key, *args, shape=sizes, out_sharding=spec, **kwargs), names)
+        layout = current_layout()
+        return deal(made) if layout is not None and layout.dealt and POSITIONS in names else made
 
     sample.__name__ = sampler.__name__
     sample.__doc__ = (

@@ -1,4 +1,4 @@
-"""Looking for a better setting: meshes, layouts, microbatches and checkpoint policies.
+"""Looking for a better setting: meshes, layouts, kinds of context parallelism, microbatches and checkpoint policies.
 
 All variants are sketched in microseconds, the best few of each mesh are planned from types, and, where asked, the
 best of those are compiled. What comes out is the frontier of time against memory, the fastest that fits as options
@@ -15,15 +15,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trellis.errors import UserError
+from trellis.figures import numbers
+from trellis.figures.text import aligned
 from trellis.hardware.chips import Target
-from trellis.inspect.rows import aligned, human_bytes
-from trellis.plan.adapting import DATA_AXES, data_sizes
-from trellis.plan.fitting import SOME_NAMES
+from trellis.plan.adapt import DATA_AXES, data_sizes
 from trellis.plan.quick import Plan, quick_plan
-from trellis.plan.show import human_count, human_seconds
 from trellis.plan.sketch import Sketch, sketch
+from trellis.plan.ways_to_fit import SOME_NAMES
 from trellis.run.config import Run
 
+# How attention reaches keys of other slices, along a mesh axis of positions.
+CONTEXT_KINDS = ("ring", "gather", "exchange")
+# Positions of a slice below which the kernels' start and end cost more than a slice saves.
+SHORTEST_SLICE = 2048
 # Checkpoint policies, and of `saved` the names that are kept: all of them where none is said.
 POLICIES = (("none", ()), ("dots", ()), ("saved", ()), *(("saved", names) for names in SOME_NAMES), ("full", ()))
 
@@ -74,6 +78,12 @@ class Candidate:
         return " ".join(f"--{name} {shlex.quote(value)}" for name, value in self.options.items())
 
     @property
+    def layout(self) -> str:
+        """The preset, and how attention reaches keys of other slices."""
+        layout = self.run.layout
+        return f"{layout.preset}, {layout.context}" if self.run.mesh.context > 1 else layout.preset
+
+    @property
     def keeps(self) -> str:
         """What is kept for the backward pass, in words."""
         remat = self.run.remat
@@ -114,9 +124,16 @@ def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[t
     for model in (1, 2, 4, 8, 16):
         if devices % model or heads % model or kv_heads % model or width % model:
             continue
-        for context, expert in itertools.product((1, 2, 4), (1, 2, 4, 8, 16, 32, 64)):
+        slices = [(1, run.layout.context), *itertools.product((2, 4, 8, 16, 32), CONTEXT_KINDS)]
+        for (context, kind), expert in itertools.product(slices, (1, 2, 4, 8, 16, 32, 64)):
             ways = devices // model // context // expert
-            if experts % expert or devices % (model * context * expert) or run.data.sequence_length % (128 * context):
+            if experts % expert or devices % (model * context * expert):
+                continue
+            if context > 1 and run.data.sequence_length % (2 * 128 * context):  # two pieces a device, as kernels take
+                continue
+            if context > 1 and run.data.sequence_length < SHORTEST_SLICE * context:
+                continue
+            if kind == "exchange" and heads % (model * context):
                 continue
             presets = ("auto",) if context > 1 else ("fsdp",) if model == 1 else ("fsdp_tensor", "fsdp_tensor_sequence")
             groups = target.shape[0] if target.chip.kind == "gpu" else target.num_slices
@@ -128,11 +145,13 @@ def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[t
                     continue
                 mesh = data_sizes(ways // replica, target)
                 sizes = {"replica": replica, **{axis: mesh.get(axis, 1) for axis in DATA_AXES}}
-                sizes |= {"context": context, "model": model, "expert": expert}
+                sizes |= {"context": context, "context_y": 1, "model": model, "expert": expert}
                 changed = dataclasses.replace(
                     run,
                     mesh=dataclasses.replace(run.mesh, stage=1, **sizes),
-                    layout=dataclasses.replace(run.layout, preset=preset, mode="explicit"),
+                    layout=dataclasses.replace(
+                        run.layout, preset=preset, mode="explicit", context=kind, context_y=None
+                    ),
                     microbatches=run.microbatches if micro == run.parts else micro,
                     remat=dataclasses.replace(run.remat, policy=policy, names=names),
                 )
@@ -144,7 +163,7 @@ def _options(before: Run, after: Run) -> dict[str, str]:
     found = {}
     was = dataclasses.asdict(before.mesh)
     found |= {f"mesh.{axis}": str(size) for axis, size in dataclasses.asdict(after.mesh).items() if was[axis] != size}
-    for name in ("layout.preset", "layout.mode", "remat.policy"):
+    for name in ("layout.preset", "layout.mode", "layout.context", "remat.policy"):
         get = operator.attrgetter(name)
         if get(before) != get(after):
             found[name] = get(after)
@@ -167,6 +186,7 @@ def search(
     compile_best: int = 0,
     progress: bool = False,
     price: float | None = None,
+    load: float = 1.0,
 ) -> Found:
     """Searches for the fastest setting of a run on a target that fits.
 
@@ -178,6 +198,7 @@ def search(
         compile_best: of the fastest that fit, how many the compiler is asked about.
         progress: tell on stderr how far it is.
         price: dollars for one device and hour.
+        load: of a mixture of experts, rows that the fullest device gets, in those of an even load.
 
     Raises:
         UserError: no mesh divides the batch.
@@ -201,7 +222,9 @@ def search(
         if progress:
             print(f"\rplanning {number} of {len(chosen)}", end="", file=sys.stderr, flush=True)
         try:
-            planned.append(dataclasses.replace(candidate, plan=quick_plan(candidate.run, target, price=price)))
+            planned.append(
+                dataclasses.replace(candidate, plan=quick_plan(candidate.run, target, price=price, load=load))
+            )
         except (UserError, ValueError, NotImplementedError) as error:
             planned.append(dataclasses.replace(candidate, refused=str(error).splitlines()[0]))
     if progress:
@@ -263,7 +286,7 @@ def _promising(sketched: list[Candidate], target: Target, most: int) -> Iterator
     firsts: dict[tuple, Candidate] = {}
     for c in able:
         if c.sketch.peak <= 0.75 * room:
-            firsts.setdefault(_kind(c), c)
+            firsts.setdefault(_kind(c)[1:], c)
     first = list(firsts.values())[: most // 2]
     rest = [c for c in able if not any(c is f for f in first)]
     yield from (first + rest)[:most]
@@ -271,7 +294,8 @@ def _promising(sketched: list[Candidate], target: Target, most: int) -> Iterator
 
 def _kind(candidate: Candidate) -> tuple:
     mesh = candidate.run.mesh
-    return mesh.model, mesh.context, mesh.replica, mesh.expert, candidate.run.layout.preset
+    layout = candidate.run.layout
+    return layout.context, mesh.model, mesh.context, mesh.replica, mesh.expert, layout.preset
 
 
 def _compiled(planned: list[Candidate], target: Target, count: int) -> list[Candidate]:
@@ -295,7 +319,7 @@ def why_lost(candidate: Candidate, winner: Candidate | None, target: Target) -> 
     if candidate.refused:
         return candidate.refused
     if not candidate.fits:
-        return f"does not fit, by {human_bytes(candidate.peak - target.chip.hbm_bytes)}"
+        return f"does not fit, by {numbers.size(candidate.peak - target.chip.hbm_bytes)}"
     if winner is None or candidate is winner:
         return "the fastest that fits"
     slower = candidate.seconds / winner.seconds - 1
@@ -305,7 +329,7 @@ def why_lost(candidate: Candidate, winner: Candidate | None, target: Target) -> 
         return f"{slower:+.0%} by types, not asked about"
     mine, its = _causes(candidate), _causes(winner)
     cause, seconds = max(((key, mine[key] - its[key]) for key in mine), key=lambda pair: pair[1])
-    return f"{slower:+.0%}: {human_seconds(max(seconds, 0.0))} more {cause}"
+    return f"{slower:+.0%}: {numbers.seconds(max(seconds, 0.0))} more {cause}"
 
 
 def _causes(candidate: Candidate) -> dict[str, float]:
@@ -332,9 +356,9 @@ def frontier_rows(found: Found) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
         mesh = " ".join(f"{a}={s}" for a, s in dataclasses.asdict(c.run.mesh).items() if s > 1)
         mark = "*" if c in found.frontier else ""
         by = "compiled" if c.verdict is not None else "types"
-        speed = human_count(c.plan.tokens_per_second) if c.plan else ""
+        speed = numbers.count(c.plan.tokens_per_second) if c.plan else ""
         rows.append(
-            (mark, human_seconds(c.seconds), human_bytes(c.peak), speed, mesh, c.run.layout.preset,
+            (mark, numbers.seconds(c.seconds), numbers.size(c.peak), speed, mesh, c.layout,
              str(c.run.parts), c.keeps, by, why_lost(c, found.winner, found.target))
         )  # fmt: skip
     return ("", "step", "memory", "tokens/s", "mesh", "layout", "microbatches", "keeps", "by", ""), rows

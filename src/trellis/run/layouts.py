@@ -10,18 +10,26 @@ from trellis.errors import UserError, did_you_mean
 from trellis.mesh import Layout, make_mesh
 from trellis.run.schema import FrozenMap
 
+# Names of activations that no parameter has.
+_ACTIVATIONS = ("batch", "pos", "key_pos")
+# What a model may have fewer of than a mesh axis has devices: grouped queries share key and value heads.
+_FEW = "kv_heads"
+
 Preset = Literal[
     "auto", "single", "data", "fsdp", "expert", "tensor", "fsdp_tensor", "fsdp_tensor_sequence", "context", "hybrid"
 ]
 
+Kind = Literal["ring", "gather", "exchange"]
+
 _DATA = "data/data_y/data_z"
+_CONTEXT = "context/context_y"
 _BATCH = f"replica/{_DATA}/expert/stage"
 _LAYERS = {"layers": "stage"}
 _TENSOR = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
 _EXPERTS = {"experts": "expert"}
 
 # Maps in use and at rest. Mesh axes that a mesh does not have, or has with size 1, drop out; of two names in one array
-# that want the same mesh axis, the earlier entry gets it. So `pos: context/model` at the end slices positions over
+# that want the same mesh axis, the earlier entry gets it. So `pos: .../model` at the end slices positions over
 # `model` exactly where heads or the feed-forward width are not there to be sliced: sequence parallelism.
 _KINDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "data": ({}, {"batch": _BATCH}),
@@ -33,10 +41,10 @@ _KINDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {**_EXPERTS, **_TENSOR, "embed": _DATA},
         {**_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": "model"},
     ),
-    "context": ({"embed": f"{_DATA}/context"}, {"batch": _BATCH, "pos": "context"}),
+    "context": ({"embed": f"{_DATA}/{_CONTEXT}"}, {"batch": _BATCH, "pos": _CONTEXT}),
     "hybrid": (
-        {**_EXPERTS, **_TENSOR, "embed": f"{_DATA}/context"},
-        {**_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": "context/model"},
+        {**_EXPERTS, **_TENSOR, "embed": f"{_DATA}/{_CONTEXT}"},
+        {**_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": f"{_CONTEXT}/model"},
     ),
 }
 # Each of them with the layers over the stages of a pipeline, before the batch: what is left of its axes is the batch's.
@@ -64,6 +72,8 @@ class MeshSizes:
     """Slices of a layer's experts, and of the batch."""
     context: int = 1
     """Slices of a sequence's positions."""
+    context_y: int = 1
+    """More of the same across slower links, or along a second dimension of a TPU's torus."""
     model: int = 1
     """Slices of heads, feed-forward width and vocabulary: tensor parallelism."""
 
@@ -113,7 +123,8 @@ class LayoutChoice:
     preset: Preset = "auto"
     """A pair of maps. auto slices parameters over data (FSDP), widths over model (tensor and sequence), positions over
     context; hybrid is the same with a replica on each host. On the two processors of a CPU auto is data,
-    which is the faster there; each keeps a copy of the state."""
+    which is the faster there; each keeps a copy of the state. Key and value heads that their mesh axis does not divide
+    stay whole."""
     params: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
     """Entries that replace the preset's for parameters at rest: the name of an axis, and mesh axes or nothing."""
     compute: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
@@ -124,6 +135,11 @@ class LayoutChoice:
     """Refuse operations that would gather a sliced axis on their own (sort, cumsum, top_k)."""
     mode: Literal["explicit", "auto"] = "explicit"
     """Who places communication: the types, or the compiler."""
+    context: Kind = "ring"
+    """How attention reaches keys of other slices along mesh.context: ring passes keys and values from device to device
+    beside the kernels, gather gathers them, exchange swaps slices of positions for slices of heads and back."""
+    context_y: Kind | None = None
+    """The same along mesh.context_y; as along mesh.context where it is not given. Rings come first, exchanges last."""
     overlap: tuple[Literal["mlp", "heads"], ...] = ()
     """Products that hide their communication, in rings: mlp for those into and out of the feed-forward width, heads for
     the queries', keys', values' and output projections. Needs positions sliced over the same mesh axis."""
@@ -145,6 +161,26 @@ class LayoutChoice:
                         )
         if self.overlap:
             self._check_overlap()
+        if self.pipeline_microbatches is not None and self.pipeline_microbatches < 1:
+            raise UserError(
+                "A pipeline has at least one part of the batch to work on.",
+                seen=f"pipeline_microbatches={self.pipeline_microbatches}",
+                where="pipeline_microbatches",
+                fix="use 1 or more, or null to have them chosen",
+            )
+        order = ("ring", "gather", "exchange")
+        if order.index(self.context) > order.index(self.kinds["context_y"]):
+            raise UserError(
+                "Keys go around a ring first, then they are gathered, then positions are exchanged for heads.",
+                seen=f"context={self.context}, context_y={self.context_y}",
+                where="context_y",
+                fix=f"use --layout.context {self.context_y} --layout.context_y {self.context}",
+            )
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """How attention reaches other slices' keys along each mesh axis of positions."""
+        return {"context": self.context, "context_y": self.context_y or self.context}
 
     def _check_overlap(self) -> None:
         if self.mode == "auto":
@@ -185,12 +221,24 @@ class LayoutChoice:
         return params, compute
 
 
-def make_layout(mesh: MeshSizes, choice: LayoutChoice, devices: Sequence[Any]) -> Layout:
-    """The layout of a run on devices, which may be real, simulated or only described.
+def make_layout(
+    mesh: MeshSizes, choice: LayoutChoice, devices: Sequence[Any], axes: Mapping[str, int] | None = None
+) -> Layout:
+    """The layout of a run on devices.
+
+    Args:
+        mesh: devices along each mesh axis.
+        choice: what is sliced over which.
+        devices: real, simulated or only described.
+        axes: the lengths of the model's axes, by name. A preset leaves key and value heads whole that its mesh axes do
+            not divide. None: not known.
 
     Raises:
-        UserError: the mesh does not fit the devices, or the layout leaves one of its axes without work.
+        UserError: the mesh does not fit the devices, the layout leaves one of its axes without work, or it has an
+            entry for an axis that the model does not have.
     """
+    if axes is not None:
+        check_names(choice, [*axes, *_ACTIVATIONS])
     if choice.preset == "hybrid" and mesh.replica == 1:
         hosts = len({(getattr(d, "slice_index", 0), d.process_index) for d in devices})
         mesh = dataclasses.replace(mesh, replica=hosts)
@@ -206,8 +254,12 @@ def make_layout(mesh: MeshSizes, choice: LayoutChoice, devices: Sequence[Any]) -
             where=f"mesh.{idle[0]}",
             fix=f"use --mesh.{idle[0]} 1, --layout.preset auto, or an entry such as --layout.compute.batch {idle[0]}",
         )
-    here = [{n: [a for a in axes if a in sizes] for n, axes in m.items()} for m in (params, compute)]
-    params, compute = ({n: axes for n, axes in m.items() if axes} for m in here)
+    here = [{n: [a for a in over if a in sizes] for n, over in m.items()} for m in (params, compute)]
+    for own, found in zip((choice.params, choice.compute), here, strict=True):
+        ways = math.prod(sizes[axis] for axis in found.get(_FEW, ()))
+        if axes is not None and _FEW not in own and axes.get(_FEW, 0) % ways:
+            del found[_FEW]  # each device along the axis then has them all, and reads those of its query heads
+    params, compute = ({n: over for n, over in m.items() if over} for m in here)
     arranged = make_mesh(devices, axis_type=choice.mode, **sizes)
     overlap = [name for name in choice.overlap if name in compute]
     return Layout(
@@ -217,6 +269,7 @@ def make_layout(mesh: MeshSizes, choice: LayoutChoice, devices: Sequence[Any]) -
         gather=choice.gather,
         strict=choice.strict,
         overlap=overlap,
+        context={axis: kind for axis, kind in choice.kinds.items() if axis in sizes},
         pipeline_microbatches=choice.pipeline_microbatches,
     )
 

@@ -19,6 +19,7 @@ from trellis.named import Keep, NamedArray, is_named
 from trellis.named.reshape import split_axis, transpose
 from trellis.nn.loss import TokenLoss, next_token_loss
 from trellis.nn.moe import Routed, summary
+from trellis.nn.positions import dealt
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
 from trellis.optim import all_finite, select
@@ -73,6 +74,12 @@ def measured_loss(model, batch: Batch, options: StepOptions, key=None, shares: N
     Returns:
         `TokenLoss`, and `Routed` or, of a model without experts, None.
     """
+    layout, batch = dealt(batch)
+    with layout:
+        return _measured_loss(model, batch, options, key, shares)
+
+
+def _measured_loss(model, batch: Batch, options: StepOptions, key, shares):
     counted = batch.loss_mask.astype(jnp.float32)
     about = dict(segment_ids=batch.segment_ids, positions=batch.positions, policy=options.policy, key=key)
     hidden, routed = _hidden(model, batch.tokens, counted, shares, about)
@@ -198,9 +205,10 @@ def _shares(params, parts) -> NamedArray:
     """`f32["layers routes"]`: experts' shares of the tokens of all microbatches, by a forward pass over them."""
 
     def body(_, part):
-        one = part[1].named()
+        layout, one = dealt(part[1].named())
         about = dict(segment_ids=one.segment_ids, positions=one.positions)
-        return None, params.routed(one.tokens, one.loss_mask.astype(jnp.float32), **about)[1].load
+        with layout:
+            return None, params.routed(one.tokens, one.loss_mask.astype(jnp.float32), **about)[1].load
 
     _, loads = jax.lax.scan(body, None, parts)
     load = jax.tree.map(lambda x: x.sum(0), loads)

@@ -138,5 +138,5 @@ def test_splash_refuses_parts_that_are_not_whole_lanes():
             attention(q, k, k, implementation="splash")
     assert str(caught.value) == (
         "an implementation computes what it is asked, got 'splash': it takes lengths that are multiples of 128, not "
-        "pos=256 over 4 devices and key_pos=256, in attention(implementation='splash'): use implementation='auto'"
+        "pos=256 in 8 pieces and key_pos=256, in attention(implementation='splash'): use implementation='auto'"
     )

@@ -233,12 +233,13 @@ def test_refused_placements(arrays):
     with jax.set_mesh(mesh):
         put = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, P(*axes)))
         assert refusal(PlacementError, lambda: attention(put(q, "data"), put(k, "data", "context"), v)) == (
-            "keys and values are whole along key_pos, got q float32[4@data,24,4,8], k float32[4@data,24@context,2,8], "
-            "v float32[4,24,2,8], in attention: gather them first: reshard('... pos/x ... -> ... key_pos')"
+            "keys and values are whole along key_pos, or sliced over the mesh axes of pos or the major ones of them, "
+            "got q float32[4@data,24,4,8], k float32[4@data,24@context,2,8], v float32[4,24,2,8], in attention: gather "
+            "them first: reshard('... key_pos/x ... -> ... key_pos')"
         )
         assert refusal(PlacementError, lambda: attention(put(q, "data"), put(k, "data"), put(v))) == (
-            "queries, keys and values are sharded alike along batch, keys and values alike along kv_heads, got "
-            "q float32[4@data,24,4,8], k float32[4@data,24,2,8], v float32[4,24,2,8], in attention: reshard one of them"
+            "queries, keys and values are sharded alike along batch, keys and values alike, got q "
+            "float32[4@data,24,4,8], k float32[4@data,24,2,8], v float32[4,24,2,8], in attention: reshard one of them"
         )
         assert refusal(PlacementError, lambda: attention(put(q, None, None, None, "data"), put(k), put(v))) == (
             "head_dim is whole, got q float32[4,24,4,8@data], k float32[4,24,2,8], v float32[4,24,2,8], in attention: "
@@ -247,7 +248,7 @@ def test_refused_placements(arrays):
         assert refusal(
             PlacementError, lambda: attention(put(q), put(k, None, None, "model"), put(v, None, None, "model"))
         ) == (
-            "kv_heads are sharded as heads are, or whole where each device's heads read whole kv heads, got "
+            "kv_heads are sharded as heads are, or less where each device's heads read whole kv heads, got "
             "q float32[4,24,4,8], k float32[4,24,2@model,8], v float32[4,24,2@model,8], in attention: "
             "shard kv_heads like heads, or leave both whole"
         )

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from trellis.mesh import permute as _permute
 from trellis.notation import Shape
 from trellis.notation.binding import live, partly_manual
 
@@ -110,17 +111,15 @@ def cut(x, dim: int, axes: Axes, *, copied: bool):
 def permute(x, before: Axes, after: Axes):
     """`a/x/y -> a/y/x`: the same slices on other devices (gradient: the permute back)."""
     sizes = jax.sharding.get_abstract_mesh().shape
-    ring = tuple(a for a in sizes if a in before)  # devices are counted in the mesh's own order
 
-    def holder(chunk: int, order: Axes) -> int:
-        """The device that holds a chunk, where the axes slice in the given order (major to minor)."""
+    def holder(chunk: int) -> int:
+        """The device, counted along `before`, that holds a chunk where the axes slice in the order of `after`."""
         place = {}
-        for axis in reversed(order):
+        for axis in reversed(after):
             chunk, place[axis] = divmod(chunk, sizes[axis])
-        return functools.reduce(lambda total, axis: total * sizes[axis] + place[axis], ring, 0)
+        return functools.reduce(lambda total, axis: total * sizes[axis] + place[axis], before, 0)
 
-    chunks = range(_product(sizes[a] for a in ring))
-    return lax.ppermute(x, ring, [(holder(chunk, before), holder(chunk, after)) for chunk in chunks])
+    return _permute.permute(x, before, [(chunk, holder(chunk)) for chunk in range(_product(sizes[a] for a in before))])
 
 
 def copy(x, axes: Axes):

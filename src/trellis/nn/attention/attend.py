@@ -1,10 +1,13 @@
 """Attention of named queries over named keys and values."""
 
+import dataclasses
+import math
+
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from trellis.mesh.layout import current_layout
-from trellis.named import NamedArray
+from trellis.mesh.layout import Layout, current_layout
+from trellis.named import NamedArray, NamesError
 from trellis.named.placing import move
 from trellis.nn.attention.decode import decode_attention
 from trellis.nn.attention.dispatch import dot_product_attention
@@ -12,17 +15,26 @@ from trellis.nn.attention.sharded import placement_of
 from trellis.nn.rope import QUERY
 from trellis.notation.state import state_of
 
+Axes = tuple[str, ...]
 KEY = ("batch", "key_pos", "kv_heads", "head_dim")
+KINDS = ("ring", "gather", "exchange")
 
 
 def attend(
-    q: NamedArray, k: NamedArray, v: NamedArray, *, segment_ids: NamedArray | None = None, **options
+    q: NamedArray,
+    k: NamedArray,
+    v: NamedArray,
+    *,
+    segment_ids: NamedArray | None = None,
+    window: int | None = None,
+    **options,
 ) -> NamedArray:
     """Causal softmax attention, on any layout.
 
-    Under context parallelism (`pos` mapped to a mesh axis) keys and values are
-    gathered along it, and their gradient is scattered back. Where only the
-    queries' heads are sliced, each device reads the key heads that it needs.
+    Under context parallelism (`pos` mapped to a mesh axis) the layout's `context` says how a device reaches the other
+    slices' keys: they are gathered along the axis and their gradient is scattered back, or go around a ring, or the
+    slices of positions are exchanged for slices of heads, forward and back. Where only the queries' heads are sliced,
+    each device reads the key heads that it needs.
 
     Args:
         q: `"batch pos heads head_dim"`.
@@ -30,19 +42,28 @@ def attend(
         v: like `k`.
         segment_ids: `i32["batch pos"]`, the document of each position; a query
             sees only its own document.
-        **options: of `trellis.nn.dot_product_attention`: `causal`, `window`,
-            `scale`, `logit_softcap`, `upcast`, `implementation`, `save_name`.
+        window: a query sees this many keys at most, itself included.
+        **options: of `trellis.nn.dot_product_attention`: `causal`, `scale`,
+            `logit_softcap`, `upcast`, `implementation`, `save_name`.
 
     Returns:
         `"batch pos heads head_dim"`.
+
+    Raises:
+        NamesError: an array's positions are sliced over mesh axes in an order that their kinds do not allow.
     """
-    q, k, v = _in_place(q, k, v)
+    q, k, v = q.transpose(QUERY), k.transpose(KEY), v.transpose(KEY)
+    places = _Places.of(current_layout(), q, k, window)
+    q, k, v = _in_place(q, k, v, places)
     plain = None
     if segment_ids is not None:
         ids = segment_ids.transpose(QUERY[:2])
-        batch, pos = state_of(q.array).axes[:2]
-        plain = tuple(move(ids, axes, frozenset()).array for axes in ((batch, pos), (batch, ())))
-    return NamedArray(dot_product_attention(q.array, k.array, v.array, segment_ids=plain, **options), QUERY)
+        of_queries, of_keys = (state_of(x.array).axes[:2] for x in (q, k))
+        plain = tuple(move(ids, axes, frozenset()).array for axes in (of_queries, of_keys))
+    out = NamedArray(
+        dot_product_attention(q.array, k.array, v.array, segment_ids=plain, window=window, **options), QUERY
+    )
+    return out if places is None else move(out, places.around, frozenset())
 
 
 def attend_cached(q: NamedArray, k: NamedArray, v: NamedArray, length, **options) -> NamedArray:
@@ -59,9 +80,10 @@ def attend_cached(q: NamedArray, k: NamedArray, v: NamedArray, length, **options
     Returns:
         `"batch pos heads head_dim"` with one position.
     """
-    q, k, v = _in_place(q, k, v)
+    q, k, v = q.transpose(QUERY), k.transpose(KEY), v.transpose(KEY)
+    q, k, v = _in_place(q, k, v, _Places.of(current_layout(), q, k, None))
 
-    def one(q, k, v, ids, offset, length):
+    def one(q, k, v, ids, length):
         lengths = jnp.full(q.shape[0], length)
         return decode_attention(q[:, 0], k, v, lengths, **options)[:, None]
 
@@ -70,13 +92,48 @@ def attend_cached(q: NamedArray, k: NamedArray, v: NamedArray, length, **options
     return NamedArray(out, QUERY)
 
 
-def _in_place(q: NamedArray, k: NamedArray, v: NamedArray):
-    """Queries, keys and values in the kernels' order, where the layout in force wants them."""
-    q, k, v = q.transpose(QUERY), k.transpose(KEY), v.transpose(KEY)
-    layout = current_layout()
-    if layout is None or state_of(q.array).mode != "explicit":
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Places:
+    """Mesh axes of queries and of keys in attention, and of queries and results around it.
+
+    Keys are exchanged first and gathered then: of both at once a compiler makes a gather of everything.
+    """
+
+    queries: tuple[Axes, ...]
+    first: tuple[Axes, ...]
+    keys: tuple[Axes, ...]
+    around: tuple[Axes, ...]
+
+    @staticmethod
+    def of(layout: Layout | None, q: NamedArray, k: NamedArray, window: int | None) -> "_Places | None":
+        if layout is None or state_of(q.array).mode != "explicit":
+            return None
+        (batch, pos, heads, head_dim), kv_heads = layout.assign(QUERY), layout.assign(KEY)[2]
+        kinds = dict(layout.context)
+        by_kind = {kind: tuple(a for a in pos if kinds.get(a, "gather") == kind) for kind in KINDS}
+        if tuple(a for axes in by_kind.values() for a in axes) != pos:
+            seen = ", ".join(f"{a}: {kinds.get(a, 'gather')}" for a in pos)
+            raise NamesError(
+                f"positions are sliced over axes of a ring, then over those that gather, then over those that exchange,"
+                f" got 'pos/{'/'.join(pos)}' with {seen}, in attend: write them in this order in the layout's compute"
+            )
+        near = window is not None and window < k.shape["key_pos"]
+        key_pos = by_kind["ring"] + (by_kind["gather"] if near else ())  # neighbours see all that a window shows
+        exchanged = by_kind["exchange"]
+        count = math.prod(layout.mesh.shape[a] for a in (*kv_heads, *exchanged))
+        # Where there are too few key heads to slice, all of their positions are gathered instead.
+        kv_heads += exchanged if k.shape["kv_heads"] % count == 0 else ()
+        rest = tuple(a for a in pos if a not in exchanged)
+        first = batch, rest, kv_heads, head_dim
+        queries = batch, rest, (*heads, *exchanged), head_dim
+        return _Places(queries, first, (batch, key_pos, kv_heads, head_dim), (batch, pos, heads, head_dim))
+
+
+def _in_place(q: NamedArray, k: NamedArray, v: NamedArray, places: _Places | None):
+    """Queries, keys and values where attention wants them."""
+    if places is None:
         return q, k, v
-    own, kept = layout.assign(QUERY), layout.assign(KEY)
-    foreign = frozenset(own[1] + own[2]) - frozenset(kept[2])
-    keys = (move(x, (own[0], (), kept[2], ()), foreign) for x in (k, v))
-    return move(q, own, frozenset()), *keys
+    foreign = frozenset(a for axes in places.queries for a in axes) - {a for axes in places.keys for a in axes}
+    if set(places.queries[2]) & set(places.keys[2]) - set(places.around[2]):
+        k, v = (move(x, places.first, frozenset()) for x in (k, v))
+    return move(q, places.queries, frozenset()), *(move(x, places.keys, foreign) for x in (k, v))

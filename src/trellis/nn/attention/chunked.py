@@ -6,6 +6,7 @@ of a whole chunk times all its keys, because on a CPU a large product is worth m
 Under causality half of all blocks are skipped, which no mask over a whole score matrix achieves.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from trellis.nn.attention.pattern import Pattern, hidden_score, same_document
+from trellis.nn.attention.sliced.tile import Ids, Tile
 
 CHUNK = 128
 MAX_CHUNKS = 16
@@ -25,7 +27,7 @@ class _Settings(NamedTuple):
     scale: float
     logit_softcap: float | None
     upcast: bool
-    offset: int | None  # None: it is traced
+    ahead: int  # the position of the first query minus that of the first key
     chunk: int
     save_name: str | None
 
@@ -49,7 +51,6 @@ def chunked_attention(
     scale: float,
     logit_softcap: float | None,
     upcast: bool,
-    query_offset: int | jax.Array = 0,
     chunk: int | None = None,
     save_name: str | None = None,
 ) -> jax.Array:
@@ -58,19 +59,16 @@ def chunked_attention(
     Arguments as in `trellis.nn.dot_product_attention`; besides,
 
     Args:
-        query_offset: the position of the first query. If it is traced, masked blocks are masked and not skipped.
         chunk: queries per chunk.
         save_name: the name under which the output and the log-sum-exp are known to `jax.checkpoint` policies.
     """
-    offset = query_offset if isinstance(query_offset, int) else None
-    settings = _Settings(pattern, scale, logit_softcap, upcast, offset, chunk or chunk_size(q.shape[1]), save_name)
+    settings = _Settings(pattern, scale, logit_softcap, upcast, 0, chunk or chunk_size(q.shape[1]), save_name)
     batch, pos, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     # One product per kv head: heads that share a key lie next to each other as rows of one matrix.
     grouped = q.reshape(batch, pos, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
     keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    shift = None if isinstance(query_offset, int) else query_offset
-    out = _attend(grouped, keys, values, segment_ids, shift, settings)
+    out = _attend(grouped, keys, values, segment_ids, settings)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
@@ -78,10 +76,7 @@ def _spans(pos: int, key_pos: int, settings: _Settings):
     """`(start, stop, first, last)` of each chunk: its queries, and the keys that it can see."""
     for start in range(0, pos, settings.chunk):
         stop = min(start + settings.chunk, pos)
-        if settings.offset is None:
-            yield start, stop, 0, key_pos
-        else:
-            yield start, stop, *settings.pattern.key_range(start + settings.offset, stop + settings.offset, key_pos)
+        yield start, stop, *settings.pattern.key_range(start + settings.ahead, stop + settings.ahead, key_pos)
 
 
 def _rows(x, span):
@@ -95,7 +90,7 @@ def _turned(x):
     return lax.optimization_barrier(x.swapaxes(2, 3))
 
 
-def _scores(q, k, segment_ids, shift, span, settings: _Settings):
+def _scores(q, k, segment_ids, span, settings: _Settings):
     """Scores of one chunk, hidden ones at `hidden_score`, and the derivative of the cap (or None)."""
     start, stop, first, last = span
     dtype = jnp.float32 if settings.upcast else q.dtype
@@ -106,9 +101,9 @@ def _scores(q, k, segment_ids, shift, span, settings: _Settings):
         cap = jnp.asarray(settings.logit_softcap, dtype)
         bent = jnp.tanh(scores / cap)
         scores, slope = bent * cap, 1 - bent * bent
-    offset, groups = settings.offset, q.shape[2]
-    if offset is None or settings.pattern.hides(start + offset, stop + offset, first, last):
-        queries = jnp.tile(jnp.arange(start, stop), groups) + (shift if offset is None else offset)
+    ahead, groups = settings.ahead, q.shape[2]
+    if settings.pattern.hides(start + ahead, stop + ahead, first, last):
+        queries = jnp.tile(jnp.arange(start + ahead, stop + ahead), groups)
         seen = settings.pattern.visible(queries, jnp.arange(first, last))
         if seen is not None:
             scores = jnp.where(seen[None, None], scores, hidden_score(dtype))
@@ -119,10 +114,10 @@ def _scores(q, k, segment_ids, shift, span, settings: _Settings):
     return scores, slope
 
 
-def _forward(q, k, v, segment_ids, shift, settings: _Settings):
+def _forward(q, k, v, segment_ids, settings: _Settings):
     outs, sums = [], []
     for span in _spans(q.shape[3], k.shape[2], settings):
-        scores, _ = _scores(q, k, segment_ids, shift, span, settings)
+        scores, _ = _scores(q, k, segment_ids, span, settings)
         largest = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - largest)
         total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -134,20 +129,20 @@ def _forward(q, k, v, segment_ids, shift, settings: _Settings):
     return jnp.concatenate(outs, axis=3), jnp.concatenate(sums, axis=3)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(q, k, v, segment_ids, shift, settings: _Settings):
-    return _forward(q, k, v, segment_ids, shift, settings)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q, k, v, segment_ids, settings: _Settings):
+    return _forward(q, k, v, segment_ids, settings)[0]
 
 
-def _attend_fwd(q, k, v, segment_ids, shift, settings: _Settings):
-    out, log_sum = _forward(q, k, v, segment_ids, shift, settings)
+def _attend_fwd(q, k, v, segment_ids, settings: _Settings):
+    out, log_sum = _forward(q, k, v, segment_ids, settings)
     if settings.save_name is not None:
         out, log_sum = (checkpoint_name(x, settings.save_name) for x in (out, log_sum))
-    return out, (q, k, v, segment_ids, shift, out, log_sum)
+    return out, (q, k, v, segment_ids, out, log_sum)
 
 
 def _attend_bwd(settings: _Settings, residuals, d_out):
-    q, k, v, segment_ids, shift, out, log_sum = residuals
+    q, k, v, segment_ids, out, log_sum = residuals
     dtype = log_sum.dtype
     d_queries = []
     # Sums over queries: what a CPU multiplies fast has them last on the left, so the narrow operand is turned, and the
@@ -156,7 +151,7 @@ def _attend_bwd(settings: _Settings, residuals, d_out):
     product = partial(jnp.einsum, preferred_element_type=dtype)
     for span in _spans(q.shape[3], k.shape[2], settings):
         seen = (slice(None),) * 2 + (slice(span[2], span[3]),)
-        scores, slope = _scores(q, k, segment_ids, shift, span, settings)
+        scores, slope = _scores(q, k, segment_ids, span, settings)
         weights = jnp.exp(scores - _rows(log_sum, span))
         d_rows = _rows(d_out, span)
         keys = (..., slice(span[2], span[3]))
@@ -171,7 +166,40 @@ def _attend_bwd(settings: _Settings, residuals, d_out):
         d_queries.append(d_q.reshape(*q.shape[:3], span[1] - span[0], -1))
         d_keys = d_keys.at[keys].add(product("bkht,bkts->bkhs", _turned(_rows(q, span)), d_scores))
     d_k, d_v = (d.swapaxes(2, 3).astype(x.dtype) for d, x in ((d_keys, k), (d_values, v)))
-    return jnp.concatenate(d_queries, axis=3), d_k, d_v, None, None
+    return jnp.concatenate(d_queries, axis=3), d_k, d_v, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedTiles:
+    """Tiles in chunks of queries. Arguments as in `chunked_attention`."""
+
+    scale: float
+    logit_softcap: float | None = None
+    upcast: bool = True
+    chunk: int | None = None
+    axis = 2
+    whole_lanes = False
+    opaque = False
+
+    def forward(self, tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids):
+        out, log_sum = _forward(_grouped(q, k), k, v, ids, self._settings(tile))
+        return out.reshape(q.shape), log_sum[..., 0].reshape(q.shape[:3]).astype(jnp.float32)
+
+    def backward(self, tile: Tile, q, k, v, ids: Ids, out, log_sum, d_out):
+        settings = self._settings(tile)
+        q5, out, d_out = (_grouped(x, k) for x in (q, out, d_out))
+        log_sum = log_sum.reshape(q5.shape[:4])[..., None].astype(jnp.float32 if self.upcast else q.dtype)
+        d_q, d_k, d_v, *_ = _attend_bwd(settings, (q5, k, v, ids, out, log_sum), d_out)
+        return d_q.reshape(q.shape), d_k, d_v
+
+    def _settings(self, tile: Tile) -> _Settings:
+        chunk = self.chunk or chunk_size(tile.queries)
+        return _Settings(tile.pattern, self.scale, self.logit_softcap, self.upcast, tile.ahead, chunk, None)
+
+
+def _grouped(x, k):
+    """`batch heads pos head_dim` as `batch kv_heads groups pos head_dim`."""
+    return x.reshape(x.shape[0], k.shape[1], -1, *x.shape[2:])

@@ -1,10 +1,13 @@
 """Attention by cuDNN's fused kernels, through JAX."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 
+from trellis._compat import cudnn_backward, cudnn_forward
 from trellis.nn.attention.pattern import Pattern, same_document
-from trellis.notation.state import state_of
+from trellis.nn.attention.sliced.tile import Ids, Tile
 
 
 def cudnn_refuses(q: jax.Array, *, pattern: Pattern, logit_softcap: float | None, upcast: bool) -> str | None:
@@ -19,8 +22,6 @@ def cudnn_refuses(q: jax.Array, *, pattern: Pattern, logit_softcap: float | None
         return f"it takes a head_dim that is a multiple of 8 and at most 128, not {q.shape[-1]}"
     if not upcast:
         return "it always computes scores in float32 (upcast=False)"
-    if (pattern.causal or pattern.window is not None) and state_of(q).axes[1]:
-        return f"it counts positions from 0, and `pos` is sharded over {' '.join(state_of(q).axes[1])}"
     return None
 
 
@@ -43,3 +44,32 @@ def cudnn_attention(
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, scale=scale, is_causal=pattern.causal, local_window_size=window, implementation="cudnn"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudnnTiles:
+    """Tiles by cuDNN. It has no offset between queries and keys: what is neither whole nor begins at one place gets a
+    mask of the tile's size, and so do documents."""
+
+    scale: float
+    axis = 1
+    whole_lanes = False
+    opaque = True
+
+    def forward(self, tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids):
+        return cudnn_forward(q, k, v, **self._masks(tile, q, ids))
+
+    def backward(self, tile: Tile, q, k, v, ids: Ids, out, log_sum, d_out):
+        return cudnn_backward(q, k, v, out.astype(q.dtype), log_sum, d_out.astype(q.dtype), **self._masks(tile, q, ids))
+
+    def _masks(self, tile: Tile, q, ids: Ids) -> dict:
+        pattern, seen, causal, window = tile.pattern, None, False, None
+        if not tile.full:
+            if pattern.causal and tile.ahead == 0 and tile.queries == tile.keys:
+                causal, window = True, pattern.window
+            else:
+                seen = pattern.visible(jnp.arange(tile.queries) + tile.ahead, jnp.arange(tile.keys))[None, None]
+        if ids is not None:
+            together = same_document(*ids)[:, None]
+            seen = together if seen is None else together & seen
+        return dict(mask=seen, causal=causal, window=window, scale=self.scale)

@@ -5,13 +5,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from trellis.mesh.layout import current_layout
 from trellis.mesh.platform import platform_of
-from trellis.nn.attention.chunked import chunked_attention
-from trellis.nn.attention.cudnn import cudnn_attention, cudnn_refuses
+from trellis.nn.attention.chunked import ChunkedTiles, chunked_attention
+from trellis.nn.attention.cudnn import CudnnTiles, cudnn_attention, cudnn_refuses
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.reference import reference_attention
 from trellis.nn.attention.sharded import Placement, placement_of
-from trellis.nn.attention.splash import splash_attention, splash_kernel, splash_refuses
+from trellis.nn.attention.sliced.attention import sliced_attention
+from trellis.nn.attention.sliced.program import Sliced
+from trellis.nn.attention.splash import SplashTiles, splash_attention, splash_kernel, splash_refuses
+from trellis.notation import Dim, Shape
 from trellis.notation.state import mode_of
+from trellis.program.said import kernel_work
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "cudnn", "splash")
 
@@ -40,9 +44,14 @@ def dot_product_attention(
     at least one key.
 
     On a mesh in explicit mode the arrays may be sharded: `batch` alike in all of them, `heads` and `kv_heads` alike
-    (or `heads` alone, where each device's query heads read whole kv heads), `pos` alone (context parallelism: keys
-    and values are whole along `key_pos`). Keys and values may be in the `~` state, so that their gradient arrives as
-    a pending sum. Nothing moves inside.
+    (or `heads` alone, where each device's query heads read whole kv heads). Keys and values may be in the `~` state,
+    so that their gradient arrives as a pending sum. Where positions are whole, nothing moves inside.
+
+    `pos` may be sliced, too (context parallelism). Along a mesh axis along which keys are whole each device's queries
+    see them here; along one that slices `key_pos` too they go around a ring, beside the kernels, and under a window to
+    the neighbours that see them. Devices have as much to do under a causal mask: each works on one piece from the front
+    and one from the back of the sequence. Under a layout with `dealt` positions they are there; otherwise they are
+    exchanged first, and results are exchanged back.
 
     Args:
         q: `batch pos heads head_dim`.
@@ -75,22 +84,48 @@ def dot_product_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(scale, jax.Array):
         q, scale = q * scale.astype(q.dtype), 1.0
-    pattern = Pattern(causal=causal, window=window)
+    pattern = Pattern(causal=causal, window=window if window is None or window < k.shape[1] else None)
     place = placement_of(q, k, v, segment_ids)
     chosen = _choose(q, k, place, pattern, logit_softcap, upcast, implementation)
     arrays = (q, k, v, *(segment_ids or ()))
     scores = dict(pattern=pattern, scale=float(scale), logit_softcap=logit_softcap, upcast=upcast)
+    if place.pos:
+        program = _sliced(place, q, k, chosen, **scores)
+        return sliced_attention(place, program, q, k, v, segment_ids, save_name=save_name)
     if chosen == "splash":
         return _splash(place, arrays, pattern, float(scale), logit_softcap, save_name)
     if chosen == "cudnn":
-        kernel = lambda q, k, v, ids, _: cudnn_attention(q, k, v, ids, pattern=pattern, scale=float(scale))
+        kernel = lambda q, k, v, ids: cudnn_attention(q, k, v, ids, pattern=pattern, scale=float(scale))
+        kernel = _saying(kernel, pattern)
     elif chosen == "chunked":
-        kernel = lambda q, k, v, ids, offset: chunked_attention(
-            q, k, v, ids, query_offset=offset, save_name=save_name, **scores
-        )
+        kernel = lambda q, k, v, ids: chunked_attention(q, k, v, ids, save_name=save_name, **scores)
     else:
-        kernel = lambda q, k, v, ids, offset: reference_attention(q, k, v, ids, query_offset=offset, **scores)
+        kernel = lambda q, k, v, ids: reference_attention(q, k, v, ids, **scores)
     return place.run(kernel, arrays)
+
+
+def _sliced(place: Placement, q, k, chosen: str, *, pattern: Pattern, scale, logit_softcap, upcast) -> Sliced:
+    """The program of a device that holds a slice of the positions."""
+    pieces = 2 * place.shards(place.pos)
+    if q.shape[1] != k.shape[1] or q.shape[1] % pieces:
+        raise AttentionError(
+            f"positions in slices are cut into two pieces a device, the same for queries and keys, got pos={q.shape[1]}"
+            f" and key_pos={k.shape[1]} over {'/'.join(place.pos)}, {pieces} pieces, in attention: "
+            f"use a length that {pieces} divides"
+        )
+    if chosen == "splash":
+        kernels = SplashTiles(scale=scale, logit_softcap=logit_softcap)
+    elif chosen == "cudnn":
+        kernels = CudnnTiles(scale=scale)
+    else:
+        chunk = q.shape[1] if chosen == "reference" else None
+        kernels = ChunkedTiles(scale=scale, logit_softcap=logit_softcap, upcast=upcast, chunk=chunk)
+    layout = current_layout()
+    dims = ("batch", place.batch), ("key_pos", place.key_pos), ("kv_heads", place.kv_heads), ("head_dim", ())
+    order = (0, 1, 2, 3) if kernels.axis == 1 else (0, 2, 1, 3)
+    text = str(Shape(tuple(Dim(*dims[i]) for i in order)))
+    whole = place.pos[len(place.key_pos) :]
+    return Sliced(kernels, pattern, place.key_pos, whole, layout is not None and layout.dealt == place.pos, text)
 
 
 def _splash(place: Placement, arrays, pattern, scale, logit_softcap, save_name):
@@ -102,17 +137,26 @@ def _splash(place: Placement, arrays, pattern, scale, logit_softcap, save_name):
         pattern=pattern,
         logit_softcap=logit_softcap,
         save_name=save_name,
-        pos_shards=place.shards(place.pos),
         head_shards=place.shards(place.heads),
     )
     specs = ()
     if place.mesh is not None:
-        blocks = PartitionSpec(place.heads or None, place.pos or None)
-        specs = tables.manual_sharding_spec(NamedSharding(place.mesh, blocks))
+        specs = tables.manual_sharding_spec(NamedSharding(place.mesh, PartitionSpec(place.heads or None, None)))
         if mode_of(place.mesh) == "explicit":  # constants are replicated, and shard_map wants them as it says
             tables = jax.tree.map(jax.sharding.reshard, tables, specs)
-    kernel = lambda q, k, v, ids, _, tables: splash_attention(q, k, v, ids, tables, scale=scale)
-    return place.run(kernel, arrays, (tables,), (specs,), check=False)
+    kernel = lambda q, k, v, ids, tables: splash_attention(q, k, v, ids, tables, scale=scale)
+    return place.run(_saying(kernel, pattern), arrays, (tables,), (specs,), check=False)
+
+
+def _saying(kernel, pattern: Pattern):
+    """A kernel that says what it computes on one device, for the planner."""
+
+    def run(q, k, *rest):
+        (batch, pos, heads, head_dim), key_pos = q.shape, k.shape[1]
+        with kernel_work("attention", 4.0 * batch * heads * pattern.pairs(pos, key_pos) * head_dim):
+            return kernel(q, k, *rest)
+
+    return run
 
 
 def _choose(q, k, place, pattern, logit_softcap, upcast, implementation) -> str:
@@ -120,7 +164,7 @@ def _choose(q, k, place, pattern, logit_softcap, upcast, implementation) -> str:
         return implementation
     refuses = {
         "cudnn": lambda: cudnn_refuses(q, pattern=pattern, logit_softcap=logit_softcap, upcast=upcast),
-        "splash": lambda: splash_refuses(q, k, pos_shards=place.shards(place.pos), upcast=upcast),
+        "splash": lambda: splash_refuses(q, k, pieces=2 * place.shards(place.pos) if place.pos else 1, upcast=upcast),
     }
     layout = current_layout()
     if layout is not None and layout.mapped:  # so it is in JAX 0.10.2

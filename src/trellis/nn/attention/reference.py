@@ -16,11 +16,10 @@ def reference_attention(
     scale: float,
     logit_softcap: float | None,
     upcast: bool,
-    query_offset: int | jax.Array = 0,
 ) -> jax.Array:
     """Softmax attention that holds every score: `batch kv_heads groups pos key_pos` of them.
 
-    Arguments as in `trellis.nn.dot_product_attention`; `query_offset` is the position of the first query.
+    Arguments as in `trellis.nn.dot_product_attention`.
     """
     batch, pos, heads, head_dim = q.shape
     key_pos, kv_heads = k.shape[1:3]
@@ -30,7 +29,7 @@ def reference_attention(
     if logit_softcap is not None:
         cap = jnp.asarray(logit_softcap, dtype)
         scores = jnp.tanh(scores / cap) * cap
-    seen = pattern.visible(jnp.arange(pos) + query_offset, jnp.arange(key_pos))
+    seen = pattern.visible(jnp.arange(pos), jnp.arange(key_pos))
     if seen is not None:
         scores = jnp.where(seen[None, None, None], scores, hidden_score(dtype))
     if segment_ids is not None:

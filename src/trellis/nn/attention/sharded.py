@@ -1,4 +1,4 @@
-"""Attention on a mesh: each device computes its own sequences, positions and heads, and nothing moves."""
+"""Attention on a mesh: where queries, keys and values are, and their program where positions are whole."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,8 @@ class Placement:
     Attributes:
         mesh: the abstract mesh in the arrays' types, or None.
         batch, pos, heads: mesh axes of those dimensions.
-        kv_heads: mesh axes of the keys' heads: `heads`, or none.
+        key_pos: mesh axes of the keys' positions: those of `pos`, or the major ones of them.
+        kv_heads: mesh axes of the keys' heads: those of `heads`, or the major ones of them.
         copied: mesh axes along which keys and values are in the `~` state, each.
     """
 
@@ -33,6 +34,7 @@ class Placement:
     batch: Axes = ()
     pos: Axes = ()
     heads: Axes = ()
+    key_pos: Axes = ()
     kv_heads: Axes = ()
     copied: tuple[frozenset[str], ...] = (frozenset(),) * 3
 
@@ -41,28 +43,26 @@ class Placement:
         return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh is not None else 1
 
     def run(self, kernel: Callable, arrays: tuple, tables=(), table_specs=(), *, check: bool = True) -> jax.Array:
-        """Calls `kernel(q, k, v, segment_ids, offset, *tables)` on each device's part.
+        """Calls `kernel(q, k, v, segment_ids, *tables)` on each device's part, where positions are whole.
 
-        `offset` is the position of the device's first query: the integer 0 where `pos` is not sharded. `tables` are
-        more arguments, with their specs. `check` is `jax.shard_map`'s `check_vma`.
+        `tables` are more arguments, with their specs. `check` is `jax.shard_map`'s `check_vma`.
         """
         if self.mesh is None:
-            return kernel(*arrays[:3], arrays[3:] or None, 0, *tables)
+            return kernel(*arrays[:3], arrays[3:] or None, *tables)
         layout = current_layout()
         if layout is not None and layout.mapped and any(self.copied):
             # Under a vmap over a mesh axis JAX (0.10.2 to 0.12) takes no copies into a shard_map.
             plain = [jax.reshard(x, spec_of(state_of(x).axes)) for x in arrays]
             return replace(self, copied=(frozenset(),) * 3).run(kernel, tuple(plain), tables, table_specs, check=check)
 
-        used = self.batch + self.pos + self.heads
+        used = self.batch + self.heads
 
         def body(tables, *parts):
             q, k, v, *ids = parts
             if check:
                 q, k, v, *ids = (vary(x, used) for x in (q, k, v, *ids))
-            k, v = (self._own_heads(x, q.shape[2]) for x in (k, v))
-            offset = lax.axis_index(self.pos) * q.shape[1] if self.pos else 0
-            return kernel(q, k, v, tuple(ids) or None, offset, *tables)
+            k, v = (self.own_heads(x, q.shape[2]) for x in (k, v))
+            return kernel(q, k, v, tuple(ids) or None, *tables)
 
         specs = self._specs(len(arrays))
         mapped = jax.shard_map(
@@ -71,17 +71,18 @@ class Placement:
         return mapped(tables, *arrays)
 
     def _specs(self, count: int) -> tuple[PartitionSpec, ...]:
-        batch, pos, heads, kv_heads = (axes or None for axes in (self.batch, self.pos, self.heads, self.kv_heads))
-        q = PartitionSpec(batch, pos, heads, None, reduced=self.copied[0])
+        batch, heads, kv_heads = (axes or None for axes in (self.batch, self.heads, self.kv_heads))
+        q = PartitionSpec(batch, None, heads, None, reduced=self.copied[0])
         k, v = (PartitionSpec(batch, None, kv_heads, None, reduced=copied) for copied in self.copied[1:])
-        return (q, k, v, PartitionSpec(batch, pos), PartitionSpec(batch, None))[:count]
+        return (q, k, v, PartitionSpec(batch, None), PartitionSpec(batch, None))[:count]
 
-    def _own_heads(self, x, local_heads: int):
-        """The kv heads that this device's query heads read, where only query heads are sharded."""
-        if self.kv_heads == self.heads:
+    def own_heads(self, x, local_heads: int):
+        """The kv heads that this device's query heads read, where query heads are sliced over more mesh axes."""
+        more = self.heads[len(self.kv_heads) :]
+        if not more:
             return x
-        groups = local_heads * self.shards(self.heads) // x.shape[2]
-        first = lax.axis_index(self.heads) * local_heads // groups
+        groups = local_heads * self.shards(more) // x.shape[2]
+        first = lax.axis_index(more) * local_heads // groups
         return lax.dynamic_slice_in_dim(x, first, max(1, local_heads // groups), axis=2)
 
 
@@ -102,21 +103,20 @@ def placement_of(q, k, v, segment_ids) -> Placement:
 
     if any(state.pending for state in states):
         fail("attention is not linear, so no operand is a pending sum", "settle it first, with reshard")
-    kv_heads = states[1].axes[2]
+    key_pos, kv_heads = states[1].axes[1:3]
+    if key_pos != pos[: len(key_pos)] or (key_pos and q.shape[1] != k.shape[1]):
+        fail("keys and values are whole along key_pos, or sliced over the mesh axes of pos or the major ones of them",
+             "gather them first: reshard('... key_pos/x ... -> ... key_pos')")  # fmt: skip
     for state in states[1:]:
-        if state.axes[1]:
-            fail(
-                "keys and values are whole along key_pos", "gather them first: reshard('... pos/x ... -> ... key_pos')"
-            )
-        if state.axes[0] != batch or state.axes[2] != kv_heads:
-            fail("queries, keys and values are sharded alike along batch, keys and values alike along kv_heads",
+        if state.axes[0] != batch or state.axes[1:3] != (key_pos, kv_heads):
+            fail("queries, keys and values are sharded alike along batch, keys and values alike",
                  "reshard one of them")  # fmt: skip
         if head_dim or state.axes[3]:
             fail("head_dim is whole", "gather it first, or shard heads instead")
     mesh = jax.typeof(q).sharding.mesh
-    place = Placement(mesh, batch, pos, heads, kv_heads, tuple(state.copied for state in states))
+    place = Placement(mesh, batch, pos, heads, key_pos, kv_heads, tuple(state.copied for state in states))
     local, groups = q.shape[2] // place.shards(heads), q.shape[2] // k.shape[2]
-    if kv_heads != heads and (kv_heads or (local % groups and groups % local)):
-        fail("kv_heads are sharded as heads are, or whole where each device's heads read whole kv heads",
+    if kv_heads != heads and (kv_heads != heads[: len(kv_heads)] or (local % groups and groups % local)):
+        fail("kv_heads are sharded as heads are, or less where each device's heads read whole kv heads",
              "shard kv_heads like heads, or leave both whole")  # fmt: skip
     return place

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis.named import Axis, NamedArray, cumsum, einsum, one_hot, softmax, top_k, where
+from trellis.named.dealing import in_order
 from trellis.nn.moe.exchange import ExpertsError
 
 
@@ -100,7 +101,7 @@ def limit(choices: Choices, experts: int, capacity: float) -> Choices:
     room = math.ceil(capacity * count * length / experts)
     hot = _hot(choices.ids, experts)
     taken = hot.sum("choices")
-    before = cumsum(taken, "pos") - taken
+    before = in_order(lambda taken: cumsum(taken, "pos"), taken) - taken
     rank = (hot * before).sum("routes")
     kept = rank < room
     return Choices(

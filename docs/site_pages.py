@@ -1,0 +1,91 @@
+"""Pages of the site that are made when it is built: the README as its home, and what the code says of itself.
+
+A hook of MkDocs. Links that leave `docs/` lead to the page that stands for the file; others lose the link and keep the
+text, since a site has no source tree beside it.
+"""
+
+import argparse
+import functools
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+HOME = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CONTRIBUTING.md": "contributing.md"}
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+FACES = ("trellis", "trellis.nn", "trellis.data", "trellis.inspect", "trellis.collectives", "trellis.optim")
+
+
+def on_files(files: Files, config) -> Files:
+    """Adds the pages that are not files in `docs/`."""
+    made = {page: (ROOT / name).read_text() for name, page in HOME.items()}
+    made = {page: relinked(text, "") for page, text in made.items()}
+    made |= {
+        "reference/commands.md": commands_page(),
+        "reference/fields.md": fields_page(),
+        "reference/recipes.md": recipes_page(),
+    }
+    made |= {f"reference/{name}.md": f"# {name}\n\n::: {name}\n" for name in FACES}
+    for name, text in made.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page, config, files) -> str:
+    """Links of pages in `docs/` to files outside of it."""
+    return markdown if page.file.generated_by else relinked(markdown, f"docs/{posixpath.dirname(page.file.src_uri)}")
+
+
+def relinked(text: str, folder: str) -> str:
+    """Links as they are in the repository, seen from a file in `folder`, as links of the site.
+
+    >>> relinked("[a](docs/plan.md#x), [b](src/trellis/named) and [c](https://c.org)", "")
+    '[a](plan.md#x), b and [c](https://c.org)'
+    """
+
+    def link(found: re.Match) -> str:
+        image, label, target, anchor = found.groups()
+        if "://" in target:
+            return found[0]
+        path = posixpath.normpath(posixpath.join(folder, target))
+        where = posixpath.relpath(path, "docs") if path.startswith("docs/") else HOME.get(path)
+        if where is None:
+            return label
+        back = posixpath.relpath(where, posixpath.relpath(folder or "docs", "docs"))
+        return f"{image}[{label}]({back}{anchor or ''})"
+
+    return LINK.sub(link, text)
+
+
+def commands_page() -> str:
+    """Every command's own help, without the fields of a run, which have a page."""
+    from trellis.commands.line import commands
+
+    parts = ["# Commands\n\nWhat `trellis COMMAND --help` prints."]
+    for name, command in sorted(commands().items()):
+        formatter = functools.partial(argparse.HelpFormatter, width=100)
+        about = command.description or command.summary
+        parser = argparse.ArgumentParser(f"trellis {name}", description=about, formatter_class=formatter)
+        command.arguments(parser)
+        parts.append(f"## trellis {name}\n\n```text\n{parser.format_help()}```")
+    return "\n\n".join(parts)
+
+
+def fields_page() -> str:
+    """Every field of a run, with its type, the value that `starter` gives it, and its doc."""
+    from trellis.recipes.load import RECIPES
+    from trellis.run.help import help_text
+
+    text = help_text(RECIPES["starter"]())
+    intro = "Every field is a line of YAML and an option of the command line; values are those of `starter`."
+    return f"# Fields of a run\n\n{intro}\n\n```text\n{text}\n```\n"
+
+
+def recipes_page() -> str:
+    """The recipes, by their docstrings."""
+    from trellis.recipes.load import RECIPES
+
+    rows = [f"## {name}\n\n{(recipe.__doc__ or '').strip()}" for name, recipe in sorted(RECIPES.items())]
+    return "# Recipes\n\n`trellis recipes NAME` prints one in full.\n\n" + "\n\n".join(rows)

@@ -1,0 +1,67 @@
+"""Positions dealt out so that under a causal mask every device has as much to do.
+
+Of a sequence in natural order the last slice sees `2 n - 1` times as much as the first. Dealt out over `n` devices, the
+sequence is cut into `2 n` pieces, and device `d` holds piece `d` and piece `2 n - 1 - d`:
+
+    natural      0 1 | 2 3 | 4 5 | 6 7
+    dealt out    0 7 | 1 6 | 2 5 | 3 4
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from trellis.mesh.permute import permute
+
+Axes = tuple[str, ...]
+
+
+def dealt_order(length: int, slices: int) -> np.ndarray:
+    """The natural position of each place, `i64["pos"]`.
+
+    >>> dealt_order(8, 2).tolist()
+    [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    pieces = np.arange(length).reshape(2 * slices, -1)
+    return np.stack([pieces[:slices], pieces[: slices - 1 : -1]], 1).reshape(-1)
+
+
+def deal(x: jax.Array, slices: int, dim: int = 1) -> jax.Array:
+    """A whole dimension in natural order, dealt out."""
+    low, high = jnp.split(x.reshape(*x.shape[:dim], 2 * slices, -1, *x.shape[dim + 1 :]), 2, dim)
+    return jnp.stack([low, jnp.flip(high, dim)], dim + 1).reshape(x.shape)
+
+
+def undeal(x: jax.Array, slices: int, dim: int = 1) -> jax.Array:
+    """A whole dimension that is dealt out, in natural order.
+
+    >>> undeal(deal(jnp.arange(8)[None], 2), 2)[0].tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    pairs = x.reshape(*x.shape[:dim], slices, 2, -1, *x.shape[dim + 1 :])
+    low, high = (lax.index_in_dim(pairs, half, dim + 1, keepdims=False) for half in (0, 1))
+    return jnp.concatenate([low, jnp.flip(high, dim)], dim).reshape(x.shape)
+
+
+def deal_slices(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """A device's slice in natural order for the one that it gets when positions are dealt out; two permutes."""
+    even, odd = (permute(half, axes, pairs) for half, pairs in zip(jnp.split(x, 2, dim), _routes(axes), strict=True))
+    first = lax.axis_index(axes) % 2 == 0  # an even device's low piece is an even one
+    return jnp.concatenate([jnp.where(first, even, odd), jnp.where(first, odd, even)], dim)
+
+
+def gather_slices(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """The other way: from positions dealt out to a slice in natural order."""
+    low, high = jnp.split(x, 2, dim)
+    first = lax.axis_index(axes) % 2 == 0
+    halves = jnp.where(first, low, high), jnp.where(first, high, low)
+    back = [[(target, source) for source, target in pairs] for pairs in _routes(axes)]
+    return jnp.concatenate([permute(half, axes, pairs) for half, pairs in zip(halves, back, strict=True)], dim)
+
+
+def _routes(axes: Axes) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Where each device's first and second half go: the even and the odd pieces."""
+    count = lax.axis_size(axes)
+    holder = lambda piece: min(piece, 2 * count - 1 - piece)
+    return tuple([(d, holder(2 * d + half)) for d in range(count)] for half in (0, 1))

@@ -1,0 +1,1 @@
+"""Attention over positions in slices: rings of keys, keys gathered, and neighbours under a window."""

@@ -1,0 +1,101 @@
+"""Attention over positions in slices, on whole arrays: each device's program, and the gradient of all."""
+
+import dataclasses
+import functools
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from trellis.mesh.layout import current_layout
+from trellis.nn.attention.sharded import Placement
+from trellis.nn.attention.sliced.program import Sliced
+from trellis.notation import spec_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Attention:
+    """What a call is of; hashable, for `custom_vjp`."""
+
+    place: Placement
+    program: Sliced
+    save_name: str | None
+
+    def run(self, local, arrays, inputs, outputs):
+        """A program of one device's slices. Gradients are not taken of it, so JAX need not know what varies."""
+        specs = [tuple(spec_of(*state) for state in states) for states in (inputs, outputs)]
+        mapped = jax.shard_map(local, mesh=self.place.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+        return mapped(*arrays)
+
+    def states(self, ids) -> list:
+        """Mesh axes, pending sums and copies of queries, keys, values, and documents."""
+        place = self.place
+        q = (place.batch, place.pos, place.heads, ()), (), place.copied[0]
+        keys = [((place.batch, place.key_pos, place.kv_heads, ()), (), copied) for copied in place.copied[1:]]
+        documents = [((place.batch, axes), (), ()) for axes in (place.pos, place.key_pos)]
+        return [q, *keys, *(documents if ids is not None else [])]
+
+    @property
+    def results(self) -> list:
+        """Those of the result and of the log of its sums."""
+        place = self.place
+        return [((place.batch, place.pos, place.heads, ()), (), ()), ((place.batch, place.heads, place.pos), (), ())]
+
+    def summed(self, gradient, copied):
+        """A gradient of keys, of which other devices hold parts, where it is not to stay a pending sum."""
+        place = self.place
+        own = {*place.batch, *place.key_pos, *place.kv_heads, *copied}
+        axes = tuple(a for a in (*place.batch, *place.pos, *place.heads) if a not in own)
+        return lax.psum(gradient, axes) if axes else gradient
+
+
+def sliced_attention(
+    place: Placement, program: Sliced, q, k, v, segment_ids, *, save_name: str | None = None
+) -> jax.Array:
+    """Softmax attention whose queries are sliced along `pos`, keys along the same mesh axes or the major ones of them.
+
+    Arguments as in `trellis.nn.dot_product_attention`.
+    """
+    call = _Attention(place, program, save_name)
+    if (layout := current_layout()) is not None and layout.mapped:  # no gradient of one's own under such a `vmap`
+        return _forward(call, q, k, v, segment_ids)[0]
+    return _attend(call, q, k, v, segment_ids)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call: _Attention, q, k, v, ids):
+    return _forward(call, q, k, v, ids)[0]
+
+
+def _forward(call: _Attention, q, k, v, ids):
+    def local(q, k, v, *ids):
+        k, v = (call.place.own_heads(x, q.shape[2]) for x in (k, v))
+        return call.program.forward(q, k, v, ids or None)
+
+    return call.run(local, (q, k, v, *(ids or ())), call.states(ids), call.results)
+
+
+def _attend_forward(call: _Attention, q, k, v, ids):
+    out, log_sum = _forward(call, q, k, v, ids)
+    if call.save_name is not None:
+        out, log_sum = (checkpoint_name(x, call.save_name) for x in (out, log_sum))
+    return out, (q, k, v, ids, out, log_sum)
+
+
+def _attend_backward(call: _Attention, kept, d_out):
+    q, k, v, ids, out, log_sum = kept
+
+    def local(q, k, v, out, log_sum, d_out, *ids):
+        own, spread = jax.vjp(lambda *keys: tuple(call.place.own_heads(x, q.shape[2]) for x in keys), k, v)
+        d_q, *d_keys = call.program.backward(q, *own, ids or None, out, log_sum, d_out)
+        d_keys = spread(tuple(d_keys))
+        return d_q, *(call.summed(d, copied) for d, copied in zip(d_keys, call.place.copied[1:], strict=True))
+
+    queries, *keys = call.states(ids)
+    states = [queries, *keys[:2], *call.results, call.results[0], *keys[2:]]
+    gradients = [(axes, copied, pending) for axes, pending, copied in (queries, *keys[:2])]
+    found = call.run(local, (q, k, v, out, log_sum, d_out, *(ids or ())), states, gradients)
+    return *found, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)

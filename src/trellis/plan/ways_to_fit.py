@@ -1,0 +1,135 @@
+"""When a step does not fit: by how much, what is largest by name, and which changes would make it fit, each planned."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
+from trellis.errors import UserError
+from trellis.figures import numbers
+from trellis.plan.quick import Plan
+from trellis.run.config import Run
+
+# From what keeps most to what keeps least for the backward pass.
+_POLICIES = ("none", "dots", "saved", "full")
+# Of the policy `saved`, some of the names that every family of models marks.
+SOME_NAMES = (("query", "key", "value", "attention"), ("attention",))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """A change that makes a step fit.
+
+    Attributes:
+        options: as the command line takes them.
+        peak: bytes on one device with the change.
+        seconds: of a step, by the plan.
+    """
+
+    options: str
+    peak: float
+    seconds: float
+
+
+def changes(run: Run) -> Iterator[tuple[str, Run]]:
+    """Changes that lower memory, the cheapest first: one option, then two."""
+    policy, names = run.remat.policy, run.remat.names
+    stronger = _POLICIES[_POLICIES.index(policy) + 1 :] if policy in _POLICIES else ()
+    remats = [(f"--remat.policy {name}", _with_policy(run, name)) for name in stronger]
+    if policy in _POLICIES[:3] and not names:  # between `saved` and `full`: some of the names
+        before = "" if policy == "saved" else "--remat.policy saved "
+        some = [(f"{before}--remat.names {','.join(n)}", _with_policy(run, "saved", n)) for n in SOME_NAMES]
+        remats[-1:-1] = some
+    micro = [_micro(run, factor) for factor in (2, 4, 8)]
+    yield from remats
+    yield from micro
+    if remats:
+        yield from ((f"{remats[-1][0]} {words}", _with_policy(changed, stronger[-1])) for words, changed in micro)
+    if isinstance(run.batch_size, int):
+        for factor in (2, 4, 8):
+            if run.batch_size % factor == 0:
+                size = run.batch_size // factor
+                base = _with_policy(run, stronger[-1]) if remats else run
+                words = f"{remats[-1][0]} " if remats else ""
+                yield f"{words}--batch_size {size}", dataclasses.replace(base, batch_size=size)
+
+
+def _micro(run: Run, factor: int) -> tuple[str, Run]:
+    count = run.parts * factor
+    return f"--microbatches {count}", dataclasses.replace(run, microbatches=count)
+
+
+def _with_policy(run: Run, policy: str, names: tuple[str, ...] = ()) -> Run:
+    return dataclasses.replace(run, remat=dataclasses.replace(run.remat, policy=policy, names=names))
+
+
+def ways_to_fit(run: Run, planned: Callable[[Run], Plan], most: int = 3, plan: Plan | None = None) -> list[Way]:
+    """The first changes under which the plan fits.
+
+    Args:
+        run: a run whose plan does not fit.
+        planned: plans a run on the same hardware.
+        most: how many are looked for.
+        plan: the run's own plan; with it, changes that cannot be enough are not planned.
+    """
+    found: list[Way] = []
+    for options, changed in changes(run):
+        if len(found) == most:
+            break
+        if plan is not None and least(plan, run, changed) > plan.target.chip.hbm_bytes:
+            continue
+        try:
+            new = planned(changed)
+        except (UserError, ValueError):  # a size that does not divide
+            continue
+        if new.fits:
+            found.append(Way(options, new.memory.peak, new.seconds))
+    return found
+
+
+def least(plan: Plan, run: Run, changed: Run) -> float:
+    """Bytes that a run needs on a device at least once it is changed: its state, and its share of everything else.
+
+    Microbatches keep parameters gathered and a float32 sum of gradients for the whole step.
+    """
+    state = plan.memory.bytes_of("parameters", "optimizer")
+    rows = lambda r: max(b.size for b in r.batch_sizes()) / r.parts
+    other = (plan.memory.peak - state) * rows(changed) / rows(run)
+    if changed.remat != run.remat:
+        other -= plan.memory.bytes_of("activations") * rows(changed) / rows(run)
+    if changed.parts > run.parts:
+        model = plan.mesh.get("model", 1)
+        other = max(other, 6.0 * plan.parameters / model)
+    return state + other
+
+
+def excess_lines(plan: Plan, ways: list[Way]) -> list[str]:
+    """What makes a step fit that does not, in sentences."""
+    if ways:
+        return [
+            f"fits with {way.options}: {numbers.size(way.peak)}, {numbers.seconds(way.seconds)} a step" for way in ways
+        ]
+    state = plan.memory.bytes_of("parameters", "optimizer")
+    room = plan.target.chip.hbm_bytes
+    if state > room:
+        count = math.ceil(state * plan.target.num_devices / room)
+        return [
+            f"parameters and optimizer alone are {numbers.size(state)} a device, sliced over all that the mesh and "
+            f"layout slice them over: use {count} devices of this kind at least"
+        ]
+    return ["no change of recomputation, microbatches or batch size is enough: use more devices, or --search"]
+
+
+def excess_text(plan: Plan, ways: list[Way]) -> str:
+    """That a step does not fit, in four parts."""
+    room = plan.target.chip.hbm_bytes
+    largest = "; ".join(f"{b.name} ({b.kind}) {numbers.size(b.num_bytes)}" for b in plan.memory.by_name()[:3])
+    if ways:
+        fix = "\n         ".join(f"{way.options}   peak {numbers.size(way.peak)}" for way in ways)
+    else:
+        fix = "no change of recomputation, microbatches or batch size is enough: use more devices, or a smaller model"
+    return (
+        f"A step does not fit in a device's memory, by {numbers.size(plan.memory.peak - room)}.\n"
+        f"  seen:  {numbers.size(plan.memory.peak)} at the highest point, {numbers.size(room)} on {plan.target.name}\n"
+        f"  where: largest by name: {largest}\n"
+        f"  fix:   {fix}"
+    )

@@ -1,0 +1,262 @@
+"""Attention over positions in slices: every kind, mask and placement gives one device's values and gradients."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from trellis.inspect import ledger
+from trellis.mesh import Layout, make_mesh
+from trellis.mesh.dealing import deal, dealt_order
+from trellis.mesh.meshes import MeshError
+from trellis.named import NamesError, named
+from trellis.nn.attention import AttentionError, attend, dot_product_attention
+from trellis.nn.attention.pattern import Pattern
+from trellis.nn.attention.sharded import placement_of
+from trellis.nn.attention.sliced.attention import sliced_attention
+from trellis.nn.attention.sliced.program import Sliced
+from trellis.nn.attention.splash import SplashTiles
+
+BATCH, POS, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 4, 2, 8
+QUERY, KEY = "batch pos heads head_dim", "batch key_pos kv_heads head_dim"
+
+# Sizes of mesh axes, `compute`, and the kind of each axis of positions. Pieces are 4 (of 8 devices), 8 or 16 positions.
+KINDS = {
+    "ring": ({"a": 8}, {"pos": "a"}, {"a": "ring"}),
+    "gather": ({"a": 8}, {"pos": "a"}, {}),
+    "exchange": ({"a": 2}, {"pos": "a"}, {"a": "exchange"}),
+    "exchange, few key heads": ({"a": 4}, {"pos": "a"}, {"a": "exchange"}),
+    "ring, gather": ({"b": 2, "a": 4}, {"pos": ("a", "b")}, {"a": "ring"}),  # not in the mesh's order
+    "ring, gather of more": ({"a": 2, "b": 4}, {"pos": ("a", "b")}, {"a": "ring", "b": "gather"}),
+    "ring, exchange": ({"a": 4, "b": 2}, {"pos": ("a", "b")}, {"a": "ring", "b": "exchange"}),
+    "ring of both": ({"b": 2, "a": 4}, {"pos": ("a", "b")}, {"a": "ring", "b": "ring"}),
+    "gather, exchange": ({"a": 4, "b": 2}, {"pos": ("a", "b")}, {"b": "exchange"}),
+    "ring, data, heads": (
+        {"data": 2, "a": 2, "model": 2},
+        {"batch": "data", "heads": "model", "kv_heads": "model", "pos": "a"},
+        {"a": "ring"},
+    ),
+    "ring, more heads than key heads": ({"a": 2, "model": 4}, {"heads": "model", "pos": "a"}, {"a": "ring"}),
+}
+MASKS = {
+    "causal": {},
+    "documents": {"documents": True},
+    "window in a piece": {"window": 3},
+    "window over pieces": {"window": 23, "documents": True},
+    "cap": {"logit_softcap": 2.0},
+    "all": {"causal": False},
+    "all, documents": {"causal": False, "documents": True},
+    "window both ways": {"causal": False, "window": 9},
+}
+CASES = [("ring, gather", mask) for mask in MASKS]
+CASES += [("ring", mask) for mask in ("documents", "window in a piece", "all", "cap")]
+CASES += [(kind, "documents") for kind in KINDS if kind not in ("ring", "ring, gather")]
+CASES += [(kind, "window over pieces") for kind in ("gather", "exchange", "ring, exchange", "ring, data, heads")]
+
+
+@functools.cache
+def arrays(kv_heads: int = KV_HEADS):
+    """Queries, keys, values, a gradient, and documents of uneven lengths."""
+    shapes = [(BATCH, POS, heads, HEAD_DIM) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
+    found = [jax.random.normal(key, s) for key, s in zip(jax.random.split(jax.random.key(0), 4), shapes)]
+    ids = jnp.cumsum(jax.random.bernoulli(jax.random.key(5), 0.06, (BATCH, POS)), axis=1)
+    return *map(np.asarray, found), np.asarray(ids)
+
+
+def gradients(function, q, k, v, g):
+    def total(q, k, v):
+        out = function(q, k, v)
+        return jnp.sum(out * g), out
+
+    return jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(q, k, v)
+
+
+@functools.cache
+def one_device(mask: str, kv_heads: int = KV_HEADS):
+    *values, ids = arrays(kv_heads)
+    options = dict(MASKS[mask])
+    pair = (ids, ids) if options.pop("documents", False) else None
+    call = functools.partial(dot_product_attention, segment_ids=pair, implementation="reference", **options)
+    return gradients(call, *values)
+
+
+def many_devices(kind: str, mask: str, *, kv_heads: int = KV_HEADS, dealt=(), put=lambda x: x):
+    """The same by `attend` under a layout; `put` reorders positions."""
+    sizes, compute, context = KINDS[kind]
+    mesh = make_mesh(jax.devices()[: np.prod(list(sizes.values()))], **sizes)
+    layout = Layout(mesh, {}, compute, context=context)
+    options = dict(MASKS[mask])
+    with layout.with_dealt(dealt):
+        place = lambda x, names: jax.device_put(put(x), layout.sharding(names.split()))
+        q, k, v, g, ids = arrays(kv_heads)
+        rows = "batch pos kv_heads head_dim"
+        values = place(q, QUERY), place(k, rows), place(v, rows), place(g, QUERY)
+        documents = named(place(ids, "batch pos"), "batch pos") if options.pop("documents", False) else None
+
+        def call(q, k, v):
+            return attend(named(q, QUERY), named(k, KEY), named(v, KEY), segment_ids=documents, **options).array
+
+        return gradients(call, *values)
+
+
+def assert_near(seen, wanted, tolerance=1e-5, put=lambda x: x):
+    for a, b in zip(jax.tree.leaves(seen), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(put(b)), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kind, mask", CASES)
+def test_many_devices_equal_one(kind, mask):
+    assert_near(many_devices(kind, mask), one_device(mask))
+
+
+@pytest.mark.parametrize("kind", ["ring", "gather", "exchange, few key heads", "ring, more heads than key heads"])
+def test_a_single_key_head(kind):
+    assert_near(many_devices(kind, "causal", kv_heads=1), one_device("causal", kv_heads=1))
+
+
+@pytest.mark.parametrize(
+    "kind, slices, axes",
+    [("ring", 8, "a"), ("gather", 8, "a"), ("ring, gather", 8, "ab"), ("ring, exchange", 4, "a")],
+)
+@pytest.mark.parametrize("mask", ["documents", "window over pieces"])
+def test_positions_that_are_dealt_out_stay_where_they_are(kind, slices, axes, mask):
+    put = lambda x: deal(x, slices)
+    assert_near(many_devices(kind, mask, dealt=tuple(axes), put=put), one_device(mask), put=put)
+
+
+@pytest.mark.parametrize("kind", ["ring", "ring, gather", "gather", "exchange"])
+@pytest.mark.parametrize("mask", ["documents", "window over pieces"])
+def test_in_bfloat16(kind, mask):
+    """To the rounding of the operands: gradients reach about 4."""
+    half = lambda x: jnp.asarray(x, jnp.bfloat16) if x.dtype == np.float32 else x
+    found = many_devices(kind, mask, put=half)
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.bfloat16)}
+    assert_near(jax.tree.map(lambda x: x.astype(jnp.float32), found), one_device(mask), tolerance=0.06)
+
+
+def test_dealing_is_one_order():
+    x = jnp.arange(48.0)[None]
+    np.testing.assert_array_equal(deal(x, 4)[0], dealt_order(48, 4))
+    np.testing.assert_array_equal(dealt_order(8, 4), [0, 7, 1, 6, 2, 5, 3, 4])
+
+
+def moved(kind: str, mask: str):
+    """The ledger of values and gradients; without the sum that makes one number of the result."""
+    sizes, compute, context = KINDS[kind]
+    mesh = make_mesh(jax.devices()[: np.prod(list(sizes.values()))], **sizes)
+    options = {k: v for k, v in MASKS[mask].items() if k != "documents"}
+    layout = Layout(mesh, {}, compute, context=context)
+    with layout.with_dealt(layout.assign(("pos",))[0]):
+        q, k, v, g, _ = (jax.device_put(x, NamedSharding(mesh, P(None, layout.assign(("pos",))[0]))) for x in arrays())
+
+        def call(q, k, v):
+            return jnp.sum(attend(named(q, QUERY), named(k, KEY), named(v, KEY), **options).array * g)
+
+        found = ledger(jax.value_and_grad(call, (0, 1, 2)), q, k, v)
+    return dataclasses.replace(found, rows=tuple(row for row in found.rows if row.payload > 4))
+
+
+ROW = 4 * BATCH * HEAD_DIM  # bytes of one head of one position
+SLICE = POS // 8 * KV_HEADS * ROW
+
+
+def test_a_ring_moves_what_a_gather_moves():
+    """Keys and values of n - 1 slices forward; backward the same again, and as much of their gradients."""
+    ring, gather = moved("ring", "causal"), moved("gather", "causal")
+    assert ring.per_kind() == {"permute": 2 * 7 * SLICE + 2 * 7 * SLICE + 2 * 7 * SLICE}
+    assert ring.total(direction="forward") == 2 * 7 * SLICE
+    assert ring.total(direction="backward") == 4 * 7 * SLICE
+    assert gather.per_kind() == {"all-gather": 2 * 7 * SLICE, "reduce-scatter": 2 * 7 * SLICE}
+
+
+def test_an_exchange_moves_each_array_once_each_way():
+    """Queries, keys, values and the result; each device keeps one half of its part."""
+    found = moved("exchange", "causal")
+    part = POS // 2 * ROW * (2 * HEADS + 2 * KV_HEADS) // 2
+    assert found.per_kind() == {"all-to-all": 2 * part}
+
+
+def test_a_window_sends_what_it_shows():
+    """Of two pieces of 4 positions, 2 are seen by the next pieces under a window of 3."""
+    found = moved("ring", "window in a piece")
+    seen = 2 * 2 * KV_HEADS * ROW
+    assert found.per_kind() == {"permute": 2 * seen + 2 * seen + 2 * seen}
+
+
+@pytest.mark.parametrize("kind", ["ring", "gather", "ring, gather"])
+def test_the_busiest_device_has_no_more_to_do_than_another(kind):
+    """Scores that a device computes: the whole of the tiles that it visits, of which the program is the same on all."""
+    sizes, compute, context = KINDS[kind]
+    mesh = make_mesh(jax.devices()[:8], **sizes)
+    scores = []
+
+    class Counting(SplashTiles):
+        def forward(self, tile, q, k, v, ids):
+            share = 0.5 if not tile.full else 1.0
+            scores.append(share * q.shape[0] * tile.queries * tile.keys)
+            return jnp.zeros_like(q), jnp.zeros(q.shape[:3])
+
+    layout = Layout(mesh, {}, compute, context=context)
+    with layout:
+        axes = layout.assign(("pos",))[0]
+        ring = tuple(a for a in axes if context.get(a) == "ring")
+        q, k, v, *_ = (jax.device_put(x, NamedSharding(mesh, P(None, axes))) for x in arrays())
+        k, v = (jax.device_put(x, NamedSharding(mesh, P(None, ring))) for x in (k, v))
+        program = Sliced(
+            Counting(scale=1.0), Pattern(), ring, axes[len(ring) :], True, "batch key_pos kv_heads head_dim"
+        )
+        jax.eval_shape(lambda q, k, v: sliced_attention(placement_of(q, k, v, None), program, q, k, v, None), q, k, v)
+    mean = BATCH * (POS * POS / 2) / 8
+    assert sum(scores) == mean
+
+
+# The kernels of accelerators.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring, whole", [(("a", "b"), ()), (("a",), ("b",))])
+@pytest.mark.parametrize("window, documents", [(None, True), (100, False), (300, True)])
+def test_splash_over_slices_computes_the_reference(ring, whole, window, documents):
+    pos, head_dim = 1024, 128  # pieces of 128
+    mesh = make_mesh(jax.devices()[:4], a=2, b=2)
+    keys = jax.random.split(jax.random.key(0), 4)
+    values = [0.5 * jax.random.normal(key, (1, pos, h, head_dim)) for key, h in zip(keys, (2, 1, 1, 2))]
+    ids = jnp.arange(pos)[None] // 390
+    pair = (ids, ids) if documents else None
+    reference = functools.partial(dot_product_attention, window=window, segment_ids=pair, implementation="reference")
+    wanted = gradients(reference, *values)
+    kernels = SplashTiles(scale=head_dim**-0.5, interpret=True)
+    program = Sliced(kernels, Pattern(window=window), ring, whole, False, "batch kv_heads key_pos head_dim")
+    with jax.set_mesh(mesh):
+        put = lambda x, axes: jax.device_put(x, NamedSharding(mesh, P(None, axes)))
+        q, k, v, g = (put(x, axes) for x, axes in zip(values, (("a", "b"), ring, ring, ("a", "b"))))
+        placed = (put(ids, ("a", "b")), put(ids, ring)) if documents else None
+        call = lambda q, k, v: sliced_attention(placement_of(q, k, v, None), program, q, k, v, placed)
+        found = gradients(call, q, k, v, g)
+    assert_near(found, wanted, tolerance=1e-5)
+
+
+def test_refusals():
+    mesh = make_mesh(jax.devices()[:8], a=4, b=2)
+    q, k, v, *_ = arrays()
+    with Layout(mesh, {}, {"pos": ("a", "b")}, context={"a": "exchange", "b": "ring"}):
+        with pytest.raises(NamesError) as error:
+            attend(
+                *(named(jax.device_put(x, NamedSharding(mesh, P())), n) for x, n in ((q, QUERY), (k, KEY), (v, KEY)))
+            )
+    assert "got 'pos/a/b' with a: exchange, b: ring, in attend: write them in this order" in str(error.value)
+    with pytest.raises(MeshError, match="by gather, ring, exchange, got context 'a: rings' where the mesh has a, b"):
+        Layout(mesh, {}, {"pos": "a"}, context={"a": "rings"})
+    with jax.set_mesh(mesh):
+        q, k, v = (jax.device_put(x[:, :36], NamedSharding(mesh, P(None, "a"))) for x in (q, k, v))
+        with pytest.raises(AttentionError) as error:
+            dot_product_attention(q, k, v)
+    assert str(error.value) == (
+        "positions in slices are cut into two pieces a device, the same for queries and keys, got pos=36 and "
+        "key_pos=36 over a, 8 pieces, in attention: use a length that 8 divides"
+    )

@@ -1,0 +1,119 @@
+"""Recipes on hardware that they were not written for."""
+
+import pytest
+
+from trellis.commands.line import main
+from trellis.errors import UserError
+from trellis.hardware.chips import target
+from trellis.plan.adapt import adapt, fitted_mesh
+from trellis.plan.quick import quick_plan
+from trellis.plan.text import text
+from trellis.plan.ways_to_fit import excess_lines, least, ways_to_fit
+from trellis.recipes import load_run
+from trellis.run.config import MeshSizes
+
+# Recipe, target, mesh, batch, and whether it fits.
+EIGHT = (
+    ("llama_8b", "v5e:16x16", {"data": 16, "data_y": 16}, 256, False),
+    ("llama_8b", "v5p:8x8x8", {"data": 8, "data_y": 8, "data_z": 8}, 512, True),
+    ("llama_8b", "8xH100", {"data": 8}, 16, True),
+    ("llama_8b", "4x8xH100", {"data": 32}, 32, True),
+    ("llama_70b", "v5e:16x16", {"data": 32, "model": 8}, 256, False),
+    ("llama_70b", "v5p:8x8x8", {"data": 8, "data_y": 8, "model": 8}, 256, True),
+    ("llama_70b", "8xH100", {"model": 8}, 256, False),
+    ("llama_70b", "4x8xH100", {"data": 4, "model": 8}, 256, False),
+)
+
+
+@pytest.mark.parametrize("recipe, on, mesh, batch, fits", EIGHT)
+def test_large_recipes_on_every_kind_of_hardware(recipe, on, mesh, batch, fits):
+    where = target(on)
+    run, notes = adapt(load_run(recipe), where, ())
+    plan = quick_plan(run, where)
+    assert dict(plan.mesh) == mesh and run.batch_size == batch and plan.fits == fits
+    assert plan.tokens == batch * run.data.sequence_length
+    assert 0.3 < plan.mfu < 0.8
+    assert any(f"batch_size 16 -> {batch} so that every device has a row" in note for note in notes) == (
+        batch in (32, 256, 512) and recipe == "llama_8b"
+    )
+    words = text(plan, fitted=notes)
+    assert all(f"  fitted      {note}" in words for note in notes)
+    assert ("DOES NOT FIT" in words) != fits
+
+
+def test_what_the_user_gave_stays():
+    where = target("v5e:4x4")
+    asked = load_run("llama_8b", {"batch_size": "24", "mesh.data": "16"})
+    run, notes = adapt(asked, where, ("batch_size", "mesh.data"))
+    assert run == asked and notes == []
+    with pytest.raises(UserError, match="use --batch_size 16 or 32"):
+        quick_plan(run, where)
+    run, notes = adapt(asked, where, ("mesh.data",))
+    assert run.mesh == asked.mesh and run.batch_size == 32
+    assert notes == ["batch_size 24 -> 32 so that every device has a row; --batch_size N sets it"]
+
+
+def test_every_microbatch_has_a_row_on_every_device():
+    run, notes = adapt(load_run("llama_8b", {"microbatches": "4"}), target("8xH100"), ())
+    assert run.batch_size == 32
+    assert notes == ["batch_size 16 -> 32 so that every device has a row in each microbatch; --batch_size N sets it"]
+
+
+def test_sizes_that_grow_all_divide():
+    sizes = "[{step: 0, size: 8}, {step: 10, size: 40}]"
+    run, notes = adapt(load_run("llama_8b", {"batch_size": sizes}), target("4x8xH100"), ())
+    assert [entry.size for entry in run.batch_sizes()] == [32, 64]
+    assert notes[0].startswith("batch_size 8 then 40 -> 32 then 64 ")
+
+
+@pytest.mark.parametrize(
+    "mesh, on, sizes",
+    [
+        (MeshSizes(data=16, data_y=16), "8xH100", {"data": 8}),
+        (MeshSizes(data=16, data_y=16), "v5p:4x4x4", {"data": 4, "data_y": 4, "data_z": 4}),
+        (MeshSizes(model=8), "4xH100", {"model": 4}),
+        (MeshSizes(data=4, context=4, model=-1), "v5e:4x4", {"model": 16}),
+        (MeshSizes(expert=8), "8x8xH100", {"data": 8, "expert": 8}),
+    ],
+)
+def test_meshes_keep_what_divides(mesh, on, sizes):
+    found = fitted_mesh(mesh, target(on))
+    named = {name: getattr(found, name) for name in MeshSizes.__dataclass_fields__}
+    assert {name: size for name, size in named.items() if size > 1} == sizes
+
+
+def test_what_cannot_be_enough_is_not_planned():
+    where = target("4x8xH100")
+    run = load_run("llama_70b")
+    plan, tried = quick_plan(run, where), []
+
+    def planned(changed):
+        tried.append(changed)
+        return quick_plan(changed, where)
+
+    ways = ways_to_fit(run, planned, most=1, plan=plan)
+    assert len(tried) <= 3 and ways
+    assert least(plan, run, tried[-1]) <= ways[0].peak <= where.chip.hbm_bytes
+    assert excess_lines(plan, ways)[0].startswith(f"fits with {ways[0].options}: ")
+
+
+def test_too_few_devices_for_the_state():
+    where = target("8xH100")
+    plan = quick_plan(load_run("llama_70b"), where)
+    (line,) = excess_lines(plan, [])
+    assert line.startswith("parameters and optimizer alone are 98.6 GiB a device")
+    assert line.endswith("use 10 devices of this kind at least")
+
+
+def test_the_command_tells_what_it_fitted(capsys, tmp_path):
+    small = ["--model.layers", "2", "--model.embed", "256", "--model.mlp", "512", "--model.vocab", "512"]
+    assert main(["plan", "llama_8b", "--on", "v5e:4x4", *small]) == 0
+    assert "  fitted      mesh data=all -> data=4 data_y=4 so that it fills v5e:4x4" in capsys.readouterr().out
+    assert main(["plan", "llama_8b", "--on", "v5e:4x4", *small, "--batch_size", "24"]) == 2
+    assert "use --batch_size 16 or 32" in capsys.readouterr().err
+    file = tmp_path / "mine.yaml"
+    file.write_text("base: llama_8b\nbatch_size: 24\n")
+    assert main(["plan", str(file), "--on", "v5e:4x4", *small]) == 2
+    assert "use --batch_size 16 or 32" in capsys.readouterr().err
+    assert main(["memory", "llama_8b", "--on", "v5e:4x4", *small]) == 0
+    assert "  fitted      mesh" in capsys.readouterr().out

@@ -1,0 +1,114 @@
+"""What to change when a step does not fit: computed, each change planned."""
+
+import dataclasses
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from trellis.errors import UserError
+from trellis.hardware.chips import target
+from trellis.hardware.described import described_devices
+from trellis.plan.prepared import prepare
+from trellis.plan.quick import plan_of
+from trellis.plan.ways_to_fit import Way, changes, excess_text, ways_to_fit
+from trellis.recipes.load import load_run
+
+HERE = target("v5e:2x2")
+
+
+def run(**options):
+    shape = {"data.sequence_length": "128", "model.head_dim": "64"}
+    return load_run("tiny", shape | {k.replace("__", "."): v for k, v in options.items()})
+
+
+def shrunk(size: int):
+    """The same hardware with less memory."""
+    return dataclasses.replace(HERE, chip=dataclasses.replace(HERE.chip, hbm_bytes=size))
+
+
+def planned(run, where=HERE):
+    return plan_of(prepare(run, where, described_devices(where)), where)
+
+
+def test_changes_keep_less_then_cut_the_batch():
+    words = [options for options, _ in changes(run(remat__policy="dots", batch_size="8"))]
+    assert words == [
+        "--remat.policy saved",
+        "--remat.policy saved --remat.names query,key,value,attention",
+        "--remat.policy saved --remat.names attention",
+        "--remat.policy full",
+        "--microbatches 2",
+        "--microbatches 4",
+        "--microbatches 8",
+        "--remat.policy full --microbatches 2",
+        "--remat.policy full --microbatches 4",
+        "--remat.policy full --microbatches 8",
+        "--remat.policy full --batch_size 4",
+        "--remat.policy full --batch_size 2",
+        "--remat.policy full --batch_size 1",
+    ]
+
+
+def test_every_way_fits_and_is_what_it_says():
+    asked = run(batch_size="32", remat__policy="none")
+    full = planned(run(batch_size="32", remat__policy="full")).memory.peak
+    where = shrunk(int(full * 1.02))
+    ways = ways_to_fit(asked, lambda changed: planned(changed, where))
+    assert [way.options for way in ways if way.peak == full] == ["--remat.policy full"]
+    assert ways[0].options.startswith("--remat.policy saved --remat.names ")
+    assert 1 <= len(ways) <= 3 and all(way.peak <= where.chip.hbm_bytes for way in ways)
+    for way in ways:
+        pairs = zip(way.options.split()[::2], way.options.split()[1::2])
+        given = {"batch_size": "32", "remat.policy": "none"} | {name.removeprefix("--"): value for name, value in pairs}
+        assert planned(run(**given), where).memory.peak == way.peak
+
+
+def test_nothing_fits_where_there_is_no_room():
+    where = shrunk(1000)
+    asked = run(batch_size="8")
+    assert ways_to_fit(asked, lambda changed: planned(changed, where)) == []
+
+
+def test_changes_that_do_not_divide_are_passed_over():
+    def refuse(changed):
+        raise UserError("A batch is split evenly.", seen="3", where="batch_size", fix="use 4")
+
+    assert ways_to_fit(run(batch_size="8"), refuse) == []
+
+
+def test_the_message():
+    where = shrunk(2**20)
+    asked = run(batch_size="32")
+    plan = planned(asked, where)
+    text = excess_text(plan, [Way("--remat.policy full", 2**19, 1.0), Way("--microbatches 2", 2**18, 1.0)])
+    lines = text.splitlines()
+    assert lines[0].startswith("A step does not fit in a device's memory, by ")
+    assert lines[1].startswith("  seen:  ") and lines[1].endswith(", 1.00 MiB on v5e:2x2")
+    assert lines[2].startswith("  where: largest by name: ") and "(activations)" in lines[2]
+    assert lines[3:] == ["  fix:   --remat.policy full   peak 512 KiB", "         --microbatches 2   peak 256 KiB"]
+    assert excess_text(plan, []).endswith("is enough: use more devices, or a smaller model")
+
+
+def test_names_of_what_is_kept():
+    asked = run(batch_size="8", remat__policy="saved")
+    held = planned(asked).memory
+    names = {buffer.name for buffer in held.kept}
+    assert {"query", "key", "value", "mlp_gate", "mlp_up", "carry between layers"} <= names
+    kinds = held.per_kind()
+    assert kinds["optimizer"] == pytest.approx(2 * kinds["parameters"], rel=0.01)
+
+
+def test_the_command(capsys, tmp_path):
+    from trellis.commands.line import main
+
+    assert (
+        main(["memory", "tiny", "--on", "v5e:2x2", "--data.sequence_length", "128", "--svg", str(tmp_path / "m.svg")])
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert "kept for the backward pass, by name" in out and "largest activation: " in out
+    assert "does not fit" not in out
+    assert ElementTree.parse(tmp_path / "m.svg").getroot().tag.endswith("svg")
+    assert main(["memory", "tiny", "--on", "v5e:2x2", "--data.sequence_length", "128", "--json"]) == 0
+    assert any(buffer["name"] == "mlp_gate" for buffer in json.loads(capsys.readouterr().out)["buffers"])

@@ -1,0 +1,46 @@
+"""The site builds without a warning, its notebooks run, and the tutorial's commands do what it says."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TUTORIAL = ("first-run", "what-it-did", "own-text", "more-devices", "plan-for-a-pod")
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    """Links, anchors and the order of pages are checked by `--strict`; a notebook that raises ends the build."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+    assert "all-gather" in (tmp_path / "notebooks/named_tensors.html").read_text()
+    assert "train_bpe" in (tmp_path / "reference/trellis.data.html").read_text()
+    assert "--batch_size" in (tmp_path / "reference/fields.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_tutorial_s_commands_do_what_it_says(tmp_path):
+    """All pages in one folder, in their order, as a reader types them."""
+    pages = [(ROOT / "docs" / "tutorial" / f"{name}.md").read_text() for name in TUTORIAL]
+    commands = "\n".join(block for page in pages for block in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S))
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    env = {**os.environ, "PATH": path, "JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run(
+        ["sh", "-ex"], input=commands, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    assert (tmp_path / "runs/first/checkpoints/step-00000040").is_dir()
+    assert (tmp_path / "runs/one/report.html").is_file() and (tmp_path / "stores/mine").is_dir()
+    assert losses(tmp_path / "runs/one")[10] == pytest.approx(losses(tmp_path / "runs/eight")[10], rel=1e-5)
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
