@@ -1,5 +1,6 @@
 """Steps with functions inside: maps, loops, branches, recomputation, compilation and derivatives."""
 
+import dataclasses
 from collections.abc import Callable
 
 from .program import Function, Statement, Value, aligned, without, written
@@ -247,6 +248,7 @@ def derivative(s: Scope, grow: Grow):
     """A derivative inside of a program."""
     x = s.ranked()
     s.require(s.derived)
+    s = dataclasses.replace(s, reversed=False)
     param = s.param(x.dims, x)
     fn = body(s, grow, [param])
     along = f"jax.tree.map(jnp.tanh, {x.var})", f"jnp.tanh({x.var})"
