@@ -60,7 +60,7 @@ def plain_loss(params, batch):
 
 
 def named_loss(model, batch):
-    sums = batch_loss(model, Batch(**batch).named(), StepOptions())
+    sums, _ = batch_loss(model, Batch(**batch).named(), StepOptions())
     return sums.total / sums.tokens
 
 

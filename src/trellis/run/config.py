@@ -244,7 +244,7 @@ class Run:
             )
 
     def _check_sequence(self) -> None:
-        positions = getattr(self.model, "positions", None)
+        positions = self.model.positions
         if positions is not None and self.data.sequence_length > positions:
             raise UserError(
                 "A sequence is no longer than the model's learned positions.",

@@ -45,14 +45,20 @@ class Field(NamedTuple):
 
 @functools.cache
 def fields_of(cls: Any) -> dict[str, Field]:
-    """The fields of a dataclass, with types resolved and the strings under them as docs."""
-    hints, docs = typing.get_type_hints(cls), _docs(cls)
+    """The fields of a dataclass, with types resolved; docs are the strings under them, or in their types."""
+    hints, said = typing.get_type_hints(cls), typing.get_type_hints(cls, include_extras=True)
+    docs = {name: _said(hint) for name, hint in said.items()} | _docs(cls)
     found = {}
     for field in dataclasses.fields(cls):
         made = field.default_factory
         default = field.default if made is dataclasses.MISSING else made()
-        found[field.name] = Field(field.name, hints[field.name], default, docs.get(field.name, ""))
+        found[field.name] = Field(field.name, hints[field.name], default, docs[field.name])
     return found
+
+
+def _said(hint: Any) -> str:
+    """What a type says that it is: `Annotated[int, "Tokens in the vocabulary."]`, shared by several dataclasses."""
+    return next((said for said in getattr(hint, "__metadata__", ()) if isinstance(said, str)), "")
 
 
 def _docs(cls: type) -> dict[str, str]:

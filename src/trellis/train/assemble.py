@@ -126,7 +126,7 @@ def fast_microbatches(run: Run, layout: Layout, model: Any) -> int:
     """
     ways = lambda name: math.prod(layout.mesh.shape[axis] for axis in layout.assign((name,))[0])
     on_cpu = layout.mesh.devices.flat[0].platform == "cpu" and not rehearses(layout.mesh)
-    if not on_cpu or ways("layers") > 1 or getattr(model, "shares_wanted", False):
+    if not on_cpu or ways("layers") > 1 or model.looks_ahead:
         return 1
     rows = math.gcd(*(entry.size for entry in run.batch_sizes())) // ways("batch")
     wanted = rows * run.data.sequence_length * jnp.dtype(run.precision.compute).itemsize / _PART_BYTES

@@ -57,7 +57,7 @@ class Evaluator:
         plain = dataclasses.replace(options, z_loss=0.0, policy=None)
 
         def add(sums: TokenLoss, model: Any, batch: Batch) -> TokenLoss:
-            found = batch_loss(in_use(model, options.precision), batch.named(), plain)
+            found, _ = batch_loss(in_use(model, options.precision), batch.named(), plain)
             return jax.tree.map(jnp.add, sums, found)
 
         self._add = jax.jit(add)
