@@ -64,8 +64,8 @@ def execute(args: argparse.Namespace) -> int:
         from trellis.plan.compile import compile_run
         from trellis.plan.verdict import judge, verdict_text
 
-        prog, compiled = compile_run(run, where, progress=True)
-        verdict = judge(plan, prog, compiled)
+        prepared, compiled = compile_run(run, where, progress=True)
+        verdict = judge(plan, prepared, compiled)
         out["compiled"] = _compiled_json(verdict)
         if not args.json:
             print("\n" + verdict_text(plan, verdict))

@@ -24,14 +24,14 @@ import jax
 
 from trellis._compat import cudnn_assumed
 from trellis.errors import UserError
+from trellis.files import cache_folder
 from trellis.hardware.chips import Target
 from trellis.inspect.compiled import compiled_memory
 from trellis.mesh.topology import TopologyError, target_devices
+from trellis.plan.buffers import Allocation, Layout, dump_options, read_layout
+from trellis.plan.prepared import Prepared, prepare
 from trellis.run.config import Run
-from trellis.train.compilation import cache_folder, options_for
-
-from .buffers import Allocation, Layout, dump_options, read_layout
-from .program import Program, program
+from trellis.train.compilation import options_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ def compiler_devices(target: Target) -> list[Any]:
 
 def compile_run(
     run: Run, target: Target, *, options: Mapping[str, str] | None = None, progress: bool = False
-) -> tuple[Program, Compiled]:
+) -> tuple[Prepared, Compiled]:
     """Compiles a run's train step for a target.
 
     Args:
@@ -105,27 +105,27 @@ def compile_run(
     Raises:
         UserError: the compiler is not installed or refuses an option, or a size does not divide.
     """
-    prog = program(run, target, compiler_devices(target))
+    prepared = prepare(run, target, compiler_devices(target))
     if options is None:
         options = options_for(target.chip.kind, run.compiler_options, target.num_devices)
-    return prog, compile_program(prog, target, options=options, progress=progress)
+    return prepared, compile_program(prepared, target, options=options, progress=progress)
 
 
 def compile_program(
-    prog: Program, target: Target, *, options: Mapping[str, str] | None = None, progress: bool = False
+    prepared: Prepared, target: Target, *, options: Mapping[str, str] | None = None, progress: bool = False
 ) -> Compiled:
     """The same for a program on its compiler's devices."""
     platform = {"tpu": "tpu", "gpu": "cuda"}[target.chip.kind]
     options = {name: str(value) for name, value in (options or {}).items()}
-    with prog.layout, cudnn_assumed():
-        lowered = prog.step.trace(prog.state, prog.batch).lower(lowering_platforms=(platform,))
+    with prepared.layout, cudnn_assumed():
+        lowered = prepared.step.trace(prepared.state, prepared.batch).lower(lowering_platforms=(platform,))
     versions = compiler_versions(target)
     key = _key(lowered.as_text(), target, options, versions)
     kept = _read(key)
     if kept is not None:
         return kept
     started = time.monotonic()
-    telling = _telling(f"compiling {prog.run.name} for {target.name}") if progress else contextlib.nullcontext()
+    telling = _telling(f"compiling {prepared.run.name} for {target.name}") if progress else contextlib.nullcontext()
     with telling, tempfile.TemporaryDirectory() as folder:
         more = dump_options(folder) if platform == "tpu" else {}
         try:
@@ -259,7 +259,7 @@ def _key(text: str, target: Target, options: Mapping[str, str], versions: Mappin
 
 
 def _folder() -> Path:
-    return cache_folder().parent / "plan"
+    return cache_folder("plan")
 
 
 def _read(key: str) -> Compiled | None:

@@ -17,13 +17,12 @@ from typing import Any
 from trellis.errors import UserError
 from trellis.hardware.chips import Target
 from trellis.inspect.rows import aligned, human_bytes
+from trellis.plan.adapting import DATA_AXES, data_sizes
+from trellis.plan.fitting import SOME_NAMES
+from trellis.plan.quick import Plan, quick_plan
+from trellis.plan.show import human_count, human_seconds
+from trellis.plan.sketch import Sketch, sketch
 from trellis.run.config import Run
-
-from .adapting import DATA_AXES, data_sizes
-from .fitting import SOME_NAMES
-from .quick import Plan, quick_plan
-from .show import human_count, human_seconds
-from .sketch import Sketch, sketch
 
 # Checkpoint policies, and of `saved` the names that are kept: all of them where none is said.
 POLICIES = (("none", ()), ("dots", ()), ("saved", ()), *(("saved", names) for names in SOME_NAMES), ("full", ()))
@@ -277,14 +276,14 @@ def _kind(candidate: Candidate) -> tuple:
 
 def _compiled(planned: list[Candidate], target: Target, count: int) -> list[Candidate]:
     """Asks the compiler about the fastest, until `count` fit by its count or twice as many were asked about."""
-    from .compile import compile_run
-    from .verdict import judge
+    from trellis.plan.compile import compile_run
+    from trellis.plan.verdict import judge
 
     fastest = sorted((c for c in planned if c.plan and c.plan.fits), key=lambda c: c.seconds)
     done, fit = {}, 0
     for candidate in fastest[: 2 * count]:
-        prog, compiled = compile_run(candidate.run, target, progress=True)
-        done[id(candidate)] = dataclasses.replace(candidate, verdict=judge(candidate.plan, prog, compiled))
+        prepared, compiled = compile_run(candidate.run, target, progress=True)
+        done[id(candidate)] = dataclasses.replace(candidate, verdict=judge(candidate.plan, prepared, compiled))
         fit += compiled.fits
         if fit == count:
             break

@@ -48,7 +48,7 @@ def test_a_settled_sum_that_is_made_pending_in_a_loop_is_refused():
     text = str(error.value)
     assert "a sum that is settled in a loop stays settled, got one over 'x'" in text
     assert "made pending again as f32[8 16 -> 8 16 +x]" in text
-    assert "test_resettled.py" in text and "(~x)" in text and "settled once, after the loop" in text
+    assert "test_settled.py" in text and "(~x)" in text and "settled once, after the loop" in text
 
 
 def test_a_sum_that_stays_pending_is_settled_once():

@@ -1,4 +1,4 @@
-"""A run as the program that it trains with, on devices that need not be here."""
+"""A run's train step, ready to be traced or compiled, on devices that need not be here."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,16 +8,15 @@ from trellis._compat import cudnn_assumed
 from trellis.errors import UserError
 from trellis.hardware.chips import Target
 from trellis.mesh import Layout
+from trellis.plan.links import check_tiles
+from trellis.program import Program, trace
 from trellis.run.config import Run
 from trellis.run.layouts import make_layout
 from trellis.train.assemble import assemble
 
-from .links import check_tiles
-from .trace import Step, trace_step
-
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Prepared:
     """A run's train step with abstract arguments.
 
     Attributes:
@@ -36,27 +35,13 @@ class Program:
     batch: Any
     tokens: int
 
-    def traced(self) -> Step:
-        """The step, traced."""
+    def traced(self) -> Program:
+        """The step as a program."""
         with self.layout, cudnn_assumed():
-            return trace_step(
-                self.step,
-                self.state,
-                self.batch,
-                mesh=dict(self.layout.mesh.shape),
-                tokens=self.tokens,
-                kind_of=kind_of,
-            )
+            return trace(self.step, self.state, self.batch)
 
 
-def kind_of(path: str) -> str:
-    """What a leaf of the training state is, from its path."""
-    if path.startswith((".model", ".average")):
-        return "parameters"
-    return "optimizer" if path.startswith(".optimizer") else "other"
-
-
-def program(run: Run, target: Target, devices: Sequence[Any]) -> Program:
+def prepare(run: Run, target: Target, devices: Sequence[Any]) -> Prepared:
     """The train step of a run on a target's devices.
 
     Args:
@@ -74,7 +59,7 @@ def program(run: Run, target: Target, devices: Sequence[Any]) -> Program:
     made = assemble(run, devices)
     last = max(run.batch_sizes(), key=lambda entry: entry.size)
     batch = made.abstract_batch(last.step)
-    return Program(run, made.layout, made.step, made.abstract, batch, last.size * run.data.sequence_length)
+    return Prepared(run, made.layout, made.step, made.abstract, batch, last.size * run.data.sequence_length)
 
 
 def check_batch(run: Run, layout: Layout, size: int) -> None:

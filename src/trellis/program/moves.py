@@ -1,35 +1,45 @@
-"""What it takes to bring an array from one placement on the mesh to another: the collectives and their bytes."""
+"""What it takes to bring an array from one placement on the mesh to another: the collectives and their bytes.
+
+Bytes on the wire are what one device sends around a ring of the n devices that take part, the least that a ring
+needs; a compiler that does better than a ring (switches that reduce, tori with several links) moves fewer over the
+slowest link but not fewer in all:
+
+| collective     | payload on one device    | bytes sent             |
+|----------------|--------------------------|------------------------|
+| all-gather     | the gathered array, B    | (n - 1) / n * B        |
+| reduce-scatter | the unscattered sum, B   | (n - 1) / n * B        |
+| all-reduce     | the array, B             | 2 (n - 1) / n * B      |
+| all-to-all     | the device's array, B    | (n - 1) / n * B        |
+| permute        | the device's array, B    | B                      |
+"""
 
 import dataclasses
 import math
 from collections.abc import Mapping
 
-from .rows import wire_bytes
+from trellis.notation.state import State
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """Where an array is: for each dimension the mesh axes that slice it, and the two states.
+def wire_bytes(kind: str, size: int, payload: int) -> int:
+    """Bytes one device sends, by the table above.
 
-    Attributes:
-        dims: mesh axes of each dimension, major to minor.
-        pending: mesh axes along which devices hold partial sums.
-        copied: mesh axes along which copies are held whose gradient arrives as a pending sum.
+    Args:
+        kind: one of `KINDS`.
+        size: devices that take part, n.
+        payload: bytes B.
+
+    >>> wire_bytes("all-reduce", 4, 1000)
+    1500
     """
-
-    dims: tuple[tuple[str, ...], ...]
-    pending: frozenset[str] = frozenset()
-    copied: frozenset[str] = frozenset()
-
-    @property
-    def sharded(self) -> tuple[str, ...]:
-        """The mesh axes that slice some dimension."""
-        return tuple(axis for axes in self.dims for axis in axes)
-
-    def words(self, names: tuple[str | int, ...]) -> str:
-        """In the notation, with names or sizes for the dimensions."""
-        dims = ["/".join((str(name), *axes)) for name, axes in zip(names, self.dims)]
-        return " ".join([*dims, *(f"+{a}" for a in sorted(self.pending)), *(f"~{a}" for a in sorted(self.copied))])
+    if size <= 1:
+        return 0
+    if kind == "permute":
+        return payload
+    if kind not in KINDS:
+        raise ValueError(f"a collective is one of {', '.join(KINDS)}, got '{kind}'")
+    return (2 if kind == "all-reduce" else 1) * (size - 1) * payload // size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +52,7 @@ class Move:
     wire: int
 
 
-def transition(before: Place, after: Place, num_bytes: int, sizes: Mapping[str, int]) -> list[Move]:
+def transition(before: State, after: State, num_bytes: int, sizes: Mapping[str, int]) -> list[Move]:
     """The collectives from one placement to another, as XLA's partitioner makes them (compiled for TPU and GPU).
 
     - Pending sums settle first: a reduce-scatter where all of them scatter over one dimension, otherwise one
@@ -54,12 +64,12 @@ def transition(before: Place, after: Place, num_bytes: int, sizes: Mapping[str, 
     Mesh axes of size 1 do not appear.
 
     Args:
-        before: where the array is.
+        before: where the array lies.
         after: where it goes; the same rank.
         num_bytes: of the whole array.
         sizes: of the mesh axes.
 
-    >>> sharded, whole = Place((("x",), ())), Place(((), ()))
+    >>> sharded, whole = State("explicit", (("x",), ())), State("explicit", ((), ()))
     >>> transition(sharded, whole, 4096, {"x": 4})
     [Move(kind='all-gather', axes=('x',), payload=4096, wire=3072)]
     """
@@ -75,7 +85,7 @@ def transition(before: Place, after: Place, num_bytes: int, sizes: Mapping[str, 
     def move(kind: str, axes, payload: int) -> None:
         moves.append(Move(kind, tuple(axes), payload, wire_bytes(kind, count(axes), payload)))
 
-    old, new = [real(axes) for axes in before.dims], [real(axes) for axes in after.dims]
+    old, new = [real(axes) for axes in before.axes], [real(axes) for axes in after.axes]
     from_dim = {axis: index for index, axes in enumerate(old) for axis in axes}
     to_dim = {axis: index for index, axes in enumerate(new) for axis in axes}
     local = num_bytes // count(from_dim)
