@@ -138,9 +138,11 @@ class Recorder:
 
     def run(self, *arguments: str) -> Done:
         """One command."""
-        done = subprocess.run(
-            [*TRELLIS, *arguments], cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=3600
-        )
+        command = [*TRELLIS, *arguments]
+        how = {"cwd": self.folder, "env": self._environment, "capture_output": True, "text": True, "timeout": 3600}
+        done = subprocess.run(command, **how)
+        if done.returncode < 0:  # on a busy machine XLA gives up where its threads wait for each other too long
+            done = subprocess.run(command, **how)
         return Done(done.returncode, done.stdout, done.stderr)
 
     def trained(self, name: str, *arguments: str) -> dict[str, Any]:
@@ -150,7 +152,7 @@ class Recorder:
             shutil.rmtree(folder, ignore_errors=True)  # of the recording before
         done = self.run("train", *arguments, "--run-dir", str(folder))
         if done.code:
-            return {"exit": done.code, "error": [w for w in done.err.splitlines() if not w.startswith("DEBUG")][-6:]}
+            return {"exit": done.code, "error": _message(done.err)}
         about = json.loads((folder / "about.json").read_text())
         text = lambda file: (folder / file).read_text()
         return {
@@ -171,11 +173,16 @@ class Recorder:
         """What a command prints, as JSON where it is."""
         done = self.run(*arguments)
         if done.code:
-            return {"exit": done.code, "error": [w for w in done.err.splitlines() if not w.startswith("DEBUG")][-6:]}
+            return {"exit": done.code, "error": _message(done.err)}
         try:
             return _without(json.loads(done.out))
         except ValueError:
             return done.out.replace(str(self.folder), "").splitlines()
+
+
+def _message(err: str) -> list[str]:
+    """What a command printed before it failed, without the log's lines."""
+    return [line for line in err.splitlines() if not re.match(r"DEBUG|[IWE]\d{4} ", line)][-6:]
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, Any]:

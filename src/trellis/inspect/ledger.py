@@ -16,6 +16,7 @@ from trellis.program.flow import roles
 from trellis.program.manual import COLLECTIVES, moves, text_of, words
 from trellis.program.moves import Move
 from trellis.program.rules import Implied, States
+from trellis.program.said import turns_said
 from trellis.program.scopes import names_behind, names_of
 
 
@@ -39,9 +40,15 @@ def ledger(fn: Callable, *args, **kwargs) -> Ledger:
     return ledger_of(trace(fn, *args, **kwargs))
 
 
-def ledger_of(program: Program) -> Ledger:
-    """The ledger of a program that was traced before."""
-    rows = _Rows(program).of(program)
+def ledger_of(program: Program, load: float | None = None) -> Ledger:
+    """The ledger of a program that was traced before.
+
+    Args:
+        program: from `trace`.
+        load: rows that experts on the fullest device get, in those of an even load: loops over them count as often as
+            they run then. Without it each `while` loop counts by one turn.
+    """
+    rows = _Rows(program, load).of(program)
     refuse_resettled(program)
     sizes = {name: size for name, size in program.mesh.items() if size > 1}
     return Ledger(tuple(rows), sizes, program.auto)
@@ -50,8 +57,8 @@ def ledger_of(program: Program) -> Ledger:
 class _Rows:
     """The rows of a program's bodies."""
 
-    def __init__(self, program: Program):
-        self.sizes, self.states, self.roles = program.mesh, States(program.mesh), roles(program)
+    def __init__(self, program: Program, load: float | None):
+        self.sizes, self.states, self.roles, self.load = program.mesh, States(program.mesh), roles(program), load
 
     def of(self, body: Body) -> list[Row]:
         return [row for operation in body.operations for row in self.operation(operation)]
@@ -59,7 +66,11 @@ class _Rows:
     def operation(self, operation: Operation) -> Iterator[Row]:
         inside = [self.of(body) for body in operation.bodies]
         if operation.name == "while":
-            yield from (_noted(row, "once a turn of a while loop") for rows in inside for row in rows)
+            rows = [row for rows in inside for row in rows]
+            if self.load is None:
+                yield from (_noted(row, "once a turn of a while loop") for row in rows)
+            elif turns := turns_said(operation, self.load):
+                yield from (dataclasses.replace(row, times=row.times * turns) for row in rows)
         elif operation.name == "cond":
             largest = max(inside, key=lambda rows: sum(row.total for row in rows))
             yield from (_noted(row, f"the largest of {len(inside)} branches") for row in largest)

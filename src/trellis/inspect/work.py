@@ -1,9 +1,9 @@
 """What a program computes on one device: every product, kernel and fused elementwise group, with its FLOPs and bytes.
 
-Products (`dot_general`) are exact from the types. Kernels (attention) are counted from the shapes of their operands
-and the causal half of the scores. Everything else is elementwise or a reduction, which the compiler fuses: operations
-that are connected through such values form one group, which reads its outside inputs once (once more for each
-reduction, since a value that is summed and then used again is read twice) and writes what is used outside.
+Products (`dot_general`) are exact from the types. Kernels (attention) say their own work, and loops over experts' rows
+how often they run (`trellis.program.said`). Everything else is elementwise or a reduction, which the compiler fuses:
+operations that are connected through such values form one group, which reads its outside inputs once (once more for
+each reduction, since a value that is summed and then used again is read twice) and writes what is used outside.
 """
 
 import collections
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from trellis.program import Body, Operation, Program, Value
 from trellis.program.manual import COLLECTIVES
 from trellis.program.reading import ENTER, KERNELS, LEAVE
+from trellis.program.said import share_filled, turns_said, work_said
 
 # Vector operations an element costs, relative to an addition (polynomials and Newton steps in float32).
 COSTS = collections.defaultdict(lambda: 1.0, {
@@ -26,6 +27,8 @@ FREE = {
     "reshard", "sharding_constraint", "pvary", "pcast", "copy", "mesh_cast", "bitcast_convert_type", "iota", "split",
     "random_wrap", "random_unwrap",
 }  # fmt: skip
+# Operations that write a part of their first operand, and which operand they write there.
+UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general")
 
 
@@ -65,24 +68,31 @@ class Piece:
     looped: bool = False
 
 
-def work(program: Program) -> list[Piece]:
-    """Everything a program computes on one device, loops counted by their length."""
-    return sorted(_pieces(program), key=lambda piece: piece.number)
+def work(program: Program, load: float = 1.0) -> list[Piece]:
+    """Everything a program computes on one device, loops counted as often as they run.
+
+    Args:
+        program: the program.
+        load: rows that experts on the fullest device get, in those of an even load.
+    """
+    return sorted(_pieces(program, load), key=lambda piece: piece.number)
 
 
-def _pieces(body: Body) -> Iterator[Piece]:
+def _pieces(body: Body, load: float) -> Iterator[Piece]:
     fused = []
     for operation in body.operations:
         name = operation.name
-        inside = [list(_pieces(inner)) for inner in operation.bodies]
+        inside = [list(_pieces(inner, load)) for inner in operation.bodies]
         if name == "scan":
             yield from _looped(inside[0]) if operation.params["unroll"] < operation.params["length"] else inside[0]
         elif name == "while":
-            yield from _looped(inside[1])
+            turns = turns_said(operation, load)
+            pieces = [dataclasses.replace(piece, times=piece.times * turns) for piece in inside[1]]
+            yield from _looped(pieces) if turns else ()
         elif inside:
             yield from max(inside, key=lambda pieces: sum(piece.flops + piece.vector for piece in pieces))
         elif name in PRODUCTS:
-            yield _product(operation)
+            yield _product(operation, load)
         elif name in KERNELS:
             yield _kernel(operation)
         elif name == "conv_general_dilated":
@@ -110,7 +120,7 @@ def _piece(operation: Operation, kind: str, what: str, **counted) -> Piece:
     )
 
 
-def _product(operation: Operation) -> Piece:
+def _product(operation: Operation, load: float) -> Piece:
     left, right, out = *operation.operands[:2], operation.results[0]
     a, b = left.local_shape, right.local_shape
     if operation.name == "dot_general":
@@ -119,8 +129,8 @@ def _product(operation: Operation) -> Piece:
         inner = math.prod(min(a[i], b[j]) for i, j in zip(contract_a, contract_b))
         rows = math.prod(n for i, n in enumerate(a) if i not in (*contract_a, *batch_a))
         columns = math.prod(n for i, n in enumerate(b) if i not in (*contract_b, *batch_b))
-    else:  # ragged_dot: tokens times one expert's matrix each
-        batch, rows, inner, columns = 1, a[0], a[-1], b[-1]
+    else:  # of each group of rows with its own matrix; kernels pass over rows that nobody filled
+        batch, rows, inner, columns = 1, round(a[0] * share_filled(operation, load)), a[-1], b[-1]
     return _piece(
         operation,
         "product",
@@ -141,28 +151,11 @@ def _convolution(operation: Operation) -> Piece:
 
 
 def _kernel(operation: Operation) -> Piece:
-    """An attention kernel from its operands: queries `[..., pos, head_dim]`, keys `[..., key_pos, head_dim]`.
-
-    The scores' causal half counts: 2 products forward (4 b h s t d / 2 FLOPs), 5 in a backward kernel that makes all
-    gradients. A backward kernel is one that takes more than three large operands.
-    """
-    arrays = [v for v in operation.operands if len(v.shape) >= 3 and "float" in str(v.aval.dtype)]
+    """A kernel, by what its author says of it; one of which nothing is said only moves its operands and results."""
     moved = sum(v.num_bytes for v in (*operation.operands, *operation.results) if hasattr(v.aval, "shape"))
-    if len(arrays) < 3:
-        return _piece(operation, "kernel", operation.name, num_bytes=moved)
-    q, k = arrays[0].local_shape, arrays[1].local_shape
-    name = operation.name + str(operation.params.get("name", ""))
-    if "dot_product_attention" in name:  # cuDNN: batch pos heads head_dim
-        batch_heads, length, keys, width = q[0] * q[2], q[1], k[1], q[3]
-    else:
-        batch_heads, length, keys, width = math.prod(q[:-2]), q[-2], k[-2], q[-1]
-    products = 2
-    if "bwd" in name or "dkv" in name or "dq" in name:
-        results = [v for v in operation.results if len(v.shape) >= 3]
-        alone = "dq" in name and "dkv" not in name
-        products = 3 if alone else 5 if len(results) >= 3 or "dot_product" in name else 4
-    flops = products * 2.0 * batch_heads * length * keys * width / 2
-    return _piece(operation, "attention", f"attention {_show(arrays[0])}", flops=flops, num_bytes=moved)
+    kind, flops = work_said(operation) or ("kernel", 0.0)
+    largest = max(operation.operands, key=lambda value: value.num_bytes)
+    return _piece(operation, kind, f"{kind} {_show(largest)}", flops=flops, num_bytes=moved)
 
 
 def _show(value: Value) -> str:
@@ -198,6 +191,7 @@ def _group(group: list[Operation], outputs: set[Value]) -> Iterator[Piece]:
     made = {value for operation in group for value in operation.results}
     vector = reads = writes = 0.0
     seen: set[Value] = set()
+    updated: set[Value] = set()  # whose memory is an operand's
     heaviest, most = group[0], 0.0
     for operation in group:
         name = operation.name
@@ -209,12 +203,12 @@ def _group(group: list[Operation], outputs: set[Value]) -> Iterator[Piece]:
                 heaviest, most = operation, cost
         if name in ("gather", "dynamic_slice"):  # reads what it picks, not the whole table
             reads += operation.results[0].num_bytes
-            writes += operation.results[0].num_bytes
             continue
-        if name in ("scatter-add", "scatter_add", "scatter", "dynamic_update_slice"):
-            update = operation.operands[1 if name == "dynamic_update_slice" else 2]
-            reads += 2 * update.num_bytes
+        if name in UPDATES:  # in place: the update, and what a sum adds it to
+            update = operation.operands[UPDATES[name]]
+            reads += update.num_bytes * ((update not in made) + (name == "scatter-add"))
             writes += update.num_bytes
+            updated.update(operation.results)
             continue
         if name.startswith("reduce_") or name in ("argmax", "cumsum"):
             reads += sum(v.num_bytes for v in operation.inputs if v.num_elements > operation.results[0].num_elements)
@@ -222,7 +216,7 @@ def _group(group: list[Operation], outputs: set[Value]) -> Iterator[Piece]:
             if value not in made and value not in seen:
                 seen.add(value)
                 reads += value.num_bytes
-    for value in made:
+    for value in made - updated:
         if value in outputs or not inside.issuperset(value.readers):
             writes += value.num_bytes
     if (vector == 0 and reads + writes == 0) or all(map(_free, group)):

@@ -32,10 +32,11 @@ class Plan:
         parameters: parameters of the model.
         model_flops: FLOPs of a step that count for MFU, over all devices, as the trainer counts them.
         memory: the highest point of a device.
-        ledger: what moves.
+        ledger: what moves, at the load assumed.
         times: what takes how long.
         work: every piece of work of a device.
         price: dollars for one device and hour, or None.
+        load: rows that experts on the fullest device get, in those of an even load.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Plan:
     times: Times
     work: tuple[Piece, ...]
     price: float | None = None
+    load: float = 1.0
 
     @property
     def fits(self) -> bool:
@@ -79,7 +81,14 @@ class Plan:
         return self.price * self.target.num_devices / 3600 * 1e9 / self.tokens_per_second
 
 
-def quick_plan(run: Run, target: Target, *, price: float | None = None, options: Sequence[str] | None = None) -> Plan:
+def quick_plan(
+    run: Run,
+    target: Target,
+    *,
+    price: float | None = None,
+    options: Sequence[str] | None = None,
+    load: float = 1.0,
+) -> Plan:
     """Plans a run from types, without compiling.
 
     Args:
@@ -87,15 +96,21 @@ def quick_plan(run: Run, target: Target, *, price: float | None = None, options:
         target: the hardware.
         price: dollars for one device and hour.
         options: names of compiler options in use, which may hide communication; the run's own if None.
+        load: of a mixture of experts, rows that the fullest device gets, in those of an even load.
 
     Raises:
         UserError: the mesh does not fill the target, or a size does not divide.
     """
-    return plan_of(prepare(run, target, described_devices(target)), target, price=price, options=options)
+    return plan_of(prepare(run, target, described_devices(target)), target, price=price, options=options, load=load)
 
 
 def plan_of(
-    prepared: Prepared, target: Target, *, price: float | None = None, options: Sequence[str] | None = None
+    prepared: Prepared,
+    target: Target,
+    *,
+    price: float | None = None,
+    options: Sequence[str] | None = None,
+    load: float = 1.0,
 ) -> Plan:
     """The same for a train step that was prepared before."""
     run = prepared.run
@@ -110,6 +125,7 @@ def plan_of(
         model_flops=flops_per_token(prepared.state.model, run.data.sequence_length) * prepared.tokens,
         price=price,
         options=options,
+        load=load,
     )
 
 
@@ -127,6 +143,7 @@ def plan_program(
     model_flops: float,
     price: float | None = None,
     options: Sequence[str] = (),
+    load: float = 1.0,
 ) -> Plan:
     """A plan of any traced train step.
 
@@ -138,9 +155,10 @@ def plan_program(
         model_flops: FLOPs of a step that count for MFU, over all devices.
         price: dollars for one device and hour.
         options: names of compiler options in use.
+        load: rows that experts on the fullest device get, in those of an even load.
     """
-    links, ledger = place(program.mesh, target), ledger_of(program)
-    pieces = tuple(work(program))
+    links, ledger = place(program.mesh, target), ledger_of(program, load)
+    pieces = tuple(work(program, load))
     if target.chip.name == "cpu":
         pieces = tuple(piece for piece in pieces if not _made_once(piece))
     hides = {HIDING_OPTIONS[option] for option in options if option in HIDING_OPTIONS}
@@ -158,4 +176,5 @@ def plan_program(
         times=times(pieces, ledger, links, sorted(hides)),
         work=pieces,
         price=price,
+        load=load,
     )

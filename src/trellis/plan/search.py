@@ -167,6 +167,7 @@ def search(
     compile_best: int = 0,
     progress: bool = False,
     price: float | None = None,
+    load: float = 1.0,
 ) -> Found:
     """Searches for the fastest setting of a run on a target that fits.
 
@@ -178,6 +179,7 @@ def search(
         compile_best: of the fastest that fit, how many the compiler is asked about.
         progress: tell on stderr how far it is.
         price: dollars for one device and hour.
+        load: of a mixture of experts, rows that the fullest device gets, in those of an even load.
 
     Raises:
         UserError: no mesh divides the batch.
@@ -201,7 +203,9 @@ def search(
         if progress:
             print(f"\rplanning {number} of {len(chosen)}", end="", file=sys.stderr, flush=True)
         try:
-            planned.append(dataclasses.replace(candidate, plan=quick_plan(candidate.run, target, price=price)))
+            planned.append(
+                dataclasses.replace(candidate, plan=quick_plan(candidate.run, target, price=price, load=load))
+            )
         except (UserError, ValueError, NotImplementedError) as error:
             planned.append(dataclasses.replace(candidate, refused=str(error).splitlines()[0]))
     if progress:

@@ -52,6 +52,8 @@ def headline(plan: Plan, fitted: Sequence[str] = ()) -> str:
         f"  speed       {human_count(plan.tokens_per_second)} tokens/s, {human_count(per_device)} a device",
         f"  waits for   {_waits(plan)}",
     ]
+    if plan.load != 1.0:
+        lines.append(f"  load        the fullest device has {plan.load:g} times the rows of an even load")
     if (price := plan.dollars_per_billion_tokens) is not None:
         lines.append(f"  price       ${price:,.0f} for a billion tokens at ${plan.price:g} a device and hour")
     return "\n".join(lines)
@@ -167,6 +169,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "links": {axis: plan.links.describe(axis) for axis in plan.mesh},
         "parameters": plan.parameters,
         "tokens": plan.tokens,
+        "load": plan.load,
         "fits": plan.fits,
         "memory": {
             "peak": plan.memory.peak,

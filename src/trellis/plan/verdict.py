@@ -3,6 +3,7 @@
 import dataclasses
 
 from trellis.inspect.compiled import Comparison, collectives, compare, scheduled_cycles
+from trellis.inspect.ledger import ledger_of
 from trellis.inspect.rows import Ledger, aligned, human_bytes
 from trellis.plan.compile import Compiled
 from trellis.plan.prepared import Prepared
@@ -61,7 +62,8 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
     computation = (scheduled if scheduled is not None else plan.times.computation - kernels) + kernels
     seconds = computation + exposed + max(0.0, hidden - computation)
     mfu = plan.model_flops / (seconds * plan.target.num_devices * plan.target.chip.bf16_flops)
-    comparison = compare(plan.ledger, found)
+    # As the compiled program is read: loops whose number of turns it does not say count by one.
+    comparison = compare(ledger_of(prepared.traced()), found)
     return Verdict(compiled, found, comparison, scheduled, kernels, exposed, hidden, seconds, mfu)
 
 

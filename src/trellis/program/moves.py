@@ -107,12 +107,17 @@ def transition(before: State, after: State, num_bytes: int, sizes: Mapping[str, 
             local //= count(come[index])  # a slice
             continue
         lost, gained = count(gone[index]), count(come[index])  # `a/x -> a/y`: other devices hold the same slices
-        local //= max(gained // lost, 1)
-        move("permute", (*gone[index], *come[index]), local)
-        ratio = max(lost // gained, 1)
-        if ratio > 1:
-            local *= ratio
-            moves.append(Move("all-gather", tuple(gone[index]), local, (ratio - 1) * local // ratio))
+        if lost % gained and gained % lost:  # halves are not made of thirds: whole, and then a slice
+            local *= lost
+            move("all-gather", gone[index], local)
+            local //= gained
+        else:
+            local //= max(gained // lost, 1)
+            move("permute", (*gone[index], *come[index]), local)
+            ratio = max(lost // gained, 1)
+            if ratio > 1:
+                local *= ratio
+                moves.append(Move("all-gather", tuple(gone[index]), local, (ratio - 1) * local // ratio))
         for axis in gone[index]:
             del from_dim[axis]
         gone[index] = []

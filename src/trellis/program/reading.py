@@ -82,12 +82,13 @@ class Frame:
     Attributes:
         outer: the frame around; None for the program's own.
         equation: the call, the loop or the branch.
+        is_body: whether this is a body, and not a call.
         around: all frames around.
         last: the number of its last operation.
     """
 
-    def __init__(self, outer: "Frame | None" = None, equation: JaxprEqn | None = None):
-        self.outer, self.equation, self.last = outer, equation, -1
+    def __init__(self, outer: "Frame | None" = None, equation: JaxprEqn | None = None, is_body: bool = False):
+        self.outer, self.equation, self.is_body, self.last = outer, equation, is_body, -1
         self.around: frozenset[Frame] = outer.around | {outer} if outer is not None else frozenset()
 
     @functools.cached_property
@@ -142,6 +143,14 @@ class Operation:
     def scope(self) -> str:
         """Name scopes, those around included."""
         return _joined(self.frame, self.equation)
+
+    @property
+    def own_scope(self) -> str:
+        """Name scopes within the loop or branch that it stands in."""
+        parts, frame = [str(self.equation.source_info.name_stack)], self.frame
+        while frame.outer is not None and not frame.is_body:
+            parts, frame = [str(frame.equation.source_info.name_stack), *parts], frame.outer
+        return "/".join(filter(None, parts))
 
     @functools.cached_property
     def direction(self) -> str:
@@ -281,7 +290,9 @@ class _Reader:
         else:
             inner, turns = inner[:1], 1
         operation = self.add(name, equation, operands, [v.aval for v in equation.outvars], body, frame, times)
-        operation.bodies = tuple(self.body(Body(Frame(frame, equation)), one, times * turns) for one in inner)
+        operation.bodies = tuple(
+            self.body(Body(Frame(frame, equation, is_body=True)), one, times * turns) for one in inner
+        )
         for one in operation.bodies:
             for value, operand in operation.entering(one):
                 value.outer = operand

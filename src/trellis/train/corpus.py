@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from trellis.data import (
     Batches,
     Mixture,
-    Store,
     Tokenizer,
     TokenStore,
     check_tokenizer,
     check_vocabulary,
     embedded_stores,
     load_tokenizer,
+    open_store,
 )
-from trellis.data.order import Shuffle
+from trellis.data.order.order import Shuffle
 from trellis.errors import UserError
 from trellis.files import cache_folder
 from trellis.run.config import Run
@@ -86,10 +86,10 @@ def _stores(run: Run, progress: bool) -> tuple[TokenStore | Mixture, dict[str, T
             found = embedded_stores(cache_folder("data"), vocab, progress=progress)
             return found["train"], {"validation": found["validation"]}
         case StoreSource(path=path, validation=validation):
-            return Store.open(path), {"validation": Store.open(validation)} if validation else {}
+            return open_store(path), {"validation": open_store(validation)} if validation else {}
         case MixtureSource(parts=parts):
-            stores = {part.name: Store.open(part.path) for part in parts}
-            held_out = {part.name: Store.open(part.validation) for part in parts if part.validation}
+            stores = {part.name: open_store(part.path) for part in parts}
+            held_out = {part.name: open_store(part.validation) for part in parts if part.validation}
             return _mixture(source, stores, held_out), held_out
 
 

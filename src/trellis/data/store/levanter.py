@@ -1,16 +1,16 @@
-"""Levanter's token caches: a jagged array of ``input_ids`` in two Zarr arrays, ``offsets`` and ``data``.
+"""Levanter's token caches: a jagged array of `input_ids` in two Zarr arrays, `offsets` and `data`.
 
-As written by levanter.store.JaggedArrayStore: both are larger than what they hold; ``offsets[0]`` is the number of
-documents and ``offsets[i]`` the end of document i (from 1).
+As written by levanter.store.JaggedArrayStore: both are larger than what they hold; `offsets[0]` is the number of
+documents and `offsets[i]` the end of document i (from 1).
 """
 
 import json
 
 import numpy as np
 
-from trellis.data.foreign import OffsetStore
 from trellis.data.storage import open_folder
-from trellis.data.store import TokenStore
+from trellis.data.store.offsets import OffsetStore
+from trellis.data.store.token_store import TokenStore
 from trellis.errors import UserError
 
 LENGTH = 2**54  # of both arrays
@@ -18,7 +18,7 @@ CHUNK, SHARD = 1 << 18, 1 << 24
 
 
 class LevanterStore(OffsetStore):
-    """One split of a Levanter cache, the folder that holds ``input_ids``. Its vocabulary size is found by a pass."""
+    """One split of a Levanter cache, the folder that holds `input_ids`. Its vocabulary size is found by a pass."""
 
     def __init__(self, url: str):
         import zarr
@@ -57,7 +57,7 @@ class LevanterStore(OffsetStore):
 
 
 def write_levanter(store: TokenStore, path: str) -> None:
-    """Write a store as one split of a Levanter cache, ends of documents included."""
+    """Writes a store as one split of a Levanter cache, ends of documents included."""
     import zarr
     from zarr.codecs import BloscCodec
 

@@ -11,9 +11,9 @@ import os
 import numpy as np
 
 from trellis.data.blocks import Block, Encoded
-from trellis.data.store import FORMAT, VERSION, smallest_dtype
+from trellis.data.store.store import FORMAT, VERSION, smallest_dtype
+from trellis.data.store.zarray import ArrayWriter, Folder, group_metadata, read_metadata
 from trellis.data.tokenizer import Tokenizer
-from trellis.data.zarray import ArrayWriter, Folder, group_metadata, read_metadata
 from trellis.errors import UserError
 
 _KNOWN = ("zarr.json", "tokenizer.json", "sources.json", "tokens", "offsets", "files", "loss_mask", ".lock")
@@ -130,7 +130,7 @@ class StoreWriter:
             self._files.append(np.zeros(1, np.uint64))
 
     def append(self, block: Block, encoded: Encoded) -> None:
-        """Add a block's tokens; blocks come in order."""
+        """Adds a block's tokens; blocks come in order."""
         if not self._started and len(encoded.tokens):
             self._start()
         self._finish_files(block.file)
@@ -148,7 +148,7 @@ class StoreWriter:
         self.cursor = (block.file, *block.end)
 
     def skip(self, example: str) -> None:
-        """Count a document that was left out; the first ten are recorded."""
+        """Counts a document that was left out; the first ten are recorded."""
         self._counts["skipped"] += 1
         if len(self._examples) < 10:
             self._examples.append(example)
@@ -158,12 +158,12 @@ class StoreWriter:
         return self._counts
 
     def commit(self) -> None:
-        """Make everything so far durable and visible."""
+        """Makes everything so far durable and visible."""
         if self._started:
             self._store(complete=False)
 
     def finish(self, num_files: int) -> None:
-        """Mark the store complete.
+        """Marks the store complete.
 
         Raises:
             UserError: no document came in.

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from trellis.data.permutation import Permutation, derive_key
+from trellis.data.order.permutation import Permutation, derive_key
 from trellis.errors import UserError
 
 _ROWS, _BLOCKS, _WINDOW = 1, 2, 3  # what a key is for, so that no two permutations share one
@@ -14,12 +14,12 @@ _ROWS, _BLOCKS, _WINDOW = 1, 2, 3  # what a key is for, so that no two permutati
 class Shuffle:
     """How the rows of an epoch are shuffled.
 
-    With no ``block`` all rows are permuted together. With a ``block``, blocks of that many consecutive rows are
-    permuted; then ``window`` blocks at a time have all their rows permuted among each other. Reading then touches
-    ``window`` blocks at a time, so that object stores are read in whole chunks. Rows after the last whole block
+    With no `block` all rows are permuted together. With a `block`, blocks of that many consecutive rows are
+    permuted; then `window` blocks at a time have all their rows permuted among each other. Reading then touches
+    `window` blocks at a time, so that object stores are read in whole chunks. Rows after the last whole block
     come last in every epoch.
 
-    With ``in_order`` the blocks keep their order in the store and only the rows inside a window move. That order
+    With `in_order` the blocks keep their order in the store and only the rows inside a window move. That order
     does not depend on the number of rows, so it can start on a store that is still being written.
     """
 
@@ -50,7 +50,7 @@ class Shuffle:
 
 
 class Order:
-    """Rows of an endless sequence of epochs: position ``epoch * num_rows + i`` holds ``row(epoch, i)``.
+    """Rows of an endless sequence of epochs: position `epoch * num_rows + i` holds `row(epoch, i)`.
 
     Every epoch is a permutation of the rows, and another one.
 
@@ -65,7 +65,7 @@ class Order:
         self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
 
     def rows(self, positions: np.ndarray) -> np.ndarray:
-        """The rows at ``positions`` (i64, any shape): i64 of that shape."""
+        """The rows at `positions` (i64, any shape): i64 of that shape."""
         positions = np.asarray(positions, np.int64)
         epochs, within = np.divmod(positions, self.num_rows)
         if self.shuffle is None:
@@ -83,9 +83,9 @@ class Order:
 
 
 def windowed(within: np.ndarray, num_rows: int | None, seed: int, epoch: int, shuffle: Shuffle) -> np.ndarray:
-    """The rows at positions ``within`` an epoch under a blocked shuffle.
+    """The rows at positions `within` an epoch under a blocked shuffle.
 
-    ``num_rows`` may be None (not known yet) where the shuffle keeps blocks in order and the positions lie in whole
+    `num_rows` may be None (not known yet) where the shuffle keeps blocks in order and the positions lie in whole
     windows.
     """
     block, window = shuffle.block, shuffle.block * shuffle.window

@@ -6,9 +6,9 @@ import struct
 
 import numpy as np
 
-from trellis.data.foreign import OffsetStore
 from trellis.data.storage import local_path
-from trellis.data.store import TokenStore
+from trellis.data.store.offsets import OffsetStore
+from trellis.data.store.token_store import TokenStore
 from trellis.errors import UserError
 
 GPT2_END, GPT2_VOCABULARY = 50256, 50257
@@ -120,7 +120,7 @@ def _map(path, dtype):
 
 
 def write_bin(store: TokenStore, path: str, *, index: bool) -> None:
-    """The tokens of a store as a .bin; with ``index`` also Megatron's .idx, a sequence and a document each.
+    """The tokens of a store as a .bin; with `index` also Megatron's .idx, a sequence and a document each.
 
     The type is u16 where the vocabulary fits, else i32 (Megatron) or u32.
     """

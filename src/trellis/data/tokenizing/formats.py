@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from trellis.data.blocks import BLOCK_BYTES, PIECE_BYTES, Block
-from trellis.data.streams import Stream, plain_name
+from trellis.data.tokenizing.streams import Stream, plain_name
 from trellis.errors import UserError
 
 Reader = Callable[..., Iterator[Block]]
@@ -167,8 +167,8 @@ def csv_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
 def tar_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
     """Samples of a WebDataset-style tar: files that share a name up to its first dot are one record.
 
-    A ``.json`` member's keys become fields; every other member is a field called by its suffix (``txt``); the name is
-    ``__key__``.
+    A `.json` member's keys become fields; every other member is a field called by its suffix (`txt`); the name is
+    `__key__`.
     """
     import tarfile
 
@@ -233,7 +233,7 @@ class _Raw(io.RawIOBase):
         return len(data)
 
     def ends_in_zeros(self):
-        """Read to the end; whether it is a block of zeros, as in every whole tar."""
+        """Reads to the end; whether it is a block of zeros, as in every whole tar."""
         while self.readinto(bytearray(1 << 16)):
             pass
         return self._last == bytes(512)

@@ -1,4 +1,4 @@
-"""seqax's flat-tokens: a Zarr group of ``encoded_tokens`` (id * 2, plus 1 at a document's start) and ``seq_starts``.
+"""seqax's flat-tokens: a Zarr group of `encoded_tokens` (id * 2, plus 1 at a document's start) and `seq_starts`.
 
 The specification is docs/flat-tokens.md of MatX-inc/seqax. Documents have no end token there; before a document's first
 token a model reads 0.
@@ -9,7 +9,8 @@ import warnings
 
 import numpy as np
 
-from trellis.data.store import Store, TokenStore
+from trellis.data.store.store import Store
+from trellis.data.store.token_store import TokenStore
 from trellis.errors import UserError
 
 CHUNK_TOKENS, CHUNK_STARTS = 1 << 22, 1 << 20
@@ -41,7 +42,7 @@ class FlatTokens(TokenStore):
         self._kept: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
 
     def encoded(self, start: int, stop: int) -> np.ndarray:
-        """Elements of ``encoded_tokens``: u32."""
+        """Elements of `encoded_tokens`: u32."""
         if start == stop:
             return np.empty(0, np.uint32)
         parts = []
@@ -75,7 +76,7 @@ class FlatTokens(TokenStore):
 
 
 def write_flat_tokens(store: TokenStore, path: str, *, split: str) -> None:
-    """Write a store as the flat-tokens array ``split`` of the dataset at ``path``; its end-of-document ids are left
+    """Writes a store as the flat-tokens array `split` of the dataset at `path`; its end-of-document ids are left
     out, as the format asks."""
     import numcodecs
     import zarr

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from trellis.data.blocks import Block, Encoded, Job
-from trellis.data.pool import IN_FLIGHT, in_order
-from trellis.data.worker import Encoder
+from trellis.data.tokenizing.pool import IN_FLIGHT, in_order
+from trellis.data.tokenizing.worker import Encoder
 from trellis.errors import UserError
 
 
@@ -39,7 +39,7 @@ class RayPool:
         self._turns = itertools.cycle(self._actors)
 
     def encode(self, blocks: Iterable[Block]) -> Iterator[tuple[Block, Encoded]]:
-        """Each block with its tokens, in order. At most ``IN_FLIGHT`` blocks a worker are held at a time."""
+        """Each block with its tokens, in order. At most `IN_FLIGHT` blocks a worker are held at a time."""
 
         def submit(block):
             reference = next(self._turns).encode.remote(block)
@@ -61,7 +61,7 @@ class RayPool:
             ) from error
 
     def close(self) -> None:
-        """Stop the workers, and the cluster if this pool started it."""
+        """Stops the workers, and the cluster if this pool started it."""
         for actor in self._actors:
             self._ray.kill(actor)
         if self._started:

@@ -51,7 +51,7 @@ def _json(value):
 
 
 def read_metadata(folder: Folder, name: str) -> dict:
-    """The zarr.json called ``name`` of a folder.
+    """The zarr.json called `name` of a folder.
 
     Raises:
         UserError: it is missing or is not JSON.
@@ -89,7 +89,7 @@ class ArrayWriter:
         return self._chunks_written * self._chunk + self._filled
 
     def resume(self, length: int) -> None:
-        """Continue after the first ``length`` elements of what is stored."""
+        """Continues after the first `length` elements of what is stored."""
         self._chunks_written, self._filled = divmod(length, self._chunk)
         self._buffer[:] = 0
         if self._filled:
@@ -97,7 +97,7 @@ class ArrayWriter:
             self._buffer[: self._filled] = reader.read(length - self._filled, length)
 
     def append(self, values: np.ndarray) -> None:
-        """Add ``values`` to the end; every chunk that fills up is written."""
+        """Adds `values` to the end; every chunk that fills up is written."""
         values = np.asarray(values, self.dtype)
         while values.size:
             taken = min(values.size, self._chunk - self._filled)
@@ -110,7 +110,7 @@ class ArrayWriter:
                 self._buffer[:] = 0
 
     def commit(self) -> None:
-        """Write the partial chunk and the array's length."""
+        """Writes the partial chunk and the array's length."""
         if self._filled:
             self._write_chunk()
         self._folder.write(f"{self._name}/zarr.json", array_metadata(self.dtype, len(self), self._chunk))
@@ -187,7 +187,7 @@ class ArrayReader:
 
 
 class _Kept:
-    """The latest ``size`` results of a function; threads that ask for the same one at once wait for one call."""
+    """The latest `size` results of a function; threads that ask for the same one at once wait for one call."""
 
     def __init__(self, function, size: int):
         self._function, self._size, self._lock = function, size, threading.Lock()

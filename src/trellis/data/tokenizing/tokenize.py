@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from trellis.data.blocks import Block, Encoded, Job
-from trellis.data.permutation import mix64
-from trellis.data.pool import LocalPool, available_cores
-from trellis.data.progress import Progress
-from trellis.data.sources import FileSource, find_files
+from trellis.data.order.permutation import mix64
 from trellis.data.storage import open_folder
-from trellis.data.store import Store
+from trellis.data.store.store import Store
+from trellis.data.store.writer import StoreWriter, writer_lock
 from trellis.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
-from trellis.data.worker import Encoder
-from trellis.data.writer import StoreWriter, writer_lock
+from trellis.data.tokenizing.pool import LocalPool, available_cores
+from trellis.data.tokenizing.progress import TokenizingProgress
+from trellis.data.tokenizing.sources import FileSource, find_files
+from trellis.data.tokenizing.worker import Encoder
 from trellis.errors import UserError
 
 TRAIN_BYTES = 1 << 28
@@ -44,21 +44,21 @@ def tokenize(
     wait: bool = False,
     progress: bool = False,
 ) -> Store:
-    """Tokenize a corpus into a store and open it.
+    """Tokenizes a corpus into a store and opens it.
 
-    The store is a pure function of the inputs and of every argument down to ``chat`` and the chunk sizes; ``workers``,
-    ``commit_seconds`` and interruptions change nothing. A call that finds its own unfinished store continues it; one
+    The store is a pure function of the inputs and of every argument down to `chat` and the chunk sizes; `workers`,
+    `commit_seconds` and interruptions change nothing. A call that finds its own unfinished store continues it; one
     that finds it finished returns it.
 
     Args:
         source: a FileSource, or paths for `find_files`.
         out: the store's folder, local or a URL.
-        tokenizer: a Tokenizer, or a path for `load_tokenizer`. Exactly one of this, ``train_bpe`` and ``use_bytes``.
+        tokenizer: a Tokenizer, or a path for `load_tokenizer`. Exactly one of this, `train_bpe` and `use_bytes`.
         train_bpe: size of the vocabulary of a byte-level BPE trained on the corpus first.
         train_bytes: train on about this many bytes of documents, spread evenly over the corpus.
         use_bytes: every byte is a token.
         end_of_document: the text of the token that ends a document, where the tokenizer has another than usual.
-        filter: called with every record (a dict; texts have ``text``); a false result leaves the document out. A
+        filter: called with every record (a dict; texts have `text`); a false result leaves the document out. A
             function of an importable module or script, or its name "module:function" or "path.py:function".
         chat: the text field holds conversations; the loss counts only the assistant's turns.
         on_error: "fail" stops at the first document that cannot be read; "skip" leaves it out and counts it.
@@ -66,7 +66,7 @@ def tokenize(
             process a core.
         chunk_tokens, chunk_offsets: elements in a chunk of the arrays of tokens and of offsets.
         commit_seconds: how often the work is made durable, and visible to a reader of the growing store.
-        restart: delete what is at ``out`` first.
+        restart: delete what is at `out` first.
         wait: if another process writes the store, wait for it rather than fail.
         progress: print a progress line to standard error.
 
@@ -115,7 +115,7 @@ def tokenize(
             folder, recipe, restart=restart, on_error=on_error, stamps=_hash([file.stamp for file in source.files])
         )
         if writer.finished:
-            return Store.open(out)
+            return Store(out)
         job = Job(
             tokenizer="",
             end_of_document=end_of_document or "",
@@ -140,10 +140,10 @@ def tokenize(
             job, tokenizer=tokenizer.json, end_of_document=tokenizer.end_of_document_text, dtype=writer.dtype.name
         )
         sizes = [file.size for file in source.files]
-        bar = Progress(sizes, enabled=progress, done=writer.cursor)
+        bar = TokenizingProgress(sizes, enabled=progress, done=writer.cursor)
         with _pool(job, workers) as pool, bar:
             _run(source, writer, pool, on_error, commit_seconds, all_fields=filter is not None, bar=bar)
-    return Store.open(out)
+    return Store(out)
 
 
 def _run(source, writer, pool, on_error, commit_seconds, *, all_fields, bar):
@@ -188,7 +188,7 @@ def _complain(block, encoded: Encoded, on_error, writer):
 
 def _pool(job: Job, workers: int | str | None):
     if workers == "ray":
-        from trellis.data.ray_pool import RayPool
+        from trellis.data.tokenizing.ray_pool import RayPool
 
         return RayPool(job)
     if workers is None:
@@ -221,7 +221,7 @@ def _train(source, vocab_size, train_bytes, job, progress) -> Tokenizer:
             empty = empty and not any(chosen)
             yield chosen
 
-    with Progress([], enabled=progress).note(f"training a BPE of {vocab_size:,} tokens"):
+    with TokenizingProgress([], enabled=progress).note(f"training a BPE of {vocab_size:,} tokens"):
         trained = train_bpe(texts(), vocab_size)
     if empty:
         raise empty_corpus(source.files)

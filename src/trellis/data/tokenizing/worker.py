@@ -11,8 +11,8 @@ import sys
 import numpy as np
 
 from trellis.data.blocks import Block, Encoded, Job
-from trellis.data.chat import check_messages, encode_messages
 from trellis.data.tokenizer import Tokenizer
+from trellis.data.tokenizing.chat import check_messages, encode_messages
 from trellis.errors import UserError
 
 
@@ -165,7 +165,7 @@ def _join(parts, dtype):
 
 
 def send(stream, value: object) -> None:
-    """Write one message: its length (u64, little-endian), then its pickle."""
+    """Writes one message: its length (u64, little-endian), then its pickle."""
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     stream.write(struct.pack("<Q", len(data)))
     stream.write(data)
@@ -173,7 +173,7 @@ def send(stream, value: object) -> None:
 
 
 def receive(stream) -> object:
-    """Read one message, or raise EOFError where the other side has gone."""
+    """Reads one message; raises EOFError where the other side has gone."""
     header = stream.read(8)
     if len(header) < 8:
         raise EOFError

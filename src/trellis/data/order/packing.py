@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from trellis.data.batch import Batch
-from trellis.data.store import TokenStore
+from trellis.data.store.token_store import TokenStore
 from trellis.errors import UserError
 
 PACKINGS = ("chunk", "best_fit", "pad")
@@ -25,7 +25,7 @@ def padding(rows: int, sequence_length: int) -> Batch:
 
 
 class ChunkRows:
-    """The corpus as one stream, cut every ``sequence_length`` tokens; row r predicts tokens [r*S, (r+1)*S).
+    """The corpus as one stream, cut every `sequence_length` tokens; row r predicts tokens [r*S, (r+1)*S).
 
     Every token of every document is a target exactly once in all rows together; the last row is padded.
     """
@@ -40,12 +40,12 @@ class ChunkRows:
         return whole + (1 if rest and self.store.complete else 0)
 
     def wait_for(self, rows: int) -> None:
-        """Return once ``rows`` rows are there or the store is complete."""
+        """Returns once `rows` rows are there or the store is complete."""
         if self.num_rows < rows:
             self.store.wait_for(rows * self.sequence_length)
 
     def read(self, rows: np.ndarray) -> Batch:
-        """The given rows (i64[batch])."""
+        """The given rows (`i64["batch"]`)."""
         length = self.sequence_length
         begins = np.asarray(rows, np.int64) * length
         inputs, targets, starts = self.store.shifted(begins, length)
@@ -67,7 +67,7 @@ class PieceRows:
     """Whole documents in rows: one to a row ("pad"), or several by best fit ("best_fit").
 
     A document longer than a row is cut into pieces of a row each and a rest. "best_fit" packs the pieces of
-    ``PACK_DOCUMENTS`` documents at a time: the longest first, each into the fullest row that still holds it, else
+    `PACK_DOCUMENTS` documents at a time: the longest first, each into the fullest row that still holds it, else
     into a new one; among rows and pieces alike the earlier one. Opening reads the offset of every document once, and
     keeps 24 bytes for each piece.
     """
@@ -104,7 +104,7 @@ class PieceRows:
         """The store is complete: nothing to wait for."""
 
     def read(self, rows: np.ndarray) -> Batch:
-        """The given rows (i64[batch])."""
+        """The given rows (`i64["batch"]`)."""
         shape = (len(rows), self.sequence_length)
         inputs, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         batch, starts, real = _empty(*shape), np.zeros(shape, bool), np.zeros(shape, bool)
@@ -126,7 +126,7 @@ class PieceRows:
 
 
 def open_rows(store: TokenStore, sequence_length: int, packing: str) -> ChunkRows | PieceRows:
-    """The rows of a store under one of ``PACKINGS``."""
+    """The rows of a store under one of `PACKINGS`."""
     if packing not in PACKINGS:
         raise UserError(
             "A packing is one that Trellis knows.",
@@ -154,10 +154,10 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
     """Best-fit decreasing: pieces in the order in which rows hold them, and the number of pieces in each row.
 
     Args:
-        lengths: i64[pieces], each from 1 to ``capacity``.
+        lengths: `i64["pieces"]`, each from 1 to `capacity`.
 
     Returns:
-        order i64[pieces]; sizes i64[rows].
+        order `i64["pieces"]`; sizes `i64["rows"]`.
 
     >>> order, sizes = best_fit(np.array([3, 5, 2, 4]), 8)
     >>> order.tolist(), sizes.tolist()
@@ -189,7 +189,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
 
 
 def _pieces(offsets, capacity):
-    """Documents cut into pieces of at most ``capacity`` tokens: where each begins, and its length."""
+    """Documents cut into pieces of at most `capacity` tokens: where each begins, and its length."""
     lengths = np.diff(offsets)
     counts = -(-lengths // capacity)
     document = np.repeat(np.arange(len(lengths)), counts)
@@ -204,7 +204,7 @@ def _empty(rows, length):
 
 
 def _finish(batch, inputs, targets, starts, real):
-    """Fill a batch whose segments begin at ``starts``; what is not ``real`` is padding."""
+    """Fills a batch whose segments begin at `starts`; what is not `real` is padding."""
     index = np.arange(inputs.shape[1], dtype=np.int32)
     np.maximum.accumulate(np.where(starts, index, np.int32(0)), axis=1, out=batch.positions)
     np.subtract(index, batch.positions, out=batch.positions)

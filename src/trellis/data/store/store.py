@@ -1,17 +1,15 @@
-"""The token store: every token of a corpus in one Zarr group, any range or document of it one read away."""
+"""The store that `trellis tokenize` writes: one Zarr group; the format is in docs/data.md."""
 
 import concurrent.futures
 import json
-import math
-import os
-import time
 from collections.abc import Callable
 
 import numpy as np
 
 from trellis.data.storage import open_folder
+from trellis.data.store.token_store import TokenStore
+from trellis.data.store.zarray import ArrayReader, DamagedChunk, read_metadata
 from trellis.data.tokenizer import Tokenizer
-from trellis.data.zarray import ArrayReader, DamagedChunk, read_metadata
 from trellis.errors import UserError
 
 FORMAT, VERSION = "trellis-tokens", 1
@@ -20,7 +18,7 @@ CHECK_UP_TO = 1 << 30  # bytes of tokens; larger stores are checked by `trellis 
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
-    """The smallest unsigned type that holds ids below ``vocab_size``.
+    """The smallest unsigned type that holds ids below `vocab_size`.
 
     >>> smallest_dtype(257).name, smallest_dtype(65_536).name, smallest_dtype(65_537).name
     ('uint16', 'uint16', 'uint32')
@@ -28,106 +26,18 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(next(t for t in (np.uint8, np.uint16, np.uint32) if vocab_size - 1 <= np.iinfo(t).max))
 
 
-class TokenStore:
-    """What every kind of token store offers; a subclass reads one format.
-
-    Attributes:
-        url: where it is.
-        num_tokens, num_documents, vocab_size: counts.
-        start_token: the id a model reads before the first token of a document.
-        text_bytes: UTF-8 bytes of text that the tokens stand for, or None where the format does not say.
-        complete: False while the store is being written.
-        has_loss_mask: some tokens do not count in the loss.
-        tokenizer_sha256: which tokenizer made the tokens, or None where the format does not say.
-    """
-
-    url: str
-    num_tokens: int
-    num_documents: int
-    vocab_size: int
-    start_token: int
-    text_bytes: int | None = None
-    complete: bool = True
-    has_loss_mask: bool = False
-    tokenizer_sha256: str | None = None
-
-    def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start..stop-1 of the corpus, as stored: unsigned[tokens]."""
-        raise NotImplementedError
-
-    def offsets(self, start: int, stop: int) -> np.ndarray:
-        """Where documents start..stop-1 begin; entry ``num_documents`` is the end of the last: i64."""
-        raise NotImplementedError
-
-    def shifted(self, begins: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For spans of ``length`` tokens: what the model reads, what it predicts, and where documents begin.
-
-        Args:
-            begins: i64[rows], the first token of each span; spans past the end are filled up with zeros.
-
-        Returns:
-            inputs i32[rows, length]: the token before each target, ``start_token`` before a document's first;
-            targets i32[rows, length]; starts bool[rows, length]: the target is the first token of a document.
-        """
-        raise NotImplementedError
-
-    def loss_mask(self, start: int, stop: int) -> np.ndarray:
-        """Which of the tokens start..stop-1 count in the loss: u8[tokens]."""
-        return np.ones(stop - start, np.uint8)
-
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens."""
-        raise UserError(
-            "Decoding needs the store's tokenizer.",
-            seen="this format holds none",
-            where=self.url,
-            fix="convert it with `trellis tokenize`, or decode with a tokenizer of your own",
-        )
-
-    def refresh(self) -> None:
-        """Look again how far a store that is still being written has come."""
-
-    def each(self, function: Callable[[int], None], count: int) -> None:
-        """``function`` of 0..count-1: one after the other, or many at once where reads have to wait for a server."""
-        for i in range(count):
-            function(i)
-
-    def document(self, i: int) -> np.ndarray:
-        """The tokens of document ``i``, its end included."""
-        if not 0 <= i < self.num_documents:
-            raise IndexError(f"document {i} of {self.num_documents}")
-        start, stop = self.offsets(i, i + 2)
-        return self.tokens(int(start), int(stop))
-
-    @property
-    def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text a token stands for, on average: nats per token / ln 2 / this are bits per byte."""
-        return self.text_bytes / self.num_tokens if self.text_bytes and self.num_tokens else math.nan
-
-    def wait_for(self, num_tokens: int, *, timeout: float = 600.0, poll: float = 0.5) -> None:
-        """Return once ``num_tokens`` tokens are there or the store is complete.
-
-        Raises:
-            UserError: the store has not grown for ``timeout`` seconds.
-        """
-        seen, since = self.num_tokens, time.monotonic()
-        while self.num_tokens < num_tokens and not self.complete:
-            self.refresh()
-            if self.num_tokens != seen:
-                seen, since = self.num_tokens, time.monotonic()
-            elif not self.complete and time.monotonic() - since > timeout:
-                raise UserError(
-                    "A store that is read while it is written keeps growing.",
-                    seen=f"{seen:,} tokens for {timeout:g} s, {num_tokens:,} needed",
-                    where=self.url,
-                    fix="run the `trellis tokenize` command again; it continues where it was",
-                )
-            elif not self.complete and self.num_tokens < num_tokens:
-                time.sleep(poll)
-
-
 class Store(TokenStore):
-    """A store written by `trellis tokenize`; the format is in docs/data.md. Open with `Store.open`."""
+    """A store written by `trellis tokenize`. `open_store` opens one.
+
+    Args:
+        url: where it is.
+        growing: accept a store that is still being written.
+        check: compare the checksum of each chunk when it is first read; None does so for local stores up to 1 GiB.
+        keep: how many whole chunks are kept in memory.
+
+    Raises:
+        UserError: nothing there, damaged metadata, another version, or incomplete without `growing`.
+    """
 
     def __init__(self, url: str, *, growing: bool = False, check: bool | None = None, keep: int = 0):
         self._folder, self._growing, self._check_wanted, self._keep = open_folder(url), growing, check, keep
@@ -142,26 +52,6 @@ class Store(TokenStore):
                 fix="run the same `trellis tokenize` command again; it continues where it was (or open it "
                 "with growing=True to train while it is written)",
             )
-
-    @classmethod
-    def open(
-        cls, url: str | os.PathLike, *, growing: bool = False, check: bool | None = None, keep: int = 0
-    ) -> TokenStore:
-        """Open a token store: Trellis's own, or a format it reads (seqax, nanoGPT, Megatron, Levanter).
-
-        Args:
-            growing: accept a store that is still being written.
-            check: compare the checksum of each chunk when it is first read. By default this is done for local
-                stores up to 1 GiB.
-            keep: read whole chunks, and keep so many of them in memory. For stores on a server: with
-                ``Shuffle(block=rows of a chunk, window=w)`` keep two times w, and every chunk is fetched once an epoch.
-
-        Raises:
-            UserError: nothing there, damaged metadata, another version, or incomplete without ``growing``.
-        """
-        from trellis.data.foreign import open_foreign
-
-        return open_foreign(os.fspath(url)) or cls(os.fspath(url), growing=growing, check=check, keep=keep)
 
     def refresh(self) -> None:
         metadata = read_metadata(self._folder, "zarr.json")
@@ -277,25 +167,3 @@ class Store(TokenStore):
     def sources(self) -> list[dict]:
         """The input files in order: name, size in bytes (None where unknown)."""
         return json.loads(self._folder.read("sources.json"))["files"]
-
-
-def check_vocabulary(store: TokenStore, vocab_size: int) -> None:
-    """Refuse a model of ``vocab_size`` ids if the store has more."""
-    if store.vocab_size > vocab_size:
-        raise UserError(
-            "A model has a row of its embedding for every token id.",
-            seen=f"{store.vocab_size:,} ids in the store, {vocab_size:,} in the model",
-            where=store.url,
-            fix=f"set the model's vocab_size to {store.vocab_size:,} or more",
-        )
-
-
-def check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
-    """Refuse a store that another tokenizer made."""
-    if store.tokenizer().sha256 != tokenizer.sha256:
-        raise UserError(
-            "A run's data and its model use one tokenizer.",
-            seen=f"sha256 {store.tokenizer().sha256[:16]} in the store, {tokenizer.sha256[:16]} expected",
-            where=store.url,
-            fix="tokenize the corpus with the model's tokenizer",
-        )

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 
 from trellis.data.blocks import Block, Encoded, Job
-from trellis.data.worker import Encoder, receive, send
+from trellis.data.tokenizing.worker import Encoder, receive, send
 from trellis.errors import UserError
 
 IN_FLIGHT = 3  # blocks under way for each worker: one being encoded, two waiting
@@ -22,7 +22,7 @@ for name, path in (("trellis", {package!r}), ("trellis.data", {data!r})):
     module.__path__ = [path]
     sys.modules[name] = module
 sys.path[:] = {path!r}
-from trellis.data.worker import main
+from trellis.data.tokenizing.worker import main
 main()
 """
 
@@ -33,7 +33,7 @@ def available_cores() -> int:
 
 
 class LocalPool:
-    """``workers`` processes; with 0 this process encodes, on all cores of the `tokenizers` library's own threads."""
+    """`workers` processes; with 0 this process encodes, on all cores of the `tokenizers` library's own threads."""
 
     def __init__(self, job: Job, workers: int):
         self._job, self.workers = job, workers
@@ -44,7 +44,7 @@ class LocalPool:
         self._idle = list(self._processes)
 
     def encode(self, blocks: Iterable[Block]) -> Iterator[tuple[Block, Encoded]]:
-        """Each block with its tokens, in order. At most ``IN_FLIGHT`` blocks a worker are held at a time."""
+        """Each block with its tokens, in order. At most `IN_FLIGHT` blocks a worker are held at a time."""
         if self._encoder is not None:
             for block in blocks:
                 yield block, self._encoder(block)
@@ -61,7 +61,7 @@ class LocalPool:
             self._idle.append(process)
 
     def close(self) -> None:
-        """Stop the workers."""
+        """Stops the workers."""
         for process in self._processes:
             process.kill()
         if self._threads is not None:
@@ -75,7 +75,7 @@ class LocalPool:
 
 
 def in_order(blocks, submit, limit: int) -> Iterator[tuple[Block, Encoded]]:
-    """Run ``submit(block)`` (which returns a function that waits for the result) on up to ``limit`` blocks ahead."""
+    """Runs `submit(block)` (which returns a function that waits for the result) on up to `limit` blocks ahead."""
     waiting: collections.deque = collections.deque()
     for block in blocks:
         waiting.append((block, submit(block)))
@@ -91,8 +91,8 @@ class _Process:
     """One worker process and the pipe to it."""
 
     def __init__(self, job: Job):
-        here = os.path.dirname(os.path.abspath(__file__))
-        code = _BOOTSTRAP.format(package=os.path.dirname(here), data=here, path=sys.path)
+        data = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        code = _BOOTSTRAP.format(package=os.path.dirname(data), data=data, path=sys.path)
         self._log = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],

@@ -4,8 +4,10 @@ import contextlib
 import sys
 import time
 
+from trellis.figures.numbers import duration
 
-class Progress:
+
+class TokenizingProgress:
     """Repaints a line on a terminal; elsewhere prints one every half minute.
 
     Args:
@@ -24,7 +26,7 @@ class Progress:
         self._bytes = 0
 
     def update(self, block, encoded, writer) -> None:
-        """Count a block."""
+        """Counts a block."""
         self._bytes += encoded.text_bytes
         now = time.monotonic()
         if self._enabled and now - self._painted >= (0.2 if self._terminal else 30):
@@ -34,7 +36,8 @@ class Progress:
     def line(self, counts: dict, position: int, seconds: float) -> str:
         """The text of the line.
 
-        >>> Progress([1_000_000], enabled=False).line({"num_documents": 12, "num_tokens": 3456}, 250_000, 10.0)
+        >>> counts = {"num_documents": 12, "num_tokens": 3456}
+        >>> TokenizingProgress([1_000_000], enabled=False).line(counts, 250_000, 10.0)
         '12 documents  3,456 tokens  0.0 MB/s  25 %  30 s left'
         """
         text = (
@@ -44,12 +47,12 @@ class Progress:
         total, done = self._before[-1], position - self._from
         if self._known and total and done > 0:
             left = seconds * (total - position) / done
-            text += f"  {100 * position / total:.0f} %  {_duration(max(left, 0))} left"
+            text += f"  {100 * position / total:.0f} %  {duration(max(left, 0))} left"
         return text
 
     @contextlib.contextmanager
     def note(self, text: str):
-        """Say what is being done for a while."""
+        """Says what is being done for a while."""
         if self._enabled:
             self._print(text + " ...")
         yield
@@ -68,9 +71,3 @@ class Progress:
     def __exit__(self, *_):
         if self._enabled and self._terminal:
             print(file=sys.stderr)
-
-
-def _duration(seconds):
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

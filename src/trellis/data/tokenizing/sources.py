@@ -8,9 +8,9 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 
-from trellis.data import formats
 from trellis.data.blocks import Block
 from trellis.data.storage import filesystem, is_remote, local_path, with_retries
+from trellis.data.tokenizing import formats
 from trellis.errors import UserError
 
 FORMATS = ("text", "jsonl", "json", "csv", "tar", "parquet", "arrow")
@@ -19,7 +19,7 @@ EMBEDDED_VALIDATION_PERCENT = 5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One input. ``name`` is what the store records; ``stamp`` changes when the contents may have."""
+    """One input. `name` is what the store records; `stamp` changes when the contents may have."""
 
     url: str
     name: str
@@ -33,8 +33,8 @@ class FileSource:
 
     Attributes:
         files: the inputs.
-        format: one of ``FORMATS`` for all of them, or None to go by each name.
-        field: the field that holds the text; dots go into nested objects. By default ``text``, and ``txt`` in tars.
+        format: one of `FORMATS` for all of them, or None to go by each name.
+        field: the field that holds the text; dots go into nested objects. By default `text`, and `txt` in tars.
         separator: for texts, what divides documents; None makes each file one document.
     """
 
@@ -77,7 +77,7 @@ class FileSource:
         }
 
     def blocks(self, index: int, start: tuple[int, int], *, all_fields: bool) -> Iterator[Block]:
-        """Blocks of file ``index`` from ``start`` (a block's ``end``, or (0, 1)) on.
+        """Blocks of file `index` from `start` (a block's `end`, or (0, 1)) on.
 
         Args:
             all_fields: records keep every field, for a filter; otherwise only the text's where that saves reading.

@@ -151,7 +151,7 @@ class Stream:
         return self._raw.tell()
 
     def skip(self, count: int) -> None:
-        """Go to ``count`` bytes from the start of a fresh stream."""
+        """Go to `count` bytes from the start of a fresh stream."""
         if self.seekable:
             self._raw.seek(count)
             return
@@ -162,7 +162,7 @@ class Stream:
             count -= len(data)
 
     def read(self, size: int) -> bytes:
-        """The next bytes, fewer than ``size`` only at the end.
+        """The next bytes, fewer than `size` only at the end.
 
         Raises:
             UserError: the file is cut short or is not compressed the way its name says.

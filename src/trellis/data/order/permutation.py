@@ -8,7 +8,7 @@ _MASK = 2**64 - 1
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
-    """Scramble 64-bit integers: the output function of splitmix64 (Steele, Lea and Flood, 2014).
+    """Scrambles 64-bit integers: the output function of splitmix64 (Steele, Lea and Flood, 2014).
 
     >>> hex(int(mix64(np.uint64(1))))
     '0x910a2dec89025cc1'
@@ -21,7 +21,7 @@ def mix64(x: np.ndarray) -> np.ndarray:
 
 
 def derive_key(*words: int) -> int:
-    """One 64-bit key from several integers, in order: ``key = mix64(key ^ word)`` from ``key = 0``.
+    """One 64-bit key from several integers, in order: `key = mix64(key ^ word)` from `key = 0`.
 
     >>> derive_key(1) == int(mix64(np.uint64(1)))
     True
@@ -36,11 +36,11 @@ def derive_key(*words: int) -> int:
 
 
 class Permutation:
-    """A bijection of 0..n-1 chosen by ``key``: a Feistel network whose halves are numbers, not bits.
+    """A bijection of 0..n-1 chosen by `key`: a Feistel network whose halves are numbers, not bits.
 
-    A point is split as ``x = left * width + right`` with ``width = ceil(sqrt(n))`` and ``height = ceil(n / width)``.
-    Twelve rounds add, alternately, ``mix64(right ^ k_i) mod height`` to ``left`` and ``mix64(left ^ k_i) mod width``
-    to ``right``; ``k_i = derive_key(key, i)``. The domain ``height * width`` is less than ``n + width``, so a result
+    A point is split as `x = left * width + right` with `width = ceil(sqrt(n))` and `height = ceil(n / width)`.
+    Twelve rounds add, alternately, `mix64(right ^ k_i) mod height` to `left` and `mix64(left ^ k_i) mod width`
+    to `right`; `k_i = derive_key(key, i)`. The domain `height * width` is less than `n + width`, so a result
     of n or more is rare; such a point is put through the network again until it falls below n ("cycle walking").
     Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), sections 4 and 5.
 
@@ -62,11 +62,11 @@ class Permutation:
         self._keys = [np.uint64(derive_key(key, i)) for i in range(_ROUNDS)]
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        """Where each of ``x`` goes: i64 of the same shape."""
+        """Where each of `x` goes: i64 of the same shape."""
         return self._walk(x, self._forward)
 
     def inverse(self, y: np.ndarray) -> np.ndarray:
-        """Where each of ``y`` came from: i64 of the same shape."""
+        """Where each of `y` came from: i64 of the same shape."""
         return self._walk(y, self._backward)
 
     def _walk(self, x, step):

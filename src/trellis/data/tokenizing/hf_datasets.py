@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterator
 
 from trellis.data.blocks import Block
-from trellis.data.formats import in_blocks
-from trellis.data.sources import SourceFile
+from trellis.data.tokenizing.formats import in_blocks
+from trellis.data.tokenizing.sources import SourceFile
 from trellis.errors import UserError
 
 
@@ -40,7 +40,7 @@ class DatasetSource:
         return {"dataset": self.name, "field": self.text_field}
 
     def blocks(self, index: int, start: tuple[int, int], *, all_fields: bool) -> Iterator[Block]:
-        """Blocks of records from ``start`` on."""
+        """Blocks of records from `start` on."""
         dataset = self.dataset
         if not all_fields:
             names = getattr(dataset, "column_names", None)

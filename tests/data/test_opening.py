@@ -8,9 +8,9 @@ import pytest
 import zarr
 
 from tests.data.corpora import END, make_store, random_texts, stream
-from trellis.data import Batches, Store, check_vocabulary
-from trellis.data.binary import BinStore
-from trellis.data.foreign import convert
+from trellis.data import Batches, check_vocabulary, open_store
+from trellis.data.store.bin_files import BinStore
+from trellis.data.store.opening import convert
 from trellis.errors import UserError
 
 TEXTS = random_texts(np.random.default_rng(21), 30)
@@ -36,8 +36,8 @@ def check_shifted(store, tokens, starts, start_token):
 
 
 def test_seqax(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("trellis.data.seqax.CHUNK_TOKENS", 100)
-    monkeypatch.setattr("trellis.data.seqax.CHUNK_STARTS", 7)
+    monkeypatch.setattr("trellis.data.store.seqax.CHUNK_TOKENS", 100)
+    monkeypatch.setattr("trellis.data.store.seqax.CHUNK_STARTS", 7)
     convert(store, str(tmp_path / "flat"), to="seqax")
     group = zarr.open_group(str(tmp_path / "flat" / "train"), mode="r")
     assert group.metadata.zarr_format == 2
@@ -46,7 +46,7 @@ def test_seqax(store, tmp_path, monkeypatch):
     assert np.array_equal(encoded >> 1, BARE)
     assert np.array_equal(np.flatnonzero(encoded & 1), STARTS[:-1])
     assert np.array_equal(group["seq_starts"][:], STARTS) and group.attrs["max_token_id"] == BARE.max()
-    flat = Store.open(tmp_path / "flat" / "train")
+    flat = open_store(tmp_path / "flat" / "train")
     assert (flat.num_tokens, flat.num_documents, flat.vocab_size) == (len(BARE), len(TEXTS), BARE.max() + 1)
     assert np.array_equal(flat.tokens(5, 333), BARE[5:333])
     assert bytes(flat.document(9).astype(np.uint8)).decode() == TEXTS[9]
@@ -54,7 +54,7 @@ def test_seqax(store, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="A split is written once"):
         convert(store, str(tmp_path / "flat"), to="seqax")
     with pytest.raises(UserError) as raised:
-        Store.open(tmp_path / "flat")
+        open_store(tmp_path / "flat")
     assert raised.value.rule == "A store is one split of a dataset." and raised.value.fix.endswith("flat/train")
 
 
@@ -64,7 +64,7 @@ def test_the_example_of_the_flat_tokens_specification(tmp_path):
     group.create_array("encoded_tokens", data=np.array([3, 4, 7, 8, 10, 13, 14, 16], np.uint32))
     group.create_array("seq_starts", data=np.array([0, 2, 5, 8], np.uint64))
     group.attrs["max_token_id"] = 8
-    flat = Store.open(tmp_path / "x" / "train")
+    flat = open_store(tmp_path / "x" / "train")
     batch = Batches(flat, sequence_length=8, batch_size=1, shuffle=False).batch(0)
     assert batch.tokens.tolist() == [[0, 1, 0, 3, 4, 0, 6, 7]]
     assert batch.targets.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
@@ -78,7 +78,7 @@ def test_flat_tokens_without_their_attribute(tmp_path):
     group.create_array("encoded_tokens", data=np.array([3], np.uint32))
     group.create_array("seq_starts", data=np.array([0, 1], np.uint64))
     with pytest.raises(UserError, match="no max_token_id"):
-        Store.open(tmp_path / "x")
+        open_store(tmp_path / "x")
 
 
 def test_nanogpt(store, tmp_path):
@@ -97,12 +97,12 @@ def test_nanogpt_as_it_comes(tmp_path):
     """GPT-2's tokens: u16, 50,256 ends a document."""
     tokens = np.array([10, 20, 50256, 30, 50256, 7], np.uint16)
     tokens.tofile(tmp_path / "val.bin")
-    read = Store.open(tmp_path / "val.bin")
+    read = open_store(tmp_path / "val.bin")
     assert read.vocab_size == 50257 and read.num_documents == 3
     assert [read.document(i).tolist() for i in range(3)] == [[10, 20, 50256], [30, 50256], [7]]
     np.array([60000], np.uint16).tofile(tmp_path / "other.bin")
     with pytest.raises(UserError, match="Every id of a .bin file is in its vocabulary"):
-        Store.open(tmp_path / "other.bin").tokens(0, 1)
+        open_store(tmp_path / "other.bin").tokens(0, 1)
 
 
 def test_megatron(store, tmp_path):
@@ -115,7 +115,7 @@ def test_megatron(store, tmp_path):
     pointers = np.frombuffer(data, "<i8", len(TEXTS), 34 + 4 * len(TEXTS))
     assert np.array_equal(pointers, 2 * (np.cumsum(lengths) - lengths))
     assert np.frombuffer(data, "<i8", -1, 34 + 12 * len(TEXTS)).tolist() == list(range(len(TEXTS) + 1))
-    read = Store.open(tmp_path / "corpus.bin")
+    read = open_store(tmp_path / "corpus.bin")
     assert read.start_token == END and read.vocab_size == 257 and read.num_documents == len(TEXTS)
     starts = np.cumsum([0] + [len(text.encode()) + 1 for text in TEXTS])[:-1]
     check_shifted(read, stream(TEXTS), starts, END)
@@ -133,7 +133,7 @@ def test_megatron_documents_of_several_sequences(tmp_path):
     (tmp_path / "m.idx").write_bytes(
         header + lengths.tobytes() + pointers.tobytes() + np.array([0, 2, 4], "<i8").tobytes()
     )
-    read = Store.open(tmp_path / "m.bin")
+    read = open_store(tmp_path / "m.bin")
     assert read.num_documents == 2 and read.document(1).tolist() == [5, 6, 7, 8, 9] and read.start_token == 0
 
 
@@ -150,7 +150,7 @@ def test_a_broken_megatron_index(store, tmp_path, change, seen):
     path = tmp_path / "c.idx"
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(UserError) as raised:
-        Store.open(tmp_path / "c.bin")
+        open_store(tmp_path / "c.bin")
     assert raised.value.rule == "A Megatron .bin has an .idx of version 1 that fits it." and raised.value.seen == seen
 
 
@@ -159,7 +159,7 @@ def test_megatron_bin_cut_short(store, tmp_path):
     data = (tmp_path / "c.bin").read_bytes()
     (tmp_path / "c.bin").write_bytes(data[:-20])
     with pytest.raises(UserError, match="tokens in the index"):
-        Store.open(tmp_path / "c.bin")
+        open_store(tmp_path / "c.bin")
 
 
 def write_levanter(folder, ends):
@@ -188,14 +188,14 @@ def write_levanter(folder, ends):
 def test_levanter(store, tmp_path):
     ends = np.cumsum([len(text.encode()) + 1 for text in TEXTS])
     write_levanter(tmp_path / "cache" / "train", ends.tolist())
-    read = Store.open(tmp_path / "cache" / "train")
+    read = open_store(tmp_path / "cache" / "train")
     assert (read.num_tokens, read.num_documents, read.vocab_size) == (store.num_tokens, len(TEXTS), 257)
     assert np.array_equal(read.tokens(0, read.num_tokens), stream(TEXTS)) and read.start_token == END
     check_shifted(read, stream(TEXTS), np.concatenate([[0], ends[:-1]]), END)
     ledger = tmp_path / "cache" / "train" / "shard_ledger.json"
     ledger.write_text(json.dumps({"total_num_rows": 3, "is_finished": False}))
     with pytest.raises(UserError, match="A cache is finished before it is used"):
-        Store.open(tmp_path / "cache" / "train")
+        open_store(tmp_path / "cache" / "train")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -203,8 +203,8 @@ def test_writing_for_levanter(store, tmp_path, monkeypatch):
     """Read back the way Levanter does, with TensorStore."""
     import tensorstore as ts
 
-    monkeypatch.setattr("trellis.data.levanter.CHUNK", 16)
-    monkeypatch.setattr("trellis.data.levanter.SHARD", 64)
+    monkeypatch.setattr("trellis.data.store.levanter.CHUNK", 16)
+    monkeypatch.setattr("trellis.data.store.levanter.SHARD", 64)
     convert(store, str(tmp_path / "cache"), to="levanter")
 
     def open_array(name):
@@ -219,7 +219,7 @@ def test_writing_for_levanter(store, tmp_path, monkeypatch):
     assert np.array_equal(data[: int(ends[-1])].read().result(), stream(TEXTS))
     ledger = json.loads((tmp_path / "cache" / "shard_ledger.json").read_text())
     assert ledger["is_finished"] and ledger["total_num_rows"] == len(TEXTS)
-    back = Store.open(tmp_path / "cache")
+    back = open_store(tmp_path / "cache")
     assert np.array_equal(back.document(4), store.document(4))
     with pytest.raises(UserError, match="A cache is written once"):
         convert(store, str(tmp_path / "cache"), to="levanter")
@@ -237,13 +237,13 @@ def test_conversions_that_cannot_be(store, tmp_path):
 
 def test_files_that_are_not_there(tmp_path):
     with pytest.raises(UserError, match="A token store exists"):
-        Store.open(tmp_path / "none.bin")
+        open_store(tmp_path / "none.bin")
     (tmp_path / "empty.bin").touch()
     with pytest.raises(UserError, match="0 bytes"):
-        Store.open(tmp_path / "empty.bin")
+        open_store(tmp_path / "empty.bin")
 
 
 def test_a_format_without_a_tokenizer(store, tmp_path):
     convert(store, str(tmp_path / "c.bin"), to="megatron")
     with pytest.raises(UserError, match="Decoding needs the store's tokenizer"):
-        Store.open(tmp_path / "c.bin").tokenizer()
+        open_store(tmp_path / "c.bin").tokenizer()
