@@ -12,13 +12,13 @@ from trellis.data import Batch, Batches, FileSource, count_bytes, find_files, to
 from trellis.models import MixtralConfig
 from trellis.named import is_named
 from trellis.named.saving import nothing, products, saved
+from trellis.nn import Precision
 from trellis.recipes import tiny
-from trellis.run.config import BatchSize, Precision, Remat
+from trellis.run.config import BatchSize, Remat
 from trellis.run.layouts import LayoutChoice, MeshSizes
 from trellis.train.assemble import assemble, keep_of, vocab_multiple
 from trellis.train.evaluation import Evaluator, ValidationSet
 from trellis.train.flops import flops_per_token, known_peak, matmul_parameters
-from trellis.train.state import cast
 from trellis.train.step import batch_loss
 from trellis.train.summary import arrays, describe, num_parameters, run_tokens, sections, step_ledger, step_memory
 
@@ -212,7 +212,7 @@ def test_the_compiler_may_place_instead(run):
         state = found.init()
     table = state.model.embedding.array
     assert table.sharding.shard_shape(table.shape) == (129, 8)
-    assert cast(state.model, "bfloat16").embedding.dtype == jnp.bfloat16
+    assert Precision(compute="bfloat16").in_use(state.model).embedding.dtype == jnp.bfloat16
     said = describe(sections(found, step_ledger(found), tokens=None))
     assert "moves    what the compiler chooses along data, model (auto mode)" in said
 

@@ -19,7 +19,7 @@ from trellis.optim import learning_rates, make_optimizer
 from trellis.run.config import Remat, Run
 from trellis.run.layouts import make_layout
 from trellis.train.compilation import options_for
-from trellis.train.state import TrainState, abstract_state, cast, new_state
+from trellis.train.state import TrainState, abstract_state, new_state
 from trellis.train.step import StepOptions, make_step
 
 # Bytes that one channel of a microbatch takes on a CPU device, about.
@@ -83,7 +83,7 @@ def assemble(run: Run, devices: Sequence[Any]) -> Assembled:
     multiple = vocab_multiple(layout)
 
     def make_model(key: jax.Array) -> Any:
-        return cast(run.model.init(key=key, vocab_multiple=multiple), run.precision.params)
+        return run.precision.at_rest(run.model.init(key=key, vocab_multiple=multiple))
 
     with layout:
         shapes = abstract_state(make_model, optimizer, average=run.ema is not None)

@@ -18,13 +18,12 @@ from trellis.mesh.reshard import place
 from trellis.models import LanguageModel, Measured
 from trellis.named import Keep, NamedArray, is_named
 from trellis.named.reshape import split_axis, transpose
-from trellis.nn import TokenLoss, next_token_loss
+from trellis.nn import Precision, TokenLoss, next_token_loss
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
 from trellis.optim import all_finite, select
 from trellis.optim.averaging import average as moving_average
-from trellis.run.config import Precision
-from trellis.train.state import TrainState, in_use
+from trellis.train.state import TrainState
 
 Metrics = dict[str, jax.Array]
 
@@ -144,7 +143,7 @@ def loss_and_gradients(model: LanguageModel, batch: Batch, options: StepOptions,
         sums, measured = batch_loss(params, part, options, key, ahead)
         return sums.total * scale, (sums, measured)
 
-    to_use = lambda params: in_use(params, options.precision)
+    to_use = lambda params: options.precision.in_use(params)
     if options.microbatches == 1:
         (_, found), gradients = jax.value_and_grad(lambda p: mean_loss(to_use(p), batch, key), has_aux=True)(model)
         return *found, gradients
