@@ -19,8 +19,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from trellis.figures.text import aligned
 from trellis.hardware.chips import target
-from trellis.inspect.rows import aligned
 from trellis.plan.compile import compile_run
 from trellis.plan.quick import plan_of
 from trellis.plan.verdict import judge

@@ -23,9 +23,9 @@ import numpy as np
 jax.config.update("jax_num_cpu_devices", 1)
 
 from trellis.data.batch import Batch  # noqa: E402
+from trellis.figures.text import aligned  # noqa: E402
 from trellis.hardware.local import local_target  # noqa: E402
 from trellis.hardware.measure import measure_machine  # noqa: E402
-from trellis.inspect.rows import aligned  # noqa: E402
 from trellis.plan.prepared import prepare  # noqa: E402
 from trellis.plan.quick import plan_of  # noqa: E402
 from trellis.recipes import load_run  # noqa: E402

@@ -16,8 +16,8 @@ import dataclasses
 import statistics
 from pathlib import Path
 
+from trellis.figures.text import aligned
 from trellis.hardware.chips import MEMORY_EFFICIENCY, target
-from trellis.inspect.rows import aligned
 from trellis.plan.quick import quick_plan
 from trellis.plan.roofline import filled
 from trellis.recipes import load_run

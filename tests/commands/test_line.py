@@ -43,7 +43,7 @@ def test_overview_loads_nothing_heavy():
         ),
         (
             ["recipes", "tinny"],
-            ["A run is a recipe or a YAML file.", "`tinny`", "the first word", "did you mean `tiny`?"],
+            ["A run is a recipe, a YAML file or a run's folder.", "`tinny`", "the first word", "did you mean `tiny`?"],
         ),
         (
             ["recipes", "tiny", "more"],

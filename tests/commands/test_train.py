@@ -51,7 +51,7 @@ def test_a_run_from_its_first_step_to_its_report(run_file, tmp_path, capsys):
     assert code == 2
     assert "A run folder holds one run, and the command that started it resumes it." in err
     assert "learning_rate" in err and f"where: {folder / 'run.yaml'}" in err
-    assert f"resume what is there: trellis train {folder / 'run.yaml'} --run-dir {folder}" in err
+    assert f"resume what is there: trellis train {folder}" in err
 
 
 def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
@@ -59,3 +59,89 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
     assert code == 2
     assert "A run's folder lies in a file system." in err and "seen:  gs://bucket/run" in err
     assert "where: --run-dir" in err and "fix:   mount the bucket (gcsfuse, s3fs) and give the folder" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--batch_size", 7, "--devices", 8),
+            [
+                "A batch is split evenly over the mesh axes of `batch` and into microbatches.",
+                "batch_size=7 over data=8",
+                "batch_size",
+                "use --batch_size 8",
+            ],
+        ),
+        (
+            ("--batch_size", 18, "--microbatches", 3, "--devices", 8, "--mesh.model", 2),
+            [
+                "A batch is split evenly over the mesh axes of `batch` and into microbatches.",
+                "batch_size=18 over data=4 x microbatches=3 = 12",
+                "batch_size",
+                "use --batch_size 12 or 24",
+            ],
+        ),
+        (
+            ("--data.sequence_length", 31, "--mesh.context", 2, "--devices", 8),
+            [
+                "A sequence is split evenly over the mesh axes of `pos`.",
+                "data.sequence_length=31 over context=2",
+                "data.sequence_length",
+                "use --data.sequence_length 30 or 32",
+            ],
+        ),
+        (
+            ("--layout.compute.nosuch", "data", "--devices", 8),
+            [
+                "A layout names axes of the model.",
+                "`nosuch`",
+                "layout.compute.nosuch",
+                "use one of: batch, embed, head_dim, heads, key_pos, kv_heads, layers, mlp, pos, vocab",
+            ],
+        ),
+        (
+            ("--layout.params.embd", "data", "--devices", 8),
+            ["A layout names axes of the model.", "`embd`", "layout.params.embd", "did you mean `embed`?"],
+        ),
+        (
+            ("--run-dir", "/dev/null/x"),
+            [
+                "A run's folder can be made and written.",
+                "Not a directory",
+                "/dev/null/x",
+                "give another --run-dir, in a folder that is yours",
+            ],
+        ),
+        (
+            ("--until", -1),
+            [
+                "A run pauses after some steps, or none.",
+                "-1",
+                "--until",
+                "use --until 0 for the first checkpoint alone",
+            ],
+        ),
+    ],
+)
+def test_what_a_run_cannot_be_is_said_in_four_parts(run_file, tmp_path, capsys, options, message):
+    where = () if "--run-dir" in options else ("--run-dir", tmp_path / "run")
+    code, _, err = trellis(capsys, "train", run_file, *where, *options)
+    rule, seen, where, fix = message
+    assert (code, err) == (2, f"trellis: {rule}\n  seen:  {seen}\n  where: {where}\n  fix:   {fix}\n")
+
+
+@pytest.mark.slow
+def test_a_run_is_paused_before_its_first_step_and_resumed_by_its_folder(run_file, tmp_path, capsys):
+    folder = tmp_path / "run"
+    code, _, err = trellis(capsys, "train", run_file, "--run-dir", folder, "--until", 0, "--layout.preset", "single")
+    assert code == 0, err
+    assert (folder / "checkpoints" / "step-00000000" / "manifest.json").exists()
+    assert not read_lines(folder / "metrics.jsonl")
+    code, out, err = trellis(capsys, "train", folder, "--until", 2)
+    assert code == 0, err
+    assert f"folder   {folder}" in out
+    assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [1, 2]
+    code, _, err = trellis(capsys, "train", folder / "run.yaml", "--run-dir", folder)
+    assert code == 0 and "resuming after step 2" in err
+    assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]

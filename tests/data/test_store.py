@@ -180,7 +180,7 @@ def test_a_model_with_too_few_ids(store):
         check_vocabulary(store, 256)
     assert raised.value.rule == "A model has a row of its embedding for every token id."
     assert raised.value.seen == "257 ids in the store, 256 in the model"
-    assert raised.value.fix == "set the model's vocab_size to 257 or more"
+    assert raised.value.fix == "use --model.vocab 257 or more"
 
 
 def test_a_store_of_another_tokenizer(store):

@@ -177,4 +177,4 @@ def test_memory_of_a_program():
     found = compiled_memory(program)
     assert (found.arguments, found.outputs, found.aliased) == (4096, 4096, 4096)
     assert found.peak == 4096 + found.temporaries + found.code
-    assert "arguments" in str(found) and "4.0 KiB" in str(found)
+    assert "arguments" in str(found) and "4.00 KiB" in str(found)

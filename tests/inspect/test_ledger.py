@@ -204,7 +204,7 @@ def test_as_text_and_data():
     lines = str(found).splitlines()
     assert lines[0].split() == ["collective", "axis", "of", "bytes", "times", "total", "in", "at"]
     assert "f32[32/data 64/model -> 32 64/model ~data]" in lines[1] and "programs.py:" in lines[1]
-    assert lines[-1] == "each device sends 20.0 KiB in 6 collectives: data 12.0 KiB, model 8.0 KiB"
+    assert lines[-1] == "each device sends 20.0 KiB in 6 collectives: data 12.0 KiB, model 8.00 KiB"
     data = json.loads(found.to_json())
     assert data["total"] == found.total() == sum(row["total"] for row in data["rows"])
     assert data["per_axis"] == found.per_axis()

@@ -201,13 +201,13 @@ def test_what_an_argument_is(path, dtype, kind):
 def test_table_json_and_picture():
     found = of_step("hidden")
     text = str(found)
-    for words in ("kind", "parameters", "12.0 KiB", "largest activation: hidden, 3.0 KiB", "by the compiler: peak"):
+    for words in ("kind", "parameters", "12.0 KiB", "largest activation: hidden, 3.00 KiB", "by the compiler: peak"):
         assert words in text
     assert json.loads(found.to_json())["per_kind"] == found.per_kind()
     root = ElementTree.fromstring(found.svg())
     titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert "hidden f32[3 8 32] 3.0 KiB" in titles
-    assert "model.up f32[3 16 32] 6.0 KiB" in titles
+    assert "hidden f32[3 8 32] 3.00 KiB" in titles
+    assert "model.up f32[3 16 32] 6.00 KiB" in titles
 
 
 def test_areas_of_the_picture_are_in_proportion():

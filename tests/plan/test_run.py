@@ -13,15 +13,15 @@ from trellis.frozen import FrozenMap
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
 from trellis.inspect import Memory
+from trellis.pages.plan import page
 from trellis.plan import compile as compiling
-from trellis.plan.adapting import adapt, data_sizes
+from trellis.plan.adapt import adapt, data_sizes
 from trellis.plan.advice import advice
-from trellis.plan.page import page
 from trellis.plan.prepared import prepare
 from trellis.plan.quick import quick_plan
 from trellis.plan.search import Candidate, best, frontier_text, search, variants, why_lost
-from trellis.plan.show import as_json, text
 from trellis.plan.sketch import Sketch
+from trellis.plan.text import as_json, text
 from trellis.plan.verdict import judge, verdict_text
 from trellis.recipes import load_run
 
@@ -110,7 +110,7 @@ def test_a_batch_that_does_not_divide():
     with pytest.raises(UserError) as error:
         quick_plan(small(batch_size="30"), target("v5e:2x4"))
     assert "A batch is split evenly over the mesh axes of `batch` and into microbatches." in str(error.value)
-    assert "batch_size=30 over data=8 = 8" in str(error.value)
+    assert "batch_size=30 over data=8\n" in str(error.value)
     assert "use --batch_size 24 or 32" in str(error.value)
 
 

@@ -11,7 +11,7 @@ from trellis.hardware.local import local_target
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.memory import memory_of
 from trellis.inspect.work import work
-from trellis.plan.links import place
+from trellis.plan.links import links_of
 from trellis.plan.prepared import prepare
 from trellis.plan.quick import plan_program
 from trellis.plan.roofline import padded, times
@@ -98,7 +98,7 @@ def test_roles_of_collectives():
 def test_hidden_communication_costs_nothing_and_no_more_than_there_is_room():
     large = dataclasses.replace(CONFIG, embed=2048, mlp=8192, heads=16, kv_heads=8, head_dim=128, seq=1024)
     step = traced(large, abstract_mesh("tpu", data=16))
-    links = place({"data": 16}, target("v5e:4x4"))
+    links = links_of({"data": 16}, target("v5e:4x4"))
     pieces, moves = work(step), ledger_of(step)
     alone = times(pieces, moves, links)
     hidden = times(pieces, moves, links, ["gathers", "reductions"])

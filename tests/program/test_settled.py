@@ -9,9 +9,10 @@ from jax.sharding import PartitionSpec as P
 
 import trellis as tr
 from trellis.inspect import ledger
+from trellis.inspect.ledger import ledger_of
 from trellis.recipes import load_run
 from trellis.train.assemble import assemble
-from trellis.train.summary import step_ledger
+from trellis.train.summary import step_program
 
 MESH = tr.make_mesh(jax.devices()[:4], x=4)
 KEYS = jax.random.split(jax.random.key(0), 2)
@@ -77,7 +78,7 @@ def test_a_pipeline_settles_its_gradients_once_a_step(model):
     """The microbatches of the trainer around the pipeline's own: partial sums of all of them are added up."""
     options = {"mesh.stage": "2", "mesh.data": "2", "mesh.model": str(model), "layout.preset": "auto"}
     run = load_run("tiny", {**options, "model.layers": "4", "batch_size": "16", "microbatches": "2"})
-    rows = step_ledger(assemble(run, jax.devices()[: 4 * model]))
+    rows = ledger_of(step_program(assemble(run, jax.devices()[: 4 * model])))
     gradients = [r for r in rows if r.axis == "data" and r.what.startswith("layers") and r.direction == "backward"]
     assert gradients and {row.times for row in gradients} == {1}
     assert {row.kind for row in gradients} <= {"all-reduce", "reduce-scatter"}

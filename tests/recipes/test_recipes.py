@@ -1,3 +1,4 @@
+import dataclasses
 import inspect
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from trellis.errors import UserError
 from trellis.hardware.chips import target
 from trellis.plan.quick import quick_plan
 from trellis.recipes import RECIPES, load_run, starter, tiny
+from trellis.recipes.load import load
 from trellis.run.config import Run
 from trellis.run.run_file import read_run, to_yaml, write_run
 from trellis.run.schema import build
@@ -55,7 +57,11 @@ def test_every_recipe_is_a_whole_run():
 @pytest.mark.parametrize(
     ("target", "text", "message"),
     [
-        ("tinny", None, ["A run is a recipe or a YAML file.", "`tinny`", "the first word", "did you mean `tiny`?"]),
+        (
+            "tinny",
+            None,
+            ["A run is a recipe, a YAML file or a run's folder.", "`tinny`", "the first word", "did you mean `tiny`?"],
+        ),
         (
             "absent.yaml",
             None,
@@ -122,3 +128,34 @@ def test_a_file_that_is_no_yaml(tmp_path):
 )
 def test_fits_the_hardware_it_is_for(name, hardware):
     assert quick_plan(RECIPES[name](), target(hardware)).fits
+
+
+@pytest.mark.parametrize(
+    ("options", "preset", "noted"),
+    [
+        ({"mesh.context": "8"}, "auto", "context"),
+        ({"mesh.data": "2", "mesh.model": "4"}, "auto", "model"),
+        ({"mesh.data": "4"}, "fsdp", None),
+        ({"mesh.model": "1"}, "fsdp", None),
+        ({"mesh.context": "8", "layout.compute.pos": "context"}, "fsdp", None),
+        ({"mesh.model": "8", "layout.preset": "fsdp_tensor"}, "fsdp_tensor", None),
+    ],
+)
+def test_a_mesh_axis_that_is_named_gets_a_layout_that_uses_it(options, preset, noted):
+    loaded = load("llama_8b", options)
+    assert loaded.run.layout.preset == preset and loaded.given == frozenset(options)
+    said = f"layout.preset fsdp -> auto, which uses the mesh axis {noted}; --layout.preset sets it"
+    assert loaded.notes == ((said,) if noted else ())
+
+
+def test_a_mesh_axis_that_a_file_names_gets_one_too(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: llama_8b\nmesh: {context: 8}\n")
+    assert load(str(path), {}).run.layout.preset == "auto"
+    path.write_text("base: llama_8b\nmesh: {context: 8}\nlayout: {preset: fsdp}\n")
+    assert load(str(path), {}).run.layout.preset == "fsdp"
+
+
+def test_a_runs_folder_stands_for_its_file(tmp_path):
+    write_run(tiny(), tmp_path / "run.yaml")
+    assert load_run(str(tmp_path), {"steps": "30"}) == dataclasses.replace(tiny(), steps=30)

@@ -34,9 +34,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
         claim(tmp_path, other)
     assert "seed: 0 there, 3 asked for" in error.value.seen and "optimizer: " in error.value.seen
     assert error.value.where == str(tmp_path / "run.yaml")
-    assert error.value.fix == (
-        f"use another --run-dir, or resume what is there: trellis train {tmp_path}/run.yaml --run-dir {tmp_path}"
-    )
+    assert error.value.fix == (f"use another --run-dir, or resume what is there: trellis train {tmp_path}")
     assert open_run(tmp_path) == tiny()
 
 

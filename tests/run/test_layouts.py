@@ -225,6 +225,22 @@ def test_errors(make, message):
     assert str(error.value) == f"{rule}\n  seen:  {seen}\n  where: {where}\n  fix:   {fix}"
 
 
+@pytest.mark.parametrize(("kv_heads", "sliced"), [(4, True), (2, False), (3, False), (8, True)])
+def test_key_heads_that_a_mesh_axis_does_not_divide_stay_whole(kv_heads, sliced):
+    axes = {"embed": 8, "heads": 8, "kv_heads": kv_heads, "mlp": 8, "vocab": 8}
+    layout = make_layout(MeshSizes(data=2, model=4), LayoutChoice(), jax.devices(), axes)
+    for which in ("params", "compute"):
+        assert layout.assign(("kv_heads",), which) == ((("model",) if sliced else ()),)
+        assert layout.assign(("heads",), which) == (("model",),)
+
+
+def test_key_heads_are_sliced_where_the_user_says_so():
+    choice = LayoutChoice(compute={"kv_heads": "model"})
+    layout = make_layout(MeshSizes(data=2, model=4), choice, jax.devices(), {"heads": 8, "kv_heads": 2})
+    assert layout.assign(("kv_heads",), "compute") == (("model",),)
+    assert layout.assign(("kv_heads",), "params") == ((),)
+
+
 def test_every_preset_can_be_named():
     for name in PRESETS:
         assert LayoutChoice(preset=name).maps()

@@ -11,10 +11,13 @@ import pathlib
 import pkgutil
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from trellis.commands.command import Command
 from trellis.errors import TrellisError, UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from trellis.recipes.load import Loaded
 
 
 @functools.cache
@@ -84,12 +87,17 @@ def _run(name: str, arguments: list[str]) -> int:
         fix = fix if unknown[0].startswith("--") else f"leave it out, or see `{parser.prog} --help`"
         raise UserError(f"`trellis {name}` knows its words and options.", seen=unknown[0], where=parser.prog, fix=fix)
     if command.recipe is not None:
-        args.run = _load(args.recipe, overrides, parser.prog)
-        args.given = _given(args.recipe, overrides)
+        loaded = _load(args.recipe, overrides, parser.prog)
+        args.run, args.given = loaded.run, loaded.given
+        for note in loaded.notes:
+            print(note, file=sys.stderr)
     return command.execute(args)
 
 
-_RECIPE = "a recipe (`trellis recipes` lists them) or a YAML file; --dotted.name VALUE replaces any of its fields"
+_RECIPE = (
+    "a recipe (`trellis recipes` lists them), a YAML file or a run's folder; --dotted.name VALUE replaces any of its "
+    "fields"
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -124,21 +132,13 @@ def _split_overrides(parser: _Parser, arguments: list[str]) -> tuple[list[str], 
     return mine, overrides
 
 
-def _load(target: str, overrides: dict[str, str], prog: str):
-    from trellis.recipes import RECIPES, load_run
+def _load(target: str, overrides: dict[str, str], prog: str) -> "Loaded":
+    from trellis.recipes.load import RECIPES, load
 
     if not target:
         fix = f"{prog} RECIPE, one of: {', '.join(RECIPES)}; or a YAML file"
         raise UserError(f"`{prog}` is about a run.", seen="no recipe", where=prog, fix=fix)
-    return load_run(target, overrides)
-
-
-def _given(target: str, overrides: dict[str, str]) -> frozenset[str]:
-    """Names of the fields that the user set: dotted from the command line, outermost from a YAML file."""
-    from trellis.recipes import RECIPES
-    from trellis.recipes.load import read_yaml
-
-    return frozenset(overrides) | (frozenset() if target in RECIPES else frozenset(read_yaml(pathlib.Path(target))))
+    return load(target, overrides)
 
 
 def _fields(arguments: list[str], default: str) -> str:

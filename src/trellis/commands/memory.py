@@ -18,11 +18,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """What each device holds at the highest point of a step of `args.run`, by kind, and by name."""
-    from trellis.plan.adapting import adapt
-    from trellis.plan.fitting import excess_text, ways_to_fit
+    from trellis.plan.adapt import adapt
     from trellis.plan.prepared import prepare
     from trellis.plan.quick import plan_of
-    from trellis.plan.show import as_json, headline, kept_table, memory_table
+    from trellis.plan.text import as_json, headline, kept_table, memory_table
+    from trellis.plan.ways_to_fit import excess_text, ways_to_fit
 
     where, devices = _hardware(args)
     run, changed = adapt(args.run, where, args.given) if args.on else (args.run, [])

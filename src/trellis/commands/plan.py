@@ -41,10 +41,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Plans `args.run` on `args.on`."""
     from trellis.hardware.chips import target
-    from trellis.plan.adapting import adapt
-    from trellis.plan.fitting import excess_lines, ways_to_fit
+    from trellis.plan.adapt import adapt
     from trellis.plan.quick import quick_plan
-    from trellis.plan.show import as_json, text
+    from trellis.plan.text import as_json, text
+    from trellis.plan.ways_to_fit import excess_lines, ways_to_fit
 
     where = target(args.on, args.hardware)
     run, changed = adapt(args.run, where, args.given)
@@ -83,7 +83,7 @@ def execute(args: argparse.Namespace) -> int:
         if not args.json:
             print("\n" + frontier_text(found))
     if args.page:
-        from trellis.plan.page import page
+        from trellis.pages.plan import page
 
         plan = plan or next(c.plan for c in found.candidates if c.plan)
         Path(args.page).write_text(page(plan, verdict, found, fitted=changed, ways=more), encoding="utf-8")

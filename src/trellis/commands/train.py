@@ -23,7 +23,9 @@ _SAMPLE_TOKENS = 200
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trellis train`."""
     parser.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: runs/NAME-DATE)")
-    parser.add_argument("--until", type=int, metavar="N", help="pause after step N, with a checkpoint")
+    parser.add_argument(
+        "--until", type=int, metavar="N", help="pause after step N, with a checkpoint; 0 writes the first state"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -37,8 +39,9 @@ def execute(args: argparse.Namespace) -> int:
     several = run.distributed
     use_persistent_cache()
     initialize(coordinator=several.coordinator, processes=several.processes, process=several.process)
+    resumed = Path(args.recipe) if (Path(args.recipe) / "run.yaml").is_file() else None
     devices = find_devices(run)  # the first look at the devices, which fixes how many a CPU has
-    if args.run_dir is None and jax.process_count() > 1:
+    if args.run_dir is None and resumed is None and jax.process_count() > 1:
         raise UserError(
             "The processes of a run share its folder.",
             seen=f"{jax.process_count()} processes and no --run-dir",
@@ -52,7 +55,10 @@ def execute(args: argparse.Namespace) -> int:
             where="--run-dir",
             fix="mount the bucket (gcsfuse, s3fs) and give the folder; token stores may be URLs",
         )
-    folder = Path(args.run_dir) if args.run_dir else new_folder(run)
+    if args.until is not None and args.until < 0:
+        fix = "use --until 0 for the first checkpoint alone"
+        raise UserError("A run pauses after some steps, or none.", seen=args.until, where="--until", fix=fix)
+    folder = Path(args.run_dir) if args.run_dir else resumed or new_folder(run)
     with alone(folder) if is_first() else contextlib.nullcontext():
         claim(folder, run, write=is_first())
         try:
@@ -74,6 +80,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     """Trains a run in a folder on devices, to its end or until a step, and returns the exit code."""
     from trellis.data import Loader
     from trellis.inspect import collectives, compiled_memory
+    from trellis.inspect.ledger import ledger_of
     from trellis.models.generate import Sampling, sample
     from trellis.pages.graph import step_svg
     from trellis.train.assemble import assemble
@@ -84,12 +91,13 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     from trellis.train.loop import Feed, train
     from trellis.train.restoring import model_in_use
     from trellis.train.state import TrainState
-    from trellis.train.summary import describe, ledger_sums, sections, step_ledger
+    from trellis.train.summary import describe, ledger_sums, sections, step_program
 
     assembled = assemble(run, devices)
     corpus = open_corpus(run, progress=is_first())
-    ledger = step_ledger(assembled)
-    found = sections(assembled, ledger, corpus.num_tokens)
+    program = step_program(assembled)
+    ledger = ledger_of(program)
+    found = sections(assembled, program, ledger, corpus.num_tokens)
     if is_first():
         (folder / "ledger.txt").write_text(f"{ledger}\n")
         write_sections(folder, found)
@@ -130,7 +138,7 @@ def write_sections(folder: Path, found: dict[str, Any]) -> None:
 COMMAND = Command(
     name="train",
     summary="train a recipe or a YAML file; on an existing run folder, resume",
-    description="Trains a run. The same command on an existing run folder resumes it.",
+    description="Trains a run. The same command, or `trellis train RUN`, resumes what is in a run's folder.",
     arguments=arguments,
     execute=execute,
     recipe="starter",

@@ -7,7 +7,7 @@ class Markup(str):
     """Text that is HTML already."""
 
 
-def tag(name: str, *children: object, **attributes: object) -> Markup:
+def tag(name: str, /, *children: object, **attributes: object) -> Markup:
     """An element. Children that are not `Markup` are escaped; an attribute `class_` is written `class`.
 
     >>> tag("p", "a < b", class_="note")
@@ -18,7 +18,7 @@ def tag(name: str, *children: object, **attributes: object) -> Markup:
         for key, value in attributes.items()
         if value is not None
     )
-    return Markup(f"<{name}{words}>" if name == "br" else f"<{name}{words}>{join(*children)}</{name}>")
+    return Markup(f"<{name}{words}>" if name in ("br", "meta") else f"<{name}{words}>{join(*children)}</{name}>")
 
 
 def join(*children: object) -> Markup:

@@ -4,12 +4,12 @@ import math
 
 
 def count(value: float) -> str:
-    """A count with three digits and a suffix.
+    """A count with three digits and a suffix, B for billions.
 
     >>> count(950), count(12345), count(1.5e9)
-    ('950', '12.3k', '1.50G')
+    ('950', '12.3k', '1.50B')
     """
-    return _scaled(value, 1000.0, ("", "k", "M", "G", "T", "P"))
+    return _scaled(value, 1000.0, ("", "k", "M", "B", "T"))
 
 
 def size(num_bytes: float) -> str:
@@ -21,8 +21,21 @@ def size(num_bytes: float) -> str:
     return _scaled(num_bytes, 1024.0, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
 
 
+def seconds(value: float) -> str:
+    """A time that was measured or predicted, with three digits.
+
+    >>> seconds(29.4), seconds(1.5), seconds(0.0123), seconds(2e-5), seconds(0.0)
+    ('29.4 s', '1.50 s', '12.3 ms', '20.0 us', '0 s')
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if abs(value) * scale >= 1 or (unit == "us" and value):
+            digits = max(0, 2 - int(math.log10(max(abs(value) * scale, 1.0))))
+            return f"{value * scale:.{digits}f} {unit}"
+    return "0 s"
+
+
 def duration(seconds: float) -> str:
-    """Seconds as the two largest units.
+    """A time to wait for, as its two largest units.
 
     >>> duration(0.25), duration(42), duration(130), duration(7380), duration(200000)
     ('0.25 s', '42 s', '2 min 10 s', '2 h 03 min', '2 d 7 h')

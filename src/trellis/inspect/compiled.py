@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from trellis.figures import numbers
+from trellis.figures.text import aligned
 from trellis.frames import in_a_library
 from trellis.inspect.hlo import Instruction, Program, parse_program, source_target_pairs
-from trellis.inspect.rows import Ledger, Row, aligned, human_bytes, wire_bytes
+from trellis.inspect.rows import Ledger, Row, wire_bytes
 from trellis.program.scopes import names_of
 
 _KINDS = {
@@ -170,7 +172,7 @@ class Comparison:
     def __str__(self) -> str:
         def line(axis: str, kind: str, predicted: int, found: int) -> tuple[str, ...]:
             ratio = f"{found / predicted:.3f}" if found <= 1000 * predicted > 0 else "new" if found else "-"
-            return axis, kind, human_bytes(predicted), human_bytes(found), ratio
+            return axis, kind, numbers.size(predicted), numbers.size(found), ratio
 
         lines = []
         for axis, (predicted, found) in sorted(self.axes.items()):
@@ -325,11 +327,11 @@ class CompiledMemory:
 
     def __str__(self) -> str:
         lines = [
-            (name, human_bytes(getattr(self, name))) for name in ("arguments", "outputs", "aliased", "temporaries")
+            (name, numbers.size(getattr(self, name))) for name in ("arguments", "outputs", "aliased", "temporaries")
         ]
         return aligned(
             ("kind", "bytes a device"),
-            [*lines, ("code", human_bytes(self.code)), ("peak", human_bytes(self.peak))],
+            [*lines, ("code", numbers.size(self.code)), ("peak", numbers.size(self.peak))],
             right=(1,),
         )
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 
+from trellis.figures import numbers
+from trellis.figures.text import aligned
 from trellis.inspect.buffers import KINDS, Buffer
 from trellis.inspect.compiled import CompiledMemory, compiled_memory
-from trellis.inspect.rows import aligned, human_bytes
 from trellis.inspect.timeline import highest_point
 from trellis.program import Program, trace
 from trellis.program.sizes import local_bytes, typed
@@ -97,7 +98,7 @@ class Memory:
 
     def svg(self) -> str:
         """A treemap: an area for each buffer, its kind by color."""
-        from trellis.inspect.treemap import treemap
+        from trellis.figures.treemap import treemap
 
         return treemap([(b.kind, b.name, b.what, b.num_bytes) for b in self.by_name()], KINDS)
 
@@ -106,29 +107,29 @@ class Memory:
     def table(self, most: int = 10) -> str:
         """As text: the sums by kind, and the largest buffers."""
         kinds = [
-            (kind, human_bytes(size), f"{100 * size / max(self.total, 1):.0f} %")
+            (kind, numbers.size(size), f"{100 * size / max(self.total, 1):.0f} %")
             for kind, size in self.per_kind().items()
         ]
         parts = [
             aligned(
-                ("kind", "bytes a device", "share"), [*kinds, ("in all", human_bytes(self.total), "")], right=(1, 2)
+                ("kind", "bytes a device", "share"), [*kinds, ("in all", numbers.size(self.total), "")], right=(1, 2)
             )
         ]
-        rows = [(human_bytes(b.num_bytes), b.kind, b.name, b.what, b.source) for b in self.by_name()[:most]]
+        rows = [(numbers.size(b.num_bytes), b.kind, b.name, b.what, b.source) for b in self.by_name()[:most]]
         parts.append(aligned(("largest", "kind", "name", "type", "at"), rows, right=(0,)))
         activation = self.largest()
         if activation:
-            parts.append(f"largest activation: {activation.name}, {human_bytes(activation.num_bytes)}")
+            parts.append(f"largest activation: {activation.name}, {numbers.size(activation.num_bytes)}")
         if self.compiled:
             c = self.compiled
             parts.append(
-                f"by the compiler: peak {human_bytes(c.peak)} = arguments {human_bytes(c.arguments)} + results "
-                f"{human_bytes(c.outputs)} - donated {human_bytes(c.aliased)} + temporaries "
-                f"{human_bytes(c.temporaries)} + code {human_bytes(c.code)}"
-                + (f"; on the host {human_bytes(c.host)}" if c.host else "")
+                f"by the compiler: peak {numbers.size(c.peak)} = arguments {numbers.size(c.arguments)} + results "
+                f"{numbers.size(c.outputs)} - donated {numbers.size(c.aliased)} + temporaries "
+                f"{numbers.size(c.temporaries)} + code {numbers.size(c.code)}"
+                + (f"; on the host {numbers.size(c.host)}" if c.host else "")
             )
         if self.in_use is not None:
-            parts.append(f"in use by the device's own count: {human_bytes(self.in_use)}")
+            parts.append(f"in use by the device's own count: {numbers.size(self.in_use)}")
         return "\n\n".join(parts)
 
     def __str__(self) -> str:
@@ -147,20 +148,20 @@ class Memory:
         """
         if self.peak <= capacity:
             return
-        largest = ", ".join(f"{b.name} ({b.kind}) {human_bytes(b.num_bytes)}" for b in self.by_name()[:3])
+        largest = ", ".join(f"{b.name} ({b.kind}) {numbers.size(b.num_bytes)}" for b in self.by_name()[:3])
         fitting = []
         for name, found in (changes or {}).items():
             peak = found().peak
             if peak <= capacity:
-                fitting.append(f"{name} ({human_bytes(peak)})")
+                fitting.append(f"{name} ({numbers.size(peak)})")
             if len(fitting) == 3:
                 break
         fix = "what fits: " + "; ".join(fitting) if fitting else "use more devices, or a smaller model or batch"
         if changes and not fitting:
             fix = f"none of {', '.join(changes)} is enough: use more devices, or a smaller model or batch"
         raise NotEnoughMemory(
-            f"a step fits in a device's memory, got {human_bytes(self.peak)} for {human_bytes(capacity)}, "
-            f"{human_bytes(self.peak - capacity)} too much; largest: {largest}: {fix}"
+            f"a step fits in a device's memory, got {numbers.size(self.peak)} for {numbers.size(capacity)}, "
+            f"{numbers.size(self.peak - capacity)} too much; largest: {largest}: {fix}"
         )
 
 

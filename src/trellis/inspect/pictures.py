@@ -7,16 +7,17 @@ same part.
 
 import colorsys
 import dataclasses
-import html
 import itertools
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from trellis.figures import svg
+from trellis.figures.html import Markup
 from trellis.notation.typeof import short_dtype
 from trellis.program.sizes import state_at, typed
 
@@ -225,63 +226,48 @@ _WIDTH, _LINE, _PAD = 150, 19, 10
 
 
 def _svg(panels: Sequence[Panel]) -> str:
-    parts, top, right = [], 0, 0
+    parts: list[Markup] = []
+    top = right = 0
     for panel in panels:
         drawn, width, height = _panel_svg(panel, top)
-        parts.append(drawn)
+        parts += drawn
         top, right = top + height, max(right, width)
     style = (
         "text{font:12px ui-sans-serif,system-ui,sans-serif;fill:#222}"
         ".title{font-weight:600;font-size:14px}.dim{fill:#666}"
     )
-    size = f'width="{right}" height="{top}"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {right} {top}" role="img">'
-        f'<style>{style}</style><rect {size} fill="#fff"/>{"".join(parts)}</svg>'
-    )
+    return svg.document(right, top, parts, style)
 
 
-def _panel_svg(panel: Panel, top: int) -> tuple[str, int, int]:
+def _panel_svg(panel: Panel, top: int) -> tuple[list[Markup], int, int]:
     bars = max(len(box.bars) for row in panel.boxes for box in row)
     height = _LINE * (bars + 1) + _PAD
     left = 12 + 8 * max(map(len, panel.rows))
-    out = [_word(12, top + 24, panel.title, "title")]
+    parts = [svg.text(12, top + 24, panel.title, class_="title")]
     y = top + 40
     if any(panel.columns):
         for number, name in enumerate(panel.columns):
-            out.append(_word(left + number * (_WIDTH + _PAD), y + 10, name, "dim"))
+            parts.append(svg.text(left + number * (_WIDTH + _PAD), y + 10, name, class_="dim"))
         y += 18
     for name, row in zip(panel.rows, panel.boxes):
-        out.append(_word(12, y + 16, name, "dim"))
+        parts.append(svg.text(12, y + 16, name, class_="dim"))
         for number, box in enumerate(row):
-            out.append(_box_svg(box, left + number * (_WIDTH + _PAD), y, height))
+            parts += _box_svg(box, left + number * (_WIDTH + _PAD), y, height)
         y += height + _PAD
     for line in panel.legend:
-        out.append(_word(12, y + 12, line))
+        parts.append(svg.text(12, y + 12, line))
         y += 18
     width = left + len(panel.columns) * (_WIDTH + _PAD) + 8
     widest = max(len(line) for line in (panel.title, *panel.legend))
-    return "".join(out), max(width, 24 + 7 * widest), y + 16 - top
+    return parts, max(width, 24 + 7 * widest), y + 16 - top
 
 
-def _box_svg(box: Box, x: float, y: float, height: float) -> str:
+def _box_svg(box: Box, x: int, y: int, height: int) -> Iterator[Markup]:
     fill, full = "#{:02x}{:02x}{:02x}".format(*_color(box.part)), _WIDTH - 16
-    out = [
-        f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{height}" rx="6" fill="{fill}" fill-opacity=".35" '
-        f'stroke="{fill}"/>',
-        _word(x + 8, y + 15, box.label, "dim"),
-    ]
+    yield svg.box(x, y, _WIDTH, height, rx=6, fill=fill, fill_opacity=".35", stroke=fill)
+    yield svg.text(x + 8, y + 15, box.label, class_="dim")
     for number, bar in enumerate(box.bars):
         line, part = y + _LINE * (number + 1) + 2, full / bar.count
-        size = f'y="{line}" height="14" rx="3"'
-        out += [
-            f'<rect x="{x + 8}" width="{full}" {size} fill="#fff" stroke="#999" stroke-width=".7"/>',
-            f'<rect x="{x + 8 + bar.index * part:.1f}" width="{part:.1f}" {size} fill="{fill}"/>',
-            _word(x + 13, line + 11, bar.words()),
-        ]
-    return "".join(out)
-
-
-def _word(x: float, y: float, text: str, kind: str = "") -> str:
-    name = f' class="{kind}"' if kind else ""
-    return f'<text x="{x}" y="{y}"{name}>{html.escape(text)}</text>'
+        yield svg.box(x + 8, line, full, 14, rx=3, fill="#fff", stroke="#999", stroke_width=".7")
+        yield svg.box(x + 8 + bar.index * part, line, part, 14, rx=3, fill=fill)
+        yield svg.text(x + 13, line + 11, bar.words())

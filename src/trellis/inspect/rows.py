@@ -4,8 +4,10 @@ import collections
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
+from trellis.figures import numbers
+from trellis.figures.text import aligned
 from trellis.program.moves import KINDS, wire_bytes
 
 
@@ -49,32 +51,6 @@ class Row:
     def total(self) -> int:
         """Bytes one device sends in a call of the function."""
         return self.wire * self.times
-
-
-def human_bytes(count: float) -> str:
-    """Bytes for people.
-
-    >>> human_bytes(1536), human_bytes(12)
-    ('1.5 KiB', '12 B')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def aligned(header: Iterable[str], lines: Iterable[Iterable[str]], right: Iterable[int] = ()) -> str:
-    """Text columns, two spaces apart; the columns in `right` are aligned to the right."""
-    table = [list(header), *(list(line) for line in lines)]
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-    right = set(right)
-    return "\n".join(
-        "  ".join(
-            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths))
-        ).rstrip()
-        for line in table
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,15 +151,15 @@ class Ledger:
                 row.kind,
                 row.axis,
                 f"{row.dtype}[{row.what.removeprefix(' -> ')}]",
-                human_bytes(row.wire),
+                numbers.size(row.wire),
                 str(times),
-                human_bytes(row.wire * times),
+                numbers.size(row.wire * times),
                 row.direction,
                 row.source + (f"  ({row.note})" if row.note else ""),
             )
             for row, times in merged.items()
         ]
         header = ("collective", "axis", "of", "bytes", "times", "total", "in", "at")
-        sums = ", ".join(f"{axis} {human_bytes(total)}" for axis, total in self.per_axis().items())
-        foot = f"each device sends {human_bytes(self.total())} in {self.count()} collectives: {sums}"
+        sums = ", ".join(f"{axis} {numbers.size(total)}" for axis, total in self.per_axis().items())
+        foot = f"each device sends {numbers.size(self.total())} in {self.count()} collectives: {sums}"
         return "\n".join(filter(None, (aligned(header, lines, right=(3, 4, 5)), foot, unknown)))

@@ -1,6 +1,6 @@
 """What to change in a run, from its plan: the largest cause first, with the option that changes it."""
 
-from trellis.inspect.rows import human_bytes
+from trellis.figures import numbers
 from trellis.plan.quick import Plan
 
 
@@ -20,8 +20,8 @@ def advice(plan: Plan) -> list[str]:
     free = plan.target.chip.hbm_bytes - plan.memory.peak
     if plan.fits and recomputed > 0.1 * total and free > 0.2 * plan.target.chip.hbm_bytes:
         found.append(
-            f"recomputation takes {recomputed / total:.0%} of the step and {human_bytes(free)} are free: keep more for "
-            "the backward pass (--remat.policy saved or dots)"
+            f"recomputation takes {recomputed / total:.0%} of the step and {numbers.size(free)} are free: keep more "
+            "for the backward pass (--remat.policy saved or dots)"
         )
     if bound.get("memory", 0.0) / total > 0.3:
         found.append(
@@ -44,23 +44,23 @@ def _to_fit(plan: Plan) -> list[str]:
     state = plan.memory.bytes_of("parameters", "optimizer")
     if state > 0.5 * plan.target.chip.hbm_bytes:
         found.append(
-            f"parameters and optimizer take {human_bytes(state)} a device: slice them over more devices "
+            f"parameters and optimizer take {numbers.size(state)} a device: slice them over more devices "
             "(--layout.preset fsdp, or a larger slice)"
         )
     if (kept := plan.memory.bytes_of("activations")) > 0.2 * peak:
         found.append(
-            f"kept activations take {human_bytes(kept)}: --remat.policy full, more "
+            f"kept activations take {numbers.size(kept)}: --remat.policy full, more "
             "--microbatches, or positions over a mesh axis (--mesh.context 2)"
         )
     if (temporaries := plan.memory.bytes_of("temporaries")) > 0.3 * peak:
         largest = next(b for b in plan.memory.buffers if b.kind == "temporaries")
         found.append(
-            f"temporaries take {human_bytes(temporaries)}, the largest {largest.what}, {largest.name}: "
+            f"temporaries take {numbers.size(temporaries)}, the largest {largest.what}, {largest.name}: "
             "fewer sequences at a time (more --microbatches, a smaller --batch_size)"
         )
     if (gathered := plan.memory.bytes_of("gathered weights")) > 0.3 * peak:
         found.append(
-            f"gathered weights take {human_bytes(gathered)}: slice widths too (--mesh.model 2), or "
+            f"gathered weights take {numbers.size(gathered)}: slice widths too (--mesh.model 2), or "
             "gather for each microbatch"
         )
     return found

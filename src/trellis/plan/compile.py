@@ -28,7 +28,7 @@ from trellis.files import cache_folder
 from trellis.hardware.chips import Target
 from trellis.inspect.compiled import compiled_memory
 from trellis.mesh.topology import TopologyError, target_devices
-from trellis.plan.buffers import Allocation, Layout, dump_options, read_layout
+from trellis.plan.libtpu_layout import Allocation, MemoryLayout, dump_options, read_layout
 from trellis.plan.prepared import Prepared, prepare
 from trellis.run.config import Run
 from trellis.train.compilation import options_for
@@ -174,7 +174,7 @@ def _refused(
     seconds: float,
     versions: Mapping[str, str],
     options: Mapping[str, str],
-    layout: Layout | None = None,
+    layout: MemoryLayout | None = None,
 ) -> Compiled:
     """A program that does not fit, from the compiler's message.
 

@@ -123,11 +123,11 @@ def check_tiles(mesh: Mapping[str, int], target: Target) -> None:
     )
 
 
-def place(mesh: Mapping[str, int], target: Target) -> Links:
+def links_of(mesh: Mapping[str, int], target: Target) -> Links:
     """Puts a mesh on a target, its last axis first.
 
     >>> from trellis.hardware.chips import target
-    >>> place({"data": 16, "model": 16}, target("v5e:16x16")).describe("model")
+    >>> links_of({"data": 16, "model": 16}, target("v5e:16x16")).describe("model")
     'ring of 16 on side 1'
 
     Raises:

@@ -10,7 +10,7 @@ from trellis.inspect.ledger import ledger_of
 from trellis.inspect.memory import Memory, memory_of
 from trellis.inspect.rows import Ledger
 from trellis.inspect.work import Piece, work
-from trellis.plan.links import Links, place
+from trellis.plan.links import Links, links_of
 from trellis.plan.prepared import Prepared, prepare
 from trellis.plan.roofline import HIDING_OPTIONS, Times, times
 from trellis.program import Program
@@ -157,7 +157,7 @@ def plan_program(
         options: names of compiler options in use.
         load: rows that experts on the fullest device get, in those of an even load.
     """
-    links, ledger = place(program.mesh, target), ledger_of(program, load)
+    links, ledger = links_of(program.mesh, target), ledger_of(program, load)
     pieces = tuple(work(program, load))
     if target.chip.name == "cpu":
         pieces = tuple(piece for piece in pieces if not _made_once(piece))

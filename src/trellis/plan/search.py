@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trellis.errors import UserError
+from trellis.figures import numbers
+from trellis.figures.text import aligned
 from trellis.hardware.chips import Target
-from trellis.inspect.rows import aligned, human_bytes
-from trellis.plan.adapting import DATA_AXES, data_sizes
-from trellis.plan.fitting import SOME_NAMES
+from trellis.plan.adapt import DATA_AXES, data_sizes
 from trellis.plan.quick import Plan, quick_plan
-from trellis.plan.show import human_count, human_seconds
 from trellis.plan.sketch import Sketch, sketch
+from trellis.plan.ways_to_fit import SOME_NAMES
 from trellis.run.config import Run
 
 # Checkpoint policies, and of `saved` the names that are kept: all of them where none is said.
@@ -299,7 +299,7 @@ def why_lost(candidate: Candidate, winner: Candidate | None, target: Target) -> 
     if candidate.refused:
         return candidate.refused
     if not candidate.fits:
-        return f"does not fit, by {human_bytes(candidate.peak - target.chip.hbm_bytes)}"
+        return f"does not fit, by {numbers.size(candidate.peak - target.chip.hbm_bytes)}"
     if winner is None or candidate is winner:
         return "the fastest that fits"
     slower = candidate.seconds / winner.seconds - 1
@@ -309,7 +309,7 @@ def why_lost(candidate: Candidate, winner: Candidate | None, target: Target) -> 
         return f"{slower:+.0%} by types, not asked about"
     mine, its = _causes(candidate), _causes(winner)
     cause, seconds = max(((key, mine[key] - its[key]) for key in mine), key=lambda pair: pair[1])
-    return f"{slower:+.0%}: {human_seconds(max(seconds, 0.0))} more {cause}"
+    return f"{slower:+.0%}: {numbers.seconds(max(seconds, 0.0))} more {cause}"
 
 
 def _causes(candidate: Candidate) -> dict[str, float]:
@@ -336,9 +336,9 @@ def frontier_rows(found: Found) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
         mesh = " ".join(f"{a}={s}" for a, s in dataclasses.asdict(c.run.mesh).items() if s > 1)
         mark = "*" if c in found.frontier else ""
         by = "compiled" if c.verdict is not None else "types"
-        speed = human_count(c.plan.tokens_per_second) if c.plan else ""
+        speed = numbers.count(c.plan.tokens_per_second) if c.plan else ""
         rows.append(
-            (mark, human_seconds(c.seconds), human_bytes(c.peak), speed, mesh, c.run.layout.preset,
+            (mark, numbers.seconds(c.seconds), numbers.size(c.peak), speed, mesh, c.run.layout.preset,
              str(c.run.parts), c.keeps, by, why_lost(c, found.winner, found.target))
         )  # fmt: skip
     return ("", "step", "memory", "tokens/s", "mesh", "layout", "microbatches", "keeps", "by", ""), rows

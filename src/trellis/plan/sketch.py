@@ -5,7 +5,7 @@ import math
 
 from trellis.hardware.chips import Target
 from trellis.inspect.timeline import FRAGMENTATION
-from trellis.plan.links import Links, place
+from trellis.plan.links import Links, links_of
 from trellis.run.config import Run
 
 # Bytes kept for each token and layer, in units of the residual stream's width, by checkpoint policy: the block's
@@ -49,7 +49,7 @@ def parameters(run: Run) -> tuple[float, float, float, float]:
 
 def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     """Rough time and memory of a run whose mesh has these sizes."""
-    links: Links = place({axis: size for axis, size in sizes.items() if size > 1} or {"data": 1}, target)
+    links: Links = links_of({axis: size for axis, size in sizes.items() if size > 1} or {"data": 1}, target)
     chip, m = target.chip, run.model
     blocks, experts, tables, block = parameters(run)
     expert, per_token = sizes.get("expert", 1), getattr(m, "experts_per_token", 0)

@@ -2,13 +2,14 @@
 
 import dataclasses
 
+from trellis.figures import numbers
+from trellis.figures.text import aligned
 from trellis.inspect.compiled import Comparison, collectives, compare, scheduled_cycles
 from trellis.inspect.ledger import ledger_of
-from trellis.inspect.rows import Ledger, aligned, human_bytes
+from trellis.inspect.rows import Ledger
 from trellis.plan.compile import Compiled
 from trellis.plan.prepared import Prepared
 from trellis.plan.quick import Plan
-from trellis.plan.show import human_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,26 +79,26 @@ def verdict_text(plan: Plan, verdict: Verdict) -> str:
     peak = compiled.peak
     capacity = plan.target.chip.hbm_bytes
     if not compiled.fits:
-        lines.append(f"  memory      DOES NOT FIT: {human_bytes(compiled.excess)} more than {human_bytes(capacity)}")
+        lines.append(f"  memory      DOES NOT FIT: {numbers.size(compiled.excess)} more than {numbers.size(capacity)}")
         lines += ["", _largest(plan, verdict)]
         if not compiled.text:
             return "\n".join(lines)
     else:
-        free = f"{human_bytes(capacity - peak)} free"
+        free = f"{numbers.size(capacity - peak)} free"
         error = plan.memory.peak / peak - 1 if peak else 0.0
         lines.append(
-            f"  memory      {human_bytes(peak)}, {free}; predicted {human_bytes(plan.memory.peak)} ({error:+.0%})"
+            f"  memory      {numbers.size(peak)}, {free}; predicted {numbers.size(plan.memory.peak)} ({error:+.0%})"
         )
     if verdict.seconds is not None:
         parts = [
-            f"{human_seconds(verdict.scheduled)} scheduled"
+            f"{numbers.seconds(verdict.scheduled)} scheduled"
             if verdict.scheduled is not None
             else "computation as predicted",
-            f"{human_seconds(verdict.kernels)} attention kernels",
-            f"{human_seconds(verdict.exposed)} collectives that nothing hides",
+            f"{numbers.seconds(verdict.kernels)} attention kernels",
+            f"{numbers.seconds(verdict.exposed)} collectives that nothing hides",
         ]
-        lines.append(f"  step        {human_seconds(verdict.seconds)} = {' + '.join(parts)}; MFU {verdict.mfu:.1%}")
-        lines.append(f"              ({human_seconds(verdict.hidden)} of collectives run under computation)")
+        lines.append(f"  step        {numbers.seconds(verdict.seconds)} = {' + '.join(parts)}; MFU {verdict.mfu:.1%}")
+        lines.append(f"              ({numbers.seconds(verdict.hidden)} of collectives run under computation)")
     lines += ["", "collectives, by the types and in the compiled program", str(verdict.comparison), "", _rows(verdict)]
     return "\n".join(lines)
 
@@ -106,22 +107,22 @@ def _largest(plan: Plan, verdict: Verdict, count: int = 10) -> str:
     """The largest buffers of what does not fit: the compiler's, with the names of what is that large; else by name."""
     named = [b for b in plan.memory.by_name() if b.kind != "gradients"]
     if not verdict.compiled.largest:
-        rows = [(human_bytes(b.num_bytes), b.kind, b.name, b.what) for b in named[:count]]
+        rows = [(numbers.size(b.num_bytes), b.kind, b.name, b.what) for b in named[:count]]
         text = aligned(("largest", "kind", "by name", "type"), rows, right=(0,))
         return f"{text}\nfrom types: the compiler gave up before it placed buffers"
     rows = []
     for allocation in verdict.compiled.largest[:count]:
         size, dtype = allocation.num_bytes, allocation.what.partition("[")[0]
         same = [b.name for b in named if b.what.startswith(dtype) and abs(b.num_bytes - size) < 0.002 * size]
-        rows.append((human_bytes(allocation.num_bytes), allocation.what, " or ".join(same[:3]), allocation.source))
+        rows.append((numbers.size(allocation.num_bytes), allocation.what, " or ".join(same[:3]), allocation.source))
     return aligned(("largest", "what", "by name", "made by"), rows, right=(0,))
 
 
 def _rows(verdict: Verdict, count: int = 16) -> str:
     rows = sorted(verdict.ledger.rows, key=lambda row: -row.total)
     shown = [
-        (row.kind, row.axis, f"{row.dtype}[{row.what}]", human_bytes(row.wire), str(row.times), human_bytes(row.total),
-         "asynchronous" if "asynchronous" in row.note else "alone", row.direction, row.source)
+        (row.kind, row.axis, f"{row.dtype}[{row.what}]", numbers.size(row.wire), str(row.times),
+         numbers.size(row.total), "asynchronous" if "asynchronous" in row.note else "alone", row.direction, row.source)
         for row in rows[:count]
     ]  # fmt: skip
     header = ("collective", "axis", "of", "bytes", "times", "total", "runs", "in", "at")

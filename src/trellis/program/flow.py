@@ -9,6 +9,8 @@ VIEWS = frozenset(
 ) | {ENTER, LEAVE}
 # The same numbers elsewhere, or rounded.
 MOVES = frozenset("reshard convert_element_type all_gather all_gather_reduced all_gather_invariant".split())
+# A part of them.
+PARTS = frozenset(("split", "dynamic_slice"))
 
 
 def of_parameters(program: Program) -> set[Value]:
@@ -75,7 +77,7 @@ def origin(value: Value) -> Value:
     """What a value is a view, a slice, a cast or a gathered copy of, out of the loops that it stands in."""
     while True:
         maker = value.maker
-        if maker is not None and (maker.name in VIEWS or maker.name in MOVES) and maker.operands[0].literal is None:
+        if maker is not None and maker.name in VIEWS | MOVES | PARTS and maker.operands[0].literal is None:
             value = maker.operands[maker.name == "optimization_barrier" and value.position]
         elif maker is None and value.outer is not None:
             value = value.outer

@@ -1,13 +1,16 @@
 """From a recipe's name or a YAML file, and options, to a run."""
 
+import dataclasses
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from trellis.errors import UserError, did_you_mean
 from trellis.models import FAMILIES
 from trellis.run.config import Run
+from trellis.run.layouts import AXES
 from trellis.run.overrides import resolve
 
 # Every public function that one of these modules defines is a recipe. A family's own lie beside its model.
@@ -22,10 +25,26 @@ RECIPES: dict[str, Callable[[], Run]] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A run as it was asked for.
+
+    Attributes:
+        run: the run.
+        given: names of the fields that the user set: dotted from the command line, outermost from a YAML file.
+        notes: a sentence for what follows from them and was not asked for.
+    """
+
+    run: Run
+    given: frozenset[str]
+    notes: tuple[str, ...]
+
+
 def load_run(target: str, options: Mapping[str, str] | None = None) -> Run:
     """The run that a recipe's name or a YAML file describes, with fields replaced by `--dotted.name value` options.
 
-    A YAML file holds the fields of a `Run`. With `base: RECIPE` it holds only those that differ from the recipe's.
+    A YAML file holds the fields of a `Run`. With `base: RECIPE` it holds only those that differ from the recipe's. A
+    run's folder stands for the `run.yaml` in it.
 
     >>> load_run("tiny", {"mesh.model": "2"}).mesh.model
     2
@@ -33,17 +52,51 @@ def load_run(target: str, options: Mapping[str, str] | None = None) -> Run:
     Raises:
         UserError: there is no such recipe or file, or something in it does not fit.
     """
+    return load(target, options or {}).run
+
+
+def load(target: str, options: Mapping[str, str]) -> Loaded:
+    """The same, with what is known of how it came about."""
     if target in RECIPES:
-        return resolve(Run, RECIPES[target](), options=options)
-    if not target.endswith((".yaml", ".yml")):
-        fix = did_you_mean(target, RECIPES)
-        raise UserError("A run is a recipe or a YAML file.", seen=f"`{target}`", where="the first word", fix=fix)
-    patch = read_yaml(Path(target))
-    base = patch.pop("base", None)
-    if base is not None and base not in RECIPES:
-        fix = did_you_mean(str(base), RECIPES)
-        raise UserError("A file is based on a recipe.", seen=f"base: {base}", where=target, fix=fix)
-    return resolve(Run, RECIPES[base]() if base else None, patch=patch, source=target, options=options)
+        base, patch = RECIPES[target](), {}
+    else:
+        path = run_file(target)
+        if path.suffix not in (".yaml", ".yml"):
+            fix = did_you_mean(target, RECIPES)
+            rule = "A run is a recipe, a YAML file or a run's folder."
+            raise UserError(rule, seen=f"`{target}`", where="the first word", fix=fix)
+        patch = read_yaml(path)
+        recipe = patch.pop("base", None)
+        if recipe is not None and recipe not in RECIPES:
+            fix = did_you_mean(str(recipe), RECIPES)
+            raise UserError("A file is based on a recipe.", seen=f"base: {recipe}", where=target, fix=fix)
+        base = RECIPES[recipe]() if recipe else None
+    run = resolve(Run, base, patch=patch, source=target if patch else "", options=options)
+    given = frozenset(options) | frozenset(patch)
+    layout = patch.get("layout")
+    if base is None or "layout.preset" in options or (isinstance(layout, Mapping) and "preset" in layout):
+        return Loaded(run=run, given=given, notes=())
+    meshes = patch.get("mesh")
+    named = {*(meshes if isinstance(meshes, Mapping) else ()), *(o.removeprefix("mesh.") for o in options)}
+    return _using(Loaded(run=run, given=given, notes=()), named)
+
+
+def run_file(target: str) -> Path:
+    """The YAML file that a word names: itself, or the `run.yaml` of a run's folder."""
+    inside = Path(target) / "run.yaml"
+    return inside if inside.is_file() else Path(target)
+
+
+def _using(loaded: Loaded, named: set[str]) -> Loaded:
+    """A run whose layout uses the mesh axes that the user named, where the recipe's own leaves one without work."""
+    run, sizes = loaded.run, dataclasses.asdict(loaded.run.mesh)
+    used = {axis for entries in run.layout.maps() for axes in entries.values() for axis in axes}
+    idle = [axis for axis in AXES if axis in named and sizes[axis] != 1 and axis not in used]
+    if not idle:
+        return loaded
+    note = f"layout.preset {run.layout.preset} -> auto, which uses the mesh axis {idle[0]}; --layout.preset sets it"
+    layout = dataclasses.replace(run.layout, preset="auto")
+    return dataclasses.replace(loaded, run=dataclasses.replace(run, layout=layout), notes=(note,))
 
 
 def read_yaml(path: Path) -> dict:

@@ -50,7 +50,7 @@ def claim(folder: Path, run: Run, *, write: bool = True) -> None:
                 "A run folder holds one run, and the command that started it resumes it.",
                 seen=seen,
                 where=str(path),
-                fix=f"use another --run-dir, or resume what is there: trellis train {path} --run-dir {folder}",
+                fix=f"use another --run-dir, or resume what is there: trellis train {folder}",
             )
     if write:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,8 +66,17 @@ def alone(folder: Path) -> Iterator[None]:
     """
     import fcntl
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "w")
+    except OSError as error:
+        raise UserError(
+            "A run's folder can be made and written.",
+            seen=error.strerror,
+            where=str(folder),
+            fix="give another --run-dir, in a folder that is yours",
+        ) from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

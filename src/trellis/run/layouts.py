@@ -10,6 +10,11 @@ from trellis.errors import UserError, did_you_mean
 from trellis.frozen import FrozenMap
 from trellis.mesh import Layout, make_mesh
 
+# Names of activations that no parameter has.
+_ACTIVATIONS = ("batch", "pos", "key_pos")
+# What a model may have fewer of than a mesh axis has devices: grouped queries share key and value heads.
+_FEW = "kv_heads"
+
 Preset = Literal[
     "auto", "single", "data", "fsdp", "expert", "tensor", "fsdp_tensor", "fsdp_tensor_sequence", "context", "hybrid"
 ]
@@ -113,7 +118,8 @@ class LayoutChoice:
     preset: Preset = "auto"
     """A pair of maps. auto slices parameters over data (FSDP), widths over model (tensor and sequence), positions over
     context; hybrid is the same with a replica on each host. On the two processors of a CPU auto is data,
-    which is the faster there; each keeps a copy of the state."""
+    which is the faster there; each keeps a copy of the state. Key and value heads that their mesh axis does not divide
+    stay whole."""
     params: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
     """Entries that replace the preset's for parameters at rest: the name of an axis, and mesh axes or nothing."""
     compute: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
@@ -185,12 +191,24 @@ class LayoutChoice:
         return params, compute
 
 
-def make_layout(mesh: MeshSizes, choice: LayoutChoice, devices: Sequence[Any]) -> Layout:
-    """The layout of a run on devices, which may be real, simulated or only described.
+def make_layout(
+    mesh: MeshSizes, choice: LayoutChoice, devices: Sequence[Any], axes: Mapping[str, int] | None = None
+) -> Layout:
+    """The layout of a run on devices.
+
+    Args:
+        mesh: devices along each mesh axis.
+        choice: what is sliced over which.
+        devices: real, simulated or only described.
+        axes: the lengths of the model's axes, by name. A preset leaves key and value heads whole that its mesh axes do
+            not divide. None: not known.
 
     Raises:
-        UserError: the mesh does not fit the devices, or the layout leaves one of its axes without work.
+        UserError: the mesh does not fit the devices, the layout leaves one of its axes without work, or it has an
+            entry for an axis that the model does not have.
     """
+    if axes is not None:
+        check_names(choice, [*axes, *_ACTIVATIONS])
     if choice.preset == "hybrid" and mesh.replica == 1:
         hosts = len({(getattr(d, "slice_index", 0), d.process_index) for d in devices})
         mesh = dataclasses.replace(mesh, replica=hosts)
@@ -206,8 +224,12 @@ def make_layout(mesh: MeshSizes, choice: LayoutChoice, devices: Sequence[Any]) -
             where=f"mesh.{idle[0]}",
             fix=f"use --mesh.{idle[0]} 1, --layout.preset auto, or an entry such as --layout.compute.batch {idle[0]}",
         )
-    here = [{n: [a for a in axes if a in sizes] for n, axes in m.items()} for m in (params, compute)]
-    params, compute = ({n: axes for n, axes in m.items() if axes} for m in here)
+    here = [{n: [a for a in over if a in sizes] for n, over in m.items()} for m in (params, compute)]
+    for own, found in zip((choice.params, choice.compute), here, strict=True):
+        ways = math.prod(sizes[axis] for axis in found.get(_FEW, ()))
+        if axes is not None and _FEW not in own and axes.get(_FEW, 0) % ways:
+            del found[_FEW]  # each device along the axis then has them all, and reads those of its query heads
+    params, compute = ({n: over for n, over in m.items() if over} for m in here)
     arranged = make_mesh(devices, axis_type=choice.mode, **sizes)
     overlap = [name for name in choice.overlap if name in compute]
     return Layout(

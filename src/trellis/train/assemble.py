@@ -1,8 +1,9 @@
 """From a run to what trains it: the layout, the optimizer, the state and the step."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,8 +12,10 @@ import optax
 from jax.sharding import NamedSharding
 
 from trellis.data.batch import Batch
+from trellis.errors import UserError
 from trellis.mesh import Layout
 from trellis.mesh.platform import rehearses
+from trellis.models import ModelConfig
 from trellis.named import is_named
 from trellis.named.saving import Keep, nothing, products, saved
 from trellis.optim import learning_rates, make_optimizer
@@ -76,7 +79,8 @@ def assemble(run: Run, devices: Sequence[Any]) -> Assembled:
     Raises:
         UserError: the mesh does not fit the devices, or the batch or a width does not divide.
     """
-    layout = make_layout(run.mesh, run.layout, devices)
+    layout = make_layout(run.mesh, run.layout, devices, model_axes(run.model))
+    _check_batch(run, layout)
     optimizer = make_optimizer(
         run.optimizer, run.schedule, steps=run.steps, clip_norm=run.clip_norm, exclude=run.weight_decay_exclude
     )
@@ -110,6 +114,43 @@ def assemble(run: Run, devices: Sequence[Any]) -> Assembled:
         abstract=abstract,
         step=jax.jit(step, donate_argnums=0),
     )
+
+
+@functools.cache
+def model_axes(config: ModelConfig) -> dict[str, int]:
+    """The lengths of the axes of a model's parameters, by name.
+
+    >>> from trellis.recipes import tiny
+    >>> model_axes(tiny().model)["kv_heads"]
+    2
+    """
+    model = jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
+    leaves = jax.tree.leaves(model, is_leaf=is_named)
+    return {name: size for leaf in leaves if is_named(leaf) for name, size in leaf.shape.items()}
+
+
+def _check_batch(run: Run, layout: Layout) -> None:
+    """Refuses batches that the mesh axes of `batch` and `pos` do not divide."""
+    rows, positions = ({axis: layout.mesh.shape[axis] for axis in axes} for axes in layout.assign(("batch", "pos")))
+    parts = {"microbatches": run.parts} if run.parts > 1 else {}
+    rule = "A batch is split evenly over the mesh axes of `batch` and into microbatches."
+    for entry in run.batch_sizes():
+        _check_divides(rule, "batch_size", entry.size, rows | parts)
+    rule = "A sequence is split evenly over the mesh axes of `pos`."
+    _check_divides(rule, "data.sequence_length", run.data.sequence_length, positions)
+
+
+def _check_divides(rule: str, field: str, size: int, parts: Mapping[str, int]) -> None:
+    count = math.prod(parts.values())
+    if size % count:
+        total = f" = {count}" if len(parts) > 1 else ""
+        near = [n for n in (size // count * count, -(-size // count) * count) if n]
+        raise UserError(
+            rule,
+            seen=f"{field}={size} over {' x '.join(f'{name}={n}' for name, n in parts.items())}{total}",
+            where=field,
+            fix=f"use --{field} {' or '.join(map(str, near))}",
+        )
 
 
 def fast_microbatches(run: Run, layout: Layout, model: Any) -> int:

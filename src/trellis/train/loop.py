@@ -159,6 +159,9 @@ class _Loop:
         run, made = self._run, start
         profile = Profiler(self._folder / "profile", run.profile if is_first() else None)
         if start >= self._stop:
+            if start == 0:  # asked for nothing but the first state
+                self._save(state, start)
+                self._saved.wait()
             return state, start, 0
         batches = self._open.enter_context(contextlib.closing(self._feed.batches(start)))
         asked = time.perf_counter()
@@ -183,8 +186,7 @@ class _Loop:
             if last or _due(made, run.checkpoints.every):
                 # What is saved is known to be good: every loss up to it was looked at.
                 self._handle(self._drain.flush(), certain=made)
-                if self._saved.save(made, state, data={"tokens": self._meter.tokens}):
-                    self._timeline.add("checkpoint", made)
+                self._save(state, made)
             if last:
                 profile.close()
                 self._saved.wait()
@@ -196,6 +198,10 @@ class _Loop:
             where=str(self._folder),
             fix="repeat the data, or make fewer steps",
         )
+
+    def _save(self, state: Any, made: int) -> None:
+        if self._saved.save(made, state, data={"tokens": self._meter.tokens}):
+            self._timeline.add("checkpoint", made)
 
     def _handle(self, records: Sequence[Record], certain: int) -> None:
         """Logs what came from the device, and looks at the losses up to the step `certain`.

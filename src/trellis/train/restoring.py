@@ -65,7 +65,7 @@ def _no_checkpoint(folder: Path) -> UserError:
         "A model comes from a checkpoint.",
         seen="no checkpoint yet",
         where=str(folder / "checkpoints"),
-        fix=f"train first: trellis train {folder / 'run.yaml'} --run-dir {folder}",
+        fix=f"train first: trellis train {folder}",
     )
 
 

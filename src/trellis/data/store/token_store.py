@@ -115,7 +115,7 @@ def check_vocabulary(store: TokenStore, vocab_size: int) -> None:
             "A model has a row of its embedding for every token id.",
             seen=f"{store.vocab_size:,} ids in the store, {vocab_size:,} in the model",
             where=store.url,
-            fix=f"set the model's vocab_size to {store.vocab_size:,} or more",
+            fix=f"use --model.vocab {store.vocab_size} or more",
         )
 
 

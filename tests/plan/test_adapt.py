@@ -5,10 +5,10 @@ import pytest
 from trellis.commands.line import main
 from trellis.errors import UserError
 from trellis.hardware.chips import target
-from trellis.plan.adapting import adapt, fitted_mesh
-from trellis.plan.fitting import excess_lines, least, ways_to_fit
+from trellis.plan.adapt import adapt, fitted_mesh
 from trellis.plan.quick import quick_plan
-from trellis.plan.show import text
+from trellis.plan.text import text
+from trellis.plan.ways_to_fit import excess_lines, least, ways_to_fit
 from trellis.recipes import load_run
 from trellis.run.config import MeshSizes
 

@@ -9,9 +9,9 @@ import pytest
 from trellis.errors import UserError
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
-from trellis.plan.fitting import Way, changes, excess_text, ways_to_fit
 from trellis.plan.prepared import prepare
 from trellis.plan.quick import plan_of
+from trellis.plan.ways_to_fit import Way, changes, excess_text, ways_to_fit
 from trellis.recipes.load import load_run
 
 HERE = target("v5e:2x2")
@@ -84,9 +84,9 @@ def test_the_message():
     text = excess_text(plan, [Way("--remat.policy full", 2**19, 1.0), Way("--microbatches 2", 2**18, 1.0)])
     lines = text.splitlines()
     assert lines[0].startswith("A step does not fit in a device's memory, by ")
-    assert lines[1].startswith("  seen:  ") and lines[1].endswith(", 1.0 MiB on v5e:2x2")
+    assert lines[1].startswith("  seen:  ") and lines[1].endswith(", 1.00 MiB on v5e:2x2")
     assert lines[2].startswith("  where: largest by name: ") and "(activations)" in lines[2]
-    assert lines[3:] == ["  fix:   --remat.policy full   peak 512.0 KiB", "         --microbatches 2   peak 256.0 KiB"]
+    assert lines[3:] == ["  fix:   --remat.policy full   peak 512 KiB", "         --microbatches 2   peak 256 KiB"]
     assert excess_text(plan, []).endswith("is enough: use more devices, or a smaller model")
 
 

@@ -28,7 +28,7 @@ class Allocation:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
+class MemoryLayout:
     """A device's memory as the compiler laid it out.
 
     Attributes:
@@ -45,7 +45,7 @@ def dump_options(folder: str | Path) -> dict[str, str]:
     return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": "True"}
 
 
-def read_layout(folder: str | Path, most: int = 16) -> Layout | None:
+def read_layout(folder: str | Path, most: int = 16) -> MemoryLayout | None:
     """The memory layout in a folder that `dump_options` named; None if the compiler did not come that far."""
     texts = {}
     for kind in ("buffer-assignment", "live-range", ""):
@@ -61,7 +61,7 @@ def read_layout(folder: str | Path, most: int = 16) -> Layout | None:
     temporaries = [Allocation(size, what, made.get(name.partition("{")[0], name)) for size, what, name in live]
     inputs = [Allocation(size, what, made.get(name, f"argument {name}")) for size, what, name in arguments]
     largest = sorted([*temporaries, *inputs], key=lambda allocation: -allocation.num_bytes)[:most]
-    return Layout(space + sum(size for size, _, _ in arguments), tuple(largest))
+    return MemoryLayout(space + sum(size for size, _, _ in arguments), tuple(largest))
 
 
 _VALUE = re.compile(

@@ -5,9 +5,8 @@ import math
 from collections.abc import Callable, Iterator
 
 from trellis.errors import UserError
-from trellis.inspect.rows import human_bytes
+from trellis.figures import numbers
 from trellis.plan.quick import Plan
-from trellis.plan.show import human_seconds
 from trellis.run.config import Run
 
 # From what keeps most to what keeps least for the backward pass.
@@ -107,14 +106,14 @@ def excess_lines(plan: Plan, ways: list[Way]) -> list[str]:
     """What makes a step fit that does not, in sentences."""
     if ways:
         return [
-            f"fits with {way.options}: {human_bytes(way.peak)}, {human_seconds(way.seconds)} a step" for way in ways
+            f"fits with {way.options}: {numbers.size(way.peak)}, {numbers.seconds(way.seconds)} a step" for way in ways
         ]
     state = plan.memory.bytes_of("parameters", "optimizer")
     room = plan.target.chip.hbm_bytes
     if state > room:
         count = math.ceil(state * plan.target.num_devices / room)
         return [
-            f"parameters and optimizer alone are {human_bytes(state)} a device, sliced over all that the mesh and "
+            f"parameters and optimizer alone are {numbers.size(state)} a device, sliced over all that the mesh and "
             f"layout slice them over: use {count} devices of this kind at least"
         ]
     return ["no change of recomputation, microbatches or batch size is enough: use more devices, or --search"]
@@ -123,14 +122,14 @@ def excess_lines(plan: Plan, ways: list[Way]) -> list[str]:
 def excess_text(plan: Plan, ways: list[Way]) -> str:
     """That a step does not fit, in four parts."""
     room = plan.target.chip.hbm_bytes
-    largest = "; ".join(f"{b.name} ({b.kind}) {human_bytes(b.num_bytes)}" for b in plan.memory.by_name()[:3])
+    largest = "; ".join(f"{b.name} ({b.kind}) {numbers.size(b.num_bytes)}" for b in plan.memory.by_name()[:3])
     if ways:
-        fix = "\n         ".join(f"{way.options}   peak {human_bytes(way.peak)}" for way in ways)
+        fix = "\n         ".join(f"{way.options}   peak {numbers.size(way.peak)}" for way in ways)
     else:
         fix = "no change of recomputation, microbatches or batch size is enough: use more devices, or a smaller model"
     return (
-        f"A step does not fit in a device's memory, by {human_bytes(plan.memory.peak - room)}.\n"
-        f"  seen:  {human_bytes(plan.memory.peak)} at the highest point, {human_bytes(room)} on {plan.target.name}\n"
+        f"A step does not fit in a device's memory, by {numbers.size(plan.memory.peak - room)}.\n"
+        f"  seen:  {numbers.size(plan.memory.peak)} at the highest point, {numbers.size(room)} on {plan.target.name}\n"
         f"  where: largest by name: {largest}\n"
         f"  fix:   {fix}"
     )

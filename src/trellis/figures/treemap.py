@@ -1,12 +1,14 @@
 """A treemap: an area for each item, nested by kind, as SVG (squarified; Bruls, Huizing and van Wijk, 2000)."""
 
-import html
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
-from trellis.inspect.rows import human_bytes
+from trellis.figures import numbers, svg
+from trellis.figures.html import Markup
 
 Item = tuple[str, str, str, int]  # kind, name, type, bytes
-_COLORS = ("#7fb3d5", "#a9cce3", "#f5b7b1", "#f9e79f", "#fad7a0", "#d2b4de", "#d5dbdb", "#e5e7e9")
+_COLORS = ("#7fb3d5", "#a9cce3", "#f5b7b1", "#f9e79f", "#fad7a0", "#d2b4de", "#d5dbdb", "#b8b0a0",
+           "#e5e7e9")  # fmt: skip
 _SMALLEST = 0.002  # of the whole: smaller items of a kind are drawn as one
 
 
@@ -49,30 +51,23 @@ def treemap(items: Sequence[Item], kinds: Sequence[str], width: int = 960, heigh
     grouped = {kind: _merged([item for item in items if item[0] == kind], total) for kind in kinds}
     grouped = {kind: group for kind, group in grouped.items() if group}
     order = sorted(grouped, key=lambda kind: -sum(item[3] for item in grouped[kind]))
-    legend = 26
-    out = []
     sizes = [sum(item[3] for item in grouped[kind]) for kind in order]
-    for kind, box in zip(order, squarified(sizes, 0, legend, width, height - legend)):
-        color = _COLORS[kinds.index(kind) % len(_COLORS)]
+    colors = dict(zip(kinds, itertools.cycle(_COLORS)))
+    legend, at = 26, 150.0
+    parts: list[Markup] = []
+    for kind, area in zip(order, squarified(sizes, 0, legend, width, height - legend)):
         group = sorted(grouped[kind], key=lambda item: -item[3])
-        for (_, name, what, item_size), rect in zip(group, squarified([item[3] for item in group], *box)):
-            out.append(_tile(name, what, item_size, rect, color))
-        x, y, w, h = box
-        out.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="none" stroke="#222"/>')
-    out.append(f'<text class="head" x="6" y="17">one device {human_bytes(total)}</text>')
-    at = 150.0
+        for (_, name, what, size), rect in zip(group, squarified([item[3] for item in group], *area)):
+            parts += _tile(name, what, size, rect, colors[kind])
+        parts.append(svg.box(*map(float, area), fill="none", stroke="#222"))
+    parts.append(svg.text(6, 17, f"one device {numbers.size(total)}", class_="head"))
     for kind, size in zip(order, sizes):
-        words = f"{kind} {human_bytes(size)}"
-        color = _COLORS[kinds.index(kind) % len(_COLORS)]
-        out.append(f'<rect x="{at:.0f}" y="8" width="10" height="10" fill="{color}" stroke="#222" stroke-width=".5"/>')
-        out.append(f'<text x="{at + 14:.0f}" y="17">{html.escape(words)}</text>')
+        words = f"{kind} {numbers.size(size)}"
+        parts.append(svg.box(at, 8, 10, 10, fill=colors[kind], stroke="#222", stroke_width=0.5))
+        parts.append(svg.text(at + 14, 17, words))
         at += 26 + 5.7 * len(words)
     style = "text{font:11px ui-sans-serif,system-ui,sans-serif;fill:#222}.head{font-size:13px;font-weight:600}"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'role="img"><style>{style}</style><rect width="{width}" height="{height}" fill="#fff"/>'
-        f"{''.join(out)}</svg>"
-    )
+    return svg.document(width, height, parts, style)
 
 
 def _merged(items: Sequence[Item], total: int) -> list[Item]:
@@ -83,16 +78,12 @@ def _merged(items: Sequence[Item], total: int) -> list[Item]:
     return large
 
 
-def _tile(name: str, what: str, size: int, rect: tuple[float, ...], color: str) -> str:
+def _tile(name: str, what: str, size: int, rect: tuple[float, ...], color: str) -> Iterator[Markup]:
     x, y, w, h = rect
-    words = html.escape(f"{name} {what} {human_bytes(size)}")
-    out = f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="{color}" stroke="#fff"><title>{words}'
-    out += "</title></rect>"
+    lines = [line for line in (name, what, numbers.size(size)) if line]
+    yield svg.box(x, y, float(w), float(h), title=f"{name} {what} {numbers.size(size)}", fill=color, stroke="#fff")
     room = int((w - 8) / 6)
-    lines = [line for line in (name, what, human_bytes(size)) if line] if room >= 4 else []
-    for number, line in enumerate(lines[: max(int((h - 4) / 14), 0)]):
-        shown = line
+    for number, line in enumerate(lines[: max(int((h - 4) / 14), 0)] if room >= 4 else ()):
         if len(line) > room:  # a path's end tells more than its start
-            shown = "…" + line[-(room - 1) :] if number == 0 and " " not in line else line[: room - 1] + "…"
-        out += f'<text x="{x + 4:.1f}" y="{y + 14 + 14 * number:.1f}">{html.escape(shown)}</text>'
-    return out
+            line = "…" + line[-(room - 1) :] if number == 0 and " " not in line else line[: room - 1] + "…"
+        yield svg.text(x + 4, y + 14 + 14 * number, line)

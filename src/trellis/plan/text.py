@@ -4,32 +4,10 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from trellis.inspect.rows import aligned, human_bytes
+from trellis.figures import numbers
+from trellis.figures.text import aligned
 from trellis.plan.advice import advice
 from trellis.plan.quick import Plan
-
-
-def human_seconds(seconds: float) -> str:
-    """Time for people.
-
-    >>> human_seconds(1.5), human_seconds(0.0123), human_seconds(2e-5)
-    ('1.50 s', '12.3 ms', '20 us')
-    """
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
-
-
-def human_count(count: float) -> str:
-    """A large number for people.
-
-    >>> human_count(8.03e9), human_count(1234)
-    ('8.03B', '1.23k')
-    """
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(count) >= size:
-            return f"{count / size:.2f}{unit}"
-    return f"{count:.0f}"
 
 
 def headline(plan: Plan, fitted: Sequence[str] = ()) -> str:
@@ -38,18 +16,18 @@ def headline(plan: Plan, fitted: Sequence[str] = ()) -> str:
     mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     room = chip.hbm_bytes - plan.memory.peak
     fits = (
-        f"fits, {human_bytes(room)} free of {human_bytes(chip.hbm_bytes)}"
+        f"fits, {numbers.size(room)} free of {numbers.size(chip.hbm_bytes)}"
         if plan.fits
-        else f"DOES NOT FIT: {human_bytes(-room)} more than the {human_bytes(chip.hbm_bytes)} of a device"
+        else f"DOES NOT FIT: {numbers.size(-room)} more than the {numbers.size(chip.hbm_bytes)} of a device"
     )
     per_device = plan.tokens_per_second / plan.target.num_devices
     lines = [
         f"{plan.name} on {plan.target.name}: {plan.target.num_devices} devices, mesh {mesh}",
         *(f"  fitted      {line}" for line in fitted),
-        f"  parameters  {human_count(plan.parameters)}; {human_count(plan.tokens)} tokens a step",
-        f"  memory      {human_bytes(plan.memory.peak)} at the highest point; {fits}",
-        f"  step        {human_seconds(plan.seconds)} predicted, MFU {plan.mfu:.1%}",
-        f"  speed       {human_count(plan.tokens_per_second)} tokens/s, {human_count(per_device)} a device",
+        f"  parameters  {numbers.count(plan.parameters)}; {numbers.count(plan.tokens)} tokens a step",
+        f"  memory      {numbers.size(plan.memory.peak)} at the highest point; {fits}",
+        f"  step        {numbers.seconds(plan.seconds)} predicted, MFU {plan.mfu:.1%}",
+        f"  speed       {numbers.count(plan.tokens_per_second)} tokens/s, {numbers.count(per_device)} a device",
         f"  waits for   {_waits(plan)}",
     ]
     if plan.load != 1.0:
@@ -76,7 +54,7 @@ def memory_table(plan: Plan, buffers: int = 8) -> str:
 def kept_table(plan: Plan, most: int = 12) -> str:
     """What is kept between the passes, by the names that `save` gave, and which of it is largest."""
     kept = plan.memory.kept_by_name()[:most]
-    rows = [(human_bytes(b.num_bytes), b.kind, b.name, b.what) for b in kept]
+    rows = [(numbers.size(b.num_bytes), b.kind, b.name, b.what) for b in kept]
     if not rows:
         return "nothing is kept between the forward and the backward pass"
     return "kept for the backward pass, by name\n\n" + aligned(("bytes", "kind", "name", "type"), rows, right=(0,))
@@ -89,7 +67,7 @@ def time_table(plan: Plan, lines: int = 24, formulas: bool = False) -> str:
     for line in shown:
         rows.append(
             (
-                human_seconds(line.seconds),
+                numbers.seconds(line.seconds),
                 f"{line.hidden / line.seconds:.0%}" if line.hidden else "",
                 line.kind,
                 line.where,
@@ -103,7 +81,7 @@ def time_table(plan: Plan, lines: int = 24, formulas: bool = False) -> str:
     if rest:
         rows.append(
             (
-                human_seconds(sum(line.seconds for line in rest)),
+                numbers.seconds(sum(line.seconds for line in rest)),
                 "",
                 f"{len(rest)} more",
                 "",
@@ -116,8 +94,8 @@ def time_table(plan: Plan, lines: int = 24, formulas: bool = False) -> str:
     header = ("time", "hidden", "kind", "pass", "waits for", "what", "at", *(["formula"] if formulas else []))
     times = plan.times
     foot = (
-        f"computation {human_seconds(times.computation)} + communication {human_seconds(times.exposed)} exposed "
-        f"({human_seconds(times.hidden)} hidden) = {human_seconds(times.seconds)}"
+        f"computation {numbers.seconds(times.computation)} + communication {numbers.seconds(times.exposed)} exposed "
+        f"({numbers.seconds(times.hidden)} hidden) = {numbers.seconds(times.seconds)}"
     )
     return "\n".join(["time of a step, on one device", aligned(header, rows, right=(0, 1)), foot])
 
@@ -129,7 +107,7 @@ def link_table(plan: Plan) -> str:
         axes = axis.split(",")
         where = "; ".join(plan.links.describe(name) for name in axes)
         rate = plan.links.bandwidth(axes)
-        rows.append((axis, human_bytes(total), f"{rate / 1e9:.0f} GB/s", human_seconds(total / rate), where))
+        rows.append((axis, numbers.size(total), f"{rate / 1e9:.0f} GB/s", numbers.seconds(total / rate), where))
     if not rows:
         return "communication: none"
     header = ("mesh axis", "a device sends", "at", "takes", "over")

@@ -1,6 +1,6 @@
 """libtpu's memory layout, read from its dump."""
 
-from trellis.plan.buffers import dump_options, read_layout
+from trellis.plan.libtpu_layout import dump_options, read_layout
 
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 4, thread-local:
