@@ -6,15 +6,16 @@ import os
 from trellis.data.store.token_store import TokenStore
 from trellis.data.tokenizing.sources import embedded_corpus
 from trellis.data.tokenizing.tokenize import tokenize
+from trellis.files import cache_folder
 
 
 def embedded_stores(
-    cache_dir: str | os.PathLike, vocab_size: int = 4096, *, progress: bool = False
+    cache_dir: str | os.PathLike | None = None, vocab_size: int = 4096, *, progress: bool = False
 ) -> dict[str, TokenStore]:
     """The embedded corpus as token stores, `{"train": ..., "validation": ...}`, with a BPE trained on "train".
 
-    The stores lie under `cache_dir` in a folder named by the contents of the corpus and the vocabulary, so a second
-    call opens them at once and another Python gets its own.
+    The stores lie under `cache_dir` (Trellis's folder in the user's cache if not given), in a folder named by the
+    contents of the corpus and the vocabulary, so a second call opens them at once and another Python gets its own.
     """
     digest = hashlib.sha256(f"{vocab_size}".encode())
     splits = {split: embedded_corpus(split) for split in ("train", "validation")}
@@ -23,7 +24,9 @@ def embedded_stores(
             digest.update(file.name.encode())
             with open(file.url, "rb") as text:
                 digest.update(hashlib.sha256(text.read()).digest())
-    folder = os.path.join(os.fspath(cache_dir), f"embedded-{vocab_size}-{digest.hexdigest()[:16]}")
+    folder = os.path.join(
+        os.fspath(cache_dir or cache_folder("data")), f"embedded-{vocab_size}-{digest.hexdigest()[:16]}"
+    )
     train = tokenize(splits["train"], os.path.join(folder, "train"), train_bpe=vocab_size, wait=True, progress=progress)
     validation = tokenize(
         splits["validation"],

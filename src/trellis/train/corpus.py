@@ -15,7 +15,6 @@ from trellis.data import (
 )
 from trellis.data.order.order import Shuffle
 from trellis.errors import UserError
-from trellis.files import cache_folder
 from trellis.run.config import Run
 from trellis.run.data import EmbeddedSource, MixtureSource, StoreSource
 from trellis.train.evaluation import ValidationSet
@@ -83,7 +82,7 @@ def _stores(run: Run, progress: bool) -> tuple[TokenStore | Mixture, dict[str, T
     source = run.data.source
     match source:
         case EmbeddedSource(vocab=vocab):
-            found = embedded_stores(cache_folder("data"), vocab, progress=progress)
+            found = embedded_stores(vocab_size=vocab, progress=progress)
             return found["train"], {"validation": found["validation"]}
         case StoreSource(path=path, validation=validation):
             return open_store(path), {"validation": open_store(validation)} if validation else {}
