@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from typing import Literal
 
 from trellis.errors import UserError
+from trellis.frozen import FrozenMap
 from trellis.models import ModelConfig
+from trellis.nn import Precision
 from trellis.optim.config import WSD, Constant, InverseSqrt, Optimizer, Schedule
 from trellis.run.data import Data
 from trellis.run.layouts import AXES, PRESETS, LayoutChoice, MeshSizes
-from trellis.run.schema import FrozenMap
-
-DType = Literal["float32", "bfloat16", "float16"]
 
 
 def _at_least(bound: int, **values: float | None) -> None:
@@ -30,18 +29,6 @@ class BatchSize:
     """The first step with this size."""
     size: int
     """Sequences in a step."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
-    """In which types numbers are kept and computed. Sums over a batch and the loss are float32 always."""
-
-    params: DType = "float32"
-    """Parameters and optimizer state."""
-    compute: DType = "bfloat16"
-    """Activations, and parameters in use."""
-    exceptions: Mapping[str, DType] = dataclasses.field(default_factory=FrozenMap)
-    """Computed in another type: a part of a parameter's name, and the type, as in norm: float32."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +231,7 @@ class Run:
             )
 
     def _check_sequence(self) -> None:
-        positions = getattr(self.model, "positions", None)
+        positions = self.model.positions
         if positions is not None and self.data.sequence_length > positions:
             raise UserError(
                 "A sequence is no longer than the model's learned positions.",
