@@ -67,7 +67,7 @@ def load(target: str, options: Mapping[str, str]) -> Loaded:
             raise UserError(rule, seen=f"`{target}`", where="the first word", fix=fix)
         patch = read_yaml(path)
         recipe = patch.pop("base", None)
-        if recipe is not None and recipe not in RECIPES:
+        if recipe is not None and str(recipe) not in RECIPES:
             fix = did_you_mean(str(recipe), RECIPES)
             raise UserError("A file is based on a recipe.", seen=f"base: {recipe}", where=target, fix=fix)
         base = RECIPES[recipe]() if recipe else None

@@ -161,6 +161,13 @@ class LayoutChoice:
                         )
         if self.overlap:
             self._check_overlap()
+        if self.pipeline_microbatches is not None and self.pipeline_microbatches < 1:
+            raise UserError(
+                "A pipeline has at least one part of the batch to work on.",
+                seen=f"pipeline_microbatches={self.pipeline_microbatches}",
+                where="pipeline_microbatches",
+                fix="use 1 or more, or null to have them chosen",
+            )
         order = ("ring", "gather", "exchange")
         if order.index(self.context) > order.index(self.kinds["context_y"]):
             raise UserError(
