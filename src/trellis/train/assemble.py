@@ -23,7 +23,7 @@ from trellis.optim import learning_rates, make_optimizer
 from trellis.run.config import Remat, Run
 from trellis.run.layouts import make_layout
 from trellis.train.compilation import options_for
-from trellis.train.state import TrainState, abstract_state, cast, new_state
+from trellis.train.state import TrainState, abstract_state, new_state
 from trellis.train.step import StepOptions, make_step
 
 # Bytes that one channel of a microbatch takes on a CPU device, about.
@@ -89,7 +89,7 @@ def assemble(run: Run, devices: Sequence[Any]) -> Assembled:
     multiple = vocab_multiple(layout)
 
     def make_model(key: jax.Array) -> Any:
-        return cast(run.model.init(key=key, vocab_multiple=multiple), run.precision.params)
+        return run.precision.at_rest(run.model.init(key=key, vocab_multiple=multiple))
 
     with layout:
         shapes = abstract_state(make_model, optimizer, average=run.ema is not None)
@@ -205,7 +205,7 @@ def fast_microbatches(run: Run, layout: Layout, model: Any) -> int:
     """
     ways = lambda name: math.prod(layout.mesh.shape[axis] for axis in layout.assign((name,))[0])
     on_cpu = layout.mesh.devices.flat[0].platform == "cpu" and not rehearses(layout.mesh)
-    if not on_cpu or ways("layers") > 1 or getattr(model, "shares_wanted", False):
+    if not on_cpu or ways("layers") > 1 or model.looks_ahead:
         return 1
     rows = math.gcd(*(entry.size for entry in run.batch_sizes())) // ways("batch")
     wanted = rows * run.data.sequence_length * jnp.dtype(run.precision.compute).itemsize / _PART_BYTES
