@@ -26,21 +26,26 @@ LayerNormEps = Annotated[float, "Added to the variance before the root."]
 TieEmbeddings = Annotated[bool, "Whether the unembedding is the embedding."]
 
 
+# What may be 0, which turns it off.
+_FROM_ZERO = ("dropout",)
+
+
 def check_sizes(config) -> None:
-    """All whole numbers of a configuration are sizes, and positive.
+    """The numbers of a configuration are positive: whole ones are sizes, others bases and what is added to a root.
 
     Raises:
         UserError: naming the first that is not.
     """
     for field in dataclasses.fields(config):
         size = getattr(config, field.name)
-        if isinstance(size, int) and not isinstance(size, bool) and size < 1:
-            raise UserError(
-                "A model's sizes are positive.",
-                seen=f"{field.name}={size}",
-                where=f"model.{field.name}",
-                fix="use 1 or more",
-            )
+        if isinstance(size, bool) or field.name in _FROM_ZERO or not isinstance(size, int | float) or size > 0:
+            continue
+        raise UserError(
+            "A model's sizes are positive." if isinstance(size, int) else f"`{field.name}` is positive.",
+            seen=f"{field.name}={size}",
+            where=f"model.{field.name}",
+            fix="use 1 or more" if isinstance(size, int) else "use a positive number, as in the model's recipe",
+        )
 
 
 def check_key_heads(config) -> None:

@@ -5,6 +5,9 @@ from typing import Literal
 
 from trellis.errors import UserError
 
+# Of even loads: past the number of experts there are no more tokens.
+_MOST_ROOM = 1000
+
 Way = Literal["auto", "dense", "grouped", "gather", "ragged", "slots"]
 
 
@@ -33,11 +36,12 @@ class Routing:
             "balance": self.balance >= 0,
             "z_loss": self.z_loss >= 0,
             "bias_rate": self.bias_rate is None or self.bias_rate > 0,
-            "capacity": self.capacity is None or self.capacity > 0,
-            "slack": self.slack > 0,
+            "capacity": self.capacity is None or 0 < self.capacity <= _MOST_ROOM,
+            "slack": 0 < self.slack <= _MOST_ROOM,
         }
         if wrong := [name for name, holds in rules.items() if not holds]:
             least = "0 or more" if wrong[0] in ("balance", "z_loss") else "more than 0"
+            least += f", and at most {_MOST_ROOM}" if wrong[0] in ("capacity", "slack") else ""
             more = "use 1.25 for a quarter more than an even load, or leave it out"
             raise UserError(
                 f"`{wrong[0]}` is {least}.",
