@@ -69,6 +69,8 @@ class Instruction:
         op: the operation, as in `all-gather-start`.
         operands: names.
         attributes: everything after the operands, as text.
+        literal: what stands between the brackets, as text: a constant's value, a parameter's number.
+        root: whether it is its computation's result.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     literal: str = ""
+    root: bool = False
 
     @property
     def results(self) -> list[Array]:
@@ -153,7 +156,7 @@ def _instruction(line: str, head: re.Match) -> Instruction:
     close = _closing(rest, open_)
     inside = rest[open_ + 1 : close]
     operands = tuple(re.findall(r"%([\w.\-~]+)", inside))
-    return Instruction(head[2], type_, rest[:open_], operands, rest[close + 1 :].lstrip(", "), inside)
+    return Instruction(head[2], type_, rest[:open_], operands, rest[close + 1 :].lstrip(", "), inside, bool(head[1]))
 
 
 @dataclasses.dataclass(frozen=True)

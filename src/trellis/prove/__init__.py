@@ -1,0 +1,1 @@
+"""What was compiled is what was written: compiled programs of hardware that is not here, executed and compared."""
