@@ -74,6 +74,17 @@ def more_inputs(instruction: Instruction, others: Mapping[str, Instruction]) -> 
     return list(others[instruction.operands[0]].operands)
 
 
+def _largest(instruction: Instruction, machine) -> Callable:
+    """The largest entries along the last dimension, the first of equals first, and where they are."""
+    kind = machine.type(instruction)
+
+    def run(values, team) -> Value:
+        order = np.argsort(-values[0], axis=-1, kind="stable")[..., : kind[0].shape[-1]]
+        return np.take_along_axis(values[0], order, -1), order.astype(np.int32)
+
+    return run
+
+
 def _threefry(instruction: Instruction, machine) -> Callable:
     """Twenty rounds of Threefry-2x32 (Salmon et al., 2011) on two keys and two counters, as JAX calls it on GPUs."""
 
@@ -103,6 +114,7 @@ TARGETS: Mapping[str, Callable] = {
     "AsyncCollectiveDone": _async_done,
     "AsyncCollectiveStart": _async_start,
     "ConcatBitcast": _joined,
+    **dict.fromkeys(("TopK", "__gpu$TopK"), _largest),
     "cu_threefry2x32_ffi": _threefry,
 }
 # By how the target begins, or the instruction's name where all kernels have one target.
@@ -121,4 +133,4 @@ def _custom_call(instruction: Instruction, machine) -> Callable:
     raise NotInterpreted(f"the custom call {target}, as {instruction.name}")
 
 
-OPERATIONS: dict[str, Callable] = {"custom-call": _custom_call}
+OPERATIONS: dict[str, Callable] = {"custom-call": _custom_call, "topk": _largest}

@@ -33,6 +33,12 @@ def _round_half_away(x: np.ndarray) -> np.ndarray:
     return np.trunc(x + np.copysign(0.5, x))
 
 
+def _ones(x: np.ndarray) -> np.ndarray:
+    """How many bits are 1."""
+    octets = np.ascontiguousarray(x)[..., None].view(np.uint8)
+    return np.unpackbits(octets, axis=-1).sum(-1).astype(x.dtype)
+
+
 def _shift(turn: Callable) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """A shift that gives zeros (of a negative number to the right, its sign) where all bits leave."""
 
@@ -72,7 +78,7 @@ UNARY: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "logistic": scipy.special.expit,
     "negate": np.negative,
     "not": np.invert,
-    "popcnt": np.bitwise_count if hasattr(np, "bitwise_count") else np.vectorize(int.bit_count),
+    "popcnt": _ones,
     "round-nearest-afz": _round_half_away,
     "round-nearest-even": np.rint,
     "rsqrt": lambda x: 1 / np.sqrt(x),

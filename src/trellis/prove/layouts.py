@@ -101,7 +101,19 @@ def _moved(before: ArrayType, after: ArrayType) -> np.ndarray | None:
             raise NotInterpreted(f"a bitcast from {before} to {after}")
     found = np.full(math.prod(after.shape), -1)
     found[target[target >= 0]] = source[target >= 0]
-    return None if np.array_equal(found, np.arange(len(found))) else found
+    return None if np.array_equal(found, np.arange(math.prod(before.shape))) else found
+
+
+class Overfull(np.ndarray):
+    """An array whose memory has more than its elements: what a bitcast to a smaller shape hides, and another may show.
+
+    Attributes:
+        memory: what is in memory, `device place`.
+        kind: the type that says where in memory the elements are.
+    """
+
+    memory: np.ndarray | None = None
+    kind: ArrayType | None = None
 
 
 def bitcast(x: np.ndarray, before: ArrayType, after: ArrayType) -> np.ndarray:
@@ -119,10 +131,32 @@ def bitcast(x: np.ndarray, before: ArrayType, after: ArrayType) -> np.ndarray:
     flat = np.ascontiguousarray(x).reshape(len(x), -1)
     if moved is None:
         return flat.reshape(shape)
+    missing = moved < 0
     out = flat[:, moved]
-    if (moved < 0).any():
-        out[:, moved < 0] = np.nan if x.dtype.kind == "f" else 0
+    if missing.any() or out.shape[1] < flat.shape[1]:
+        return _through_memory(x, before, after)
     return out.reshape(shape)
+
+
+def _through_memory(x: np.ndarray, before: ArrayType, after: ArrayType) -> np.ndarray:
+    """A bitcast to more elements or to fewer, through what is in memory, padding and hidden elements too."""
+    source, target = (_memory(t.shape, t.order, t.tiles) for t in (before, after))
+    if len(source) != len(target):
+        raise NotInterpreted(f"a bitcast from {before} to {after}")
+    if isinstance(x, Overfull) and x.kind is not None and _places(x.kind) == _places(before):
+        memory = x.memory.copy()
+    else:
+        memory = np.full((len(x), len(source)), np.nan if x.dtype.kind == "f" else 0, x.dtype)
+    memory[:, source >= 0] = np.asarray(x).reshape(len(x), -1)[:, source[source >= 0]]
+    out = np.empty((len(x), math.prod(after.shape)), x.dtype)
+    out[:, target[target >= 0]] = memory[:, target >= 0]
+    found = out.reshape(len(x), *after.shape).view(Overfull)
+    found.memory, found.kind = memory, after
+    return found
+
+
+def _places(kind: ArrayType) -> tuple:
+    return kind.shape, kind.order, kind.tiles
 
 
 def blank(kind: Type, devices: int, held_as) -> object:
