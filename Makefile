@@ -8,13 +8,19 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(add
 # A `pip.conf` or environment that asks for user installs would miss the virtual environment.
 export PIP_USER = 0
 
-.PHONY: train test lint format lock clean
+.PHONY: train test fuzz lint format lock clean
 
 train: .venv/core.stamp
 	$(BIN)/trellis train
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
+
+# Random programs in the language, each against its twin in plain jax.numpy: make fuzz COUNT=10000 SEED=0
+COUNT ?= 1000
+SEED ?= 0
+fuzz: .venv/test.stamp
+	$(BIN)/python -m tests.fuzz --count $(COUNT) --seed $(SEED) $(OPTIONS)
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check

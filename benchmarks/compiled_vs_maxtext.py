@@ -19,9 +19,9 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from trellis.hardware.chips import target
 from trellis.inspect.rows import aligned
 from trellis.plan.compile import compile_run
-from trellis.plan.hardware import target
 from trellis.plan.quick import plan_of
 from trellis.plan.verdict import judge
 from trellis.recipes import load_run

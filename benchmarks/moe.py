@@ -28,10 +28,10 @@ import jax
 import jax.numpy as jnp
 
 import trellis as tr
+from trellis.hardware.chips import chips
 from trellis.inspect.hlo import parse_program
 from trellis.mesh.topology import slice_devices
 from trellis.nn.moe import choose, mix, score
-from trellis.plan.hardware import chips
 
 EXPERTS, CHOICES = 8, 2
 WAYS = ("dense", "grouped", "gather", "ragged", "slots")

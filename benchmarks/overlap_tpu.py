@@ -31,10 +31,10 @@ from jax.sharding import NamedSharding
 import trellis as tr
 from trellis import bf16
 from trellis.collectives import Ring, feed_forward, gather_matmul, matmul_scatter
+from trellis.hardware.chips import chips
 from trellis.inspect.hlo import parse_program
 from trellis.mesh.topology import slice_devices
 from trellis.nn.swiglu import swiglu
-from trellis.plan.hardware import chips
 
 SLICES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
 

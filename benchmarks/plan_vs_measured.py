@@ -22,14 +22,14 @@ import numpy as np
 
 jax.config.update("jax_num_cpu_devices", 1)
 
+from trellis.hardware.local import local_target  # noqa: E402
+from trellis.hardware.measure import measure_machine  # noqa: E402
 from trellis.inspect.rows import aligned  # noqa: E402
-from trellis.plan.local import local_target  # noqa: E402
 from trellis.plan.program import program  # noqa: E402
 from trellis.plan.quick import plan_of  # noqa: E402
 from trellis.recipes import load_run  # noqa: E402
 from trellis.train.assemble import assemble  # noqa: E402
 from trellis.train.compilation import CompiledStep, options_for  # noqa: E402
-from trellis.train.machine import measure_machine  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "plan_vs_measured.txt"
 

@@ -16,10 +16,10 @@ import dataclasses
 import statistics
 from pathlib import Path
 
+from trellis.hardware.chips import MEMORY_EFFICIENCY, target
 from trellis.inspect.rows import aligned
-from trellis.plan.hardware import target
 from trellis.plan.quick import quick_plan
-from trellis.plan.roofline import MEMORY_EFFICIENCY, filled
+from trellis.plan.roofline import filled
 from trellis.recipes import load_run
 
 RESULTS = Path(__file__).parent / "results" / "plan_vs_published.txt"

@@ -368,10 +368,10 @@ def batch_of(read) -> Batch:
 
 def train(options, model: Model, training: Training, store, mesh, peak, rows: int, length: int) -> list[float]:
     """Trains from the newest checkpoint of the folder, or from the start; gives the losses."""
+    from trellis.checkpoint.checkpoints import Checkpoints
     from trellis.data import Batches, Loader
-    from trellis.train.checkpoint import Checkpoints
-    from trellis.train.config import Profile as ProfileRule
-    from trellis.train.graph import step_svg
+    from trellis.pages.graph import step_svg
+    from trellis.run.config import Profile as ProfileRule
     from trellis.train.profile import Profile
 
     batches = Batches(store, sequence_length=length, batch_size=rows, seed=options.seed)
@@ -436,7 +436,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         jax.config.update("jax_num_cpu_devices", options.devices)
     from trellis.data import Store, check_vocabulary, embedded_stores
     from trellis.train.corpus import cache_folder
-    from trellis.train.work import known_peak
+    from trellis.train.flops import known_peak
 
     model, rows, length, rate = PRESETS[options.preset]
     options.folder.mkdir(parents=True, exist_ok=True)

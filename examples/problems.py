@@ -17,18 +17,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 import trellis as tr  # noqa: E402
 from trellis import f32, i32  # noqa: E402
-from trellis.collectives import (  # noqa: E402
-    Ring,
-    exchange_experts,
-    feed_forward,
-    gather_experts,
-    gather_matmul,
-    local_experts,
-    matmul_reduce,
-    matmul_scatter,
-)
+from trellis.collectives import Ring, feed_forward, gather_matmul, matmul_reduce, matmul_scatter  # noqa: E402
 from trellis.inspect import collectives, compiled_memory  # noqa: E402
-from trellis.nn.moe import grouped_matmul  # noqa: E402
+from trellis.nn.moe import exchange_experts, gather_experts, grouped_matmul, local_experts  # noqa: E402
 
 TOKENS, EMBED, MLP, EXPERTS = 64, 32, 64, 8
 

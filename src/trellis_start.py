@@ -51,10 +51,14 @@ def _enabled() -> str:
 
 
 def main() -> int:
-    """Starts training again with huge pages where that helps, then hands over to `trellis.cli`."""
+    """Starts training again with huge pages where that helps, then hands over to `trellis.commands.line`."""
     if sys.argv[1:2] == ["train"]:
         use_huge_pages()
 
-    from trellis.cli import main as command
+    from trellis.commands.line import main as command
 
     return command()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,10 +14,10 @@ from serve import arguments, serve  # noqa: E402
 
 from trellis.models import GPT2Config, LlamaConfig  # noqa: E402
 from trellis.optim.config import AdamW, Constant  # noqa: E402
+from trellis.run.config import Precision, Run  # noqa: E402
+from trellis.run.data import Data, Embedded  # noqa: E402
 from trellis.train.assemble import assemble  # noqa: E402
 from trellis.train.compilation import CompiledStep, options_for, use_persistent_cache  # noqa: E402
-from trellis.train.config import Precision, Run  # noqa: E402
-from trellis.train.data_config import Data, Embedded  # noqa: E402
 from trellis.train.devices import find_devices  # noqa: E402
 
 imported = time.perf_counter() - start

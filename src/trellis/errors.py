@@ -1,10 +1,19 @@
-"""Errors that the user can mend: they end a command with exit code 2 and no traceback."""
+"""Trellis's errors. They have one base, `TrellisError`; what the user can mend ends a command without a traceback."""
 
 import difflib
 from collections.abc import Iterable
 
 
-class UserError(Exception):
+class TrellisError(Exception):
+    """The base of every error that Trellis raises on its own: a rule was broken, and the message says how to mend it.
+
+    A command that ends with one has this exit code, and prints no traceback.
+    """
+
+    exit_code = 2
+
+
+class UserError(TrellisError):
     """The user's input is wrong. The message has four parts.
 
     Args:
@@ -20,8 +29,6 @@ class UserError(Exception):
       where: --batch_size
       fix:   use 4 or 8
     """
-
-    exit_code = 2
 
     def __init__(self, rule: str, *, seen: object, where: str, fix: str):
         self.rule, self.seen, self.where, self.fix = rule, str(seen), where, fix

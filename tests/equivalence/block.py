@@ -6,7 +6,7 @@ import trellis as tr
 from trellis.models.llama import Block, LlamaConfig
 from trellis.named import Keep
 from trellis.nn.rope import rotary_tables
-from trellis.train.layouts import LayoutChoice, MeshSizes, make_layout
+from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 
 CONFIG = LlamaConfig(
     vocab=64, embed=32, layers=2, heads=8, kv_heads=8, head_dim=4, mlp=64, rope_theta=1e4, tie_embeddings=True

@@ -16,7 +16,7 @@ import pytest
 from tests.models.small import CONFIGS, VOCAB
 from trellis.models import Routing
 from trellis.named import named_jit, shard
-from trellis.train.layouts import LayoutChoice, MeshSizes, make_layout
+from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.step import Recipe, by_name, loss_and_gradients
 
 WHOLE = {"kv_heads": ""}

@@ -16,10 +16,10 @@ import pytest
 from tests.models.small import CONFIGS, VOCAB
 from trellis.named import is_named
 from trellis.recipes import tiny
+from trellis.run.config import Remat
+from trellis.run.layouts import LayoutChoice, MeshSizes
 from trellis.train.assemble import assemble
 from trellis.train.compilation import CompiledStep
-from trellis.train.config import Remat
-from trellis.train.layouts import LayoutChoice, MeshSizes
 
 ROWS, LENGTH, STEPS = 16, 16, 20
 # The vocabulary of 61 is padded to 62 where two devices slice it. Microbatches of 4 rows are sliced over 4 devices.

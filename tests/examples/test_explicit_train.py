@@ -14,14 +14,14 @@ import pytest
 import trellis as tr
 from trellis.data import FileSource, find_files, tokenize
 from trellis.data.seqax import write_flat_tokens
-from trellis.mesh.manual import TransitionError
+from trellis.mesh.manual.shard_map import TransitionError
 from trellis.models.llama import Llama, LlamaConfig
 from trellis.named import named_jit
 from trellis.notation import PendingSumError, TypeMismatch, abstract
 from trellis.notation.struct import specs
 from trellis.optim import make_optimizer
 from trellis.optim.config import AdamW, Cosine
-from trellis.train.layouts import LayoutChoice, MeshSizes, make_layout
+from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.state import State
 from trellis.train.step import Recipe, loss_and_gradients, make_step
 

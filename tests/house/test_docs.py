@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trellis import cli
+from trellis.commands.line import commands
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -39,4 +39,4 @@ def test_commands_exist(page: Path):
         if words[:1] == ["make"]:
             assert {w for w in words[1:] if "=" not in w} <= targets, line
         if words[:1] == ["trellis"] and len(words) > 1 and not words[1].startswith("-"):
-            assert words[1] in cli.commands(), line
+            assert words[1] in commands(), line

@@ -10,8 +10,10 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "trellis"
-ORDER = "notation mesh named inspect collectives nn models hub data optim train plan report".split()
-ABOVE_ALL = ("recipes", "cli")  # these import from every folder
+ORDER = """
+    figures notation mesh named inspect collectives nn models hub data optim hardware run checkpoint train plan pages
+""".split()
+ABOVE_ALL = ("recipes", "commands")  # these import from every folder
 BELOW_ALL = ("errors", "_compat")  # these import from none
 FILES = sorted(SOURCE.rglob("*.py"))
 WRITTEN = [*FILES, *(f for d in ("tests", "examples", "benchmarks") for f in sorted((ROOT / d).rglob("*.py")))]
@@ -55,7 +57,7 @@ def test_import_order(file: pathlib.Path):
         ("from trellis.train import loop", ["line 1: nn imports train"]),
         ("def f():\n    import trellis.plan.search", ["line 2: nn imports plan"]),
         ("from ..models import llama", ["line 1: nn imports models"]),
-        ("from .. import report", ["line 1: nn imports report"]),
+        ("from .. import pages", ["line 1: nn imports pages"]),
         ("from trellis.named import Axis\nfrom . import linear\nfrom ..errors import UserError\nimport jax", []),
     ],
 )

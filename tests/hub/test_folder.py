@@ -14,11 +14,12 @@ from safetensors.numpy import load_file, save_file
 from tests.models.small import CONFIGS, POSITIONS, VOCAB
 from trellis.errors import UserError
 from trellis.hub import Folder, copy_tokenizer, from_config_json, to_config_json, write_folder, write_tokenizer
-from trellis.hub.keys import Key, key_of, parameters
+from trellis.hub.keys import Key, key_of
 from trellis.hub.tensors import Tensor, TensorFile, write_tensors
 from trellis.mesh import Layout, make_mesh
 from trellis.models import GPTJConfig, LlamaConfig
 from trellis.named import NamesError, abstract
+from trellis.nn.parameters import parameters
 
 
 def part_of(parameter, at):

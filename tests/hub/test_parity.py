@@ -9,8 +9,9 @@ import pytest
 
 from tests.models.small import CONFIGS, POSITIONS, VOCAB
 from trellis.hub import FAMILIES, Folder, to_config_json, write_folder
-from trellis.hub.keys import key_of, parameters
+from trellis.hub.keys import key_of
 from trellis.named import einsum, named
+from trellis.nn.parameters import parameters
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, 24))
 

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AxisType
 
 from trellis.mesh import all_gather, make_mesh, reshard
-from trellis.mesh.manual import einsum_plain as einsum
-from trellis.mesh.manual import shard_map, shift
+from trellis.mesh.manual.shard_map import einsum_plain as einsum
+from trellis.mesh.manual.shard_map import shard_map, shift
 from trellis.named import ELEMENTWISE, named
 from trellis.named import einsum as named_einsum
 from trellis.notation import NotationError, PendingSumError, Stack, TypeMismatch, abstract, f32, i32, struct, typeof

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from trellis.mesh import make_mesh, reshard
-from trellis.mesh.manual import PendingSumError, shard_map
-from trellis.mesh.manual import einsum_plain as einsum
+from trellis.mesh.manual.shard_map import PendingSumError, shard_map
+from trellis.mesh.manual.shard_map import einsum_plain as einsum
 from trellis.notation import NotationError, abstract, f32
 
 

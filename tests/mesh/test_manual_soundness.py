@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 
 from trellis.mesh import reshard
-from trellis.mesh.manual import einsum_plain as einsum
-from trellis.mesh.manual import shard_map
+from trellis.mesh.manual.shard_map import einsum_plain as einsum
+from trellis.mesh.manual.shard_map import shard_map
 from trellis.notation import ArrayType, Dim, NotationError, Shape
 
 SIZES = {"a": 8, "b": 16, "c": 8, "d": 8}

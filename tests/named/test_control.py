@@ -106,7 +106,7 @@ def test_a_loop_written_out_stacks_nothing_but_the_gradients_of_its_parameters()
     x = numbers(batch=2, embed=4)
     results = [jax.value_and_grad(loss, (0, 1))(one, x) for one in (written, looped)]
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)  # of what tanh saturates, little is left
     text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(written, x))
     assert "scan[" not in text and "pad[" not in text and "scatter" not in text
     stacks = [line for line in text.splitlines() if "= concatenate[" in line]

@@ -9,7 +9,7 @@ import trellis as tr
 from tests.equivalence import block
 from trellis.mesh import MeshError
 from trellis.named import saving
-from trellis.train.layouts import LayoutChoice, MeshSizes, make_layout
+from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 
 SIZES = {"batch": 4, "pos": 8, "embed": 16, "mlp": 24}
 # Positions sliced where the width is not (sequence parallelism), or the stream's own width.

@@ -2,15 +2,15 @@
 
 import pytest
 
-from trellis.cli import main
+from trellis.commands.line import main
 from trellis.errors import UserError
+from trellis.hardware.chips import target
 from trellis.plan.adapting import adapt, fitted_mesh
 from trellis.plan.fitting import excess_lines, least, ways_to_fit
-from trellis.plan.hardware import target
 from trellis.plan.quick import quick_plan
 from trellis.plan.show import text
 from trellis.recipes import load_run
-from trellis.train.config import MeshSizes
+from trellis.run.config import MeshSizes
 
 # Recipe, target, mesh, batch, and whether it fits.
 EIGHT = (

@@ -2,9 +2,9 @@
 
 import pytest
 
+from trellis.hardware.chips import target
 from trellis.inspect.compiled import collectives, compare
 from trellis.plan.compile import compile_run
-from trellis.plan.hardware import target
 from trellis.plan.quick import quick_plan
 from trellis.plan.verdict import judge, verdict_text
 from trellis.recipes import load_run

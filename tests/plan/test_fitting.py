@@ -7,9 +7,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from trellis.errors import UserError
-from trellis.plan.described import described_devices
+from trellis.hardware.chips import target
+from trellis.hardware.described import described_devices
 from trellis.plan.fitting import Way, changes, excess_text, named_memory, ways_to_fit
-from trellis.plan.hardware import target
 from trellis.plan.program import program
 from trellis.plan.quick import plan_of
 from trellis.recipes.load import load_run
@@ -100,7 +100,7 @@ def test_names_of_what_is_kept():
 
 
 def test_the_command(capsys, tmp_path):
-    from trellis.cli import main
+    from trellis.commands.line import main
 
     assert (
         main(["memory", "tiny", "--on", "v5e:2x2", "--data.sequence_length", "128", "--svg", str(tmp_path / "m.svg")])

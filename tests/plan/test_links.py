@@ -3,7 +3,7 @@
 import pytest
 
 from trellis.errors import UserError
-from trellis.plan.hardware import target
+from trellis.hardware.chips import target
 from trellis.plan.links import EFFICIENCY, NETWORK_EFFICIENCY, place
 
 

@@ -7,13 +7,13 @@ import types
 
 import pytest
 
-from trellis.cli import main
+from trellis.commands.line import main
 from trellis.errors import UserError
+from trellis.hardware.chips import target
+from trellis.hardware.described import described_devices
 from trellis.plan import compile as compiling
 from trellis.plan.adapting import adapt, data_sizes
 from trellis.plan.advice import advice
-from trellis.plan.described import described_devices
-from trellis.plan.hardware import target
 from trellis.plan.page import page
 from trellis.plan.program import program
 from trellis.plan.quick import quick_plan
@@ -22,7 +22,7 @@ from trellis.plan.show import as_json, text
 from trellis.plan.sketch import Sketch
 from trellis.plan.verdict import judge, verdict_text
 from trellis.recipes import load_run
-from trellis.train.schema import FrozenMap
+from trellis.run.schema import FrozenMap
 
 SMALL = {
     "model.embed": "256", "model.layers": "2", "model.heads": "4", "model.kv_heads": "2", "model.head_dim": "64",

@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from tests.plan.plain import Config, abstract_mesh, build, num_parameters, traced
-from trellis.plan.hardware import target
+from trellis.hardware.chips import target
+from trellis.hardware.local import local_target
 from trellis.plan.links import place
-from trellis.plan.local import local_target
 from trellis.plan.memory import memory
 from trellis.plan.program import program
 from trellis.plan.quick import plan_step

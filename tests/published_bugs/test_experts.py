@@ -14,13 +14,12 @@ import optax
 import pytest
 
 from tests.models.small import CONFIGS, VOCAB
-from trellis.collectives import ExpertsError
 from trellis.models import Routing
 from trellis.named import Axis, named, named_jit, one_hot, shard
-from trellis.nn.moe import choose
+from trellis.nn.moe import ExpertsError, choose
 from trellis.optim import make_optimizer
 from trellis.optim.config import AdamW, Constant
-from trellis.train.layouts import LayoutChoice, MeshSizes, make_layout
+from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.state import State
 from trellis.train.step import Recipe, by_name, make_step, measured_gradients
 

@@ -15,8 +15,8 @@ import pytest
 
 from tests.models.small import CONFIGS
 from trellis.named import is_named, named_jit, shard
+from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.assemble import vocab_multiple
-from trellis.train.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.state import new_state
 from trellis.train.step import Recipe, by_name, make_step
 

@@ -5,12 +5,12 @@ import pytest
 import yaml
 
 from trellis.errors import UserError
-from trellis.plan.hardware import target
+from trellis.hardware.chips import target
 from trellis.plan.quick import quick_plan
 from trellis.recipes import RECIPES, load_run, starter, tiny
-from trellis.train.config import Run
-from trellis.train.run_file import read_run, to_yaml, write_run
-from trellis.train.schema import build
+from trellis.run.config import Run
+from trellis.run.run_file import read_run, to_yaml, write_run
+from trellis.run.schema import build
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "recipes"
 

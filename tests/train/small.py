@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trellis import cli
+from trellis.commands import line
 from trellis.data import FileSource, find_files, tokenize
 from trellis.train.trackers import read_lines
 
@@ -41,14 +41,14 @@ def make_run(folder: Path) -> Path:
 
 def trellis(capsys, *arguments) -> tuple[int, str, str]:
     """A command's exit code, and what it printed to stdout and stderr."""
-    code = cli.main([str(argument) for argument in arguments])
+    code = line.main([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
     return code, out, err
 
 
 def started(*arguments) -> subprocess.Popen:
     """A command as a process of its own."""
-    program = "import sys; from trellis.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = "import sys; from trellis.commands.line import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

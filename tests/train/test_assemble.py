@@ -13,14 +13,14 @@ from trellis.models import MixtralConfig
 from trellis.named import is_named
 from trellis.named.saving import nothing, products, saved
 from trellis.recipes import tiny
+from trellis.run.config import BatchSize, Precision, Remat
+from trellis.run.layouts import LayoutChoice, MeshSizes
 from trellis.train.assemble import assemble, fields_of, keep_of, vocab_multiple
-from trellis.train.config import BatchSize, Precision, Remat
 from trellis.train.evaluation import Evaluation, ValidationSet
-from trellis.train.layouts import LayoutChoice, MeshSizes
+from trellis.train.flops import flops_per_token, known_peak, matmul_parameters
 from trellis.train.state import cast
 from trellis.train.step import batch_loss, by_name
 from trellis.train.summary import arrays, describe, num_parameters, run_tokens, sections, step_ledger, step_memory
-from trellis.train.work import flops_per_token, known_peak, matmul_parameters
 
 LENGTH, ROWS = 16, 4
 
@@ -94,9 +94,9 @@ def test_flops_count_products_once_forward_and_twice_backward(assembled):
 def test_the_best_peak_of_a_machine_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = iter([5e9, 2e9, 9e9])
-    monkeypatch.setattr("trellis.train.work.matmul_peak", lambda devices, dtype: next(measured))
+    monkeypatch.setattr("trellis.train.flops.matmul_peak", lambda devices, dtype: next(measured))
     assert [known_peak(jax.devices(), "float32") for _ in range(3)] == [5e9, 5e9, 9e9]
-    monkeypatch.setattr("trellis.train.work.matmul_peak", lambda devices, dtype: None)
+    monkeypatch.setattr("trellis.train.flops.matmul_peak", lambda devices, dtype: None)
     assert known_peak(jax.devices(), "float32") is None
 
 

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from tests.train.toy import mesh_of, program
 from trellis.errors import UserError
-from trellis.train import config
+from trellis.run import config
+from trellis.run.config import CheckpointRule, Evaluation, Logging
 from trellis.train.compilation import use_persistent_cache
-from trellis.train.config import CheckpointRule, Evaluation, Logging
 from trellis.train.loop import Rules, train
 from trellis.train.progress import Progress
 from trellis.train.stopping import LossNotFinite, RunStopped

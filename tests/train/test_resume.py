@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from tests.train.small import VOCAB, curve, last_line, started, trellis
+from trellis.checkpoint.checkpoints import Checkpoints
+from trellis.run.folder import open_run
 from trellis.train.assemble import assemble
-from trellis.train.checkpoint import Checkpoints
-from trellis.train.folder import open_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 

@@ -18,10 +18,10 @@ from trellis.models import Routing
 from trellis.named import named_jit, shard
 from trellis.optim import make_optimizer
 from trellis.optim.config import Adafactor, AdamW, Constant, Lion, Muon
-from trellis.train.layouts import LayoutChoice, MeshSizes, make_layout
+from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
+from trellis.train.flops import matmul_parameters
 from trellis.train.state import State
 from trellis.train.step import Recipe, by_name, make_step, measured_gradients
-from trellis.train.work import matmul_parameters
 
 WEIGHTS = dict(balance=0.5, z_loss=0.1)
 ROUTING = {

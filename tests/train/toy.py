@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from trellis.train.config import CheckpointRule, Evaluation, Logging
+from trellis.run.config import CheckpointRule, Evaluation, Logging
 from trellis.train.loop import Program, Rules, train
 
 ROWS, WIDTH = 16, 64

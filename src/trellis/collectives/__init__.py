@@ -1,21 +1,7 @@
-"""Programs for one device's slices: overlapped products, and tokens on their way to experts."""
+"""Products that overlap with their own communication, as programs for one device's slices (manual mode)."""
 
+from trellis.collectives.feed_forward import feed_forward
+from trellis.collectives.matmuls import gather_matmul, matmul_reduce, matmul_scatter
 from trellis.mesh.ring import Ring, RingError
 
-from .experts import ExpertsError, exchange_experts, gather_experts
-from .experts_rows import local_experts
-from .feed_forward import feed_forward
-from .matmuls import gather_matmul, matmul_reduce, matmul_scatter
-
-__all__ = [
-    "ExpertsError",
-    "Ring",
-    "RingError",
-    "exchange_experts",
-    "feed_forward",
-    "gather_experts",
-    "gather_matmul",
-    "local_experts",
-    "matmul_reduce",
-    "matmul_scatter",
-]
+__all__ = ["Ring", "RingError", "feed_forward", "gather_matmul", "matmul_reduce", "matmul_scatter"]

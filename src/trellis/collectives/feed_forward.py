@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from trellis.collectives.matmuls import gather_matmul, matmul_scatter
 from trellis.mesh.ring import Ring, RingError
 from trellis.notation import parse
-
-from .matmuls import gather_matmul, matmul_scatter
 
 
 def feed_forward(text: str, x, into: Sequence, out, between: Callable, *, ring: Ring | tuple[Ring, Ring]):

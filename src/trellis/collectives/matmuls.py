@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trellis.mesh.manual_einsum import parse_einsum
-from trellis.mesh.manual_ops import vary, varying_axes
-from trellis.mesh.manual_reshard import check_slice, known_axes
+from trellis.mesh.manual.einsum import parse_einsum
+from trellis.mesh.manual.ops import vary, varying_axes
+from trellis.mesh.manual.reshard import check_slice, known_axes
 from trellis.mesh.ring import Moved, Names, Ring, RingError, gather_products, scatter_products
 from trellis.notation import Shape
 from trellis.notation.binding import bind_shape, live, partly_manual, real_axes

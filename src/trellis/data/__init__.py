@@ -1,16 +1,16 @@
 """Text in, exactly reproducible batches out: source -> tokenizer -> store -> order -> loader."""
 
-from .batches import Batches
-from .embedded import embedded_stores
-from .evaluation import count_bytes
-from .loader import Loader
-from .mixture import Mixture
-from .order import Shuffle
-from .packing import Batch
-from .sources import FileSource, embedded_corpus, find_files
-from .store import Store, TokenStore, check_tokenizer, check_vocabulary
-from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
-from .tokenizing import tokenize
+from trellis.data.batches import Batches
+from trellis.data.embedded import embedded_stores
+from trellis.data.evaluation import count_bytes
+from trellis.data.loader import Loader
+from trellis.data.mixture import Mixture
+from trellis.data.order import Shuffle
+from trellis.data.packing import Batch
+from trellis.data.sources import FileSource, embedded_corpus, find_files
+from trellis.data.store import Store, TokenStore, check_tokenizer, check_vocabulary
+from trellis.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from trellis.data.tokenizing import tokenize
 
 __all__ = [
     "Batch",

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import UserError
-from .order import Order, Shuffle, windowed
-from .packing import Batch, open_rows, padding, pick
-from .store import TokenStore
+from trellis.data.order import Order, Shuffle, windowed
+from trellis.data.packing import Batch, open_rows, padding, pick
+from trellis.data.store import TokenStore
+from trellis.errors import UserError
 
 BatchSize = int | Sequence[tuple[int, int]]
 

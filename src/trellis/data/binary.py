@@ -6,10 +6,10 @@ import struct
 
 import numpy as np
 
-from ..errors import UserError
-from .foreign import OffsetStore
-from .storage import local_path
-from .store import TokenStore
+from trellis.data.foreign import OffsetStore
+from trellis.data.storage import local_path
+from trellis.data.store import TokenStore
+from trellis.errors import UserError
 
 GPT2_END, GPT2_VOCABULARY = 50256, 50257
 SCAN_TOKENS = 1 << 24

@@ -3,9 +3,9 @@
 import hashlib
 import os
 
-from .sources import embedded_corpus
-from .store import TokenStore
-from .tokenizing import tokenize
+from trellis.data.sources import embedded_corpus
+from trellis.data.store import TokenStore
+from trellis.data.tokenizing import tokenize
 
 
 def embedded_stores(

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from ..errors import UserError
-from .packing import Batch
-from .store import TokenStore
+from trellis.data.packing import Batch
+from trellis.data.store import TokenStore
+from trellis.errors import UserError
 
 
 def count_bytes(store: TokenStore, batch: Batch) -> float:

@@ -4,9 +4,9 @@ import os
 
 import numpy as np
 
-from ..errors import UserError
-from .storage import is_remote, open_folder
-from .store import TokenStore
+from trellis.data.storage import is_remote, open_folder
+from trellis.data.store import TokenStore
+from trellis.errors import UserError
 
 
 class OffsetStore(TokenStore):
@@ -43,7 +43,7 @@ class OffsetStore(TokenStore):
 def open_foreign(url: str) -> TokenStore | None:
     """The store at ``url`` if it has another project's format, else None."""
     if url.endswith(".bin"):
-        from .binary import BinStore, MegatronStore
+        from trellis.data.binary import BinStore, MegatronStore
 
         if not is_remote(url) and os.path.exists(url[:-4] + ".idx"):
             return MegatronStore(url)
@@ -52,11 +52,11 @@ def open_foreign(url: str) -> TokenStore | None:
     if folder.exists("zarr.json") and b'"trellis"' in folder.read("zarr.json"):
         return None
     if folder.exists("encoded_tokens/.zarray") or folder.exists("encoded_tokens/zarr.json"):
-        from .seqax import FlatTokens
+        from trellis.data.seqax import FlatTokens
 
         return FlatTokens(url)
     if folder.exists("input_ids/offsets/zarr.json"):
-        from .levanter import LevanterStore
+        from trellis.data.levanter import LevanterStore
 
         return LevanterStore(url)
     for split in ("train", "validation"):
@@ -80,15 +80,15 @@ def convert(store: TokenStore, out: str, *, to: str, split: str = "train") -> No
         split: seqax only, the group inside ``out``.
     """
     if to == "seqax":
-        from .seqax import write_flat_tokens
+        from trellis.data.seqax import write_flat_tokens
 
         write_flat_tokens(store, out, split=split)
     elif to in ("nanogpt", "megatron"):
-        from .binary import write_bin
+        from trellis.data.binary import write_bin
 
         write_bin(store, out, index=to == "megatron")
     elif to == "levanter":
-        from .levanter import write_levanter
+        from trellis.data.levanter import write_levanter
 
         write_levanter(store, out)
     else:

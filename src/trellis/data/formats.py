@@ -5,9 +5,9 @@ import json
 import os
 from collections.abc import Callable, Iterator
 
-from ..errors import UserError
-from .blocks import BLOCK_BYTES, PIECE_BYTES, Block
-from .streams import Stream, plain_name
+from trellis.data.blocks import BLOCK_BYTES, PIECE_BYTES, Block
+from trellis.data.streams import Stream, plain_name
+from trellis.errors import UserError
 
 Reader = Callable[..., Iterator[Block]]
 

@@ -4,10 +4,10 @@ import dataclasses
 import os
 from collections.abc import Iterator
 
-from ..errors import UserError
-from .blocks import Block
-from .formats import in_blocks
-from .sources import SourceFile
+from trellis.data.blocks import Block
+from trellis.data.formats import in_blocks
+from trellis.data.sources import SourceFile
+from trellis.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ import json
 
 import numpy as np
 
-from ..errors import UserError
-from .foreign import OffsetStore
-from .storage import open_folder
-from .store import TokenStore
+from trellis.data.foreign import OffsetStore
+from trellis.data.storage import open_folder
+from trellis.data.store import TokenStore
+from trellis.errors import UserError
 
 LENGTH = 2**54  # of both arrays
 CHUNK, SHARD = 1 << 18, 1 << 24

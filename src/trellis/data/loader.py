@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Iterator
 
-from ..errors import UserError
-from .batches import Batches
-from .packing import Batch
+from trellis.data.batches import Batches
+from trellis.data.packing import Batch
+from trellis.errors import UserError
 
 
 class Loader:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..errors import UserError
-from .store import Store, TokenStore
-from .zarray import ArrayReader, DamagedChunk
+from trellis.data.store import Store, TokenStore
+from trellis.data.zarray import ArrayReader, DamagedChunk
+from trellis.errors import UserError
 
 HISTOGRAM_DOCUMENTS = 1 << 20  # larger stores are sampled: as many documents, in 64 evenly spread runs
 

@@ -8,12 +8,12 @@ from fractions import Fraction
 
 import numpy as np
 
-from ..errors import UserError
-from .batches import Batches, BatchSizes, Rows
-from .order import Shuffle
-from .packing import Batch, pick
-from .permutation import Permutation, derive_key
-from .store import TokenStore
+from trellis.data.batches import Batches, BatchSizes, Rows
+from trellis.data.order import Shuffle
+from trellis.data.packing import Batch, pick
+from trellis.data.permutation import Permutation, derive_key
+from trellis.data.store import TokenStore
+from trellis.errors import UserError
 
 Weights = Mapping[str, float]
 _MIX = 4  # what a key is for; 1 to 3 are in order.py

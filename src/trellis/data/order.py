@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from ..errors import UserError
-from .permutation import Permutation, derive_key
+from trellis.data.permutation import Permutation, derive_key
+from trellis.errors import UserError
 
 _ROWS, _BLOCKS, _WINDOW = 1, 2, 3  # what a key is for, so that no two permutations share one
 

@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 
-from ..errors import UserError
-from .store import TokenStore
+from trellis.data.store import TokenStore
+from trellis.errors import UserError
 
 PACKINGS = ("chunk", "best_fit", "pad")
 PACK_DOCUMENTS = 1 << 14  # documents that are packed among each other

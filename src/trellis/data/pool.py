@@ -8,9 +8,9 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 
-from ..errors import UserError
-from .blocks import Block, Encoded, Job
-from .worker import Encoder, receive, send
+from trellis.data.blocks import Block, Encoded, Job
+from trellis.data.worker import Encoder, receive, send
+from trellis.errors import UserError
 
 IN_FLIGHT = 3  # blocks under way for each worker: one being encoded, two waiting
 

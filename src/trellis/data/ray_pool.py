@@ -3,10 +3,10 @@
 import itertools
 from collections.abc import Iterable, Iterator
 
-from ..errors import UserError
-from .blocks import Block, Encoded, Job
-from .pool import IN_FLIGHT, in_order
-from .worker import Encoder
+from trellis.data.blocks import Block, Encoded, Job
+from trellis.data.pool import IN_FLIGHT, in_order
+from trellis.data.worker import Encoder
+from trellis.errors import UserError
 
 
 class RayPool:

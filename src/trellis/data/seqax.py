@@ -9,8 +9,8 @@ import warnings
 
 import numpy as np
 
-from ..errors import UserError
-from .store import Store, TokenStore
+from trellis.data.store import Store, TokenStore
+from trellis.errors import UserError
 
 CHUNK_TOKENS, CHUNK_STARTS = 1 << 22, 1 << 20
 KEPT_CHUNKS = 8  # decompressed chunks held by a reader

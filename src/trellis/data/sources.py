@@ -8,10 +8,10 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 
-from ..errors import UserError
-from . import formats
-from .blocks import Block
-from .storage import filesystem, is_remote, local_path, with_retries
+from trellis.data import formats
+from trellis.data.blocks import Block
+from trellis.data.storage import filesystem, is_remote, local_path, with_retries
+from trellis.errors import UserError
 
 FORMATS = ("text", "jsonl", "json", "csv", "tar", "parquet", "arrow")
 EMBEDDED_VALIDATION_PERCENT = 5

@@ -4,7 +4,7 @@ import errno
 import os
 import time
 
-from ..errors import UserError
+from trellis.errors import UserError
 
 ATTEMPTS = 5
 FIRST_PAUSE = 0.2  # seconds; doubled after every failed attempt

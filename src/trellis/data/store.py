@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..errors import UserError
-from .storage import open_folder
-from .tokenizer import Tokenizer
-from .zarray import ArrayReader, DamagedChunk, read_metadata
+from trellis.data.storage import open_folder
+from trellis.data.tokenizer import Tokenizer
+from trellis.data.zarray import ArrayReader, DamagedChunk, read_metadata
+from trellis.errors import UserError
 
 FORMAT, VERSION = "trellis-tokens", 1
 REQUESTS_AT_ONCE = 32  # to the server of a remote store
@@ -159,7 +159,7 @@ class Store(TokenStore):
         Raises:
             UserError: nothing there, damaged metadata, another version, or incomplete without ``growing``.
         """
-        from .foreign import open_foreign
+        from trellis.data.foreign import open_foreign
 
         return open_foreign(os.fspath(url)) or cls(os.fspath(url), growing=growing, check=check, keep=keep)
 

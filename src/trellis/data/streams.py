@@ -3,8 +3,8 @@
 import io
 import os
 
-from ..errors import UserError
-from .storage import filesystem, is_remote, local_path, with_retries
+from trellis.data.storage import filesystem, is_remote, local_path, with_retries
+from trellis.errors import UserError
 
 COMPRESSIONS = (".gz", ".tgz", ".zst", ".xz")
 PART_BYTES = 8 << 20  # of one request to a server

@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 
-from ..errors import UserError
+from trellis.errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eot|>", "[SEP]")

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ..errors import UserError
-from .blocks import Block, Encoded, Job
-from .permutation import mix64
-from .pool import LocalPool, available_cores
-from .progress import Progress
-from .sources import FileSource, find_files
-from .storage import open_folder
-from .store import Store
-from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
-from .worker import Encoder
-from .writer import StoreWriter, writer_lock
+from trellis.data.blocks import Block, Encoded, Job
+from trellis.data.permutation import mix64
+from trellis.data.pool import LocalPool, available_cores
+from trellis.data.progress import Progress
+from trellis.data.sources import FileSource, find_files
+from trellis.data.storage import open_folder
+from trellis.data.store import Store
+from trellis.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from trellis.data.worker import Encoder
+from trellis.data.writer import StoreWriter, writer_lock
+from trellis.errors import UserError
 
 TRAIN_BYTES = 1 << 28
 
@@ -188,7 +188,7 @@ def _complain(block, encoded: Encoded, on_error, writer):
 
 def _pool(job: Job, workers: int | str | None):
     if workers == "ray":
-        from .ray_pool import RayPool
+        from trellis.data.ray_pool import RayPool
 
         return RayPool(job)
     if workers is None:

@@ -10,10 +10,10 @@ import sys
 
 import numpy as np
 
-from ..errors import UserError
-from .blocks import Block, Encoded, Job
-from .chat import check_messages, encode_messages
-from .tokenizer import Tokenizer
+from trellis.data.blocks import Block, Encoded, Job
+from trellis.data.chat import check_messages, encode_messages
+from trellis.data.tokenizer import Tokenizer
+from trellis.errors import UserError
 
 
 class Encoder:

@@ -10,11 +10,11 @@ import os
 
 import numpy as np
 
-from ..errors import UserError
-from .blocks import Block, Encoded
-from .store import FORMAT, VERSION, smallest_dtype
-from .tokenizer import Tokenizer
-from .zarray import ArrayWriter, Folder, group_metadata, read_metadata
+from trellis.data.blocks import Block, Encoded
+from trellis.data.store import FORMAT, VERSION, smallest_dtype
+from trellis.data.tokenizer import Tokenizer
+from trellis.data.zarray import ArrayWriter, Folder, group_metadata, read_metadata
+from trellis.errors import UserError
 
 _KNOWN = ("zarr.json", "tokenizer.json", "sources.json", "tokens", "offsets", "files", "loss_mask", ".lock")
 

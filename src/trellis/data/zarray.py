@@ -11,8 +11,8 @@ import threading
 
 import numpy as np
 
-from ..errors import UserError
-from .storage import LocalFolder, RemoteFolder
+from trellis.data.storage import LocalFolder, RemoteFolder
+from trellis.errors import UserError
 
 Folder = LocalFolder | RemoteFolder
 

@@ -13,9 +13,10 @@ import numpy as np
 from trellis.errors import UserError, did_you_mean
 from trellis.models import ModelConfig
 from trellis.named import NamedArray, is_named
+from trellis.nn.parameters import Parameter, parameters
 
 from .families import family_of, from_config_json, to_config_json
-from .keys import Key, Parameter, key_of, parameters
+from .keys import Key, key_of
 from .tensors import DTYPES, Tensor, TensorFile, in_shards, write_tensors
 
 WEIGHTS = "model.safetensors"

@@ -1,14 +1,13 @@
 """Where each parameter is in a Hugging Face folder: its key, and the order that its dimensions have there."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from trellis.named import is_named
 from trellis.named.axis import NamesError
+from trellis.nn.parameters import Parameter
 
 Slices = Mapping[str, slice]
 
@@ -84,21 +83,6 @@ def _covering(group: tuple[str, ...], sizes: Mapping[str, int], part: Slices) ->
     """The slice of several dimensions in one that holds a part: whole in all but the first."""
     inner = math.prod(sizes[name] for name in group[1:])
     return slice(part[group[0]].start * inner, part[group[0]].stop * inner)
-
-
-class Parameter(NamedTuple):
-    """A parameter of a model: its path, its names, and itself."""
-
-    path: str
-    names: tuple[str, ...]
-    leaf: object
-
-
-def parameters(model) -> list[Parameter]:
-    """The named arrays of a model, in its order: `layers.block.attention.q` is the query weight of all layers."""
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_named)
-    path_of: Callable = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
-    return [Parameter(path_of(path), leaf.names, leaf) for path, leaf in leaves]
 
 
 def key_of(keys: Mapping[str, Key], parameter: Parameter) -> Key:

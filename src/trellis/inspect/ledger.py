@@ -20,6 +20,7 @@ from trellis.notation.typeof import short_dtype
 
 from . import manual
 from .calls import called
+from .resettled import refuse_resettled
 from .rows import Ledger, Row
 from .rules import Implied, Placements
 from .source import direction_of, names_behind, names_of, source_of
@@ -39,11 +40,15 @@ def ledger(fn: Callable, *args, **kwargs) -> Ledger:
     Returns:
         The rows in program order. `print` it for a table. Over mesh axes in auto mode, where types say nothing, only
         what `shard_map` does is known; `Ledger.auto` names them.
+
+    Raises:
+        PendingSumError: a sum that is settled in a loop is made pending again there, which compilers get wrong.
     """
     closed, mesh = trace(fn, *args, **kwargs)
     live, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     walk = _Walk(dict(mesh.shape) if mesh is not None else {})
     rows = walk.jaxpr(live, 1, _Here("", ""))
+    refuse_resettled(live, walk.sizes)
     sizes = {name: size for name, size in walk.sizes.items() if size > 1}
     auto = [a for a, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto] if mesh is not None else []
     return Ledger(tuple(rows), sizes, tuple(axis for axis in auto if axis in sizes))

@@ -1,9 +1,9 @@
 """Meshes, layouts, `reshard`, and typed `shard_map`."""
 
-from .layout import Layout, current_layout
-from .manual import shard_map, shift
-from .meshes import MeshError, make_mesh
-from .reshard import ReshardError, all_gather, all_reduce, all_to_all, reduce_scatter, reshard
+from trellis.mesh.layout import Layout, current_layout
+from trellis.mesh.manual.shard_map import shard_map, shift
+from trellis.mesh.meshes import MeshError, make_mesh
+from trellis.mesh.reshard import ReshardError, all_gather, all_reduce, all_to_all, reduce_scatter, reshard
 
 __all__ = [
     "Layout",

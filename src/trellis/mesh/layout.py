@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from trellis.mesh.meshes import MeshError
 from trellis.notation import spec_of
 from trellis.notation.struct import check_divides
-
-from .meshes import MeshError
 
 _current: contextvars.ContextVar["Layout | None"] = contextvars.ContextVar("layout", default=None)
 

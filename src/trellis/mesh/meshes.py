@@ -8,6 +8,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from trellis.errors import TrellisError
+
 # From rarely to often talking: gradients once a step, activations of a stage
 # once a microbatch, weights once a layer, then what moves several times a layer.
 OUTER_TO_INNER = ("replica", "stage", "data", "expert", "context", "model")
@@ -15,7 +17,7 @@ OUTER_TO_INNER = ("replica", "stage", "data", "expert", "context", "model")
 _TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 
 
-class MeshError(ValueError):
+class MeshError(TrellisError, ValueError):
     """A mesh that cannot be made of these devices."""
 
 

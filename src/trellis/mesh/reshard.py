@@ -5,14 +5,14 @@ import functools
 import jax
 from jax.sharding import NamedSharding
 
+from trellis.errors import TrellisError
+from trellis.mesh.manual.reshard import manual_reshard
 from trellis.notation import Dim, NotationError, Shape, parse_transition, spec_of
 from trellis.notation.state import State, state_of
 from trellis.notation.struct import check_divides
 
-from .manual_reshard import manual_reshard
 
-
-class ReshardError(ValueError):
+class ReshardError(TrellisError, ValueError):
     """A transition that does not fit its array, or a verb that does not fit its transition."""
 
 

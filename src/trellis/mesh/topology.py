@@ -22,8 +22,10 @@ import re
 import jax
 from jax.experimental import topologies
 
+from trellis.errors import TrellisError
 
-class TopologyError(ValueError):
+
+class TopologyError(TrellisError, ValueError):
     """A target that does not exist, or whose compiler is not installed. The message says the fix."""
 
 

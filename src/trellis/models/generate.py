@@ -11,7 +11,7 @@ from trellis.errors import UserError
 from trellis.mesh import Layout, current_layout
 from trellis.mesh.reshard import place
 from trellis.named import NamedArray, einsum, full, named, named_jit, take
-from trellis.nn.attend import attend, attend_cached
+from trellis.nn.attention import attend, attend_cached
 
 # Prompts are padded to a multiple of this, so that most of them share a compiled program.
 _BUCKET = 64

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from trellis.named import Axis, Keep, NamedArray, Stacked, arange, einsum, gelu, random, save, take, unbind
-from trellis.nn.attend import attend
+from trellis.nn.attention import attend
+from trellis.nn.initializers import constant, normal
 from trellis.nn.norm import LayerNorm
-from trellis.nn.params import constant, table
+from trellis.nn.parameters import Bias, Table, Weight
 
 from .config import check_fraction, check_heads_divide, check_positions, check_positive
 
@@ -68,10 +69,10 @@ DEVIATION = 0.02
 class Attention(eqx.Module):
     """Multi-head attention with biases; query, key and value come from one product."""
 
-    qkv: NamedArray
-    qkv_bias: NamedArray
-    out: NamedArray
-    out_bias: NamedArray
+    qkv: Weight
+    qkv_bias: Bias
+    out: Weight
+    out_bias: Bias
     upcast: bool = eqx.field(static=True)
 
     @staticmethod
@@ -80,9 +81,9 @@ class Attention(eqx.Module):
         heads, head_dim = Axis("heads", config.heads), Axis("head_dim", config.embed // config.heads)
         qkv_key, out_key = jax.random.split(key)
         return Attention(
-            qkv=table(qkv_key, (embed, qkv, heads, head_dim), deviation=DEVIATION),
+            qkv=normal(qkv_key, (embed, qkv, heads, head_dim), deviation=DEVIATION),
             qkv_bias=constant((qkv, heads, head_dim), 0.0),
-            out=table(out_key, (heads, head_dim, embed), deviation=DEVIATION * (2 * config.layers) ** -0.5),
+            out=normal(out_key, (heads, head_dim, embed), deviation=DEVIATION * (2 * config.layers) ** -0.5),
             out_bias=constant(embed, 0.0),
             upcast=config.upcast_attention,
         )
@@ -103,19 +104,19 @@ class Attention(eqx.Module):
 class Mlp(eqx.Module):
     """Feed-forward block with a GELU (Hendrycks and Gimpel, 2016, arXiv:1606.08415) in its tanh form."""
 
-    up: NamedArray
-    up_bias: NamedArray
-    down: NamedArray
-    down_bias: NamedArray
+    up: Weight
+    up_bias: Bias
+    down: Weight
+    down_bias: Bias
 
     @staticmethod
     def init(config: GPT2Config, *, key) -> "Mlp":
         embed, mlp = Axis("embed", config.embed), Axis("mlp", config.mlp)
         up_key, down_key = jax.random.split(key)
         return Mlp(
-            up=table(up_key, (embed, mlp), deviation=DEVIATION),
+            up=normal(up_key, (embed, mlp), deviation=DEVIATION),
             up_bias=constant(mlp, 0.0),
-            down=table(down_key, (mlp, embed), deviation=DEVIATION * (2 * config.layers) ** -0.5),
+            down=normal(down_key, (mlp, embed), deviation=DEVIATION * (2 * config.layers) ** -0.5),
             down_bias=constant(embed, 0.0),
         )
 
@@ -156,8 +157,8 @@ class Block(eqx.Module):
 class GPT2(eqx.Module):
     """The model: tokens to hidden states; the loss multiplies by `unembedding`, which is the embedding."""
 
-    embedding: NamedArray
-    positions: NamedArray
+    embedding: Table
+    positions: Table
     layers: Stacked
     norm: LayerNorm
     config: GPT2Config = eqx.field(static=True)
@@ -169,8 +170,8 @@ class GPT2(eqx.Module):
         embed, layers = Axis("embed", config.embed), Axis("layers", config.layers)
         embedding_key, positions_key, layers_key = jax.random.split(key, 3)
         return GPT2(
-            embedding=table(embedding_key, (vocab, embed), deviation=DEVIATION),
-            positions=table(positions_key, (Axis("positions", config.positions), embed), deviation=DEVIATION),
+            embedding=normal(embedding_key, (vocab, embed), deviation=DEVIATION),
+            positions=normal(positions_key, (Axis("positions", config.positions), embed), deviation=DEVIATION),
             layers=Stacked.init(lambda key: Block.init(config, key=key), layers, key=layers_key),
             norm=LayerNorm.init(embed, config.norm_eps),
             config=config,

@@ -16,9 +16,10 @@ import equinox as eqx
 import jax
 
 from trellis.named import Axis, Keep, NamedArray, Stacked, arange, einsum, gelu, save, settle, take
-from trellis.nn.attend import attend
+from trellis.nn.attention import attend
+from trellis.nn.initializers import constant, normal, weight
 from trellis.nn.norm import LayerNorm
-from trellis.nn.params import constant, table, weight
+from trellis.nn.parameters import Bias, Table, Weight
 from trellis.nn.rope import rotary_tables, rotate
 
 from .config import check_heads_divide, check_positive, check_rotary
@@ -61,10 +62,10 @@ class GPTJConfig:
 class Attention(eqx.Module):
     """Multi-head attention without biases; part of each head is turned by its position. Leaves partial sums."""
 
-    q: NamedArray
-    k: NamedArray
-    v: NamedArray
-    out: NamedArray
+    q: Weight
+    k: Weight
+    v: Weight
+    out: Weight
 
     @staticmethod
     def init(config: GPTJConfig, *, key) -> "Attention":
@@ -94,9 +95,9 @@ class Attention(eqx.Module):
 class Mlp(eqx.Module):
     """Feed-forward half with a GELU in its tanh form. Leaves partial sums; the second bias is the block's to add."""
 
-    up: NamedArray
-    up_bias: NamedArray
-    down: NamedArray
+    up: Weight
+    up_bias: Bias
+    down: Weight
 
     @staticmethod
     def init(config: GPTJConfig, *, key) -> "Mlp":
@@ -119,7 +120,7 @@ class Block(eqx.Module):
     norm: LayerNorm
     attention: Attention
     mlp: Mlp
-    down_bias: NamedArray
+    down_bias: Bias
 
     @staticmethod
     def init(config: GPTJConfig, *, key) -> "Block":
@@ -147,11 +148,11 @@ def _sum(a: NamedArray, b: NamedArray) -> NamedArray:
 class GPTJ(eqx.Module):
     """The model: tokens to hidden states; the loss multiplies by `unembedding` and adds `unembedding_bias`."""
 
-    embedding: NamedArray
+    embedding: Table
     layers: Stacked
     norm: LayerNorm
-    unembedding: NamedArray
-    unembedding_bias: NamedArray | None
+    unembedding: Weight
+    unembedding_bias: Bias | None
     config: GPTJConfig = eqx.field(static=True)
 
     @staticmethod
@@ -160,10 +161,10 @@ class GPTJ(eqx.Module):
         embed, layers = Axis("embed", config.embed), Axis("layers", config.layers)
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         return GPTJ(
-            embedding=table(embedding_key, (vocab, embed), deviation=1.0),
+            embedding=normal(embedding_key, (vocab, embed), deviation=1.0),
             layers=Stacked.init(lambda key: Block.init(config, key=key), layers, key=layers_key),
             norm=LayerNorm.init(embed, config.norm_eps),
-            unembedding=table(head_key, (vocab, embed), deviation=config.embed**-0.5),
+            unembedding=normal(head_key, (vocab, embed), deviation=config.embed**-0.5),
             unembedding_bias=constant(vocab, 0.0) if config.head_bias else None,
             config=config,
         )

@@ -15,9 +15,10 @@ import equinox as eqx
 import jax
 
 from trellis.named import Axis, Keep, NamedArray, Stacked, arange, einsum, save, take
-from trellis.nn.attend import attend
+from trellis.nn.attention import attend
+from trellis.nn.initializers import normal, weight
 from trellis.nn.norm import RMSNorm
-from trellis.nn.params import table, weight
+from trellis.nn.parameters import Table, Weight
 from trellis.nn.rope import Scaling, rotary_tables, rotate
 from trellis.nn.swiglu import swiglu
 
@@ -64,10 +65,10 @@ class LlamaConfig:
 class Attention(eqx.Module):
     """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245) with rotary positions."""
 
-    q: NamedArray
-    k: NamedArray
-    v: NamedArray
-    out: NamedArray
+    q: Weight
+    k: Weight
+    v: Weight
+    out: Weight
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
 
@@ -101,9 +102,9 @@ class Attention(eqx.Module):
 class GatedMlp(eqx.Module):
     """SwiGLU feed-forward block (Shazeer, 2020, arXiv:2002.05202)."""
 
-    gate: NamedArray
-    up: NamedArray
-    down: NamedArray
+    gate: Weight
+    up: Weight
+    down: Weight
 
     @staticmethod
     def init(config, *, key) -> "GatedMlp":
@@ -148,10 +149,10 @@ class Block(eqx.Module):
 class Llama(eqx.Module):
     """The model: tokens to hidden states; the loss multiplies by `unembedding`."""
 
-    embedding: NamedArray
+    embedding: Table
     layers: Stacked
     norm: RMSNorm
-    head: NamedArray | None
+    head: Weight | None
     config: LlamaConfig = eqx.field(static=True)
     unembedding_bias = None
 
@@ -162,10 +163,10 @@ class Llama(eqx.Module):
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         deviation = config.embed**-0.5
         return Llama(
-            embedding=table(embedding_key, (vocab, embed), deviation=deviation if config.tie_embeddings else 1.0),
+            embedding=normal(embedding_key, (vocab, embed), deviation=deviation if config.tie_embeddings else 1.0),
             layers=Stacked.init(lambda key: block(config, key=key), layers, key=layers_key),
             norm=RMSNorm.init(embed, config.norm_eps),
-            head=None if config.tie_embeddings else table(head_key, (vocab, embed), deviation=deviation),
+            head=None if config.tie_embeddings else normal(head_key, (vocab, embed), deviation=deviation),
             config=config,
         )
 

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 
 from trellis.errors import UserError
 from trellis.named import Axis, Keep, NamedArray, ones
-from trellis.nn.attend import attend
+from trellis.nn.attention import attend
+from trellis.nn.initializers import constant, weight
 from trellis.nn.moe import Routed, Way, check_count, choose, limit, measure, mix, score, shift
 from trellis.nn.norm import RMSNorm
-from trellis.nn.params import constant, weight
+from trellis.nn.parameters import Bias, Weight
 from trellis.nn.rope import Scaling
 
 from .config import check_positive, check_whole_heads
@@ -113,11 +114,11 @@ class MixtralConfig:
 class Experts(eqx.Module):
     """A mixture of SwiGLU blocks: each token goes to the few that its router picks, and gets their weighted sum."""
 
-    router: NamedArray
-    bias: NamedArray | None
-    gate: NamedArray
-    up: NamedArray
-    down: NamedArray
+    router: Weight
+    bias: Bias | None
+    gate: Weight
+    up: Weight
+    down: Weight
     config: MixtralConfig = eqx.field(static=True)
 
     @staticmethod

@@ -1,17 +1,17 @@
 """Named arrays and their operations."""
 
-from . import operators, random
-from .array import NamedArray, is_named, named
-from .axis import Axis, NamesError
-from .contract import dot, einsum
-from .control import fold, map, scan, vmap
-from .create import arange, from_numpy, full, linspace, one_hot, ones, tril, triu, zeros
-from .elementwise import ELEMENTWISE, lift
-from .index import index, take
-from .jit import abstract, named_jit, shard
-from .placing import settle
-from .reduce import ALONG, REDUCTIONS, argmax, argmin, lift_along, lift_reduction, top_k
-from .reshape import (
+from trellis.named import operators, random
+from trellis.named.array import NamedArray, is_named, named
+from trellis.named.axis import Axis, NamesError
+from trellis.named.contract import dot, einsum
+from trellis.named.control import fold, map, scan, vmap
+from trellis.named.create import arange, from_numpy, full, linspace, one_hot, ones, tril, triu, zeros
+from trellis.named.elementwise import ELEMENTWISE, lift
+from trellis.named.index import index, take
+from trellis.named.jit import abstract, named_jit, shard
+from trellis.named.placing import settle
+from trellis.named.reduce import ALONG, REDUCTIONS, argmax, argmin, lift_along, lift_reduction, top_k
+from trellis.named.reshape import (
     broadcast_to,
     concatenate,
     merge_axes,
@@ -25,8 +25,8 @@ from .reshape import (
     transpose,
     unbind,
 )
-from .saving import Keep, checkpoint, save
-from .stacked import Stacked
+from trellis.named.saving import Keep, checkpoint, save
+from trellis.named.stacked import Stacked
 
 globals().update({**ELEMENTWISE, **REDUCTIONS, **ALONG})
 

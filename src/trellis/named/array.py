@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trellis.named.axis import Axis, NamesError
 from trellis.notation import Dim, Shape, parse, typeof
 from trellis.notation.state import state_of
-
-from .axis import Axis, NamesError
 
 Slices = tuple[tuple[str, ...], ...]
 

@@ -3,8 +3,10 @@
 import dataclasses
 from collections.abc import Mapping
 
+from trellis.errors import TrellisError
 
-class NamesError(ValueError):
+
+class NamesError(TrellisError, ValueError):
     """A name that is absent, repeated or of the wrong size."""
 
 

@@ -4,17 +4,16 @@ import functools
 
 import jax.numpy as jnp
 
-from trellis.mesh.manual_einsum import einsum_plain
-from trellis.mesh.manual_ops import mark_pending
+from trellis.mesh.manual.einsum import einsum_plain
+from trellis.mesh.manual.ops import mark_pending
+from trellis.named.array import NamedArray
+from trellis.named.axis import NamesError
+from trellis.named.overlap import overlapped
+from trellis.named.placing import assign, bring, check_sizes, refuse_pending
+from trellis.named.placing import settle as settle_to_layout
+from trellis.named.product import product
 from trellis.notation import Dim, NotationError, Shape, parse, spec_of, typeof
 from trellis.notation.state import state_of
-
-from .array import NamedArray
-from .axis import NamesError
-from .overlap import overlapped
-from .placing import assign, bring, check_sizes, refuse_pending
-from .placing import settle as settle_to_layout
-from .product import product
 
 Names = tuple[str, ...]
 
@@ -120,8 +119,8 @@ def _check(equation: str, text: Names, x, rest: bool) -> None:
 
 
 def _reduce(x: NamedArray, out: Names) -> NamedArray:
-    from .reduce import REDUCTIONS
-    from .reshape import transpose
+    from trellis.named.reduce import REDUCTIONS
+    from trellis.named.reshape import transpose
 
     gone = tuple(n for n in x.names if n not in out)
     return transpose(REDUCTIONS["sum"](x, gone) if gone else x, out)

@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from trellis.named.array import NamedArray, is_named
+from trellis.named.axis import Axis, NamesError
+from trellis.named.index import positions
+from trellis.named.placing import whole
 from trellis.notation.state import mode_of
-
-from .array import NamedArray, is_named
-from .axis import Axis, NamesError
-from .index import positions
-from .placing import whole
 
 
 def _length(tree, name: str, what: str) -> int:
@@ -117,7 +116,7 @@ def scan(fn, axis: str | Axis, *, reverse: bool = False, unroll: int = 1, policy
         unroll: how many bodies one iteration of the compiled loop holds.
         policy: what each iteration keeps for the backward pass (see `trellis.keep`).
     """
-    from .saving import checkpoint
+    from trellis.named.saving import checkpoint
 
     name = _name(axis)
 

@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from trellis.mesh.layout import Layout, current_layout
+from trellis.named.array import NamedArray
+from trellis.named.axis import Axis, axes_of
+from trellis.named.elementwise import ELEMENTWISE
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of
-
-from .array import NamedArray
-from .axis import Axis, axes_of
-from .elementwise import ELEMENTWISE
 
 
 def layout_spec(names: tuple[str, ...], sizes: tuple[int, ...], which: str = "compute"):
@@ -93,7 +92,7 @@ def _difference(x: NamedArray, row: str, column: str) -> NamedArray:
 
 def from_numpy(array: np.ndarray, names: str) -> NamedArray:
     """A host array put where the layout in force says, each device receiving only its part."""
-    from .array import named
+    from trellis.named.array import named
 
     x = named(np.asarray(array), names)
     layout = current_layout()

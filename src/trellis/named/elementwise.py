@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from trellis.mesh.platform import platform_of
+from trellis.named.array import NamedArray
+from trellis.named.axis import NamesError
+from trellis.named.placing import assign, bring, check_sizes, refuse_pending, union, widen
 from trellis.notation import spec_of, typeof
 from trellis.notation.state import State, state_of
-
-from .array import NamedArray
-from .axis import NamesError
-from .placing import assign, bring, check_sizes, refuse_pending, union, widen
 
 
 def lift(fn, *, name: str | None = None) -> Callable[..., NamedArray]:

@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from trellis.named.array import NamedArray
+from trellis.named.axis import Axis, NamesError
+from trellis.named.placing import refuse_pending, settle, whole
 from trellis.notation import spec_of, typeof
 from trellis.notation.state import state_of
-
-from .array import NamedArray
-from .axis import Axis, NamesError
-from .placing import refuse_pending, settle, whole
 
 
 def _selection(x: NamedArray, key) -> dict:
@@ -107,7 +106,7 @@ def take(x: NamedArray, name: str | Axis, ids) -> NamedArray:
     Raises:
         NamesError: `ids` share a name with the rest of the table.
     """
-    from .lookup import lookup
+    from trellis.named.lookup import lookup
 
     refuse_pending(x, "take")
     name = name.name if isinstance(name, Axis) else name
@@ -121,7 +120,7 @@ def take(x: NamedArray, name: str | Axis, ids) -> NamedArray:
 
 def _gather(x: NamedArray, arrays: dict) -> NamedArray:
     """Several names at once: their positions are broadcast together by name."""
-    from .elementwise import together
+    from trellis.named.elementwise import together
 
     ids = {n: _as_named(v) for n, v in arrays.items()}
     for value in ids.values():
@@ -153,7 +152,7 @@ class _At:
         return _At(self.x, key)
 
     def _update(self, method: str, value) -> NamedArray:
-        from .reshape import transpose
+        from trellis.named.reshape import transpose
 
         x = self.x
         refuse_pending(x, f"at[...].{method}")

@@ -7,10 +7,9 @@ import jax
 
 from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.reshard import place
+from trellis.named.array import NamedArray, is_named
+from trellis.named.axis import NamesError
 from trellis.notation.state import mode_of, state_of
-
-from .array import NamedArray, is_named
-from .axis import NamesError
 
 
 def _require() -> Layout:

@@ -3,13 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from trellis.mesh.manual_ops import mark_pending
+from trellis.mesh.manual.ops import mark_pending
 from trellis.mesh.reshard import place
+from trellis.named.array import NamedArray
+from trellis.named.placing import assign, bring
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
-
-from .array import NamedArray
-from .placing import assign, bring
 
 
 def lookup(x: NamedArray, name: str, ids: NamedArray) -> NamedArray:

@@ -1,8 +1,8 @@
 """The methods and operators of a named array, attached from the tables."""
 
-from . import create, elementwise, index, reduce, reshape
-from .array import NamedArray
-from .elementwise import ELEMENTWISE
+from trellis.named import create, elementwise, index, reduce, reshape
+from trellis.named.array import NamedArray
+from trellis.named.elementwise import ELEMENTWISE
 
 _OPERATORS = {
     "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "floordiv": "floor_divide",

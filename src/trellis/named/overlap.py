@@ -21,13 +21,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trellis.mesh.layout import current_layout
 from trellis.mesh.ring import Moved, Names, Ring, gather_products, local_product, scatter_products
+from trellis.named.array import NamedArray
+from trellis.named.placing import Assignment, bring, missing_axes, move, placed, remember
+from trellis.named.saving import PRODUCT
 from trellis.notation import Dim, Shape, spec_of
 from trellis.notation.state import State, state_of
 from trellis.notation.struct import check_divides
-
-from .array import NamedArray
-from .placing import Assignment, bring, missing_axes, move, placed, remember
-from .saving import PRODUCT
 
 
 @dataclasses.dataclass(frozen=True)

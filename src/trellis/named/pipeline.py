@@ -22,19 +22,18 @@ import jax.numpy as jnp
 
 from trellis._compat import keep_mapped_axes_sharded
 from trellis.mesh.layout import Layout, current_layout
-from trellis.mesh.manual_ops import vary
+from trellis.mesh.manual.ops import vary
 from trellis.mesh.reshard import scope_name
+from trellis.named.array import NamedArray, is_named
+from trellis.named.axis import Axis, NamesError
+from trellis.named.contract import einsum
+from trellis.named.control import scan, vmap
+from trellis.named.create import arange
+from trellis.named.elementwise import ELEMENTWISE
+from trellis.named.placing import move, settle
+from trellis.named.reshape import broadcast_to, merge_axes, split_axis, transpose
 from trellis.notation import Dim, Shape, spec_of
 from trellis.notation.state import mode_of, state_of
-
-from .array import NamedArray, is_named
-from .axis import Axis, NamesError
-from .contract import einsum
-from .control import scan, vmap
-from .create import arange
-from .elementwise import ELEMENTWISE
-from .placing import move, settle
-from .reshape import broadcast_to, merge_axes, split_axis, transpose
 
 BATCH = "batch"
 """The name that is cut into microbatches."""
@@ -196,14 +195,18 @@ class _Plan:
     def spread(self, p):
         """A parameter `"layers ..."` as `f32["layers copies in_stage ..."]`: a whole copy for each slice of the batch.
 
-        One gather; the gradient's sum over the batch is one reduce-scatter (an all-reduce of what is held whole).
+        One gather; the gradient's sum over the batch is one reduce-scatter (an all-reduce of what is held whole). Where
+        the parameter is held as copies already, its gradient stays the partial sums that those promise, for the caller
+        to add up over microbatches and to settle once.
         """
         if not is_named(p):
             return p
         (over,) = self.around.assign((COPIES,))
-        held = [tuple(a for a in mine if a in over) for mine in state_of(p.array).axes]
+        state = state_of(p.array)
+        held = [tuple(a for a in mine if a in over) for mine in state.axes]
+        copied = state.copied & frozenset(over)
         used = self.inside.assign(p.names)
-        p = move(p, ((self.axis,), *((*u, *h) for u, h in zip(used[1:], held[1:], strict=True))), frozenset())
+        p = move(p, ((self.axis,), *((*u, *h) for u, h in zip(used[1:], held[1:], strict=True))), copied)
 
         def gather(part):
             for dim, mine in enumerate(held):
@@ -214,7 +217,8 @@ class _Plan:
         whole = spec_of(((self.axis,), over, *used[1:]))
         dims = tuple(map(Dim, p.names, ((self.axis,), *used[1:])))
         with jax.named_scope(scope_name(f"{p.type} -> {Shape(dims, copied=tuple(sorted(over)))}")):
-            array = jax.shard_map(gather, in_specs=spec_of(state_of(p.array).axes), out_specs=whole)(p.array)
+            inputs = spec_of(state_of(p.array).axes, (), copied)
+            array = jax.shard_map(gather, in_specs=inputs, out_specs=whole)(p.array)
         p = NamedArray(array, (p.names[0], COPIES, *p.names[1:]))
         p = p.astype(jnp.float32) if jnp.issubdtype(p.dtype, jnp.floating) else p
         return self.split(p)

@@ -18,11 +18,10 @@ import jax.numpy as jnp
 from trellis._compat import is_tracer, same_trace
 from trellis.mesh.layout import current_layout
 from trellis.mesh.reshard import place
+from trellis.named.array import NamedArray
+from trellis.named.axis import NamesError
 from trellis.notation import PendingSumError, Shape, spec_of, typeof
 from trellis.notation.state import state_of
-
-from .array import NamedArray
-from .axis import NamesError
 
 Assignment = dict[str, tuple[str, ...]]
 

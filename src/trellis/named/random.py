@@ -11,9 +11,9 @@ import inspect
 import jax
 import jax.numpy as jnp
 
-from .array import NamedArray
-from .axis import axes_of
-from .create import layout_spec
+from trellis.named.array import NamedArray
+from trellis.named.axis import axes_of
+from trellis.named.create import layout_spec
 
 
 def _lift(sampler):
@@ -55,7 +55,7 @@ rademacher = _lift(jax.random.rademacher)
 
 def categorical(key, logits: NamedArray, over: str) -> NamedArray:
     """Draws positions along a name in proportion to `exp(logits)` (the Gumbel-max method)."""
-    from .reduce import argmax
+    from trellis.named.reduce import argmax
 
     return argmax(logits + gumbel(key, logits.axes).astype(logits.dtype), over)
 
@@ -70,6 +70,6 @@ def dropout(key, x: NamedArray, rate: float) -> NamedArray:
     if rate == 0.0:
         return x
     keep = bernoulli(key, x.axes, 1.0 - rate)
-    from .elementwise import ELEMENTWISE
+    from trellis.named.elementwise import ELEMENTWISE
 
     return ELEMENTWISE["where"](keep, x / (1.0 - rate), jnp.zeros((), x.dtype))

@@ -6,13 +6,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from trellis.mesh.manual_ops import mark_pending
+from trellis.mesh.manual.ops import mark_pending
+from trellis.named.array import NamedArray
+from trellis.named.axis import Axis, NamesError
+from trellis.named.placing import refuse_pending, settle, spread, whole
 from trellis.notation import typeof
 from trellis.notation.state import state_of
-
-from .array import NamedArray
-from .axis import Axis, NamesError
-from .placing import refuse_pending, settle, spread, whole
 
 Over = "str | Axis | tuple[str, ...] | None"
 
@@ -60,7 +59,7 @@ def lift_reduction(fn, *, name: str | None = None) -> Callable[..., NamedArray]:
 
 
 def _align(x: NamedArray, mask: NamedArray):
-    from .placing import bring
+    from trellis.named.placing import bring
 
     axes = dict(zip(x.names, state_of(x.array).axes, strict=True))
     mask = bring(mask, axes if state_of(x.array).mode == "explicit" else None)

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from trellis.mesh.layout import current_layout
+from trellis.named.array import NamedArray
+from trellis.named.axis import Axis, NamesError
+from trellis.named.placing import assign, bring, check_sizes, refuse_pending, settle, spread, union, whole
 from trellis.notation import NotationError, spec_of, typeof
 from trellis.notation.state import state_of
-
-from .array import NamedArray
-from .axis import Axis, NamesError
-from .placing import assign, bring, check_sizes, refuse_pending, settle, spread, union, whole
 
 
 def rename(x: NamedArray, names: Mapping[str, str] | None = None, **more: str) -> NamedArray:
@@ -197,7 +196,7 @@ def _reshaped(x: NamedArray, state, names, axes, shape) -> NamedArray:
 
 def unbind(x: NamedArray, name: str | Axis) -> tuple[NamedArray, ...]:
     """One array for each position of a name, without it: `q, k, v = unbind(qkv, "qkv")`."""
-    from .index import positions
+    from trellis.named.index import positions
 
     name = name.name if isinstance(name, Axis) else name
     refuse_pending(x, "indexing")
@@ -277,7 +276,7 @@ def roll(x: NamedArray, shift: int, name: str) -> NamedArray:
 
 def broadcast_to(x: NamedArray, axes) -> NamedArray:
     """The same values along all given axes, in their order."""
-    from .axis import axes_of
+    from trellis.named.axis import axes_of
 
     axes = axes_of(axes)
     names = tuple(a.name for a in axes)

@@ -8,13 +8,12 @@ import jax
 
 from trellis.mesh.layout import current_layout
 from trellis.mesh.platform import unrolls_loops
-
-from .array import NamedArray, is_named
-from .axis import Axis
-from .control import scan, vmap
-from .index import index
-from .pipeline import fold_pipeline, pipeline_axis
-from .saving import Keep, checkpoint
+from trellis.named.array import NamedArray, is_named
+from trellis.named.axis import Axis
+from trellis.named.control import scan, vmap
+from trellis.named.index import index
+from trellis.named.pipeline import fold_pipeline, pipeline_axis
+from trellis.named.saving import Keep, checkpoint
 
 
 class Stacked(eqx.Module):
@@ -97,7 +96,7 @@ def _call(call):
 
 
 def _stack(ys, name: str):
-    from .reshape import stack
+    from trellis.named.reshape import stack
 
     if ys[0] is None:
         return None

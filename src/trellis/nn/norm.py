@@ -4,8 +4,8 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from trellis.named import ELEMENTWISE, Axis, NamedArray
-
-from .params import constant
+from trellis.nn.initializers import constant
+from trellis.nn.parameters import Bias, Scale
 
 _rsqrt = ELEMENTWISE["rsqrt"]
 
@@ -13,7 +13,7 @@ _rsqrt = ELEMENTWISE["rsqrt"]
 class RMSNorm(eqx.Module):
     """Root-mean-square norm (Zhang and Sennrich, 2019, arXiv:1910.07467): `x / rms(x) * scale`."""
 
-    scale: NamedArray
+    scale: Scale
     eps: float = eqx.field(static=True)
 
     @staticmethod
@@ -30,8 +30,8 @@ class RMSNorm(eqx.Module):
 class LayerNorm(eqx.Module):
     """Layer norm (Ba et al., 2016, arXiv:1607.06450): `(x - mean) / deviation * scale + bias`."""
 
-    scale: NamedArray
-    bias: NamedArray | None
+    scale: Scale
+    bias: Bias | None
     eps: float = eqx.field(static=True)
 
     @staticmethod

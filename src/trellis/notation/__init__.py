@@ -1,6 +1,6 @@
 """The shape language: parse, print, annotations, checks. No mesh, no models."""
 
-from .annotation import (
+from trellis.notation.annotation import (
     ArrayType,
     DType,
     Stack,
@@ -19,9 +19,9 @@ from .annotation import (
     u16,
     u32,
 )
-from .binding import Bindings, PendingSumError, TypeMismatch
-from .checked import checked, checking
-from .shape import Dim, NotationError, Shape, parse, parse_transition, spec_of
-from .struct import abstract, specs, struct, types
-from .transition import Step, kind_of, plan
-from .typeof import short_dtype, typeof
+from trellis.notation.binding import Bindings, PendingSumError, TypeMismatch
+from trellis.notation.checked import checked, checking
+from trellis.notation.shape import Dim, NotationError, Shape, parse, parse_transition, spec_of
+from trellis.notation.struct import abstract, specs, struct, types
+from trellis.notation.transition import Step, kind_of, plan
+from trellis.notation.typeof import short_dtype, typeof

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .shape import NotationError, Shape, parse
+from trellis.notation.shape import NotationError, Shape, parse
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

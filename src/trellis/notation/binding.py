@@ -7,10 +7,10 @@ import math
 
 import jax
 
-from .annotation import ArrayType
-from .shape import Dim, NotationError, Shape
-from .state import State, mesh_of, state_of
-from .typeof import is_array, is_named, short_dtype, typeof
+from trellis.notation.annotation import ArrayType
+from trellis.notation.shape import Dim, NotationError, Shape
+from trellis.notation.state import State, mesh_of, state_of
+from trellis.notation.typeof import is_array, is_named, short_dtype, typeof
 
 
 class TypeMismatch(NotationError, TypeError):

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from .annotation import ArrayType, StackType, alternatives, array_types, hints_of
-from .binding import Bindings, TypeMismatch, binding, check_array
-from .shape import Shape
-from .typeof import is_array, is_named, typeof
+from trellis.notation.annotation import ArrayType, StackType, alternatives, array_types, hints_of
+from trellis.notation.binding import Bindings, TypeMismatch, binding, check_array
+from trellis.notation.shape import Shape
+from trellis.notation.typeof import is_array, is_named, typeof
 
 _on = os.environ.get("TRELLIS_CHECK", "0") not in ("", "0")
 

@@ -13,11 +13,13 @@ import re
 
 from jax.sharding import PartitionSpec
 
+from trellis.errors import TrellisError
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _INTEGER = re.compile(r"[0-9]+\Z")
 
 
-class NotationError(ValueError):
+class NotationError(TrellisError, ValueError):
     """A text that is not in the notation. The message says the rule, the text, the place and the fix."""
 
 

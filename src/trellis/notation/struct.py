@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import NamedSharding
 
-from .annotation import ArrayType, DType, StackType, alternatives, array_types, hints_of
-from .binding import real_axes
-from .shape import NotationError, Shape, spec_of
+from trellis.notation.annotation import ArrayType, DType, StackType, alternatives, array_types, hints_of
+from trellis.notation.binding import real_axes
+from trellis.notation.shape import NotationError, Shape, spec_of
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=False)

@@ -3,7 +3,7 @@
 import dataclasses
 import typing
 
-from .shape import Dim, Shape
+from trellis.notation.shape import Dim, Shape
 
 Kind = typing.Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute", "slice", "cast"]
 

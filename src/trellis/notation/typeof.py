@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 
-from .shape import Dim
-from .state import mesh_of, state_of
+from trellis.notation.shape import Dim
+from trellis.notation.state import mesh_of, state_of
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 

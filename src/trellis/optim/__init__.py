@@ -1,11 +1,23 @@
 """Schedules and update rules, over Optax."""
 
-from .averaging import average
-from .config import WSD, Adafactor, AdamW, Constant, Cosine, InverseSqrt, Linear, Lion, Muon, Optimizer, Schedule
-from .finite import all_finite, select
-from .groups import decayed
-from .optimizer import learning_rate, make_optimizer
-from .schedules import learning_rates
+from trellis.optim.averaging import average
+from trellis.optim.config import (
+    WSD,
+    Adafactor,
+    AdamW,
+    Constant,
+    Cosine,
+    InverseSqrt,
+    Linear,
+    Lion,
+    Muon,
+    Optimizer,
+    Schedule,
+)
+from trellis.optim.finite import all_finite, select
+from trellis.optim.groups import decayed
+from trellis.optim.optimizer import learning_rate, make_optimizer
+from trellis.optim.schedules import learning_rates
 
 __all__ = [
     "WSD",

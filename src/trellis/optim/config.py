@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from ..errors import UserError
+from trellis.errors import UserError
 
 
 def _check(holds: bool, rule: str, name: str, value: object, fix: str) -> None:

@@ -1,55 +1,20 @@
-"""Which parameters an optimizer treats how, by their names and the names of their axes."""
+"""Which parameters an optimizer treats how: by their roles, their names and the names of their axes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
 
-from ..named import is_named
-
-# Axes that only say how many of a parameter there are, where they lead.
-_COUNTING = ("stage", "layers", "experts")
-
-
-class Parameter(NamedTuple):
-    """A parameter as an optimizer sees it.
-
-    Attributes:
-        path: its place in the model, as in blocks/attention/q.
-        names: the names of its axes; empty for a plain array.
-        counting: how many leading axes only count parameters of one kind (layers, experts).
-        ndim: its number of axes.
-    """
-
-    path: str
-    names: tuple[str, ...]
-    counting: int
-    ndim: int
-
-    def matches(self, words: Sequence[str]) -> bool:
-        """Whether a word is in its path or is the name of one of its axes."""
-        return any(word in self.path or word in self.names for word in words)
-
-
-def describe(path: tuple, leaf: Any) -> Parameter:
-    """What an optimizer needs to know about a leaf of a tree of parameters: a named or plain array."""
-    names = tuple(leaf.names) if is_named(leaf) else ()
-    counting = 0
-    while counting < len(names) and names[counting] in _COUNTING:
-        counting += 1
-    text = jax.tree_util.keystr(path, simple=True, separator="/")
-    return Parameter(text, names, counting, len(names) if is_named(leaf) else leaf.ndim)
+from trellis.named import is_named
+from trellis.nn.parameters import Parameter, Role, parameters
 
 
 def label(params: Any, choose: Callable[[Parameter], Any]) -> Any:
     """A tree like `params` with what `choose` says in place of each array."""
-
-    def leaf(path: tuple, value: Any) -> Any:
-        chosen = choose(describe(path, value))
-        return jax.tree.map(lambda _: chosen, value)
-
-    return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_named)
+    chosen = [(choose(p), p.leaf) for p in parameters(params)]
+    leaves = [x.with_array(mine) if is_named(x) else mine for mine, x in chosen]
+    return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_named), leaves)
 
 
 def by_group(
@@ -65,11 +30,13 @@ def by_group(
         rules: transformations of a dictionary of parameters.
     """
 
+    def path_of(parameter: Parameter) -> str:
+        return parameter.path.replace(".", "/")  # as checkpoints have it
+
     def split(tree: Any) -> dict[str, dict[str, Any]]:
         groups: dict[str, dict[str, Any]] = {key: {} for key in rules}
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named):
-            parameter = describe(path, leaf)
-            groups[choose(parameter)][parameter.path] = leaf
+        for parameter in parameters(tree):
+            groups[choose(parameter)][path_of(parameter)] = parameter.leaf
         return groups
 
     def init(params: Any) -> dict[str, Any]:
@@ -79,7 +46,8 @@ def by_group(
         values = split(params) if params is not None else dict.fromkeys(rules)
         done = {key: rules[key].update(group, state[key], values[key]) for key, group in split(updates).items()}
         moved = {path: update for group, _ in done.values() for path, update in group.items()}
-        together = jax.tree_util.tree_map_with_path(lambda p, x: moved[describe(p, x).path], updates, is_leaf=is_named)
+        leaves = [moved[path_of(parameter)] for parameter in parameters(updates)]
+        together = jax.tree.unflatten(jax.tree.structure(updates, is_leaf=is_named), leaves)
         return together, {key: new for key, (_, new) in done.items()}
 
     return optax.GradientTransformation(init, update)
@@ -100,10 +68,10 @@ def on_arrays(rule: optax.GradientTransformation) -> optax.GradientTransformatio
 
 
 def decayed(params: Any, exclude: Sequence[str]) -> Any:
-    """True for the parameters that weight decay acts on: those of two axes or more that `exclude` does not name.
+    """True for the parameters that weight decay acts on: weights and tables that `exclude` does not name.
 
     >>> import jax.numpy as jnp
     >>> decayed({"w": jnp.ones((2, 3)), "norm": jnp.ones((2, 3)), "scale": jnp.ones(3)}, ["norm"])
     {'norm': False, 'scale': False, 'w': True}
     """
-    return label(params, lambda p: p.ndim - p.counting >= 2 and not p.matches(exclude))
+    return label(params, lambda p: p.role in (Role.WEIGHT, Role.TABLE) and not p.matches(exclude))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,12 +9,15 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from .config import Muon
-from .groups import Parameter, by_group, label
+from trellis.nn.parameters import Parameter, Role
+from trellis.optim.config import Muon
+from trellis.optim.groups import by_group, label
 
 
-def muon(config: Muon, exclude: Sequence[str] = ("vocab", "pos", "bias")) -> optax.GradientTransformation:
-    """Muon's direction for matrices, Adam's for all else; neither has a learning rate or weight decay yet.
+def muon(config: Muon) -> optax.GradientTransformation:
+    """Muon's direction for matrices, Adam's for all else: vectors, tables and the unembedding.
+
+    Neither has a learning rate or weight decay yet.
 
     Momentum is kept in the parameters' sharding. The Newton-Schulz iteration needs whole matrices: each update is moved
     so that the leading axis, the layers, is sliced over as many devices as divide it and its matrices are whole, and
@@ -23,7 +25,6 @@ def muon(config: Muon, exclude: Sequence[str] = ("vocab", "pos", "bias")) -> opt
 
     Args:
         config: the rule.
-        exclude: matrices with one of these in their path or among their axes are left to Adam.
 
     Source:
         Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/; the scale of updates after Liu et al., 2025,
@@ -35,7 +36,7 @@ def muon(config: Muon, exclude: Sequence[str] = ("vocab", "pos", "bias")) -> opt
     )
 
     def is_muons(p: Parameter) -> bool:
-        return _is_matrix(p) and not p.matches(exclude)
+        return p.role == Role.WEIGHT and "vocab" not in p.names and all(_sides(p))
 
     return by_group(lambda p: "muon" if is_muons(p) else "adam", {"muon": matrices, "adam": adam})
 
@@ -53,10 +54,6 @@ def _sides(p: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return tuple(range(p.ndim - 2, p.ndim - 1)), tuple(range(p.ndim - 1, p.ndim))
     axes = [a for a in range(p.counting, p.ndim) if p.names[a] not in _SIDE_BY_SIDE]
     return tuple(a for a in axes if p.names[a] == "embed"), tuple(a for a in axes if p.names[a] != "embed")
-
-
-def _is_matrix(p: Parameter) -> bool:
-    return p.ndim >= 2 and all(_sides(p))
 
 
 @dataclasses.dataclass(frozen=True)

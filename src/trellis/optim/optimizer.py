@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .config import Adafactor, AdamW, Lion, Muon, Optimizer, Schedule
-from .groups import decayed, on_arrays
-from .muon import muon
-from .schedules import learning_rates
+from trellis.optim.config import Adafactor, AdamW, Lion, Muon, Optimizer, Schedule
+from trellis.optim.groups import decayed, on_arrays
+from trellis.optim.muon import muon
+from trellis.optim.schedules import learning_rates
 
 
 class RateState(NamedTuple):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .config import WSD, Constant, Cosine, InverseSqrt, Linear, Schedule
+from trellis.optim.config import WSD, Constant, Cosine, InverseSqrt, Linear, Schedule
 
 
 def learning_rates(schedule: Schedule, peak: float, steps: int) -> Callable[[jax.Array | int], jax.Array]:

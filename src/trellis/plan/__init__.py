@@ -1,7 +1,8 @@
 """Plans of a run for hardware that is not here."""
 
-from .hardware import chips as chips
-from .hardware import target as target
+from trellis.hardware.chips import chips as chips
+from trellis.hardware.chips import target as target
+
 from .quick import Plan as Plan
 from .quick import quick_plan as quick_plan
 from .search import search as search

@@ -6,11 +6,10 @@ import math
 from collections.abc import Collection
 
 from trellis.errors import UserError
-from trellis.train.config import BatchSize, Run
-from trellis.train.layouts import MeshSizes, make_layout
-
-from .described import described_devices
-from .hardware import Target
+from trellis.hardware.chips import Target
+from trellis.hardware.described import described_devices
+from trellis.run.config import BatchSize, Run
+from trellis.run.layouts import MeshSizes, make_layout
 
 DATA_AXES = ("data", "data_y", "data_z")
 
@@ -56,7 +55,7 @@ def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[s
 def fitted_mesh(mesh: MeshSizes, target: Target) -> MeshSizes:
     """A recipe's mesh on a target that it was not written for.
 
-    >>> from trellis.plan.hardware import target
+    >>> from trellis.hardware.chips import target
     >>> fitted = fitted_mesh(MeshSizes(model=8), target("v5p:8x8x8"))
     >>> fitted.data, fitted.data_y, fitted.model
     (8, 8, 8)
@@ -74,7 +73,7 @@ def fitted_mesh(mesh: MeshSizes, target: Target) -> MeshSizes:
 def data_sizes(ways: int, target: Target) -> dict[str, int]:
     """`ways` devices of data parallelism, one mesh axis along each side of the torus where they fill it.
 
-    >>> from trellis.plan.hardware import target
+    >>> from trellis.hardware.chips import target
     >>> data_sizes(256, target("v5e:16x16")), data_sizes(64, target("v5e:16x16"))
     ({'data': 16, 'data_y': 16}, {'data': 64})
     """

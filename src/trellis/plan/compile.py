@@ -24,13 +24,13 @@ import jax
 
 from trellis._compat import cudnn_assumed
 from trellis.errors import UserError
+from trellis.hardware.chips import Target
 from trellis.inspect.compiled import compiled_memory
 from trellis.mesh.topology import TopologyError, target_devices
+from trellis.run.config import Run
 from trellis.train.compilation import cache_folder, options_for
-from trellis.train.config import Run
 
 from .buffers import Allocation, Layout, dump_options, read_layout
-from .hardware import Target
 from .program import Program, program
 
 

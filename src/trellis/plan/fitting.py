@@ -9,7 +9,7 @@ from trellis.errors import UserError
 from trellis.inspect import Memory
 from trellis.inspect import memory as memory_of
 from trellis.inspect.rows import human_bytes
-from trellis.train.config import Run
+from trellis.run.config import Run
 
 from .program import Program
 from .quick import Plan

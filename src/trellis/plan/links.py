@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from trellis.errors import UserError
-
-from .hardware import Target
+from trellis.hardware.chips import Target
 
 # Share of the published rate that a collective reaches: TPU torus links 45 of 50 GB/s (the scaling book's one-way
 # rates); NCCL's bus bandwidth on NVSwitch about 360 of 450 GB/s.
@@ -127,7 +126,7 @@ def check_tiles(mesh: Mapping[str, int], target: Target) -> None:
 def place(mesh: Mapping[str, int], target: Target) -> Links:
     """Puts a mesh on a target, its last axis first.
 
-    >>> from trellis.plan.hardware import target
+    >>> from trellis.hardware.chips import target
     >>> place({"data": 16, "model": 16}, target("v5e:16x16")).describe("model")
     'ring of 16 on side 1'
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from trellis._compat import cudnn_assumed
 from trellis.errors import UserError
+from trellis.hardware.chips import Target
 from trellis.mesh import Layout
+from trellis.run.config import Run
+from trellis.run.layouts import make_layout
 from trellis.train.assemble import assemble
-from trellis.train.config import Run
-from trellis.train.layouts import make_layout
 
-from .hardware import Target
 from .links import check_tiles
 from .trace import Step, trace_step
 

@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from trellis.hardware.chips import Target
+from trellis.hardware.described import described_devices
 from trellis.inspect.rows import Ledger
+from trellis.run.config import Run
 from trellis.train.compilation import options_for
-from trellis.train.config import Run
-from trellis.train.work import flops_per_token
+from trellis.train.flops import flops_per_token
 
-from .described import described_devices
-from .hardware import Target
 from .links import Links, place
 from .memory import Memory, memory
 from .program import Program, program
@@ -90,8 +90,9 @@ def model_flops(ops: Sequence[Op], devices: int) -> float:
 
 def _gradient_products(ops: Sequence[Op]) -> float:
     """FLOPs of the loss's gradient products, made in the forward pass: two as large as that of the logits."""
-    made = (op for op in ops if op.direction == "forward" and op.kind == "product")
-    return sum(op.flops * op.times for op in made if op.source.startswith(("loss.py", "loss_pieces.py"))) * 2 / 3
+    files = ("token_chunks.py", "vocab_chunks.py")
+    made = (op for op in ops if op.direction == "forward" and op.kind == "product" and op.source.startswith(files))
+    return sum(op.flops * op.times for op in made) * 2 / 3
 
 
 def quick_plan(run: Run, target: Target, *, price: float | None = None, options: Sequence[str] | None = None) -> Plan:

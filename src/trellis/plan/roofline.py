@@ -13,17 +13,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trellis.hardware.chips import MEMORY_EFFICIENCY, Chip
 from trellis.inspect.rows import Ledger, Row
 from trellis.inspect.source import source_of
 
-from .hardware import Chip
 from .links import Links
 from .trace import Step, inlined, is_literal, local_bytes
 from .work import Op
 
 PASSES = ("forward", "recomputed", "backward", "update")
-# Memory bandwidth that streaming code reaches, of the published rate.
-MEMORY_EFFICIENCY = 0.85
 # Elementwise work that the compiler fuses into the products around it, so that its bytes are not read again. Fitted
 # on compiled programs.
 FUSED_AWAY = 0.35
@@ -124,7 +122,7 @@ def filled(inner: int, chip: Chip) -> float:
     Each tile of the result loads its first operands before it computes, and writes its result after: about as long as
     `chip.fill` more terms of the sum.
 
-    >>> from trellis.plan.hardware import chips
+    >>> from trellis.hardware.chips import chips
     >>> filled(4096, chips()["h100"]) > 0.95, filled(512, chips()["h100"]) < 0.8
     (True, True)
     """
@@ -134,7 +132,7 @@ def filled(inner: int, chip: Chip) -> float:
 def waves(dims: tuple[int, int, int], count: float, chip: Chip) -> float:
     """How much longer a product takes on a GPU because its tiles come in whole waves over the processors.
 
-    >>> from trellis.plan.hardware import chips
+    >>> from trellis.hardware.chips import chips
     >>> round(waves((128 * 109, 1024, 128), 1.0, chips()["a100"]), 2)  # 109 tiles on 108 processors
     1.98
     """

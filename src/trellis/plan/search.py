@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trellis.errors import UserError
+from trellis.hardware.chips import Target
 from trellis.inspect.rows import aligned, human_bytes
-from trellis.train.config import Run
+from trellis.run.config import Run
 
 from .adapting import DATA_AXES, data_sizes
 from .fitting import SOME_NAMES
-from .hardware import Target
 from .quick import Plan, quick_plan
 from .show import human_count, human_seconds
 from .sketch import Sketch, sketch

@@ -3,9 +3,9 @@
 import dataclasses
 import math
 
-from trellis.train.config import Run
+from trellis.hardware.chips import Target
+from trellis.run.config import Run
 
-from .hardware import Target
 from .links import Links, place
 from .memory import FRAGMENTATION
 

@@ -1,9 +1,9 @@
 """GPT-2 on a token store of the user's."""
 
-from ..models import GPT2Config
-from ..optim.config import AdamW, Cosine
-from ..train.config import CheckpointRule, Evaluation, Remat, Run
-from ..train.data_config import Data, Store
+from trellis.models import GPT2Config
+from trellis.optim.config import AdamW, Cosine
+from trellis.run.config import CheckpointRule, Evaluation, Remat, Run
+from trellis.run.data import Data, Store
 
 
 def gpt2_small() -> Run:

@@ -7,11 +7,11 @@ and a wide feed-forward layer. Parameters in blocks are without the two tables o
 
 import dataclasses
 
-from ..models import Llama3Scaling, LlamaConfig
-from ..optim.config import AdamW, Cosine
-from ..train.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Remat, Run
-from ..train.data_config import Data, Store
-from ..train.schema import FrozenMap
+from trellis.models import Llama3Scaling, LlamaConfig
+from trellis.optim.config import AdamW, Cosine
+from trellis.run.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Remat, Run
+from trellis.run.data import Data, Store
+from trellis.run.schema import FrozenMap
 
 
 def llama_84m() -> Run:

@@ -4,10 +4,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..errors import UserError, did_you_mean
-from ..train.config import Run
-from ..train.overrides import resolve
-from . import gpt2, llama, mixtral, starter
+from trellis.errors import UserError, did_you_mean
+from trellis.recipes import gpt2, llama, mixtral, starter
+from trellis.run.config import Run
+from trellis.run.overrides import resolve
 
 _FILES = (starter, gpt2, llama, mixtral)
 

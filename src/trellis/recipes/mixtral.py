@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from ..models import MixtralConfig, Routing
-from ..optim.config import AdamW, Cosine
-from ..train.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Precision, Remat, Run
-from ..train.data_config import Data, Store
-from ..train.schema import FrozenMap
+from trellis.models import MixtralConfig, Routing
+from trellis.optim.config import AdamW, Cosine
+from trellis.run.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Precision, Remat, Run
+from trellis.run.data import Data, Store
+from trellis.run.schema import FrozenMap
 
 
 def mixtral_8x7b() -> Run:

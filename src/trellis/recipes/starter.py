@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from ..models import LlamaConfig
-from ..optim.config import AdamW, Cosine
-from ..train.config import CheckpointRule, Evaluation, Logging, Precision, Run
-from ..train.data_config import Data, Embedded
+from trellis.models import LlamaConfig
+from trellis.optim.config import AdamW, Cosine
+from trellis.run.config import CheckpointRule, Evaluation, Logging, Precision, Run
+from trellis.run.data import Data, Embedded
 
 
 def starter() -> Run:

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from ..mesh import Layout
-from ..mesh.platform import rehearses
-from ..named import is_named
-from ..named.saving import Keep, nothing, products, saved
-from ..optim import all_finite, learning_rates, make_optimizer, select
-from .config import Remat, Run
-from .layouts import make_layout
-from .state import State, abstract_state, cast, new_state
-from .step import Recipe, make_step
+from trellis.mesh import Layout
+from trellis.mesh.platform import rehearses
+from trellis.named import is_named
+from trellis.named.saving import Keep, nothing, products, saved
+from trellis.optim import all_finite, learning_rates, make_optimizer, select
+from trellis.run.config import Remat, Run
+from trellis.run.layouts import make_layout
+from trellis.train.state import State, abstract_state, cast, new_state
+from trellis.train.step import Recipe, make_step
 
 # Bytes that one channel of a microbatch takes on a CPU device, about.
 _PART_BYTES = 4096

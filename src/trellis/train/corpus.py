@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..data import (
+from trellis.data import (
     Batches,
     Mixture,
     Store,
@@ -15,13 +15,13 @@ from ..data import (
     embedded_stores,
     load_tokenizer,
 )
-from ..data.order import Shuffle
-from ..errors import UserError
-from .config import Run
-from .data_config import Embedded
-from .data_config import Mixture as MixtureConfig
-from .data_config import Store as StoreConfig
-from .evaluation import ValidationSet
+from trellis.data.order import Shuffle
+from trellis.errors import UserError
+from trellis.run.config import Run
+from trellis.run.data import Embedded
+from trellis.run.data import Mixture as MixtureConfig
+from trellis.run.data import Store as StoreConfig
+from trellis.train.evaluation import ValidationSet
 
 _PACKINGS = {"concatenate": "chunk", "pack": "best_fit", "pad": "pad"}
 

@@ -3,16 +3,13 @@
 import dataclasses
 import math
 import os
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from ..errors import UserError
-from .config import Run
-from .distributed import has_tpu
+from trellis.errors import UserError
+from trellis.hardware.platform import choose_platform
+from trellis.run.config import Run
 
 # The processors' caches and memory are shared: past this many devices a CPU gains nothing and compiles for longer.
 _MOST_BY_DEFAULT = 8
@@ -44,20 +41,6 @@ def find_devices(run: Run) -> list[Any]:
             fix=f"use {len(devices)} or fewer; JAX_PLATFORMS=cpu rehearses more on a CPU",
         )
     return devices[:wanted]
-
-
-def choose_platform() -> None:
-    """Keeps JAX from looking for TPUs on a Linux machine that has none: with libtpu there, it would wait and complain.
-
-    libtpu is there where programs are compiled ahead of time. A platform that the user chose stays.
-    """
-    if jax.config.jax_platforms or sys.platform != "linux" or find_spec("libtpu") is None or has_tpu():
-        return
-    gpu = any(find_spec(f"jax_{plugin}_plugin") for plugin in ("cuda12", "cuda13", "rocm7"))
-    if not gpu:
-        jax.config.update("jax_platforms", "cpu")
-    elif any(Path("/dev").glob("nvidia[0-9]*")):
-        jax.config.update("jax_platforms", "cuda,cpu")
 
 
 def default_count(run: Run, cores: int) -> int:

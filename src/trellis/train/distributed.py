@@ -3,12 +3,12 @@
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from ..errors import UserError
+from trellis.errors import UserError
+from trellis.hardware.platform import has_tpu
 
 
 def detect(
@@ -163,7 +163,3 @@ def _slurm_devices(env: Mapping[str, str]) -> list[int] | None:
     share, rest = divmod(int(gpus), tasks.pop())
     local = int(env["SLURM_LOCALID"])
     return list(range(local * share, (local + 1) * share)) if share and not rest else None
-
-
-def has_tpu() -> bool:
-    return any(Path("/dev").glob("accel[0-9]*")) or Path("/dev/vfio/0").exists()

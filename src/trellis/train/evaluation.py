@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..data import Batches, Loader, TokenStore, count_bytes
-from ..nn.loss import TokenLoss
-from .state import State, cast
-from .step import Recipe, batch_loss, by_name
+from trellis.data import Batches, Loader, TokenStore, count_bytes
+from trellis.nn.loss import TokenLoss
+from trellis.train.state import State, cast
+from trellis.train.step import Recipe, batch_loss, by_name
 
 # Batches that may wait on the devices. The training loop's own come on top: on several CPU devices XLA hangs where one
 # has more than 32 programs to run (seen with JAX 0.10.2).

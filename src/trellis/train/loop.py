@@ -11,20 +11,20 @@ from typing import Any
 
 import jax
 
-from ..errors import UserError
-from .checkpoint import Checkpoints
-from .compilation import CompiledStep
-from .config import CheckpointRule, Evaluation, Logging
-from .config import Profile as ProfileRule
-from .distributed import is_first
-from .drain import Drain, Record
-from .figures import duration
-from .metrics import Meter, Work
-from .profile import Profile
-from .progress import Progress
-from .stopping import LossNotFinite, Signals, explain, explained_abort, leave_at_once
-from .timeline import Timeline
-from .trackers import Tracker, open_trackers
+from trellis.checkpoint.checkpoints import Checkpoints
+from trellis.errors import UserError
+from trellis.figures.numbers import duration
+from trellis.run.config import CheckpointRule, Evaluation, Logging
+from trellis.run.config import Profile as ProfileRule
+from trellis.train.compilation import CompiledStep
+from trellis.train.distributed import is_first
+from trellis.train.drain import Drain, Record
+from trellis.train.metrics import Meter, Work
+from trellis.train.profile import Profile
+from trellis.train.progress import Progress
+from trellis.train.stopping import LossNotFinite, Signals, explain, explained_abort, leave_at_once
+from trellis.train.timeline import Timeline
+from trellis.train.trackers import Tracker, open_trackers
 
 # How many steps may be dispatched before the first of them is finished. (More than 32 hang XLA on several CPU devices.)
 _AHEAD = 4

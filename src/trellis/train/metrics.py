@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import jax
 
-from .drain import Record
+from trellis.train.drain import Record
 
 # A compiled step returns its metrics in alphabetical order; a line begins with what people look for.
 _FIRST = ("loss", "learning_rate", "grad_norm")

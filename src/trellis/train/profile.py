@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from .config import Profile as ProfileRule
+from trellis.run.config import Profile as ProfileRule
 
 
 class Profile:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TextIO
 
-from .figures import count, duration, size
+from trellis.figures.numbers import count, duration, size
 
 
 class Progress:

@@ -1,12 +1,23 @@
 """A run's model back from its checkpoints, for whoever uses it: evaluation, sampling, export."""
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
-from .assemble import Assembled
-from .checkpoint import Checkpoints
-from .state import State, cast
+import numpy as np
+
+from trellis.checkpoint.checkpoints import Checkpoints
+from trellis.data import Tokenizer, load_tokenizer
+from trellis.errors import UserError
+from trellis.hub.folder import At
+from trellis.nn.parameters import Parameter
+from trellis.run.config import Run
+from trellis.run.layouts import LayoutChoice, MeshSizes
+from trellis.train.assemble import Assembled
+from trellis.train.corpus import open_corpus
+from trellis.train.state import State, cast
 
 
 def restore_model(assembled: Assembled, folder: Path, *, step: int | None = None) -> tuple[State, int]:
@@ -62,3 +73,39 @@ def model_in_use(assembled: Assembled, state: State) -> Any:
     """The model of a state as it is used: the moving average where there is one, in the type to compute in."""
     model = state.model if state.average is None else state.average
     return cast(model, assembled.recipe.compute, assembled.recipe.exceptions)
+
+
+def in_use(run: Run, devices: int) -> Run:
+    """The run as it is used rather than trained: whole on one device, or its widths sliced over several."""
+    choice = LayoutChoice(preset="tensor" if devices > 1 else "single")
+    return dataclasses.replace(run, devices=devices, mesh=MeshSizes(data=1, model=devices), layout=choice)
+
+
+def tokenizer_of(run: Run) -> Tokenizer | None:
+    """The tokenizer that a run names, or the one of its data."""
+    return load_tokenizer(run.data.tokenizer) if run.data.tokenizer is not None else open_corpus(run).tokenizer
+
+
+def checkpoint_reader(
+    folder: Path, run: Run, abstract: Any, *, step: int | None = None
+) -> tuple[int, Callable[[Parameter, At], np.ndarray]]:
+    """A function that reads a run's parameters, holding one layer at a time, and the step they are of.
+
+    Args:
+        folder: the run's folder.
+        run: the run. Where it keeps a moving average of the parameters, that is read.
+        abstract: the state on one device.
+        step: the checkpoint of this step; None takes the newest that is whole.
+    """
+    taken = restore_step(abstract.step, folder, step=step)
+    which = "model" if run.ema is None else "average"
+    saved = Checkpoints(folder / "checkpoints", read_only=True)
+
+    @functools.lru_cache(maxsize=1)
+    def stored(path: str, layer: int | None = None) -> np.ndarray:
+        return saved.read(taken, f"{which}/{path.replace('.', '/')}", layer)
+
+    def read(parameter: Parameter, at: At) -> np.ndarray:
+        return stored(parameter.path, *at[:1])[at[1:]]  # a layer's experts are stored together
+
+    return taken, read

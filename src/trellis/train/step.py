@@ -16,14 +16,12 @@ from trellis.mesh.layout import current_layout
 from trellis.mesh.reshard import place
 from trellis.named import Keep, NamedArray, is_named, named
 from trellis.named.reshape import split_axis, transpose
-from trellis.nn.language import next_token_loss
-from trellis.nn.loss import TokenLoss
+from trellis.nn.loss import TokenLoss, next_token_loss
 from trellis.nn.moe import Routed, summary
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
 from trellis.optim.averaging import average as moving_average
-
-from .state import State, cast
+from trellis.train.state import State, cast
 
 Metrics = dict[str, jax.Array]
 

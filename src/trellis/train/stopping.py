@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import jax
 
-from ..errors import UserError
+from trellis.errors import UserError
 
 # What the runtimes write when another process of the run is gone.
 _PEER = re.compile(

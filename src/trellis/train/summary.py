@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 
-from ..inspect import Ledger
-from ..inspect import ledger as ledger_of
-from ..inspect import memory as memory_of
-from ..named import is_named
-from ..notation.typeof import short_dtype
-from .assemble import Assembled
-from .figures import count, size
+from trellis.figures.numbers import count, size
+from trellis.inspect import Ledger
+from trellis.inspect import ledger as ledger_of
+from trellis.inspect import memory as memory_of
+from trellis.named import is_named
+from trellis.notation.typeof import short_dtype
+from trellis.train.assemble import Assembled
 
 
 def machine() -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import UserError, did_you_mean
+from trellis.errors import UserError, did_you_mean
 
 Line = Mapping[str, float | int | None]
 

@@ -8,15 +8,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trellis._compat import cudnn_assumed
+from trellis.hardware.chips import target
+from trellis.hardware.described import described_devices
 from trellis.mesh.meshes import make_mesh
 from trellis.mesh.topology import slice_devices
-from trellis.nn.attention import attention
+from trellis.nn.attention import dot_product_attention as attention
 from trellis.nn.attention.dispatch import AttentionError
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.reference import reference_attention
 from trellis.nn.attention.splash import splash_attention, splash_kernel
-from trellis.plan.described import described_devices
-from trellis.plan.hardware import target
 
 POS, HEADS, KV_HEADS, HEAD_DIM = 256, 4, 2, 128
 

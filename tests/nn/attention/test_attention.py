@@ -10,8 +10,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trellis.mesh.meshes import make_mesh
-from trellis.nn.attention import attention, decode_attention
 from trellis.nn.attention import chunked as chunked_module
+from trellis.nn.attention import decode_attention
+from trellis.nn.attention import dot_product_attention as attention
 from trellis.nn.attention.dispatch import AttentionError
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.sharded import PlacementError

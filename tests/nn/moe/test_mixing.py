@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from tests.nn.moe.emulated import ragged_all_to_all
-from trellis.collectives import ExpertsError
 from trellis.mesh import Layout, make_mesh
 from trellis.named import named, named_jit, shard
-from trellis.nn.moe import Choices, choose, grouped_matmul, mix, mixing, score
+from trellis.nn.moe import Choices, ExpertsError, choose, grouped_matmul, mix, mixing, score
 
 BATCH, POS, EMBED, MLP, EXPERTS, CHOICES = 4, 6, 8, 12, 8, 2
 TENSOR = {"experts": "expert", "mlp": "model"}

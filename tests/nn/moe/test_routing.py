@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trellis.collectives import ExpertsError
 from trellis.errors import UserError
 from trellis.models import MixtralConfig, Routing
 from trellis.named import named
-from trellis.nn.moe import Choices, choose, limit, measure, shift
+from trellis.nn.moe import Choices, ExpertsError, choose, limit, measure, shift
 
 BATCH, POS, EXPERTS, CHOICES = 3, 7, 5, 2
 SCORES = named(2 * jax.random.normal(jax.random.key(0), (BATCH, POS, EXPERTS)), "batch pos routes")

@@ -1,4 +1,7 @@
-"""Attention on plain arrays: one function, several implementations of it."""
+"""Attention, by name and on plain arrays: one function each, several implementations of it."""
 
-from trellis.nn.attention.decode import decode_attention as decode_attention
-from trellis.nn.attention.dispatch import attention as attention
+from trellis.nn.attention.attend import attend, attend_cached
+from trellis.nn.attention.decode import decode_attention
+from trellis.nn.attention.dispatch import AttentionError, dot_product_attention
+
+__all__ = ["AttentionError", "attend", "attend_cached", "decode_attention", "dot_product_attention"]

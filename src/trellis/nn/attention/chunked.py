@@ -55,7 +55,7 @@ def chunked_attention(
 ) -> jax.Array:
     """Softmax attention in chunks of queries, each made again in the backward pass.
 
-    Arguments as in `trellis.nn.attention.attention`; besides,
+    Arguments as in `trellis.nn.dot_product_attention`; besides,
 
     Args:
         query_offset: the position of the first query. If it is traced, masked blocks are masked and not skipped.

@@ -33,7 +33,7 @@ def cudnn_attention(
     pattern: Pattern,
     scale: float,
 ) -> jax.Array:
-    """Softmax attention by cuDNN; arguments as in `trellis.nn.attention.attention`.
+    """Softmax attention by cuDNN; arguments as in `trellis.nn.dot_product_attention`.
 
     Documents are a mask of `batch pos key_pos` booleans that cuDNN reads; blocks that it hides are not skipped.
     """

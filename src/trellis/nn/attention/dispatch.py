@@ -20,7 +20,7 @@ class AttentionError(ValueError):
     """Arguments that no attention, or not this implementation of it, can take."""
 
 
-def attention(
+def dot_product_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -68,7 +68,7 @@ def attention(
 
     >>> import jax.numpy as jnp
     >>> q, kv = jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 1, 8))
-    >>> attention(q, kv, kv).shape
+    >>> dot_product_attention(q, kv, kv).shape
     (1, 4, 2, 8)
     """
     _check(q, k, v, window, segment_ids, implementation)

@@ -20,7 +20,7 @@ def reference_attention(
 ) -> jax.Array:
     """Softmax attention that holds every score: `batch kv_heads groups pos key_pos` of them.
 
-    Arguments as in `trellis.nn.attention.attention`; `query_offset` is the position of the first query.
+    Arguments as in `trellis.nn.dot_product_attention`; `query_offset` is the position of the first query.
     """
     batch, pos, heads, head_dim = q.shape
     key_pos, kv_heads = k.shape[1:3]

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from trellis.mesh.layout import current_layout
-from trellis.mesh.manual_ops import Axes, vary
+from trellis.mesh.manual.ops import Axes, vary
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
 

@@ -77,7 +77,7 @@ def _block(length: int) -> int:
 def splash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: tuple[jax.Array, jax.Array] | None, kernel, *, scale: float
 ) -> jax.Array:
-    """Softmax attention by a kernel from `splash_kernel`; arguments as in `trellis.nn.attention.attention`."""
+    """Softmax attention by a kernel from `splash_kernel`; arguments as in `trellis.nn.dot_product_attention`."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     queries = (q * jnp.asarray(scale, q.dtype)).transpose(0, 2, 1, 3)

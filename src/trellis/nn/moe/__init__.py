@@ -1,18 +1,24 @@
-"""Mixtures of experts: routing, its losses, and the products."""
+"""Mixtures of experts: routing, its losses, tokens on their way to experts, and the products."""
 
-from .grouped import grouped_matmul
-from .measures import Routed, measure, shift, summary
-from .mixing import Way, mix
-from .routing import Choices, check_count, choose, limit, score
+from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_experts
+from trellis.nn.moe.grouped import grouped_matmul
+from trellis.nn.moe.measures import Routed, measure, shift, summary
+from trellis.nn.moe.mixing import Way, mix
+from trellis.nn.moe.routing import Choices, check_count, choose, limit, score
+from trellis.nn.moe.rows import local_experts
 
 __all__ = [
     "Choices",
+    "ExpertsError",
     "Routed",
     "Way",
     "check_count",
     "choose",
+    "exchange_experts",
+    "gather_experts",
     "grouped_matmul",
     "limit",
+    "local_experts",
     "measure",
     "mix",
     "score",

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trellis.mesh.manual_ops import vary, varying_axes
+from trellis.mesh.manual.ops import vary, varying_axes
 from trellis.mesh.platform import platform_of
 
 # Rows that are multiplied at once where a loop goes over blocks of them: on a CPU enough to keep its cores busy, few

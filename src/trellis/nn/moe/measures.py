@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis.named import ELEMENTWISE, REDUCTIONS, Axis, NamedArray, one_hot
-
-from .routing import Choices
+from trellis.nn.moe.routing import Choices
 
 
 class Routed(NamedTuple):

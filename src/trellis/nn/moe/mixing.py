@@ -6,17 +6,17 @@ from typing import Literal
 
 import jax
 
-from trellis.collectives import ExpertsError, exchange_experts, gather_experts, local_experts
 from trellis.mesh.layout import current_layout
-from trellis.mesh.manual_ops import Axes, mark_pending, vary
+from trellis.mesh.manual.ops import Axes, mark_pending, vary
 from trellis.mesh.platform import platform_of
 from trellis.named import ELEMENTWISE, Axis, NamedArray, einsum, one_hot, save, settle
 from trellis.named.placing import move
+from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_experts
+from trellis.nn.moe.grouped import grouped_matmul
+from trellis.nn.moe.routing import Choices
+from trellis.nn.moe.rows import local_experts
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
-
-from .grouped import grouped_matmul
-from .routing import Choices
 
 Way = Literal["auto", "dense", "grouped", "gather", "ragged", "slots"]
 RAGGED = ("tpu", "cuda")  # platforms that have a ragged all-to-all

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trellis.collectives import ExpertsError
 from trellis.named import ALONG, ELEMENTWISE, Axis, NamedArray, einsum, one_hot, top_k
+from trellis.nn.moe.exchange import ExpertsError
 
 
 class Choices(NamedTuple):

@@ -1,0 +1,1 @@
+"""Checkpoints: written whole or not at all, restored onto any mesh."""

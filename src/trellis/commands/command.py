@@ -1,0 +1,30 @@
+"""What a command is."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command of `trellis`, declared as `COMMAND` by its file in this folder, which is all that makes it known.
+
+    The file is loaded for every command line: what takes time to load is imported inside its functions.
+
+    Attributes:
+        name: the word after `trellis`.
+        summary: one line, for the list of commands.
+        description: what its own help begins with; the summary if empty.
+        arguments: declares its words and options.
+        execute: does the work and returns the exit code.
+        recipe: the recipe that stands for no word, for a command about a recipe; "" asks for a word; None is for
+            commands about something else. A command about a recipe also takes `--dotted.name VALUE` for any field of
+            the run, and finds the run in `args.run` and the names that the user gave in `args.given`.
+    """
+
+    name: str
+    summary: str
+    description: str = ""
+    arguments: Callable[[argparse.ArgumentParser], None]
+    execute: Callable[[argparse.Namespace], int]
+    recipe: str | None = None

@@ -1,0 +1,134 @@
+"""`trellis doctor`: what this machine and this environment have, and how to get what they have not."""
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from trellis.commands.command import Command
+
+_PIP = f"{sys.executable} -m pip install"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `trellis doctor`."""
+    parser.add_argument("--devices", type=int, metavar="N", help="CPU devices to split this machine into")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """`trellis doctor`."""
+    import jax
+
+    from trellis.hardware.measure import measure_machine
+    from trellis.hardware.peak import matmul_peak
+    from trellis.hardware.platform import choose_platform
+
+    choose_platform()
+    if args.devices:
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    print(f"python           {platform.python_version()} at {sys.executable}")
+    print(f"machine          {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
+    for name, version in dependencies(importlib.metadata.distribution("trellis")):
+        print(f"{name:<16} {version or f'missing: {_PIP} {name}'}")
+    devices = jax.devices()
+    print(f"\ndevices          {len(devices)} x {devices[0].device_kind} ({devices[0].platform})")
+    if stats := devices[0].memory_stats():
+        print(f"memory           {stats.get('bytes_limit', 0) / 2**30:.1f} GiB each")
+    for dtype in ("float32", "bfloat16") if devices[0].platform == "cpu" else ("bfloat16",):
+        peak = matmul_peak(devices, dtype)
+        how = "measured, all devices together" if devices[0].platform == "cpu" else "published, all devices together"
+        print(f"{dtype:<16} " + (f"{peak / 1e12:.2f} TFLOP/s in matrix products ({how})" if peak else "peak not known"))
+    if devices[0].platform == "cpu":
+        m = measure_machine()
+        print(f"elementwise      {m.vector / 1e9:.1f} G operations/s (measured, one device)")
+        print(
+            f"memory           {m.memory / 1e9:.1f} GB/s, {m.cache / 1e9:.1f} GB/s in the cache (measured, one device)"
+        )
+        print(f"an operation     takes {m.launch * 1e6:.1f} us at least (measured)")
+    for advice in advise(devices[0].platform, Path("/dev")):
+        print(advice)
+    print("\nextras")
+    for extra in extras(importlib.metadata.distribution("trellis")):
+        missing = f"missing {', '.join(extra.missing)}: {_PIP} 'trellis[{extra.name}]'"
+        print(f"  {extra.name:<14} {missing if extra.missing else 'installed'}")
+    return 0
+
+
+class Extra(NamedTuple):
+    """An extra of the package, and those of its requirements that are not installed."""
+
+    name: str
+    missing: list[str]
+
+
+def dependencies(distribution: importlib.metadata.Distribution) -> Iterator[tuple[str, str | None]]:
+    """Name and installed version of the package and everything that it always needs."""
+    yield "trellis", distribution.version
+    for requirement in distribution.requires or ():
+        if "extra ==" not in requirement:
+            yield (name := _name(requirement)), _version(name)
+            if name == "jax":
+                yield "jaxlib", _version("jaxlib")
+
+
+def extras(distribution: importlib.metadata.Distribution) -> list[Extra]:
+    """Every extra, with what is missing of it."""
+    names = distribution.metadata.get_all("Provides-Extra") or []
+    found = []
+    for extra in names:
+        mine = [r for r in distribution.requires or () if re.search(rf"extra == ['\"]{extra}['\"]", r)]
+        found.append(Extra(extra, [r for r in _plugins(mine) if _version(r) is None]))
+    return found
+
+
+# jax[tpu] and jax[cuda13] are jax with a plugin: that jax is there does not say that the plugin is.
+_JAX_EXTRAS = {"tpu": "libtpu", "cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin"}
+
+
+def _plugins(requirements: Iterable[str]) -> Iterator[str]:
+    for requirement in requirements:
+        if _name(requirement) == "trellis":
+            continue  # an extra that includes others
+        asked = re.match(r"jax\[(\w+)\]", requirement)
+        yield _JAX_EXTRAS[asked[1]] if asked else _name(requirement)
+
+
+def advise(backend: str, dev: Path) -> list[str]:
+    """What to install where hardware is there that JAX does not use.
+
+    Args:
+        backend: the platform that JAX uses.
+        dev: the folder of device files.
+    """
+    if backend != "cpu":
+        return []
+    if any(dev.glob("nvidia[0-9]*")):
+        return [f"advice           this machine has NVIDIA GPUs that JAX does not use: {_PIP} 'trellis[gpu]'"]
+    if any(dev.glob("accel[0-9]*")):
+        return [f"advice           this machine has TPUs that JAX does not use: {_PIP} 'trellis[tpu]'"]
+    return []
+
+
+def _name(requirement: str) -> str:
+    return re.match(r"[A-Za-z0-9_.-]+", requirement)[0]  # ty: ignore[not-subscriptable]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+COMMAND = Command(
+    name="doctor",
+    summary="versions, devices, what is installed and what is missing",
+    description="Versions, devices, what is installed, what is missing and how to get it.",
+    arguments=arguments,
+    execute=execute,
+)

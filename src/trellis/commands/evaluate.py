@@ -1,0 +1,69 @@
+"""`trellis evaluate`."""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from trellis.commands.command import Command
+from trellis.errors import UserError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `trellis evaluate`."""
+    parser.add_argument("folder", metavar="RUN", help="the run's folder")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    parser.add_argument("--devices", type=int, metavar="N", help="use N devices (default: the mesh of the run)")
+    parser.add_argument("--batches", type=int, metavar="N", help="validation batches (default: all)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """`trellis evaluate`."""
+    from trellis.run.config import Evaluation as EvaluationRule
+    from trellis.run.folder import open_run
+    from trellis.run.layouts import MeshSizes
+    from trellis.train.assemble import assemble
+    from trellis.train.compilation import use_persistent_cache
+    from trellis.train.corpus import open_corpus
+    from trellis.train.devices import find_devices
+    from trellis.train.evaluation import Evaluation
+    from trellis.train.restoring import restore_model
+
+    folder = Path(args.folder)
+    run = open_run(folder)
+    if args.devices is not None:  # so many in one row, whatever the mesh of the run
+        preset = "single" if args.devices == 1 else "auto"
+        layout = dataclasses.replace(run.layout, preset=preset, params={}, compute={})
+        run = dataclasses.replace(run, devices=args.devices, mesh=MeshSizes(), layout=layout)
+    run = dataclasses.replace(run, evaluation=EvaluationRule(every=None, batches=args.batches))
+    use_persistent_cache()
+    assembled = assemble(run, find_devices(run))
+    state, step = restore_model(assembled, folder, step=args.step)
+    corpus = open_corpus(run)
+    if not corpus.validation:
+        raise UserError(
+            "An evaluation needs validation text.",
+            seen="a run without a validation store",
+            where=args.folder,
+            fix="name one in the run's data, with `validation:`",
+        )
+    with assembled.layout:
+        evaluation = Evaluation(corpus.validation, assembled.recipe, assembled.batch_sharding, assembled.fields)
+        values = {name: float(value) for name, value in evaluation(state).items()}
+    if args.json:
+        print(json.dumps({"step": step, **values}))
+        return 0
+    print(f"step {step}")
+    for name, value in values.items():
+        print(f"{name:<32} {value:.4f}")
+    return 0
+
+
+COMMAND = Command(
+    name="evaluate",
+    summary="loss, perplexity and bits per byte of a run",
+    description="Loss, perplexity and bits per byte of a run's newest checkpoint on its validation text.",
+    arguments=arguments,
+    execute=execute,
+)

@@ -1,0 +1,64 @@
+"""`trellis export`."""
+
+import argparse
+from pathlib import Path
+
+from trellis.commands.command import Command
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `trellis export`."""
+    from trellis.hub.folder import DTYPE_NAMES
+
+    parser.add_argument("folder", metavar="RUN", help="the run's folder")
+    parser.add_argument("--to", required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPE_NAMES), default="bfloat16", help="of weights (default: bfloat16)"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """`trellis export`."""
+    import jax
+
+    from trellis.hardware.platform import choose_platform
+    from trellis.hub import copy_tokenizer, write_folder, write_tokenizer
+    from trellis.run.folder import open_run
+    from trellis.train.assemble import assemble
+    from trellis.train.restoring import checkpoint_reader, in_use, tokenizer_of
+
+    folder, to = Path(args.folder), Path(args.to)
+    run = open_run(folder)
+    choose_platform()
+    assembled = assemble(in_use(run, 1), jax.devices("cpu")[:1])
+    positions = getattr(run.model, "positions", run.data.sequence_length)
+    chosen = run.data.tokenizer
+    tokenizer = tokenizer_of(run)
+    if tokenizer is None:
+        print("without a tokenizer: the run's data holds none")
+    end = None if tokenizer is None else tokenizer.end_of_document
+    step, read = checkpoint_reader(folder, run, assembled.abstract, step=args.step)
+    more = {"bos_token_id": end, "eos_token_id": end}
+    model = assembled.abstract.model
+    files = write_folder(to, run.model, model, read, dtype=args.dtype, positions=positions, more=more)
+    if chosen is not None and Path(chosen).is_dir():
+        files += copy_tokenizer(sorted(Path(chosen).iterdir()), to)
+    elif tokenizer is not None:
+        files += write_tokenizer(tokenizer.json, tokenizer.end_of_document_text, to, positions=positions)
+    print(f"step {step} of {folder}")
+    for file in files:
+        print(f"  {file.stat().st_size:>14,}  {file}")
+    return 0
+
+
+COMMAND = Command(
+    name="export",
+    summary="a run to a Hugging Face folder",
+    description=(
+        "Writes a run's model as a folder that `transformers` loads: config.json, safetensors and the tokenizer. "
+        "Weights are read and written one layer of a parameter at a time, whatever the size of the model."
+    ),
+    arguments=arguments,
+    execute=execute,
+)

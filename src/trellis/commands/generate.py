@@ -1,0 +1,68 @@
+"""`trellis generate`."""
+
+import argparse
+from pathlib import Path
+
+from trellis.commands.command import Command
+from trellis.errors import UserError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `trellis generate`."""
+    parser.add_argument("folder", metavar="RUN", help="the run's folder")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with")
+    parser.add_argument("--tokens", type=int, default=200, metavar="N", help="new tokens, at most (default: 200)")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="how many texts (default: 1)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token (default: 0.8)"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="choose from the K likeliest tokens (default: all)")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="choose from the likeliest that hold this probability (default: all)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choices (default: 0)")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="devices that slice the model (default: 1)")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """`trellis generate`."""
+    from trellis.models.generate import Sampling, sample
+    from trellis.run.folder import open_run
+    from trellis.train.assemble import assemble
+    from trellis.train.compilation import use_persistent_cache
+    from trellis.train.devices import find_devices
+    from trellis.train.restoring import in_use, model_in_use, restore_model, tokenizer_of
+
+    folder = Path(args.folder)
+    for name in ("tokens", "samples", "devices"):
+        if getattr(args, name) < 1:
+            seen = f"{name}={getattr(args, name)}"
+            raise UserError("A count is 1 or more.", seen=seen, where=f"--{name}", fix="use 1 or more")
+    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    run = in_use(open_run(folder), args.devices)
+    use_persistent_cache()
+    assembled = assemble(run, find_devices(run))
+    tokenizer = tokenizer_of(run)
+    if tokenizer is None:
+        raise UserError(
+            "Text needs a tokenizer.",
+            seen="a token store without one",
+            where=str(folder / "run.yaml"),
+            fix="name a tokenizer.json there, at data.tokenizer",
+        )
+    state, _ = restore_model(assembled, folder, step=args.step)
+    how = {"new_tokens": args.tokens, "sampling": sampling, "seed": args.seed, "count": args.samples}
+    with assembled.layout:
+        texts = sample(model_in_use(assembled, state), tokenizer, args.prompt, **how)
+    print("\n\n".join(texts))
+    return 0
+
+
+COMMAND = Command(
+    name="generate",
+    summary="samples from a run",
+    description="Continues a text with a run's newest checkpoint. Without a prompt it begins a document.",
+    arguments=arguments,
+    execute=execute,
+)

@@ -1,0 +1,83 @@
+"""`trellis import`: a Hugging Face folder to a run."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from trellis.commands.command import Command
+from trellis.errors import UserError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `trellis import`."""
+    parser.add_argument("source", metavar="DIR", help="the folder, as `save_pretrained` writes it")
+    parser.add_argument("--to", metavar="RUN", help="the run's folder (default: runs/NAME-DATE)")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """`trellis import`."""
+    import jax
+
+    from trellis.checkpoint.checkpoints import Checkpoints
+    from trellis.hub import Folder, copy_tokenizer
+    from trellis.run.folder import claim, new_folder
+    from trellis.train.assemble import assemble
+    from trellis.train.devices import find_devices
+
+    source = Folder(args.source)
+    files = source.tokenizer_files()
+    name = source.path.resolve().name
+    run = dataclasses.replace(args.run, name=name, model=source.config)
+    folder = Path(args.to) if args.to else new_folder(run)
+    if any(file.name == "tokenizer.json" for file in files):
+        tokenizer = str((folder / "tokenizer").resolve())
+        run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=tokenizer))
+    devices = find_devices(run)
+    if (folder / "run.yaml").exists():
+        fix = "give another --to, or remove what is there"
+        raise UserError("An import makes a new run.", seen="a run", where=str(folder), fix=fix)
+    assembled = assemble(run, devices)
+    state = _first_state(assembled, source)
+    claim(folder, run)
+    copy_tokenizer(files, folder / "tokenizer")
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(state.model))
+    with Checkpoints(folder / "checkpoints", copy=(folder / "run.yaml",), host_bytes=largest) as saved:
+        saved.save(0, state, data={"tokens": 0})
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.model))
+    print(f"{source.hub['model_type']} of {count:,} parameters\nfolder   {folder}")
+    if run.data.tokenizer is None:
+        print("without a tokenizer: there is no tokenizer.json")
+    return 0
+
+
+def _first_state(assembled: Any, source: Any) -> Any:
+    """A run's state at step 0 with the folder's parameters."""
+    import jax
+    import numpy as np
+
+    from trellis.train.state import State
+
+    abstract = assembled.abstract
+    model = source.load(abstract.model)
+    with assembled.layout:
+        shardings = jax.tree.map(lambda x: x.sharding, abstract.optimizer)
+        optimizer = jax.jit(assembled.optimizer.init, out_shardings=shardings)(model)
+        step = jax.device_put(np.int32(0), abstract.step.sharding)
+        key = jax.device_put(jax.random.key(assembled.run.seed), abstract.key.sharding)
+        average = None if abstract.average is None else jax.tree.map(lambda x: x.copy(), model)
+    return State(step, model, optimizer, average, key)
+
+
+COMMAND = Command(
+    name="import",
+    summary="a Hugging Face folder to a run",
+    description=(
+        "Makes a run of a Hugging Face folder: its model and tokenizer, at step 0 of a recipe (default: starter). "
+        "`trellis generate`, `evaluate` and `train` take it from there. To train it further, name data that its own "
+        "tokenizer made: --data.source store --data.source.path STORE."
+    ),
+    arguments=arguments,
+    execute=execute,
+    recipe="starter",
+)

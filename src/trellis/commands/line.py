@@ -1,0 +1,154 @@
+"""The command line: `trellis COMMAND`.
+
+Exit codes: 0 done; 2 the input is wrong; 3 the run stopped itself; 143 after SIGTERM with a checkpoint written.
+"""
+
+import argparse
+import functools
+import importlib
+import os
+import pathlib
+import pkgutil
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from trellis.commands.command import Command
+from trellis.errors import TrellisError, UserError, did_you_mean
+
+
+@functools.cache
+def commands() -> dict[str, Command]:
+    """Every command by its name: the `COMMAND` of each file in this folder that declares one."""
+    here = pathlib.Path(__file__).parent
+    modules = (importlib.import_module(f"trellis.commands.{found.name}") for found in pkgutil.iter_modules([str(here)]))
+    found = [module.COMMAND for module in modules if hasattr(module, "COMMAND")]
+    return {command.name: command for command in sorted(found, key=lambda command: command.name)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code. What the user can mend is printed without a traceback."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("--help", "-h", "help"):
+        print(_overview())
+        return 0
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(version("trellis"))
+        return 0
+    try:
+        return _run(arguments[0], arguments[1:])
+    except SystemExit as stop:  # argparse, after a help text
+        return int(stop.code or 0)
+    except TrellisError as error:
+        print(f"trellis: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _overview() -> str:
+    lines = [f"  {name:<10} {command.summary}" for name, command in commands().items()]
+    head, tail = "Trellis trains language models on a mesh.", "`trellis COMMAND --help` explains each."
+    return "\n".join([head, "", *lines, "", tail])
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    known = commands()
+    if name not in known:
+        fix = did_you_mean(name, known)
+        raise UserError("`trellis` is followed by a command.", seen=f"`{name}`", where="trellis", fix=fix)
+    command = known[name]
+    parser = _Parser(prog=f"trellis {name}", description=command.description or command.summary, allow_abbrev=False)
+    if command.recipe is not None:
+        parser.add_argument("recipe", metavar="RECIPE", nargs="?", default=command.recipe, help=_RECIPE)
+    if "jax" in sys.modules:
+        from trellis.hardware.platform import choose_platform
+
+        choose_platform()
+    command.arguments(parser)
+    overrides: dict[str, str] = {}
+    if command.recipe is not None:
+        arguments, overrides = _split_overrides(parser, arguments)
+        if "--help" in arguments or "-h" in arguments:
+            print(parser.format_help(), _fields(arguments, command.recipe), sep="\n")
+            return 0
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        known_options = [option[2:] for option in parser.options() if option.startswith("--")]
+        fix = did_you_mean(unknown[0][2:], known_options, shown="--{}")
+        fix = fix if unknown[0].startswith("--") else f"leave it out, or see `{parser.prog} --help`"
+        raise UserError(f"`trellis {name}` knows its words and options.", seen=unknown[0], where=parser.prog, fix=fix)
+    if command.recipe is not None:
+        args.run = _load(args.recipe, overrides, parser.prog)
+        args.given = _given(args.recipe, overrides)
+    return command.execute(args)
+
+
+_RECIPE = "a recipe (`trellis recipes` lists them) or a YAML file; --dotted.name VALUE replaces any of its fields"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in four parts, raised instead of printed; subparsers too."""
+
+    def error(self, message: str) -> NoReturn:
+        rule = "A command's words and options are complete and of their types."
+        raise UserError(rule, seen=message, where=self.prog, fix=f"see `{self.prog} --help`")
+
+    def options(self) -> dict[str, argparse.Action]:
+        """Every declared option, by its spelling."""
+        return self._option_string_actions
+
+
+def _split_overrides(parser: _Parser, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """What the parser knows, and the options that it does not: those are fields of the run."""
+    mine: list[str] = []
+    overrides: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, text = word.partition("=")
+        if not word.startswith("--") or name in parser.options():
+            mine.append(word)
+            action = parser.options().get(name)
+            if action is not None and not equals and action.nargs != 0 and rest:
+                mine.append(rest.pop(0))  # its value, which may look like anything
+            continue
+        if not equals and (not rest or rest[0].startswith("--")):
+            text = "true"
+        overrides[name[2:].replace("-", "_")] = text if equals or text else rest.pop(0)
+    return mine, overrides
+
+
+def _load(target: str, overrides: dict[str, str], prog: str):
+    from trellis.recipes import RECIPES, load_run
+
+    if not target:
+        fix = f"{prog} RECIPE, one of: {', '.join(RECIPES)}; or a YAML file"
+        raise UserError(f"`{prog}` is about a run.", seen="no recipe", where=prog, fix=fix)
+    return load_run(target, overrides)
+
+
+def _given(target: str, overrides: dict[str, str]) -> frozenset[str]:
+    """Names of the fields that the user set: dotted from the command line, outermost from a YAML file."""
+    from trellis.recipes import RECIPES
+    from trellis.recipes.load import read_yaml
+
+    return frozenset(overrides) | (frozenset() if target in RECIPES else frozenset(read_yaml(pathlib.Path(target))))
+
+
+def _fields(arguments: list[str], default: str) -> str:
+    from trellis.recipes import load_run
+    from trellis.run.help import help_text
+
+    words = [a for a in arguments if not a.startswith("-")]
+    target = words[0] if words else default or "starter"
+    return f"fields of the run, with the values of {target}:\n{help_text(load_run(target))}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""`trellis memory`."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from trellis.commands.command import Command
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `trellis memory`."""
+    parser.add_argument("--on", metavar="TARGET", help="hardware that is not here; this machine's devices if not given")
+    parser.add_argument("--hardware", metavar="FILE.yaml", help="more chips, in the form of the built-in table")
+    parser.add_argument("--svg", metavar="FILE.svg", help="write a picture too: an area for each named buffer")
+    parser.add_argument("--json", action="store_true", help="as JSON on stdout")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """What each device holds at the highest point of a step of `args.run`, by kind, and by name."""
+    from trellis.plan.adapting import adapt
+    from trellis.plan.fitting import excess_text, named_memory, ways_to_fit
+    from trellis.plan.program import program
+    from trellis.plan.quick import plan_of
+    from trellis.plan.show import as_json, headline, memory_table, names_table
+
+    where, devices = _hardware(args)
+    run, changed = adapt(args.run, where, args.given) if args.on else (args.run, [])
+    prog = program(run, where, devices)
+    plan, held = plan_of(prog, where), named_memory(prog)
+    if args.svg:
+        Path(args.svg).write_text(held.svg(), encoding="utf-8")
+        print(f"picture written to {args.svg}", file=sys.stderr)
+    if args.json:
+        print(json.dumps({**as_json(plan)["memory"], "named": held.as_dict()["buffers"]}, indent=1))
+        return 0
+    lines = headline(plan, changed).splitlines()
+    print(
+        "\n".join(lines[: 3 + len(changed)] if args.on else lines[:2]),
+        memory_table(plan, 16),
+        names_table(held),
+        sep="\n\n",
+    )
+    if not plan.fits:
+        ways = ways_to_fit(run, lambda changed: plan_of(program(changed, where, devices), where))
+        print("\n" + excess_text(plan, held, ways))
+    return 0
+
+
+def _hardware(args: argparse.Namespace):
+    """The target of `--on` with devices that are only described, or this machine's own."""
+    if args.on:
+        from trellis.hardware.chips import target
+        from trellis.hardware.described import described_devices
+
+        where = target(args.on, args.hardware)
+        return where, described_devices(where)
+    from trellis.hardware.local import local_target
+    from trellis.train.devices import find_devices
+
+    devices = find_devices(args.run)
+    return local_target(devices), devices
+
+
+COMMAND = Command(
+    name="memory",
+    summary="what each device holds, by kind",
+    arguments=arguments,
+    execute=execute,
+    recipe="",
+)

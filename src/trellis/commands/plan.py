@@ -1,0 +1,124 @@
+"""`trellis plan`."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from trellis.commands.command import Command
+from trellis.errors import UserError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `trellis plan`."""
+    parser.add_argument(
+        "--on", required=True, metavar="TARGET", help="v5e:16x16, v5p:4x4x8, 2xv5e:16x16, 8xH100, 4x8xH100"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="ask the hardware's compiler (minutes; needs no hardware)"
+    )
+    parser.add_argument(
+        "--search", action="store_true", help="try meshes, layouts, microbatches and checkpoint policies"
+    )
+    parser.add_argument("--top", type=int, default=3, metavar="N", help="with --search --compile: how many to compile")
+    parser.add_argument(
+        "--price", type=float, metavar="DOLLARS", help="for one device and hour: adds the price of tokens"
+    )
+    parser.add_argument("--hardware", metavar="FILE.yaml", help="more chips, in the form of the built-in table")
+    parser.add_argument(
+        "--page", metavar="FILE.html", nargs="?", const="plan.html", help="write a page too; plan.html if no value"
+    )
+    parser.add_argument("--json", action="store_true", help="everything as JSON on stdout")
+    parser.add_argument("--formulas", action="store_true", help="how each time comes about, with its numbers")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Plans `args.run` on `args.on`."""
+    from trellis.hardware.chips import target
+    from trellis.plan.adapting import adapt
+    from trellis.plan.fitting import excess_lines, ways_to_fit
+    from trellis.plan.quick import quick_plan
+    from trellis.plan.show import as_json, text
+
+    where = target(args.on, args.hardware)
+    run, changed = adapt(args.run, where, args.given)
+    out: dict[str, Any] = {"fitted": changed}
+    plan, more = None, []
+    try:
+        plan = quick_plan(run, where, price=_price(args.price))
+    except (UserError, ValueError) as error:
+        if not args.search:  # the search looks for settings that do divide
+            raise
+        print(f"the run as it is cannot be planned: {error}\n", file=sys.stderr)
+    if plan is not None:
+        out["plan"] = as_json(plan)
+        ways = [] if plan.fits else ways_to_fit(run, lambda r: quick_plan(r, where), most=2, plan=plan)
+        out["ways_to_fit"] = [dataclasses.asdict(way) for way in ways]
+        more = [] if plan.fits else excess_lines(plan, ways)
+        if not args.json:
+            print(text(plan, formulas=args.formulas, fitted=changed, ways=more))
+    verdict = found = None
+    if args.compile and not args.search:
+        from trellis.plan.compile import compile_run
+        from trellis.plan.verdict import judge, verdict_text
+
+        prog, compiled = compile_run(run, where, progress=True)
+        verdict = judge(plan, prog, compiled)
+        out["compiled"] = _compiled_json(verdict)
+        if not args.json:
+            print("\n" + verdict_text(plan, verdict))
+    if args.search:
+        from trellis.plan.search import frontier_text, search, search_json
+
+        best = args.top if args.compile else 0
+        found = search(run, where, written=args.run, compile_best=best, progress=sys.stderr.isatty(), price=args.price)
+        out["search"] = search_json(found)
+        if not args.json:
+            print("\n" + frontier_text(found))
+    if args.page:
+        from trellis.plan.page import page
+
+        plan = plan or next(c.plan for c in found.candidates if c.plan)
+        Path(args.page).write_text(page(plan, verdict, found, fitted=changed, ways=more), encoding="utf-8")
+        print(f"page written to {args.page}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(out, indent=1))
+    return 0
+
+
+def _price(price: float | None) -> float | None:
+    if price is not None and price <= 0:
+        raise UserError("A price is a positive number of dollars.", seen=price, where="--price", fix="use --price 1.20")
+    return price
+
+
+def _compiled_json(verdict) -> dict:
+    compiled = verdict.compiled
+    return {
+        "fits": compiled.fits,
+        "excess": compiled.excess,
+        "peak": compiled.peak,
+        "memory": dict(compiled.memory),
+        "largest": [{"num_bytes": a.num_bytes, "what": a.what, "source": a.source} for a in compiled.largest],
+        "compile_seconds": compiled.seconds,
+        "versions": dict(compiled.versions),
+        "options": dict(compiled.options),
+        "scheduled_seconds": verdict.scheduled,
+        "kernel_seconds": verdict.kernels,
+        "exposed_seconds": verdict.exposed,
+        "hidden_seconds": verdict.hidden,
+        "step_seconds": verdict.seconds,
+        "mfu": verdict.mfu,
+        "per_axis": {axis: list(both) for axis, both in verdict.comparison.axes.items()} if verdict.comparison else {},
+    }
+
+
+COMMAND = Command(
+    name="plan",
+    summary="memory, communication and time on hardware that is not here",
+    arguments=arguments,
+    execute=execute,
+    recipe="",
+)

@@ -1,0 +1,139 @@
+"""`trellis tokenize`."""
+
+import argparse
+import sys
+
+from trellis.commands.command import Command
+from trellis.errors import UserError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `trellis tokenize`."""
+    from trellis.data.sources import FORMATS
+
+    parser.add_argument(
+        "files",
+        nargs="*",
+        metavar="FILES",
+        help="files, folders or patterns, local or s3://, gs://, hf://, https://; or "
+        "dataset:NAME[@SPLIT], a dataset of Hugging Face",
+    )
+    parser.add_argument("--out", required=True, metavar="STORE", help="the store's folder, local or a URL")
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--train-bpe", type=int, metavar="N", help="train a byte-level BPE of N tokens first")
+    kind.add_argument("--tokenizer", metavar="PATH", help="a tokenizer.json, or a folder or repository with one")
+    kind.add_argument("--bytes", action="store_true", help="every byte is a token")
+    parser.add_argument(
+        "--train-bytes",
+        type=int,
+        default=1 << 28,
+        metavar="N",
+        help="train the BPE on about N bytes of documents, spread evenly (default: 256 MiB)",
+    )
+    parser.add_argument("--end-of-document", metavar="TEXT", help="the tokenizer's token that ends a document")
+    parser.add_argument("--format", choices=FORMATS, help="the format of all files (default: by their names)")
+    parser.add_argument("--field", help="the field that holds the text (default: text); a.b goes into objects")
+    parser.add_argument(
+        "--separator",
+        help=r"for text files, what divides documents, such as '\n' or "
+        "'<|endoftext|>' (default: each file is one document)",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="the field (default: messages) holds conversations; only the assistant's turns count in the loss",
+    )
+    parser.add_argument(
+        "--filter", metavar="WHERE:FUNCTION", help="keep records for which module:function or path.py:function is true"
+    )
+    parser.add_argument(
+        "--on-error",
+        choices=("fail", "skip"),
+        default="fail",
+        help="what to do with a document that cannot be read (default: fail)",
+    )
+    parser.add_argument("--workers", help="worker processes, or ray (default: one a core)")
+    parser.add_argument(
+        "--chunk-tokens", type=int, default=1 << 21, metavar="N", help="tokens in a chunk of the store (default: 2 Mi)"
+    )
+    parser.add_argument("--restart", action="store_true", help="delete what is at STORE first")
+    parser.add_argument("--quiet", action="store_true", help="no progress line")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """`trellis tokenize`."""
+    from trellis.data.tokenizing import tokenize
+
+    store = tokenize(
+        _source(args),
+        args.out,
+        tokenizer=args.tokenizer,
+        train_bpe=args.train_bpe,
+        train_bytes=args.train_bytes,
+        use_bytes=args.bytes,
+        end_of_document=args.end_of_document,
+        filter=args.filter,
+        chat=args.chat,
+        on_error=args.on_error,
+        workers=_workers(args.workers),
+        chunk_tokens=args.chunk_tokens,
+        restart=args.restart,
+        progress=not args.quiet,
+    )
+    print(
+        f"{store.url}: {store.num_tokens:,} tokens in {store.num_documents:,} documents, vocabulary "
+        f"{store.vocab_size:,}, {store.bytes_per_token:.2f} bytes a token"
+    )
+    about = store.about
+    if about["filtered"] or about["skipped"]:
+        print(f"left out: {about['filtered']:,} by the filter, {about['skipped']:,} that could not be read")
+    for example in about["skipped_examples"]:
+        print(f"  {example}", file=sys.stderr)
+    return 0
+
+
+def _source(args):
+    from trellis.data.hf_datasets import dataset_source
+    from trellis.data.sources import FileSource, embedded_corpus, find_files
+
+    if args.chat and args.field is None:
+        args.field = "messages"
+    separator = args.separator.encode().decode("unicode_escape") if args.separator is not None else None
+    if not args.files:
+        return embedded_corpus("train")
+    if any(file.startswith("dataset:") for file in args.files):
+        if len(args.files) > 1:
+            raise UserError(
+                "A dataset of Hugging Face is tokenized by itself.",
+                seen=" ".join(args.files),
+                where="FILES",
+                fix="tokenize each into a store of its own, and mix them in training",
+            )
+        return dataset_source(args.files[0].removeprefix("dataset:"), field=args.field)
+    return FileSource(files=find_files(args.files), format=args.format, field=args.field, separator=separator)
+
+
+def _workers(text):
+    if text is None or text == "ray":
+        return text
+    try:
+        return int(text)
+    except ValueError as error:
+        raise UserError(
+            "Workers are a number of processes, or a Ray cluster.",
+            seen=text,
+            where="--workers",
+            fix="use 0 (this process), a number, or ray",
+        ) from error
+
+
+COMMAND = Command(
+    name="tokenize",
+    summary="any corpus to a token store",
+    description=(
+        "Any corpus to a token store. Interrupted and started again, it continues where it was. "
+        "Without FILES it tokenizes the sources of Python's standard library."
+    ),
+    arguments=arguments,
+    execute=execute,
+)

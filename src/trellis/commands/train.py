@@ -1,0 +1,175 @@
+"""`trellis train`."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from trellis.commands.command import Command
+from trellis.errors import UserError
+
+if TYPE_CHECKING:
+    from trellis.run.config import Run
+
+# Of the sample at the end of a run.
+_SAMPLE_TOKENS = 200
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `trellis train`."""
+    parser.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: runs/NAME-DATE)")
+    parser.add_argument("--until", type=int, metavar="N", help="pause after step N, with a checkpoint")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """`trellis train`."""
+    from trellis.run.folder import alone, claim, new_folder
+    from trellis.train.compilation import use_persistent_cache
+    from trellis.train.devices import find_devices
+    from trellis.train.distributed import initialize, is_first
+
+    run: Run = args.run
+    several = run.distributed
+    use_persistent_cache()
+    initialize(coordinator=several.coordinator, processes=several.processes, process=several.process)
+    devices = find_devices(run)  # the first look at the devices, which fixes how many a CPU has
+    if args.run_dir is None and jax.process_count() > 1:
+        raise UserError(
+            "The processes of a run share its folder.",
+            seen=f"{jax.process_count()} processes and no --run-dir",
+            where="trellis train",
+            fix="add --run-dir DIR, a folder that all of them see",
+        )
+    if "://" in (args.run_dir or ""):
+        raise UserError(
+            "A run's folder lies in a file system.",
+            seen=args.run_dir,
+            where="--run-dir",
+            fix="mount the bucket (gcsfuse, s3fs) and give the folder; token stores may be URLs",
+        )
+    folder = Path(args.run_dir) if args.run_dir else new_folder(run)
+    with alone(folder) if is_first() else contextlib.nullcontext():
+        claim(folder, run, write=is_first())
+        try:
+            return train_run(run, folder, devices, until=args.until)
+        finally:
+            if is_first():
+                _report(folder)
+
+
+def _report(folder: Path) -> None:
+    """Writes the page of a run, whichever way it ended."""
+    from trellis.pages.run import write_report
+
+    if (folder / "metrics.jsonl").exists():
+        print(f"report   {write_report(folder)}")
+
+
+def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | None = None) -> int:
+    """Trains a run in a folder on devices, to its end or until a step, and returns the exit code."""
+    from trellis.data import Loader
+    from trellis.inspect import collectives, compiled_memory
+    from trellis.models.generate import Sampling, sample
+    from trellis.pages.graph import step_svg
+    from trellis.train.assemble import assemble
+    from trellis.train.compilation import options_for
+    from trellis.train.corpus import open_corpus
+    from trellis.train.distributed import is_first
+    from trellis.train.evaluation import Evaluation
+    from trellis.train.flops import flops_per_token, known_peak
+    from trellis.train.loop import Program, Rules, train
+    from trellis.train.metrics import Work
+    from trellis.train.restoring import model_in_use
+    from trellis.train.state import State
+    from trellis.train.summary import describe, ledger_sums, sections, step_ledger
+
+    assembled = assemble(run, devices)
+    corpus = open_corpus(run, progress=is_first())
+    ledger = step_ledger(assembled)
+    found = sections(assembled, ledger, _corpus_tokens(corpus))
+    if is_first():
+        (folder / "ledger.txt").write_text(f"{ledger}\n")
+        write_sections(folder, found)
+        print(f"{describe(found)}\nfolder   {folder}", flush=True)
+    sharding = assembled.batch_sharding
+    evaluation = None
+    if corpus.validation:
+        evaluation = Evaluation(corpus.validation, assembled.recipe, sharding, assembled.fields)
+    length = run.data.sequence_length
+    work = Work(
+        flops_per_token=flops_per_token(assembled.abstract.model, length),
+        noncausal_flops_per_token=flops_per_token(assembled.abstract.model, length, causal=False),
+        peak_flops=known_peak(assembled.layout.mesh.devices.flat, run.precision.compute),
+    )
+
+    def sampled(state: State) -> str:
+        how = Sampling(temperature=0.8, top_k=50)
+        return sample(model_in_use(assembled, state), corpus.tokenizer, "", new_tokens=_SAMPLE_TOKENS, sampling=how)[0]
+
+    program = Program(
+        init=assembled.init,
+        abstract=assembled.abstract,
+        step=assembled.step,
+        batches=lambda start: Loader(corpus.batches, sharding, start_step=start),
+        tokens=lambda step: corpus.batches.sizes.at(step) * length,
+        evaluate=evaluation,
+        sample=None if corpus.tokenizer is None else sampled,
+        work=work,
+        resizable={"vocab": run.model.vocab},
+        compiler_options=options_for(jax.default_backend(), run.compiler_options, assembled.layout.mesh.size),
+    )
+    rules = Rules(
+        steps=run.steps,
+        until=until,
+        checkpoints=run.checkpoints,
+        evaluation=run.evaluation,
+        logging=run.logging,
+        profile=run.profile,
+        nonfinite_limit=run.skip_nonfinite,
+    )
+    with assembled.layout:
+        outcome = train(program, rules, folder, config=_plain(run))
+    if is_first() and outcome.programs:
+        compiled = outcome.programs[-1]
+        found["compiled"] = dataclasses.asdict(compiled_memory(compiled))
+        if ledger.auto:  # the types did not say what moves, but the compiled program does
+            ledger = collectives(compiled, assembled.layout.mesh)
+            (folder / "ledger.txt").write_text(f"{ledger}\n")
+            found["ledger"] = ledger_sums(ledger)
+        write_sections(folder, found)
+        if run.profile is not None:
+            (folder / "profile").mkdir(exist_ok=True)
+            (folder / "profile" / "step.svg").write_text(step_svg(compiled.as_text()))
+    return outcome.exit_code
+
+
+def write_sections(folder: Path, found: dict[str, Any]) -> None:
+    """Keeps what the page of a run shows beside its metrics, as `about.json`."""
+    (folder / "about.json").write_text(json.dumps(found, indent=1))
+
+
+def _corpus_tokens(corpus: Any) -> int | None:
+    data = corpus.batches.data
+    stores = list(data.stores.values()) if hasattr(data, "stores") else [data]
+    return sum(store.num_tokens for store in stores)
+
+
+def _plain(run: "Run") -> dict[str, Any]:
+    from trellis.run.schema import plain
+
+    return plain(run)
+
+
+COMMAND = Command(
+    name="train",
+    summary="train a recipe or a YAML file; on an existing run folder, resume",
+    description="Trains a run. The same command on an existing run folder resumes it.",
+    arguments=arguments,
+    execute=execute,
+    recipe="starter",
+)

@@ -1,0 +1,1 @@
+"""Chips and their rates, slices and nodes of them, and this machine."""

@@ -1,0 +1,282 @@
+"""Hardware as data: what a chip, a link and a slice can do, by name.
+
+The table is `chips.yaml` beside this file, each entry with its source; a user adds chips in a YAML file of
+the same form. A target is a name such as `v5e:16x16` (a TPU slice), `2xv5e:16x16` (two of them joined by the
+data-center network), `8xH100` (a node) or `4x8xH100` (four nodes).
+"""
+
+import dataclasses
+import functools
+import importlib.resources
+import math
+import re
+from collections.abc import Mapping
+
+from trellis.errors import UserError, did_you_mean
+from trellis.mesh.topology import TopologyError, parse_slice
+
+# Memory bandwidth that streaming code reaches, of the published rate.
+MEMORY_EFFICIENCY = 0.85
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """One kind of chip or GPU. Rates are for one JAX device (a chip has two on some TPUs).
+
+    Attributes:
+        name: as in `v5e` or `h100`.
+        kind: "tpu" or "gpu".
+        bf16_flops: dense bfloat16 peak, FLOP/s.
+        fp8_flops: dense 8-bit float peak, FLOP/s; the bfloat16 peak where fp8 is not faster.
+        hbm_bytes: memory a program can allocate.
+        hbm_bandwidth: bytes a second.
+        link_bandwidth: bytes a second, one direction; of one torus link (TPU), or of all NVLinks of a GPU.
+        network_bandwidth: bytes a second, one direction, between slices or hosts.
+        torus: sides of the torus; 0 where every device of a host reaches every other (GPU).
+        devices_per_chip: JAX devices of a chip.
+        clock: cycles a second of the matrix units; None where it is not needed.
+        vector_flops: elementwise float32 operations a second.
+        matmul_efficiency: share of the peak that large products reach.
+        attention_efficiency: the same for attention kernels.
+        tile: products are padded to multiples of it.
+        float32_share: rate of float32 products, as a share of the bfloat16 peak.
+        fill: terms of a product's sum that its start and end cost: sums of as many terms reach half of the rate.
+        cache_bytes: work that touches no more than this runs at `cache_bandwidth`; 0 for none.
+        cache_bandwidth: bytes a second to and from the cache.
+        launch_seconds: what each operation takes at least.
+        processors: of a GPU, its streaming multiprocessors; None where products do not come in waves over them.
+        overlap: which communication of weights the compiler hides as it comes: "gathers", "reductions".
+        source: where the numbers come from.
+    """
+
+    name: str
+    kind: str
+    bf16_flops: float
+    fp8_flops: float
+    hbm_bytes: float
+    hbm_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+    torus: int = 0
+    devices_per_chip: int = 1
+    clock: float | None = None
+    vector_flops: float
+    matmul_efficiency: float
+    attention_efficiency: float
+    tile: int
+    float32_share: float
+    fill: float = 0.0
+    cache_bytes: float = 0.0
+    cache_bandwidth: float = 0.0
+    launch_seconds: float = 0.0
+    processors: int | None = None
+    overlap: tuple[str, ...] = ()
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Hardware to plan for: so many devices of one chip, and how they are joined.
+
+    Attributes:
+        name: as the user wrote it.
+        chip: what each device is.
+        shape: devices along each side of one slice's torus; for GPUs (hosts, GPUs of a host).
+        wrap: whether a side's ring is closed.
+        num_slices: TPU slices joined by the data-center network.
+    """
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+    wrap: tuple[bool, ...]
+    num_slices: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """JAX devices in all."""
+        return math.prod(self.shape) * self.chip.devices_per_chip * self.num_slices
+
+    @property
+    def compiler_name(self) -> str:
+        """The name that `trellis.mesh.topology.target_devices` takes."""
+        if self.chip.kind == "gpu":
+            return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+        generation = "tpu7x" if self.chip.name == "v7x" else self.chip.name
+        one = f"{generation}:{'x'.join(map(str, self.shape))}"
+        return one if self.num_slices == 1 else f"{self.num_slices}*{one}"
+
+
+_FIELDS = {
+    "kind", "bf16_tflops", "fp8_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "links", "network_gbps",
+    "devices_per_chip", "kiloflops_per_cycle", "source", "like", "vector_tflops", "matmul_efficiency",
+    "attention_efficiency", "float32_share", "tile", "fill", "processors", "overlap",
+}  # fmt: skip
+_REQUIRED = ("kind", "bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "network_gbps", "vector_tflops",
+             "matmul_efficiency", "attention_efficiency", "tile", "source")  # fmt: skip
+
+
+def chip_from(name: str, entry: Mapping, where: str = "chips.yaml") -> Chip:
+    """A chip from its YAML entry.
+
+    Raises:
+        UserError: a field is unknown, missing or not a number.
+    """
+    for key in entry:
+        if key not in _FIELDS:
+            raise UserError(
+                "A hardware entry has only the known fields.", seen=f"{name}.{key}", where=where,
+                fix=did_you_mean(str(key), _FIELDS),
+            )  # fmt: skip
+    missing = [key for key in _REQUIRED if key not in entry]
+    if missing:
+        raise UserError(
+            "A hardware entry says all its rates and their source.", seen=f"{name} without {', '.join(missing)}",
+            where=where, fix=f"add `{missing[0]}`, or write `like: h100` and only what differs",
+        )  # fmt: skip
+    if entry["kind"] not in ("tpu", "gpu"):
+        raise UserError(
+            "A chip is a tpu or a gpu.", seen=f"{name}.kind: {entry['kind']}", where=where, fix="write tpu or gpu"
+        )
+    for word in entry.get("overlap") or ():
+        if word not in ("gathers", "reductions"):
+            raise UserError(
+                "What a compiler overlaps is gathers, reductions, or both.",
+                seen=f"{name}.overlap: {word}",
+                where=where,
+                fix="write overlap: [gathers, reductions], or a part of it",
+            )  # fmt: skip
+    rates = {
+        key: entry.get(key) for key in _FIELDS - {"kind", "source", "like", "overlap"} if entry.get(key) is not None
+    }
+    for key, value in rates.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+            raise UserError(
+                "A rate is a positive number.", seen=f"{name}.{key}: {value}", where=where, fix="write a number"
+            )
+    per_chip = entry.get("devices_per_chip", 1)
+    bf16 = entry["bf16_tflops"] * 1e12
+    cycle = entry.get("kiloflops_per_cycle")
+    return Chip(
+        name=name,
+        kind=entry["kind"],
+        bf16_flops=bf16 / per_chip,
+        fp8_flops=entry.get("fp8_tflops", entry["bf16_tflops"]) * 1e12 / per_chip,
+        hbm_bytes=entry["hbm_gib"] * 2**30 / per_chip,
+        hbm_bandwidth=entry["hbm_gbps"] * 1e9 / per_chip,
+        link_bandwidth=entry["link_gbps"] * 1e9,
+        network_bandwidth=entry["network_gbps"] * 1e9 / per_chip,
+        torus=entry.get("links", 0 if entry["kind"] == "gpu" else 2),
+        devices_per_chip=per_chip,
+        clock=bf16 / (cycle * 1e3) if cycle else None,
+        vector_flops=entry["vector_tflops"] * 1e12 / per_chip,
+        matmul_efficiency=entry["matmul_efficiency"],
+        attention_efficiency=entry["attention_efficiency"],
+        tile=entry["tile"],
+        # several bfloat16 passes on TPUs, TF32 on GPUs
+        float32_share=entry.get("float32_share", {"tpu": 1 / 6, "gpu": 0.5}[entry["kind"]]),
+        fill=entry.get("fill", 0.0),
+        processors=entry.get("processors"),
+        overlap=tuple(entry.get("overlap") or ()),
+        source=str(entry["source"]),
+    )
+
+
+@functools.cache
+def _builtin() -> dict[str, dict]:
+    import yaml
+
+    text = importlib.resources.files("trellis.hardware").joinpath("chips.yaml").read_text()
+    return yaml.safe_load(text)
+
+
+def chips(extra: str | None = None) -> dict[str, Chip]:
+    """All chips by name; `extra` is the path of a YAML file with more (or with corrections).
+
+    An entry that says `like: h100` takes what it does not say from that one:
+
+        h100-pcie: {like: h100, bf16_tflops: 756, link_gbps: 64, source: "NVIDIA H100 PCIe data sheet"}
+
+    Raises:
+        UserError: the file cannot be read, or an entry is wrong.
+    """
+    entries, where = dict(_builtin()), "chips.yaml"
+    if extra:
+        import yaml
+
+        where = extra
+        try:
+            with open(extra) as file:
+                more = yaml.safe_load(file) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise UserError(
+                "A hardware file is YAML that can be read.", seen=str(error).splitlines()[0], where=extra,
+                fix="see src/trellis/hardware/chips.yaml for the form",
+            ) from None  # fmt: skip
+        if not isinstance(more, dict) or not all(isinstance(entry, dict) for entry in more.values()):
+            raise UserError(
+                "A hardware file maps names to entries.", seen=type(more).__name__, where=extra,
+                fix="see src/trellis/hardware/chips.yaml for the form",
+            )  # fmt: skip
+        for name, entry in more.items():
+            like = entry.get("like")
+            if like is not None and like not in entries:
+                raise UserError(
+                    "`like` names a chip that is known.", seen=f"{name}.like: {like}", where=extra,
+                    fix=did_you_mean(str(like), entries),
+                )  # fmt: skip
+            entries[name.lower()] = {**(entries[like] if like else {}), **entry}
+    return {name: chip_from(name, entry, where) for name, entry in entries.items()}
+
+
+_TPU = re.compile(r"(?:(\d+)[x*])?([a-z][a-z0-9-]*?)[:-](\d+(?:x\d+)*)")
+_GPU = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][a-z0-9-]*)")
+
+
+def target(name: str, hardware: str | None = None) -> Target:
+    """The hardware of a name.
+
+    >>> target("v5e:16x16").num_devices
+    256
+    >>> target("4x8xH100").shape
+    (4, 8)
+
+    Args:
+        name: `v5e:16x16`, `v5p:4x4x8`, `v5e-256`, `2xv5e:16x16`, `8xH100`, `4x8xH100`.
+        hardware: the path of a YAML file with the user's own chips.
+
+    Raises:
+        UserError: no such chip or slice; the message offers near names.
+    """
+    known = chips(hardware)
+    text = name.strip().lower()
+    if (match := _GPU.fullmatch(text)) and match[3] in known and known[match[3]].kind == "gpu":
+        hosts, per_host = int(match[1] or 1), int(match[2])
+        if hosts >= 1 and per_host >= 1:
+            return Target(name=name, chip=known[match[3]], shape=(hosts, per_host), wrap=(False, False))
+    match = _TPU.fullmatch(text)
+    chip = known.get({"tpu7x": "v7x"}.get(match[2], match[2])) if match else None
+    if match and chip and chip.kind == "tpu" and int(match[1] or 1) >= 1:
+        generation = {"v7x": "tpu7x"}.get(chip.name, chip.name)
+        separator = ":" if "x" in match[3] or ":" in text else "-"
+        try:
+            one = parse_slice(f"{generation}{separator}{match[3]}")
+            shape, wrap = one.shape, one.wrap
+        except TopologyError as error:
+            if generation in _builtin() or generation == "tpu7x":
+                raise _unknown(name, str(error).rpartition("Near it: ")[2].replace("tpu7x", "v7x")) from None
+            shape = tuple(map(int, match[3].split("x")))  # a chip of the user's: any torus
+            if len(shape) != chip.torus:
+                raise _unknown(name, f"{chip.name}:{'x'.join('4' * chip.torus)}") from None
+            wrap = tuple(side >= 4 for side in shape)
+        return Target(name=name, chip=chip, shape=shape, wrap=wrap, num_slices=int(match[1] or 1))
+    words = re.findall(r"[a-z]+\d+[a-z]*", text)
+    near = did_you_mean(words[0] if words else text, known).removesuffix("?").removeprefix("did you mean ")
+    raise _unknown(name, near)
+
+
+def _unknown(name: str, near: str) -> UserError:
+    return UserError(
+        "A target is a TPU slice or GPU nodes, by name.", seen=name, where="--on",
+        fix=f"write it like v5e:16x16, v5p:4x4x8, 2xv5e:16x16, 8xH100 or 4x8xH100. Near it: {near}",
+    )  # fmt: skip

@@ -1,0 +1,76 @@
+"""This machine's own devices as a target, with peaks that are measured and not published."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from trellis.hardware.chips import MEMORY_EFFICIENCY, Chip, Target, chips
+from trellis.hardware.measure import CACHED, Machine
+
+_TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "v7x"}
+
+
+def local_target(devices: Sequence[Any], *, measured: Machine | None = None) -> Target:
+    """The devices that are here.
+
+    Known accelerators are taken from the table. CPUs have no published peaks: give `measured`, or get a placeholder
+    of 100 GFLOP/s and 10 GB/s that is only good for memory.
+    """
+    device = devices[0]
+    if device.platform == "cpu":
+        return Target(
+            name=f"{len(devices)} CPU devices",
+            chip=_cpu(measured, len(devices)),
+            shape=(1, len(devices)),
+            wrap=(False, False),
+        )
+    known = chips()
+    name = _TPU_KINDS.get(device.device_kind)
+    if name is None:
+        words = device.device_kind.lower().replace("nvidia ", "").split()
+        name = next((word.split("-")[0] for word in words if word.split("-")[0] in known), None)
+    chip = known[name] if name else _cpu(measured, len(devices))
+    hosts = len({d.process_index for d in devices})
+    if chip.kind == "gpu":
+        return Target(name=device.device_kind, chip=chip, shape=(hosts, len(devices) // hosts), wrap=(False, False))
+    count = len(devices) // chip.devices_per_chip
+    return Target(
+        name=device.device_kind, chip=chip, shape=(count, *[1] * (chip.torus - 1)), wrap=(False,) * chip.torus
+    )
+
+
+# Stands for a CPU that was not measured: good for memory only.
+_UNKNOWN = Machine(100e9, 100e9, 0.0, 10e9, 10e9, 10e9, 0.0)
+
+
+def _cpu(measured: Machine | None, count: int) -> Chip:
+    rates = measured or _UNKNOWN
+    return Chip(
+        name="cpu",
+        kind="gpu",
+        bf16_flops=rates.bfloat16 / count,
+        fp8_flops=rates.bfloat16 / count,
+        float32_share=rates.float32 / rates.bfloat16,
+        hbm_bytes=_host_memory() / count,
+        hbm_bandwidth=rates.memory / MEMORY_EFFICIENCY / count,  # what was measured is what streaming code reaches
+        link_bandwidth=rates.memory / count / 2,
+        network_bandwidth=rates.memory / count / 2,
+        vector_flops=rates.vector / count,
+        matmul_efficiency=1.0,
+        attention_efficiency=1.0,
+        tile=1,
+        fill=rates.fill,
+        cache_bytes=CACHED,
+        cache_bandwidth=rates.cache / count,
+        launch_seconds=rates.launch,
+        overlap=(),
+        source="measured on this machine" if measured else "a placeholder",
+    )
+
+
+def _host_memory() -> int:
+    import os
+
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 16 * 2**30

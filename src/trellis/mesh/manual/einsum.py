@@ -1,0 +1,189 @@
+"""Products in the notation, of plain arrays: `einsum("batch/d in/m, in/m hidden -> batch/d hidden +m", x, w)`."""
+
+import functools
+import string
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from trellis.mesh.manual.ops import mark_pending, vary
+from trellis.mesh.manual.reshard import check_slice, known_axes
+from trellis.notation import Dim, NotationError, Shape, TypeMismatch, parse, typeof
+from trellis.notation.binding import bind_shape, held_shape, live, real_axes
+from trellis.notation.state import mesh_of, state_of
+
+
+def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None):
+    """A sum of products, written with names and shardings.
+
+    In manual mode the product is each device's own, and a sum over a sliced
+    name is written `+x` in the result: a partial sum, to be settled by a
+    `reshard`. In explicit mode the same text says the sharding of the result.
+    Nothing is moved between devices in either mode.
+
+    Args:
+        text: the operands' shapes, `->`, and the result's.
+        *arrays: plain arrays, of the types that the text says.
+        precision, preferred_element_type: as in `jnp.einsum`.
+
+    Raises:
+        NotationError: the text is not a product that each device can do on its own; says which `reshard` is missing.
+        TypeMismatch: an array is not what the text says.
+    """
+    lefts, result = parse_einsum(text)
+    where = f"einsum('{text}')"
+    if len(lefts) != len(arrays):
+        raise NotationError(
+            f"an einsum has one array for each shape on its left, got {len(arrays)} arrays for {len(lefts)} shapes, "
+            f"in {where}: add or remove one"
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    mesh = None if mesh.empty else mesh
+    bindings = live()
+    if mesh is not None:
+        known_axes((*lefts, result), mesh, where)
+    for shape, x in zip(lefts, arrays, strict=True):
+        bind_shape(shape, x, where, bindings)
+    if mesh is not None:
+        lefts, result = [real_axes(shape, mesh) for shape in lefts], real_axes(result, mesh)
+    pending = _check(lefts, result, where)
+    letters = _letters(tuple(lefts), result)
+    product = functools.partial(jnp.einsum, letters, precision=precision, preferred_element_type=preferred_element_type)
+    mode = state_of(arrays[0]).mode
+    if mode == "manual":
+        manual = tuple(a for a in mesh.axis_names if a in mesh.manual_axes)
+        mentioned = {a for s in (*lefts, result) for a in (*s.mesh_axes, *s.pending, *s.copied)}
+        out = product(*(_local(x, shape, lefts, where, mentioned) for shape, x in zip(lefts, arrays, strict=True)))
+        return mark_pending(out, tuple(a for a in manual if a in pending), result)
+    if mode == "explicit":
+        for shape, x in zip(lefts, arrays, strict=True):
+            if (held := held_shape(shape, x)) != shape:
+                raise TypeMismatch(
+                    f"the left side of an einsum is what its arrays are, got {typeof(x)} for '{shape}', in {where}: "
+                    f'write reshard("{held} -> {shape}", ...) before, or correct the text'
+                )
+        return product(*arrays, out_sharding=NamedSharding(mesh_of(arrays[0]), result.spec))
+    return product(*arrays)
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_einsum(text: str) -> tuple[list[Shape], Shape]:
+    """The operands' shapes and the result's. NotationError: not one product of named dimensions."""
+    left, arrow, right = text.partition("->")
+    if not arrow or "->" in right:
+        raise NotationError(
+            f"an einsum has one '->', got {text.count('->')}, in einsum('{text}'): "
+            f"write 'batch in, in out -> batch out'"
+        )
+    lefts, result = [parse(part.strip()) for part in left.split(",")], parse(right.strip())
+    for shape in (*lefts, result):
+        if any(isinstance(dim.name, int) for dim in shape.dims):
+            raise NotationError(
+                f"an einsum goes by names, got '{shape}', in einsum('{text}'): give each dimension a name"
+            )
+    known = {dim.name for shape in lefts for dim in shape.dims}
+    if absent := [dim.name for dim in result.dims if dim.name not in known]:
+        raise NotationError(
+            f"a result's names come from its operands, got '{absent[0]}', in einsum('{text}'): correct the name"
+        )
+    return lefts, result
+
+
+def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
+    """The product must be one that devices do on their own; gives the axes along which its result is pending."""
+    slices: dict[str, tuple[tuple[str, ...], Shape]] = {}
+    owner: dict[str, tuple[str, Shape]] = {}
+    for shape in lefts:
+        if shape.pending:
+            settled = Shape(shape.dims, (), shape.copied, shape.ellipsis)
+            raise NotationError(
+                f"a pending sum is settled before it is multiplied, got '{shape}', in {where}: "
+                f'write reshard("{shape} -> {settled}", ...) first'
+            )
+        for dim in shape.dims:
+            axes, first = slices.setdefault(dim.name, (dim.axes, shape))
+            if axes != dim.axes:
+                raise NotationError(
+                    f"a name is sliced alike in all operands, got '{Dim(dim.name, axes)}' and '{dim}', in {where}: "
+                    f"{_align(first, shape, dim.name)}"
+                )
+            for axis in dim.axes:
+                name, other = owner.setdefault(axis, (dim.name, shape))
+                if name != dim.name:
+                    raise NotationError(
+                        f"a mesh axis slices one name in a product, got '{axis}' on '{name}' and on '{dim.name}', "
+                        "where "
+                        f"each device would multiply blocks that do not belong together, in {where}: "
+                        f'gather one, as in reshard("{shape} -> {_without(shape, axis)} ~{axis}", ...)'
+                    )
+    for shape in lefts:
+        for axis in shape.copied:
+            if axis not in owner:
+                raise NotationError(
+                    f"a copy ~{axis} is for a product with an operand that '{axis}' slices, got none, in {where}: "
+                    f"use the value from before the cast to ~{axis}"
+                )
+    kept = {dim.name: dim.axes for dim in result.dims}
+    for name, axes in kept.items():
+        if axes != slices[name][0]:
+            raise NotationError(
+                f"a product moves nothing, got '{Dim(name, slices[name][0])}' on the left and '{Dim(name, axes)}' on "
+                "the "
+                f"right, in {where}: write '{Dim(name, slices[name][0])}' on the right and reshard the result"
+            )
+    pending = tuple(sorted(a for name, (axes, _) in slices.items() if name not in kept for a in axes))
+    if result.copied:
+        raise NotationError(f"a product is not a copy, got '~{result.copied[0]}' on the right, in {where}: take it out")
+    if result.pending != pending:
+        right = Shape(result.dims, pending, (), result.ellipsis)
+        settled = Shape(result.dims, (), (), result.ellipsis)
+        if set(result.pending) - set(pending):
+            extra = sorted(set(result.pending) - set(pending))[0]
+            raise NotationError(
+                f"a sum is pending over the axes that slice the names it sums, got '+{extra}' and no such name, "
+                f"in {where}: write '-> {right}'"
+            )
+        missing = sorted(set(pending) - set(result.pending))
+        summed = next(str(Dim(n, a)) for n, (a, _) in slices.items() if n not in kept and missing[0] in a)
+        raise NotationError(
+            f"a sum over a sliced name is partial on each device, got '{summed}' summed and no "
+            f"'+{missing[0]}' in the result, in {where}: write '-> {right}', "
+            f'and settle it with reshard("{right} -> {settled}", ...)'
+        )
+    return pending
+
+
+def _align(first: Shape, second: Shape, name: str) -> str:
+    a, b = (next(dim.axes for dim in shape.dims if dim.name == name) for shape in (first, second))
+    # Taking a slice moves nothing, so bring the less sliced operand to the other.
+    source, axes = (first, b) if len(a) < len(b) else (second, a)
+    target = Shape(
+        tuple(Dim(d.name, axes if d.name == name else d.axes) for d in source.dims),
+        source.pending,
+        tuple(c for c in source.copied if c not in axes),
+        source.ellipsis,
+    )
+    return f'write reshard("{source} -> {target}", ...) first'
+
+
+def _without(shape: Shape, axis: str) -> Shape:
+    dims = tuple(Dim(d.name, tuple(a for a in d.axes if a != axis)) for d in shape.dims)
+    return Shape(dims, shape.pending, shape.copied, shape.ellipsis)
+
+
+def _local(x, shape: Shape, lefts: list[Shape], where: str, mentioned: set[str]):
+    x = check_slice(x, shape, where, mentioned=mentioned)
+    # A copy meets slices: from here on it differs along that axis, and its gradient is summed there.
+    return vary(x, tuple(a for a in shape.copied if any(a in other.mesh_axes for other in lefts)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _letters(lefts: tuple[Shape, ...], result: Shape) -> str:
+    names = list(dict.fromkeys(dim.name for shape in lefts for dim in shape.dims))
+    letter = dict(zip(names, string.ascii_letters, strict=False))
+
+    def side(shape: Shape) -> str:
+        return ("..." if shape.ellipsis else "") + "".join(letter[dim.name] for dim in shape.dims)
+
+    return ",".join(map(side, lefts)) + "->" + side(result)

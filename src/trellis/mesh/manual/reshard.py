@@ -1,0 +1,164 @@
+"""The one verb in manual mode: each step of a transition as the `jax.lax` collective."""
+
+import math
+
+import jax
+
+from trellis.mesh.manual import ops
+from trellis.notation import Shape, TypeMismatch, typeof
+from trellis.notation.binding import bind_shape, live, partly_manual, real_axes
+from trellis.notation.state import state_of
+from trellis.notation.struct import check_divides
+from trellis.notation.transition import Step, plan
+
+
+class TransitionError(TypeMismatch):
+    """A transition that no collective performs, or that does not fit the value it is applied to."""
+
+
+def manual_reshard(before: Shape, after: Shape, x):
+    """Moves one device's slice from one sharding to another, inside `shard_map`.
+
+    Args:
+        before: what `x` is; held against its JAX type and the names bound so far in this call.
+        after: the same dimensions, elsewhere.
+        x: a plain array, one device's slice.
+
+    Raises:
+        TransitionError: `x` is not what `before` says, or there is no such collective.
+        TypeMismatch: a name has another length in this call.
+        NotationError: a mesh axis does not divide its dimension.
+    """
+    where = f"reshard('{before} -> {after}')"
+    mesh = jax.sharding.get_abstract_mesh()
+    known_axes((before, after), mesh, where)
+    _check_manual((before, after), mesh, where)
+    bindings = live()
+    bind_shape(before, x, where, bindings)
+    if bindings is not None and before.pending and before in bindings.pending:
+        bindings.pending.remove(before)
+    before, after = real_axes(before, mesh), real_axes(after, mesh)
+    mentioned = {a for s in (before, after) for a in (*s.mesh_axes, *s.pending, *s.copied)}
+    x = check_slice(x, before, where, mentioned=mentioned)
+    for dim, size in zip(after.dims, _whole(before, x, mesh), strict=True):
+        check_divides(dim.name, size, dim.axes, mesh.shape, where)
+    for step in plan(before, after):
+        # The ledger reads the names off this scope: JAX's types have none.
+        with jax.named_scope(f"reshard[{step.before} -> {step.after}]"):
+            x = _perform(step, x, where)
+    return x
+
+
+_LEFT = "the left side of a text is what the array is"
+
+
+def check_slice(x, shape: Shape, where: str, rule: str = _LEFT, mentioned: set[str] | None = None):
+    """Holds a slice's manual type against a shape; types it as differing over the axes that slice it.
+
+    Args:
+        mentioned: the mesh axes of the whole text. Along others the value may differ: a dimension that they slice may
+            have been scanned or mapped away. None for all.
+
+    Raises:
+        TransitionError: a sum is pending, a copy is made or a value differs along an axis, and the text says nothing.
+    """
+    x = ops.without_single_axes(x)
+    state = state_of(x)
+    sliced, states = set(shape.mesh_axes), {*shape.pending, *shape.copied}
+    if partly_manual():
+        extra = state.varying - sliced - states
+        wrong = None
+    else:
+        extra = state.varying - sliced
+        wrong = next(
+            (
+                (said, held, sign, what)
+                for said, held, sign, what in (
+                    (set(shape.pending), set(state.pending), "+", "pending"),
+                    (set(shape.copied), set(state.copied), "~", "copied"),
+                )
+                if said != held
+            ),
+            None,
+        )
+    if wrong:
+        said, held, sign, what = wrong
+        seen = f"{what} along {', '.join(sorted(held))}" if held else f"not {what} along {', '.join(sorted(said))}"
+        fix = " ".join(sign + axis for axis in sorted(held)) or f"no {sign}{sorted(said)[0]}"
+        raise TransitionError(f"{rule}, got {typeof(x)}, which is {seen}, for '{shape}', in {where}: write {fix} there")
+    if extra := extra if mentioned is None else extra & mentioned:
+        raise TransitionError(
+            f"{rule}, got {typeof(x)}, which differs along "
+            f"{', '.join(sorted(extra))}, for '{shape}', in {where}: write which dimension '{sorted(extra)[0]}' "
+            "slices, "
+            f"or '+{sorted(extra)[0]}' if these are partial sums"
+        )
+    return ops.vary(x, tuple(a for a in shape.mesh_axes if a in jax.sharding.get_abstract_mesh().manual_axes))
+
+
+def known_axes(shapes, mesh, where: str) -> None:
+    """Refuses mesh axes that the mesh does not have."""
+    for shape in shapes:
+        for axis in (*shape.mesh_axes, *shape.pending, *shape.copied):
+            if axis not in mesh.shape:
+                raise TransitionError(
+                    f"a text names axes of the mesh, got '{axis}' where the mesh has {', '.join(mesh.axis_names)}, "
+                    f"in {where}: use one of these, or add '{axis}' to the mesh (size 1 will do)"
+                )
+
+
+def _check_manual(shapes, mesh, where: str) -> None:
+    for axis in {a for s in shapes for a in (*s.mesh_axes, *s.pending, *s.copied)} - set(mesh.manual_axes):
+        states = [_state(shape, axis) for shape in shapes]
+        if states[0] != states[1]:
+            raise TransitionError(
+                f"manual mode moves data over its own mesh axes, got '{axis}', which is left to the surrounding "
+                f"program, in {where}: reshard over '{axis}' outside, or add it to the axes of shard_map"
+            )
+
+
+def _state(shape: Shape, axis: str):
+    if axis in shape.pending or axis in shape.copied:
+        return "+" if axis in shape.pending else "~"
+    return next(((i, dim.axes.index(axis)) for i, dim in enumerate(shape.dims) if axis in dim.axes), None)
+
+
+def _whole(shape: Shape, x, mesh) -> list[int]:
+    manual = mesh.manual_axes
+    return [
+        size * math.prod(mesh.shape[a] for a in dim.axes if a in manual)
+        for dim, size in zip(shape.dims, x.shape, strict=True)
+    ]
+
+
+def _perform(step: Step, x, where: str):
+    match step.kind:
+        case "all-gather":
+            return ops.gather(x, step.dim, step.axes, copied=step.axes[0] in step.after.copied)
+        case "reduce-scatter":
+            return ops.scatter(x, step.dim, step.axes)
+        case "all-reduce":
+            return ops.reduce(x, step.axes)
+        case "all-to-all":
+            return ops.exchange(x, step.dim, step.to, step.axes)
+        case "permute":
+            before, after = (s.dims[step.dim].axes[-len(step.axes) :] for s in (step.before, step.after))
+            return ops.permute(x, before, after)
+        case "slice":
+            return ops.cut(x, step.dim, step.axes, copied=step.axes[0] in step.before.copied)
+    return _cast(step, x, where)
+
+
+def _cast(step: Step, x, where: str):
+    before, after = step.before, step.after
+    if made := sorted(set(after.pending) - set(before.pending)):
+        raise TransitionError(
+            f"a pending sum comes from a product or a sum over a sliced dimension, got '{before} -> {after}', "
+            f"in {where}: take out '+{made[0]}' on the right"
+        )
+    if dropped := sorted(set(before.copied) - set(after.copied)):
+        raise TransitionError(
+            f"a copy ~{dropped[0]} is already whole on each device and only its gradient differs, got "
+            f"'{before} -> {after}', in {where}: use the value from before the cast to ~{dropped[0]}"
+        )
+    return ops.copy(x, step.axes)

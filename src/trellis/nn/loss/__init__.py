@@ -1,0 +1,6 @@
+"""The losses of a language model."""
+
+from trellis.nn.loss.linear_cross_entropy import LossError, TokenLoss, linear_cross_entropy
+from trellis.nn.loss.next_token import next_token_loss
+
+__all__ = ["LossError", "TokenLoss", "linear_cross_entropy", "next_token_loss"]

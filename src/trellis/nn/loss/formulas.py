@@ -1,0 +1,52 @@
+"""The formulas of cross entropy, for chunks of tokens and for chunks of the vocabulary."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from trellis.mesh.manual.ops import Axes
+
+
+class Settings(NamedTuple):
+    """How a loss is computed; hashable, for `custom_vjp`.
+
+    Attributes:
+        z_loss, logit_softcap, vocab_size, vocab_first: as in `linear_cross_entropy`.
+        chunk: tokens a chunk; None for what suits an accelerator.
+        total_type: in which the gradient of the unembedding is summed over chunks of tokens.
+        vocab_axes: mesh axes that slice the vocabulary, none of them the tokens'.
+    """
+
+    z_loss: float
+    logit_softcap: float | None
+    vocab_size: int | None
+    vocab_first: bool
+    chunk: int | None
+    total_type: jnp.dtype
+    vocab_axes: Axes = ()
+
+
+def capped(logits, softcap: float | None):
+    """`softcap * tanh(logits / softcap)` and its slope; the logits and None without a cap."""
+    if softcap is None:
+        return logits, None
+    bent = jnp.tanh(logits / softcap)
+    return bent * softcap, 1 - bent * bent
+
+
+def weighed(largest, total, hit, weights, z_loss: float):
+    """`(total, its parts)` of the loss, and what `exp(logit - largest)` weighs in its gradient; all of each token.
+
+    Args:
+        largest: the largest logit.
+        total: sum of `exp(logit - largest)`.
+        hit: the target's logit.
+        weights: what each token counts.
+        z_loss: weight of the squared log-normalizer.
+    """
+    log_sum = largest + jnp.log(total)
+    entropy, z_sum = jnp.sum(weights * (log_sum - hit)), jnp.sum(weights * (z_loss * log_sum * log_sum))
+    # The target has the largest logit exactly if it is the largest logit: no search for its place.
+    correct = jnp.sum(jnp.where(hit >= largest, weights, 0.0))
+    sums = entropy + z_sum, (entropy, z_sum, correct, jnp.sum(weights))
+    return sums, weights * (1 + 2 * z_loss * log_sum) / total

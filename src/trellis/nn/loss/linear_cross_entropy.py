@@ -1,0 +1,213 @@
+"""A product with the unembedding and the cross entropy of its logits, in one: on arrays, on any mesh."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from trellis.mesh.manual.ops import Axes, vary
+from trellis.mesh.platform import platform_of
+from trellis.nn.loss.formulas import Settings
+from trellis.nn.loss.token_chunks import CHUNK, chunk_size, summed_by_tokens
+from trellis.nn.loss.vocab_chunks import VocabChunks, cut, summed_by_vocab
+from trellis.notation.state import State, state_of
+
+
+class LossError(ValueError):
+    """Shapes or shardings that the loss cannot take."""
+
+
+class TokenLoss(NamedTuple):
+    """Sums over all tokens of the batch, float32 scalars; divide by `tokens` for means.
+
+    Attributes:
+        total: what is minimized: cross entropy plus z-loss. Only this one carries a gradient.
+        cross_entropy: the first part, in nats.
+        z_loss: the second part.
+        correct: how many tokens had the largest logit.
+        tokens: the sum of the weights.
+    """
+
+    total: jax.Array
+    cross_entropy: jax.Array
+    z_loss: jax.Array
+    correct: jax.Array
+    tokens: jax.Array
+
+
+def linear_cross_entropy(
+    x: jax.Array,
+    unembed: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array | None = None,
+    *,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    vocab_size: int | None = None,
+    vocab_first: bool = False,
+    chunk: int | None = None,
+    bias: jax.Array | None = None,
+) -> TokenLoss:
+    """Summed cross entropy of next-token logits `x @ unembed`, and what is reported beside it.
+
+    Gradients are made together with the loss, chunk by chunk, so each logit is computed once; without
+    differentiation only the loss is. Logits, their softmax and all sums are float32 whatever the dtype of `x`.
+
+    On a mesh in explicit mode `batch` and `pos` may be sharded, and `vocab` over other axes (vocabulary parallel:
+    devices share the largest logit, the sum of exponentials and the target's logit, three numbers a token). `x` and
+    `unembed` may be in the `~` state, so that their gradients arrive as pending sums. A `"vocab embed"` that is sliced
+    over mesh axes of the tokens is gathered chunk by chunk, and so is its gradient scattered: see `vocab_chunks`.
+
+    Args:
+        x: `batch pos embed`.
+        unembed: `embed vocab`, or `vocab embed` if `vocab_first`.
+        targets: `i32["batch pos"]`.
+        weights: `f32["batch pos"]`, what each token counts, 0 for none; all 1 if None.
+        z_loss: adds `z_loss * log_sum_exp ** 2` to each token's loss (PaLM, Chowdhery et al., 2022,
+            arXiv:2204.02311, section 5).
+        logit_softcap: logits become `cap * tanh(logits / cap)`.
+        vocab_size: the true size of a vocabulary that is padded: later columns get no probability and no gradient.
+        vocab_first: the layout of `unembed`.
+        chunk: tokens per chunk on each device; not for an unembedding that is gathered in chunks.
+        bias: `vocab`, added to the logits; sharded as `unembed` is.
+
+    Raises:
+        LossError: shapes or shardings do not fit together.
+
+    >>> import jax.numpy as jnp
+    >>> x, unembed = jnp.ones((1, 2, 4)), jnp.zeros((4, 8))
+    >>> loss = linear_cross_entropy(x, unembed, jnp.zeros((1, 2), jnp.int32))
+    >>> float(loss.total / loss.tokens) == float(jnp.log(8.0))
+    True
+    """
+    _check(x, unembed, targets, weights, vocab_size, vocab_first, bias)
+    head = (unembed,) if bias is None else (unembed, bias)
+    weights = jnp.ones_like(targets, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    platform = platform_of(x)
+    total_type = jnp.dtype("float32") if platform == "cpu" else unembed.dtype
+    settings = Settings(z_loss, logit_softcap, vocab_size, vocab_first, chunk or CHUNK.get(platform), total_type)
+    states = [state_of(a) for a in (x, unembed, targets)]
+    if states[0].mode != "explicit":
+        return _local(x, head, targets, weights, settings)
+    batch, pos, _ = states[0].axes
+    across, vocab, chunks = states[1].axes, (), None
+    if set(batch + pos) & set(across[0] + across[1]):
+        chunks = _vocab_chunks(states, x, unembed, targets, plain=vocab_first and bias is None and chunk is None)
+    else:
+        vocab = _vocab_axes(states, x, unembed, vocab_first)
+        settings = settings._replace(vocab_axes=vocab)
+
+    def body(x, head, targets, weights):
+        x, head = jax.tree.map(lambda a: vary(a, batch + pos + vocab), (x, head))
+        targets, weights = (vary(a, batch + pos) for a in (targets, weights))
+        sums = _local(x, head, targets, weights, settings, chunks)
+        return jax.tree.map(lambda s: lax.psum(s, batch + pos), sums) if batch + pos else sums
+
+    tokens = (batch or None, pos or None)
+    table = PartitionSpec(*(axes or None for axes in across), reduced=states[1].copied)
+    return jax.shard_map(
+        body,
+        mesh=jax.typeof(x).sharding.mesh,
+        in_specs=(
+            PartitionSpec(*tokens, None, reduced=states[0].copied),
+            (table, *(_bias_spec(b, vocab) for b in head[1:])),
+            PartitionSpec(*tokens),
+            PartitionSpec(*tokens),
+        ),
+        out_specs=PartitionSpec(),
+    )(x, head, targets, weights)
+
+
+def _vocab_chunks(states: list[State], x, unembed, targets, *, plain: bool) -> VocabChunks:
+    """How an unembedding that is sliced over mesh axes of the tokens is gathered."""
+    (batch, pos, embed), sides = states[0].axes, states[1].axes
+    shown = _check_states(states, x, unembed)
+    dim = 0 if sides[0] else 1
+    alone = not (sides[0] and sides[1]) and set(sides[dim]) <= set(batch + pos) and not embed
+    if not (alone and plain):
+        raise LossError(
+            "an unembedding that is gathered in chunks is 'vocab embed' (vocab_first), with one dimension sliced, over "
+            f"mesh axes of the tokens only, and goes without bias and without chunk, {shown}: gather it first, "
+            "with reshard"
+        )
+    sizes = jax.typeof(x).sharding.mesh.shape
+    devices, parts = (math.prod(sizes[a] for a in axes) for axes in (sides[dim], batch + pos))
+    local = unembed.shape[0] // (1 if dim else devices)
+    return cut(dim, sides[dim], devices, local, targets.size // parts)
+
+
+def _bias_spec(bias, vocab: Axes) -> PartitionSpec:
+    state = state_of(bias)
+    if state.axes != (vocab,) or state.pending:
+        raise LossError(
+            f"a bias is sharded as the vocabulary of the unembedding is, got bias {jax.typeof(bias).str_short()} for "
+            f"vocab over {'/'.join(vocab) or 'nothing'}, in linear_cross_entropy: reshard it"
+        )
+    return PartitionSpec(vocab or None, reduced=state.copied)
+
+
+def _local(x, head, targets, weights, settings: Settings, chunks: VocabChunks | None = None) -> TokenLoss:
+    """The loss of one device's tokens over its part of the vocabulary."""
+    if chunks is not None:
+        x, targets, weights = x.reshape(-1, x.shape[-1]), targets.reshape(-1), weights.reshape(-1)
+        total, rest = summed_by_vocab(x, head[0], targets, weights, settings, chunks)
+        return TokenLoss(total, *(lax.stop_gradient(s) for s in rest))
+    count = targets.size
+    columns = head[0].shape[0 if settings.vocab_first else 1]
+    chunk = chunk_size(count, columns, settings)
+    padding = -count % chunk
+    x, targets, weights = x.reshape(count, -1), targets.reshape(count), weights.reshape(count)
+    if padding:
+        x, targets, weights = (jnp.pad(a, ((0, padding),) + ((0, 0),) * (a.ndim - 1)) for a in (x, targets, weights))
+    in_chunks = lambda a: a.reshape(-1, chunk, *a.shape[1:])
+    total, rest = summed_by_tokens(in_chunks(x), head, in_chunks(targets), in_chunks(weights), settings)
+    return TokenLoss(total, *(lax.stop_gradient(s) for s in rest))
+
+
+def _vocab_axes(states: list[State], x, unembed, vocab_first: bool) -> Axes:
+    """The mesh axes that slice the vocabulary of an unembedding that every device uses as it has it."""
+    shown = _check_states(states, x, unembed)
+    vocab, contracted = states[1].axes if vocab_first else states[1].axes[::-1]
+    if states[0].axes[2] or contracted:
+        raise LossError(f"embed is whole in x and unembed, {shown}: gather it first, with reshard")
+    return vocab
+
+
+def _check_states(states: list[State], x, unembed) -> str:
+    """What holds however the unembedding is sliced; returns the operands' types, for further messages."""
+    shown = f"got x {jax.typeof(x).str_short()}, unembed {jax.typeof(unembed).str_short()}, in linear_cross_entropy"
+    if states[0].pending or states[1].pending:
+        raise LossError(f"the loss is not linear, so no operand is a pending sum, {shown}: settle it, with reshard")
+    if states[2].axes != states[0].axes[:2]:
+        raise LossError(f"targets are sharded as x is, {shown}, targets sharded {states[2].axes}: reshard them like x")
+    return shown
+
+
+def _check(x, unembed, targets, weights, vocab_size, vocab_first, bias) -> None:
+    where = f"in linear_cross_entropy(vocab_first={vocab_first})"
+    embed = unembed.shape[1 if vocab_first else 0] if unembed.ndim == 2 else None
+    if x.ndim != 3 or x.shape[-1] != embed or targets.shape != x.shape[:2]:
+        layout = "vocab embed" if vocab_first else "embed vocab"
+        raise LossError(
+            f"x is 'batch pos embed', unembed '{layout}', targets 'batch pos', got shapes {x.shape}, {unembed.shape}, "
+            f"{targets.shape}, {where}: reorder the dimensions, or change vocab_first"
+        )
+    if weights is not None and weights.shape != targets.shape:
+        raise LossError(
+            f"each token has a weight, got weights of shape {weights.shape} for targets {targets.shape}, {where}: "
+            "pass weights of the targets' shape"
+        )
+    columns = math.prod(unembed.shape) // embed
+    if bias is not None and bias.shape != (columns,):
+        raise LossError(
+            f"a bias has one number for each column, got shape {bias.shape} for {columns} columns, {where}: "
+            "pass 'vocab' numbers, the padding's too"
+        )
+    if vocab_size is not None and not 0 < vocab_size <= columns:
+        raise LossError(
+            f"the vocabulary is at most the unembedding's, got vocab_size={vocab_size} for {columns} columns, {where}: "
+            "pass the tokenizer's size, or pad the unembedding further"
+        )

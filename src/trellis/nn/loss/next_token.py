@@ -1,0 +1,90 @@
+"""The loss of a language model, by name."""
+
+import math
+
+import jax
+from jax import lax
+
+from trellis.mesh.layout import current_layout
+from trellis.mesh.platform import platform_of
+from trellis.named import NamedArray
+from trellis.named.placing import move
+from trellis.nn.loss.linear_cross_entropy import TokenLoss, linear_cross_entropy
+from trellis.notation.state import state_of
+
+_NAMES = ("batch", "pos", "vocab", "embed")
+
+
+def next_token_loss(
+    hidden: NamedArray,
+    unembedding: NamedArray,
+    targets: NamedArray,
+    weights: NamedArray | None = None,
+    *,
+    bias: NamedArray | None = None,
+    vocab_size: int | None = None,
+    **options,
+) -> TokenLoss:
+    """Summed cross entropy of `hidden` times `unembedding`, on any layout; the logits never exist all at once.
+
+    With `vocab` mapped to a mesh axis it is vocabulary parallel: devices share
+    three numbers a token.
+
+    Args:
+        hidden: `"batch pos embed"`.
+        unembedding: `"vocab embed"`.
+        targets: `i32["batch pos"]`.
+        weights: `f32["batch pos"]`, what each token counts.
+        bias: `"vocab"`, added to the logits.
+        vocab_size: the true size of a padded vocabulary.
+        **options: of `linear_cross_entropy`: `z_loss`, `logit_softcap`, `chunk`.
+    """
+    tokens = ("batch", "pos")
+    hidden, unembedding = hidden.transpose((*tokens, "embed")), unembedding.transpose(("vocab", "embed"))
+    targets = targets.transpose(tokens)
+    weights = None if weights is None else weights.transpose(tokens)
+    layout = current_layout()
+    if layout is not None and state_of(hidden.array).mode == "explicit":
+        batch, pos, vocab, _ = layout.assign(_NAMES)
+        if platform_of(hidden.array) != "cpu":
+            arrays = gradients_together(hidden.array, unembedding.array)
+            hidden, unembedding = (n.with_array(a) for n, a in zip((hidden, unembedding), arrays, strict=True))
+        hidden = move(hidden, (batch, pos, ()), frozenset(vocab))
+        in_chunks = bias is None and _in_chunks(hidden, unembedding, batch + pos, vocab)
+        sides = state_of(unembedding.array).axes if in_chunks else (vocab, ())
+        unembedding = move(unembedding, sides, frozenset(batch + pos).difference(*sides))
+        bias = None if bias is None else move(bias, (vocab,), frozenset(batch + pos))
+        targets = move(targets, (batch, pos), frozenset())
+        weights = None if weights is None else move(weights, (batch, pos), frozenset())
+    plain = None if weights is None else weights.array
+    if vocab_size == unembedding.shape["vocab"]:
+        vocab_size = None
+    options |= {"vocab_size": vocab_size, "bias": None if bias is None else bias.array}
+    return linear_cross_entropy(hidden.array, unembedding.array, targets.array, plain, vocab_first=True, **options)
+
+
+def _in_chunks(hidden: NamedArray, unembedding: NamedArray, tokens, vocab) -> bool:
+    """Whether the loss gathers the unembedding in chunks, instead of getting it whole.
+
+    On accelerators, of a table that one of its dimensions slices over mesh axes of the tokens, where a device has no
+    more tokens than `embed`: the exponentials that are kept then take no more room than the whole table would.
+    """
+    if platform_of(hidden.array) == "cpu" or vocab:
+        return False
+    rows, columns = state_of(unembedding.array).axes
+    mesh, (batch, pos, embed) = jax.typeof(hidden.array).sharding.mesh, hidden.array.shape
+    few = batch * pos <= embed * math.prod(mesh.shape[axis] for axis in tokens)
+    return few and bool(rows) != bool(columns) and set(rows + columns) <= set(tokens)
+
+
+@jax.custom_vjp
+def gradients_together(hidden: jax.Array, unembedding: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both as they are; their gradients are made together, before the layers' backward passes begin.
+
+    Left alone, a compiler sums the unembedding's gradient over devices at the end of the step, and keeps each device's
+    whole part of it, a gigabyte for an 8B model, through all layers.
+    """
+    return hidden, unembedding
+
+
+gradients_together.defvjp(lambda *arrays: (arrays, None), lambda _, gradients: lax.optimization_barrier(gradients))

@@ -1,0 +1,178 @@
+"""Cross entropy where the unembedding stays sliced over the tokens' own mesh axes, and is gathered in chunks.
+
+Chunks of the vocabulary follow each other as blocks of keys do in attention, with the largest logit, the sum of
+exponentials and the pull on `x` so far (the online softmax of Milakov and Gimelshein, 2018, arXiv:1805.02867). The
+exponentials are kept, in the type of `x`; when the sums are known they become the gradients of the logits, and these a
+chunk of the unembedding's gradient, which is scattered at once. The whole unembedding is never on one device, nor is
+its gradient; each chunk is gathered once, and its logits are computed once.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from trellis.mesh.manual.ops import Axes, vary, varying_axes
+from trellis.nn.loss.formulas import Settings, capped, weighed
+
+# A chunk's float32 logits take about this many bytes.
+CHUNK_BYTES = 1 << 27
+# Rows of a chunk on each device are a multiple of this, a TPU's tile: what is gathered is then in order in memory.
+TILE = 8
+
+
+class VocabChunks(NamedTuple):
+    """How an unembedding, `"vocab embed"`, is sliced over devices, and each device's part is cut into chunks of rows.
+
+    Attributes:
+        dim: what is sliced, 0 for `vocab` or 1 for `embed`.
+        axes: the mesh axes that slice it.
+        devices: how many slices they make.
+        local: rows of one device.
+        rows: of them in a chunk; the last chunk may have fewer.
+    """
+
+    dim: int
+    axes: Axes
+    devices: int
+    local: int
+    rows: int
+
+    @property
+    def number(self) -> int:
+        """How many chunks there are."""
+        return -(-self.local // self.rows)
+
+
+def cut(dim: int, axes: Axes, devices: int, local: int, tokens: int) -> VocabChunks:
+    """Chunks whose float32 logits, of so many tokens, take about `CHUNK_BYTES`.
+
+    >>> chunks = cut(0, ("data",), 256, local=504, tokens=4096)
+    >>> chunks.number, chunks.rows
+    (16, 32)
+    """
+    wide = local if dim else local * devices
+    rows = -(-local // -(-4 * tokens * wide // CHUNK_BYTES))
+    return VocabChunks(dim, axes, devices, local, min(-(-rows // TILE) * TILE, local))
+
+
+class _Sums(NamedTuple):
+    """What is known of each token after some chunks: `"token"`, the last two `"token embed"`."""
+
+    largest: jax.Array  # logit
+    total: jax.Array  # sum of exp(logit - largest)
+    hit: jax.Array  # the target's logit
+    pull: jax.Array  # sum of exp(logit - largest) times its row
+    row: jax.Array  # the target's
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def summed_by_vocab(x, unembed, targets, weights, settings: Settings, chunks: VocabChunks):
+    """The total, and the parts of it, of this device's tokens against the whole vocabulary.
+
+    Args:
+        x: `"token embed"`.
+        unembed: this device's part of `"vocab embed"`.
+        targets: `i32["token"]`, counted in the whole vocabulary.
+        weights: `f32["token"]`.
+        settings: how.
+        chunks: how the part is cut.
+    """
+    sums, _ = _all_chunks(x, unembed, targets, settings, chunks, keep=False)
+    return weighed(sums.largest, sums.total, sums.hit, weights, settings.z_loss)[0]
+
+
+def _fwd(x, unembed, targets, weights, settings: Settings, chunks: VocabChunks):
+    sums, kept = _all_chunks(x, unembed, targets, settings, chunks, keep=True)
+    result, pull = weighed(sums.largest, sums.total, sums.hit, weights, settings.z_loss)
+    push = weights if (cap := settings.logit_softcap) is None else weights * (1 - (sums.hit / cap) ** 2)
+    d_x = pull[:, None] * sums.pull - push[:, None] * sums.row.astype(jnp.float32)
+
+    def step(_, part):
+        index, powers, largest = part
+        scale = pull * jnp.exp(largest - sums.largest)
+        hot = jnp.arange(powers.shape[1])[None, :] == _column(targets, index, chunks)[:, None]
+        d_logits = powers.astype(jnp.float32) * scale[:, None] - jnp.where(hot, push[:, None], 0.0)
+        d_chunk = jnp.einsum("tv,te->ve", d_logits.astype(x.dtype), x, preferred_element_type=jnp.float32)
+        d_chunk = d_chunk.astype(unembed.dtype)
+        for axis in chunks.axes:  # over several at once libtpu sums everything, and slices that
+            d_chunk = lax.psum_scatter(d_chunk, axis, scatter_dimension=chunks.dim, tiled=True)
+        return None, d_chunk
+
+    parts = jnp.concatenate([lax.scan(step, None, some)[1] for some in kept])
+    return result, (d_x.astype(x.dtype), parts.reshape(-1, unembed.shape[1])[: chunks.local])
+
+
+def _bwd(settings, chunks: VocabChunks, gradients, cotangents):
+    d_total, _ = cotangents
+    return *jax.tree.map(lambda d: d * d_total.astype(d.dtype), gradients), None, None
+
+
+summed_by_vocab.defvjp(_fwd, _bwd)
+
+
+def _all_chunks(x, unembed, targets, settings: Settings, chunks: VocabChunks, *, keep: bool):
+    """Sums over all chunks; if `keep`, also `(index, exponentials, the largest logits they were taken with)` of each.
+
+    Two loops, each over half of them: libtpu finds room for two buffers of half a gigabyte where it finds none for one.
+    """
+    tokens, embed = x.shape
+    full = lambda value, *shape: vary(jnp.full((tokens, *shape), value, jnp.float32), varying_axes(x, unembed))
+    row = full(0.0, embed).astype(unembed.dtype)
+    sums = _Sums(full(-jnp.inf), full(0.0), full(0.0), full(0.0, embed), row)
+    padding = chunks.number * chunks.rows - chunks.local
+    parts = jnp.pad(unembed, ((0, padding), (0, 0))).reshape(chunks.number, chunks.rows, -1)
+    wide = chunks.rows * (1 if chunks.dim else chunks.devices)
+    # The exponentials' place is made when `x` is there. Left to itself libtpu makes it before the layers, a gigabyte.
+    zero, _ = lax.optimization_barrier((jnp.zeros((), x.dtype), x))
+    zero = vary(zero, varying_axes(sums.total))
+
+    def step(carry, part):
+        sums, kept = carry
+        place, index, mine = part
+        chunk = lax.all_gather(mine, chunks.axes, axis=chunks.dim, tiled=True)
+        sums, powers = _one_chunk(sums, x, chunk, index, targets, settings, chunks)
+        return (sums, lax.dynamic_update_index_in_dim(kept, powers, place, 0) if keep else None), sums.largest
+
+    found, half = [], -(-chunks.number // 2)
+    for first, last in ((0, half), (half, chunks.number)):
+        if (count := last - first) > 0:
+            places, index = jnp.arange(count), jnp.arange(first, last)
+            room = jnp.broadcast_to(zero, (count, tokens, wide)) if keep else None
+            (sums, kept), largest = lax.scan(step, (sums, room), (places, index, parts[first:last]))
+            found.append((index, kept, largest))
+    return sums, found
+
+
+def _one_chunk(sums: _Sums, x, chunk, index, targets, settings: Settings, chunks: VocabChunks):
+    logits = jnp.einsum("te,ve->tv", x, chunk, preferred_element_type=jnp.float32)
+    logits, slope = capped(logits, settings.logit_softcap)
+    logits = jnp.where(_real(index, settings.vocab_size, chunks), logits, -jnp.inf)
+    largest = jnp.maximum(sums.largest, jnp.max(logits, axis=1))
+    shrink = jnp.exp(sums.largest - largest)
+    powers = jnp.exp(logits - largest[:, None])
+    total = shrink * sums.total + jnp.sum(powers, axis=1)
+    powers = (powers if slope is None else powers * slope).astype(x.dtype)
+    pull = shrink[:, None] * sums.pull + jnp.einsum("tv,ve->te", powers, chunk, preferred_element_type=jnp.float32)
+    column = _column(targets, index, chunks)
+    here, column = column >= 0, jnp.maximum(column, 0)
+    hit = jnp.where(here, jnp.take_along_axis(logits, column[:, None], axis=1)[:, 0], sums.hit)
+    row = jnp.where(here[:, None], chunk[column], sums.row)
+    return _Sums(largest, total, hit, pull, row), powers
+
+
+def _real(index, vocab_size: int | None, chunks: VocabChunks):
+    """Which columns of a chunk are words: not what fills up the last chunk, nor a padded vocabulary's end."""
+    own = index * chunks.rows + jnp.arange(chunks.rows)[None, :]
+    first = jnp.arange(1 if chunks.dim else chunks.devices)[:, None] * chunks.local
+    words = vocab_size or chunks.local * first.size
+    return ((own < chunks.local) & (first + own < words)).reshape(1, -1)
+
+
+def _column(targets, index, chunks: VocabChunks):
+    """The column of a chunk that is each token's target, or -1 where it is in another chunk."""
+    device, own = (0, targets) if chunks.dim else (targets // chunks.local, targets % chunks.local)
+    own = own - index * chunks.rows
+    return jnp.where((own >= 0) & (own < chunks.rows), device * chunks.rows + own, -1)

@@ -1,0 +1,47 @@
+"""The ragged all-to-all, with a gradient that knows the way back."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from trellis.mesh.manual.ops import vary, varying_axes
+
+# Where my rows for each device begin, how many they are, where they go there, and how many I get from each device.
+Way = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 4))
+def ragged_all_to_all(x: jax.Array, room: int, there: Way, back: Way, axes: tuple[str, ...]) -> jax.Array:
+    """Rows to other devices, as many to each as there are; zeros where no row arrives.
+
+    Args:
+        x: `rows embed`.
+        room: rows of the result.
+        there: where rows for each device begin here, how many, where they land there, and how many come from each.
+        back: the same for the way back, which the gradient takes.
+        axes: the mesh axes that the devices are along.
+    """
+    return _send(x, room, there, axes)
+
+
+def _send(x, room: int, way: Way, axes):
+    rows, embed = x.shape
+    # A TPU moves whole tiles: a row in tiles of its own, full ones, is neither padded nor taken apart.
+    tile = (16, embed // 16) if embed % (16 * 128) == 0 else (1, embed)
+    empty = vary(jnp.zeros((room, *tile), x.dtype), varying_axes(x))
+    moved = lax.ragged_all_to_all(x.reshape(rows, *tile), empty, *way, axis_name=axes)
+    return moved.reshape(room, embed)
+
+
+def _forward(x, room: int, there: Way, back: Way, axes):
+    return _send(x, room, there, axes), (jnp.zeros((x.shape[0], 0), x.dtype), back)
+
+
+def _backward(room: int, axes, kept, d):
+    like, back = kept
+    return _send(d, like.shape[0], back, axes), None, None
+
+
+ragged_all_to_all.defvjp(_forward, _backward)

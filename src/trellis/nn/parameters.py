@@ -1,0 +1,130 @@
+"""Parameters: each declared once, as a field of a module, with a type that says what it is for.
+
+    class Mlp(eqx.Module):
+        up: Weight
+        up_bias: Bias
+
+What is counted as work, what is decayed, and what an optimizer treats as a matrix follow from these types.
+"""
+
+import dataclasses
+import enum
+import functools
+import math
+import typing
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
+
+import jax
+
+from trellis.named import NamedArray, is_named
+
+
+class Role(enum.StrEnum):
+    """What a parameter is for."""
+
+    WEIGHT = "weight"
+    TABLE = "table"
+    SCALE = "scale"
+    BIAS = "bias"
+
+
+Weight = Annotated[NamedArray, Role.WEIGHT]
+"""Multiplies activations and sums over at least one of their names."""
+Table = Annotated[NamedArray, Role.TABLE]
+"""Rows that are looked up: of tokens, of positions."""
+Scale = Annotated[NamedArray, Role.SCALE]
+"""Multiplies activations element by element."""
+Bias = Annotated[NamedArray, Role.BIAS]
+"""Is added to activations."""
+
+# Axes that only say how many of a parameter there are, where they lead.
+COUNTING = ("stage", "layers", "experts")
+
+
+class Parameter(NamedTuple):
+    """A parameter of a model.
+
+    Attributes:
+        path: its place in the model: `layers.block.attention.q` is the query weight of all layers.
+        leaf: a named or plain array, or its type.
+        declared: the role that its field's type says, or None.
+    """
+
+    path: str
+    leaf: Any
+    declared: Role | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its axes; of a plain array none."""
+        return self.leaf.names if is_named(self.leaf) else ()
+
+    @property
+    def ndim(self) -> int:
+        return len(self.names) if is_named(self.leaf) else self.leaf.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of its elements, whole."""
+        return math.prod(self.leaf.shape.values() if is_named(self.leaf) else self.leaf.shape)
+
+    @property
+    def counting(self) -> int:
+        """How many leading axes only count parameters of one kind (layers, experts)."""
+        return next((i for i, name in enumerate(self.names) if name not in COUNTING), len(self.names))
+
+    @property
+    def role(self) -> Role:
+        """What it is for. Where nobody said, two axes or more make a weight, besides those that count."""
+        return self.declared or (Role.WEIGHT if self.ndim - self.counting >= 2 else Role.BIAS)
+
+    def matches(self, words: Sequence[str]) -> bool:
+        """Whether a word is in its path or is the name of one of its axes."""
+        return any(word in self.path or word in self.names for word in words)
+
+
+def parameters(model: Any) -> list[Parameter]:
+    """The arrays of a model, in its order, whatever they hold: values, types, gradients.
+
+    >>> from trellis.named import Axis
+    >>> from trellis.nn.norm import RMSNorm
+    >>> [(p.path, p.role.value, p.names) for p in parameters(RMSNorm.init(Axis("embed", 4), 1e-6))]
+    [('scale', 'scale', ('embed',))]
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_named)
+    return [
+        Parameter(jax.tree_util.keystr(path, simple=True, separator="."), leaf, _declared(model, path))
+        for path, leaf in leaves
+    ]
+
+
+def _declared(node: Any, path: tuple) -> Role | None:
+    """What the last field on the way to a leaf says."""
+    role = None
+    for key in path:
+        match key:
+            case jax.tree_util.GetAttrKey(name=name):
+                role, node = _roles(type(node)).get(name), getattr(node, name)
+            case jax.tree_util.DictKey(key=index) | jax.tree_util.SequenceKey(idx=index):
+                node = node[index]  # a list of weights is declared as one
+            case _:
+                return None
+    return role
+
+
+@functools.cache
+def _roles(cls: type) -> dict[str, Role]:
+    if not dataclasses.is_dataclass(cls):
+        return {}
+    hints = {field.name: field.type for field in dataclasses.fields(cls)}
+    if any(isinstance(hint, str) for hint in hints.values()):
+        hints = typing.get_type_hints(cls, include_extras=True)
+    return {name: role for name, hint in hints.items() if (role := _role_in(hint)) is not None}
+
+
+def _role_in(hint: Any) -> Role | None:
+    """The role anywhere in a type: `Weight`, `Bias | None`, `list[Weight]`."""
+    own = getattr(hint, "__metadata__", ())
+    inner = (_role_in(part) for part in typing.get_args(hint))
+    return next((role for role in (*own, *inner) if isinstance(role, Role)), None)

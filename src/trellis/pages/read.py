@@ -1,0 +1,61 @@
+"""What a run's folder holds, read for its page."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trellis.errors import UserError
+from trellis.train.trackers import read_lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """The files of a run that its page shows. All but the metrics may be missing.
+
+    Attributes:
+        name: the folder's name.
+        run: the text of `run.yaml`.
+        lines: of `metrics.jsonl`, by step.
+        about: model, mesh, memory, communication and machine, as `trellis train` leaves them in `about.json`.
+        ledger: the text of `ledger.txt`.
+        samples: of `samples.jsonl`.
+        events: of `timeline.jsonl`, by time.
+    """
+
+    name: str
+    run: str
+    lines: list[dict[str, Any]]
+    about: dict[str, Any]
+    ledger: str
+    samples: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+
+
+def read_folder(folder: Path) -> RunFolder:
+    """Reads a run's folder.
+
+    Raises:
+        UserError: it holds no metrics.
+    """
+    if not (folder / "metrics.jsonl").is_file():
+        raise UserError(
+            "A report is about a run that has begun.",
+            seen="no metrics.jsonl" if folder.is_dir() else "no such folder",
+            where=str(folder),
+            fix="give the folder of a run, as in `trellis report runs/NAME-DATE`",
+        )
+    about = _text(folder / "about.json")
+    return RunFolder(
+        name=folder.absolute().name,
+        run=_text(folder / "run.yaml"),
+        lines=read_lines(folder / "metrics.jsonl"),
+        about=json.loads(about) if about else {},
+        ledger=_text(folder / "ledger.txt"),
+        samples=read_lines(folder / "samples.jsonl"),
+        events=[json.loads(line) for line in _text(folder / "timeline.jsonl").splitlines() if line.endswith("}")],
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""

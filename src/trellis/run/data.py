@@ -1,0 +1,109 @@
+"""Where a run's tokens come from, as configuration."""
+
+import dataclasses
+from typing import Literal
+
+from trellis.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Embedded:
+    """The Python standard library's own source files, found on this machine, with a tokenizer trained on them."""
+
+    kind: Literal["embedded"] = "embedded"
+    vocab: int
+    """Tokens of the byte-level BPE that is trained on the text, once, and cached."""
+
+    def __post_init__(self):
+        if self.vocab < 257:
+            raise UserError(
+                "A byte-level vocabulary holds every byte and the end of a text.",
+                seen=f"vocab={self.vocab}",
+                where="vocab",
+                fix="use 257 or more, as in 4096",
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """A token store, written by `trellis tokenize`."""
+
+    kind: Literal["store"] = "store"
+    path: str
+    """The store: a folder, or s3:// and the like."""
+    validation: str | None = None
+    """The store that validation reads; null has none."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """A source's share of a mixture, from one step on."""
+
+    step: int
+    """The first step with this weight."""
+    weight: float
+    """The share, relative to the others' at the same step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One source of a mixture."""
+
+    name: str
+    """In metrics, its validation loss goes by this name."""
+    path: str
+    """A token store."""
+    weight: float | tuple[Weight, ...]
+    """Share of the tokens, relative to the other parts'; or a list of {step, weight}."""
+    epochs: float | None = None
+    """Passes over the source after which it is left out; null repeats it as long as the run lasts."""
+    validation: str | None = None
+    """The store that validation reads; null has none."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """Several token stores, each with a share of the tokens."""
+
+    kind: Literal["mixture"] = "mixture"
+    parts: tuple[Part, ...]
+    """The sources, by name."""
+    block: int = 2048
+    """Sequences over which the shares are exact."""
+
+    def __post_init__(self):
+        names = [part.name for part in self.parts]
+        if not names or len(set(names)) < len(names):
+            raise UserError(
+                "The parts of a mixture have names of their own.",
+                seen=", ".join(names) or "no parts",
+                where="parts",
+                fix="write [{name: web, path: ..., weight: 0.7}, {name: code, path: ..., weight: 0.3}]",
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """Where tokens come from, and how they become sequences. The order is a function of the seed and the step."""
+
+    source: Embedded | Store | Mixture
+    """The tokens."""
+    sequence_length: int
+    """Tokens in a sequence."""
+    packing: Literal["concatenate", "pack", "pad"] = "concatenate"
+    """concatenate cuts the stream of documents into sequences; pack puts whole documents together as they fit best; pad
+    gives each document a sequence of its own."""
+    mask_documents: bool = True
+    """Whether attention stays inside a document."""
+    tokenizer: str | None = None
+    """A tokenizer.json or a Hugging Face folder; null takes the one that the source was tokenized with."""
+    shuffle_block: int = 1
+    """Sequences that stay together in the shuffle, so that object stores are read in whole chunks."""
+    seed: int = 0
+    """Of the shuffle."""
+
+    def __post_init__(self):
+        for name in ("sequence_length", "shuffle_block"):
+            if getattr(self, name) < 1:
+                seen = f"{name}={getattr(self, name)}"
+                raise UserError("A length is positive.", seen=seen, where=name, fix=f"use {name} of 1 or more")

@@ -1,0 +1,102 @@
+"""A run's folder: where it is, and that it holds one run."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from trellis.errors import UserError
+from trellis.run.config import Run
+from trellis.run.run_file import read_run, write_run
+from trellis.run.schema import plain
+
+# What may differ when a run goes on: how long, where, and what is written about it. Not what is learned from what.
+_MAY_CHANGE = (
+    "name", "steps", "mesh", "layout", "devices", "distributed", "checkpoints", "evaluation", "logging", "profile",
+    "microbatches", "remat", "skip_nonfinite",
+)  # fmt: skip
+
+
+def new_folder(run: Run, parent: Path = Path("runs")) -> Path:
+    """`runs/NAME-DATE`, with a number after it where that is taken."""
+    base = parent / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, number = base, 1
+    while folder.exists():
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    return folder
+
+
+def claim(folder: Path, run: Run, *, write: bool = True) -> None:
+    """Makes a folder the run's, or checks that it is already.
+
+    Args:
+        folder: the run's folder; made where it is not there.
+        run: the run; `run.yaml` is written, anew where only things differ that may change when a run goes on.
+        write: whether this process writes it, or only checks.
+
+    Raises:
+        UserError: the folder holds another run.
+    """
+    path = folder / "run.yaml"
+    if path.exists():
+        before, now = plain(read_run(path)), plain(run)
+        differ = [name for name in now if before.get(name) != now[name] and name not in _MAY_CHANGE]
+        if differ:
+            seen = "; ".join(
+                f"{name}: {_short(before.get(name))} there, {_short(now[name])} asked for" for name in differ
+            )
+            raise UserError(
+                "A run folder holds one run, and the command that started it resumes it.",
+                seen=seen,
+                where=str(path),
+                fix=f"use another --run-dir, or resume what is there: trellis train {path} --run-dir {folder}",
+            )
+    if write:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_run(run, path)
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keeps a run's folder for this process while it trains; the system lets go of it when the process ends.
+
+    Raises:
+        UserError: another process trains in the folder.
+    """
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                "One process at a time trains in a run's folder.",
+                seen="another one that is at it",
+                where=str(folder),
+                fix="wait for it or stop it, or use another --run-dir",
+            ) from None
+        yield
+
+
+def open_run(folder: Path) -> Run:
+    """The run of a folder.
+
+    Raises:
+        UserError: the folder is no run's.
+    """
+    path = folder / "run.yaml"
+    if not path.is_file():
+        raise UserError(
+            "A run's folder holds run.yaml.",
+            seen="no run.yaml" if folder.is_dir() else "no such folder",
+            where=str(folder),
+            fix="give the folder that `trellis train --run-dir` was given, or one of runs/",
+        )
+    return read_run(path)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

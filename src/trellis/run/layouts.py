@@ -1,0 +1,249 @@
+"""Layouts by name: which axes are sliced over which mesh axes, for the usual kinds of parallelism."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from trellis.errors import UserError, did_you_mean
+from trellis.mesh import Layout, make_mesh
+from trellis.run.schema import FrozenMap
+
+Preset = Literal[
+    "auto", "single", "data", "fsdp", "expert", "tensor", "fsdp_tensor", "fsdp_tensor_sequence", "context", "hybrid"
+]
+
+_DATA = "data/data_y/data_z"
+_BATCH = f"replica/{_DATA}/expert/stage"
+_LAYERS = {"layers": "stage"}
+_TENSOR = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
+_EXPERTS = {"experts": "expert"}
+
+# Maps in use and at rest. Mesh axes that a mesh does not have, or has with size 1, drop out; of two names in one array
+# that want the same mesh axis, the earlier entry gets it. So `pos: context/model` at the end slices positions over
+# `model` exactly where heads or the feed-forward width are not there to be sliced: sequence parallelism.
+_KINDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "data": ({}, {"batch": _BATCH}),
+    "fsdp": ({**_EXPERTS, "embed": _DATA}, {**_EXPERTS, "batch": _BATCH}),
+    "expert": (_EXPERTS, {**_EXPERTS, "batch": _BATCH}),
+    "tensor": (_TENSOR, {"batch": _BATCH, **_TENSOR}),
+    "fsdp_tensor": ({**_EXPERTS, **_TENSOR, "embed": _DATA}, {**_EXPERTS, "batch": _BATCH, **_TENSOR}),
+    "fsdp_tensor_sequence": (
+        {**_EXPERTS, **_TENSOR, "embed": _DATA},
+        {**_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": "model"},
+    ),
+    "context": ({"embed": f"{_DATA}/context"}, {"batch": _BATCH, "pos": "context"}),
+    "hybrid": (
+        {**_EXPERTS, **_TENSOR, "embed": f"{_DATA}/context"},
+        {**_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": "context/model"},
+    ),
+}
+# Each of them with the layers over the stages of a pipeline, before the batch: what is left of its axes is the batch's.
+PRESETS: dict[str, tuple[dict[str, str], dict[str, str]]] = {"single": ({}, {})} | {
+    name: ({**_LAYERS, **params}, {**_LAYERS, **compute}) for name, (params, compute) in _KINDS.items()
+}
+PRESETS["auto"] = PRESETS["hybrid"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSizes:
+    """Devices along each mesh axis. They multiply to the number of devices; one may be -1 and takes what is left."""
+
+    replica: int = 1
+    """Whole copies of the model, across slow links: gradients meet once a step."""
+    stage: int = 1
+    """Stages of a pipeline: slices of the layers, and outside of them of the batch."""
+    data: int = -1
+    """Slices of the batch; with FSDP, of parameters too."""
+    data_y: int = 1
+    """More of the same along a second dimension of a TPU's torus."""
+    data_z: int = 1
+    """More of the same along a third."""
+    expert: int = 1
+    """Slices of a layer's experts, and of the batch."""
+    context: int = 1
+    """Slices of a sequence's positions."""
+    model: int = 1
+    """Slices of heads, feed-forward width and vocabulary: tensor parallelism."""
+
+    def __post_init__(self):
+        sizes = dataclasses.asdict(self)
+        for name, size in sizes.items():
+            if size < 1 and size != -1:
+                raise UserError(
+                    "A mesh axis has a size, or -1.", seen=f"{name}={size}", where=name, fix="use 1 or more"
+                )
+        free = [name for name, size in sizes.items() if size == -1]
+        if len(free) > 1:
+            seen = ", ".join(f"{name}=-1" for name in free)
+            fix = f"give {' or '.join(free)} a size"
+            raise UserError("One mesh axis at most takes what is left.", seen=seen, where=free[-1], fix=fix)
+
+    def resolve(self, num_devices: int) -> dict[str, int]:
+        """The size of every axis on so many devices.
+
+        >>> MeshSizes(model=2).resolve(8)["data"]
+        4
+
+        Raises:
+            UserError: the sizes do not multiply to the number of devices.
+        """
+        sizes = dataclasses.asdict(self)
+        known = math.prod(size for size in sizes.values() if size != -1)
+        free = next((name for name, size in sizes.items() if size == -1), None)
+        if num_devices % known or (free is None and known != num_devices):
+            shown = " ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)
+            raise UserError(
+                "The sizes of a mesh multiply to the number of devices.",
+                seen=f"{shown or 'all sizes 1'} ({'a multiple of ' if free else ''}{known}) on {num_devices} devices",
+                where="mesh",
+                fix=f"use --devices {known} to rehearse on a CPU, or sizes that multiply to {num_devices}",
+            )
+        return {name: num_devices // known if name == free else size for name, size in sizes.items()}
+
+
+AXES = tuple(field.name for field in dataclasses.fields(MeshSizes))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutChoice:
+    """What is sliced over which mesh axis. Mesh axes are written as in the notation: data, or data/model."""
+
+    preset: Preset = "auto"
+    """A pair of maps. auto slices parameters over data (FSDP), widths over model (tensor and sequence), positions over
+    context; hybrid is the same with a replica on each host. On the two processors of a CPU auto is data,
+    which is the faster there; each keeps a copy of the state."""
+    params: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
+    """Entries that replace the preset's for parameters at rest: the name of an axis, and mesh axes or nothing."""
+    compute: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
+    """Entries that replace the preset's for everything in use."""
+    gather: Literal["joint", "per_axis"] = "joint"
+    """Whether a parameter sliced over several mesh axes is gathered over all at once or one after the other."""
+    strict: bool = False
+    """Refuse operations that would gather a sliced axis on their own (sort, cumsum, top_k)."""
+    mode: Literal["explicit", "auto"] = "explicit"
+    """Who places communication: the types, or the compiler."""
+    overlap: tuple[Literal["mlp", "heads"], ...] = ()
+    """Products that hide their communication, in rings: mlp for those into and out of the feed-forward width, heads for
+    the queries', keys', values' and output projections. Needs positions sliced over the same mesh axis."""
+
+    pipeline_microbatches: int | None = None
+    """With mesh.stage: parts of the batch that follow each other through the stages. None: the most that divide the
+    batch, at most 4 a stage. More of them leave stages idle for less of the time."""
+
+    def __post_init__(self):
+        for which in ("params", "compute"):
+            for name, axes in getattr(self, which).items():
+                for axis in filter(None, axes.split("/")):
+                    if axis not in AXES:
+                        raise UserError(
+                            "A layout maps names to mesh axes.",
+                            seen=f"{name}: {axes}",
+                            where=f"{which}.{name}",
+                            fix=did_you_mean(axis, AXES),
+                        )
+        if self.overlap:
+            self._check_overlap()
+
+    def _check_overlap(self) -> None:
+        if self.mode == "auto":
+            raise UserError(
+                "Overlapped products are placed by the types.",
+                seen=f"overlap={', '.join(self.overlap)} with mode=auto, where the compiler places communication",
+                where="overlap",
+                fix="use --layout.mode explicit",
+            )
+        compute = self.maps()[1]
+        for name in self.overlap:
+            mine = compute.get(name, ())
+            if not mine:
+                raise UserError(
+                    "An overlapped product's name is sliced in use.",
+                    seen=f"overlap={name} with the preset {self.preset}, which slices `{name}` over no mesh axis",
+                    where="overlap",
+                    fix=f"use --layout.preset fsdp_tensor_sequence, or --layout.compute.{name} model",
+                )
+            if not any(axis in compute.get(other, ()) for axis in mine for other in ("pos", "embed")):
+                raise UserError(
+                    "An overlapped product gathers what comes in, or scatters what goes out.",
+                    seen=f"overlap={name} with the preset {self.preset}: activations beside `{name}` are whole along "
+                    f"{'/'.join(mine)}",
+                    where="overlap",
+                    fix=f"use --layout.preset fsdp_tensor_sequence, or --layout.compute.pos {'/'.join(mine)}",
+                )
+
+    def maps(self) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
+        """The preset's maps with this choice's entries in them: for parameters at rest, and in use.
+
+        >>> LayoutChoice(preset="tensor", compute={"pos": "model"}).maps()[1]["pos"]
+        ('model',)
+        """
+        own = (self.params, self.compute)
+        both = [{**preset, **mine} for preset, mine in zip(PRESETS[self.preset], own, strict=True)]
+        params, compute = ({name: tuple(filter(None, axes.split("/"))) for name, axes in m.items()} for m in both)
+        return params, compute
+
+
+def make_layout(mesh: MeshSizes, choice: LayoutChoice, devices: Sequence[Any]) -> Layout:
+    """The layout of a run on devices, which may be real, simulated or only described.
+
+    Raises:
+        UserError: the mesh does not fit the devices, or the layout leaves one of its axes without work.
+    """
+    if choice.preset == "hybrid" and mesh.replica == 1:
+        hosts = len({(getattr(d, "slice_index", 0), d.process_index) for d in devices})
+        mesh = dataclasses.replace(mesh, replica=hosts)
+    sizes = {name: size for name, size in mesh.resolve(len(devices)).items() if size > 1} or {"data": 1}
+    if choice.preset == "auto" and list(sizes) == ["data"] and _are_halves_of_a_cpu(devices):
+        choice = dataclasses.replace(choice, preset="data")
+    params, compute = choice.maps()
+    used = {axis for axes in (*params.values(), *compute.values()) for axis in axes}
+    if idle := [name for name, size in sizes.items() if size > 1 and name not in used]:
+        raise UserError(
+            "Every mesh axis slices something: devices along an axis that slices nothing repeat each other's work.",
+            seen=f"{idle[0]}={sizes[idle[0]]} with the preset {choice.preset}",
+            where=f"mesh.{idle[0]}",
+            fix=f"use --mesh.{idle[0]} 1, --layout.preset auto, or an entry such as --layout.compute.batch {idle[0]}",
+        )
+    here = [{n: [a for a in axes if a in sizes] for n, axes in m.items()} for m in (params, compute)]
+    params, compute = ({n: axes for n, axes in m.items() if axes} for m in here)
+    arranged = make_mesh(devices, axis_type=choice.mode, **sizes)
+    overlap = [name for name in choice.overlap if name in compute]
+    return Layout(
+        arranged,
+        params=params,
+        compute=compute,
+        gather=choice.gather,
+        strict=choice.strict,
+        overlap=overlap,
+        pipeline_microbatches=choice.pipeline_microbatches,
+    )
+
+
+def _are_halves_of_a_cpu(devices: Sequence[Any]) -> bool:
+    """Two devices of one CPU that has so many processors; where it has not, they rehearse a larger machine."""
+    here = len({d.process_index for d in devices}) == 1
+    return here and len(devices) == 2 <= (os.cpu_count() or 1) and all(d.platform == "cpu" for d in devices)
+
+
+def check_names(choice: LayoutChoice, names: Iterable[str]) -> None:
+    """Refuses entries of a layout for axes that a model does not have.
+
+    Args:
+        choice: the layout.
+        names: the names of all axes of the model's parameters and activations.
+
+    Raises:
+        UserError: an entry's name is not among them.
+    """
+    known = set(names)
+    for which in ("params", "compute"):
+        for name in getattr(choice, which):
+            if name not in known:
+                raise UserError(
+                    "A layout names axes of the model.",
+                    seen=f"`{name}`",
+                    where=f"layout.{which}.{name}",
+                    fix=did_you_mean(name, known),
+                )

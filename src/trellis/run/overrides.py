@@ -1,0 +1,162 @@
+"""From a recipe, a YAML file and a command line to one resolved configuration."""
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from trellis.errors import UserError, did_you_mean
+from trellis.run.schema import REQUIRED, build, fields_of, members, plain, show, tag_of, variant_in, variants
+
+
+def resolve(
+    kind: type, base: Any = None, *, patch: Mapping | None = None, source: str = "", options: Mapping | None = None
+) -> Any:
+    """One value of the dataclass `kind`.
+
+    Args:
+        kind: the dataclass.
+        base: a value of it to start from.
+        patch: plain data that replaces parts of the base, as a YAML file holds it.
+        source: where the patch was read, for messages.
+        options: texts by dotted name, as a command line holds them. They replace parts of both.
+
+    Raises:
+        UserError: something does not fit the types or is not known; the message has a suggestion.
+    """
+    options = dict(options or {})
+    data = merge(kind, plain(base) if base is not None else {}, patch or {})
+    tags_first = sorted(options, key=lambda name: (not _chooses(kind, data, name.split(".")), name.count(".")))
+    for name in tags_first:
+        data = _put(kind, data, name.split("."), options[name], name, kind)
+
+    def origin(path: str) -> str:
+        option = next((o for o in options if path == o or path.startswith(f"{o}.")), None)
+        return f"--{option}" if option else f"`{path}` in {source}" if source else f"`{path}`"
+
+    return build(kind, data, origin=origin)
+
+
+def merge(kind: Any, base: Any, patch: Any) -> Any:
+    """Plain data with parts replaced.
+
+    Where the tag changes, what the new variant has no default for is kept, as a learning rate; the rest is the new
+    variant's own.
+    """
+    tagged = variants(kind)
+    if isinstance(patch, str) and patch in tagged:  # `schedule: cosine` is short for `schedule: {kind: cosine}`
+        patch = {_tag(tagged): patch}
+    if not (isinstance(base, Mapping) and isinstance(patch, Mapping)):
+        return patch
+    before, after = variant_in(kind, base), variant_in(kind, {**base, **patch})
+    if after is None:
+        return patch if before is None else {**base, **patch}
+    fields = fields_of(after)
+    kept = {k: v for k, v in base.items() if before is after or (k in fields and fields[k].default is REQUIRED)}
+    for key, value in patch.items():
+        kept[key] = merge(fields[key].type, kept.get(key), value) if key in fields else value
+    return kept
+
+
+def leaves(kind: Any, data: Any, path: str = "") -> Iterator[tuple[str, Any, Any, str]]:
+    """Dotted name, type, value and doc of every field that can be set by itself, as the data stands."""
+    cls = variant_in(kind, data)
+    for name, field in fields_of(cls).items() if cls else ():
+        inner, dotted = (data or {}).get(name), f"{path}.{name}" if path else name
+        if variant_in(field.type, inner) and inner is not None:
+            yield from leaves(field.type, inner, dotted)
+        else:
+            yield dotted, field.type, inner, field.doc
+
+
+def _tag(tagged: Mapping[str, type]) -> str:
+    return tag_of(next(iter(tagged.values())))[0]  # ty: ignore[not-subscriptable]
+
+
+def _chooses(kind: Any, data: Any, names: list[str]) -> bool:
+    """Whether an option picks the variant of a union: those go first, since other options depend on them."""
+    if not names:
+        return bool(variants(kind))
+    if variants(kind) and names == [_tag(variants(kind))]:
+        return True
+    cls = variant_in(kind, data if isinstance(data, Mapping) else {})
+    if cls is None or names[0] not in fields_of(cls):
+        return False
+    return _chooses(fields_of(cls)[names[0]].type, (data or {}).get(names[0]), names[1:])
+
+
+def _put(kind: Any, data: Any, names: list[str], text: str, option: str, root: Any) -> Any:
+    """The data with the field at `names` read from text."""
+    if not names:
+        return merge(kind, data, read(kind, text))
+    head, *rest = names
+    if tagged := variants(kind):
+        if [head] == names and head == _tag(tagged):
+            return merge(kind, data, {head: text})
+    if cls := variant_in(kind, data if isinstance(data, Mapping) else {}):
+        if head not in (fields := fields_of(cls)):
+            raise _unknown(option, head, cls, root)
+        old = dict(data or {})
+        return {**old, head: _put(fields[head].type, old.get(head), rest, text, option, root)}
+    for member in members(kind):
+        container, args = typing.get_origin(member), typing.get_args(member)
+        if container is tuple and isinstance(data, list) and head.isdigit() and int(head) < len(data):
+            return [_put(args[0], x, rest, text, option, root) if i == int(head) else x for i, x in enumerate(data)]
+        if isinstance(container, type) and issubclass(container, Mapping):
+            return {**(data or {}), ".".join(names): read(args[1], text)}  # keys may have dots: parameters' names do
+    raise UserError(
+        f"`{option.removesuffix('.' + '.'.join(names))}` is of type {show(kind)}: it has no parts of that name.",
+        seen=f"`{'.'.join(names)}`",
+        where=f"--{option}",
+        fix=f"set it whole: --{option.removesuffix('.' + '.'.join(names))} {show(kind)}",
+    )
+
+
+def _unknown(option: str, head: str, cls: type, root: Any) -> UserError:
+    parent = option[: option.index(f".{head}")] if f".{head}" in option else ""
+    elsewhere = {name for name in _names(root) if name.endswith(f".{option}")}
+    known = elsewhere or {f"{parent}.{name}".lstrip(".") for name in fields_of(cls)}
+    fix = did_you_mean(option, known, shown="--{}")
+    rule = f"`{parent or cls.__name__}` has known fields only."
+    return UserError(rule, seen=f"`{head}`", where=f"--{option}", fix=fix)
+
+
+def _names(kind: Any, path: str = "") -> Iterator[str]:
+    for member in members(kind):
+        if isinstance(member, type) and hasattr(member, "__dataclass_fields__"):
+            for name, field in fields_of(member).items():
+                yield f"{path}.{name}" if path else name
+                yield from _names(field.type, f"{path}.{name}" if path else name)
+
+
+def read(kind: Any, text: str) -> Any:
+    """Plain data from the text of an option, read as the type asks. What does not fit is left for `build` to refuse.
+
+    >>> read(int | None, "null"), read(float, "3e-4"), read(tuple[str, ...], "data,model"), read(bool, "true")
+    (None, 0.0003, ['data', 'model'], True)
+    """
+    if text[:1] in ("[", "{"):
+        import yaml
+
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError:
+            return text
+    if text in variants(kind):
+        return text
+    for member in members(kind):
+        container, args = typing.get_origin(member), typing.get_args(member)
+        if container is Literal and text in map(str, args):
+            return next(a for a in args if str(a) == text)
+        if member is type(None) and text in ("null", "none"):
+            return None
+        if member is bool and text in ("true", "false"):
+            return text == "true"
+        if member in (int, float):
+            try:
+                return member(text.replace(",", "_") if member is int else text)
+            except ValueError:
+                continue
+        if container is tuple and str not in members(kind) and not dataclasses.is_dataclass(args[0]):
+            return [read(args[0], part) for part in text.split(",") if part]
+    return text

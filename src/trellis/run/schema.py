@@ -1,0 +1,243 @@
+"""Configurations as plain data and back: frozen dataclasses, unions told apart by a tag, mappings, tuples, literals.
+
+The dataclasses of a union are told apart by the field that each of them has with a literal of one value, as in
+`kind: Literal["adamw"] = "adamw"`. The same walk over the types reads YAML, command lines and help texts.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Union
+
+from trellis.errors import UserError, did_you_mean
+
+REQUIRED = dataclasses.MISSING
+
+
+class FrozenMap(dict):
+    """A dictionary that cannot be changed, so that a configuration has a hash and stays what it was."""
+
+    def __hash__(self) -> int:  # ty: ignore[incompatible-method-override]
+        return hash(tuple(self.items()))
+
+    def _refuse(self, *_: object, **__: object) -> typing.NoReturn:
+        raise TypeError("a configuration is frozen: build another with dataclasses.replace")
+
+    __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = __ior__ = _refuse
+
+    def __reduce__(self):
+        return FrozenMap, (dict(self),)
+
+
+class Field(NamedTuple):
+    """One field of a configuration: `default` is REQUIRED where there is none."""
+
+    name: str
+    type: Any
+    default: Any
+    doc: str
+
+
+@functools.cache
+def fields_of(cls: Any) -> dict[str, Field]:
+    """The fields of a dataclass, with types resolved and the strings under them as docs."""
+    hints, docs = typing.get_type_hints(cls), _docs(cls)
+    found = {}
+    for field in dataclasses.fields(cls):
+        made = field.default_factory
+        default = field.default if made is dataclasses.MISSING else made()
+        found[field.name] = Field(field.name, hints[field.name], default, docs.get(field.name, ""))
+    return found
+
+
+def _docs(cls: type) -> dict[str, str]:
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # ty: ignore[missing-attribute]
+    except (OSError, TypeError, SyntaxError):  # defined where there is no source: a REPL, a frozen application
+        return {}
+    docs = {}
+    for field, text in zip(body, body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
+                docs[field.target.id] = " ".join(text.value.value.split())
+    return docs
+
+
+def members(kind: Any) -> tuple[Any, ...]:
+    """The members of a union; a type that is none is its own only member."""
+    return typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def tag_of(cls: Any) -> tuple[str, str] | None:
+    """The field that tells a variant of a union, and its one value."""
+    if dataclasses.is_dataclass(cls) and isinstance(cls, type):
+        for name, field in fields_of(cls).items():
+            if typing.get_origin(field.type) is Literal and len(values := typing.get_args(field.type)) == 1:
+                return name, values[0]
+    return None
+
+
+def variants(kind: Any) -> dict[str, type]:
+    """The tagged dataclasses in a type, by the value of their tag."""
+    tagged = [(tag_of(member), member) for member in members(kind)]
+    return {tag[1]: member for tag, member in tagged if tag}
+
+
+def variant_in(kind: Any, data: Any) -> type | None:
+    """The dataclass that plain data is for, where the type has one and the data says which."""
+    classes = [m for m in members(kind) if dataclasses.is_dataclass(m) and isinstance(m, type)]
+    if len(classes) == 1:
+        return classes[0]
+    tagged = variants(kind)
+    tag = next((tag_of(c) for c in tagged.values()), None)
+    return tagged.get(data.get(tag[0])) if tag and isinstance(data, Mapping) else None
+
+
+def show(kind: Any) -> str:
+    """A type as a user reads it.
+
+    >>> show(int | None), show(tuple[str, ...]), show(Literal["none", "full"])
+    ('int or null', 'list of str', 'none | full')
+    """
+    if kind in (None, type(None)):
+        return "null"
+    if len(members(kind)) > 1:
+        tagged = variants(kind)
+        others = [show(m) for m in members(kind) if m not in tagged.values()]
+        return " or ".join([" | ".join(tagged)] * bool(tagged) + others)
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return " | ".join(map(str, args))
+    if origin is tuple:
+        return f"list of {show(args[0])}"
+    if origin and issubclass(origin, Mapping):
+        return f"map to {show(args[1])}"
+    return kind.__name__
+
+
+def plain(value: Any) -> Any:
+    """A configuration as dictionaries, lists and scalars, every field written out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def _join(path: str, name: object) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def build(kind: Any, data: Any, path: str = "", origin: Callable[[str], str] = lambda path: f"`{path}`") -> Any:
+    """A value of type `kind` from plain data.
+
+    Args:
+        kind: a dataclass, or any type that a field may have.
+        data: dictionaries, lists and scalars, as YAML gives them.
+        path: the dotted path of the data, for messages.
+        origin: says where the value at a dotted path came from.
+
+    Raises:
+        UserError: an unknown or missing key, a value of another type, or a constraint of the dataclass that does not
+            hold.
+    """
+    if len(members(kind)) > 1:
+        return _build_union(kind, data, path, origin)
+    if dataclasses.is_dataclass(kind):
+        return _build_dataclass(typing.cast(type, kind), data, path, origin)
+    container, args = typing.get_origin(kind), typing.get_args(kind)
+    if container is Literal:
+        if data in args and type(data) in {type(a) for a in args}:
+            return data
+        raise _wrong(kind, data, path, origin, did_you_mean(str(data), args))
+    if container is tuple and isinstance(data, list | tuple):
+        return tuple(build(args[0], item, _join(path, i), origin) for i, item in enumerate(data))
+    if container and container is not tuple and isinstance(data, Mapping):
+        return FrozenMap({str(key): build(args[1], item, _join(path, key), origin) for key, item in data.items()})
+    if kind in (None, type(None)) and data is None:
+        return None
+    if kind is float and isinstance(data, int | str) and not isinstance(data, bool):
+        try:  # YAML 1.1 reads 3e-4, without a point, as text
+            return float(data)
+        except ValueError:
+            pass
+    if container is None and kind is not type(None) and type(data) is kind:
+        return data
+    raise _wrong(kind, data, path, origin)
+
+
+_EXAMPLES = {int: "write a whole number, as in 8", float: "write a number, as in 0.001", bool: "write true or false"}
+
+
+def _wrong(kind: Any, data: Any, path: str, origin: Callable[[str], str], fix: str = "") -> UserError:
+    seen = "null" if data is None else f"{data!r} ({type(data).__name__})"
+    rule = f"`{path}` is {'one of' if typing.get_origin(kind) is Literal else 'of type'} {show(kind)}."
+    if isinstance(data, str) and variants(kind):
+        fix = did_you_mean(data, variants(kind))
+    choices = [example for member in members(kind) if (example := _EXAMPLES.get(member))]
+    return UserError(rule, seen=seen, where=origin(path), fix=fix or " or ".join(choices) or f"write {show(kind)}")
+
+
+def _build_union(kind: Any, data: Any, path: str, origin: Callable[[str], str]) -> Any:
+    tagged = variants(kind)
+    if isinstance(data, Mapping) and tagged:
+        if cls := variant_in(kind, data):
+            return _build_dataclass(cls, data, path, origin)
+        name = next(tag_of(c) for c in tagged.values())[0]  # ty: ignore[not-subscriptable]
+        seen = f"{name}: {data[name]!r}" if name in data else f"no `{name}`"
+        fix = did_you_mean(str(data.get(name)), tagged) if name in data else f"write {name}: {' | '.join(tagged)}"
+        raise UserError(f"`{path}` says by `{name}` what it is.", seen=seen, where=origin(_join(path, name)), fix=fix)
+    fitting = [m for m in members(kind) if m not in tagged.values() and _shape(m) is _shape(type(data))]
+    for member in fitting:
+        try:
+            return build(member, data, path, origin)
+        except UserError:
+            if len(fitting) == 1 and _shape(member) is not str:
+                raise  # it is the only list, or map, that the union knows: what is wrong is inside
+    raise _wrong(kind, data, path, origin)
+
+
+def _shape(kind: Any) -> type:
+    """Dictionary, list or scalar: what kind of YAML a type is written in."""
+    base = typing.get_origin(kind) or kind
+    if dataclasses.is_dataclass(base) or (isinstance(base, type) and issubclass(base, Mapping)):
+        return dict
+    return list if base in (list, tuple) else type(None) if base in (None, type(None)) else str
+
+
+def _build_dataclass(cls: type, data: Any, path: str, origin: Callable[[str], str]) -> Any:
+    if type(data) is cls:
+        return data
+    if not isinstance(data, Mapping):
+        raise UserError(
+            f"`{path}` has fields: {', '.join(fields_of(cls))}.",
+            seen=repr(data),
+            where=origin(path),
+            fix=f"write one field by its name, as in {_join(path, next(iter(fields_of(cls))))}",
+        )
+    fields = fields_of(cls)
+    for key in data:
+        if key not in fields:
+            rule = f"`{path or cls.__name__}` has known fields only."
+            raise UserError(rule, seen=f"`{key}`", where=origin(_join(path, key)), fix=did_you_mean(str(key), fields))
+    missing = [name for name, field in fields.items() if field.default is REQUIRED and name not in data]
+    if missing:
+        raise UserError(
+            "What defines a run is written down: it has no silent default.",
+            seen=f"no {', '.join(f'`{_join(path, name)}`' for name in missing)}",
+            where=origin(path) if path else cls.__name__,
+            fix=f"add {_join(path, missing[0])}: {show(fields[missing[0]].type)}",
+        )
+    values = {name: build(fields[name].type, item, _join(path, name), origin) for name, item in data.items()}
+    try:
+        return cls(**values)
+    except UserError as error:  # a constraint, declared in the dataclass, which does not know its own path
+        where = origin(error.where if error.where.startswith(f"{path}.") else _join(path, error.where))
+        raise UserError(error.rule, seen=error.seen, where=where, fix=error.fix) from None

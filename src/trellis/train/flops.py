@@ -1,0 +1,70 @@
+"""What a token costs: the FLOPs that utilisation (MFU) is counted with."""
+
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+from trellis.checkpoint.manifest import write_json
+from trellis.hardware.peak import matmul_peak
+from trellis.nn.parameters import Role, parameters
+from trellis.train.compilation import cache_folder
+
+
+def matmul_parameters(model: Any) -> int:
+    """Parameters that multiply activations, of a model or its abstract tree.
+
+    Weights, by their declared role; of experts those that a token meets. The unembedding counts without its padding
+    rows, whether it is a weight of its own or a table that tokens are looked up in too.
+    """
+    head, config, count = model.unembedding, model.config, 0
+    for parameter in parameters(model):
+        if parameter.role == Role.WEIGHT and parameter.leaf is not head:
+            met = config.experts_per_token / config.experts if "experts" in parameter.names else 1
+            count += round(parameter.size * met)
+    return count + config.vocab * math.prod(size for name, size in head.shape.items() if name != "vocab")
+
+
+def flops_per_token(model: Any, length: int, *, causal: bool = True) -> float:
+    """Floating-point operations of training on one token: forward once, backward twice.
+
+    Six for each parameter that multiplies activations, and attention's two products over `length` keys, of which a
+    causal model needs half (the count of PaLM, Chowdhery et al., 2022, appendix B, has them all). Document masks and
+    sliding windows, which leave out more, are not counted.
+
+    Args:
+        model: a model or its abstract tree, with `config`.
+        length: positions of a sequence.
+        causal: whether only the causal half of attention counts.
+    """
+    config = model.config
+    head_dim = getattr(config, "head_dim", config.embed // config.heads)
+    attention = 12 * config.layers * config.heads * head_dim * length
+    return 6 * matmul_parameters(model) + attention / (2 if causal else 1)
+
+
+def known_peak(devices: Sequence[Any], dtype: str) -> float | None:
+    """FLOP/s that all devices could do together.
+
+    On a CPU it is measured, and the best measurement of this machine is kept in the user's cache folder: a machine that
+    is busy with something else measures too little.
+
+    Args:
+        devices: the run's.
+        dtype: what the run computes in.
+    """
+    peak = matmul_peak(devices, dtype)
+    if peak is None or devices[0].platform != "cpu":
+        return peak
+    path = cache_folder() / "peaks.json"
+    key = f"{platform.node()}, {os.cpu_count()} cores, {dtype}"
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        found = {}
+    if peak > found.get(key, 0.0):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, found | {key: peak})
+    return max(peak, found.get(key, 0.0))

@@ -1,0 +1,134 @@
+"""`trellis export`, `import` and `generate` on a run of a few hundred parameters."""
+
+import dataclasses
+import json
+import re
+import weakref
+
+import jax
+import numpy as np
+import pytest
+
+from trellis.checkpoint.checkpoints import Checkpoints
+from trellis.commands.line import main
+from trellis.data import byte_tokenizer
+from trellis.hub.folder import write_tokenizer
+from trellis.models import LlamaConfig
+from trellis.recipes import tiny
+from trellis.run.folder import claim, open_run
+from trellis.run.layouts import LayoutChoice
+from trellis.train.assemble import assemble
+from trellis.train.restoring import restore_model
+
+MODEL = LlamaConfig(
+    vocab=257, embed=16, layers=2, heads=2, kv_heads=2, head_dim=8, mlp=32, rope_theta=1e4, tie_embeddings=False
+)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A run that made no step, sliced over two devices, with a padded vocabulary and a moving average."""
+    home = tmp_path_factory.mktemp("exchange")
+    tokenizer = byte_tokenizer()
+    write_tokenizer(tokenizer.json, tokenizer.end_of_document_text, home / "bytes", positions=64)
+    base = tiny()
+    data = dataclasses.replace(base.data, tokenizer=str(home / "bytes"))
+    layout = LayoutChoice(params={"vocab": "data"})
+    run = dataclasses.replace(base, model=MODEL, data=data, devices=2, layout=layout, ema=0.9)
+    assembled = assemble(run, jax.devices()[:2])
+    with assembled.layout:
+        state = assembled.init()
+    assert state.model.head.shape["vocab"] == 258
+    claim(home / "run", run)
+    with Checkpoints(home / "run" / "checkpoints") as saved:
+        saved.save(7, state, data={"tokens": 0})
+    return home / "run"
+
+
+def model_of(folder):
+    run = open_run(folder)
+    assembled = assemble(run, jax.devices()[:2])
+    with assembled.layout:
+        return restore_model(assembled, folder)[0].model
+
+
+def test_out_and_in(run_folder, tmp_path, capsys):
+    assert main(["export", str(run_folder), "--to", str(tmp_path / "hf"), "--dtype", "float32"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"step 7 of {run_folder}\n") and "model.safetensors" in out
+    hub = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (hub["vocab_size"], hub["max_position_embeddings"], hub["eos_token_id"]) == (257, 64, 256)
+
+    back = tmp_path / "back"
+    words = ["import", str(tmp_path / "hf"), "--to", str(back), "--devices", "2", "--layout.preset", "fsdp"]
+    assert main(words) == 0
+    assert re.match(r"llama of [\d,]+ parameters\nfolder   ", capsys.readouterr().out)
+    assert open_run(back).model == MODEL
+    before, after = (jax.device_get(model_of(folder)) for folder in (run_folder, back))
+    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        rows = min(x.shape[0], y.shape[0])  # the vocabulary is padded in the one and not in the other
+        np.testing.assert_array_equal(x[:rows], y[:rows])
+
+    texts = []
+    for folder in (run_folder, back):
+        words = ["generate", str(folder), "--prompt", "for x", "--tokens", "9", "--temperature", "0"]
+        assert main(words) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].startswith("for x")
+
+
+def test_over_devices(run_folder, capsys):
+    words = ["generate", str(run_folder), "--prompt", "a", "--tokens", "5", "--samples", "2", "--seed", "3"]
+    assert main([*words, "--devices", "2"]) == 0
+    two = capsys.readouterr().out
+    assert main(words) == 0
+    assert capsys.readouterr().out == two
+
+
+def test_an_export_holds_a_layer_of_a_parameter_at_a_time(run_folder, tmp_path, monkeypatch):
+    """Not the layers' stack of one, let alone the model: what is stored can be read in such parts."""
+    wide = dataclasses.replace(MODEL, embed=128, heads=4, kv_heads=4, head_dim=32, mlp=512, layers=12)
+    run = dataclasses.replace(open_run(run_folder), model=wide, layout=LayoutChoice(preset="fsdp"), ema=None)
+    assembled = assemble(run, jax.devices()[:2])
+    with assembled.layout:
+        state = assembled.init()
+    claim(tmp_path / "run", run)
+    with Checkpoints(tmp_path / "run" / "checkpoints") as saved:
+        saved.save(3, state, data={"tokens": 0})
+
+    alive, most, count = weakref.WeakValueDictionary(), 0, 0
+    read = Checkpoints.read
+
+    def counted(self, *where):
+        nonlocal most, count
+        array = read(self, *where)
+        alive[count] = array
+        count += 1
+        most = max(most, sum(x.nbytes for x in alive.values()))
+        return array
+
+    monkeypatch.setattr(Checkpoints, "read", counted)
+    assert main(["export", str(tmp_path / "run"), "--dtype", "float32", "--to", str(tmp_path / "hf")]) == 0
+    gate = state.model.layers.block.mlp.gate.array
+    largest = gate.nbytes // wide.layers
+    assert state.model.embedding.array.nbytes < largest <= most <= 2 * largest, "what is written, and the next"
+    with Checkpoints(tmp_path / "run" / "checkpoints", read_only=True) as saved:
+        whole = saved.read(3, "model/layers/block/mlp/gate")
+        np.testing.assert_array_equal(saved.read(3, "model/layers/block/mlp/gate", 5), whole[5])
+    np.testing.assert_array_equal(whole, np.asarray(gate))
+
+
+def refused(capsys, *words):
+    assert main(list(words)) == 2
+    return capsys.readouterr().err
+
+
+def test_refusals(run_folder, tmp_path, capsys):
+    assert "no such folder" in refused(capsys, "export", str(tmp_path / "none"), "--to", str(tmp_path / "x"))
+    assert "seen:  step 3" in refused(capsys, "export", str(run_folder), "--to", str(tmp_path / "x"), "--step", "3")
+    assert "A Hugging Face folder has a config.json." in refused(capsys, "import", str(tmp_path))
+    assert "A count is 1 or more." in refused(capsys, "generate", str(run_folder), "--tokens", "0")
+    assert "A temperature is 0 or more." in refused(capsys, "generate", str(run_folder), "--temperature", "-1")
+    main(["export", str(run_folder), "--to", str(tmp_path / "hf")])
+    there = refused(capsys, "import", str(tmp_path / "hf"), "--to", str(run_folder))
+    assert "An import makes a new run." in there

@@ -1,0 +1,138 @@
+import subprocess
+import sys
+
+import pytest
+
+from trellis.commands import line
+from trellis.errors import UserError
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = line.main(arguments)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_overview_lists_what_is_there(capsys):
+    code, out, err = run(capsys)
+    assert (code, err) == (0, "")
+    for name in line.commands():
+        assert f"\n  {name} " in out
+    assert run(capsys, "--help") == run(capsys, "help") == (0, out, "")
+
+
+@pytest.mark.parametrize("name", line.commands())
+def test_every_listed_command_explains_itself(name, capsys):
+    code, out, err = run(capsys, name, "--help")
+    assert (code, err) == (0, "") and out.startswith(f"usage: trellis {name}")
+
+
+def test_overview_loads_nothing_heavy():
+    loaded = "sorted({'yaml', 'optax', 'orbax'} & set(sys.modules))"
+    code = f"import sys; from trellis.commands import line; line.main(['--help']); print({loaded})"
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert out.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["trian"],
+            ["`trellis` is followed by a command.", "`trian`", "trellis", "did you mean `train`?"],
+        ),
+        (
+            ["recipes", "tinny"],
+            ["A run is a recipe or a YAML file.", "`tinny`", "the first word", "did you mean `tiny`?"],
+        ),
+        (
+            ["recipes", "tiny", "more"],
+            [
+                "`trellis recipes` knows its words and options.",
+                "more",
+                "trellis recipes",
+                "leave it out, or see `trellis recipes --help`",
+            ],
+        ),
+        (
+            ["doctor", "--device", "2"],
+            [
+                "`trellis doctor` knows its words and options.",
+                "--device",
+                "trellis doctor",
+                "did you mean `--devices`?",
+            ],
+        ),
+        (
+            ["doctor", "--devices", "two"],
+            [
+                "A command's words and options are complete and of their types.",
+                "argument --devices: invalid int value: 'two'",
+                "trellis doctor",
+                "see `trellis doctor --help`",
+            ],
+        ),
+        (
+            ["train", "tiny", "--optimizer.lerning_rate", "1"],
+            [
+                "`optimizer` has known fields only.",
+                "`lerning_rate`",
+                "--optimizer.lerning_rate",
+                "did you mean `--optimizer.learning_rate`?",
+            ],
+        ),
+        (
+            ["train", "tiny", "--steps", "many"],
+            ["`steps` is of type int.", "'many' (str)", "--steps", "write a whole number, as in 8"],
+        ),
+        (
+            ["train", "tiny", "--mesh.model", "-2"],
+            ["A mesh axis has a size, or -1.", "model=-2", "--mesh.model", "use 1 or more"],
+        ),
+    ],
+)
+def test_wrong_input_exits_with_2_and_one_message(arguments, message, capsys):
+    rule, seen, where, fix = message
+    expected = f"trellis: {rule}\n  seen:  {seen}\n  where: {where}\n  fix:   {fix}\n"
+    assert run(capsys, *arguments) == (2, "", expected)
+
+
+def test_recipes(capsys):
+    code, out, _ = run(capsys, "recipes")
+    assert code == 0 and out.startswith("starter ")
+    code, out, _ = run(capsys, "recipes", "tiny")
+    assert code == 0 and out.startswith("name: tiny\nmodel:\n  family: llama\n")
+
+
+def test_options_and_overrides_are_told_apart():
+    parser = line._Parser(prog="trellis train")
+    parser.add_argument("--run-dir")
+    parser.add_argument("--quiet", action="store_true")
+    arguments = "tiny --mesh.data -1 --run-dir --odd --data.mask-documents --quiet --steps=3 rest".split()
+    mine, overrides = line._split_overrides(parser, arguments)
+    assert mine == ["tiny", "--run-dir", "--odd", "--quiet", "rest"]
+    assert overrides == {"mesh.data": "-1", "data.mask_documents": "true", "steps": "3"}
+
+
+def test_exit_codes(monkeypatch, capsys):
+    class Stopped(UserError):
+        exit_code = 3
+
+    def stop(*_):
+        raise Stopped("A run stopped.", seen="nan", where="step 3", fix="resume")
+
+    monkeypatch.setattr(line, "_run", stop)
+    assert run(capsys, "train")[0] == 3
+    monkeypatch.setattr(line, "_run", lambda *_: 143)
+    assert run(capsys, "train")[0] == 143
+
+    def fail(*_):
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr(line, "_run", fail)
+    with pytest.raises(ValueError, match="a mistake of ours"):
+        line.main(["train"])
+
+
+def test_version(capsys):
+    assert run(capsys, "--version") == (0, "0.1.0\n", "")

@@ -1,0 +1,23 @@
+"""Which kind of case a seed is."""
+
+import numpy as np
+
+from . import broken, manual, whole
+from .case import Case
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed: three in five of whole arrays, one of slices, one that breaks a rule."""
+    share = np.random.default_rng([seed, 0]).random()
+    if share < 0.2:
+        return broken.draw(seed)
+    if share < 0.38:
+        return manual.draw(seed)
+    return whole.draw(seed)
+
+
+def kind(case: Case) -> str:
+    """What it is counted as."""
+    if case.broken:
+        return "broken"
+    return f"manual, {'named' if case.named else 'plain'}" if case.manual else case.setting.mode

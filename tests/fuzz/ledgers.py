@@ -1,0 +1,39 @@
+"""The ledger of a case, held against the collectives of the compiled program."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+
+from trellis.inspect import collectives, compare, ledger
+from trellis.inspect.ledger import Ledger
+from trellis.inspect.rows import wire_bytes
+
+from .case import Case
+from .running import Outcome, prepared
+
+
+def check(case: Case) -> Outcome:
+    """Whether the ledger, made under `jit`, has the bytes and kinds of the compiled program on every mesh axis."""
+    with prepared(case) as space:
+        fn = eval(case.wrapped("ours", "eager"), space)
+        args = [space[x.value.var] for x in case.inputs]
+        predicted = ledger(jax.jit(fn), *args)
+        found = collectives(jax.jit(fn).lower(*args).compile(), space["mesh"])
+    comparison = compare(_one_by_one(predicted, found.mesh), _one_by_one(found, found.mesh), scatter_as_reduce=True)
+    if comparison.agrees():
+        return Outcome("right")
+    return Outcome("ledger", f"{predicted}\n{found}\n{comparison}", "ledger")
+
+
+def _one_by_one(table: Ledger, mesh: Mapping[str, int]) -> Ledger:
+    """With one all-reduce over each mesh axis in the place of a joint one: XLA writes either."""
+    rows = []
+    for row in table.rows:
+        axes = [a for a in row.axes if mesh[a] > 1]
+        if row.kind in ("all-reduce", "reduce-scatter") and len(axes) > 1:
+            wire = lambda axis, row=row: wire_bytes("all-reduce", mesh[axis], row.payload)
+            rows += [dataclasses.replace(row, kind="all-reduce", axes=(a,), wire=wire(a)) for a in axes]
+        else:
+            rows.append(row)
+    return dataclasses.replace(table, rows=tuple(rows))

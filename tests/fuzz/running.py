@@ -1,0 +1,195 @@
+"""Runs a case and says what came of it."""
+
+import contextlib
+import dataclasses
+import linecache
+import math
+import re
+import traceback
+import zlib
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from trellis.errors import TrellisError
+from trellis.named import NamedArray
+
+from .case import Case
+
+TOLERANCE = 3e-4
+FAILURES = ("wrong", "foreign", "accepted", "refused", "ledger", "hang", "crash")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a case.
+
+    Attributes:
+        what: "right"; "kept out", refused as it is to be; or a failure: "wrong", "foreign" (an error that is not ours),
+            "accepted" (a broken program that ran), "refused" (a program that breaks no rule).
+        detail: the error, or where values differ.
+        rule: of an error, its kind and first words, without names and numbers.
+    """
+
+    what: str
+    detail: str = ""
+    rule: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.what in FAILURES
+
+    def like(self, other: "Outcome") -> bool:
+        """Whether both show one mistake."""
+        return (self.what, self.rule) == (other.what, other.rule)
+
+
+@contextlib.contextmanager
+def prepared(case: Case) -> Iterator[dict]:
+    """The case's functions, and its arguments where they are to be, in the context that it runs in."""
+    space: dict = {"__name__": f"seed_{case.seed}"}
+    _run(case.plain_text(), case, space)
+    _run(case.ours_text(), case, space)
+    outside, inside = case.placing()
+    _run("\n".join(outside), case, space)
+    with eval(case.setting.text(), space):
+        _run("\n".join(inside), case, space)
+        yield space
+
+
+def _run(text: str, case: Case, space: dict) -> None:
+    """Runs a text whose lines tracebacks and messages can show."""
+    name = f"<seed {case.seed}, {zlib.crc32(text.encode()):x}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    exec(compile(text, name, "exec"), space)
+
+
+def run(case: Case) -> Outcome:
+    """Runs the plain program, and ours."""
+    space: dict = {}
+    _run(case.plain_text(), case, space)
+    expected = None if case.must else jax.tree.map(np.asarray, eval(case.plain_call(), space))
+    try:
+        got = _run_ours(case)
+    except Exception as error:
+        return _refused(error, case)
+    if case.must:
+        return Outcome("accepted", f"{case.broken}: not refused", case.broken)
+    return _compare(got, expected, case)
+
+
+def _run_ours(case: Case):
+    """What our program gives, as numpy arrays."""
+    with prepared(case) as space:
+        args = [space[x.value.var] for x in case.inputs]
+        fn = eval(case.wrapped("ours", case.run), space)
+        if not case.late and case.earlier is None:
+            return _plain(fn(*args), case)
+    if case.late:
+        return _plain(fn(*args), case)
+    with eval(case.earlier.text(), space):
+        try:
+            fn(*args)
+        except Exception:  # the other layout need not be one that it runs on
+            return _plain(_again(case, space, args), case)
+    with eval(case.setting.text(), space):
+        got = fn(*args)
+    types = [[str(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)] for tree in (got, _again(case, space, args))]
+    if types[0] != types[1]:
+        raise StaleLayout(f"results {types[0]} are those of another layout; alone they are {types[1]}")
+    return _plain(got, case)
+
+
+def _again(case: Case, space: dict, args):
+    """The results of the same program, which nothing has run before."""
+    _run(case.ours_text(), case, fresh := {**space})
+    with eval(case.setting.text(), fresh):
+        return eval(case.wrapped("ours", case.run), fresh)(*args)
+
+
+class StaleLayout(Exception):
+    """A result as another layout, under which the program ran before, would have it."""
+
+
+def _plain(tree, case: Case):
+    """Numpy arrays in the place of named ones, after their names were checked."""
+    if case.manual or (case.broken and case.derivative == "none"):
+        is_named = lambda x: isinstance(x, NamedArray)
+        return jax.tree.map(lambda x: np.asarray(x.array if is_named(x) else x), tree, is_leaf=is_named)
+    names = _names(case)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, NamedArray))
+    named = [leaf for leaf in leaves if isinstance(leaf, NamedArray)]
+    for leaf, value in zip(named, names, strict=True):
+        if leaf.names != value:
+            raise WrongNames(f"names {leaf.names} where {value} were expected")
+    arrays = [leaf.array if isinstance(leaf, NamedArray) else leaf for leaf in leaves]
+    return jax.tree.unflatten(structure, [np.asarray(array) for array in arrays])
+
+
+class WrongNames(Exception):
+    """A result with other names, or in another order, than the rules give."""
+
+
+def _names(case: Case) -> list[tuple[str, ...]]:
+    outputs = [v.names for v in case.outputs]
+    moved = [case.inputs[i].value.names for i in case.floats()]
+    match case.derivative:
+        case "reverse":
+            return [*outputs, *moved]
+        case "forward":
+            return [*outputs, *outputs]
+    return outputs
+
+
+def own(error: BaseException) -> bool:
+    """Whether an error is one of Trellis's, with the values seen and the fix."""
+    text = str(error)
+    return isinstance(error, TrellisError) and (
+        "  fix:" in text or (": " in text and (", got " in text or ", in " in text))
+    )
+
+
+# What a layout may refuse of a program that breaks no rule.
+LEGAL = re.compile(r"a mesh axis divides what it slices|strict|pipeline")
+
+
+def _refused(error: Exception, case: Case) -> Outcome:
+    text = str(error)
+    words = re.sub(r"\x1b\[[0-9;]*m", "", text.split("\n")[0])
+    rule = f"{type(error).__name__}: {re.split(r', got |: ', words)[0][:90]}"
+    rule = re.sub(r"'[^']*'|\d+|\b[xhf]\d+", "_", rule)
+    if isinstance(error, WrongNames | StaleLayout):
+        return Outcome("wrong", text, type(error).__name__)
+    if not own(error):
+        where = [f for f in traceback.extract_tb(error.__traceback__) if "/src/trellis/" in f.filename]
+        if where:
+            rule += f" [{where[-1].filename.split('/src/trellis/')[1]} {where[-1].name}]"
+        return Outcome("foreign", f"{type(error).__name__}: {text[:1500]}", rule)
+    if case.broken or LEGAL.search(text) or (case.manual and case.named):
+        return Outcome("kept out", text, rule)
+    return Outcome("refused", f"{type(error).__name__}: {text}", rule)
+
+
+def _compare(got, expected, case: Case) -> Outcome:
+    mine, theirs = jax.tree.leaves(got), jax.tree.leaves(expected)
+    if case.derivative == "forward":  # tangents of integers have no values
+        keep = [i for i, leaf in enumerate(theirs) if leaf.dtype != jax.dtypes.float0]
+        mine, theirs = [mine[i] for i in keep], [theirs[i] for i in keep]
+    if len(mine) != len(theirs):
+        return Outcome("wrong", f"{len(mine)} results, expected {len(theirs)}", "results")
+    for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return Outcome("wrong", f"result {i} is {a.dtype}{a.shape}, expected {b.dtype}{b.shape}", "shape")
+        if b.dtype.kind == "f":
+            if not np.isfinite(b).all():
+                if (np.isfinite(a) != np.isfinite(b)).any():
+                    return Outcome("wrong", f"result {i}: {a}\nexpected {b}", "value")
+                continue
+            scale = float(np.max(np.abs(b), initial=0.0))
+            off = float(np.max(np.abs(a - b), initial=0.0)) if np.isfinite(a).all() else math.inf
+            if not off <= TOLERANCE * scale + 1e-5:
+                return Outcome("wrong", f"result {i} is off by {off:.3g} of {scale:.3g}:\n{a}\nexpected\n{b}", "value")
+        elif not np.array_equal(a, b):
+            return Outcome("wrong", f"result {i}:\n{a}\nexpected\n{b}", "value")
+    return Outcome("right")

@@ -1,0 +1,96 @@
+"""Hardware by name, near names, and a user's own chips."""
+
+import pytest
+
+from trellis.errors import UserError
+from trellis.hardware.chips import chips, target
+from trellis.hardware.described import described_devices
+
+
+@pytest.mark.parametrize(
+    "name, devices, compiler",
+    [
+        ("v5e:16x16", 256, "v5e:16x16"),
+        ("v5p:4x4x8", 128, "v5p:4x4x8"),
+        ("v5p-128", 64, "v5p:4x4x4"),
+        ("2xv5e:16x16", 512, "2*v5e:16x16"),
+        ("v7x:4x4x4", 128, "tpu7x:4x4x4"),
+        ("8xA100", 8, "a100:1x8"),
+        ("4x8xH100", 32, "h100:4x8"),
+        ("8xh200", 8, "h200:1x8"),
+        ("8xB200", 8, "b200:1x8"),
+    ],
+)
+def test_names(name, devices, compiler):
+    found = target(name)
+    assert found.num_devices == devices
+    assert found.compiler_name == compiler
+    assert len(described_devices(found)) == devices
+
+
+def test_every_chip_has_a_source_and_positive_rates():
+    for chip in chips().values():
+        assert len(chip.source) > 20, chip.name
+        assert min(chip.bf16_flops, chip.hbm_bytes, chip.hbm_bandwidth, chip.link_bandwidth) > 0, chip.name
+        assert chip.fp8_flops >= chip.bf16_flops
+
+
+def test_published_peaks():
+    known = chips()
+    assert known["v5e"].bf16_flops == 197e12
+    assert known["h100"].bf16_flops == 989e12
+    assert known["v7x"].bf16_flops == 2307e12 / 2  # a device is half a chip
+    assert known["v5e"].clock == pytest.approx(1.5e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "name, near",
+    [
+        ("v5e:16x17", "v5e:16x16, v5e:8x16"),
+        ("8xH10", "`h100`"),
+        ("v5:4x4", "`v5p` or `v5e`"),
+        ("v9z", "use one of: a100, a100-40gb, b200, h100, h200, v4, v5e, v5p, v6e, v7x"),
+    ],
+)
+def test_unknown_targets_offer_near_names(name, near):
+    with pytest.raises(UserError) as error:
+        target(name)
+    message = str(error.value)
+    assert message.startswith("A target is a TPU slice or GPU nodes, by name.")
+    assert f"seen:  {name}" in message and "where: --on" in message
+    assert near in message
+
+
+def test_own_chips(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("h100-pcie: {like: h100, bf16_tflops: 756, link_gbps: 64, source: a data sheet of mine}\n")
+    found = target("2x4xh100-pcie", str(file))
+    assert found.shape == (2, 4)
+    assert found.chip.bf16_flops == 756e12
+    assert found.chip.hbm_bandwidth == chips()["h100"].hbm_bandwidth
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("a: {like: h100, bf16_tflop: 3}", "did you mean `bf16_tflops`"),
+        ("a: {like: h10}", "did you mean `h100`"),
+        ("a: {kind: gpu, bf16_tflops: 3}", "add `hbm_gib`"),
+        ("a: {like: h100, hbm_gbps: -2}", "A rate is a positive number."),
+        ("a: {like: h100, kind: npu}", "write tpu or gpu"),
+        ("a: {like: h100, overlap: [all]}", "write overlap: [gathers, reductions]"),
+        ("- 3", "A hardware file maps names to entries."),
+        ("a: [", "A hardware file is YAML that can be read."),
+    ],
+)
+def test_own_chips_that_are_wrong(tmp_path, text, said):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as error:
+        target("8xh100", str(file))
+    assert said in str(error.value) and f"where: {file}" in str(error.value)
+
+
+def test_a_missing_file():
+    with pytest.raises(UserError, match="A hardware file is YAML that can be read."):
+        chips("no-such-file.yaml")

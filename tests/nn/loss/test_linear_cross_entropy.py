@@ -1,0 +1,239 @@
+"""The loss in chunks against the formula: values, gradients, meshes, padding."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from trellis.mesh.meshes import make_mesh
+from trellis.nn.loss import LossError
+from trellis.nn.loss import linear_cross_entropy as cross_entropy
+
+BATCH, POS, EMBED, VOCAB = 4, 6, 8, 32
+CASES = list(itertools.product([0.0, 0.1], [None, 2.0], [None, 29], [False, True]))
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (BATCH, POS, EMBED))
+    unembed = jax.random.normal(keys[1], (EMBED, VOCAB))
+    targets = jax.random.randint(keys[2], (BATCH, POS), 0, 29)
+    # Some tokens that are predicted right, so that accuracy is neither 0 nor all.
+    targets = targets.at[0].set(jnp.argmax(x[0] @ unembed[:, :29], axis=-1))
+    weights = jax.random.uniform(keys[3], (BATCH, POS)).at[:, 2].set(0.0)
+    return x, unembed, targets, weights
+
+
+def plain(x, unembed, targets, weights, *, z_loss, logit_softcap, vocab_size, vocab_first):
+    logits = x @ (unembed.T if vocab_first else unembed)
+    if logit_softcap is not None:
+        logits = jnp.tanh(logits / logit_softcap) * logit_softcap
+    logits = logits[..., :vocab_size]
+    log_sum = jax.nn.logsumexp(logits, axis=-1)
+    hit = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    entropy, z_sum = jnp.sum(weights * (log_sum - hit)), jnp.sum(weights * z_loss * log_sum**2)
+    correct = jnp.sum(jnp.where(jnp.argmax(logits, axis=-1) == targets, weights, 0.0))
+    return entropy + z_sum, entropy, z_sum, correct, jnp.sum(weights)
+
+
+def with_gradients(function, x, unembed, *rest, **settings):
+    def mean(x, unembed):
+        sums = function(x, unembed, *rest, **settings)
+        return sums[0] / sums[4], tuple(sums)
+
+    (_, sums), gradients = jax.jit(jax.value_and_grad(mean, (0, 1), has_aux=True))(x, unembed)
+    return sums, gradients
+
+
+def assert_near(seen, wanted):
+    for a, b in zip(jax.tree.leaves(seen), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("z_loss,logit_softcap,vocab_size,vocab_first", CASES)
+def test_chunks_equal_the_formula(arrays, z_loss, logit_softcap, vocab_size, vocab_first):
+    x, unembed, targets, weights = arrays
+    unembed = unembed.T if vocab_first else unembed
+    settings = dict(z_loss=z_loss, logit_softcap=logit_softcap, vocab_size=vocab_size, vocab_first=vocab_first)
+    wanted = with_gradients(plain, x, unembed, targets, weights, **settings)
+    for chunk in (None, 8, 7):
+        assert_near(with_gradients(cross_entropy, x, unembed, targets, weights, chunk=chunk, **settings), wanted)
+        only_values = cross_entropy(x, unembed, targets, weights, chunk=chunk, **settings)
+        assert_near(tuple(only_values), wanted[0])
+    assert 0 < wanted[0][3] < wanted[0][4]
+
+
+@pytest.mark.parametrize("vocab_first", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_few_tokens_keep_the_gradient_of_their_logits(vocab_first, with_bias):
+    """No more tokens than `embed`: one product for the gradient of `unembed`, and nothing added up over chunks."""
+    keys = jax.random.split(jax.random.key(1), 4)
+    x, unembed = jax.random.normal(keys[0], (2, 6, 16)), jax.random.normal(keys[1], (16, VOCAB))
+    targets, weights = jax.random.randint(keys[2], (2, 6), 0, 29), jax.random.uniform(keys[3], (2, 6))
+    bias = {"bias": jnp.linspace(-1.0, 1.0, VOCAB)} if with_bias else {}
+    settings = dict(z_loss=0.1, logit_softcap=3.0, vocab_size=29, vocab_first=vocab_first)
+
+    def reference(x, unembed, *rest, **settings):
+        if with_bias:  # a bias is a column of ones
+            x = jnp.concatenate([x, jnp.ones((2, 6, 1))], -1)
+            row = bias["bias"][:, None] if vocab_first else bias["bias"][None]
+            unembed = jnp.concatenate([unembed, row], 1 if vocab_first else 0)
+        return plain(x, unembed, *rest, **settings)
+
+    unembed = unembed.T if vocab_first else unembed
+    wanted = with_gradients(reference, x, unembed, targets, weights, **settings)
+    for chunk in (None, 4, 5):
+        assert_near(
+            with_gradients(cross_entropy, x, unembed, targets, weights, chunk=chunk, **settings, **bias), wanted
+        )
+    grad = jax.grad(lambda u: cross_entropy(x, u, targets, weights, chunk=4, **settings).total)
+    products = [line for line in str(jax.make_jaxpr(grad)(unembed)).splitlines() if "dot_general" in line]
+    shape = f"f32[{VOCAB},16]" if vocab_first else f"f32[16,{VOCAB}]"
+    assert sum(f":{shape} = dot_general" in line for line in products) == 1
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("vocab_first", [False, True])
+def test_a_mesh_computes_what_one_device_does(arrays, vocab_first, copied):
+    x, unembed, targets, weights = arrays
+    unembed = unembed.T if vocab_first else unembed
+    settings = dict(z_loss=0.1, vocab_size=29, vocab_first=vocab_first, logit_softcap=4.0)
+    one = with_gradients(cross_entropy, x, unembed, targets, weights, **settings)
+    mesh = make_mesh(data=2, context=2, model=2)
+    with jax.set_mesh(mesh):
+        put = lambda a, *axes: jax.device_put(a, NamedSharding(mesh, P(*axes)))
+        tokens = ("data", "context")
+        across = ("model", None) if vocab_first else (None, "model")
+
+        def function(x, unembed, *rest, **settings):
+            if copied:
+                x = jax.reshard(x, P(*tokens, None, reduced={"model"}))
+                unembed = jax.reshard(unembed, P(*across, reduced=set(tokens)))
+            return cross_entropy(x, unembed, *rest, **settings)
+
+        many = with_gradients(
+            function, put(x, *tokens), put(unembed, *across), put(targets, *tokens), put(weights, *tokens), chunk=4,
+            **settings,
+        )  # fmt: skip
+    assert_near(many, one)
+
+
+def test_padded_columns_get_nothing(arrays):
+    x, unembed, targets, weights = arrays
+    large = unembed.at[:, 29:].set(100.0)
+    gradient = jax.grad(lambda u: cross_entropy(x, u, targets, weights, vocab_size=29).total)(large)
+    assert np.all(np.asarray(gradient[:, 29:]) == 0)
+    wanted = cross_entropy(x, unembed[:, :29], targets, weights)
+    assert_near(tuple(cross_entropy(x, large, targets, weights, vocab_size=29)), tuple(wanted))
+
+
+def test_logits_of_the_whole_batch_never_exist(arrays):
+    x, unembed, targets, weights = arrays
+    grad = jax.grad(lambda x, u: cross_entropy(x, u, targets, weights, chunk=4).total, (0, 1))
+    text = str(jax.make_jaxpr(grad)(x, unembed))
+    assert f"f32[4,{VOCAB}]" in text
+    assert f"[{BATCH},{POS},{VOCAB}]" not in text and f"[{BATCH * POS},{VOCAB}]" not in text
+    assert f"[{BATCH * POS // 4},4,{VOCAB}]" not in text
+
+
+def test_low_precision_sums_in_float32(arrays):
+    x, unembed, targets, weights = arrays
+    low = [a.astype(jnp.bfloat16) for a in (x, unembed)]
+    sums, gradients = with_gradients(cross_entropy, *low, targets, weights)
+    assert {a.dtype for a in sums} == {jnp.dtype("float32")} and {a.dtype for a in gradients} == {jnp.dtype("bfloat16")}
+    wanted, _ = with_gradients(cross_entropy, *(a.astype(jnp.float32) for a in low), targets, weights)
+    np.testing.assert_allclose(sums[0], wanted[0], rtol=1e-4)
+
+
+def refusal(call) -> str:
+    with pytest.raises(LossError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_refusals(arrays):
+    x, unembed, targets, weights = arrays
+    assert refusal(lambda: cross_entropy(x, unembed.T, targets)) == (
+        "x is 'batch pos embed', unembed 'embed vocab', targets 'batch pos', got shapes (4, 6, 8), (32, 8), (4, 6), "
+        "in linear_cross_entropy(vocab_first=False): reorder the dimensions, or change vocab_first"
+    )
+    assert refusal(lambda: cross_entropy(x, unembed, targets, weights[0])) == (
+        "each token has a weight, got weights of shape (6,) for targets (4, 6), in "
+        "linear_cross_entropy(vocab_first=False): pass weights of the targets' shape"
+    )
+    assert refusal(lambda: cross_entropy(x, unembed, targets, vocab_size=33)) == (
+        "the vocabulary is at most the unembedding's, got vocab_size=33 for 32 columns, in "
+        "linear_cross_entropy(vocab_first=False): pass the tokenizer's size, or pad the unembedding further"
+    )
+
+
+def test_refused_placements(arrays):
+    x, unembed, targets, _ = arrays
+    mesh = make_mesh(data=4, model=2)
+    with jax.set_mesh(mesh):
+        put = lambda a, *axes: jax.device_put(a, NamedSharding(mesh, P(*axes)))
+        assert refusal(lambda: cross_entropy(put(x, "data"), put(unembed, "model"), put(targets, "data"))) == (
+            "embed is whole in x and unembed, got x float32[4@data,6,8], unembed float32[8@model,32], "
+            "in linear_cross_entropy: gather it first, with reshard"
+        )
+        assert refusal(lambda: cross_entropy(put(x, "data"), put(unembed, None, "data"), put(targets, "data"))) == (
+            "an unembedding that is gathered in chunks is 'vocab embed' (vocab_first), with one dimension sliced, over "
+            "mesh axes of the tokens only, and goes without bias and without chunk, got x float32[4@data,6,8], "
+            "unembed float32[8,32@data], in linear_cross_entropy: gather it first, with reshard"
+        )
+        assert refusal(lambda: cross_entropy(put(x, "data"), put(unembed), put(targets))) == (
+            "targets are sharded as x is, got x float32[4@data,6,8], unembed float32[8,32], in linear_cross_entropy, "
+            "targets sharded ((), ()): reshard them like x"
+        )
+
+
+@pytest.mark.parametrize("logit_softcap", [None, 4.0])
+def test_a_bias_is_one_more_row(arrays, logit_softcap):
+    """A bias is the weight of an element that is always 1; on a mesh its gradient is summed over tokens too."""
+    x, unembed, targets, weights = arrays
+    bias = jnp.linspace(-1.0, 1.0, VOCAB)
+    settings = dict(z_loss=0.1, vocab_size=29, logit_softcap=logit_softcap, chunk=5)
+
+    def longer(x, head):
+        x = jnp.concatenate([x, jnp.ones((BATCH, POS, 1))], axis=-1)
+        return cross_entropy(x, jnp.concatenate([head[0], head[1][None]]), targets, weights, **settings).total
+
+    def biased(x, head):
+        return cross_entropy(x, head[0], targets, weights, bias=head[1], **settings).total
+
+    wanted = jax.jit(jax.value_and_grad(longer, (0, 1)))(x, (unembed, bias))
+    assert_near(jax.jit(jax.value_and_grad(biased, (0, 1)))(x, (unembed, bias)), wanted)
+    mesh = make_mesh(data=2, context=2, model=2)
+    with jax.set_mesh(mesh):
+        put = lambda a, *axes: jax.device_put(a, NamedSharding(mesh, P(*axes)))
+        tokens = ("data", "context")
+
+        def many(x, head, targets, weights):
+            x = jax.reshard(x, P(*tokens, None, reduced={"model"}))
+            unembed, bias = (jax.reshard(h, P(*jax.typeof(h).sharding.spec, reduced=set(tokens))) for h in head)
+            return cross_entropy(x, unembed, targets, weights, bias=bias, **settings).total
+
+        head = (put(unembed, None, "model"), put(bias, "model"))
+        put_tokens = [put(a, *tokens) for a in (targets, weights)]
+        found = jax.jit(jax.value_and_grad(many, (0, 1)))(put(x, *tokens), head, *put_tokens)
+    assert_near(found, wanted)
+
+
+def test_refused_biases(arrays):
+    x, unembed, targets, _ = arrays
+    with pytest.raises(
+        LossError, match=r"one number for each column, got shape \(3,\) for 32 columns, in linear_cross_entropy"
+    ):
+        cross_entropy(x, unembed, targets, bias=jnp.zeros(3))
+    mesh = make_mesh(data=4, model=2)
+    with jax.set_mesh(mesh):
+        put = lambda a, *axes: jax.device_put(a, NamedSharding(mesh, P(*axes)))
+        with pytest.raises(
+            LossError, match=r"as the vocabulary of the unembedding is, got bias float32\[32\] for vocab over"
+        ):
+            cross_entropy(put(x, "data"), put(unembed, None, "model"), put(targets, "data"), bias=put(jnp.zeros(VOCAB)))

@@ -1,0 +1,83 @@
+"""The loss by name: what accelerators get besides."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trellis.mesh.layout import Layout
+from trellis.mesh.meshes import make_mesh
+from trellis.mesh.topology import slice_devices
+from trellis.named import named
+from trellis.nn.loss import next_token
+from trellis.nn.loss.next_token import gradients_together, next_token_loss
+
+
+def test_gradients_together_changes_no_number():
+    x, w = jnp.arange(6.0).reshape(2, 3), jnp.arange(12.0).reshape(4, 3)
+
+    def loss(x, w, fence):
+        x, w = fence(x, w)
+        return jnp.sum(jnp.tanh(x @ w.T))
+
+    plain = jax.grad(loss, (0, 1))(x, w, lambda x, w: (x, w))
+    fenced = jax.grad(loss, (0, 1))(x, w, gradients_together)
+    jax.tree.map(np.testing.assert_array_equal, plain, fenced)
+
+
+def traced(loss, pos: int) -> str:
+    """The gradient's program on four TPUs, of a sequence of 16 wide states each against a table of 32 sliced words."""
+    layout = Layout(make_mesh(slice_devices("v5e:2x2"), data=4), params={"vocab": "data"}, compute={"batch": "data"})
+
+    def array(shape, dtype, names, which):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(names, which))
+
+    with layout:
+        arrays = (
+            array((4, pos, 16), jnp.float32, ("batch", "pos", "embed"), "compute"),
+            array((32, 16), jnp.float32, ("vocab", "embed"), "params"),
+            array((4, pos), jnp.int32, ("batch", "pos"), "compute"),
+        )
+        return str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*arrays))
+
+
+def total(x, w, targets):
+    return next_token_loss(named(x, "batch pos embed"), named(w, "vocab embed"), named(targets, "batch pos")).total
+
+
+@pytest.mark.parametrize("pos", [8, 32])
+def test_the_sum_of_the_unembeddings_gradient_comes_before_the_layers(pos):
+    """On a TPU slice the reduction's result and the hidden states' gradient go through one fence."""
+    fences = [line for line in traced(total, pos).splitlines() if "optimization_barrier" in line]
+    assert any(f"f32[4@data,{pos},16]" in fence and "f32[32@data,16]" in fence for fence in fences)
+
+
+def test_few_tokens_gather_the_table_in_chunks():
+    """Up to as many tokens on a device as the table is wide; for more it is gathered whole."""
+    assert "all_gather" in traced(total, 16) and "all_gather" not in traced(total, 17)
+    assert "reduced={'data'}" in traced(total, 17) and "reduced={'data'}" not in traced(total, 16)
+
+
+@pytest.mark.parametrize("params", [{"vocab": "data"}, {"embed": ("data", "replica")}], ids=["words", "columns"])
+def test_what_accelerators_do_equals_one_device(params, monkeypatch):
+    """As on an accelerator, on CPU devices: the table in chunks, copies of it over replicas, one fence."""
+    monkeypatch.setattr(next_token, "platform_of", lambda x: "tpu")
+    keys = jax.random.split(jax.random.key(0), 3)
+    arrays = (
+        jax.random.normal(keys[0], (8, 8, 16)),
+        jax.random.normal(keys[1], (32, 16)),
+        jax.random.randint(keys[2], (8, 8), 0, 32),
+    )
+    run = jax.value_and_grad(total, (0, 1))
+    wanted = jax.jit(run)(*arrays)
+    layout = Layout(make_mesh(replica=2, data=4), params=params, compute={"batch": ("replica", "data")})
+    names = ("batch", "pos", "embed"), ("vocab", "embed"), ("batch", "pos")
+    with layout:
+        placed = [
+            jax.device_put(a, layout.sharding(n, "params" if "vocab" in n else "compute"))
+            for a, n in zip(arrays, names, strict=True)
+        ]
+        assert "all_gather" in str(jax.make_jaxpr(run)(*placed))
+        found = jax.jit(run)(*placed)
+        assert found[1][1].sharding.spec == placed[1].sharding.spec
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), found, wanted)

@@ -1,0 +1,86 @@
+"""What a parameter is for is said by the type of its field, in every family, and counted by that."""
+
+from __future__ import annotations
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import trellis as tr
+from tests.models.small import CONFIGS
+from trellis.nn.parameters import Bias, Role, Scale, Weight, parameters
+from trellis.optim import decayed
+from trellis.train.flops import matmul_parameters
+
+
+def abstract(name):
+    return jax.eval_shape(lambda: CONFIGS[name].init(key=jax.random.key(0), vocab_multiple=8))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_parameter_of_every_family_says_what_it_is_for(name):
+    found = {p.path: p for p in parameters(abstract(name))}
+    assert not [path for path, p in found.items() if p.declared is None]
+    for path, p in found.items():  # who reads a model would expect no other
+        last = path.split(".")[-1]
+        assert (p.role == Role.SCALE) == (last == "scale")
+        assert (p.role == Role.BIAS) == last.endswith("bias")
+        assert (p.role == Role.TABLE) == (last in ("embedding", "positions"))
+
+
+def products(c) -> dict[str, int]:
+    """Parameters of a block that multiply activations, family by family, by hand."""
+    if c.family in ("gpt2", "gptj"):
+        return {"attention": 4 * c.embed * c.embed, "mlp": 2 * c.embed * c.mlp}
+    attention = 2 * c.embed * c.head_dim * (c.heads + c.kv_heads)
+    if c.family == "mixtral":
+        return {"attention": attention, "mlp": c.experts_per_token * 3 * c.embed * c.mlp, "router": c.embed * c.experts}
+    return {"attention": attention, "mlp": 3 * c.embed * c.mlp}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_counts_as_work(name):
+    """Neither tables of positions nor biases, whatever their rank, nor a padded vocabulary's rows."""
+    config = CONFIGS[name]
+    assert matmul_parameters(abstract(name)) == config.layers * sum(products(config).values()) + (
+        config.vocab * config.embed
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_biases_and_scales_are_never_decayed(name):
+    model = abstract(name)
+    chosen = jax.tree.leaves(decayed(model, ()))
+    for p, decays in zip(parameters(model), chosen, strict=True):
+        assert decays == (p.role in (Role.WEIGHT, Role.TABLE)), p.path
+
+
+class Mixed(eqx.Module):
+    """Annotations that are strings, optional, in lists; one field that says nothing."""
+
+    weights: list[Weight]
+    shift: Bias | None
+    by_name: dict[str, Scale]
+    plain: tr.NamedArray
+    vector: jax.Array
+
+
+def test_roles_are_found_in_optional_fields_lists_and_strings():
+    square = tr.ones({"rows": 2, "columns": 2})
+    model = {"inner": Mixed([square, square], square, {"a": square}, square, jnp.ones(2))}
+    found = {p.path: (p.declared, p.role.value) for p in parameters(model)}
+    assert found == {
+        "inner.weights.0": (Role.WEIGHT, "weight"),
+        "inner.weights.1": (Role.WEIGHT, "weight"),
+        "inner.shift": (Role.BIAS, "bias"),
+        "inner.by_name.a": (Role.SCALE, "scale"),
+        "inner.plain": (None, "weight"),
+        "inner.vector": (None, "bias"),
+    }
+    assert [p.path for p in parameters(Mixed([], None, {}, square, jnp.ones(2)))] == ["plain", "vector"]
+
+
+def test_layers_and_experts_do_not_make_a_weight():
+    both = {"a": tr.ones({"layers": 2, "experts": 3, "embed": 4}), "b": tr.ones({"layers": 2, "embed": 3, "mlp": 4})}
+    assert [p.role.value for p in parameters(both)] == ["bias", "weight"]

@@ -1,0 +1,202 @@
+import dataclasses
+import re
+import typing
+from pathlib import Path
+
+import pytest
+
+import trellis
+from trellis.errors import UserError
+from trellis.optim import WSD, AdamW, Constant, InverseSqrt, Linear, Lion, Muon
+from trellis.recipes import gpt2_small, tiny
+from trellis.run.config import (
+    AXES,
+    BatchSize,
+    CheckpointRule,
+    Data,
+    Distributed,
+    Evaluation,
+    Logging,
+    MeshSizes,
+    Profile,
+    Remat,
+    Run,
+)
+from trellis.run.data import Embedded, Mixture, Part
+from trellis.run.schema import fields_of, members, tag_of
+
+
+def change(**fields):
+    return dataclasses.replace(tiny(), **fields)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: change(steps=0), ["`steps` is 1 or more.", "steps=0", "steps", "use 1 or more"]),
+        (lambda: change(devices=0), ["`devices` is 1 or more.", "devices=0", "devices", "use 1 or more"]),
+        (
+            lambda: change(clip_norm=0.0),
+            ["A norm to clip to is positive.", "0.0", "clip_norm", "use 1.0, or null for no clipping"],
+        ),
+        (lambda: change(ema=1.0), ["The decay of a moving average is between 0 and 1.", "1.0", "ema", "0.999"]),
+        (
+            lambda: change(batch_size=(BatchSize(step=1, size=8),)),
+            [
+                "Batch sizes are listed from step 0 on, in the order of steps.",
+                "steps 1",
+                "batch_size",
+                "write [{step: 0, size: 64}, {step: 1000, size: 128}]",
+            ],
+        ),
+        (
+            lambda: change(batch_size=(BatchSize(step=0, size=8), BatchSize(step=9, size=6)), microbatches=4),
+            [
+                "Microbatches divide the batch.",
+                "batch_size=6, microbatches=4",
+                "batch_size",
+                "use a multiple of 4, as in 8",
+            ],
+        ),
+        (
+            lambda: change(schedule=WSD(warmup_steps=12, decay_steps=10)),
+            [
+                "The parts of a schedule fit into the run.",
+                "22 steps of wsd, steps=20",
+                "schedule",
+                "use --steps 22 or more, or shorten schedule.warmup_steps",
+            ],
+        ),
+        (
+            lambda: dataclasses.replace(
+                gpt2_small(), data=dataclasses.replace(gpt2_small().data, sequence_length=2048)
+            ),
+            [
+                "A sequence is no longer than the model's learned positions.",
+                "sequence_length=2048, positions=1024",
+                "data.sequence_length",
+                "use --data.sequence_length 1024, or a model with more positions",
+            ],
+        ),
+        (
+            lambda: Remat(policy="full", names=("attn_out",)),
+            [
+                "Names of kept values belong to the policies saved and offload.",
+                "policy=full, names=attn_out",
+                "names",
+                "use --remat.policy saved",
+            ],
+        ),
+        (
+            lambda: CheckpointRule(keep_latest=0),
+            ["`keep_latest` is 1 or more.", "keep_latest=0", "keep_latest", "use 1 or more"],
+        ),
+        (lambda: Evaluation(batches=0), ["`batches` is 1 or more.", "batches=0", "batches", "use 1 or more"]),
+        (lambda: Logging(every=0), ["`every` is 1 or more.", "every=0", "every", "use 1 or more"]),
+        (lambda: Profile(start=-1), ["`start` is 0 or more.", "start=-1", "start", "use 0 or more"]),
+        (
+            lambda: Embedded(vocab=256),
+            [
+                "A byte-level vocabulary holds every byte and the end of a text.",
+                "vocab=256",
+                "vocab",
+                "use 257 or more, as in 4096",
+            ],
+        ),
+        (
+            lambda: Mixture(parts=(Part(name="a", path="x", weight=1.0), Part(name="a", path="y", weight=1.0))),
+            [
+                "The parts of a mixture have names of their own.",
+                "a, a",
+                "parts",
+                "write [{name: web, path: ..., weight: 0.7}, {name: code, path: ..., weight: 0.3}]",
+            ],
+        ),
+        (
+            lambda: Data(source=Embedded(vocab=512), sequence_length=0),
+            ["A length is positive.", "sequence_length=0", "sequence_length", "use sequence_length of 1 or more"],
+        ),
+        (
+            lambda: AdamW(learning_rate=0.0),
+            ["A learning rate is positive.", "learning_rate=0.0", "learning_rate", "try 0.0003"],
+        ),
+        (
+            lambda: Lion(learning_rate=1e-4, beta2=1.0),
+            ["The decay of a moving average is at least 0 and below 1.", "beta2=1.0", "beta2", "try 0.95"],
+        ),
+        (
+            lambda: Muon(learning_rate=1e-4, weight_decay=-1.0),
+            ["Weight decay is not negative.", "weight_decay=-1.0", "weight_decay", "use 0.1, or 0 for none"],
+        ),
+        (
+            lambda: Muon(learning_rate=1e-4, iterations=0),
+            ["Newton-Schulz iterates at least once.", "iterations=0", "iterations", "use 5"],
+        ),
+        (
+            lambda: Constant(warmup_steps=-1),
+            ["A number of steps is not negative.", "warmup_steps=-1", "warmup_steps", "use 0 for no warmup"],
+        ),
+        (
+            lambda: Linear(warmup_steps=0, final_fraction=2.0),
+            [
+                "The final learning rate is a fraction of the peak, from 0 to 1.",
+                "final_fraction=2.0",
+                "final_fraction",
+                "use 0.1",
+            ],
+        ),
+        (
+            lambda: WSD(warmup_steps=0, decay_steps=0),
+            ["The decay takes at least one step.", "decay_steps=0", "decay_steps", "use a tenth of the run's steps"],
+        ),
+        (
+            lambda: InverseSqrt(warmup_steps=0),
+            ["An inverse square root starts where its warmup ends.", "warmup_steps=0", "warmup_steps", "use 1 or more"],
+        ),
+    ],
+)
+def test_constraints_are_checked_where_they_are_declared(make, message):
+    with pytest.raises(UserError) as error:
+        make()
+    rule, seen, where, fix = message
+    assert str(error.value) == f"{rule}\n  seen:  {seen}\n  where: {where}\n  fix:   {fix}"
+
+
+def test_a_run_is_frozen_and_hashable():
+    run = tiny()
+    assert hash(run) == hash(tiny()) and run == tiny()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        run.steps = 3
+    with pytest.raises(AttributeError):
+        object.__setattr__(run, "no_such_field", 3)
+
+
+def configurations(kind=Run) -> set[type]:
+    """Every dataclass that a run is made of."""
+    found = {kind}
+    for field in fields_of(kind).values():
+        parts = [part for member in members(field.type) for part in (member, *typing.get_args(member))]
+        nested = {cls for part in parts for cls in members(part) if dataclasses.is_dataclass(cls)}
+        found |= set().union(*(configurations(cls) for cls in nested))
+    return found
+
+
+@pytest.mark.parametrize("cls", sorted(configurations(), key=lambda cls: cls.__name__), ids=lambda cls: cls.__name__)
+def test_no_field_is_ignored(cls):
+    """Some line of the source reads every field (those of a mesh are read all at once)."""
+    source = Path(trellis.__file__).parent
+    text = "".join(p.read_text() for p in source.rglob("*.py") if "recipes" not in p.parts)
+    tag = tag_of(cls)
+    names = set(fields_of(cls)) - ({tag[0]} if tag else set()) - (set(AXES) if cls is MeshSizes else set())
+    unread = {name for name in names if not re.search(rf"[\w)\]]\.{name}\b|\b\w+\(.*\b{name}=\w+", text)}
+    assert not unread
+
+
+def test_batch_sizes_in_both_forms():
+    sizes = (BatchSize(step=0, size=4), BatchSize(step=10, size=8))
+    assert change(batch_size=sizes).batch_sizes() == sizes
+    assert change(batch_size=4).batch_sizes() == sizes[:1]
+
+
+def test_processes_may_be_partly_detected():
+    assert Distributed(coordinator="host:1").processes is None

@@ -1,0 +1,129 @@
+"""A run's folder holds one run, and its corpus is what its configuration says."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from trellis.data import FileSource, find_files, tokenize
+from trellis.errors import UserError
+from trellis.optim import AdamW
+from trellis.recipes import tiny
+from trellis.run.config import Evaluation
+from trellis.run.data import Data, Mixture, Part, Store, Weight
+from trellis.run.folder import alone, claim, new_folder, open_run
+from trellis.train.corpus import open_corpus
+
+
+def test_a_folder_is_claimed_once_and_resumed_by_the_same_run(tmp_path):
+    run, folder = tiny(), tmp_path / "a" / "run"
+    claim(folder, run)
+    assert open_run(folder) == run
+    longer = dataclasses.replace(run, steps=40, evaluation=Evaluation(every=7))
+    claim(folder, longer)
+    assert open_run(folder) == longer, "what may change is written anew"
+    claim(folder, dataclasses.replace(run, steps=50), write=False)
+    assert open_run(folder) == longer
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path):
+    claim(tmp_path, tiny())
+    other = dataclasses.replace(tiny(), seed=3, optimizer=AdamW(learning_rate=0.5))
+    with pytest.raises(UserError, match="A run folder holds one run") as error:
+        claim(tmp_path, other)
+    assert "seed: 0 there, 3 asked for" in error.value.seen and "optimizer: " in error.value.seen
+    assert error.value.where == str(tmp_path / "run.yaml")
+    assert error.value.fix == (
+        f"use another --run-dir, or resume what is there: trellis train {tmp_path}/run.yaml --run-dir {tmp_path}"
+    )
+    assert open_run(tmp_path) == tiny()
+
+
+def test_a_new_folder_has_the_name_and_the_date(tmp_path):
+    folder = new_folder(tiny(), tmp_path)
+    assert re.fullmatch(r"tiny-\d{8}-\d{6}", folder.name)
+    folder.mkdir()
+    taken = [new_folder(tiny(), tmp_path) for _ in range(2)]
+    assert all(not path.exists() for path in taken)
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    for folder, seen in ((tmp_path, "no run.yaml"), (tmp_path / "absent", "no such folder")):
+        with pytest.raises(UserError, match=r"A run's folder holds run\.yaml") as error:
+            open_run(folder)
+        assert (error.value.seen, error.value.where) == (seen, str(folder))
+
+
+def test_one_process_at_a_time_trains_in_a_folder(tmp_path):
+    with alone(tmp_path):
+        with pytest.raises(UserError, match="One process at a time trains in a run's folder") as error, alone(tmp_path):
+            pass
+        assert error.value.fix == "wait for it or stop it, or use another --run-dir"
+    with alone(tmp_path):
+        pass
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stores")
+    for letter in "abc":
+        (folder / f"{letter}.txt").write_text(letter * 4000)
+        files = find_files([str(folder / f"{letter}.txt")])
+        tokenize(FileSource(files=files), str(folder / letter), use_bytes=True, workers=1)
+    return folder
+
+
+def letters(batch):
+    return {letter: int((np.asarray(batch.targets) == ord(letter)).sum()) for letter in "abc"}
+
+
+def run_on(source, vocab=257, **data):
+    model = dataclasses.replace(tiny().model, vocab=vocab)
+    return dataclasses.replace(tiny(), model=model, batch_size=16, data=Data(source=source, sequence_length=16, **data))
+
+
+def test_a_store_is_read_and_another_one_validates(stores):
+    corpus = open_corpus(run_on(Store(path=str(stores / "a"), validation=str(stores / "b"))))
+    assert letters(corpus.batches.batch(0))["a"] > 200 and letters(corpus.batches.batch(0))["b"] == 0
+    chosen = corpus.validation["validation"]
+    assert letters(chosen.batches.batch(0))["b"] > 200
+    assert chosen.num_batches == 2, "the run's limit"
+    assert corpus.tokenizer.decode([97]) == "a"
+    assert open_corpus(run_on(Store(path=str(stores / "a")))).validation == {}
+
+
+def test_the_shares_of_a_mixture_change_with_the_step(stores):
+    parts = (
+        Part(name="first", path=str(stores / "a"), weight=(Weight(step=0, weight=3.0), Weight(step=10, weight=0.0))),
+        Part(name="second", path=str(stores / "b"), weight=1.0, validation=str(stores / "c")),
+    )
+    corpus = open_corpus(run_on(Mixture(parts=parts, block=16)))
+    early, late = letters(corpus.batches.batch(0)), letters(corpus.batches.batch(10))
+    assert 2.5 < early["a"] / early["b"] < 3.5 and late["a"] == 0 and late["b"] > 200
+    assert list(corpus.validation) == ["second"]
+    assert letters(corpus.validation["second"].batches.batch(0))["c"] > 200
+
+
+def test_a_store_with_more_tokens_than_the_model_is_refused(stores):
+    with pytest.raises(UserError, match="A model has a row of its embedding for every token id"):
+        open_corpus(run_on(Store(path=str(stores / "a")), vocab=200))
+
+
+def test_stores_of_another_tokenizer_are_refused(stores, tmp_path):
+    """Beside the training store's own, and beside the tokenizer that a run names."""
+    words = tmp_path / "words.txt"
+    words.write_text("to be or not to be, " * 400)
+    source = FileSource(files=find_files([str(words)]))
+    other = tokenize(source, str(tmp_path / "other"), train_bpe=260, workers=1)
+    mine, theirs = str(stores / "a"), str(tmp_path / "other")
+    named = str(tmp_path / "other" / "tokenizer.json")
+    for run in (
+        run_on(Store(path=mine, validation=theirs), vocab=300),
+        run_on(Store(path=mine), vocab=300, tokenizer=named),
+    ):
+        with pytest.raises(UserError, match="A run's data and its model use one tokenizer") as error:
+            open_corpus(run)
+        assert error.value.fix == "tokenize the corpus with the model's tokenizer"
+    found = open_corpus(run_on(Store(path=theirs), vocab=300, tokenizer=named)).tokenizer
+    assert found.sha256 == other.tokenizer().sha256

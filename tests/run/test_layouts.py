@@ -1,0 +1,258 @@
+import dataclasses
+
+import jax
+import pytest
+
+from trellis.errors import UserError
+from trellis.recipes import tiny
+from trellis.run.layouts import PRESETS, LayoutChoice, MeshSizes, check_names, make_layout
+from trellis.train.devices import default_count, find_devices
+
+WEIGHTS = {
+    "mlp": ("layers", "embed", "mlp"),
+    "q": ("layers", "embed", "heads", "head_dim"),
+    "norm": ("layers", "embed"),
+    "table": ("vocab", "embed"),
+}
+ACTIVATIONS = {
+    "residual": ("batch", "pos", "embed"),
+    "mlp": ("batch", "pos", "mlp"),
+    "scores": ("batch", "heads", "pos", "key_pos"),
+}
+
+
+def specs(preset: str, **sizes: int) -> dict[str, str]:
+    """Each array's shape with its mesh axes, as the notation writes it."""
+    layout = make_layout(MeshSizes(**sizes), LayoutChoice(preset=preset), jax.devices()[:8])
+    both = [("params", WEIGHTS), ("compute", ACTIVATIONS)]
+    return {
+        f"{which} {name}": " ".join(
+            "/".join((n, *axes)) for n, axes in zip(names, layout.assign(names, which), strict=True)
+        )
+        for which, arrays in both
+        for name, names in arrays.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("preset", "sizes", "expected"),
+    [
+        (
+            "data",
+            {},
+            {"params mlp": "layers embed mlp", "compute residual": "batch/data pos embed"},
+        ),
+        (
+            "fsdp",
+            {"data": 4, "data_y": 2},
+            {"params mlp": "layers embed/data/data_y mlp", "compute residual": "batch/data/data_y pos embed"},
+        ),
+        (
+            "tensor",
+            {"data": 2, "model": 4},
+            {
+                "params q": "layers embed heads/model head_dim",
+                "params table": "vocab/model embed",
+                "compute mlp": "batch/data pos mlp/model",
+                "compute residual": "batch/data pos embed",
+            },
+        ),
+        (
+            "fsdp_tensor_sequence",
+            {"data": 4, "model": 2},
+            {
+                "params mlp": "layers embed/data mlp/model",
+                "params norm": "layers embed/data",
+                "compute mlp": "batch/data pos mlp/model",
+                "compute residual": "batch/data pos/model embed",
+                "compute scores": "batch/data heads/model pos key_pos",
+            },
+        ),
+        (
+            "context",
+            {"data": 4, "context": 2},
+            {"params mlp": "layers embed/data/context mlp", "compute residual": "batch/data pos/context embed"},
+        ),
+        (
+            "auto",
+            {"replica": 2, "context": 2, "model": 2},
+            {
+                "params mlp": "layers embed/context mlp/model",
+                "compute mlp": "batch/replica pos/context mlp/model",
+                "compute residual": "batch/replica pos/context/model embed",
+            },
+        ),
+        (
+            "auto",
+            {"stage": 2, "data": 2, "model": 2},
+            {
+                "params mlp": "layers/stage embed/data mlp/model",
+                "params table": "vocab/model embed/data",
+                "compute residual": "batch/data/stage pos/model embed",
+            },
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_presets(preset, sizes, expected):
+    found = specs(preset, **sizes)
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_own_entries_replace_the_presets():
+    choice = LayoutChoice(preset="fsdp_tensor", params={"embed": "", "mlp": "data/model"}, compute={"pos": "model"})
+    layout = make_layout(MeshSizes(data=4, model=2), choice, jax.devices())
+    assert layout.assign(WEIGHTS["mlp"], "params") == ((), (), ("data", "model"))
+    assert layout.assign(ACTIVATIONS["residual"]) == (("data",), ("model",), ())
+
+
+def test_two_processors_of_one_cpu_keep_parameters_whole(monkeypatch):
+    """Where they are processors: on a machine with one, two devices rehearse a larger machine."""
+
+    def weights(count, **choice):
+        layout = make_layout(MeshSizes(), LayoutChoice(**choice), jax.devices()[:count])
+        assert layout.assign(ACTIVATIONS["residual"])[0] == ("data",)
+        return layout.assign(WEIGHTS["mlp"], "params")
+
+    sliced, whole = ((), ("data",), ()), ((), (), ())
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert weights(2) == whole
+    assert weights(2, preset="fsdp") == weights(8) == sliced
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    assert weights(2) == sliced
+
+
+def test_compiler_places_in_auto_mode():
+    layout = make_layout(MeshSizes(), LayoutChoice(mode="auto"), jax.devices())
+    assert set(layout.mesh.axis_types) == {jax.sharding.AxisType.Auto}
+
+
+def test_overlap_drops_out_with_its_mesh_axis():
+    choice = LayoutChoice(overlap=("mlp", "heads"))
+    assert make_layout(MeshSizes(data=4, model=2), choice, jax.devices()).overlap == ("mlp", "heads")
+    assert make_layout(MeshSizes(), choice, jax.devices()).overlap == ()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: make_layout(MeshSizes(data=4, model=4), LayoutChoice(), jax.devices()),
+            [
+                "The sizes of a mesh multiply to the number of devices.",
+                "data=4 model=4 (16) on 8 devices",
+                "mesh",
+                "use --devices 16 to rehearse on a CPU, or sizes that multiply to 8",
+            ],
+        ),
+        (
+            lambda: make_layout(MeshSizes(model=3), LayoutChoice(), jax.devices()),
+            [
+                "The sizes of a mesh multiply to the number of devices.",
+                "data=-1 model=3 (a multiple of 3) on 8 devices",
+                "mesh",
+                "use --devices 3 to rehearse on a CPU, or sizes that multiply to 8",
+            ],
+        ),
+        (
+            lambda: make_layout(MeshSizes(model=2), LayoutChoice(preset="fsdp"), jax.devices()),
+            [
+                "Every mesh axis slices something: devices along an axis that slices nothing repeat each other's work.",
+                "model=2 with the preset fsdp",
+                "mesh.model",
+                "use --mesh.model 1, --layout.preset auto, or an entry such as --layout.compute.batch model",
+            ],
+        ),
+        (
+            lambda: MeshSizes(model=0),
+            ["A mesh axis has a size, or -1.", "model=0", "model", "use 1 or more"],
+        ),
+        (
+            lambda: MeshSizes(model=-1),
+            [
+                "One mesh axis at most takes what is left.",
+                "data=-1, model=-1",
+                "model",
+                "give data or model a size",
+            ],
+        ),
+        (
+            lambda: LayoutChoice(params={"embed": "daata"}),
+            [
+                "A layout maps names to mesh axes.",
+                "embed: daata",
+                "params.embed",
+                "did you mean `data` or `data_z` or `data_y`?",
+            ],
+        ),
+        (
+            lambda: LayoutChoice(preset="fsdp", overlap=("mlp",)),
+            [
+                "An overlapped product's name is sliced in use.",
+                "overlap=mlp with the preset fsdp, which slices `mlp` over no mesh axis",
+                "overlap",
+                "use --layout.preset fsdp_tensor_sequence, or --layout.compute.mlp model",
+            ],
+        ),
+        (
+            lambda: LayoutChoice(preset="fsdp_tensor", overlap=("mlp", "heads")),
+            [
+                "An overlapped product gathers what comes in, or scatters what goes out.",
+                "overlap=mlp with the preset fsdp_tensor: activations beside `mlp` are whole along model",
+                "overlap",
+                "use --layout.preset fsdp_tensor_sequence, or --layout.compute.pos model",
+            ],
+        ),
+        (
+            lambda: LayoutChoice(mode="auto", overlap=("mlp",)),
+            [
+                "Overlapped products are placed by the types.",
+                "overlap=mlp with mode=auto, where the compiler places communication",
+                "overlap",
+                "use --layout.mode explicit",
+            ],
+        ),
+        (
+            lambda: check_names(LayoutChoice(compute={"embd": "data"}), ["embed", "mlp"]),
+            ["A layout names axes of the model.", "`embd`", "layout.compute.embd", "did you mean `embed`?"],
+        ),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(UserError) as error:
+        make()
+    rule, seen, where, fix = message
+    assert str(error.value) == f"{rule}\n  seen:  {seen}\n  where: {where}\n  fix:   {fix}"
+
+
+def test_every_preset_can_be_named():
+    for name in PRESETS:
+        assert LayoutChoice(preset=name).maps()
+
+
+@pytest.mark.parametrize(
+    ("fields", "cores", "count"),
+    [
+        ({}, 2, 2),
+        ({}, 6, 4),  # 8 sequences do not divide over 6 or 5
+        ({}, 64, 8),
+        ({"batch_size": 3}, 2, 1),
+        ({"microbatches": 4}, 8, 2),
+        ({"mesh": MeshSizes(model=2)}, 4, 4),
+        ({"mesh": MeshSizes(model=4)}, 2, 1),  # too few cores: making the mesh says so
+        ({"mesh": MeshSizes(data=2)}, 4, 2),
+        ({"layout": LayoutChoice(preset="single")}, 4, 1),
+    ],
+)
+def test_cpu_devices_by_default(fields, cores, count):
+    assert default_count(dataclasses.replace(tiny(), **fields), cores) == count
+
+
+def test_devices_are_those_asked_for():
+    assert find_devices(dataclasses.replace(tiny(), devices=4)) == jax.devices()[:4]
+    with pytest.raises(UserError) as error:
+        find_devices(dataclasses.replace(tiny(), devices=16))
+    assert str(error.value) == (
+        "A run uses devices that are there.\n  seen:  devices=16 where JAX has 8 (cpu)\n  where: --devices\n"
+        "  fix:   use 8 or fewer; JAX_PLATFORMS=cpu rehearses more on a CPU"
+    )

@@ -1,0 +1,170 @@
+import pytest
+
+from trellis.errors import UserError
+from trellis.optim import WSD, Lion
+from trellis.recipes import tiny
+from trellis.run.config import BatchSize, Profile, Run
+from trellis.run.data import Mixture, Store
+from trellis.run.help import help_text
+from trellis.run.overrides import resolve
+
+
+def over(**options: str) -> Run:
+    return resolve(Run, tiny(), options={name.replace("__", "."): text for name, text in options.items()})
+
+
+def test_scalars_of_every_kind():
+    run = over(
+        mesh__model="2",
+        optimizer__learning_rate="3e-4",
+        data__mask_documents="false",
+        clip_norm="null",
+        ema="0.99",
+        remat__policy="none",
+        layout__compute__pos="model",
+        precision__exceptions__norm="bfloat16",
+        logging__trackers="tensorboard,wandb",
+        remat__names="",
+    )
+    assert (run.mesh.model, run.optimizer.learning_rate, run.data.mask_documents) == (2, 3e-4, False)
+    assert (run.clip_norm, run.ema, run.remat.policy, run.remat.names) == (None, 0.99, "none", ())
+    assert run.layout.compute == {"pos": "model"} and run.precision.exceptions == {"norm": "bfloat16"}
+    assert run.logging.trackers == ("tensorboard", "wandb")
+
+
+def test_a_field_that_is_null_becomes_a_value_of_its_type():
+    assert tiny().profile is None
+    assert over(profile__start="3").profile == Profile(start=3, steps=2)
+    assert over(profile="null").profile is None
+
+
+def test_lists_in_yaml_and_by_place():
+    assert over(batch_size="[{step: 0, size: 8}, {step: 5, size: 16}]").batch_size == (
+        BatchSize(step=0, size=8),
+        BatchSize(step=5, size=16),
+    )
+    options = {
+        "data.source": "{kind: mixture, parts: [{name: a, path: x, weight: 1}, {name: b, path: y, weight: 2}]}",
+        "data.source.parts.1.weight": "0.5",
+    }
+    source = resolve(Run, tiny(), options=options).data.source
+    assert isinstance(source, Mixture) and [p.weight for p in source.parts] == [1.0, 0.5]
+
+
+def test_another_variant_keeps_only_what_it_has_no_default_for():
+    run = over(optimizer__kind="lion", optimizer__learning_rate="1e-4", schedule="wsd", schedule__decay_steps="3")
+    assert run.optimizer == Lion(learning_rate=1e-4)
+    assert run.schedule == WSD(warmup_steps=tiny().schedule.warmup_steps, decay_steps=3)
+    assert over(optimizer="lion").optimizer == Lion(learning_rate=tiny().optimizer.learning_rate)
+    assert over(data__source__kind="store", data__source__path="s").data.source == Store(path="s")
+
+
+def test_a_file_replaces_parts_and_options_replace_both():
+    patch = {"steps": 7, "mesh": {"model": 2}, "optimizer": {"learning_rate": 1}}
+    run = resolve(Run, tiny(), patch=patch, source="f.yaml", options={"steps": "9"})
+    assert (run.steps, run.mesh.model, run.mesh.data) == (9, 2, -1)
+    assert run.optimizer.learning_rate == 1.0 and run.optimizer.beta2 == tiny().optimizer.beta2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"optimizer.lerning_rate": "1"},
+            [
+                "`optimizer` has known fields only.",
+                "`lerning_rate`",
+                "--optimizer.lerning_rate",
+                "did you mean `--optimizer.learning_rate`?",
+            ],
+        ),
+        (
+            {"learning_rate": "1"},
+            [
+                "`Run` has known fields only.",
+                "`learning_rate`",
+                "--learning_rate",
+                "did you mean `--optimizer.learning_rate`?",
+            ],
+        ),
+        (
+            {"step": "1"},
+            ["`Run` has known fields only.", "`step`", "--step", "did you mean `--steps`?"],
+        ),
+        (
+            {"steps": "many"},
+            ["`steps` is of type int.", "'many' (str)", "--steps", "write a whole number, as in 8"],
+        ),
+        (
+            {"optimizer": "adamx"},
+            [
+                "`optimizer` is of type adamw | lion | muon | adafactor.",
+                "'adamx' (str)",
+                "--optimizer",
+                "did you mean `adamw`?",
+            ],
+        ),
+        (
+            {"schedule": "wsd"},
+            [
+                "What defines a run is written down: it has no silent default.",
+                "no `schedule.decay_steps`",
+                "--schedule",
+                "add schedule.decay_steps: int",
+            ],
+        ),
+        (
+            {"seed.x": "1"},
+            ["`seed` is of type int: it has no parts of that name.", "`x`", "--seed.x", "set it whole: --seed int"],
+        ),
+        (
+            {"logging.trackers": "wndb"},
+            [
+                "`logging.trackers.0` is one of tensorboard | wandb.",
+                "'wndb' (str)",
+                "--logging.trackers",
+                "did you mean `wandb`?",
+            ],
+        ),
+        (
+            {"layout.compute.pos": "modl"},
+            ["A layout maps names to mesh axes.", "pos: modl", "--layout.compute.pos", "did you mean `model`?"],
+        ),
+        (
+            {"microbatches": "3"},
+            [
+                "Microbatches divide the batch.",
+                "batch_size=8, microbatches=3",
+                "`batch_size`",
+                "use a multiple of 3, as in 9",
+            ],
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit_is_refused(options, message):
+    with pytest.raises(UserError) as error:
+        resolve(Run, tiny(), options=options)
+    rule, seen, where, fix = message
+    assert str(error.value) == f"{rule}\n  seen:  {seen}\n  where: {where}\n  fix:   {fix}"
+
+
+def test_a_message_names_the_file():
+    with pytest.raises(UserError) as error:
+        resolve(Run, tiny(), patch={"optimizer": {"beta3": 1}}, source="f.yaml")
+    assert error.value.where == "`optimizer.beta3` in f.yaml"
+    assert error.value.fix == "did you mean `beta2` or `beta1`?"
+
+
+def test_help_has_every_field_with_its_value_and_doc():
+    text = help_text(tiny())
+    assert "  --optimizer.learning_rate  <float>  [0.01]\n      Peak learning rate.\n" in text
+    assert (
+        "  --optimizer.kind  <adamw | lion | muon | adafactor>  [adamw]\n      lion has learning_rate, beta1," in text
+    )
+    assert "  --profile  <Profile or null>  [null]\n      A trace of some steps; null takes none." in text
+    assert "mesh: Devices along each mesh axis.\n  --mesh.replica  <int>  [1]\n" in text
+    undocumented = [
+        a for a, b in zip(text.splitlines(), text.splitlines()[1:], strict=False) if "  --" in a and "  --" in b
+    ]
+    assert not undocumented
