@@ -60,3 +60,28 @@ def keep_mapped_axes_sharded() -> None:
         return original(ctx, mesh, manual_axes, aval.sharding.spec if typed else spec, aval)
 
     module._shardy_shard_map_sharding = sharding
+
+
+def full_text(compiled: jax.stages.Compiled) -> str:
+    """A compiled program's text with every number of its constants, which `as_text` leaves out where they are many.
+
+    The printer's options are in the private module `jaxlib._hlo`, in JAX 0.10.2 to 0.12.0; where they are not, large
+    constants stay out.
+    """
+    import importlib
+
+    try:
+        options = importlib.import_module("jaxlib._hlo").HloPrintOptions()
+        options.print_large_constants = True
+        (module,) = compiled.runtime_executable().hlo_modules()
+        return module.to_string(options)
+    except (ImportError, AttributeError):
+        return compiled.as_text()
+
+
+def kept_arguments(compiled: jax.stages.Compiled) -> tuple[int, ...]:
+    """Which of a function's flat arguments its compiled program has: those that nothing depends on are dropped.
+
+    `_executable._kept_var_idx` is private; it exists in JAX 0.10.2 to 0.12.0.
+    """
+    return tuple(sorted(compiled._executable._kept_var_idx))

@@ -56,13 +56,14 @@ def kind_of(path: str) -> str:
     return "optimizer" if path.startswith(".optimizer") else "other"
 
 
-def program(run: Run, target: Target, devices: Sequence[Any]) -> Program:
+def program(run: Run, target: Target, devices: Sequence[Any], *, chunk_bytes: int | None = None) -> Program:
     """The train step of a run on a target's devices.
 
     Args:
         run: the run; its largest batch is planned for.
         target: what the devices are, for messages.
         devices: real ones, a compiler's, or described ones.
+        chunk_bytes: of the loss, as in `assemble`.
 
     Raises:
         UserError: the mesh does not fill the target, or the batch or a width does not divide.
@@ -71,7 +72,7 @@ def program(run: Run, target: Target, devices: Sequence[Any]) -> Program:
     if -1 not in given.values():
         check_tiles(given or {"data": 1}, target)
     check_batch(run, make_layout(run.mesh, run.layout, devices), max(entry.size for entry in run.batch_sizes()))
-    made = assemble(run, devices)
+    made = assemble(run, devices, chunk_bytes=chunk_bytes)
     last = max(run.batch_sizes(), key=lambda entry: entry.size)
     batch = made.fields(made.abstract_batch(last.step))
     return Program(run, made.layout, made.step, made.abstract, batch, last.size * run.data.sequence_length)

@@ -39,6 +39,7 @@ class Recipe:
         policy: what each layer keeps for the backward pass.
         z_loss: weight of the squared log-normalizer in the loss.
         ema: decay of the moving average of the parameters.
+        chunk_bytes: what the float32 logits of a chunk of the loss take; None for what suits the device.
     """
 
     compute: str = "float32"
@@ -48,6 +49,7 @@ class Recipe:
     policy: Keep | None = None
     z_loss: float = 0.0
     ema: float | None = None
+    chunk_bytes: int | None = None
 
 
 def batch_loss(model, batch, recipe: Recipe, key=None) -> TokenLoss:
@@ -82,6 +84,7 @@ def measured_loss(model, batch, recipe: Recipe, key=None, shares: NamedArray | N
         bias=model.unembedding_bias,
         vocab_size=model.config.vocab,
         z_loss=recipe.z_loss,
+        chunk_bytes=recipe.chunk_bytes,
     )
     return (sums if routed is None else sums._replace(total=sums.total + model.penalty(routed))), routed
 

@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from trellis.inspect.hlo import Instruction
-
-from .layouts import Type
-from .layouts import tuple_parts
-from .values import NotInterpreted, Team, Value, merged, part_of, spread
+from trellis.prove.interpreter.layouts import tuple_parts
+from trellis.prove.interpreter.values import NotInterpreted, Team, Value, merged, part_of, spread
 
 
 def _call(instruction: Instruction, machine) -> Callable:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from trellis.inspect.hlo import Instruction
-
-from .layouts import bitcast
-from .values import NotInterpreted, Team, each, spread
+from trellis.prove.interpreter.layouts import bitcast
+from trellis.prove.interpreter.values import NotInterpreted, Team, each, spread
 
 
 def _broadcast(instruction: Instruction, machine) -> Callable:

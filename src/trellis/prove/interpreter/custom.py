@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from trellis.inspect.hlo import Instruction
-
-from . import kernels
-from .layouts import blank
-from .moving import sliced
-from .values import NotInterpreted, Value
+from trellis.prove.interpreter import kernels
+from trellis.prove.interpreter.layouts import blank
+from trellis.prove.interpreter.moving import sliced
+from trellis.prove.interpreter.values import NotInterpreted, Value
 
 
 def _same(instruction: Instruction, machine) -> Callable:

@@ -14,8 +14,8 @@ import numpy as np
 
 Value = Any  # a numpy array `device dim ...`, None for what holds no data, or a tuple of values
 
-_INTEGERS = {"pred": "bool", "s2": "int8", "s4": "int8", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64",
-             "u2": "uint8", "u4": "uint8", "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64"}  # fmt: skip
+_INTEGERS = {"pred": "bool", "s4": "int8", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64",
+             "u4": "uint8", "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64"}  # fmt: skip
 FLOATS = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64": np.float64,
           "f8e4m3fn": ml_dtypes.float8_e4m3fn, "f8e5m2": ml_dtypes.float8_e5m2, "f8e4m3": ml_dtypes.float8_e4m3,
           "f8e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz}  # fmt: skip

@@ -13,10 +13,9 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from trellis.inspect.hlo import Instruction, Program, parse_program
-
-from . import collectives, control, custom, elementwise, moving, products, reducing
-from .layouts import ArrayType, Type, parse_type
-from .values import NO_DATA, Failed, Faulty, NotInterpreted, Team, Value, held_as
+from trellis.prove.interpreter import collectives, control, custom, elementwise, moving, products, reducing
+from trellis.prove.interpreter.layouts import ArrayType, Type, parse_type
+from trellis.prove.interpreter.values import NO_DATA, Failed, Faulty, NotInterpreted, Team, Value, held_as
 
 OPERATIONS: Mapping[str, Callable] = {
     **elementwise.OPERATIONS,

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from trellis.inspect.hlo import Instruction
-
-from ..values import NotInterpreted, each
+from trellis.prove.interpreter.values import NotInterpreted, each
 
 
 def _metadata(instruction: Instruction, machine) -> Callable:

@@ -7,9 +7,8 @@ import numpy as np
 import scipy.special
 
 from trellis.inspect.hlo import Instruction
-
-from .layouts import ArrayType
-from .values import FLOATS, NotInterpreted, Value
+from trellis.prove.interpreter.layouts import ArrayType
+from trellis.prove.interpreter.values import FLOATS, NotInterpreted, Value
 
 
 def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 
-from .values import NO_DATA, NotInterpreted
+from trellis.prove.interpreter.values import NO_DATA, NotInterpreted
 
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 

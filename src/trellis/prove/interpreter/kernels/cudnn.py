@@ -7,9 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from trellis.inspect.hlo import Instruction
-
-from ..values import NotInterpreted, each
-from . import attention
+from trellis.prove.interpreter.kernels import attention
+from trellis.prove.interpreter.values import NotInterpreted, each
 
 
 def kernel(instruction: Instruction, machine) -> Callable:

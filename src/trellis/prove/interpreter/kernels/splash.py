@@ -12,9 +12,8 @@ from collections.abc import Callable
 import numpy as np
 
 from trellis.inspect.hlo import Instruction
-
-from ..values import NotInterpreted, Value, each
-from . import attention
+from trellis.prove.interpreter.kernels import attention
+from trellis.prove.interpreter.values import NotInterpreted, Value, each
 
 _NAME = re.compile(r"splash_mha_(fwd|dq|dkv)(_segmented)?_(?:no_)?residuals")
 _TAIL = {"fwd": (), "dq": ("log_sum", "d_out", "mean"), "dkv": ("log_sum", "d_out", "mean")}

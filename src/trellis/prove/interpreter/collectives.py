@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from trellis.inspect.hlo import Instruction, source_target_pairs
-
-from .reducing import Combiner, summed
-from .values import Faulty, Team, Value, spread
+from trellis.prove.interpreter.reducing import Combiner, summed
+from trellis.prove.interpreter.values import Faulty, Team, Value, spread
 
 Groups = list[np.ndarray]  # places in the team, in the order in which the collective counts them
 
@@ -31,7 +30,7 @@ def groups_of(instruction: Instruction, machine, team: Team) -> Groups:
 
 
 def _by_group(x: np.ndarray, groups: Groups, team: Team, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """A function from what a group's members hold, `"member dim ..."`, to what each gets, or all where it has one row."""
+    """What each gets by a function of what its group's members hold, `"member dim ..."`: one row is for all of them."""
     rows = spread(x, team)
     found = [function(rows[group]) for group in groups]
     if len(groups) == 1 and len(found[0]) == 1:
@@ -132,7 +131,7 @@ def _permute(instruction: Instruction, machine) -> Callable:
 
 
 def _ragged(instruction: Instruction, machine) -> Callable:
-    """Rows from where each sender has them to where it says that they go: counts and places are arrays of the program."""
+    """Rows from where each sender has them to where it says that they go, as many as it says."""
 
     def run(values: Sequence[np.ndarray], team: Team) -> Value:
         rows, room, begins, counts, targets, _ = (spread(v, team) for v in values)

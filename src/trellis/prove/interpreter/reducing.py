@@ -5,10 +5,9 @@ from collections.abc import Callable
 import numpy as np
 
 from trellis.inspect.hlo import Instruction
-
-from .moving import Lookup
-from .products import Window
-from .values import each
+from trellis.prove.interpreter.moving import Lookup
+from trellis.prove.interpreter.products import Window
+from trellis.prove.interpreter.values import each
 
 Combiner = Callable[..., np.ndarray | tuple]
 
