@@ -9,6 +9,9 @@ import os
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
 
 os.environ.setdefault("TRELLIS_CHECK", "1")  # annotations hold in every test
 jax.config.update("jax_platforms", "cpu")  # also where a GPU, or libtpu for compiling ahead of time, is installed
@@ -36,3 +39,12 @@ def _resident() -> int:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+@pytest.fixture(autouse=True)
+def names_in_docstrings(doctest_namespace):
+    """Examples in docstrings have the names that everybody imports."""
+    import trellis as tr
+    from trellis import nn
+
+    doctest_namespace |= {"jax": jax, "jnp": jnp, "np": np, "tr": tr, "nn": nn}

@@ -34,7 +34,7 @@ from trellis.collectives import Ring, feed_forward, gather_matmul, matmul_scatte
 from trellis.hardware.chips import chips
 from trellis.inspect.hlo import parse_program
 from trellis.mesh.topology import slice_devices
-from trellis.nn.swiglu import swiglu
+from trellis.nn import swiglu
 
 SLICES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
 

@@ -22,6 +22,7 @@ import numpy as np
 
 jax.config.update("jax_num_cpu_devices", 1)
 
+from trellis.data.batch import Batch  # noqa: E402
 from trellis.hardware.local import local_target  # noqa: E402
 from trellis.hardware.measure import measure_machine  # noqa: E402
 from trellis.inspect.rows import aligned  # noqa: E402
@@ -80,7 +81,7 @@ def measured(run, devices, clock) -> float:
     }  # fmt: skip
     with made.layout:
         state = made.init()
-        batch = {name: jax.device_put(array, made.batch_sharding) for name, array in arrays.items()}
+        batch = Batch(**jax.device_put(arrays, made.batch_sharding))
         times = []
         for step in range(STEPS + 1):
             started = clock()

@@ -15,10 +15,10 @@ import time
 import jax
 import jax.numpy as jnp
 
-import trellis as tr
+from trellis import nn
+from trellis.data.batch import Batch
 from trellis.models import LlamaConfig
-from trellis.nn.swiglu import fenced_swiglu
-from trellis.train.step import Recipe, batch_loss
+from trellis.train.step import StepOptions, batch_loss
 
 CONFIG = LlamaConfig(
     vocab=512, embed=64, layers=32, heads=4, kv_heads=2, head_dim=16, mlp=128, rope_theta=1e4, tie_embeddings=True
@@ -39,32 +39,28 @@ def rotate(x, cos, sin):
 
 def plain_loss(params, batch):
     """The same arithmetic as `models/llama.py`, in plain JAX, with the same attention and loss kernels."""
-    from trellis.nn.attention import attention
-    from trellis.nn.loss import cross_entropy
-    from trellis.nn.rope import frequencies
-
     x = params["embedding"][batch["tokens"]]
-    rates = jnp.asarray(frequencies(CONFIG.head_dim, CONFIG.rope_theta), jnp.float32)
+    rates = jnp.asarray(nn.frequencies(CONFIG.head_dim, CONFIG.rope_theta), jnp.float32)
     angles = jnp.arange(POS, dtype=jnp.float32)[:, None] * jnp.concatenate([rates, rates])
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
 
     def block(x, p):
         h = rms(x, p["attention_norm"])
         q, k, v = (jnp.einsum("bpe,ehd->bphd", h, p[n]) for n in "qkv")
-        out = attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        out = nn.dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
         x = x + jnp.einsum("bphd,hde->bpe", out, p["out"])
         h = rms(x, p["mlp_norm"])
         gate, up = (jnp.einsum("bpe,em->bpm", h, p[n]) for n in ("gate", "up"))
-        return x + jnp.einsum("bpm,me->bpe", fenced_swiglu(gate, up), p["down"]), None
+        return x + jnp.einsum("bpm,me->bpe", nn.swiglu(gate, up), p["down"]), None
 
     x, _ = jax.lax.scan(block, x, params["layers"])
     x = rms(x, params["norm"])
-    sums = cross_entropy(x, params["embedding"], batch["targets"], batch["loss_mask"], vocab_first=True)
+    sums = nn.linear_cross_entropy(x, params["embedding"], batch["targets"], batch["loss_mask"], vocab_first=True)
     return sums.total / sums.tokens
 
 
 def named_loss(model, batch):
-    sums = batch_loss(model, {f: x if x is None else tr.named(x, "batch pos") for f, x in batch.items()}, Recipe())
+    sums = batch_loss(model, Batch(**batch).named(), StepOptions())
     return sums.total / sums.tokens
 
 

@@ -371,14 +371,14 @@ def train(options, model: Model, training: Training, store, mesh, peak, rows: in
     from trellis.checkpoint.checkpoints import Checkpoints
     from trellis.data import Batches, Loader
     from trellis.pages.graph import step_svg
-    from trellis.run.config import Profile as ProfileRule
-    from trellis.train.profile import Profile
+    from trellis.run.config import Profile
+    from trellis.train.profile import Profiler
 
     batches = Batches(store, sequence_length=length, batch_size=rows, seed=options.seed)
     place = jax.NamedSharding(mesh, tr.parse("batch/data pos").spec)
     step = jax.jit(train_step, static_argnums=(2, 3), donate_argnums=(0,))
     work = flops_per_token(model, length)
-    profile = Profile(options.folder / "profile", ProfileRule(start=3, steps=2) if options.profile else None)
+    profile = Profiler(options.folder / "profile", Profile(start=3, steps=2) if options.profile else None)
     losses, began = [], time.perf_counter()
     with Checkpoints(options.folder / "checkpoints") as checkpoints:
         found = checkpoints.restore(abstract(State, model.sizes(), mesh))

@@ -12,12 +12,13 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from serve import arguments, serve  # noqa: E402
 
+from trellis.data.batch import Batch  # noqa: E402
 from trellis.models import GPT2Config, LlamaConfig  # noqa: E402
 from trellis.optim.config import AdamW, Constant  # noqa: E402
 from trellis.run.config import Precision, Run  # noqa: E402
 from trellis.run.data import Data, Embedded  # noqa: E402
 from trellis.train.assemble import assemble  # noqa: E402
-from trellis.train.compilation import CompiledStep, options_for, use_persistent_cache  # noqa: E402
+from trellis.train.compilation import CompiledStep, use_persistent_cache  # noqa: E402
 from trellis.train.devices import find_devices  # noqa: E402
 
 imported = time.perf_counter() - start
@@ -50,8 +51,8 @@ use_persistent_cache()
 assembled = assemble(run, find_devices(run))
 tokens = np.random.default_rng(0).integers(0, model.vocab, (batch, pos)).astype(np.int32)
 columns = {"tokens": tokens, "targets": np.roll(tokens, -1, axis=1), "loss_mask": np.ones(tokens.shape, np.float32)}
-arrays = {name: jax.device_put(value, assembled.batch_sharding) for name, value in columns.items()}
-program = CompiledStep(assembled.step, options_for("cpu", run.compiler_options, jax.device_count()))
+data = Batch(**jax.device_put(columns, assembled.batch_sharding))
+program = CompiledStep(assembled.step, assembled.compiler_options)
 with assembled.layout:
     state = assembled.init()
 
@@ -59,7 +60,7 @@ with assembled.layout:
 def step() -> float:
     global state
     with assembled.layout:
-        state, metrics = jax.block_until_ready(program(state, arrays))
+        state, metrics = jax.block_until_ready(program(state, data))
     return float(metrics["loss"])
 
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.corpora import END, make_store, random_texts, stream
-from trellis.data import Batches, Shuffle, Store
+from trellis.data import Batch, Batches, Shuffle, Store
 from trellis.data.batches import BatchSizes
-from trellis.data.packing import Batch, best_fit
+from trellis.data.packing import best_fit
 from trellis.errors import UserError
 
 
@@ -204,3 +204,12 @@ def test_wrong_options(folder, options, rule):
     with pytest.raises(UserError) as raised:
         Batches(store, **({"sequence_length": 8, "batch_size": 4} | options))
     assert raised.value.rule == rule
+
+
+def test_without_document_masks_a_row_is_one_text(folder):
+    store, _ = store_of(folder, 3, 12)
+    rows = {"sequence_length": 8, "batch_size": 3}
+    with_masks, without = Batches(store, **rows).batch(1), Batches(store, mask_documents=False, **rows).batch(1)
+    assert without.segment_ids is None and without.positions is None
+    for name in ("tokens", "targets", "loss_mask"):
+        assert np.array_equal(getattr(without, name), getattr(with_masks, name))

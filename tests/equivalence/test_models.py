@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from tests.models.small import CONFIGS, VOCAB
+from trellis.data.batch import Batch
 from trellis.models import Routing
 from trellis.named import named_jit, shard
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
-from trellis.train.step import Recipe, by_name, loss_and_gradients
+from trellis.train.step import StepOptions, loss_and_gradients
 
 WHOLE = {"kv_heads": ""}
 OVER_MODEL = {"experts": "model", "mlp": ""}
@@ -96,12 +97,12 @@ def one_device(family, dropout=True):
     model = jax.jit(lambda key: config.init(key=key, vocab_multiple=8))(jax.random.key(0))
     keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(model))))
     model = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(next(keys), x.shape), model)
-    return model, *loss_of(jax.jit, model, by_name(batch()))
+    return model, *loss_of(jax.jit, model, Batch(**batch()).named())
 
 
 def loss_of(jit, model, batch):
     key = jax.random.key(2)
-    sums, gradients = jit(lambda m, b: loss_and_gradients(m, b, Recipe(), key))(model, batch)
+    sums, gradients = jit(lambda m, b: loss_and_gradients(m, b, StepOptions(), key))(model, batch)
     return float(sums.total / sums.tokens), jax.device_get(gradients)
 
 
@@ -126,10 +127,14 @@ def test_experts(layout):
 
 
 def assert_alike(model, wanted, sizes, choice, count):
-    wanted, wanted_gradients = wanted
     with make_layout(sizes, choice, jax.devices()[:count]):
-        found, gradients = loss_of(named_jit, shard(model, "params"), shard(by_name(batch()), "compute"))
-    assert found == pytest.approx(wanted, rel=2e-6)
+        assert_near(loss_of(named_jit, shard(model, "params"), shard(Batch(**batch()).named(), "compute")), wanted)
+
+
+def assert_near(found, wanted):
+    """Both are a loss and its gradients."""
+    (loss, gradients), (wanted_loss, wanted_gradients) = found, wanted
+    assert loss == pytest.approx(wanted_loss, rel=2e-6)
     norm = lambda tree: float(np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(tree))))
     apart = jax.tree.map(np.subtract, gradients, wanted_gradients)
     assert norm(apart) < 1e-5 * norm(wanted_gradients)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.models.small import CONFIGS, VOCAB
+from trellis.data.batch import Batch
 from trellis.named import is_named
 from trellis.recipes import tiny
 from trellis.run.config import Remat
@@ -110,8 +111,8 @@ def curve(family, layout, microbatches, policy):
     with made.layout:
         state = put(first_state(family), made.abstract)
         for index in range(STEPS):
-            fields = {name: jax.device_put(x, made.batch_sharding) for name, x in batch(index).items()}
-            state, metrics = step(state, fields)
+            data = Batch(**jax.device_put(batch(index), made.batch_sharding))
+            state, metrics = step(state, data)
             found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     assert len(step.programs) == 1
     return np.array(found).T

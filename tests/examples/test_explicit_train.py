@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import trellis as tr
-from trellis.data import FileSource, find_files, tokenize
+from trellis.data import Batch, FileSource, find_files, tokenize
 from trellis.data.seqax import write_flat_tokens
 from trellis.mesh.manual.shard_map import TransitionError
 from trellis.models.llama import Llama, LlamaConfig
@@ -22,8 +22,8 @@ from trellis.notation.struct import specs
 from trellis.optim import make_optimizer
 from trellis.optim.config import AdamW, Cosine
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
-from trellis.train.state import State
-from trellis.train.step import Recipe, loss_and_gradients, make_step
+from trellis.train.state import TrainState
+from trellis.train.step import StepOptions, loss_and_gradients, make_step
 
 PATH = pathlib.Path(__file__).parents[2] / "examples" / "explicit_train.py"
 ROWS, LENGTH = 8, 32
@@ -105,7 +105,9 @@ def named_model(layout):
 def test_the_same_gradients_as_the_named_trainer(layout, named_model):
     with layout:
         arrays = placed(layout.mesh, batch(0))
-        sums, wanted = named_jit(lambda m, b: loss_and_gradients(m, tr_batch(b), Recipe()))(named_model, arrays)
+        sums, wanted = named_jit(lambda m, b: loss_and_gradients(m, Batch(**b).named(), StepOptions()))(
+            named_model, arrays
+        )
         weights = put(layout.mesh, flat(named_model))
         run = jax.jit(explicit.loss_and_gradients, static_argnums=(2, 3))
         loss, gradients = run(weights, explicit.Batch(**arrays), SMALL, "float32")
@@ -114,10 +116,6 @@ def test_the_same_gradients_as_the_named_trainer(layout, named_model):
     for got, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(flat(wanted)), strict=True):
         assert np.linalg.norm(np.asarray(got) - want) <= 1e-5 * np.linalg.norm(want)
         assert np.linalg.norm(want) > 0
-
-
-def tr_batch(arrays: dict) -> dict:
-    return {name: tr.named(x, "batch pos") for name, x in arrays.items()}
 
 
 @pytest.mark.slow
@@ -133,12 +131,12 @@ def test_fifty_steps_stay_with_the_named_trainer(layout, named_model):
         weights = put(layout.mesh, flat(named_model))
         zeros = lambda: jax.tree.map(jnp.zeros_like, weights)
         mine = explicit.State(step=jnp.int32(0), weights=weights, mean=zeros(), square=zeros())
-        theirs = State(jnp.int32(0), named_model, optimizer.init(named_model), None, jax.random.key(0))
-        named_step = named_jit(make_step(optimizer, Recipe()))
+        theirs = TrainState(jnp.int32(0), named_model, optimizer.init(named_model), None, jax.random.key(0))
+        named_step = named_jit(make_step(optimizer, StepOptions()))
         explicit_step = jax.jit(explicit.train_step, static_argnums=(2, 3))
         for step in range(50):
             arrays = placed(layout.mesh, batch(step))
-            theirs, metrics = named_step(theirs, arrays)
+            theirs, metrics = named_step(theirs, Batch(**arrays))
             losses["named"].append(float(metrics["loss"]))
             mine, found = explicit_step(mine, explicit.Batch(**arrays), SMALL, TRAINING)
             losses["explicit"].append(float(found["loss"]))

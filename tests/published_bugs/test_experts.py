@@ -14,14 +14,15 @@ import optax
 import pytest
 
 from tests.models.small import CONFIGS, VOCAB
+from trellis.data.batch import Batch
 from trellis.models import Routing
 from trellis.named import Axis, named, named_jit, one_hot, shard
 from trellis.nn.moe import ExpertsError, choose
 from trellis.optim import make_optimizer
 from trellis.optim.config import AdamW, Constant
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
-from trellis.train.state import State
-from trellis.train.step import Recipe, by_name, make_step, measured_gradients
+from trellis.train.state import TrainState
+from trellis.train.step import StepOptions, make_step, measured_gradients
 
 CONFIG = dataclasses.replace(CONFIGS["mixtral"], routing=Routing(balance=0.5, z_loss=0.1))
 MESHES = {
@@ -36,8 +37,8 @@ def batch():
     random = np.random.default_rng(0)
     tokens, targets = random.integers(0, VOCAB, (2, 4, 16))
     mask = np.arange(16) < np.array([[16], [3], [9], [14]])
-    return {"tokens": jnp.asarray(tokens, jnp.int32), "targets": jnp.asarray(targets, jnp.int32),
-            "loss_mask": jnp.asarray(mask, jnp.float32)}  # fmt: skip
+    ids = {"tokens": jnp.asarray(tokens, jnp.int32), "targets": jnp.asarray(targets, jnp.int32)}
+    return Batch(**ids, loss_mask=jnp.asarray(mask, jnp.float32)).named()
 
 
 @functools.cache
@@ -46,20 +47,20 @@ def model():
 
 
 def run(jit, model, data):
-    found = jit(lambda m, b: measured_gradients(m, b, Recipe()))(model, data)
+    found = jit(lambda m, b: measured_gradients(m, b, StepOptions()))(model, data)
     return *jax.device_get(found), float(jit(optax.tree.norm)(found[2]))
 
 
 @functools.cache
 def one_device():
-    return run(jax.jit, model(), by_name(batch()))
+    return run(jax.jit, model(), batch())
 
 
 @functools.cache
 def on_mesh(mesh):
     whole = model()
     with make_layout(MESHES[mesh], LayoutChoice(preset="hybrid"), jax.devices()[:4]):
-        return run(named_jit, shard(whole, "params"), shard(by_name(batch()), "compute"))
+        return run(named_jit, shard(whole, "params"), shard(batch(), "compute"))
 
 
 def parts(gradients):
@@ -95,8 +96,8 @@ def test_the_routers_losses_are_one_devices(mesh):
 def test_every_expert_learns():
     """Bug 18: a step moves every parameter of every layer, and of every expert."""
     optimizer = make_optimizer(AdamW(learning_rate=0.01), Constant(warmup_steps=0), steps=3)
-    state = State(jnp.int32(0), model(), optimizer.init(model()), None, jax.random.key(0))
-    after, _ = jax.jit(make_step(optimizer, Recipe()))(state, batch())
+    state = TrainState(jnp.int32(0), model(), optimizer.init(model()), None, jax.random.key(0))
+    after, _ = jax.jit(make_step(optimizer, StepOptions()))(state, batch())
     for (name, gradient), (_, moved) in zip(
         parts(one_device()[2]), parts(jax.tree.map(jnp.subtract, after.model, model())), strict=True
     ):

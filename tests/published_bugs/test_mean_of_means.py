@@ -12,8 +12,9 @@ import pytest
 
 import trellis as tr
 from trellis import f32
+from trellis.data.batch import Batch
 from trellis.models.llama import Llama, LlamaConfig
-from trellis.train.step import Recipe, loss_and_gradients
+from trellis.train.step import StepOptions, loss_and_gradients
 
 # Most tokens of the first rows are masked out.
 MASK = np.tril(np.ones((8, 8), np.float32))
@@ -83,17 +84,16 @@ CONFIG = LlamaConfig(
 def batch():
     """Rows with more and more counted tokens, so that microbatches have different numbers of them."""
     ids = jax.random.randint(jax.random.key(1), (8, 9), 0, 16)
-    arrays = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_mask": jnp.asarray(MASK)}
-    return {name: tr.named(x, "batch pos") for name, x in arrays.items()} | {"segment_ids": None, "positions": None}
+    return Batch(tokens=ids[:, :-1], targets=ids[:, 1:], loss_mask=jnp.asarray(MASK)).named()
 
 
 @pytest.mark.slow
 def test_15_explicit_the_train_step_divides_by_the_tokens_of_the_whole_batch(mesh):
-    one, gradient = loss_and_gradients(Llama.init(CONFIG, key=jax.random.key(0)), batch(), Recipe())
+    one, gradient = loss_and_gradients(Llama.init(CONFIG, key=jax.random.key(0)), batch(), StepOptions())
     with tr.Layout(mesh, compute={"batch": "data"}):
-        recipe = Recipe(microbatches=2)
+        options = StepOptions(microbatches=2)
         model, data = tr.shard(Llama.init(CONFIG, key=jax.random.key(0)), "params"), tr.shard(batch())
-        sums, got = jax.jit(lambda model, data: loss_and_gradients(model, data, recipe))(model, data)
+        sums, got = jax.jit(lambda model, data: loss_and_gradients(model, data, options))(model, data)
     np.testing.assert_allclose(sums.tokens, np.sum(MASK))
     np.testing.assert_allclose(sums.total, one.total, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), got, gradient)

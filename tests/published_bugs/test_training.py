@@ -14,11 +14,12 @@ import optax
 import pytest
 
 from tests.models.small import CONFIGS
+from trellis.data.batch import Batch
 from trellis.named import is_named, named_jit, shard
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.assemble import vocab_multiple
 from trellis.train.state import new_state
-from trellis.train.step import Recipe, by_name, make_step
+from trellis.train.step import StepOptions, make_step
 
 ROWS, LENGTH = 16, 16
 CONFIG = dataclasses.replace(CONFIGS["llama"], vocab=61)
@@ -36,7 +37,7 @@ LAYOUTS = {
 def batch():
     ids = np.random.default_rng(1).integers(0, CONFIG.vocab, (ROWS, LENGTH + 1)).astype(np.int32)
     counted = np.arange(LENGTH) < 1 + np.arange(ROWS)[:, None]
-    return by_name({"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_mask": counted.astype(np.float32)})
+    return Batch(tokens=ids[:, :-1], targets=ids[:, 1:], loss_mask=counted.astype(np.float32)).named()
 
 
 def step_on(layout: str, count: int, mesh: MeshSizes, microbatches: int):
@@ -44,7 +45,7 @@ def step_on(layout: str, count: int, mesh: MeshSizes, microbatches: int):
     with make_layout(mesh, LayoutChoice(preset=layout), jax.devices()[:count]) as placed:
         init = lambda key: CONFIG.init(key=key, vocab_multiple=vocab_multiple(placed))
         state = new_state(init, OPTIMIZER, seed=0)
-        step = named_jit(make_step(OPTIMIZER, Recipe(microbatches=microbatches)))
+        step = named_jit(make_step(OPTIMIZER, StepOptions(microbatches=microbatches)))
         after, metrics = step(state, shard(jax.tree.map(jax.numpy.asarray, batch()), "compute"))
     rows = lambda x: np.asarray(x.array)[: CONFIG.vocab] if "vocab" in x.names else np.asarray(x.array)
     moved = jax.tree.map(lambda a, b: rows(a) - rows(b), after.model, state.model, is_leaf=is_named)

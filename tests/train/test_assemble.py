@@ -8,18 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trellis.data import Batches, FileSource, count_bytes, find_files, tokenize
+from trellis.data import Batch, Batches, FileSource, count_bytes, find_files, tokenize
 from trellis.models import MixtralConfig
 from trellis.named import is_named
 from trellis.named.saving import nothing, products, saved
 from trellis.recipes import tiny
 from trellis.run.config import BatchSize, Precision, Remat
 from trellis.run.layouts import LayoutChoice, MeshSizes
-from trellis.train.assemble import assemble, fields_of, keep_of, vocab_multiple
-from trellis.train.evaluation import Evaluation, ValidationSet
+from trellis.train.assemble import assemble, keep_of, vocab_multiple
+from trellis.train.evaluation import Evaluator, ValidationSet
 from trellis.train.flops import flops_per_token, known_peak, matmul_parameters
 from trellis.train.state import cast
-from trellis.train.step import batch_loss, by_name
+from trellis.train.step import batch_loss
 from trellis.train.summary import arrays, describe, num_parameters, run_tokens, sections, step_ledger, step_memory
 
 LENGTH, ROWS = 16, 4
@@ -113,7 +113,7 @@ def test_an_update_that_is_not_finite_changes_nothing_but_the_count(assembled):
     spoilt = batch | {"loss_mask": np.where(np.arange(LENGTH) == 3, np.inf, batch["loss_mask"]).astype(np.float32)}
     copy = lambda tree: [np.asarray(x) for x in jax.tree.leaves(tree)]
     with assembled.layout:
-        put = lambda fields: {n: jax.device_put(x, assembled.batch_sharding) for n, x in fields.items()}
+        put = lambda fields: Batch(**jax.device_put(fields, assembled.batch_sharding))
         first = assembled.init()
         before = copy((first.model, first.optimizer, first.average))
         second, metrics = assembled.step(first, put(spoilt))
@@ -132,7 +132,7 @@ def test_evaluation_adds_up_over_batches_sets_and_devices(assembled, state, sets
         compiled.append(name) if name == "/jax/core/compile/backend_compile_duration" else None
 
     with assembled.layout:
-        evaluation = Evaluation(sets, assembled.recipe, assembled.batch_sharding, assembled.fields)
+        evaluation = Evaluator(sets, assembled.options, assembled.batch_sharding)
         found = {name: float(value) for name, value in evaluation(state).items()}
         jax.monitoring.register_event_duration_secs_listener(count)
         try:
@@ -146,7 +146,7 @@ def test_evaluation_adds_up_over_batches_sets_and_devices(assembled, state, sets
     nats, tokens, text = {}, {}, {}
     for name, chosen in sets.items():
         batches = [chosen.batches.batch(i) for i in range(chosen.num_batches)]
-        sums = [batch_loss(one, by_name(fields_of(b, True)), assembled.recipe) for b in batches]
+        sums = [batch_loss(one, b.named(), assembled.options) for b in batches]
         nats[name], tokens[name] = (sum(float(getattr(s, f)) for s in sums) for f in ("cross_entropy", "tokens"))
         text[name] = sum(count_bytes(chosen.store, b) for b in batches)
         assert tokens[name] == sum(float(b.loss_mask.sum()) for b in batches) > 0
@@ -173,7 +173,7 @@ def test_a_long_evaluation_keeps_few_batches_on_the_devices(assembled, state, se
     long = chosen._replace(batches=Batches(chosen.store, sequence_length=LENGTH, batch_size=ROWS, max_epochs=40))
     assert long.num_batches > 100
     with assembled.layout:
-        evaluation = Evaluation({"long": long}, assembled.recipe, assembled.batch_sharding, assembled.fields)
+        evaluation = Evaluator({"long": long}, assembled.options, assembled.batch_sharding)
         assert math.isfinite(float(evaluation(state)["validation_loss"]))
 
 
@@ -203,12 +203,6 @@ def test_checkpointing_policies_have_their_meaning():
     assert keep_of(Remat(policy="saved")) == saved
     assert keep_of(Remat(policy="saved", names=("query",))).names == ("query",)
     assert keep_of(Remat(policy="offload", names=("query",))).offload == ("query",)
-
-
-def test_without_document_masks_a_row_is_one_text():
-    batch = {name: np.ones((1, 2)) for name in ("tokens", "targets", "loss_mask", "segment_ids", "positions")}
-    assert fields_of(batch, mask_documents=True) == batch
-    assert fields_of(batch, mask_documents=False) == batch | {"segment_ids": None, "positions": None}
 
 
 def test_the_compiler_may_place_instead(run):
@@ -245,7 +239,7 @@ def test_a_cpu_takes_a_batch_in_parts(run, monkeypatch, changes, wanted):
     changed = dataclasses.replace(base, model=dataclasses.replace(run.model, layers=2), **changes)
     devices = jax.devices()[: math.prod(size for size in dataclasses.asdict(changed.mesh).values() if size > 0)]
     made = assemble(changed, devices)
-    assert made.recipe.microbatches == wanted
+    assert made.options.microbatches == wanted
     with made.layout:
         assert step_ledger(made) is not None
 
@@ -259,4 +253,4 @@ def test_experts_whose_shares_are_the_batchs_go_undivided(run):
     base = dataclasses.replace(base, data=dataclasses.replace(run.data, sequence_length=256))
     balanced = dataclasses.replace(model, routing=dataclasses.replace(model.routing, balance=0.01))
     for sizes, wanted in ((model, 4), (balanced, 1)):
-        assert assemble(dataclasses.replace(base, model=sizes), jax.devices()[:1]).recipe.microbatches == wanted
+        assert assemble(dataclasses.replace(base, model=sizes), jax.devices()[:1]).options.microbatches == wanted

@@ -14,22 +14,17 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.train.toy import mesh_of, program
+from tests.train.toy import mesh_of, run_of, toy
 from trellis.errors import UserError
 from trellis.run import config
-from trellis.run.config import CheckpointRule, Evaluation, Logging
+from trellis.run.config import Evaluation
 from trellis.train.compilation import use_persistent_cache
-from trellis.train.loop import Rules, train
+from trellis.train.loop import train
 from trellis.train.progress import Progress
 from trellis.train.stopping import LossNotFinite, RunStopped
 from trellis.train.trackers import read_lines
 
-EVERY = Rules(
-    steps=12,
-    checkpoints=CheckpointRule(every=3, keep_latest=9),
-    evaluation=Evaluation(every=5),
-    logging=Logging(every=1),
-)
+EVERY = run_of(12, every=3, evaluation=Evaluation(every=5))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -65,7 +60,7 @@ def losses(folder):
 def test_a_run_writes_its_folder(tmp_path, mesh):
     (tmp_path / "run.yaml").write_text("steps: 12\n")
     shown = io.StringIO()
-    outcome = train(program(mesh), EVERY, tmp_path, progress=Progress(12, stream=shown))
+    outcome = train(*toy(mesh, EVERY), tmp_path, progress=Progress(12, stream=shown))
     assert (outcome.step, outcome.exit_code) == (12, 0)
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert lines == outcome.lines
@@ -92,17 +87,16 @@ def test_a_run_compiles_its_step_once_and_nothing_later(tmp_path, mesh):
         if name == "/jax/core/compile/backend_compile_duration":
             compiled.append(name)
 
-    toy = program(mesh)
+    assembled, feed = toy(mesh, dataclasses.replace(EVERY, evaluation=Evaluation(every=1)))
 
     def batches(start):
-        for index, batch in toy.batches(start):
+        for index, batch in feed.batches(start):
             at_step[index] = len(compiled)
             yield index, batch
 
     jax.monitoring.register_event_duration_secs_listener(count)
     try:
-        rules = dataclasses.replace(EVERY, evaluation=Evaluation(every=1))
-        outcome = train(dataclasses.replace(toy, batches=batches), rules, tmp_path, progress=quiet())
+        outcome = train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet())
         at_end = len(compiled)
     finally:
         jax.monitoring.clear_event_listeners()
@@ -114,14 +108,14 @@ def test_a_run_compiles_its_step_once_and_nothing_later(tmp_path, mesh):
 
 
 def test_a_batch_of_another_size_is_one_more_compilation(tmp_path, mesh):
-    toy = program(mesh)
+    assembled, feed = toy(mesh, EVERY)
 
     def batches(start):
-        for index, batch in toy.batches(start):
+        for index, batch in feed.batches(start):
             rows = 8 if index < 4 else 16
             yield index, jax.device_put(np.asarray(batch)[:rows], batch.sharding)
 
-    outcome = train(dataclasses.replace(toy, batches=batches), EVERY, tmp_path, progress=quiet())
+    outcome = train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet())
     assert len(outcome.programs) == 2
 
 
@@ -129,7 +123,7 @@ def test_the_loop_never_waits_for_the_device_in_order_to_log(tmp_path, mesh):
     """The first step ends only when the fourth batch is asked for: a loop that waited for its metrics would hang."""
     opened = threading.Event()
     everywhere = NamedSharding(mesh, P())
-    toy = program(mesh)
+    assembled, feed = toy(mesh, run_of(6, evaluation=Evaluation(every=1)))
 
     def wait(x):
         if not opened.wait(60):
@@ -138,26 +132,26 @@ def test_the_loop_never_waits_for_the_device_in_order_to_log(tmp_path, mesh):
 
     @jax.jit
     def step(state, batch):
-        state, metrics = toy.step(state, batch)
+        state, metrics = assembled.step(state, batch)
         loss = jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere), metrics["loss"])
         return state, {**metrics, "loss": loss}
 
     def batches(start):
-        for index, batch in toy.batches(start):
+        for index, batch in feed.batches(start):
             if index == 3:
                 opened.set()
             yield index, batch
 
-    rules = Rules(steps=6, logging=Logging(every=1), evaluation=Evaluation(every=1))
-    outcome = train(dataclasses.replace(toy, step=step, batches=batches), rules, tmp_path, progress=quiet())
+    waiting = dataclasses.replace(assembled, step=step)
+    outcome = train(waiting, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet())
     assert outcome.step == 6 and len(outcome.lines) == 6
 
 
 def test_resuming_gives_the_same_state_and_lines_to_the_bit(tmp_path, mesh):
-    whole = train(program(mesh), EVERY, tmp_path / "whole", progress=quiet())
+    whole = train(*toy(mesh, EVERY), tmp_path / "whole", progress=quiet())
     folder = tmp_path / "parts"
     for steps in (5, 9, 12):
-        parts = train(program(mesh), dataclasses.replace(EVERY, steps=steps), folder, progress=quiet())
+        parts = train(*toy(mesh, dataclasses.replace(EVERY, steps=steps)), folder, progress=quiet())
     for a, b in zip(raw(whole.state), raw(parts.state), strict=True):
         np.testing.assert_array_equal(a, b)
     assert losses(folder) == losses(tmp_path / "whole")
@@ -165,11 +159,11 @@ def test_resuming_gives_the_same_state_and_lines_to_the_bit(tmp_path, mesh):
 
 
 def test_resuming_on_another_mesh_goes_on_along_the_same_curve(tmp_path, mesh):
-    train(program(mesh), EVERY, tmp_path / "whole", progress=quiet())
-    train(program(mesh), dataclasses.replace(EVERY, steps=5), tmp_path / "moved", progress=quiet())
+    train(*toy(mesh, EVERY), tmp_path / "whole", progress=quiet())
+    train(*toy(mesh, dataclasses.replace(EVERY, steps=5)), tmp_path / "moved", progress=quiet())
     other = mesh_of(8, 1)
     with jax.set_mesh(other):
-        outcome = train(program(other), EVERY, tmp_path / "moved", progress=quiet())
+        outcome = train(*toy(other, EVERY), tmp_path / "moved", progress=quiet())
     assert outcome.state["params"]["w1"].sharding.mesh.shape == {"data": 8, "model": 1}
     # Sums over eight devices are taken in another order: a few float32 roundings over seven steps.
     np.testing.assert_allclose(losses(tmp_path / "moved"), losses(tmp_path / "whole"), rtol=1e-5)
@@ -177,37 +171,37 @@ def test_resuming_on_another_mesh_goes_on_along_the_same_curve(tmp_path, mesh):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_a_checkpoint_and_the_same_command_resumes(tmp_path, mesh, number, code):
-    toy = program(mesh)
+    assembled, feed = toy(mesh, EVERY)
 
     def batches(start):
-        for index, batch in toy.batches(start):
+        for index, batch in feed.batches(start):
             if index == 7:
                 os.kill(os.getpid(), number)
             yield index, batch
 
     before = signal.getsignal(number)
-    outcome = train(dataclasses.replace(toy, batches=batches), EVERY, tmp_path, progress=quiet())
+    outcome = train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet())
     assert (outcome.exit_code, outcome.step) == (code, 8)
     assert (tmp_path / "checkpoints" / "step-00000008" / "manifest.json").exists()
     assert not (tmp_path / "samples.jsonl").exists(), "an unfinished run has no sample"
     assert signal.getsignal(number) is before
-    again = train(toy, EVERY, tmp_path, progress=quiet())
-    whole = train(toy, EVERY, tmp_path / "whole", progress=quiet())
+    again = train(assembled, feed, tmp_path, progress=quiet())
+    whole = train(assembled, feed, tmp_path / "whole", progress=quiet())
     assert again.exit_code == 0
     for a, b in zip(raw(again.state), raw(whole.state), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_a_finished_run_is_not_trained_on(tmp_path, mesh):
-    train(program(mesh), EVERY, tmp_path, progress=quiet())
-    outcome = train(program(mesh), EVERY, tmp_path, progress=quiet())
+    train(*toy(mesh, EVERY), tmp_path, progress=quiet())
+    outcome = train(*toy(mesh, EVERY), tmp_path, progress=quiet())
     assert (outcome.step, outcome.exit_code, outcome.programs) == (12, 0, [])
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 12
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(tmp_path, mesh):
     with pytest.raises(LossNotFinite, match="A run goes on while its loss and its gradient are finite") as error:
-        train(program(mesh, spoil_at=7), EVERY, tmp_path, progress=quiet())
+        train(*toy(mesh, EVERY, spoil_at=7), tmp_path, progress=quiet())
     assert error.value.exit_code == 3
     assert error.value.seen.startswith("loss nan, gradient norm ")
     assert error.value.seen.endswith("at step 8, 1 in a row (allowed: 0)")
@@ -220,22 +214,22 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
 
 def test_some_steps_in_a_row_may_be_skipped(tmp_path, mesh):
     with pytest.raises(LossNotFinite, match=r"3 in a row \(allowed: 2\)") as error:
-        train(program(mesh, spoil_at=7), dataclasses.replace(EVERY, nonfinite_limit=2), tmp_path, progress=quiet())
+        train(*toy(mesh, dataclasses.replace(EVERY, skip_nonfinite=2), spoil_at=7), tmp_path, progress=quiet())
     assert "at step 10" in error.value.seen
     assert read_lines(tmp_path / "metrics.jsonl")[7]["loss"] is None
 
 
 def test_out_of_memory_stops_the_run_with_advice(tmp_path, mesh):
-    toy = program(mesh)
+    assembled, feed = toy(mesh, EVERY)
 
     def batches(start):
-        for index, batch in toy.batches(start):
+        for index, batch in feed.batches(start):
             if index == 4:
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes\nmore")
             yield index, batch
 
     with pytest.raises(RunStopped, match="A step fits into the memory of its devices") as error:
-        train(dataclasses.replace(toy, batches=batches), EVERY, tmp_path, progress=quiet())
+        train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet())
     assert error.value.exit_code == 3
     assert error.value.seen == "RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes"
     assert error.value.where.endswith("step-00000003")
@@ -243,24 +237,24 @@ def test_out_of_memory_stops_the_run_with_advice(tmp_path, mesh):
 
 
 def test_data_that_ends_early_is_an_error(tmp_path, mesh):
-    toy = program(mesh)
+    assembled, feed = toy(mesh, EVERY)
 
     def batches(start):
-        for index, batch in toy.batches(start):
+        for index, batch in feed.batches(start):
             if index == 4:
                 return
             yield index, batch
 
     with pytest.raises(UserError, match="The data lasts as long as the run") as error:
-        train(dataclasses.replace(toy, batches=batches), EVERY, tmp_path, progress=quiet())
+        train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet())
     assert error.value.seen == "4 batches for 12 steps"
 
 
 def test_a_profile_of_two_steps_opens_in_perfetto(tmp_path, mesh):
     import gzip
 
-    rules = dataclasses.replace(EVERY, steps=5, profile=config.Profile(start=2))
-    train(program(mesh), rules, tmp_path, progress=quiet())
+    run = dataclasses.replace(EVERY, steps=5, profile=config.Profile(start=2))
+    train(*toy(mesh, run), tmp_path, progress=quiet())
     (trace,) = (tmp_path / "profile").rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert any("jit_step" in str(event.get("name", "")) + str(event.get("args", "")) for event in events)

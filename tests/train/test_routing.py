@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 from tests.models.small import CONFIGS, VOCAB
+from trellis.data.batch import Batch
 from trellis.models import Routing
 from trellis.named import named_jit, shard
 from trellis.optim import make_optimizer
 from trellis.optim.config import Adafactor, AdamW, Constant, Lion, Muon
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.flops import matmul_parameters
-from trellis.train.state import State
-from trellis.train.step import Recipe, by_name, make_step, measured_gradients
+from trellis.train.state import TrainState
+from trellis.train.step import StepOptions, make_step, measured_gradients
 
 WEIGHTS = dict(balance=0.5, z_loss=0.1)
 ROUTING = {
@@ -44,8 +45,8 @@ def batch():
     random = np.random.default_rng(0)
     tokens, targets = random.integers(0, VOCAB, (2, 8, 12))
     mask = np.arange(12) < random.integers(1, 13, (8, 1))
-    return {"tokens": jnp.asarray(tokens, jnp.int32), "targets": jnp.asarray(targets, jnp.int32),
-            "loss_mask": jnp.asarray(mask, jnp.float32)}  # fmt: skip
+    ids = {"tokens": jnp.asarray(tokens, jnp.int32), "targets": jnp.asarray(targets, jnp.int32)}
+    return Batch(**ids, loss_mask=jnp.asarray(mask, jnp.float32)).named()
 
 
 @functools.cache
@@ -58,11 +59,11 @@ def model_of(routing):
 
 @functools.cache
 def whole(routing):
-    return run(jax.jit, model_of(routing), by_name(batch()), Recipe())
+    return run(jax.jit, model_of(routing), batch(), StepOptions())
 
 
-def run(jit, model, data, recipe):
-    return jax.device_get(jit(lambda m, b: measured_gradients(m, b, recipe))(model, data))
+def run(jit, model, data, options):
+    return jax.device_get(jit(lambda m, b: measured_gradients(m, b, options))(model, data))
 
 
 def test_utilisation_counts_the_experts_that_a_token_meets():
@@ -88,8 +89,8 @@ def assert_alike(found, wanted):
     ("routing", "accumulation"), [*((routing, "pending") for routing in ROUTING), ("batch", "sharded")]
 )
 def test_microbatches(routing, accumulation):
-    recipe = Recipe(microbatches=4, accumulation=accumulation)
-    assert_alike(run(jax.jit, model_of(routing), by_name(batch()), recipe), whole(routing))
+    options = StepOptions(microbatches=4, accumulation=accumulation)
+    assert_alike(run(jax.jit, model_of(routing), batch(), options), whole(routing))
 
 
 @pytest.mark.parametrize(
@@ -100,8 +101,8 @@ def test_meshes(routing, layout, microbatches):
     model, wanted = model_of(routing), whole(routing)
     sizes, choice = LAYOUTS[layout]
     with make_layout(sizes, choice, jax.devices()[:4]):
-        sharded, data = shard(model, "params"), shard(by_name(batch()), "compute")
-        assert_alike(run(named_jit, sharded, data, Recipe(microbatches=microbatches)), wanted)
+        sharded, data = shard(model, "params"), shard(batch(), "compute")
+        assert_alike(run(named_jit, sharded, data, StepOptions(microbatches=microbatches)), wanted)
 
 
 def test_the_losses_are_in_the_gradient():
@@ -111,7 +112,7 @@ def test_the_losses_are_in_the_gradient():
     experts = dataclasses.replace(model.layers.block.mlp, config=plain)
     layers = dataclasses.replace(model.layers, block=dataclasses.replace(model.layers.block, mlp=experts))
     without = dataclasses.replace(model, layers=layers, config=plain)
-    sums, routed, gradients = run(jax.jit, without, by_name(batch()), Recipe())
+    sums, routed, gradients = run(jax.jit, without, batch(), StepOptions())
     wanted = whole("batch")
     assert sums.cross_entropy == wanted[0].cross_entropy
     added = 0.5 * wanted[1].balance + 0.1 * wanted[1].z
@@ -124,8 +125,8 @@ def test_biases_move_by_the_load_alone():
     """By the rate, up where the load is below the mean."""
     rate, model = 0.01, model_of("dropped, with biases")
     optimizer = make_optimizer(AdamW(learning_rate=0.1, weight_decay=0.5), Constant(warmup_steps=0), steps=10)
-    step = jax.jit(make_step(optimizer, Recipe()))
-    state = State(jnp.int32(0), model, optimizer.init(model), None, jax.random.key(0))
+    step = jax.jit(make_step(optimizer, StepOptions()))
+    state = TrainState(jnp.int32(0), model, optimizer.init(model), None, jax.random.key(0))
     load = whole("dropped, with biases")[1].load.array
     after, metrics = step(state, batch())
     moved = after.model.layers.block.mlp.bias.array - model.layers.block.mlp.bias.array
@@ -155,8 +156,8 @@ def test_biases_even_the_load():
     skewed = router.with_array(router.array.at[:, :, 0].multiply(4.0))
     model = jax.tree.map(lambda x: skewed if x is router else x, model, is_leaf=lambda x: x is router)
     optimizer = make_optimizer(AdamW(learning_rate=1e-12), Constant(warmup_steps=0), steps=10)
-    step = jax.jit(make_step(optimizer, Recipe()))
-    state = State(jnp.int32(0), model, optimizer.init(model), None, jax.random.key(0))
+    step = jax.jit(make_step(optimizer, StepOptions()))
+    state = TrainState(jnp.int32(0), model, optimizer.init(model), None, jax.random.key(0))
     fullest = []
     for _ in range(60):
         state, metrics = step(state, batch())

@@ -6,6 +6,7 @@ Run as a program it trains in a folder and prints its last line of metrics:
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -13,11 +14,17 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from trellis.run.config import CheckpointRule, Evaluation, Logging
-from trellis.train.loop import Program, Rules, train
+from trellis.mesh import Layout
+from trellis.optim.config import Constant
+from trellis.recipes import tiny
+from trellis.run.config import CheckpointRule, Evaluation, Logging, Run
+from trellis.train.assemble import Assembled
+from trellis.train.loop import Feed, train
+from trellis.train.step import StepOptions
 
 ROWS, WIDTH = 16, 64
 
@@ -27,7 +34,15 @@ def mesh_of(data: int, model: int) -> jax.sharding.Mesh:
     return jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=devices)
 
 
-def program(mesh: jax.sharding.Mesh, *, pause: float = 0.0, spoil_at: int | None = None) -> Program:
+def run_of(steps: int, every: int | None = None, **changes) -> Run:
+    """A run of so many steps that logs every one of them; what else it says is for other models."""
+    rules = {"checkpoints": CheckpointRule(every=every, keep_latest=9), "logging": Logging(every=1), **changes}
+    return dataclasses.replace(tiny(), steps=steps, schedule=Constant(warmup_steps=0), **rules)
+
+
+def toy(
+    mesh: jax.sharding.Mesh, run: Run, *, pause: float = 0.0, spoil_at: int | None = None
+) -> tuple[Assembled, Feed]:
     """Fits a two-layer network to a fixed function. `spoil_at`: the step of this index has a loss that is no number."""
     specs = {"w1": P("data", "model"), "w2": P("model", "data")}
     at = lambda spec: NamedSharding(mesh, spec)
@@ -59,7 +74,7 @@ def program(mesh: jax.sharding.Mesh, *, pause: float = 0.0, spoil_at: int | None
         params = jax.tree.map(lambda p, v: p - 0.05 * v, state["params"], velocity)
         if spoil_at is not None:
             loss = jnp.where(state["step"] >= spoil_at, jnp.nan, loss)
-        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": jnp.float32(0.05)}
+        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": jnp.float32(0.05), "tokens": jnp.float32(ROWS)}
         return {"params": params, "velocity": velocity, "key": state["key"], "step": state["step"] + 1}, metrics
 
     def batch(index):
@@ -83,15 +98,21 @@ def program(mesh: jax.sharding.Mesh, *, pause: float = 0.0, spoil_at: int | None
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(make), shardings
     )
-    return Program(
+    assembled = Assembled(
+        run=run,
+        layout=Layout(mesh),
+        optimizer=optax.identity(),
+        options=StepOptions(),
         init=init,
         abstract=abstract,
         step=jax.jit(step, donate_argnums=0),
+    )
+    feed = Feed(
         batches=batches,
-        tokens=lambda index: ROWS,
         evaluate=lambda state: measure(state["params"], fixed),
         sample=lambda state: f"a sample after {int(state['step'])} steps",
     )
+    return assembled, feed
 
 
 def main() -> int:
@@ -117,15 +138,10 @@ def main() -> int:
     several = {"coordinator": args.coordinator, "processes": args.processes, "process": args.process}
     initialize(**several, heartbeat_seconds=10)
     mesh = mesh_of(args.data, args.model)
-    rules = Rules(
-        steps=args.steps,
-        checkpoints=CheckpointRule(every=args.every),
-        evaluation=Evaluation(every=10),
-        logging=Logging(every=1),
-    )
+    run = run_of(args.steps, checkpoints=CheckpointRule(every=args.every), evaluation=Evaluation(every=10))
     try:
         with jax.set_mesh(mesh):
-            outcome = train(program(mesh, pause=args.pause, spoil_at=args.spoil_at), rules, args.folder)
+            outcome = train(*toy(mesh, run, pause=args.pause, spoil_at=args.spoil_at), args.folder)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -27,7 +27,7 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.train.compilation import use_persistent_cache
     from trellis.train.corpus import open_corpus
     from trellis.train.devices import find_devices
-    from trellis.train.evaluation import Evaluation
+    from trellis.train.evaluation import Evaluator
     from trellis.train.restoring import restore_model
 
     folder = Path(args.folder)
@@ -49,8 +49,8 @@ def execute(args: argparse.Namespace) -> int:
             fix="name one in the run's data, with `validation:`",
         )
     with assembled.layout:
-        evaluation = Evaluation(corpus.validation, assembled.recipe, assembled.batch_sharding, assembled.fields)
-        values = {name: float(value) for name, value in evaluation(state).items()}
+        evaluate = Evaluator(corpus.validation, assembled.options, assembled.batch_sharding)
+        values = {name: float(value) for name, value in evaluate(state).items()}
     if args.json:
         print(json.dumps({"step": step, **values}))
         return 0

@@ -26,12 +26,12 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.hub import copy_tokenizer, write_folder, write_tokenizer
     from trellis.run.folder import open_run
     from trellis.train.assemble import assemble
-    from trellis.train.restoring import checkpoint_reader, in_use, tokenizer_of
+    from trellis.train.restoring import checkpoint_reader, for_use, tokenizer_of
 
     folder, to = Path(args.folder), Path(args.to)
     run = open_run(folder)
     choose_platform()
-    assembled = assemble(in_use(run, 1), jax.devices("cpu")[:1])
+    assembled = assemble(for_use(run, 1), jax.devices("cpu")[:1])
     positions = getattr(run.model, "positions", run.data.sequence_length)
     chosen = run.data.tokenizer
     tokenizer = tokenizer_of(run)

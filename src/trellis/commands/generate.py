@@ -32,7 +32,7 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.train.assemble import assemble
     from trellis.train.compilation import use_persistent_cache
     from trellis.train.devices import find_devices
-    from trellis.train.restoring import in_use, model_in_use, restore_model, tokenizer_of
+    from trellis.train.restoring import for_use, model_in_use, restore_model, tokenizer_of
 
     folder = Path(args.folder)
     for name in ("tokens", "samples", "devices"):
@@ -40,7 +40,7 @@ def execute(args: argparse.Namespace) -> int:
             seen = f"{name}={getattr(args, name)}"
             raise UserError("A count is 1 or more.", seen=seen, where=f"--{name}", fix="use 1 or more")
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    run = in_use(open_run(folder), args.devices)
+    run = for_use(open_run(folder), args.devices)
     use_persistent_cache()
     assembled = assemble(run, find_devices(run))
     tokenizer = tokenizer_of(run)

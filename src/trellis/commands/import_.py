@@ -56,7 +56,7 @@ def _first_state(assembled: Any, source: Any) -> Any:
     import jax
     import numpy as np
 
-    from trellis.train.state import State
+    from trellis.train.state import TrainState
 
     abstract = assembled.abstract
     model = source.load(abstract.model)
@@ -66,7 +66,7 @@ def _first_state(assembled: Any, source: Any) -> Any:
         step = jax.device_put(np.int32(0), abstract.step.sharding)
         key = jax.device_put(jax.random.key(assembled.run.seed), abstract.key.sharding)
         average = None if abstract.average is None else jax.tree.map(lambda x: x.copy(), model)
-    return State(step, model, optimizer, average, key)
+    return TrainState(step, model, optimizer, average, key)
 
 
 COMMAND = Command(

@@ -77,63 +77,37 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     from trellis.models.generate import Sampling, sample
     from trellis.pages.graph import step_svg
     from trellis.train.assemble import assemble
-    from trellis.train.compilation import options_for
     from trellis.train.corpus import open_corpus
     from trellis.train.distributed import is_first
-    from trellis.train.evaluation import Evaluation
-    from trellis.train.flops import flops_per_token, known_peak
-    from trellis.train.loop import Program, Rules, train
-    from trellis.train.metrics import Work
+    from trellis.train.evaluation import Evaluator
+    from trellis.train.flops import work_of
+    from trellis.train.loop import Feed, train
     from trellis.train.restoring import model_in_use
-    from trellis.train.state import State
+    from trellis.train.state import TrainState
     from trellis.train.summary import describe, ledger_sums, sections, step_ledger
 
     assembled = assemble(run, devices)
     corpus = open_corpus(run, progress=is_first())
     ledger = step_ledger(assembled)
-    found = sections(assembled, ledger, _corpus_tokens(corpus))
+    found = sections(assembled, ledger, corpus.num_tokens)
     if is_first():
         (folder / "ledger.txt").write_text(f"{ledger}\n")
         write_sections(folder, found)
         print(f"{describe(found)}\nfolder   {folder}", flush=True)
-    sharding = assembled.batch_sharding
-    evaluation = None
-    if corpus.validation:
-        evaluation = Evaluation(corpus.validation, assembled.recipe, sharding, assembled.fields)
-    length = run.data.sequence_length
-    work = Work(
-        flops_per_token=flops_per_token(assembled.abstract.model, length),
-        noncausal_flops_per_token=flops_per_token(assembled.abstract.model, length, causal=False),
-        peak_flops=known_peak(assembled.layout.mesh.devices.flat, run.precision.compute),
-    )
 
-    def sampled(state: State) -> str:
+    def sampled(state: TrainState) -> str:
         how = Sampling(temperature=0.8, top_k=50)
         return sample(model_in_use(assembled, state), corpus.tokenizer, "", new_tokens=_SAMPLE_TOKENS, sampling=how)[0]
 
-    program = Program(
-        init=assembled.init,
-        abstract=assembled.abstract,
-        step=assembled.step,
+    sharding = assembled.batch_sharding
+    feed = Feed(
         batches=lambda start: Loader(corpus.batches, sharding, start_step=start),
-        tokens=lambda step: corpus.batches.sizes.at(step) * length,
-        evaluate=evaluation,
+        evaluate=Evaluator(corpus.validation, assembled.options, sharding) if corpus.validation else None,
         sample=None if corpus.tokenizer is None else sampled,
-        work=work,
-        resizable={"vocab": run.model.vocab},
-        compiler_options=options_for(jax.default_backend(), run.compiler_options, assembled.layout.mesh.size),
     )
-    rules = Rules(
-        steps=run.steps,
-        until=until,
-        checkpoints=run.checkpoints,
-        evaluation=run.evaluation,
-        logging=run.logging,
-        profile=run.profile,
-        nonfinite_limit=run.skip_nonfinite,
-    )
+    work = work_of(assembled)
     with assembled.layout:
-        outcome = train(program, rules, folder, config=_plain(run))
+        outcome = train(assembled, feed, folder, until=until, work=work)
     if is_first() and outcome.programs:
         compiled = outcome.programs[-1]
         found["compiled"] = dataclasses.asdict(compiled_memory(compiled))
@@ -151,18 +125,6 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
 def write_sections(folder: Path, found: dict[str, Any]) -> None:
     """Keeps what the page of a run shows beside its metrics, as `about.json`."""
     (folder / "about.json").write_text(json.dumps(found, indent=1))
-
-
-def _corpus_tokens(corpus: Any) -> int | None:
-    data = corpus.batches.data
-    stores = list(data.stores.values()) if hasattr(data, "stores") else [data]
-    return sum(store.num_tokens for store in stores)
-
-
-def _plain(run: "Run") -> dict[str, Any]:
-    from trellis.run.schema import plain
-
-    return plain(run)
 
 
 COMMAND = Command(

@@ -1,12 +1,12 @@
 """Text in, exactly reproducible batches out: source -> tokenizer -> store -> order -> loader."""
 
+from trellis.data.batch import Batch
 from trellis.data.batches import Batches
 from trellis.data.embedded import embedded_stores
 from trellis.data.evaluation import count_bytes
 from trellis.data.loader import Loader
 from trellis.data.mixture import Mixture
 from trellis.data.order import Shuffle
-from trellis.data.packing import Batch
 from trellis.data.sources import FileSource, embedded_corpus, find_files
 from trellis.data.store import Store, TokenStore, check_tokenizer, check_vocabulary
 from trellis.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe

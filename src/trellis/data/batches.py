@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from trellis.data.batch import Batch
 from trellis.data.order import Order, Shuffle, windowed
-from trellis.data.packing import Batch, open_rows, padding, pick
+from trellis.data.packing import open_rows, padding, pick
 from trellis.data.store import TokenStore
 from trellis.errors import UserError
 
@@ -100,6 +101,7 @@ class Batches:
         shuffle: True permutes all rows of an epoch; False keeps the order of the store; a `Shuffle` says more.
         max_epochs: the data ends after so many passes; None goes on for ever.
         pad_last: fill the last batch up with rows of padding, instead of leaving a last partial batch out.
+        mask_documents: say where documents begin; without it each row is one text.
 
     Nothing but ``step`` is needed to resume, whatever the hosts and devices.
     """
@@ -115,10 +117,11 @@ class Batches:
         shuffle: bool | Shuffle = True,
         max_epochs: int | None = None,
         pad_last: bool = False,
+        mask_documents: bool = True,
     ):
         shuffle = {True: Shuffle(), False: None}[shuffle] if isinstance(shuffle, bool) else shuffle
         self.sequence_length, self.seed, self.data = sequence_length, seed, data
-        self.sizes, self._pad_last = BatchSizes(batch_size), pad_last
+        self.sizes, self._pad_last, self._mask_documents = BatchSizes(batch_size), pad_last, mask_documents
         if max_epochs is not None and max_epochs < 1:
             raise UserError("Data is read at least once.", seen=max_epochs, where="max_epochs", fix="use 1 or more")
         options = {"sequence_length": sequence_length, "packing": packing, "shuffle": shuffle}
@@ -161,6 +164,8 @@ class Batches:
         positions = np.arange(first + start, first + max(start, stop), dtype=np.int64)
         real = positions if self._max_rows is None else positions[positions < self._max_rows]
         if len(real) == len(positions):
-            return self._rows.read(positions)
-        empty = padding(len(positions) - len(real), self.sequence_length)
-        return pick([self._rows.read(real), empty], np.arange(len(positions))) if len(real) else empty
+            batch = self._rows.read(positions)
+        else:
+            batch = padding(len(positions) - len(real), self.sequence_length)
+            batch = pick([self._rows.read(real), batch], np.arange(len(positions))) if len(real) else batch
+        return batch if self._mask_documents else batch.without_documents()

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from trellis.data.packing import Batch
+from trellis.data.batch import Batch
 from trellis.data.store import TokenStore
 from trellis.errors import UserError
 

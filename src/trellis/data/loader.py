@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from trellis.data.batch import Batch
 from trellis.data.batches import Batches
-from trellis.data.packing import Batch
 from trellis.errors import UserError
 
 
@@ -97,7 +97,7 @@ def rows_here(batches: Batches, step: int, sharding, shape: tuple[int, int]) -> 
 
 
 def place(batches: Batches, step: int, sharding) -> Batch:
-    """The batch of ``step`` as `jax.Array`s over the devices of ``sharding``, reading this host's rows alone."""
+    """The batch of `step` as `jax.Array`s over the devices of `sharding`, reading this host's rows alone."""
     import jax
 
     shape = (batches.sizes.at(step), batches.sequence_length)
@@ -117,6 +117,7 @@ def place(batches: Batches, step: int, sharding) -> Batch:
         def part(index):
             return getattr(read[index[0].indices(shape[0])[:2]], name)[:, index[1]]
 
-        return jax.make_array_from_callback(shape, sharding, part)
+        here = next(iter(read.values()))
+        return None if getattr(here, name) is None else jax.make_array_from_callback(shape, sharding, part)
 
     return Batch(**{f.name: field(f.name) for f in dataclasses.fields(Batch)})

@@ -8,9 +8,10 @@ from fractions import Fraction
 
 import numpy as np
 
+from trellis.data.batch import Batch
 from trellis.data.batches import Batches, BatchSizes, Rows
 from trellis.data.order import Shuffle
-from trellis.data.packing import Batch, pick
+from trellis.data.packing import pick
 from trellis.data.permutation import Permutation, derive_key
 from trellis.data.store import TokenStore
 from trellis.errors import UserError

@@ -2,40 +2,14 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 
+from trellis.data.batch import Batch
 from trellis.data.store import TokenStore
 from trellis.errors import UserError
 
 PACKINGS = ("chunk", "best_fit", "pad")
 PACK_DOCUMENTS = 1 << 14  # documents that are packed among each other
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Rows of tokens: a pytree of arrays, all ``[batch pos]``.
-
-    Attributes:
-        tokens: i32, what the model reads: the token before each target; before a document's first token the store's
-            start token (its end-of-document id).
-        targets: i32, what it predicts.
-        loss_mask: f32, 1 where the target counts and 0 where it does not (padding, turns of others in a chat).
-        segment_ids: i32, which document of the row a position belongs to, from 1; 0 is padding. Attention stays inside
-            a segment.
-        positions: i32, the place of a token in its segment, from 0.
-    """
-
-    tokens: np.ndarray | jax.Array
-    targets: np.ndarray | jax.Array
-    loss_mask: np.ndarray | jax.Array
-    segment_ids: np.ndarray | jax.Array
-    positions: np.ndarray | jax.Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tokens.shape
 
 
 def pick(batches: list[Batch], rows: np.ndarray) -> Batch:

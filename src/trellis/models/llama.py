@@ -16,11 +16,11 @@ import jax
 
 from trellis.named import Axis, Keep, NamedArray, Stacked, arange, einsum, save, take
 from trellis.nn.attention import attend
+from trellis.nn.gate import swiglu
 from trellis.nn.initializers import normal, weight
 from trellis.nn.norm import RMSNorm
 from trellis.nn.parameters import Table, Weight
 from trellis.nn.rope import Scaling, rotary_tables, rotate
-from trellis.nn.swiglu import swiglu
 
 from .config import check_positive, check_whole_heads
 

@@ -1,1 +1,63 @@
+"""What models are written in: parameters, layers, attention, losses, precision.
 
+    import trellis as tr
+    from trellis import nn
+
+Everything takes and gives named arrays, mentions no mesh, and is right on every layout. `nn.moe` has what mixtures of
+experts are made of. For programs by hand there are functions on plain arrays: `dot_product_attention`,
+`decode_attention` and `linear_cross_entropy`.
+"""
+
+from trellis.nn import moe
+from trellis.nn.attention import (
+    AttentionError,
+    attend,
+    attend_cached,
+    decode_attention,
+    dot_product_attention,
+)
+from trellis.nn.dropout import Dropout
+from trellis.nn.embedding import Embedding
+from trellis.nn.gate import swiglu
+from trellis.nn.initializers import constant, normal, weight
+from trellis.nn.linear import Linear
+from trellis.nn.loss import LossError, TokenLoss, cross_entropy, linear_cross_entropy, next_token_loss
+from trellis.nn.norm import LayerNorm, RMSNorm
+from trellis.nn.parameters import Bias, Parameter, Role, Scale, Table, Weight, parameters
+from trellis.nn.rope import LinearScaling, Llama3Scaling, Scaling, frequencies, rotary_tables, rotate
+
+__all__ = [
+    "AttentionError",
+    "Bias",
+    "Dropout",
+    "Embedding",
+    "LayerNorm",
+    "Linear",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LossError",
+    "Parameter",
+    "RMSNorm",
+    "Role",
+    "Scale",
+    "Scaling",
+    "Table",
+    "TokenLoss",
+    "Weight",
+    "attend",
+    "attend_cached",
+    "constant",
+    "cross_entropy",
+    "decode_attention",
+    "dot_product_attention",
+    "frequencies",
+    "linear_cross_entropy",
+    "moe",
+    "next_token_loss",
+    "normal",
+    "parameters",
+    "rotary_tables",
+    "rotate",
+    "swiglu",
+    "weight",
+]

@@ -3,11 +3,9 @@
 import equinox as eqx
 import jax.numpy as jnp
 
-from trellis.named import ELEMENTWISE, Axis, NamedArray
+from trellis.named import Axis, NamedArray, rsqrt
 from trellis.nn.initializers import constant
 from trellis.nn.parameters import Bias, Scale
-
-_rsqrt = ELEMENTWISE["rsqrt"]
 
 
 class RMSNorm(eqx.Module):
@@ -23,7 +21,7 @@ class RMSNorm(eqx.Module):
     def __call__(self, x: NamedArray) -> NamedArray:
         (name,) = self.scale.names
         wide = x.astype(jnp.float32)
-        wide = wide * _rsqrt((wide * wide).mean(name) + self.eps)
+        wide = wide * rsqrt((wide * wide).mean(name) + self.eps)
         return wide.astype(x.dtype) * self.scale.astype(x.dtype)
 
 
@@ -42,6 +40,6 @@ class LayerNorm(eqx.Module):
         (name,) = self.scale.names
         wide = x.astype(jnp.float32)
         wide = wide - wide.mean(name)
-        wide = wide * _rsqrt((wide * wide).mean(name) + self.eps)
+        wide = wide * rsqrt((wide * wide).mean(name) + self.eps)
         out = wide.astype(x.dtype) * self.scale.astype(x.dtype)
         return out if self.bias is None else out + self.bias.astype(x.dtype)

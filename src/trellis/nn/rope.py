@@ -9,7 +9,7 @@ import numpy as np
 
 from trellis.mesh.layout import current_layout
 from trellis.mesh.platform import platform_of
-from trellis.named import ELEMENTWISE, Axis, NamedArray, einsum
+from trellis.named import Axis, NamedArray, cos, einsum, sin
 from trellis.named.placing import move
 
 
@@ -79,7 +79,7 @@ def rotary_tables(
         rates[:pairs] = np.repeat(frequencies(pairs, theta, scaling), 2)
     angles = positions.astype(jnp.float32) * NamedArray(jnp.asarray(rates, jnp.float32), (head_dim.name,))
     angles = _for_use(angles.transpose(f"... {head_dim.name}"))
-    return ELEMENTWISE["cos"](angles), ELEMENTWISE["sin"](angles)
+    return cos(angles), sin(angles)
 
 
 def _for_use(angles: NamedArray) -> NamedArray:

@@ -74,7 +74,7 @@ def program(run: Run, target: Target, devices: Sequence[Any], *, chunk_bytes: in
     check_batch(run, make_layout(run.mesh, run.layout, devices), max(entry.size for entry in run.batch_sizes()))
     made = assemble(run, devices, chunk_bytes=chunk_bytes)
     last = max(run.batch_sizes(), key=lambda entry: entry.size)
-    batch = made.fields(made.abstract_batch(last.step))
+    batch = made.abstract_batch(last.step)
     return Program(run, made.layout, made.step, made.abstract, batch, last.size * run.data.sequence_length)
 
 

@@ -1,21 +1,22 @@
 """From a recipe's name or a YAML file, and options, to a run."""
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from trellis.errors import UserError, did_you_mean
-from trellis.recipes import gpt2, llama, mixtral, starter
 from trellis.run.config import Run
 from trellis.run.overrides import resolve
 
-_FILES = (starter, gpt2, llama, mixtral)
+# Every public function that one of these modules defines is a recipe. A family's own lie beside its model.
+_MODULES = ("trellis.recipes.starter", "trellis.recipes.gpt2", "trellis.recipes.llama", "trellis.recipes.mixtral")
 
 RECIPES: dict[str, Callable[[], Run]] = {
     name: function
-    for file in _FILES
-    for name, function in vars(file).items()
-    if inspect.isfunction(function) and function.__module__ == file.__name__ and not name.startswith("_")
+    for module in map(importlib.import_module, _MODULES)
+    for name, function in vars(module).items()
+    if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
 }
 
 

@@ -10,15 +10,17 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
+from trellis.data.batch import Batch
 from trellis.mesh import Layout
 from trellis.mesh.platform import rehearses
 from trellis.named import is_named
 from trellis.named.saving import Keep, nothing, products, saved
-from trellis.optim import all_finite, learning_rates, make_optimizer, select
+from trellis.optim import learning_rates, make_optimizer
 from trellis.run.config import Remat, Run
 from trellis.run.layouts import make_layout
-from trellis.train.state import State, abstract_state, cast, new_state
-from trellis.train.step import Recipe, make_step
+from trellis.train.compilation import options_for
+from trellis.train.state import TrainState, abstract_state, cast, new_state
+from trellis.train.step import StepOptions, make_step
 
 # Bytes that one channel of a microbatch takes on a CPU device, about.
 _PART_BYTES = 4096
@@ -32,7 +34,7 @@ class Assembled:
         run: the run.
         layout: its mesh and maps.
         optimizer: the update rule.
-        recipe: what a step computes.
+        options: how a step computes.
         init: makes the first state.
         abstract: the state as `jax.ShapeDtypeStruct`s with shardings.
         step: the step under `jax.jit`, its state donated; call and lower it inside `with layout:`.
@@ -41,9 +43,9 @@ class Assembled:
     run: Run
     layout: Layout
     optimizer: optax.GradientTransformation
-    recipe: Recipe
-    init: Callable[[], State]
-    abstract: State
+    options: StepOptions
+    init: Callable[[], TrainState]
+    abstract: TrainState
     step: Any
 
     @property
@@ -51,24 +53,21 @@ class Assembled:
         """Where the arrays of a batch lie."""
         return self.layout.sharding(("batch", "pos"))
 
-    def fields(self, batch: Any) -> dict[str, Any]:
-        """The arrays of a batch that the model reads."""
-        return fields_of(batch, self.run.data.mask_documents)
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """What the compiler is told about the step."""
+        mesh = self.layout.mesh
+        return options_for(mesh.devices.flat[0].platform, self.run.compiler_options, mesh.size)
 
-    def abstract_batch(self, step: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
+    def abstract_batch(self, step: int = 0) -> Batch:
         """The batch of a step as `jax.ShapeDtypeStruct`s with shardings."""
         size = [entry.size for entry in self.run.batch_sizes() if entry.step <= step][-1]
         shape = (size, self.run.data.sequence_length)
-        types = {
-            "tokens": "int32",
-            "targets": "int32",
-            "loss_mask": "float32",
-            "segment_ids": "int32",
-            "positions": "int32",
-        }
-        return {
-            name: jax.ShapeDtypeStruct(shape, jnp.dtype(t), sharding=self.batch_sharding) for name, t in types.items()
-        }
+
+        ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
+        mask = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.batch_sharding)
+        batch = Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids)
+        return batch if self.run.data.mask_documents else batch.without_documents()
 
 
 def assemble(
@@ -97,25 +96,25 @@ def assemble(
     with layout:
         shapes = abstract_state(make_model, optimizer, average=run.ema is not None)
         abstract = _placed(shapes, layout)
-        recipe = Recipe(
-            compute=run.precision.compute,
-            exceptions=tuple(run.precision.exceptions.items()),
+        options = StepOptions(
+            precision=run.precision,
             microbatches=run.microbatches or fast_microbatches(run, layout, abstract.model),
             policy=keep_of(run.remat),
             z_loss=run.z_loss,
             ema=run.ema,
             chunk_bytes=chunk_bytes,
+            skip_nonfinite=run.skip_nonfinite > 0,
         )
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
         make = lambda: new_state(make_model, optimizer, run.seed, average=run.ema is not None)
         init = jax.jit(make, out_shardings=shardings)
         rates = learning_rates(run.schedule, run.optimizer.learning_rate, run.steps)
-        step = _guarded(make_step(optimizer, recipe, rates), run)
+        step = make_step(optimizer, options, rates)
     return Assembled(
         run=run,
         layout=layout,
         optimizer=optimizer,
-        recipe=recipe,
+        options=options,
         init=init,
         abstract=abstract,
         step=jax.jit(step, donate_argnums=0),
@@ -169,7 +168,7 @@ def vocab_multiple(layout: Layout) -> int:
     return ways * 8 if ways > 1 and layout.mesh.devices.flat[0].platform == "tpu" else ways
 
 
-def _placed(shapes: State, layout: Layout) -> State:
+def _placed(shapes: TrainState, layout: Layout) -> TrainState:
     """The state's types with shardings on the layout's devices.
 
     In explicit mode the types say where an array lies; where the compiler places, parameters lie as the layout says.
@@ -186,24 +185,3 @@ def _placed(shapes: State, layout: Layout) -> State:
         return x.with_array(placed) if is_named(x) else placed
 
     return jax.tree.map(leaf, shapes, is_leaf=is_named)
-
-
-def _guarded(step: Callable, run: Run) -> Callable:
-    """The step as the run wants it: without document masks, and leaving out updates that are not finite."""
-
-    def guarded(state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
-        new, metrics = step(state, fields_of(batch, run.data.mask_documents))
-        if run.skip_nonfinite:
-            good = all_finite(metrics["loss"], metrics["grad_norm"])
-            kept = select(good, (new.model, new.optimizer, new.average), (state.model, state.optimizer, state.average))
-            new = State(new.step, *kept, new.key)
-        return new, metrics
-
-    return guarded
-
-
-def fields_of(batch: Any, mask_documents: bool) -> dict[str, Any]:
-    """The arrays of a batch that a model reads: without document masks, a row is one text."""
-    get = batch.get if isinstance(batch, dict) else lambda name: getattr(batch, name, None)
-    found = {name: get(name) for name in ("tokens", "targets", "loss_mask", "segment_ids", "positions")}
-    return found if mask_documents else found | {"segment_ids": None, "positions": None}

@@ -40,6 +40,12 @@ class Corpus:
     validation: dict[str, ValidationSet]
     tokenizer: Tokenizer | None
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all that is trained on."""
+        data = self.batches.data
+        return sum(store.num_tokens for store in (data.stores.values() if isinstance(data, Mixture) else [data]))
+
 
 def cache_folder() -> Path:
     """Where the embedded corpus is kept as tokens: the user's cache folder."""
@@ -66,14 +72,16 @@ def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
         if tokenizer is not None and _tokenizer_of(store) is not None:
             check_tokenizer(store, tokenizer)
     sizes = [(entry.step, entry.size) for entry in run.batch_sizes()]
-    packing = _PACKINGS[data.packing]
+    rows = {
+        "sequence_length": data.sequence_length,
+        "packing": _PACKINGS[data.packing],
+        "mask_documents": data.mask_documents,
+    }
     shuffle = Shuffle(block=data.shuffle_block if data.shuffle_block > 1 else None)
-    batches = Batches(
-        source, sequence_length=data.sequence_length, batch_size=sizes, seed=data.seed, packing=packing, shuffle=shuffle
-    )
-    options = {"sequence_length": data.sequence_length, "batch_size": sizes[0][1], "packing": packing, "shuffle": False}
+    batches = Batches(source, batch_size=sizes, seed=data.seed, shuffle=shuffle, **rows)
+    in_order = {"batch_size": sizes[0][1], "shuffle": False, "max_epochs": 1, "pad_last": True, **rows}
     validation = {
-        name: ValidationSet(Batches(store, max_epochs=1, pad_last=True, **options), store, run.evaluation.batches)
+        name: ValidationSet(Batches(store, **in_order), store, run.evaluation.batches)
         for name, store in held_out.items()
     }
     return Corpus(batches=batches, validation=validation, tokenizer=tokenizer)

@@ -4,17 +4,17 @@ import dataclasses
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trellis.data import Batches, Loader, TokenStore, count_bytes
+from trellis.data import Batch, Batches, Loader, TokenStore, count_bytes
 from trellis.nn.loss import TokenLoss
-from trellis.train.state import State, cast
-from trellis.train.step import Recipe, batch_loss, by_name
+from trellis.train.state import TrainState, in_use
+from trellis.train.step import StepOptions, batch_loss
 
 # Batches that may wait on the devices. The training loop's own come on top: on several CPU devices XLA hangs where one
 # has more than 32 programs to run (seen with JAX 0.10.2).
@@ -42,35 +42,28 @@ class ValidationSet(NamedTuple):
         return steps if self.limit is None else min(steps, self.limit)
 
 
-class Evaluation:
+class Evaluator:
     """Measures a state on validation sets. The program is compiled once for all batches of a shape.
 
     Args:
         sets: the validation sets, by name.
-        recipe: how the model computes in training; the z-loss is left out.
+        options: how the model computes in training; the z-loss is left out.
         sharding: where a batch's arrays lie.
-        fields: from a batch to the arrays that the model reads.
     """
 
-    def __init__(
-        self,
-        sets: Mapping[str, ValidationSet],
-        recipe: Recipe,
-        sharding: jax.sharding.Sharding,
-        fields: Callable[[Any], Mapping[str, Any]] = lambda batch: vars(batch),
-    ):
+    def __init__(self, sets: Mapping[str, ValidationSet], options: StepOptions, sharding: jax.sharding.Sharding):
         self._sets, self._sharding = dict(sets), sharding
         self._bytes: dict[str, float] = {}
-        plain = dataclasses.replace(recipe, z_loss=0.0, policy=None)
+        plain = dataclasses.replace(options, z_loss=0.0, policy=None)
 
-        def add(sums: TokenLoss, model: Any, batch: Any) -> TokenLoss:
-            found = batch_loss(cast(model, recipe.compute, recipe.exceptions), by_name(fields(batch)), plain)
+        def add(sums: TokenLoss, model: Any, batch: Batch) -> TokenLoss:
+            found = batch_loss(in_use(model, options.precision), batch.named(), plain)
             return jax.tree.map(jnp.add, sums, found)
 
         self._add = jax.jit(add)
         self._rates = jax.jit(_rates)
 
-    def __call__(self, state: State) -> dict[str, jax.Array]:
+    def __call__(self, state: TrainState) -> dict[str, jax.Array]:
         """The measures of a state, as scalars still on the devices.
 
         The moving average of the parameters is measured where there is one. Several sets are also told apart.

@@ -10,7 +10,9 @@ from typing import Any
 from trellis.checkpoint.manifest import write_json
 from trellis.hardware.peak import matmul_peak
 from trellis.nn.parameters import Role, parameters
+from trellis.train.assemble import Assembled
 from trellis.train.compilation import cache_folder
+from trellis.train.metrics import Work
 
 
 def matmul_parameters(model: Any) -> int:
@@ -68,3 +70,14 @@ def known_peak(devices: Sequence[Any], dtype: str) -> float | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, found | {key: peak})
     return max(peak, found.get(key, 0.0))
+
+
+def work_of(assembled: Assembled) -> Work:
+    """What a token of a run costs, and what its devices could do."""
+    run, model = assembled.run, assembled.abstract.model
+    length = run.data.sequence_length
+    return Work(
+        flops_per_token=flops_per_token(model, length),
+        noncausal_flops_per_token=flops_per_token(model, length, causal=False),
+        peak_flops=known_peak(assembled.layout.mesh.devices.flat, run.precision.compute),
+    )

@@ -5,7 +5,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,13 @@ import jax
 from trellis.checkpoint.checkpoints import Checkpoints
 from trellis.errors import UserError
 from trellis.figures.numbers import duration
-from trellis.run.config import CheckpointRule, Evaluation, Logging
-from trellis.run.config import Profile as ProfileRule
+from trellis.run.schema import plain
+from trellis.train.assemble import Assembled
 from trellis.train.compilation import CompiledStep
 from trellis.train.distributed import is_first
 from trellis.train.drain import Drain, Record
 from trellis.train.metrics import Meter, Work
-from trellis.train.profile import Profile
+from trellis.train.profile import Profiler
 from trellis.train.progress import Progress
 from trellis.train.stopping import LossNotFinite, Signals, explain, explained_abort, leave_at_once
 from trellis.train.timeline import Timeline
@@ -31,58 +31,19 @@ _AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """What is trained: pure functions and the data.
+class Feed:
+    """What goes into a run's steps, and what is made of their states.
 
     Attributes:
-        init: makes the first state, sharded.
-        abstract: the same as `jax.ShapeDtypeStruct`s with shardings; a checkpoint is restored onto it.
-        step: a function under `jax.jit`, `step(state, batch) -> (state, metrics)`. The metrics are scalar arrays,
-            `loss` among them; with `tokens` the batch's count of tokens comes from the device.
         batches: `batches(n)` yields `(n, batch), (n + 1, batch), ...`, and has a `close`, as generators and loaders do.
             The batch of a step depends on nothing else.
-        tokens: how many tokens the batch of a step has.
         evaluate: from a state to scalar arrays, on the device still, `validation_loss` among them.
         sample: from a state to a text.
-        work: what a token costs, for MFU.
-        resizable: axes whose padding may change when a run resumes, with their true sizes.
-        compiler_options: of the compiler, for the step.
     """
 
-    init: Callable[[], Any]
-    abstract: Any
-    step: Any
     batches: Callable[[int], Any]
-    tokens: Callable[[int], int]
     evaluate: Callable[[Any], dict[str, jax.Array]] | None = None
     sample: Callable[[Any], str] | None = None
-    work: Work | None = None
-    resizable: dict[str, int] = field(default_factory=dict)
-    compiler_options: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """How long the loop goes on, and when it does what else.
-
-    Attributes:
-        steps: how many steps the run has.
-        until: pause after this step, with a checkpoint; None goes on to the end.
-        checkpoints: when a checkpoint is written, and which are kept.
-        evaluation: when the validation loss is measured.
-        logging: when a line of metrics is written, and where to.
-        profile: which steps are recorded.
-        nonfinite_limit: how many steps in a row may have a loss or gradient that is not finite (the step leaves
-            the state as it was); one more stops the run.
-    """
-
-    steps: int
-    until: int | None = None
-    checkpoints: CheckpointRule = CheckpointRule()
-    evaluation: Evaluation = Evaluation()
-    logging: Logging = Logging()
-    profile: ProfileRule | None = None
-    nonfinite_limit: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,21 +66,23 @@ class Outcome:
 
 
 def train(
-    program: Program,
-    rules: Rules,
+    assembled: Assembled,
+    feed: Feed,
     folder: str | Path,
     *,
-    config: dict | None = None,
+    until: int | None = None,
+    work: Work | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
     """Trains until the last step or a signal; goes on where the folder's newest checkpoint ends.
 
     Args:
-        program: what is trained.
-        rules: how long, and when to log, evaluate and save.
+        assembled: the run on its devices.
+        feed: its batches, its evaluation, its samples.
         folder: the run's folder. It gets `metrics.jsonl`, `timeline.jsonl`, `checkpoints/`, and `samples.jsonl` and
             `profile/` where asked; a `run.yaml` in it is copied into each checkpoint.
-        config: the resolved run as plain values, for the trackers that show it.
+        until: pause after this step, with a checkpoint; None goes on to the end.
+        work: what a token costs, for MFU.
         progress: where progress is shown; the default is stderr.
 
     Raises:
@@ -129,7 +92,7 @@ def train(
     folder = Path(folder)
     run_file = folder / "run.yaml"
     copy = (run_file,) if run_file.exists() else ()
-    rule = rules.checkpoints
+    rule = assembled.run.checkpoints
     keep = {"keep_latest": rule.keep_latest, "keep_every": rule.keep_every}
     with (
         Checkpoints(folder / "checkpoints", copy=copy, **keep) as saved,
@@ -137,7 +100,7 @@ def train(
         explained_abort(lambda: _last_good(saved, others_live=False)),
     ):
         try:
-            return _Loop(program, rules, folder, saved, signals).run(config, progress)
+            return _Loop(assembled, feed, folder, saved, signals, until).go(work, progress)
         except BaseException as error:
             told = explain(error, _last_good(saved, others_live=jax.process_count() == 1))
             if jax.process_count() > 1 and not isinstance(told, LossNotFinite):
@@ -150,40 +113,42 @@ def train(
 class _Loop:
     """One run's loop with what it holds open."""
 
-    def __init__(self, program: Program, rules: Rules, folder: Path, saved: Checkpoints, signals: Signals):
-        self._program, self._rules, self._folder = program, rules, folder
+    def __init__(
+        self, assembled: Assembled, feed: Feed, folder: Path, saved: Checkpoints, signals: Signals, until: int | None
+    ):
+        self._assembled, self._run, self._feed, self._folder = assembled, assembled.run, feed, folder
         self._saved, self._signals = saved, signals
-        self._stop = rules.steps if rules.until is None else min(rules.steps, rules.until)
+        self._stop = self._run.steps if until is None else min(self._run.steps, until)
         self._not_finite = 0
         self._unchecked: deque[Record] = deque()
         self._lines: list[dict] = []
         self._trackers: list[Tracker] = []
         self._timeline = Timeline(folder / "timeline.jsonl" if is_first() else None)
 
-    def run(self, config: dict | None, progress: Progress | None) -> Outcome:
-        program, rules = self._program, self._rules
-        restored = self._saved.restore(program.abstract, resizable=program.resizable)
+    def go(self, work: Work | None, progress: Progress | None) -> Outcome:
+        assembled, run = self._assembled, self._run
+        restored = self._saved.restore(assembled.abstract, resizable={"vocab": run.model.vocab})
         start, tokens = (0, 0) if restored is None else (restored.step, restored.data["tokens"])
-        state = program.init() if restored is None else restored.state
+        state = assembled.init() if restored is None else restored.state
         del restored  # the step is about to donate its arrays
-        self._progress = progress or Progress(rules.steps)
+        self._progress = progress or Progress(run.steps)
         self._note(f"resuming after step {start}, from {self._saved.path(start)}" if start else "")
         self._timeline.add("resumed" if start else "started", start)
-        self._meter = Meter(tokens=tokens, work=program.work)
-        step = CompiledStep(program.step, program.compiler_options)
+        self._meter = Meter(tokens=tokens, work=work)
+        step = CompiledStep(assembled.step, assembled.compiler_options)
         try:
             with contextlib.ExitStack() as self._open:
                 self._open.callback(self._progress.close)
                 self._drain = Drain(max_ahead=_AHEAD)
                 self._open.callback(self._drain.close)
                 if is_first():
-                    self._trackers = open_trackers(rules.logging.trackers, self._folder, step=start, config=config)
+                    self._trackers = open_trackers(run.logging.trackers, self._folder, step=start, config=plain(run))
                 for tracker in self._trackers:
                     self._open.callback(tracker.close)
                 state, made, exit_code = self._steps(step, state, start)
-                if made >= rules.steps:
+                if made >= run.steps:
                     self._sample(state, made)
-            self._timeline.add("finished" if made >= rules.steps else "interrupted", made)
+            self._timeline.add("finished" if made >= run.steps else "interrupted", made)
         except Exception as error:
             self._timeline.add("stopped", None, why=str(error).splitlines()[0] if str(error) else type(error).__name__)
             raise
@@ -191,11 +156,11 @@ class _Loop:
 
     def _steps(self, step: CompiledStep, state: Any, start: int) -> tuple[Any, int, int]:
         """From `start` to the end: the state, how many steps were made, and the exit code."""
-        rules, made = self._rules, start
-        profile = Profile(self._folder / "profile", rules.profile if is_first() else None)
+        run, made = self._run, start
+        profile = Profiler(self._folder / "profile", run.profile if is_first() else None)
         if start >= self._stop:
             return state, start, 0
-        batches = self._open.enter_context(contextlib.closing(self._program.batches(start)))
+        batches = self._open.enter_context(contextlib.closing(self._feed.batches(start)))
         asked = time.perf_counter()
         for index, batch in batches:
             waited = (asked, time.perf_counter())
@@ -211,11 +176,11 @@ class _Loop:
             profile.after(index, metrics)
             exit_code = self._signals.exit_code(made)
             last = made >= self._stop or exit_code is not None
-            if self._program.evaluate is not None and (made >= rules.steps or _due(made, rules.evaluation.every)):
-                self._drain.add(self._program.evaluate(state))
+            if self._feed.evaluate is not None and (made >= run.steps or _due(made, run.evaluation.every)):
+                self._drain.add(self._feed.evaluate(state))
                 self._timeline.add("evaluation", made)
             self._handle(self._drain.poll(), certain=made - _AHEAD - 1)
-            if last or _due(made, rules.checkpoints.every):
+            if last or _due(made, run.checkpoints.every):
                 # What is saved is known to be good: every loss up to it was looked at.
                 self._handle(self._drain.flush(), certain=made)
                 if self._saved.save(made, state, data={"tokens": self._meter.tokens}):
@@ -227,7 +192,7 @@ class _Loop:
             asked = time.perf_counter()
         raise UserError(
             "The data lasts as long as the run.",
-            seen=f"{made - start} batches for {rules.steps - start} steps",
+            seen=f"{made - start} batches for {run.steps - start} steps",
             where=str(self._folder),
             fix="repeat the data, or make fewer steps",
         )
@@ -238,13 +203,11 @@ class _Loop:
         Records come when they come, on each process at other times; those up to `certain` have come on all. Only
         these may stop the run, so that all processes stop at the same step.
         """
-        rules = self._rules
         for record in records:
-            counted = record.values.pop("tokens", None)
-            self._meter.add(record, self._program.tokens(record.step - 1) if counted is None else int(counted))
+            self._meter.add(record, int(record.values.pop("tokens")))
             self._unchecked.append(record)
             evaluated = "validation_loss" in record.values
-            if evaluated or _due(record.step, rules.logging.every) or record.step >= self._stop:
+            if evaluated or _due(record.step, self._run.logging.every) or record.step >= self._stop:
                 line = self._meter.line(record)
                 self._lines.append(line)
                 for tracker in self._trackers:
@@ -258,20 +221,20 @@ class _Loop:
         """Stops the run when the loss was not finite more often in a row than is allowed."""
         loss, norm = record.values["loss"], record.values.get("grad_norm", 0.0)
         self._not_finite = 0 if math.isfinite(loss) and math.isfinite(norm) else self._not_finite + 1
-        if self._not_finite > self._rules.nonfinite_limit:
+        if self._not_finite > self._run.skip_nonfinite:
             raise LossNotFinite(
                 "A run goes on while its loss and its gradient are finite.",
                 seen=f"loss {loss}, gradient norm {norm} at step {record.step}, {self._not_finite} in a row "
-                f"(allowed: {self._rules.nonfinite_limit})",
+                f"(allowed: {self._run.skip_nonfinite})",
                 where=_last_good(self._saved, others_live=True),
                 fix="go on with a larger --skip_nonfinite, which leaves such steps out, or start a new run with a "
                 "lower learning rate or clip_norm",
             )
 
     def _sample(self, state: Any, step: int) -> None:
-        if self._program.sample is None:
+        if self._feed.sample is None:
             return
-        text = self._program.sample(state)
+        text = self._feed.sample(state)
         self._note(text)
         for tracker in self._trackers:
             tracker.text("sample", step, text)

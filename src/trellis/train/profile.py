@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 
-from trellis.run.config import Profile as ProfileRule
+from trellis.run.config import Profile
 
 
-class Profile:
+class Profiler:
     """Records some steps of a run. The last of these is the only step that the loop waits for.
 
     Args:
@@ -16,7 +16,7 @@ class Profile:
         rule: which steps to record, counted from 0 as the data counts them; None records nothing.
     """
 
-    def __init__(self, folder: Path, rule: ProfileRule | None):
+    def __init__(self, folder: Path, rule: Profile | None):
         self._folder, self._rule, self._on = folder, rule, False
 
     def before(self, index: int) -> None:

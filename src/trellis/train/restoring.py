@@ -17,10 +17,10 @@ from trellis.run.config import Run
 from trellis.run.layouts import LayoutChoice, MeshSizes
 from trellis.train.assemble import Assembled
 from trellis.train.corpus import open_corpus
-from trellis.train.state import State, cast
+from trellis.train.state import TrainState, in_use
 
 
-def restore_model(assembled: Assembled, folder: Path, *, step: int | None = None) -> tuple[State, int]:
+def restore_model(assembled: Assembled, folder: Path, *, step: int | None = None) -> tuple[TrainState, int]:
     """The parameters of a run on the devices of `assembled`, and after how many steps.
 
     The optimizer's state is left on disk. The run may be training meanwhile.
@@ -34,7 +34,7 @@ def restore_model(assembled: Assembled, folder: Path, *, step: int | None = None
         UserError: there is no checkpoint, or it does not fit.
     """
     abstract = assembled.abstract
-    target = State(abstract.step, abstract.model, None, abstract.average, abstract.key)
+    target = TrainState(abstract.step, abstract.model, None, abstract.average, abstract.key)
     with Checkpoints(folder / "checkpoints", read_only=True) as saved:
         found = saved.restore(target, step=step, partial=True, resizable={"vocab": assembled.run.model.vocab})
     if found is None:
@@ -69,13 +69,13 @@ def _no_checkpoint(folder: Path) -> UserError:
     )
 
 
-def model_in_use(assembled: Assembled, state: State) -> Any:
+def model_in_use(assembled: Assembled, state: TrainState) -> Any:
     """The model of a state as it is used: the moving average where there is one, in the type to compute in."""
     model = state.model if state.average is None else state.average
-    return cast(model, assembled.recipe.compute, assembled.recipe.exceptions)
+    return in_use(model, assembled.options.precision)
 
 
-def in_use(run: Run, devices: int) -> Run:
+def for_use(run: Run, devices: int) -> Run:
     """The run as it is used rather than trained: whole on one device, or its widths sliced over several."""
     choice = LayoutChoice(preset="tensor" if devices > 1 else "single")
     return dataclasses.replace(run, devices=devices, mesh=MeshSizes(data=1, model=devices), layout=choice)

@@ -1,6 +1,6 @@
 """The training state: everything that a step changes, and nothing else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import equinox as eqx
 import jax
@@ -9,9 +9,11 @@ import optax
 
 from trellis.named import is_named
 from trellis.named.jit import named_jit
+from trellis.run.config import Precision
+from trellis.run.schema import FrozenMap
 
 
-class State(eqx.Module):
+class TrainState(eqx.Module):
     """What a checkpoint holds.
 
     Attributes:
@@ -29,7 +31,9 @@ class State(eqx.Module):
     key: jax.Array
 
 
-def new_state(init: Callable, optimizer: optax.GradientTransformation, seed: int, *, average: bool = False) -> State:
+def new_state(
+    init: Callable, optimizer: optax.GradientTransformation, seed: int, *, average: bool = False
+) -> TrainState:
     """The first state, each array made where the layout in force lets it rest.
 
     Args:
@@ -41,17 +45,17 @@ def new_state(init: Callable, optimizer: optax.GradientTransformation, seed: int
     return named_jit(_make(init, optimizer, average))(jax.random.key(seed))
 
 
-def abstract_state(init: Callable, optimizer: optax.GradientTransformation, *, average: bool = False) -> State:
+def abstract_state(init: Callable, optimizer: optax.GradientTransformation, *, average: bool = False) -> TrainState:
     """The state as `jax.ShapeDtypeStruct`s with shardings; nothing is computed, and no device is needed."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     return jax.eval_shape(_make(init, optimizer, average), key)
 
 
 def _make(init, optimizer, average: bool):
-    def make(key) -> State:
+    def make(key) -> TrainState:
         model_key, run_key = jax.random.split(key)
         model = init(model_key)
-        return State(
+        return TrainState(
             step=jnp.zeros((), jnp.int32),
             model=model,
             optimizer=optimizer.init(model),
@@ -62,19 +66,24 @@ def _make(init, optimizer, average: bool):
     return make
 
 
-def cast(model, dtype, exceptions=()):
+def in_use(model, precision: Precision):
+    """The parameters of a model, or of its average, in the types that they are used in."""
+    return cast(model, precision.compute, precision.exceptions)
+
+
+def cast(model, dtype, exceptions: Mapping[str, str] = FrozenMap()):
     """The parameters in another floating-point type.
 
     Args:
         model: a tree of named arrays.
         dtype: the type.
-        exceptions: pairs of a part of a parameter's path and the type it gets instead.
+        exceptions: parts of parameters' paths, and the types that these get instead.
     """
 
     def leaf(path, x):
         if not is_named(x) or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        return x.astype(next((other for part, other in exceptions if part in name), dtype))
+        return x.astype(next((other for part, other in exceptions.items() if part in name), dtype))
 
     return jax.tree_util.tree_map_with_path(leaf, model, is_leaf=is_named)

@@ -96,7 +96,7 @@ def sections(assembled: Assembled, ledger: Ledger, tokens: int | None) -> dict[s
         "model": {"family": run.model.family, "parameters": num_parameters(assembled)},
         "tokens": {"run": run_tokens(assembled), "corpus": tokens},
         "mesh": dict(layout.mesh.shape),
-        "microbatches": assembled.recipe.microbatches,
+        "microbatches": assembled.options.microbatches,
         "layout": {
             "preset": run.layout.preset,
             "params": {name: list(axes) for name, axes in layout.params},

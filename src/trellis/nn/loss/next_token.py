@@ -9,7 +9,7 @@ from trellis.mesh.layout import current_layout
 from trellis.mesh.platform import platform_of
 from trellis.named import NamedArray
 from trellis.named.placing import move
-from trellis.nn.loss.linear_cross_entropy import TokenLoss, linear_cross_entropy
+from trellis.nn.loss.linear import TokenLoss, linear_cross_entropy
 from trellis.notation.state import state_of
 
 _NAMES = ("batch", "pos", "vocab", "embed")

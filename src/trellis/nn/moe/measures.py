@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trellis.named import ELEMENTWISE, REDUCTIONS, Axis, NamedArray, one_hot
+from trellis.named import Axis, NamedArray, exp, logsumexp, maximum, one_hot, sign
 from trellis.nn.moe.routing import Choices
 
 
@@ -48,12 +48,12 @@ def measure(
     picks = one_hot(choices.ids, Axis("routes", experts)).sum("choices") * counted
     load = picks.sum(("batch", "pos"))
     if over == "sequence":
-        total = ELEMENTWISE["maximum"](counted.sum("pos"), jnp.float32(1e-6))
+        total = maximum(counted.sum("pos"), jnp.float32(1e-6))
         shares = picks.sum("pos") / (total * float(count))
     elif shares is None:
         shares = load / jnp.maximum(counted.sum().array * count, 1e-6)
-    softened = REDUCTIONS["logsumexp"](scores, "routes")
-    chances = ELEMENTWISE["exp"](scores - softened)
+    softened = logsumexp(scores, "routes")
+    chances = exp(scores - softened)
     balance = (chances * shares).sum("routes") * counted * float(experts)
     return Routed(load, balance.sum().array, (softened * softened * counted).sum().array)
 
@@ -68,7 +68,7 @@ def shift(bias: NamedArray, load: NamedArray, rate: float) -> NamedArray:
         load: `f32["... routes"]`, of the whole batch.
         rate: how much it moves.
     """
-    less = ELEMENTWISE["sign"](load.mean("routes") - load)
+    less = sign(load.mean("routes") - load)
     return bias + less.transpose(bias.names).astype(bias.dtype) * rate
 
 

@@ -9,7 +9,7 @@ import jax
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import Axes, mark_pending, vary
 from trellis.mesh.platform import platform_of
-from trellis.named import ELEMENTWISE, Axis, NamedArray, einsum, one_hot, save, settle
+from trellis.named import Axis, NamedArray, einsum, one_hot, save, settle, silu
 from trellis.named.placing import move
 from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_experts
 from trellis.nn.moe.grouped import grouped_matmul
@@ -156,7 +156,7 @@ def _dense(x, choices: Choices, gate, up, down):
     hot = one_hot(choices.ids, Axis("experts", experts.size))
     weights = einsum("... choices experts, ... choices -> ... experts", hot, choices.weights).astype(x.dtype)
     text = "batch pos embed, experts embed mlp -> batch pos experts mlp"
-    hidden = ELEMENTWISE["silu"](einsum(text, x, gate)) * einsum(text, x, up)
+    hidden = silu(einsum(text, x, gate)) * einsum(text, x, up)
     return einsum("batch pos experts mlp, experts mlp embed -> batch pos embed", hidden * weights, down)
 
 

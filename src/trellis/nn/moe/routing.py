@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trellis.named import ALONG, ELEMENTWISE, Axis, NamedArray, einsum, one_hot, top_k
+from trellis.named import Axis, NamedArray, cumsum, einsum, one_hot, softmax, top_k, where
 from trellis.nn.moe.exchange import ExpertsError
 
 
@@ -51,7 +51,7 @@ def choose(scores: NamedArray, count: int, *, bias: NamedArray | None = None) ->
         ExpertsError: fewer than two experts, whose weight would be 1 whatever the router says, or more than there are.
     """
     check_count(count, scores.shape["routes"], "choose")
-    chances = ALONG["softmax"](scores, "routes")
+    chances = softmax(scores, "routes")
     picked = _constant(chances)
     if bias is not None:
         picked = picked + _constant(bias).astype(picked.dtype)
@@ -100,10 +100,9 @@ def limit(choices: Choices, experts: int, capacity: float) -> Choices:
     room = math.ceil(capacity * count * length / experts)
     hot = _hot(choices.ids, experts)
     taken = hot.sum("choices")
-    before = ALONG["cumsum"](taken, "pos") - taken
+    before = cumsum(taken, "pos") - taken
     rank = (hot * before).sum("routes")
     kept = rank < room
-    where = ELEMENTWISE["where"]
     return Choices(
         where(kept, choices.ids, jnp.int32(experts)),
         where(kept, choices.weights, jnp.zeros((), choices.weights.dtype)),

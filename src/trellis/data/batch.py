@@ -1,0 +1,45 @@
+"""A batch: what the loader makes, the step takes and the loss reads."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from trellis.named import NamedArray, is_named, named
+
+Rows = np.ndarray | jax.Array | NamedArray
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Rows of tokens: a pytree of arrays, all `"batch pos"`, on the host or on devices, with or without names.
+
+    Attributes:
+        tokens: `i32`, what the model reads: the token before each target; before a document's first token the store's
+            start token (its end-of-document id).
+        targets: `i32`, what it predicts.
+        loss_mask: `f32`, 1 where the target counts and 0 where it does not (padding, turns of others in a chat).
+        segment_ids: `i32`, which document of the row a position belongs to, from 1; 0 is padding. Attention stays
+            inside a segment. None: a row is one text.
+        positions: `i32`, the place of a token in its segment, from 0. None: its place in the row.
+    """
+
+    tokens: Rows
+    targets: Rows
+    loss_mask: Rows
+    segment_ids: Rows | None = None
+    positions: Rows | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and positions of the arrays where they have no names."""
+        return self.tokens.shape
+
+    def named(self) -> "Batch":
+        """The same, with the names of their axes on arrays that have none."""
+        return jax.tree.map(lambda x: x if is_named(x) else named(x, "batch pos"), self, is_leaf=is_named)
+
+    def without_documents(self) -> "Batch":
+        """The same tokens, each row as one text."""
+        return dataclasses.replace(self, segment_ids=None, positions=None)
