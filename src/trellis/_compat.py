@@ -62,21 +62,22 @@ def keep_mapped_axes_sharded() -> None:
     module._shardy_shard_map_sharding = sharding
 
 
-def full_text(compiled: jax.stages.Compiled) -> str:
-    """A compiled program's text with every number of its constants, which `as_text` leaves out where they are many.
+def full_text(program: jax.stages.Compiled | jax.stages.Lowered) -> str:
+    """A program's HLO with every number of its constants, which `as_text` leaves out where they are many.
 
-    The printer's options are in the private module `jaxlib._hlo`, in JAX 0.10.2 to 0.12.0; where they are not, large
-    constants stay out.
+    Args:
+        program: a compiled one, or one that is not compiled and not partitioned yet.
+
+    The printer's options are in the private module `jaxlib._hlo`, in JAX 0.10.2 to 0.12.0.
     """
     import importlib
 
-    try:
-        options = importlib.import_module("jaxlib._hlo").HloPrintOptions()
-        options.print_large_constants = True
-        (module,) = compiled.runtime_executable().hlo_modules()
-        return module.to_string(options)
-    except (ImportError, AttributeError):
-        return compiled.as_text()
+    options = importlib.import_module("jaxlib._hlo").HloPrintOptions()
+    options.print_large_constants = True
+    if isinstance(program, jax.stages.Lowered):
+        return program.compiler_ir(dialect="hlo").get_hlo_module().to_string(options)
+    (module,) = program.runtime_executable().hlo_modules()
+    return module.to_string(options)
 
 
 def kept_arguments(compiled: jax.stages.Compiled) -> tuple[int, ...]:

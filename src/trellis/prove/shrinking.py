@@ -109,9 +109,10 @@ def _model(run: Run, ways: Ways, pos: int, tokens: int) -> Any:
         sizes |= {"head_dim": min(model.head_dim, HEAD_DIM), "kv_heads": kv_heads}
     else:
         each = min(model.embed // model.heads, HEAD_DIM)
-        embed = multiple(embed, math.lcm(heads, ways("embed")) * each)
+        embed = multiple(embed, math.lcm(each * ways("heads"), ways("embed")))
+        sizes["heads"] = embed // each
         if has("rotary_dim"):
-            sizes["rotary_dim"] = min(model.rotary_dim, embed // heads)
+            sizes["rotary_dim"] = min(model.rotary_dim, each)
     sizes["embed"] = min(embed, model.embed)
     sizes["mlp"] = min(model.mlp, multiple(MLP, 64 * ways("mlp")))
     sizes["vocab"] = _vocab(model.vocab, ways)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from trellis.inspect.hlo import Instruction
-from trellis.prove.interpreter import kernels
+from trellis.prove.interpreter import kernels, whole
 from trellis.prove.interpreter.layouts import blank
 from trellis.prove.interpreter.moving import sliced
 from trellis.prove.interpreter.values import NotInterpreted, Value
@@ -19,7 +19,7 @@ def _same(instruction: Instruction, machine) -> Callable:
     return lambda values, team: values[0]
 
 
-def _allocate(instruction: Instruction, machine) -> Callable:
+def _unwritten(instruction: Instruction, machine) -> Callable:
     kind = machine.type(instruction)
     return lambda values, team: blank(kind, 1, machine.held)
 
@@ -108,8 +108,9 @@ _MARKS = ("AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked", "Layout
           "MoveToHost", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "annotate_device_placement",
           "xla.sdy.FuncResultSharding")  # fmt: skip
 TARGETS: Mapping[str, Callable] = {
+    **whole.TARGETS,
     **dict.fromkeys(_MARKS, _same),
-    "AllocateBuffer": _allocate,
+    **dict.fromkeys(("AllocateBuffer", "PrepareAsyncCallDone", "PrepareAsyncCallStart"), _unwritten),
     "AsyncCollectiveDone": _async_done,
     "AsyncCollectiveStart": _async_start,
     "ConcatBitcast": _joined,
@@ -124,11 +125,14 @@ def _custom_call(instruction: Instruction, machine) -> Callable:
     target = instruction.quoted("custom_call_target") or ""
     if target in TARGETS:
         return TARGETS[target](instruction, machine)
-    name = instruction.name if target == "tpu_custom_call" else target
-    for start, make in KERNELS.items():
-        if name.startswith(start):
-            machine.opaque.add(name.partition(".")[0])
-            return make(instruction, machine)
+    # Kernels of one target are told apart by their names, which are the instruction's or stand in the scopes around it.
+    scopes = (instruction.quoted("op_name") or "").split("/")[::-1]
+    names = (instruction.name, *scopes) if target == "tpu_custom_call" else (target,)
+    for name in names:
+        for start, make in KERNELS.items():
+            if name.startswith(start):
+                machine.opaque.add(name.partition(".")[0])
+                return make(name, instruction, machine)
     raise NotInterpreted(f"the custom call {target}, as {instruction.name}")
 
 

@@ -253,7 +253,7 @@ def _same(instruction: Instruction, machine) -> Callable:
 
 OPERATIONS: dict[str, Callable] = {
     **dict.fromkeys((*UNARY, *BINARY), _elementwise),
-    **dict.fromkeys(("copy", "optimization-barrier", "domain", "reduce-precision", "add-dependency"), _same),
+    **dict.fromkeys(("copy", "opt-barrier", "domain", "reduce-precision", "add-dependency"), _same),
     "bitcast-convert": _bitcast_convert,
     "clamp": _clamp,
     "compare": _compare,

@@ -16,6 +16,7 @@ from trellis.inspect.hlo import Instruction, Program, parse_program
 from trellis.prove.interpreter import collectives, control, custom, elementwise, moving, products, reducing
 from trellis.prove.interpreter.layouts import ArrayType, Type, parse_type
 from trellis.prove.interpreter.values import NO_DATA, Failed, Faulty, NotInterpreted, Team, Value, held_as
+from trellis.prove.interpreter.whole import mesh_of
 
 OPERATIONS: Mapping[str, Callable] = {
     **elementwise.OPERATIONS,
@@ -55,6 +56,7 @@ class Interpreter:
         if num_devices is None and isinstance(program, str):
             found = re.search(r"\bnum_partitions=(\d+)", program)
             num_devices = int(found[1]) if found else 1
+        self.mesh = mesh_of(program) if isinstance(program, str) else {}  # of a program that is not partitioned yet
         self.program = parse_program(program) if isinstance(program, str) else program
         self.num_devices = num_devices or 1
         self.wide = np.dtype(wide)
@@ -128,7 +130,7 @@ class Interpreter:
         if isinstance(kind, ArrayType) and kind.dtype not in NO_DATA and computation not in self._scalars:
             if found.shape[1:] != kind.shape:
                 raise Failed(f"{instruction.op} {instruction.name} is {instruction.type}, made {found.shape[1:]}")
-        if self.observe is not None:
+        if self.observe is not None and computation not in self._scalars:
             self.observe(instruction, found, team)
         return found
 

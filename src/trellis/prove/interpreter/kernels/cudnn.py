@@ -11,7 +11,7 @@ from trellis.prove.interpreter.kernels import attention
 from trellis.prove.interpreter.values import NotInterpreted, each
 
 
-def kernel(instruction: Instruction, machine) -> Callable:
+def kernel(target: str, instruction: Instruction, machine) -> Callable:
     """The forward or the backward kernel, by the custom call's target.
 
     Queries, keys, values and the output's gradient are `batch pos heads head_dim`; results are `batch heads pos
@@ -20,7 +20,7 @@ def kernel(instruction: Instruction, machine) -> Callable:
     Raises:
         NotInterpreted: with dropout, padding or a mask of another kind.
     """
-    target, kind = instruction.quoted("custom_call_target") or "", machine.type(instruction)
+    kind = machine.type(instruction)
     settings = _settings(instruction)
     if settings["dropout_rate"] or settings["mask_type"] not in ("NO_MASK", "CAUSAL") or "Dropout" in target:
         raise NotInterpreted(f"{target} with {settings['mask_type']} and dropout {settings['dropout_rate']}")

@@ -10,7 +10,7 @@ from trellis.inspect.hlo import Instruction
 from trellis.prove.interpreter.values import NotInterpreted, each
 
 
-def _metadata(instruction: Instruction, machine) -> Callable:
+def _metadata(name: str, instruction: Instruction, machine) -> Callable:
     """Where groups begin, from their sizes, and which tile is of which group, which only the other kernel reads."""
     kind = machine.type(instruction)
 
@@ -21,15 +21,15 @@ def _metadata(instruction: Instruction, machine) -> Callable:
     return lambda values, team: each(one, values[:1], team)
 
 
-def _product(instruction: Instruction, machine) -> Callable:
+def _product(name: str, instruction: Instruction, machine) -> Callable:
     """Rows past the last group are not written: NaN here."""
     kind = machine.type(instruction)
     operands = machine.operand_types(instruction)
     if len(operands) != 7 or isinstance(kind, tuple):
-        raise NotInterpreted(f"the kernel {instruction.name} with {len(operands)} operands")
+        raise NotInterpreted(f"the kernel {name} with {len(operands)} operands")
     found = re.search(r"dot_dimension_numbers<\[1\], \[([01])\]", _body(instruction))
     if found is None:
-        raise NotInterpreted(f"the kernel {instruction.name} with another product inside")
+        raise NotInterpreted(f"the kernel {name} with another product inside")
 
     def one(_, begins, *rest: np.ndarray) -> np.ndarray:
         rows, weights = rest[-2:]

@@ -19,15 +19,15 @@ _NAME = re.compile(r"splash_mha_(fwd|dq|dkv)(_segmented)?_(?:no_)?residuals")
 _TAIL = {"fwd": (), "dq": ("log_sum", "d_out", "mean"), "dkv": ("log_sum", "d_out", "mean")}
 
 
-def kernel(instruction: Instruction, machine) -> Callable:
-    """One of the three kernels, by the instruction's name.
+def kernel(name: str, instruction: Instruction, machine) -> Callable:
+    """One of the three kernels, by its name.
 
     Raises:
         NotInterpreted: a kernel of another name, or one with a mask or sinks as operands.
     """
-    found = _NAME.match(instruction.name)
+    found = _NAME.match(name)
     if found is None:
-        raise NotInterpreted(f"the kernel {instruction.name}")
+        raise NotInterpreted(f"the kernel {name}")
     phase, kind = found[1], machine.type(instruction)
     names = ("q", "k", "v", *(("query_ids", "key_ids") if found[2] else ()), *_TAIL[phase])
     block = re.search(r"block_kv\W+(\d+)", instruction.attributes)
@@ -37,7 +37,7 @@ def kernel(instruction: Instruction, machine) -> Callable:
         own = dict(zip(names, values[first:]))
         rest = values[first + len(names) :]
         if len(rest) > 1 or any(v.dtype != np.int32 or v.ndim != 2 for v in rest):
-            raise NotInterpreted(f"the kernel {instruction.name} with a mask or sinks as operands")
+            raise NotInterpreted(f"the kernel {name} with a mask or sinks as operands")
         seen = _seen(own, rest, phase)
         if first and phase == "fwd" and block:
             _check(values[0], values[1], seen[0, 0], int(block[1]))
