@@ -12,7 +12,8 @@ differs between two recordings of the same code is left out: times, rates, machi
 four cores; `--only WORD` records the cases with that word in their name.
 
 Compiled programs are told by the keys that JAX's persistent cache has for them, which leave out names and source
-lines. A key that differs says that a program differs, not that its numbers do: `compare` counts them apart.
+lines but not the cache's folder: give both recordings the same `--work`. A key that differs says that a program
+differs, not that its numbers do: `compare` counts them apart.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,7 @@ from typing import Any, NamedTuple
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 TRELLIS = [sys.executable, "-c", "import sys, trellis_start; sys.exit(trellis_start.main())"]
 STEPS = 20
+NOTHING = '"nothing"'
 
 _GATED = "vocab: 512, embed: 64, layers: 2, heads: 4, kv_heads: 2, head_dim: 16, mlp: 128, rope_theta: 10000.0"
 FAMILIES = {
@@ -105,6 +108,7 @@ COMPILED = {
 # What differs from one recording of the same code to the next.
 _LOSSES = ("step", "tokens", "loss", "learning_rate", "grad_norm", "accuracy", "z_loss", "validation", "bits", "perpl")
 _VOLATILE = {"compile_seconds", "versions", "machine", "store"}
+_SOURCE = re.compile(r"\S+\.py:\d+.*")
 _KEY = re.compile(r"CACHE (?:MISS|HIT) for '([^']+)' with key '([^']+)'", re.IGNORECASE)
 
 
@@ -134,17 +138,21 @@ class Recorder:
 
     def run(self, *arguments: str) -> Done:
         """One command."""
-        done = subprocess.run(
-            [*TRELLIS, *arguments], cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=3600
-        )
+        command = [*TRELLIS, *arguments]
+        how = {"cwd": self.folder, "env": self._environment, "capture_output": True, "text": True, "timeout": 3600}
+        done = subprocess.run(command, **how)
+        if done.returncode < 0:  # on a busy machine XLA gives up where its threads wait for each other too long
+            done = subprocess.run(command, **how)
         return Done(done.returncode, done.stdout, done.stderr)
 
     def trained(self, name: str, *arguments: str) -> dict[str, Any]:
         """What a run leaves: its numbers, what it moves and holds, its file, and its compiled programs."""
         folder = self.folder / "runs" / name.replace(" ", "_")
+        if name != "resumed" or "--until" in arguments:
+            shutil.rmtree(folder, ignore_errors=True)  # of the recording before
         done = self.run("train", *arguments, "--run-dir", str(folder))
         if done.code:
-            return {"exit": done.code, "error": [w for w in done.err.splitlines() if not w.startswith("DEBUG")][-6:]}
+            return {"exit": done.code, "error": _message(done.err)}
         about = json.loads((folder / "about.json").read_text())
         text = lambda file: (folder / file).read_text()
         return {
@@ -165,11 +173,16 @@ class Recorder:
         """What a command prints, as JSON where it is."""
         done = self.run(*arguments)
         if done.code:
-            return {"exit": done.code, "error": [w for w in done.err.splitlines() if not w.startswith("DEBUG")][-6:]}
+            return {"exit": done.code, "error": _message(done.err)}
         try:
             return _without(json.loads(done.out))
         except ValueError:
             return done.out.replace(str(self.folder), "").splitlines()
+
+
+def _message(err: str) -> list[str]:
+    """What a command printed before it failed, without the log's lines."""
+    return [line for line in err.splitlines() if not re.match(r"DEBUG|[IWE]\d{4} ", line)][-6:]
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, Any]:
@@ -214,24 +227,25 @@ def _afterwards(recorder: Recorder) -> Iterator[tuple[str, Any]]:
 
     def exported() -> Any:
         to = recorder.folder / "exported"
+        shutil.rmtree(to, ignore_errors=True)
         recorder.run("export", folder, "--to", str(to), "--dtype", "float32")
         return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(to.iterdir())}
 
     yield "export", exported
-    yield (
-        "import",
-        lambda: (
-            recorder.run(
-                "import", str(recorder.folder / "exported"), "--to", str(recorder.folder / "runs" / "imported")
-            )
-            and recorder.printed("evaluate", str(recorder.folder / "runs" / "imported"), "--json", "--batches", "2")
-        ),
-    )
+
+    def imported() -> Any:
+        to = recorder.folder / "runs" / "imported"
+        shutil.rmtree(to, ignore_errors=True)
+        recorder.run("import", str(recorder.folder / "exported"), "--to", str(to))
+        return recorder.printed("evaluate", str(to), "--json", "--batches", "2")
+
+    yield "import", imported
 
     def tokenized() -> Any:
         text = recorder.folder / "text.txt"
         text.write_text("\n".join(f"line {i} of a text, and {i * i} more" for i in range(4000)))
         out = str(recorder.folder / "tokens")
+        shutil.rmtree(out, ignore_errors=True)
         recorder.run("tokenize", str(text), "--out", out, "--train-bpe", "400", "--quiet")
         return recorder.printed("data", "inspect", out, "--json"), recorder.printed("data", "verify", out)
 
@@ -273,13 +287,15 @@ def record(path: Path, only: str, work: Path | None) -> int:
 def compare(before: Path, after: Path) -> int:
     """Prints what differs, one line a value, and returns how many cases differ."""
     old, new = json.loads(before.read_text()), json.loads(after.read_text())
-    differing = programs = 0
+    differing = programs = more = 0
     for name in sorted(old.keys() | new.keys()):
         if name not in old or name not in new:
             print(f"{name}: only in {before if name in old else after}")
             differing += 1
             continue
         lines = list(differences(old[name], new[name]))
+        more += any(line[1] == NOTHING for line in lines)
+        lines = [line for line in lines if line[1] != NOTHING]
         mine = [line for line in lines if not line[0].startswith(".programs")]
         programs += len(mine) < len(lines)
         differing += bool(mine)
@@ -288,16 +304,21 @@ def compare(before: Path, after: Path) -> int:
         if len(mine) > 6:
             print(f"{name}: and {len(mine) - 6} more")
     same = len(old.keys() | new.keys()) - differing
-    print(f"{same} cases are the same to the last digit, {differing} differ; {programs} have other compiled programs")
+    print(f"{same} cases are the same to the last digit, {differing} differ")
+    print(f"{more} say more than before, {programs} have other compiled programs")
     return differing
 
 
 def differences(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, str, str]]:
-    """Where two JSON values differ, and how.
+    """Where two JSON values differ, and how. Source lines in texts, and the width of their columns, may differ.
 
     >>> list(differences({"a": [1, 2]}, {"a": [1, 3]}))
     [('.a[1]', '2', '3')]
+    >>> list(differences("7 B  step.py:161 (measured_gradient", "7 B   step.py:157 (measured_gradients)"))
+    []
     """
+    if isinstance(old, str) and isinstance(new, str):
+        old, new = (" ".join(_SOURCE.sub("", text).split()) for text in (old, new))
     if isinstance(old, dict) and isinstance(new, dict):
         for key in old | new:
             yield from differences(old.get(key, "nothing"), new.get(key, "nothing"), f"{where}.{key}")

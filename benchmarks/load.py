@@ -28,11 +28,11 @@ def generate(folder: pathlib.Path, num_tokens: int):
     """A store of random documents of 1,000 tokens on average, written as `trellis tokenize` writes."""
     import numpy as np
 
-    from trellis.data import Store
+    from trellis.data import open_store
     from trellis.data.blocks import Block, Encoded
     from trellis.data.storage import open_folder
+    from trellis.data.store.writer import StoreWriter
     from trellis.data.tokenizer import train_bpe
-    from trellis.data.writer import StoreWriter
 
     rng = np.random.default_rng(0)
     writer = StoreWriter.open(open_folder(folder), "benchmark", restart=False, on_error="fail", stamps="")
@@ -47,7 +47,7 @@ def generate(folder: pathlib.Path, num_tokens: int):
         encoded = Encoded(tokens, np.diff(ends, prepend=0).astype(np.uint32), None, 4 * size, 0, [])
         writer.append(Block("records", None, "generated", 0, (at, 0)), encoded)
     writer.finish(1)
-    return Store.open(folder)
+    return open_store(folder)
 
 
 def drop_from_cache(folder: pathlib.Path) -> None:
@@ -97,7 +97,7 @@ def local(store, rounds: int) -> dict:
 
 def over_http(folder: pathlib.Path, rounds: int) -> dict:
     """The same through a web server in a process of its own."""
-    from trellis.data import Batches, Shuffle, Store
+    from trellis.data import Batches, Shuffle
 
     root = pathlib.Path(__file__).parents[1]
     code = "import pathlib, sys, time; from tests.data.web import serve; "
@@ -107,10 +107,10 @@ def over_http(folder: pathlib.Path, rounds: int) -> dict:
         url = server.stdout.readline().strip()
         found = {}
         for rows, length in SHAPES:
-            ranges = Batches(Store.open(url + "/store"), sequence_length=length, batch_size=rows)
+            ranges = Batches(open_store(url + "/store"), sequence_length=length, batch_size=rows)
             shuffle = Shuffle(block=CHUNK // length, window=8)
             kept = Batches(
-                Store.open(url + "/store", keep=16), sequence_length=length, batch_size=rows, shuffle=shuffle
+                open_store(url + "/store", keep=16), sequence_length=length, batch_size=rows, shuffle=shuffle
             )
             milliseconds(ranges, range(2))
             milliseconds(kept, range(2))
@@ -128,7 +128,7 @@ def simulated(folder: pathlib.Path, num_tokens: int) -> dict:
     """Opening, ordering, seeking and reading a store of which only the metadata exist."""
     import numpy as np
 
-    from trellis.data import Batches, Store
+    from trellis.data import Batches
     from trellis.data.storage import LocalFolder
 
     class Zeros(LocalFolder):
@@ -140,7 +140,7 @@ def simulated(folder: pathlib.Path, num_tokens: int) -> dict:
     metadata["attributes"]["trellis"] |= {"num_tokens": num_tokens, "num_documents": num_tokens // 1000}
     path.write_text(json.dumps(metadata))
     began = time.perf_counter()
-    store = Store.open(folder, check=False)
+    store = open_store(folder, check=False)
     opened = time.perf_counter()
     store._folder.__class__ = Zeros
     batches = Batches(store, sequence_length=4096, batch_size=512)
@@ -163,7 +163,6 @@ def main():
     parser.add_argument("--folder")
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
-    from trellis.data import Store
 
     results: dict = {"cores": os.cpu_count(), "chunk_tokens": CHUNK, "local": {}, "http": {}, "simulated": {}}
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
@@ -172,7 +171,7 @@ def main():
             began = time.perf_counter()
             generate(folder, tokens)
             print(f"{tokens:,} tokens generated in {time.perf_counter() - began:.1f} s", flush=True)
-            results["local"][f"{tokens:.0e}"] = local(Store.open(folder, check=False), args.rounds)
+            results["local"][f"{tokens:.0e}"] = local(open_store(folder, check=False), args.rounds)
             print(json.dumps(results["local"][f"{tokens:.0e}"]), flush=True)
             if tokens == int(args.tokens[-1]):
                 results["http"][f"{tokens:.0e}"] = over_http(pathlib.Path(name), args.rounds // 2)

@@ -26,7 +26,7 @@ from trellis.data.batch import Batch  # noqa: E402
 from trellis.hardware.local import local_target  # noqa: E402
 from trellis.hardware.measure import measure_machine  # noqa: E402
 from trellis.inspect.rows import aligned  # noqa: E402
-from trellis.plan.program import program  # noqa: E402
+from trellis.plan.prepared import prepare  # noqa: E402
 from trellis.plan.quick import plan_of  # noqa: E402
 from trellis.recipes import load_run  # noqa: E402
 from trellis.train.assemble import assemble  # noqa: E402
@@ -102,7 +102,7 @@ def main() -> None:
     lines, errors = [], []
     for shape in SHAPES:
         run = run_of(shape)
-        plan = plan_of(program(run, target, devices), target)
+        plan = plan_of(prepare(run, target, devices), target)
         seconds = measured(run, devices, clock)
         error = plan.seconds / seconds - 1
         errors.append(error)

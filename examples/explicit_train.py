@@ -434,13 +434,13 @@ def main(arguments: list[str] | None = None) -> list[float]:
     if options.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.devices)
-    from trellis.data import Store, check_vocabulary, embedded_stores
+    from trellis.data import check_vocabulary, embedded_stores
     from trellis.train.corpus import cache_folder
     from trellis.train.flops import known_peak
 
     model, rows, length, rate = PRESETS[options.preset]
     options.folder.mkdir(parents=True, exist_ok=True)
-    stored = Store.open(options.store) if options.store else embedded_stores(cache_folder(), model.vocab)["train"]
+    stored = open_store(options.store) if options.store else embedded_stores(cache_folder(), model.vocab)["train"]
     check_vocabulary(stored, model.vocab)
     training = Training(
         steps=options.steps, learning_rate=rate, warmup=max(1, options.steps // 10), dtype=options.dtype

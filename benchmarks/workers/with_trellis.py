@@ -16,7 +16,7 @@ from trellis.data.batch import Batch  # noqa: E402
 from trellis.models import GPT2Config, LlamaConfig  # noqa: E402
 from trellis.optim.config import AdamW, Constant  # noqa: E402
 from trellis.run.config import Precision, Run  # noqa: E402
-from trellis.run.data import Data, Embedded  # noqa: E402
+from trellis.run.data import Data, EmbeddedSource  # noqa: E402
 from trellis.train.assemble import assemble  # noqa: E402
 from trellis.train.compilation import CompiledStep, use_persistent_cache  # noqa: E402
 from trellis.train.devices import find_devices  # noqa: E402
@@ -40,7 +40,7 @@ model, (batch, pos) = MODELS[name], BATCHES[name]
 run = Run(
     name=name,
     model=model,
-    data=Data(source=Embedded(vocab=model.vocab), sequence_length=pos, mask_documents=False),
+    data=Data(source=EmbeddedSource(vocab=model.vocab), sequence_length=pos, mask_documents=False),
     batch_size=batch,
     steps=1000,
     optimizer=AdamW(learning_rate=3e-4),

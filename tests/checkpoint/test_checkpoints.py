@@ -1,6 +1,5 @@
 """Checkpoints are whole or absent, come back to the bit on any mesh, and damage is found."""
 
-import dataclasses
 import json
 
 import jax
@@ -12,15 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from trellis.checkpoint.checkpoints import Checkpoints
 from trellis.errors import UserError
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Named:
-    """Stands for a named array: an array and its axis names."""
-
-    array: jax.Array
-    names: tuple = dataclasses.field(metadata={"static": True})
+from trellis.named import NamedArray
 
 
 def mesh_of(**axes):
@@ -40,8 +31,8 @@ def state_on(mesh, first="data", second="model", rows=16):
     bias = np.arange(8, dtype=np.float32).astype(jnp.bfloat16)
     return {
         "params": {
-            "table": Named(put(mesh, P(first, second), table), ("vocab", "embed")),
-            "bias": Named(put(mesh, P(second), bias), ("embed",)),
+            "table": NamedArray(put(mesh, P(first, second), table), ("vocab", "embed")),
+            "bias": NamedArray(put(mesh, P(second), bias), ("embed",)),
         },
         "moments": (put(mesh, P(first), np.linspace(0, 1, 16, dtype=np.float32)), None),
         "step": put(mesh, P(), np.int32(7)),
@@ -103,7 +94,7 @@ def test_one_layer_can_be_read_alone(tmp_path, wide):
 
     stack = np.arange(3 * 16 * 8, dtype=np.float32).reshape(3, 16, 8)
     with Checkpoints(tmp_path, host_bytes=stack.nbytes) as checkpoints:
-        checkpoints.save(2, {"up": Named(put(wide, P(None, "data", "model"), stack), ("layers", "embed", "mlp"))})
+        checkpoints.save(2, {"up": NamedArray(put(wide, P(None, "data", "model"), stack), ("layers", "embed", "mlp"))})
         checkpoints.wait()
         np.testing.assert_array_equal(checkpoints.read(2, "up"), stack)
         np.testing.assert_array_equal(checkpoints.read(2, "up", 1), stack[1])
@@ -244,7 +235,7 @@ def test_what_does_not_fit_is_refused(tmp_path, wide):
         with pytest.raises(UserError, match=r"saved int32\[scalar\], wanted float32\[scalar\]") as error:
             checkpoints.restore(half)
         assert error.value.where.startswith("step in ")
-        renamed = dict(target, params=dict(target["params"], bias=Named(target["params"]["bias"].array, ("mlp",))))
+        renamed = dict(target, params=dict(target["params"], bias=NamedArray(target["params"]["bias"].array, ("mlp",))))
         with pytest.raises(UserError, match=r"\(embed\), wanted bfloat16\[8\] \(mlp\)"):
             checkpoints.restore(renamed)
         with pytest.raises(UserError, match="Only a finished checkpoint can be restored") as error:

@@ -8,9 +8,10 @@ import pytest
 
 from tests.data.corpora import make_store, random_texts, write_jsonl
 from trellis.commands.line import main
-from trellis.data import Store, sources
-from trellis.data.looking import summarize
-from trellis.data.progress import Progress
+from trellis.data import open_store
+from trellis.data.store.summary import summarize
+from trellis.data.tokenizing import sources
+from trellis.data.tokenizing.progress import TokenizingProgress
 
 TEXTS = random_texts(np.random.default_rng(1), 20)
 
@@ -23,7 +24,7 @@ def corpus(tmp_path):
 def test_tokenize(tmp_path, corpus, capsys):
     out = str(tmp_path / "store")
     assert main(["tokenize", corpus, "--out", out, "--train-bpe", "300", "--workers", "1", "--quiet"]) == 0
-    store = Store.open(out)
+    store = open_store(out)
     assert re.fullmatch(
         rf"{out}: {store.num_tokens:,} tokens in 20 documents, vocabulary 300, \d\.\d\d bytes a token\n",
         capsys.readouterr().out,
@@ -31,7 +32,7 @@ def test_tokenize(tmp_path, corpus, capsys):
     tokenizer = str(tmp_path / "store" / "tokenizer.json")
     again = str(tmp_path / "again")
     assert main(["tokenize", corpus, "--out", again, "--tokenizer", tokenizer, "--workers", "0"]) == 0
-    assert np.array_equal(Store.open(again).tokens(0, 50), store.tokens(0, 50))
+    assert np.array_equal(open_store(again).tokens(0, 50), store.tokens(0, 50))
 
 
 def test_options_of_tokenize(tmp_path, capsys):
@@ -41,10 +42,10 @@ def test_options_of_tokenize(tmp_path, capsys):
     words = ["tokenize", str(tmp_path / "in.txt"), "--out", out, "--bytes", "--separator", r"\n", "--workers", "0"]
     assert main([*words, "--filter", f"{tmp_path}/rules.py:keep", "--chunk-tokens", "64"]) == 0
     assert "left out: 1 by the filter, 0 that could not be read" in capsys.readouterr().out
-    assert Store.open(out).num_documents == 1 and Store.open(out).about["chunk_tokens"] == 64
+    assert open_store(out).num_documents == 1 and open_store(out).about["chunk_tokens"] == 64
     assert main(words) == 2
     assert "A store is continued with the inputs and options it was begun with." in capsys.readouterr().err
-    assert main([*words, "--restart"]) == 0 and Store.open(out).num_documents == 2
+    assert main([*words, "--restart"]) == 0 and open_store(out).num_documents == 2
 
 
 def test_skipped_documents_are_named(tmp_path, capsys):
@@ -63,7 +64,7 @@ def test_the_standard_library_is_the_default(tmp_path, monkeypatch):
     small = sources.FileSource(files=real("train").files[:2], format="text")
     monkeypatch.setattr(sources, "embedded_corpus", lambda split: small)
     assert main(["tokenize", "--out", str(tmp_path / "o"), "--bytes", "--workers", "0", "--quiet"]) == 0
-    assert Store.open(tmp_path / "o").num_documents == 2
+    assert open_store(tmp_path / "o").num_documents == 2
 
 
 def test_chat(tmp_path):
@@ -71,7 +72,7 @@ def test_chat(tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps(talk))
     assert main(["tokenize", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "o"), "--bytes", "--chat",
                  "--workers", "0"]) == 0  # fmt: skip
-    assert Store.open(tmp_path / "o").has_loss_mask
+    assert open_store(tmp_path / "o").has_loss_mask
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_inspect(tmp_path, capsys):
 
 
 def test_the_histogram_of_large_stores_is_a_sample(tmp_path, monkeypatch):
-    monkeypatch.setattr("trellis.data.looking.HISTOGRAM_DOCUMENTS", 640)
+    monkeypatch.setattr("trellis.data.store.summary.HISTOGRAM_DOCUMENTS", 640)
     store = make_store(tmp_path, ["ab"] * 2000)
     found = summarize(store)
     assert found.sampled and found.histogram == [(1, 1, 0), (2, 3, 640)]
@@ -135,7 +136,7 @@ def test_convert(tmp_path, capsys):
 
 
 def test_the_progress_line():
-    bar = Progress([100, 300], enabled=False, done=(1, 100, 1))
+    bar = TokenizingProgress([100, 300], enabled=False, done=(1, 100, 1))
 
     class Block:
         raw, file = 100, 1
@@ -148,7 +149,7 @@ def test_the_progress_line():
 
     bar.update(Block, Encoded, Writer)
     assert bar.line(Writer.counts, 200, 2.0) == "3 documents  1,234,567 tokens  2.5 MB/s  50 %  4 s left"
-    unknown = Progress([None], enabled=False)
+    unknown = TokenizingProgress([None], enabled=False)
     assert unknown.line(Writer.counts, 0, 2.0) == "3 documents  1,234,567 tokens  0.0 MB/s"
 
 
@@ -158,7 +159,9 @@ def test_progress_is_printed(tmp_path, corpus, capsys, monkeypatch):
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     real, calls = time.monotonic, []
-    monkeypatch.setattr("trellis.data.progress.time.monotonic", lambda: real() + len(calls) + (calls.append(1) or 0))
+    monkeypatch.setattr(
+        "trellis.data.tokenizing.progress.time.monotonic", lambda: real() + len(calls) + (calls.append(1) or 0)
+    )
     assert main(["tokenize", corpus, "--out", str(tmp_path / "o"), "--bytes", "--workers", "0"]) == 0
     said = capsys.readouterr().err
     assert "\r\x1b[K20 documents" in said and "100 %" in said and "left" in said

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.corpora import END, make_store, random_texts, stream
-from trellis.data import Batch, Batches, Shuffle, Store
+from trellis.data import Batch, Batches, Shuffle, Store, open_store
 from trellis.data.batches import BatchSizes
-from trellis.data.packing import best_fit
+from trellis.data.order.packing import best_fit
 from trellis.errors import UserError
 
 
@@ -142,7 +142,7 @@ def test_a_padded_row_holds_one_document(folder):
 def test_the_same_step_is_the_same_batch_and_epochs_reshuffle(folder):
     store, _ = store_of(folder, 4, 30)
     options = {"sequence_length": 8, "batch_size": 4, "seed": 9}
-    a, b = Batches(store, **options), Batches(Store.open(store.url), **options)
+    a, b = Batches(store, **options), Batches(open_store(store.url), **options)
     for step in (0, 17, 1000, 3):
         assert np.array_equal(a.batch(step).targets, b.batch(step).targets)
     rows = store.num_tokens // 8 + 1

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from trellis.data import Batches, FileSource, Store, find_files, tokenize, train_bpe
+from trellis.data import Batches, FileSource, Store, find_files, open_store, tokenize, train_bpe
 from trellis.data.tokenizer import Tokenizer
 from trellis.errors import UserError
 
@@ -72,14 +72,14 @@ def test_batches_carry_the_mask(path, packing):
 
 
 def test_damaged_masks_are_found(path):
-    from trellis.data.looking import find_damage
+    from trellis.data.store.damage import find_damage
 
     store = chat_store(path)
     chunk = path.parent / "store" / "loss_mask" / "c" / "1"
     data = bytearray(chunk.read_bytes())
     data[0] ^= 1
     chunk.write_bytes(data)
-    (one,) = find_damage(Store.open(store.url, check=False))
+    (one,) = find_damage(open_store(store.url, check=False))
     assert one.chunk == "loss_mask/c/1" and one.documents is not None
 
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from tests.data.corpora import make_store, random_texts
-from trellis.data import Batches, count_bytes
-from trellis.data.foreign import convert
-from trellis.data.store import Store
+from trellis.data import Batches, count_bytes, open_store
+from trellis.data.store.opening import convert
 
 TEXTS = random_texts(np.random.default_rng(2), 40)
 SIZE = sum(len(text.encode()) for text in TEXTS)
@@ -30,4 +29,4 @@ def test_bytes_are_counted_exactly(tmp_path, packing, tokenizer):
 def test_without_a_tokenizer_the_average_stands_in(tmp_path):
     store = make_store(tmp_path, TEXTS)
     convert(store, str(tmp_path / "x.bin"), to="megatron")
-    assert math.isnan(counted(Store.open(tmp_path / "x.bin")))
+    assert math.isnan(counted(open_store(tmp_path / "x.bin")))

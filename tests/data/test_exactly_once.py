@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.corpora import random_texts, stream, write_jsonl
-from trellis.data import Batches, FileSource, Shuffle, Store, find_files, formats, tokenize
+from trellis.data import Batches, FileSource, Shuffle, find_files, open_store, tokenize
 from trellis.data.storage import LocalFolder
+from trellis.data.tokenizing import formats
 
 
 class Killed(BaseException):
@@ -61,7 +62,7 @@ def test_every_token_of_every_document_exactly_once(
                 continue
     finally:
         formats.BLOCK_BYTES, LocalFolder.write, os.fsync = size, original, fsync
-    store = Store.open(place / "store")
+    store = open_store(place / "store")
     expected = stream([text for texts in parts for text in texts])
     assert np.array_equal(store.tokens(0, store.num_tokens), expected)
     batches = Batches(store, sequence_length=length, batch_size=rows, packing=packing, shuffle=shuffle, seed=seed)

@@ -14,7 +14,8 @@ import pytest
 import zstandard
 
 from tests.data.corpora import END, random_texts, stream
-from trellis.data import FileSource, Store, find_files, formats, tokenize
+from trellis.data import FileSource, Store, find_files, open_store, tokenize
+from trellis.data.tokenizing import formats
 from trellis.errors import UserError
 
 TEXTS = [*random_texts(np.random.default_rng(7), 25), 'with "quotes", commas\nand a line end', "last"]
@@ -243,7 +244,7 @@ def test_lines_are_counted_over_blocks(tmp_path, monkeypatch):
         tokens_of(tmp_path / "in.jsonl", tmp_path / "out")
     assert raised.value.where.endswith("in.jsonl, line 58")
     with pytest.raises(UserError) as raised:
-        Store.open(tmp_path / "out")
+        open_store(tmp_path / "out")
     assert raised.value.rule == "A store is complete before it is used."
     assert raised.value.seen.endswith("documents so far") and "it continues where it was" in raised.value.fix
     store = tokens_of(tmp_path / "in.jsonl", tmp_path / "out", on_error="skip")
@@ -307,7 +308,7 @@ def test_files_cut_short(tmp_path, name, rule):
         tokens_of(tmp_path / name, tmp_path / "out")
     assert raised.value.rule == rule and name in raised.value.where
     with pytest.raises(UserError):
-        Store.open(tmp_path / "out")
+        open_store(tmp_path / "out")
 
 
 def test_a_gz_that_is_none(tmp_path):

@@ -20,7 +20,8 @@ TEXTS = random_texts(np.random.default_rng(5), 2000, longest=200)
 
 SCRIPT = """
 import json, os, pathlib, resource, sys
-from trellis.data import FileSource, Store, find_files, formats, tokenize
+from trellis.data.tokenizing import formats
+from trellis.data import FileSource, find_files, open_store, tokenize
 from trellis.errors import UserError
 
 formats.BLOCK_BYTES = 60_000
@@ -39,7 +40,7 @@ try:
 except UserError as error:
     said = {"rule": error.rule, "seen": error.seen, "where": error.where, "fix": error.fix}
 try:
-    Store.open("store")
+    open_store("store")
     said["opened"] = True
 except UserError as error:
     said["unfinished"] = error.rule

@@ -6,7 +6,7 @@ import pytest
 
 from tests.data.corpora import random_texts, stream, tree, write_jsonl
 from trellis.data import tokenize
-from trellis.data.hf_datasets import DatasetSource, dataset_source
+from trellis.data.tokenizing.hf_datasets import DatasetSource, dataset_source
 from trellis.errors import UserError
 
 TEXTS = random_texts(np.random.default_rng(8), 300)
@@ -31,7 +31,7 @@ def test_a_stored_dataset(tmp_path, stored):
 
 
 def test_a_streaming_dataset_interrupted_and_continued(tmp_path, monkeypatch):
-    monkeypatch.setattr("trellis.data.formats.BLOCK_BYTES", 500)
+    monkeypatch.setattr("trellis.data.tokenizing.formats.BLOCK_BYTES", 500)
     path = write_jsonl(tmp_path / "in.jsonl", TEXTS)
     streaming = datasets.load_dataset("json", data_files=str(path), split="train", streaming=True)
     source = DatasetSource(dataset=streaming, name="in")

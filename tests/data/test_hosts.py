@@ -24,17 +24,17 @@ jax.config.update("jax_num_cpu_devices", 4 // processes)
 jax.distributed.initialize(f"127.0.0.1:{port}", processes, index)
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from trellis.data import Batches, Loader, Store, store
+from trellis.data import Batches, Loader, Store, open_store
 
 read = []
-original = store.Store.shifted
+original = Store.shifted
 def shifted(self, begins, length):
     read.extend((begins // length).tolist())
     return original(self, begins, length)
-store.Store.shifted = shifted
+Store.shifted = shifted
 
 mesh = jax.make_mesh((4,), ("data",))
-batches = Batches(Store.open(url), sequence_length=16, batch_size=8, seed=7)
+batches = Batches(open_store(url), sequence_length=16, batch_size=8, seed=7)
 seen = {}
 with Loader(batches, NamedSharding(mesh, PartitionSpec("data")), start_step=int(start), prefetch=1) as loader:
     for step, batch in loader:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.corpora import second_key, second_permutation
-from trellis.data.order import Order, Shuffle, windowed
+from trellis.data.order.order import Order, Shuffle, windowed
 from trellis.errors import UserError
 
 shuffles = st.one_of(

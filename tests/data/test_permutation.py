@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.corpora import second_permutation
-from trellis.data.permutation import Permutation, derive_key, mix64
+from trellis.data.order.permutation import Permutation, derive_key, mix64
 
 
 @given(n=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))

@@ -28,7 +28,7 @@ def cluster():
 
 
 def test_the_same_store_to_the_bit(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr("trellis.data.formats.BLOCK_BYTES", 3_000)
+    monkeypatch.setattr("trellis.data.tokenizing.formats.BLOCK_BYTES", 3_000)
     texts = random_texts(np.random.default_rng(3), 400, longest=300)
     source = FileSource(files=find_files(write_jsonl(tmp_path / "in.jsonl", texts)))
     options = {"train_bpe": 300, "chunk_tokens": 1024, "chunk_offsets": 32}

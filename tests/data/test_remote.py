@@ -8,8 +8,8 @@ import pytest
 
 from tests.data.corpora import make_store, random_texts, stream, tree, write_jsonl
 from tests.data.web import serve
-from trellis.data import Batches, FileSource, Shuffle, Store, find_files, tokenize
-from trellis.data.looking import find_damage
+from trellis.data import Batches, FileSource, Shuffle, find_files, open_store, tokenize
+from trellis.data.store.damage import find_damage
 from trellis.errors import UserError
 
 TEXTS = random_texts(np.random.default_rng(11), 60)
@@ -74,17 +74,17 @@ def test_s3_end_to_end(bucket, tmp_path):
     assert np.array_equal(remote.tokens(0, remote.num_tokens), stream(TEXTS))
     options = {"sequence_length": 32, "batch_size": 8, "seed": 1}
     there, here = (
-        Batches(Store.open("s3://corpora/store"), **options),
-        Batches(Store.open(tmp_path / "store"), **options),
+        Batches(open_store("s3://corpora/store"), **options),
+        Batches(open_store(tmp_path / "store"), **options),
     )
     assert np.array_equal(there.batch(5).targets, here.batch(5).targets)
     assert list(find_damage(remote)) == []
-    assert np.array_equal(remote.document(7), Store.open(tmp_path / "store").document(7))
+    assert np.array_equal(remote.document(7), open_store(tmp_path / "store").document(7))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_s3_interrupted_and_continued(bucket, tmp_path, monkeypatch):
-    monkeypatch.setattr("trellis.data.formats.BLOCK_BYTES", 300)
+    monkeypatch.setattr("trellis.data.tokenizing.formats.BLOCK_BYTES", 300)
     source = FileSource(files=find_files(write_jsonl(tmp_path / "in.jsonl", TEXTS)))
     tokenize(source, tmp_path / "whole", **OPTIONS)
     from trellis.data.storage import RemoteFolder
@@ -106,7 +106,7 @@ def test_s3_interrupted_and_continued(bucket, tmp_path, monkeypatch):
         except KeyboardInterrupt:
             interruptions += 1
             with pytest.raises(UserError):
-                Store.open("s3://corpora/again")
+                open_store("s3://corpora/again")
     assert interruptions == 3
     found = {n.removeprefix("corpora/again/"): bucket.cat_file(n) for n in bucket.find("corpora/again")}
     assert found == tree(tmp_path / "whole")
@@ -118,12 +118,12 @@ def test_s3_without_the_bucket(bucket):
         find_files("s3://nowhere/at/all")
     assert raised.value.rule == "Every input exists." and raised.value.fix == "check the URL and the credentials"
     with pytest.raises(UserError, match="A token store is a Zarr group"):
-        Store.open("s3://corpora/none")
+        open_store("s3://corpora/none")
 
 
 def test_a_store_behind_a_web_server(tmp_path, web):
     here = make_store(tmp_path, TEXTS, chunk_tokens=512)
-    there = Store.open(f"{web.url}/store")
+    there = open_store(f"{web.url}/store")
     assert np.array_equal(there.tokens(0, there.num_tokens), here.tokens(0, here.num_tokens))
     web.requests.clear()
     there.tokens(100, 130)
@@ -152,7 +152,7 @@ def test_dropped_connections_are_tried_again(tmp_path, web):
     here = make_store(tmp_path, TEXTS)
     write_jsonl(tmp_path / "in.jsonl", TEXTS)
     web.drop = lambda number: number % 3 != 0
-    there = Store.open(f"{web.url}/store")
+    there = open_store(f"{web.url}/store")
     assert np.array_equal(there.tokens(30, 500), here.tokens(30, 500))
     store = tokenize(FileSource(files=find_files(f"{web.url}/in.jsonl")), tmp_path / "out", **OPTIONS)
     assert np.array_equal(store.tokens(0, store.num_tokens), stream(TEXTS))
@@ -162,7 +162,7 @@ def test_a_server_that_always_drops_connections(tmp_path, web):
     make_store(tmp_path, TEXTS)
     write_jsonl(tmp_path / "in.jsonl", TEXTS)
     source = FileSource(files=find_files(f"{web.url}/in.jsonl"))
-    there = Store.open(f"{web.url}/store")
+    there = open_store(f"{web.url}/store")
     web.drop = lambda number: True
     for action in (lambda: there.tokens(0, 50), lambda: tokenize(source, tmp_path / "out", **OPTIONS)):
         with pytest.raises(UserError) as raised:
@@ -180,14 +180,14 @@ def test_a_server_that_always_drops_connections(tmp_path, web):
 def test_a_server_that_is_gone(tmp_path):
     make_store(tmp_path, TEXTS)
     with serve(tmp_path) as web:
-        there = Store.open(f"{web.url}/store")
+        there = open_store(f"{web.url}/store")
     with pytest.raises(UserError, match="A server answers every request in full"):
         there.tokens(0, 50)
 
 
 def test_a_store_needs_ranges(tmp_path, web):
     make_store(tmp_path, TEXTS)
-    there = Store.open(f"{web.url}/store")
+    there = open_store(f"{web.url}/store")
     web.ranges = False
     with pytest.raises(UserError, match="A server of stored tokens honours byte ranges") as raised:
         there.tokens(0, 50)
@@ -200,19 +200,19 @@ def test_damage_behind_a_web_server(tmp_path, web):
     data = bytearray(chunk.read_bytes())
     data[5] ^= 1
     chunk.write_bytes(data)
-    checked = Store.open(f"{web.url}/store", check=True)
+    checked = open_store(f"{web.url}/store", check=True)
     with pytest.raises(UserError, match="matches its size and checksum"):
         checked.tokens(128, 130)
     chunk.unlink()
     with pytest.raises(UserError, match="the chunk is missing"):
-        Store.open(f"{web.url}/store").tokens(128, 130)
+        open_store(f"{web.url}/store").tokens(128, 130)
 
 
 def test_nothing_at_the_url(web):
     with pytest.raises(UserError, match="Every input exists"):
         find_files(f"{web.url}/none.jsonl")
     with pytest.raises(UserError, match="A token store is a Zarr group"):
-        Store.open(f"{web.url}/none")
+        open_store(f"{web.url}/none")
 
 
 def test_protocols_that_need_a_package(monkeypatch):
@@ -244,7 +244,7 @@ def test_the_packages_of_the_other_protocols_are_found():
 def test_whole_chunks_are_fetched_once(tmp_path, web):
     """With a shuffle by chunks, and enough of them kept, an epoch asks for every chunk once."""
     here = make_store(tmp_path, TEXTS, chunk_tokens=128)
-    there = Store.open(f"{web.url}/store", keep=4)
+    there = open_store(f"{web.url}/store", keep=4)
     options = {"sequence_length": 32, "batch_size": 4, "shuffle": Shuffle(block=4, window=2)} | END
     near, far = Batches(here, **options), Batches(there, **options)
     web.requests.clear()

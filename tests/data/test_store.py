@@ -8,10 +8,10 @@ import pytest
 import zarr
 
 from tests.data.corpora import SecondReader, make_store, random_texts, stream, tree
-from trellis.data import Store, byte_tokenizer, check_tokenizer, check_vocabulary, train_bpe
-from trellis.data.looking import find_damage
-from trellis.data.store import smallest_dtype
-from trellis.data.zarray import crc32c
+from trellis.data import byte_tokenizer, check_tokenizer, check_vocabulary, open_store, train_bpe
+from trellis.data.store.damage import find_damage
+from trellis.data.store.store import smallest_dtype
+from trellis.data.store.zarray import crc32c
 from trellis.errors import UserError
 
 
@@ -65,7 +65,7 @@ def test_the_smallest_type(tmp_path):
 
 def test_nothing_there(tmp_path):
     with pytest.raises(UserError) as raised:
-        Store.open(tmp_path / "none")
+        open_store(tmp_path / "none")
     assert str(raised.value) == (
         f"A token store is a Zarr group.\n  seen:  no zarr.json\n  where: {tmp_path / 'none'}\n"
         "  fix:   give the path that `trellis tokenize --out` was given"
@@ -75,13 +75,13 @@ def test_nothing_there(tmp_path):
 def test_another_zarr_group(tmp_path):
     zarr.open_group(str(tmp_path / "group"), mode="w", attributes={"a": 1})
     with pytest.raises(UserError, match=r"attributes \['a'\]"):
-        Store.open(tmp_path / "group")
+        open_store(tmp_path / "group")
 
 
 def test_metadata_that_is_not_json(store, tmp_path):
     (tmp_path / "store" / "zarr.json").write_text('{"zarr_format": 3, "attr')
     with pytest.raises(UserError, match="The metadata of a token store is JSON") as raised:
-        Store.open(store.url)
+        open_store(store.url)
     assert "the file is damaged" in raised.value.fix
 
 
@@ -89,7 +89,7 @@ def test_another_version(store, tmp_path):
     path = tmp_path / "store" / "zarr.json"
     path.write_text(path.read_text().replace('"version": 1', '"version": 9'))
     with pytest.raises(UserError, match="reads version 1 of the store format") as raised:
-        Store.open(store.url)
+        open_store(store.url)
     assert raised.value.seen == "version 9"
 
 
@@ -120,7 +120,7 @@ def damage(folder, how):
 )
 def test_damage_is_found_when_it_is_read(store, tmp_path, how, seen):
     damage(tmp_path / "store", how)
-    opened = Store.open(store.url)
+    opened = open_store(store.url)
     opened.tokens(0, 192)
     with pytest.raises(UserError) as raised:
         opened.tokens(190, 200)
@@ -132,7 +132,7 @@ def test_damage_is_found_when_it_is_read(store, tmp_path, how, seen):
 @pytest.mark.parametrize("how", ["cut", "empty", "missing"])
 def test_missing_bytes_are_noticed_without_checksums(store, tmp_path, how):
     damage(tmp_path / "store", how)
-    opened = Store.open(store.url, check=False)
+    opened = open_store(store.url, check=False)
     with pytest.raises(UserError, match="matches its size and checksum"):
         opened.tokens(192, 256)
 
@@ -143,14 +143,14 @@ def test_ids_outside_the_vocabulary_are_noticed_without_checksums(store, tmp_pat
     data[1] = 0xFF
     chunk.write_bytes(data)
     with pytest.raises(UserError, match="in a vocabulary of 257"):
-        Store.open(store.url, check=False).tokens(0, 10)
+        open_store(store.url, check=False).tokens(0, 10)
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "empty", "missing", "swapped"])
 def test_verify_names_the_documents(store, tmp_path, texts, how):
     assert list(find_damage(store)) == []
     damage(tmp_path / "store", how)
-    found = list(find_damage(Store.open(store.url, check=False)))
+    found = list(find_damage(open_store(store.url, check=False)))
     offsets = store.offsets(0, len(texts) + 1)
     if how == "swapped":  # a whole chunk in the wrong place matches its own checksum, but documents end elsewhere
         assert len(found) == 1 and "no end of a document" in found[0].problem
@@ -166,11 +166,11 @@ def test_verify_finds_damaged_offsets(store, tmp_path):
     data = bytearray(chunk.read_bytes())
     data[3] ^= 1
     chunk.write_bytes(data)
-    (one,) = find_damage(Store.open(store.url, check=False))
+    (one,) = find_damage(open_store(store.url, check=False))
     assert one.chunk == "offsets/c/1" and one.documents == (7, 15) and "CRC-32C" in one.problem
     data[-4:] = crc32c(bytes(data[:-4])).to_bytes(4, "little")
     chunk.write_bytes(data)
-    problems = [d.problem for d in find_damage(Store.open(store.url, check=False))]
+    problems = [d.problem for d in find_damage(open_store(store.url, check=False))]
     assert "not a rising sequence from 0" in problems
 
 
@@ -194,10 +194,10 @@ def test_a_store_whose_tokenizer_was_replaced(store, tmp_path):
     path = tmp_path / "store" / "tokenizer.json"
     path.write_text(train_bpe(iter([["aa bb"]]), 258).json)
     with pytest.raises(UserError, match="A store's tokenizer is the one that made its tokens"):
-        Store.open(store.url).tokenizer()
+        open_store(store.url).tokenizer()
     path.unlink()
     with pytest.raises(UserError, match="A store holds the tokenizer that made it"):
-        Store.open(store.url).tokenizer()
+        open_store(store.url).tokenizer()
 
 
 def test_opening_reads_only_metadata(store, tmp_path, monkeypatch):
@@ -211,7 +211,7 @@ def test_opening_reads_only_metadata(store, tmp_path, monkeypatch):
     read = []
     original = LocalFolder.read
     monkeypatch.setattr(LocalFolder, "read", lambda self, name, *a: read.append(name) or original(self, name, *a))
-    opened = Store.open(store.url)
+    opened = open_store(store.url)
     assert set(read) == {"zarr.json"} and opened.num_tokens == 10**13
 
 

@@ -14,8 +14,17 @@ import numpy as np
 import pytest
 
 from tests.data.corpora import END, make_store, random_texts, stream, tree, write_jsonl
-from trellis.data import Batches, FileSource, Shuffle, Store, embedded_corpus, embedded_stores, find_files, tokenize
-from trellis.data import worker as worker_module
+from trellis.data import (
+    Batches,
+    FileSource,
+    Shuffle,
+    embedded_corpus,
+    embedded_stores,
+    find_files,
+    open_store,
+    tokenize,
+)
+from trellis.data.tokenizing import worker as worker_module
 from trellis.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -24,8 +33,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 @pytest.fixture
 def corpus(tmp_path, monkeypatch) -> FileSource:
     """Two files of JSON lines and one text that is cut into pieces; blocks and pieces are small."""
-    monkeypatch.setattr("trellis.data.formats.BLOCK_BYTES", 9_000)
-    monkeypatch.setattr("trellis.data.formats.PIECE_BYTES", 10_000)
+    monkeypatch.setattr("trellis.data.tokenizing.formats.BLOCK_BYTES", 9_000)
+    monkeypatch.setattr("trellis.data.tokenizing.formats.PIECE_BYTES", 10_000)
     rng = np.random.default_rng(0)
     write_jsonl(tmp_path / "a.jsonl", random_texts(rng, 200, longest=900))
     write_jsonl(tmp_path / "b.jsonl", random_texts(rng, 50))
@@ -48,7 +57,8 @@ def test_the_number_of_workers_changes_nothing(corpus, tmp_path, workers):
 SCRIPT = """
 import sys
 import time
-from trellis.data import FileSource, find_files, formats, storage, tokenize
+from trellis.data import FileSource, find_files, storage, tokenize
+from trellis.data.tokenizing import formats
 write = storage.LocalFolder.write
 def slowly(self, name, data):  # on a fast disk all would be over before it can be killed
     time.sleep(0.002)
@@ -94,14 +104,14 @@ def test_killed_at_random_moments_it_ends_the_same(corpus, tmp_path):
             if complete:
                 break
             with pytest.raises(UserError, match="A store is complete before it is used"):
-                Store.open(out)
+                open_store(out)
     assert unfinished >= 3
     assert tree(out) == tree(tmp_path / "whole")
 
 
 def test_interrupted_between_any_two_blocks_it_ends_the_same(tmp_path, monkeypatch):
     """Every kill point of a small corpus, one after the other, with commits after every block."""
-    monkeypatch.setattr("trellis.data.formats.BLOCK_BYTES", 200)
+    monkeypatch.setattr("trellis.data.tokenizing.formats.BLOCK_BYTES", 200)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power fails here, and this writes thousands of files
     texts = random_texts(np.random.default_rng(1), 16)
     make_store(tmp_path, texts, name="whole")
@@ -190,7 +200,7 @@ def test_training_on_a_store_that_is_being_written(tmp_path):
                 passed.append(1)
                 yield block
 
-    import trellis.data.formats as formats
+    import trellis.data.tokenizing.formats as formats
 
     size, formats.BLOCK_BYTES = formats.BLOCK_BYTES, 500
     try:
@@ -202,8 +212,8 @@ def test_training_on_a_store_that_is_being_written(tmp_path):
         while not (tmp_path / "out" / "offsets" / "zarr.json").exists() or len(passed) < 4:
             time.sleep(0.005)
         with pytest.raises(UserError, match="A store is complete before it is used"):
-            Store.open(tmp_path / "out")
-        growing = Store.open(tmp_path / "out", growing=True)
+            open_store(tmp_path / "out")
+        growing = open_store(tmp_path / "out", growing=True)
         assert not growing.complete
         shuffle = Shuffle(block=4, window=2, in_order=True)
         options = {"sequence_length": 16, "batch_size": 4, "seed": 3, "shuffle": shuffle}
@@ -282,10 +292,10 @@ def test_an_input_that_changed_since_the_interruption(tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\nbroken\n')
     source = lambda: FileSource(files=find_files(tmp_path / "in.jsonl"))
     options = {"use_bytes": True, "workers": 0}
-    monkeypatch.setattr("trellis.data.formats.BLOCK_BYTES", 8)
+    monkeypatch.setattr("trellis.data.tokenizing.formats.BLOCK_BYTES", 8)
     with pytest.raises(UserError, match="Every document can be read"):
         tokenize(source(), tmp_path / "out", **options)
-    assert not Store.open(tmp_path / "out", growing=True).complete
+    assert not open_store(tmp_path / "out", growing=True).complete
     (tmp_path / "in.jsonl").write_text('{"text": "b"}\nbroken\n')
     with pytest.raises(UserError, match="an input changed since"):
         tokenize(source(), tmp_path / "out", **options)
@@ -313,13 +323,13 @@ def test_a_worker_that_dies(tmp_path):
 
 
 def test_workers_start_without_jax():
-    code = "import sys\nfrom trellis.data.pool import _BOOTSTRAP\n"
-    probe = "import trellis.data.worker; print([m for m in ('jax', 'zarr', 'fsspec') if m in sys.modules])"
-    from trellis.data.pool import _BOOTSTRAP
+    code = "import sys\nfrom trellis.data.tokenizing.pool import _BOOTSTRAP\n"
+    probe = "import trellis.data.tokenizing.worker; print([m for m in ('jax', 'zarr', 'fsspec') if m in sys.modules])"
+    from trellis.data.tokenizing.pool import _BOOTSTRAP
 
     package = str(ROOT / "src" / "trellis")
     code = _BOOTSTRAP.format(package=package, data=f"{package}/data", path=sys.path)
-    code = code.replace("from trellis.data.worker import main\nmain()", probe)
+    code = code.replace("from trellis.data.tokenizing.worker import main\nmain()", probe)
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

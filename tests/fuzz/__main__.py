@@ -22,7 +22,8 @@ def main() -> int:
 
         from .worker import work
 
-        work([int(seed) for seed in sys.stdin.read().split()], shrink=options.shrink, ledger_share=options.ledgers)
+        seeds = [int(seed) for seed in sys.stdin.read().split()]
+        work(seeds, only=options.only, shrink=options.shrink, ledger_share=options.ledgers)
         return 0
     tally, begin = Tally(), time.monotonic()
     seeds = list(range(options.seed, options.seed + options.count))
@@ -46,6 +47,7 @@ def _options():
     parser.add_argument("--seconds", type=float, default=0, help="stop after so long; 0 for never")
     parser.add_argument("--shrink", type=float, default=60, help="seconds to look for a smaller failing program")
     parser.add_argument("--ledgers", type=float, default=0.1, help="share of programs whose ledger is checked")
+    parser.add_argument("--only", default="", help="only programs of one kind: explicit, auto, manual, broken, ...")
     parser.add_argument("--limit", type=float, default=180, help="seconds after which a program hangs")
     parser.add_argument("--batch", type=int, default=300, help="programs a process")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -55,7 +57,7 @@ def _options():
 def _batch(seeds: list[int], options, tally: Tally, retried: set[int]) -> list[int]:
     """Runs seeds in a process; gives those that are left when it ended or hung."""
     command = [sys.executable, "-m", "tests.fuzz", "--worker"]
-    command += ["--shrink", str(options.shrink), "--ledgers", str(options.ledgers)]
+    command += ["--shrink", str(options.shrink), "--ledgers", str(options.ledgers), "--only", options.only]
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -80,8 +82,9 @@ def _batch(seeds: list[int], options, tally: Tally, retried: set[int]) -> list[i
             continue
         told = json.loads(line)
         running = told["seed"]
-        if "what" in told:
+        if "what" in told or "skipped" in told:
             left.remove(running)
+        if "what" in told:
             if tally.add(told):
                 print(f"seed {running}, {told['what']}: {told['rule']}\n\n{told['text']}", flush=True)
     process.wait()

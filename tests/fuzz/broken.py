@@ -143,13 +143,18 @@ NONLINEAR = (
     ("tr.stack([{p}, tr.settle({p})], \"stacked\")", "jnp.stack([{p}, {p}])"),
     ("tr.lift(jnp.sin)({p})", "jnp.sin({p})"),
     ("tr.clip({p}, -0.5, 0.5)", "jnp.clip({p}, -0.5, 0.5)"),
-    ("tr.named(jnp.tanh({p}.array), {p}.names)", "jnp.tanh({p})"),
-    ("tr.named({p}.array * {p}.array, {p}.names)", "{p} * {p}"),
-    ("tr.named(jnp.where({p}.array > 0.0, 1.0, 0.0), {p}.names)", "jnp.where({p} > 0.0, 1.0, 0.0)"),
-    ("tr.named({p}.array.sum(), ())", "{p}.sum()"),
     ("jax.jit(tr.tanh)({p})", "jnp.tanh({p})"),
     ("jax.checkpoint(lambda p: p + 1.0)({p})", "{p} + 1.0"),
 )  # fmt: skip
+# The same by jax.numpy on the array inside, which JAX's types keep out.
+PLAIN_NONLINEAR = (
+    ("tr.named(jnp.tanh({p}.array), {p}.names)", "jnp.tanh({p})"),
+    ("tr.named({p}.array * {p}.array, {p}.names)", "{p} * {p}"),
+    ("tr.named({p}.array + 1.0, {p}.names)", "{p} + 1.0"),
+    ("tr.named(jnp.where({p}.array > 0.0, 1.0, 0.0), {p}.names)", "jnp.where({p} > 0.0, 1.0, 0.0)"),
+    ("tr.named({p}.array.sum(), ())", "{p}.sum()"),
+    ("tr.named(jnp.max({p}.array), ())", "jnp.max({p})"),
+)
 NONLINEAR_ALONG = (
     ('tr.pad({p}, {{"{n}": (1, 1)}}, value=5.0)', "jnp.pad({p}, {widths}, constant_values=5.0)"),
     ('tr.pad({p}, {{"{n}": (1, 1)}})', "jnp.pad({p}, {widths})"),
@@ -171,6 +176,9 @@ NONLINEAR_ALONG = (
     ('tr.map(lambda r: tr.tanh(r), "{n}")({p})', "jnp.moveaxis(jnp.tanh({p}), {i}, 0)"),
     ('{p}.unbind("{n}")[0]', "jnp.take({p}, 0, axis={i})"),
 )  # fmt: skip
+
+
+NONLINEAR_RULE = "nonlinear on partial sums"
 
 
 def _parts(s: Scope, x: Value) -> dict[str, object]:
@@ -214,7 +222,11 @@ def nonlinear(s: Scope):
     product = dot(s)
     (p,) = product.results
     product = dataclasses.replace(product, ours=(product.ours[0].removesuffix(")") + ", settle=False)",))
-    if p.dims and s.chance(0.5):
+    rule = NONLINEAR_RULE
+    if s.chance(0.15):
+        rule = "jax.numpy on partial sums"
+        ours, plain = (t.format(p=p.var) for t in s.one(PLAIN_NONLINEAR))
+    elif p.dims and s.chance(0.5):
         n, i = p.names[0], 0
         widths = [(1, 1), *((0, 0) for _ in p.dims[1:])]
         ours, plain = (t.format(p=p.var, n=n, i=i, widths=widths) for t in s.one(NONLINEAR_ALONG))
@@ -222,7 +234,7 @@ def nonlinear(s: Scope):
         ours, plain = (t.format(p=p.var) for t in s.one(NONLINEAR))
     result = Value(s.fresh(), (("any", 1),))
     lines = (*product.ours, f"@ = tr.settle({ours})")
-    return Statement("nonlinear on partial sums", (result,), lines, (*product.plain, f"@ = {plain}")), False
+    return Statement(rule, (result,), lines, (*product.plain, f"@ = {plain}")), False
 
 
 def positions(s: Scope):
@@ -276,7 +288,8 @@ def draw(seed: int) -> Case:
         (result,) = made.results
         fill = lambda lines, var=result.var: tuple(line.replace("@", var) for line in lines)
         made = dataclasses.replace(made, ours=fill(made.ours), plain=fill(made.plain))
-        derivative = case.derivative if made.kind == "another mesh" else "none"
+        # Tangents along arrays of another mesh would be JAX's own operations on them.
+        derivative = "reverse" if made.kind == "another mesh" and case.derivative == "reverse" else "none"
         case = dataclasses.replace(
             case, seed=seed, statements=(*case.statements, made), outputs=(result,), broken=made.kind, must=must,
             derivative=derivative,

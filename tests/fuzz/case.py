@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import trellis as tr
-from trellis import bool_, f32, i32
+from trellis import bf16, bool_, f32, i32
 from trellis.named import saving
 """
 
@@ -88,6 +88,11 @@ class Case:
     def floats(self) -> list[int]:
         """The positions of the arguments that derivatives are taken by."""
         return [i for i, x in enumerate(self.inputs) if x.value.dtype == "f32"]
+
+    @property
+    def rounded(self) -> bool:
+        """Whether some of it is in bfloat16."""
+        return any("bfloat16" in line for statement in self.statements for line in statement.lines(True))
 
     def kinds(self) -> set[str]:
         return {kind for statement in self.statements for kind in statement.kinds()}
@@ -184,10 +189,10 @@ class Case:
         return fn if run == "eager" else f"{run}({fn})"
 
     def forward(self) -> str:
-        """The function that takes a derivative forward, along the cosines of the arguments."""
+        """The function that takes a derivative forward, along their hyperbolic tangents."""
         names = [x.value.var for x in self.inputs]
         moving = ", ".join(names[i] for i in self.floats())
-        tangents = ", ".join(f"jax.tree.map(jnp.cos, {names[i]})" for i in self.floats())
+        tangents = ", ".join(f"jax.tree.map(jnp.tanh, {names[i]})" for i in self.floats())
         comma = "," if len(self.floats()) == 1 else ""
         return "\n".join(
             (

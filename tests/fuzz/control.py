@@ -203,11 +203,13 @@ def wrapped(s: Scope, grow: Grow):
     values = list({v.var: v for v in (s.pick(), s.pick())}.values())
     params = [s.param(v.dims, v) for v in values]
     kind = s.one(list(WRAPPERS))
+    how = s.one(WRAPPERS[kind])
+    s.require("inputs" not in how or s.setting.mode in ("explicit", "auto"))
     fn = body(s, grow, params, s.one([1, 1, 2]))
     results = tuple(s.value(v.dims) for v in fn.returns)
     args = ", ".join(v.var for v in values)
     one = results[0] if len(results) == 1 else results
-    return step(kind, one, f"{s.one(WRAPPERS[kind]).format(fn.name)}({args})", f"{fn.name}({args})", fn)
+    return step(kind, one, f"{how.format(fn.name)}({args})", f"{fn.name}({args})", fn)
 
 
 def branches(s: Scope, grow: Grow):
@@ -247,14 +249,20 @@ def derivative(s: Scope, grow: Grow):
     s.require(s.derived)
     param = s.param(x.dims, x)
     fn = body(s, grow, [param])
-    if s.chance(0.5):
+    along = f"jax.tree.map(jnp.tanh, {x.var})", f"jnp.tanh({x.var})"
+    if s.chance(0.6):
         loss = Function(fn.name, fn.params, fn.statements, fn.returns, loss=True)
-        call = f"jax.grad({fn.name})({x.var})"
-        return step("inner gradient", s.value(x.dims), call, call, loss)
-    result, tangent = s.value(fn.returns[0].dims), s.value(fn.returns[0].dims)
-    ours = f"jax.jvp({fn.name}, ({x.var},), (jax.tree.map(jnp.cos, {x.var}),))"
-    plain = f"jax.jvp({fn.name}, ({x.var},), (jnp.cos({x.var}),))"
-    return step("inner jvp", (result, tangent), ours, plain, fn)
+        if s.chance(0.7):
+            call = f"jax.grad({fn.name})({x.var})"
+            return step("inner gradient", s.value(x.dims), call, call, loss)
+        ours, plain = (f"jax.jvp(jax.grad({fn.name}), ({x.var},), ({t},))[1]" for t in along)
+        return step("inner second derivative", s.value(x.dims), ours, plain, loss)
+    result = fn.returns[0].dims
+    if s.chance(0.5):
+        ours, plain = (f"jax.linearize({fn.name}, {x.var})[1]({t})" for t in along)
+        return step("inner jvp", s.value(result), ours, plain, fn)
+    ours, plain = (f"jax.jvp({fn.name}, ({x.var},), ({t},))" for t in along)
+    return step("inner jvp", (s.value(result), s.value(result)), ours, plain, fn)
 
 
 STEPS = (vmap, vmap, vmap_of_keys, loop, loop, layers, one_by_one, wrapped, wrapped, branches, derivative)

@@ -46,9 +46,18 @@ INTEGERS = ("{} + {}", "{} * {}", "{} - {}")
 
 
 def unary(s: Scope):
-    x = s.pick()
+    x = s.pick(dtype=s.float())
     ours, plain = s.one(list(UNARY.items()))
-    return step("elementwise", s.value(x.dims), ours.format(x.var), plain.format(x.var))
+    s.require(x.dtype == "f32" or "float32" not in ours)
+    return step("elementwise", s.value(x.dims, x.dtype), ours.format(x.var), plain.format(x.var))
+
+
+def cast(s: Scope):
+    """Into bfloat16, or back."""
+    x = s.pick(dtype=s.float())
+    dtype, text = ("bf16", "bfloat16") if x.dtype == "f32" else ("f32", "float32")
+    line = f"{x.var}.astype(jnp.{text})"
+    return step("bfloat16", s.value(x.dims, dtype), line, line)
 
 
 def pair(s: Scope, dtype: str = "f32") -> tuple[Value, Value, Value, list[str]]:
@@ -62,9 +71,9 @@ def pair(s: Scope, dtype: str = "f32") -> tuple[Value, Value, Value, list[str]]:
 
 
 def binary(s: Scope):
-    x, y, most, plain = pair(s)
+    x, y, most, plain = pair(s, s.float())
     ours, theirs = s.one(list(BINARY.items()))
-    return step("elementwise", s.value(most.dims), ours.format(x.var, y.var), theirs.format(*plain))
+    return step("elementwise", s.value(most.dims, x.dtype), ours.format(x.var, y.var), theirs.format(*plain))
 
 
 def compare(s: Scope):
@@ -140,6 +149,7 @@ def transpose(s: Scope):
 
 
 STEPS = (
+    cast,
     unary,
     unary,
     unary,

@@ -49,7 +49,7 @@ def _subscript(s: Scope, pairs: dict[str, str]) -> str:
 
 
 def static(s: Scope):
-    x = s.pick(lambda v: len(v.dims) > 0, dtype=s.one(["f32", "f32", "f32", "i32", "bool"]))
+    x = s.pick(lambda v: len(v.dims) > 0, dtype=s.one([s.float(), s.float(), "f32", "i32", "bool"]))
     chosen, dims, plain = _static(s, x)
     result = s.value(dims, x.dtype, x.below)
     return step("indexing", result, f"{x.var}[{_subscript(s, chosen)}]", f"{x.var}[{', '.join(plain)}]")
@@ -57,7 +57,7 @@ def static(s: Scope):
 
 def take(s: Scope):
     """A lookup: the names of the positions stand in the place of the one looked up."""
-    x = s.ranked(dtype=s.one(["f32", "f32", "f32", "i32"]))
+    x = s.ranked(dtype=s.one([s.float(), s.float(), "f32", "i32"]))
     (name,) = s.some(x.names, 1, 1)
     ids = _ids(s, x, name)
     i = x.axis(name)

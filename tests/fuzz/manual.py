@@ -11,7 +11,7 @@ from . import whole
 from .case import Case, Input
 from .layouts import draw_setting, draw_sizes
 from .products import letters
-from .program import Dims, Statement, Value, aligned, ordered, without
+from .program import VARIABLE, Dims, Statement, Value, aligned, ordered, without
 from .scope import Scope, Unfit
 
 Axes = tuple[str, ...]
@@ -62,9 +62,17 @@ class Slices:
     def step(self, kind: str, held: Held, ours: str, plain: str) -> Statement:
         self.held.append(held)
         var = held.value.var
+        if self.s.chance(0.1):
+            args = ", ".join(dict.fromkeys(VARIABLE.findall(ours)))
+            ours = self.s.one(WRAPPED).format(fn=f"lambda {args}: {ours}", args=args)
         return Statement(kind, (held.value,), (f"{var} = {ours}",), (f"{var} = {plain}",))
 
 
+WRAPPED = (
+    "jax.checkpoint({fn})({args})",
+    "jax.jit({fn})({args})",
+    "jax.lax.cond(jnp.bool_(True), {fn}, {fn}, {args})",
+)
 UNARY = ("jnp.tanh({})", "jnp.sin({})", "jax.nn.relu({})", "{} * 0.5", "{} + 1.0", "jnp.sqrt({} * {} + 1.0)")
 BINARY = ("{} + {}", "{} * {}", "{} - {}", "jnp.maximum({}, {})", "jnp.where({} > 0.0, {}, 0.5)")
 
@@ -213,7 +221,7 @@ def linear(m: Slices):
     var, s = x.value.var, m.s
     same = [h for h in m.held if h != x and (h.axes, h.pending, h.value.dims) == (x.axes, x.pending, x.value.dims)]
     if same and s.chance(0.7):
-        text = s.one(["{} + {}", "{} - {}"]).format(var, s.one(same).value.var)
+        text = f"{var} + {s.one(same).value.var}"
         return m.step("pending sum", x.named(s.value(x.value.dims)), text, text)
     if s.chance(0.5):
         text = f"{var} + {var}"
@@ -344,7 +352,7 @@ def _named(rng, seed: int) -> Case:
         dataclasses.replace(x, placing=f'tr.named({_put(held(x.value))}, "{" ".join(x.value.names)}")')
         for x in case.inputs
     )
-    kind = {"f32": "f32", "i32": "i32", "bool": "bool_"}
+    kind = {"f32": "f32", "bf16": "bf16", "i32": "i32", "bool": "bool_"}
     typed = lambda v: f'{kind[v.dtype]}["{held(v).text}"]'
     annotations = tuple(typed(x.value) for x in case.inputs), tuple(typed(v) for v in case.outputs)
     derivative = case.derivative if case.floats() else "none"

@@ -20,11 +20,11 @@ def letters(values: list[Value], out: list[str]) -> str:
 
 def _operands(s: Scope, count: int) -> list[Value]:
     """Values that share names, and whose names have one size each."""
-    found = [s.ranked()]
+    found = [s.ranked(dtype=s.float())]
     while len(found) < count:
         known = dict(_dims(found))
         fits = lambda v, known=known: set(v.names) & set(known) and all(known.get(n, z) == z for n, z in v.dims)
-        found.append(s.pick(fits))
+        found.append(s.pick(fits, found[0].dtype))
     return found
 
 
@@ -39,7 +39,7 @@ def dot(s: Scope):
     s.require(math.prod(size for _, size in _dims(values)) <= 20000)
     plain = f'jnp.einsum("{letters(values, [n for n, _ in dims])}", {", ".join(v.var for v in values)})'
     ours = f"tr.dot({', '.join(v.var for v in values)}, over={s.names_text(over, _dims(values))})"
-    return step("product", s.value(dims), ours, plain)
+    return step("product", s.value(dims, values[0].dtype), ours, plain)
 
 
 def einsum(s: Scope):
@@ -64,7 +64,7 @@ def einsum(s: Scope):
     text = ", ".join(" ".join(t) for t in texts) + " -> " + " ".join(text_out)
     names = ", ".join(v.var for v in values)
     plain = f'jnp.einsum("{letters(values, out)}", {names})'
-    return step("product", s.value(dims), f'tr.einsum("{text}", {names})', plain)
+    return step("product", s.value(dims, values[0].dtype), f'tr.einsum("{text}", {names})', plain)
 
 
 def outer(s: Scope):
@@ -81,6 +81,7 @@ def outer(s: Scope):
 def pending(s: Scope):
     """Partial sums that are added to others, scaled, renamed and summed further before they are settled."""
     values = _operands(s, 2)
+    s.require(values[0].dtype == "f32")
     over = s.some(_shared(values), 1, 2)
     dims = tuple(dim for dim in _dims(values) if dim[0] not in over)
     s.require(math.prod(size for _, size in _dims(values)) <= 20000)

@@ -9,7 +9,7 @@ import re
 
 Dims = tuple[tuple[str, int], ...]
 VARIABLE = re.compile(r"\b[xh]\d+\b")
-DTYPES = {"f32": "np.float32", "i32": "np.int32", "bool": "np.bool_"}
+FLOATS = ("f32", "bf16")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Value:
     Attributes:
         var: the variable.
         dims: names and sizes, in the order of the plain array's dimensions.
-        dtype: "f32", "i32" or "bool".
+        dtype: "f32", "bf16", "i32" or "bool".
         below: of positions: all are at least 0 and below this.
     """
 
@@ -155,10 +155,11 @@ class Function:
 
 def squares(values: tuple[Value, ...], ours: bool) -> str:
     """A scalar in which every float of these values counts."""
-    floats = [v for v in values if v.dtype == "f32"]
+    wide = {"f32": "{0}", "bf16": "{0}.astype(jnp.float32)"}
+    floats = [wide[v.dtype].format(v.var) for v in values if v.dtype in FLOATS]
     if not floats:
         return "jnp.float32(0)"
-    total = " + ".join(f"({v.var} * {v.var}).sum()" for v in floats)
+    total = " + ".join(f"({text} * {text}).sum()" for text in floats)
     return f"({total}).array" if ours else total
 
 

@@ -34,8 +34,8 @@ def _over(s: Scope, x: Value) -> tuple[list[str], str]:
 
 
 def reduction(s: Scope):
-    x = s.ranked()
-    name = s.one(["sum", "sum", "mean", *REDUCTIONS])
+    x = s.ranked(dtype=s.float())
+    name = s.one(["sum", "sum", "mean", *REDUCTIONS] if x.dtype == "f32" else ["sum", "mean", "logsumexp"])
     names, over = _over(s, x)
     gone = [x.axis(n) for n in names]
     count = 1
@@ -49,7 +49,7 @@ def reduction(s: Scope):
         where, mask = f", where={m.var}", f", where=jnp.broadcast_to({aligned(m, x.names)}, {x.shape})"
         name = "sum"
         over = over or "None"
-    result = s.value(without(x.dims, *names))
+    result = s.value(without(x.dims, *names), x.dtype)
     call = f"{x.var}.{name}({over}{where})" if s.chance(0.5) else f"tr.{name}({x.var}{over and ', '}{over}{where})"
     return step("reduction", result, call, f"{REDUCTIONS[name]}({x.var}, axis={written(gone)}{mask})")
 
@@ -69,13 +69,13 @@ def reduce_others(s: Scope):
 
 
 def along(s: Scope):
-    x = s.ranked()
+    x = s.ranked(dtype=s.float())
     (name,) = s.some(x.names, 1, 1)
-    fn = s.one(["softmax", *ALONG])
+    fn = s.one(["softmax", *ALONG] if x.dtype == "f32" else ["softmax", "log_softmax"])
     s.require(fn != "cumprod" or x.sizes[name] <= 6)
     text = s.name_text(name, x.dims)
     call = f"{x.var}.{fn}({text})" if s.chance(0.5) else f"tr.{fn}({x.var}, {text})"
-    return step("along a name", s.value(x.dims), call, f"{ALONG[fn]}({x.var}, axis={x.axis(name)})")
+    return step("along a name", s.value(x.dims, x.dtype), call, f"{ALONG[fn]}({x.var}, axis={x.axis(name)})")
 
 
 def best(s: Scope):

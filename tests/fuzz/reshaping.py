@@ -7,7 +7,7 @@ from .scope import Scope, step
 
 
 def rename(s: Scope):
-    x = s.ranked(dtype=s.one(["f32", "f32", "f32", "i32"]))
+    x = s.ranked(dtype=s.one([s.float(), s.float(), "f32", "i32"]))
     old = s.one(x.names)
     new = s.new_name(*x.names)
     s.require(s.fits(new, x.sizes[old]))
@@ -199,4 +199,16 @@ def create(s: Scope):
     return step("creation", value, ours, f"jax.nn.one_hot({ids.var}, {ids.below})")
 
 
-STEPS = (rename, split_axis, merge_axes, stack, concatenate, pad, roll, unbind, split, triangle, create)
+def place(s: Scope):
+    """Moved, kept under a name, or settled where it is: no value changes."""
+    x = s.ranked(dtype=s.one([s.float(), "f32", "i32", "bool"]))
+    choices = ['tr.save({}, "kept")', "tr.settle({})", 'tr.checkpoint(lambda h: tr.save(h, "kept"), saving.Keep())({})']
+    if s.setting.mode in ("explicit", "auto"):
+        axis, size = s.one(s.setting.mesh)
+        name = s.one(x.names)
+        s.require(x.sizes[name] % size == 0)
+        choices += ["tr.shard({})", 'tr.shard({}, "compute")', f'tr.shard({{}}, {{{{"{name}": "{axis}"}}}})']
+    return step("placing", s.value(x.dims, x.dtype, x.below), s.one(choices).format(x.var), x.var)
+
+
+STEPS = (rename, place, split_axis, merge_axes, stack, concatenate, pad, roll, unbind, split, triangle, create)

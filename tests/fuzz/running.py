@@ -12,8 +12,10 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
+import trellis as tr
 from trellis.errors import TrellisError
 from trellis.named import NamedArray
+from trellis.notation.state import state_of
 
 from .case import Case
 
@@ -26,8 +28,10 @@ class Outcome:
     """What came of a case.
 
     Attributes:
-        what: "right"; "kept out", refused as it is to be; or a failure: "wrong", "foreign" (an error that is not ours),
-            "accepted" (a broken program that ran), "refused" (a program that breaks no rule).
+        what: "right"; "kept out", refused as it is to be; "unsteady", wrong, but so sensitive to rounding that the
+            plain program differs, too, when its inputs do in the last place; or a failure: "wrong", "foreign" (an error
+            that is not ours), "accepted" (a broken program that ran), "refused" (a program that breaks no rule),
+            "ledger" (other bytes than in the compiled program), "hang", "crash".
         detail: the error, or where values differ.
         rule: of an error, its kind and first words, without names and numbers.
     """
@@ -76,7 +80,21 @@ def run(case: Case) -> Outcome:
         return _refused(error, case)
     if case.must:
         return Outcome("accepted", f"{case.broken}: not refused", case.broken)
-    return _compare(got, expected, case)
+    outcome = _compare(got, expected, case)
+    if outcome.rule == "value" and not _steady(case, space, expected):
+        return Outcome("unsteady", outcome.detail)
+    return outcome
+
+
+def _steady(case: Case, space: dict, expected) -> bool:
+    """Whether the plain program gives nearly the same where its inputs differ by a rounding error."""
+    rng = np.random.default_rng(case.seed)
+    for x in case.inputs:
+        value = space[x.value.var]
+        if value.dtype.kind == "f":
+            space[x.value.var] = value * (1 + 3e-7 * rng.choice([-1, 1], size=value.shape)).astype(np.float32)
+    shaken = jax.tree.map(np.asarray, eval(case.plain_call(), space))
+    return _compare(shaken, expected, case, TOLERANCE / 10).what == "right"
 
 
 def _run_ours(case: Case):
@@ -85,7 +103,10 @@ def _run_ours(case: Case):
         args = [space[x.value.var] for x in case.inputs]
         fn = eval(case.wrapped("ours", case.run), space)
         if not case.late and case.earlier is None:
-            return _plain(fn(*args), case)
+            got = fn(*args)
+            if case.setting.mode == "explicit" and not case.broken:
+                _check_places(got, case, space)
+            return _plain(got, case)
     if case.late:
         return _plain(fn(*args), case)
     with eval(case.earlier.text(), space):
@@ -108,6 +129,21 @@ def _again(case: Case, space: dict, args):
         return eval(case.wrapped("ours", case.run), fresh)(*args)
 
 
+def _check_places(got, case: Case, space: dict) -> None:
+    """Products come out where the layout puts their names, wherever their operands were."""
+    layout = eval(case.setting.text(), space)
+    made = {v.var for s in case.statements if s.kind == "product" for v in s.results}
+    named = [x for x in jax.tree.leaves(got, is_leaf=_is_named) if _is_named(x)]
+    for value, x in zip(case.outputs, named, strict=False):
+        held = state_of(x.array)
+        if value.var in made and value.dims and (held.mode != "explicit" or held.axes != layout.assign(x.names)):
+            raise WrongPlace(f"a product is {tr.typeof(x)}, and the layout has {layout.assign(x.names)}")
+
+
+class WrongPlace(Exception):
+    """A product that is not where the layout puts its names."""
+
+
 class StaleLayout(Exception):
     """A result as another layout, under which the program ran before, would have it."""
 
@@ -115,16 +151,19 @@ class StaleLayout(Exception):
 def _plain(tree, case: Case):
     """Numpy arrays in the place of named ones, after their names were checked."""
     if case.manual or (case.broken and case.derivative == "none"):
-        is_named = lambda x: isinstance(x, NamedArray)
-        return jax.tree.map(lambda x: np.asarray(x.array if is_named(x) else x), tree, is_leaf=is_named)
+        return jax.tree.map(lambda x: np.asarray(x.array if _is_named(x) else x), tree, is_leaf=_is_named)
     names = _names(case)
-    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, NamedArray))
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_named)
     named = [leaf for leaf in leaves if isinstance(leaf, NamedArray)]
     for leaf, value in zip(named, names, strict=True):
         if leaf.names != value:
             raise WrongNames(f"names {leaf.names} where {value} were expected")
     arrays = [leaf.array if isinstance(leaf, NamedArray) else leaf for leaf in leaves]
     return jax.tree.unflatten(structure, [np.asarray(array) for array in arrays])
+
+
+def _is_named(x) -> bool:
+    return isinstance(x, NamedArray)
 
 
 class WrongNames(Exception):
@@ -159,8 +198,10 @@ def _refused(error: Exception, case: Case) -> Outcome:
     words = re.sub(r"\x1b\[[0-9;]*m", "", text.split("\n")[0])
     rule = f"{type(error).__name__}: {re.split(r', got |: ', words)[0][:90]}"
     rule = re.sub(r"'[^']*'|\d+|\b[xhf]\d+", "_", rule)
-    if isinstance(error, WrongNames | StaleLayout):
+    if isinstance(error, WrongNames | StaleLayout | WrongPlace):
         return Outcome("wrong", text, type(error).__name__)
+    if case.broken == "jax.numpy on partial sums" and re.search("unreduced|U:", text):
+        return Outcome("kept out", text, "JAX: " + rule)
     if not own(error):
         where = [f for f in traceback.extract_tb(error.__traceback__) if "/src/trellis/" in f.filename]
         if where:
@@ -171,7 +212,7 @@ def _refused(error: Exception, case: Case) -> Outcome:
     return Outcome("refused", f"{type(error).__name__}: {text}", rule)
 
 
-def _compare(got, expected, case: Case) -> Outcome:
+def _compare(got, expected, case: Case, tolerance: float = TOLERANCE) -> Outcome:
     mine, theirs = jax.tree.leaves(got), jax.tree.leaves(expected)
     if case.derivative == "forward":  # tangents of integers have no values
         keep = [i for i, leaf in enumerate(theirs) if leaf.dtype != jax.dtypes.float0]
@@ -179,6 +220,8 @@ def _compare(got, expected, case: Case) -> Outcome:
     if len(mine) != len(theirs):
         return Outcome("wrong", f"{len(mine)} results, expected {len(theirs)}", "results")
     for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        if str(b.dtype) == "bfloat16" and str(a.dtype) == "bfloat16":
+            a, b = a.astype(np.float32), b.astype(np.float32)
         if a.shape != b.shape or a.dtype != b.dtype:
             return Outcome("wrong", f"result {i} is {a.dtype}{a.shape}, expected {b.dtype}{b.shape}", "shape")
         if b.dtype.kind == "f":
@@ -186,9 +229,13 @@ def _compare(got, expected, case: Case) -> Outcome:
                 if (np.isfinite(a) != np.isfinite(b)).any():
                     return Outcome("wrong", f"result {i}: {a}\nexpected {b}", "value")
                 continue
+            if case.rounded:
+                if np.linalg.norm(a - b) > 0.15 * np.linalg.norm(b) + 0.05:
+                    return Outcome("wrong", f"result {i}, in bfloat16:\n{a}\nexpected\n{b}", "value")
+                continue
             scale = float(np.max(np.abs(b), initial=0.0))
             off = float(np.max(np.abs(a - b), initial=0.0)) if np.isfinite(a).all() else math.inf
-            if not off <= TOLERANCE * scale + 1e-5:
+            if not off <= tolerance * (scale + 0.03):
                 return Outcome("wrong", f"result {i} is off by {off:.3g} of {scale:.3g}:\n{a}\nexpected\n{b}", "value")
         elif not np.array_equal(a, b):
             return Outcome("wrong", f"result {i}:\n{a}\nexpected\n{b}", "value")

@@ -89,6 +89,10 @@ class Scope:
         )
         return found[len(found) - 1 - back]
 
+    def float(self) -> str:
+        """A type that products and smooth functions take: mostly float32."""
+        return "bf16" if self.chance(0.5) and any(v.dtype == "bf16" for v in self.values) else "f32"
+
     def ranked(self, least: int = 1, dtype: str = "f32") -> Value:
         """A variable with at least so many dimensions."""
         return self.pick(lambda v: len(v.dims) >= least, dtype)

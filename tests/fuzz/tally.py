@@ -33,7 +33,9 @@ class Tally:
         return len(seeds) == 1
 
     def __str__(self) -> str:
-        columns = [w for w in ("right", "kept out", *FAILURES) if any(what == w for _, what in self.outcomes)]
+        columns = [
+            w for w in ("right", "kept out", "unsteady", *FAILURES) if any(what == w for _, what in self.outcomes)
+        ]
         rows = [("", *columns)]
         for kind in sorted({kind for kind, _ in self.outcomes}):
             rows.append((kind, *(str(self.outcomes[kind, what]) for what in columns)))

@@ -11,13 +11,22 @@ from .case import Case
 from .running import Outcome
 
 
-def work(seeds: list[int], *, shrink: float, ledger_share: float) -> None:
-    """Runs the cases of some seeds; of the first failure of each kind it looks for a smaller one."""
+def work(seeds: list[int], *, only: str, shrink: float, ledger_share: float) -> None:
+    """Runs the cases of some seeds; of the first failure of each kind it looks for a smaller one.
+
+    Args:
+        only: how the kinds that are run begin, empty for all.
+        shrink: seconds to look for a smaller one.
+        ledger_share: of programs whose ledger is held against the compiled program.
+    """
     known: set[tuple[str, str]] = set()
     for seed in seeds:
         _say(seed=seed)
         begin = time.monotonic()
         case = kinds.draw(seed)
+        if not kinds.kind(case).startswith(only):
+            _say(seed=seed, skipped=True)
+            continue
         outcome, ledger = of(case, ledger_share)
         told = {
             "seed": seed, "what": outcome.what, "rule": outcome.rule, "kind": kinds.kind(case), "ledger": ledger,

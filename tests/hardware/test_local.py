@@ -9,20 +9,20 @@ import pytest
 from trellis.hardware.chips import chips
 from trellis.hardware.local import local_target
 from trellis.hardware.measure import CACHED, Machine, measure_machine
+from trellis.inspect.work import Piece
 from trellis.named import stacked
-from trellis.plan.program import program
+from trellis.plan.prepared import prepare
 from trellis.plan.quick import plan_of
 from trellis.plan.roofline import filled, waves, work_line
-from trellis.plan.work import Op
 from trellis.recipes import load_run
 
 MADE_UP = Machine(100e9, 50e9, 128.0, 20e9, 10e9, 40e9, 1e-6)
 
 
-def op(**fields):
+def piece(**fields):
     base = dict(kind="product", flops=2.0 * 64 * 128 * 64, vector=0.0, num_bytes=1e3, times=3, direction="forward",
                 source="here.py:1", what="", dims=(64, 128, 64), dtype="float32")  # fmt: skip
-    return Op(**(base | fields))
+    return Piece(**(base | fields))
 
 
 def test_rates_are_positive_and_products_faster_than_elementwise_work():
@@ -42,7 +42,7 @@ def test_a_cpu_shares_its_rates_among_its_devices():
 
 def test_short_sums_reach_less_and_each_operation_takes_time():
     chip = local_target(jax.devices()[:1], measured=MADE_UP).chip
-    line = work_line(op(), chip)
+    line = work_line(piece(), chip)
     assert filled(128, chip) == 0.5
     assert line.seconds == pytest.approx(3 * (2.0 * 64 * 128 * 64 / 50e9 + 1e-6))
 
@@ -50,14 +50,14 @@ def test_short_sums_reach_less_and_each_operation_takes_time():
 def test_small_work_stays_in_the_cache():
     chip = dataclasses.replace(local_target(jax.devices()[:1], measured=MADE_UP).chip, launch_seconds=0.0)
     small, large = (
-        work_line(op(kind="elementwise", flops=0.0, num_bytes=size, times=1), chip) for size in (CACHED, CACHED + 1)
+        work_line(piece(kind="elementwise", flops=0.0, num_bytes=size, times=1), chip) for size in (CACHED, CACHED + 1)
     )
     assert small.seconds == pytest.approx(0.65 * CACHED / 40e9, rel=1e-3)
     assert large.seconds == pytest.approx(0.65 * CACHED / 10e9, rel=1e-3)
 
 
 def test_work_without_traffic_takes_no_time():
-    assert work_line(op(kind="elementwise", flops=0.0, num_bytes=0.0), chips()["v5p"]).seconds == 0.0
+    assert work_line(piece(kind="elementwise", flops=0.0, num_bytes=0.0), chips()["v5p"]).seconds == 0.0
 
 
 def test_waves_of_tiles():
@@ -77,5 +77,5 @@ def test_what_is_computed_again_on_a_cpu_is_made_once_where_layers_are_written_o
         (False, {"forward", "recomputed", "backward", "update"}),
     ):
         monkeypatch.setattr(stacked, "unrolls_loops", lambda x, answer=written_out: answer)
-        plan = plan_of(program(run, target, jax.devices()[:1]), target)
-        assert {op.direction for op in plan.work} == passes
+        plan = plan_of(prepare(run, target, jax.devices()[:1]), target)
+        assert {piece.direction for piece in plan.work} == passes

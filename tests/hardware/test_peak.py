@@ -1,8 +1,8 @@
 import jax
 import pytest
 
-from trellis.hardware.chips import target
-from trellis.hardware.peak import matmul_peak, measure_matmul_peak, published_peak
+from trellis.hardware.chips import published_peak, target
+from trellis.hardware.peak import matmul_peak, measure_matmul_peak
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "trellis"
 ORDER = """
-    figures notation mesh named inspect collectives nn models hub data optim hardware run checkpoint train plan pages
+    figures notation program mesh named inspect collectives nn models hub data optim hardware run checkpoint train plan
+    pages
 """.split()
 ABOVE_ALL = ("recipes", "commands")  # these import from every folder
-BELOW_ALL = ("errors", "_compat")  # these import from none
+BELOW_ALL = ("errors", "files", "frames", "_compat")  # these import from none
 FILES = sorted(SOURCE.rglob("*.py"))
 WRITTEN = [*FILES, *(f for d in ("tests", "examples", "benchmarks") for f in sorted((ROOT / d).rglob("*.py")))]
 

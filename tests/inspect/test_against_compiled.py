@@ -47,6 +47,13 @@ def test_bytes_per_mesh_axis(name):
     assert comparison.agrees(), f"\n{predicted}\n{found}\n{comparison}"
 
 
+def test_halves_that_become_thirds_are_gathered():
+    mesh = mesh_of(jax.devices()[:6], (2, 3))
+    predicted, found = _both(lambda x: jax.reshard(x, P("model", None)), [arg((12, 8), "data", None)], mesh, {})
+    assert predicted.per_kind() == found.per_kind() == {"all-gather": 192}
+    assert compare(predicted, found).agrees()
+
+
 # Large enough that the TPU's compiler keeps them: it makes all-reduces of small reduce-scatters.
 SCATTERS = {
     "scatter": (settled(["data"], "data", None), arg((256, 512), None, "data"), arg((512, 256), "data", None)),

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trellis.inspect import Buffer, Memory, NotEnoughMemory, live_bytes, live_memory, memory
-from trellis.inspect.memory import kind_of
+from trellis.program.trace import kind_of
 
 LAYERS, BATCH, EMBED, MLP = 3, 8, 16, 32
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -64,14 +64,14 @@ def test_kinds_of_a_train_step():
     assert kinds["parameters"] == kinds["gradients"] == PARAMETERS
     assert kinds["optimizer"] == 2 * PARAMETERS + 4  # two moments and a counter
     assert kinds["batch"] == BATCH * EMBED * 4
-    # Full recomputation keeps what goes from layer to layer, and the last layer's result times two for the loss.
-    assert kinds["activations"] == (LAYERS + 1) * BATCH * EMBED * 4
+    # Full recomputation keeps what goes from layer to layer.
+    assert kinds["activations"] == LAYERS * BATCH * EMBED * 4
 
 
 @pytest.mark.parametrize("keep", [("hidden",), ("out",), ("hidden", "out")])
 def test_named_activations_are_kept_by_name(keep):
     sizes = {"hidden": LAYERS * BATCH * MLP * 4, "out": LAYERS * BATCH * EMBED * 4}
-    more = {b.name: b.num_bytes for b in of_step(*keep).by_name("activations")}
+    more = {b.name: b.num_bytes for b in of_step(*keep).kept_by_name()}
     # The second name is the last that a layer makes: nothing in the backward pass reads it.
     assert {name: more.get(name, 0) for name in sizes} == {"hidden": sizes["hidden"] * ("hidden" in keep), "out": 0}
 
@@ -82,6 +82,12 @@ def test_the_largest_activation():
     assert largest.source.startswith("test_memory.py:") and largest.source.endswith("(layer)")
     assert of_step().largest().name == "carry between layers"
     assert of_step().largest("gathered weights") is None
+
+
+@pytest.mark.parametrize("keep", [(), ("hidden",), ("hidden", "out")])
+def test_the_highest_point_is_the_compilers(keep):
+    found = of_step(*keep)
+    assert sum(found.per_kind().values()) == found.total == pytest.approx(found.compiled.peak, rel=0.05)
 
 
 def test_the_compiler_counts_the_same_arguments():
@@ -109,7 +115,7 @@ def test_per_device_bytes_follow_the_sharding():
     found = memory(jax.grad(parallel), model, x, compile=False)
     assert found.per_kind()["parameters"] == PARAMETERS // 2
     assert found.per_kind()["batch"] == BATCH * EMBED * 4 // 4
-    hidden = next(b for b in found.buffers if b.name == "hidden")
+    hidden = next(b for b in found.kept if b.name == "hidden")
     assert hidden.num_bytes == LAYERS * BATCH * MLP * 4 // 8
     assert hidden.what == "f32[3 8/data 32/model]"
     assert found.compiled is None and found.peak == found.total
@@ -130,13 +136,13 @@ def test_a_gathered_weight_that_is_kept_shows_as_one():
 
 
 def test_a_function_called_twice_keeps_two_values():
-    squash = jax.jit(lambda x: jnp.tanh(x))
+    squash = jax.jit(lambda x, w: jnp.tanh(x @ w))
 
-    def twice(x):
-        return jnp.sum(squash(squash(x) * 2))
+    def twice(x, w):
+        return jnp.sum(squash(squash(x, w), w))
 
-    found = memory(jax.grad(twice), jnp.ones((4, 4)), compile=False)
-    assert [b.num_bytes for b in found.buffers if b.kind == "activations"].count(64) >= 2
+    found = memory(jax.grad(twice), jnp.ones((4, 4)), jnp.ones((4, 4)), compile=False)
+    assert [b.num_bytes for b in found.kept] == [64, 64]
 
 
 def test_both_passes_inside_a_loop_over_microbatches():
@@ -153,9 +159,26 @@ def test_both_passes_inside_a_loop_over_microbatches():
     assert found.largest().num_bytes == LAYERS * BATCH * MLP * 4  # of one microbatch
 
 
+def test_results_take_donated_memory_or_their_own():
+    double = lambda x: (x * 2, jnp.sum(x))
+    x = jnp.ones((64, 64))
+    alone, donated = (memory(jax.jit(double, donate_argnums=given), x) for given in ((), (0,)))
+    assert alone.total - donated.total >= x.nbytes and donated.compiled.aliased == x.nbytes
+
+
+def test_sums_over_microbatches_are_gradients():
+    def accumulate(model, xs):
+        body = lambda total, x: (jax.tree.map(jnp.add, total, jax.grad(loss)(model, x)), None)
+        return jax.tree.map(lambda p, g: p - g, model, lax.scan(body, jax.tree.map(jnp.zeros_like, model), xs)[0])
+
+    model, x = shapes()
+    found = memory(accumulate, model, jax.ShapeDtypeStruct((5, *x.shape), x.dtype), compile=False)
+    assert found.per_kind()["gradients"] >= PARAMETERS
+
+
 def test_forward_only_has_no_gradients():
     model, x = shapes()
-    assert set(memory(loss, model, x, compile=False).per_kind()) == {"parameters", "batch"}
+    assert not {"gradients", "activations"} & set(memory(loss, model, x, compile=False).per_kind())
 
 
 @pytest.mark.parametrize(

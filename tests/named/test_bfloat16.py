@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import trellis as tr
-from trellis.inspect.calls import called
 from trellis.named.product import product
+from trellis.program.reading import jaxprs_in
 
 
 def operations(function, *args):
@@ -17,7 +17,7 @@ def operations(function, *args):
         for equation in jaxpr.eqns:
             types = [str(v.aval.dtype) for v in (*equation.invars, equation.outvars[0]) if hasattr(v.aval, "dtype")]
             yield equation.primitive.name, *types
-            for inner in called(equation):
+            for inner in jaxprs_in(equation):
                 yield from walk(inner)
 
     return list(walk(jax.make_jaxpr(function)(*args).jaxpr))

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
+from trellis.program import Program, trace
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -118,21 +120,11 @@ def build(config: Config, mesh, fsdp=("data",), model=None):
     return step, state, abstract((c.batch, c.seq), P(fsdp), jnp.int32)
 
 
-def kind_of(path: str) -> str:
-    return "parameters" if "params" in path else "optimizer" if "'mu'" in path or "'nu'" in path else "other"
-
-
 def num_parameters(config: Config) -> int:
     return sum(math.prod(shape) for shape, _ in specs(config, None, None).values())
 
 
-def traced(config: Config, mesh, **placing):
-    """The `trellis.plan.trace.Step` of a small step."""
-    from trellis.plan.trace import trace_step
-
+def traced(config: Config, mesh, **placing) -> Program:
+    """The program of a small step."""
     step, state, batch = build(config, mesh, **placing)
-    with jax.sharding.use_abstract_mesh(mesh):
-        return trace_step(
-            jax.jit(step, donate_argnums=0), state, batch, mesh=dict(mesh.shape), tokens=config.batch * config.seq,
-            kind_of=kind_of,
-        )  # fmt: skip
+    return trace(jax.jit(step, donate_argnums=0), state, batch)

@@ -9,8 +9,8 @@ import pytest
 from trellis.errors import UserError
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
-from trellis.plan.fitting import Way, changes, excess_text, named_memory, ways_to_fit
-from trellis.plan.program import program
+from trellis.plan.fitting import Way, changes, excess_text, ways_to_fit
+from trellis.plan.prepared import prepare
 from trellis.plan.quick import plan_of
 from trellis.recipes.load import load_run
 
@@ -28,7 +28,7 @@ def shrunk(size: int):
 
 
 def planned(run, where=HERE):
-    return plan_of(program(run, where, described_devices(where)), where)
+    return plan_of(prepare(run, where, described_devices(where)), where)
 
 
 def test_changes_keep_less_then_cut_the_batch():
@@ -80,20 +80,20 @@ def test_changes_that_do_not_divide_are_passed_over():
 def test_the_message():
     where = shrunk(2**20)
     asked = run(batch_size="32")
-    plan, held = planned(asked, where), named_memory(program(asked, where, described_devices(where)))
-    text = excess_text(plan, held, [Way("--remat.policy full", 2**19, 1.0), Way("--microbatches 2", 2**18, 1.0)])
+    plan = planned(asked, where)
+    text = excess_text(plan, [Way("--remat.policy full", 2**19, 1.0), Way("--microbatches 2", 2**18, 1.0)])
     lines = text.splitlines()
     assert lines[0].startswith("A step does not fit in a device's memory, by ")
     assert lines[1].startswith("  seen:  ") and lines[1].endswith(", 1.0 MiB on v5e:2x2")
     assert lines[2].startswith("  where: largest by name: ") and "(activations)" in lines[2]
     assert lines[3:] == ["  fix:   --remat.policy full   peak 512.0 KiB", "         --microbatches 2   peak 256.0 KiB"]
-    assert excess_text(plan, held, []).endswith("is enough: use more devices, or a smaller model")
+    assert excess_text(plan, []).endswith("is enough: use more devices, or a smaller model")
 
 
 def test_names_of_what_is_kept():
     asked = run(batch_size="8", remat__policy="saved")
-    held = named_memory(program(asked, HERE, described_devices(HERE)))
-    names = {buffer.name for buffer in held.by_name("activations")}
+    held = planned(asked).memory
+    names = {buffer.name for buffer in held.kept}
     assert {"query", "key", "value", "mlp_gate", "mlp_up", "carry between layers"} <= names
     kinds = held.per_kind()
     assert kinds["optimizer"] == pytest.approx(2 * kinds["parameters"], rel=0.01)
@@ -111,4 +111,4 @@ def test_the_command(capsys, tmp_path):
     assert "does not fit" not in out
     assert ElementTree.parse(tmp_path / "m.svg").getroot().tag.endswith("svg")
     assert main(["memory", "tiny", "--on", "v5e:2x2", "--data.sequence_length", "128", "--json"]) == 0
-    assert any(buffer["name"] == "mlp_gate" for buffer in json.loads(capsys.readouterr().out)["named"])
+    assert any(buffer["name"] == "mlp_gate" for buffer in json.loads(capsys.readouterr().out)["buffers"])

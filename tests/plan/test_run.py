@@ -11,11 +11,12 @@ from trellis.commands.line import main
 from trellis.errors import UserError
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
+from trellis.inspect import Memory
 from trellis.plan import compile as compiling
 from trellis.plan.adapting import adapt, data_sizes
 from trellis.plan.advice import advice
 from trellis.plan.page import page
-from trellis.plan.program import program
+from trellis.plan.prepared import prepare
 from trellis.plan.quick import quick_plan
 from trellis.plan.search import Candidate, best, frontier_text, search, variants, why_lost
 from trellis.plan.show import as_json, text
@@ -59,15 +60,15 @@ def test_recipes_are_planned_without_devices(recipe, on, options):
 def test_state_of_a_sharded_run_is_exact():
     plan = quick_plan(small(), target("v5e:2x2"))
     matrices = plan.parameters - 5 * 256  # norm scales are vectors
-    assert plan.memory.kinds["parameters"] == pytest.approx(matrices * 4 / 4, rel=0.01)
-    assert plan.memory.kinds["optimizer"] == pytest.approx(2 * matrices * 4 / 4, rel=0.01)
+    assert plan.memory.bytes_of("parameters") == pytest.approx(matrices * 4 / 4, rel=0.01)
+    assert plan.memory.bytes_of("optimizer") == pytest.approx(2 * matrices * 4 / 4, rel=0.01)
 
 
 def test_tables_on_tpus_are_cut_into_whole_tiles():
     words = {"layout__preset": "data", "layout__params__vocab": "data", "layout__params__embed": "data"}
     run = small(model__vocab="1001", **words)
     for on, rows in (("v5e:2x2", 1024), ("4xH100", 1004)):  # 4 x 8 divides the one, 4 the other
-        prog = program(run, target(on), described_devices(target(on)))
+        prog = prepare(run, target(on), described_devices(target(on)))
         assert prog.state.model.embedding.shape["vocab"] == rows
 
 
@@ -209,7 +210,9 @@ def test_of_equals_the_simplest_wins():
         run = small(mesh__model=str(model))
         plan = dataclasses.replace(base, times=dataclasses.replace(base.times, seconds=seconds))
         if not fits:
-            plan = dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, peak=1 << 60))
+            plan = dataclasses.replace(
+                plan, memory=Memory((dataclasses.replace(plan.memory.buffers[0], num_bytes=1 << 60),))
+            )
         compiled = types.SimpleNamespace(fits=True, peak=1)
         verdict = types.SimpleNamespace(seconds=seconds, compiled=compiled) if asked else None
         return Candidate(run, {}, Sketch(seconds, 0.0), plan, verdict=verdict)
@@ -312,7 +315,7 @@ def test_out_of_memory_is_a_finding():
 
 def test_buffers_have_names_where_the_compiler_lists_none():
     run, where = small(batch_size="64"), target("v5e:2x2")
-    prog, plan = program(run, where, described_devices(where)), quick_plan(run, where)
+    prog, plan = prepare(run, where, described_devices(where)), quick_plan(run, where)
     message = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: the total (27.44G) exceeds available HBM (15.75G)"
     found = compiling._refused(message, where, 1.0, {"jax": "0"}, {})
     assert found.largest == () and found.excess == pytest.approx(11.69 * 2**30, rel=1e-3)

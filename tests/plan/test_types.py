@@ -8,21 +8,16 @@ import pytest
 from tests.plan.plain import Config, abstract_mesh, build, num_parameters, traced
 from trellis.hardware.chips import target
 from trellis.hardware.local import local_target
+from trellis.inspect.ledger import ledger_of
+from trellis.inspect.memory import memory_of
+from trellis.inspect.work import work
 from trellis.plan.links import place
-from trellis.plan.memory import memory
-from trellis.plan.program import program
-from trellis.plan.quick import plan_step
-from trellis.plan.roofline import padded, roles, times
-from trellis.plan.trace import ledger_of
-from trellis.plan.work import operations
+from trellis.plan.prepared import prepare
+from trellis.plan.quick import plan_program
+from trellis.plan.roofline import padded, times
 from trellis.recipes import load_run
 
 CONFIG = Config()
-
-
-def ledger(step, mesh):
-    with jax.sharding.use_abstract_mesh(mesh):
-        return ledger_of(step)
 
 
 def products(config, tokens):
@@ -37,7 +32,7 @@ def test_flops_are_exact(sizes, placing):
     step = traced(CONFIG, abstract_mesh(**sizes), **placing)
     devices = 4
     by_pass = {}
-    for op in operations(step):
+    for op in work(step):
         by_pass[op.direction] = by_pass.get(op.direction, 0) + op.flops * op.times
     expected = products(CONFIG, CONFIG.batch * CONFIG.seq) / devices
     unembed = 2 * CONFIG.batch * CONFIG.seq * CONFIG.embed * CONFIG.vocab / devices
@@ -50,65 +45,63 @@ def test_flops_are_exact(sizes, placing):
 
 def test_nothing_is_computed_again_without_a_checkpoint():
     again = traced(dataclasses.replace(CONFIG, policy="dots"), abstract_mesh(data=4))
-    some = sum(op.flops * op.times for op in operations(again) if op.direction == "recomputed")
+    some = sum(op.flops * op.times for op in work(again) if op.direction == "recomputed")
     full = sum(
-        op.flops * op.times for op in operations(traced(CONFIG, abstract_mesh(data=4))) if op.direction == "recomputed"
+        op.flops * op.times for op in work(traced(CONFIG, abstract_mesh(data=4))) if op.direction == "recomputed"
     )
     assert 0 < some < full  # scores have batch dimensions and are made again
 
 
 def test_work_names_its_line():
-    found = [op for op in operations(traced(CONFIG, abstract_mesh(data=4))) if op.kind == "product"]
+    found = [op for op in work(traced(CONFIG, abstract_mesh(data=4))) if op.kind == "product"]
     assert all(op.source.startswith("plain.py:") for op in found)
-    assert found == sorted(found, key=lambda op: op.order)
+    assert found == sorted(found, key=lambda op: op.number)
 
 
 def test_state_is_exact_and_activations_scale_with_layers():
     mesh = abstract_mesh(data=4)
-    found = memory(traced(CONFIG, mesh))
+    found = memory_of(traced(CONFIG, mesh))
     norms = 4 * CONFIG.layers * 2 * CONFIG.embed  # replicated
     sharded = 4 * (num_parameters(CONFIG) - CONFIG.layers * 2 * CONFIG.embed) // 4
-    assert found.kinds["parameters"] == sharded + norms
-    assert found.kinds["optimizer"] == 2 * (sharded + norms)
-    assert sum(found.kinds.values()) == found.peak
-    assert sum(buffer.num_bytes for buffer in found.buffers) == found.peak
-    deep = memory(traced(dataclasses.replace(CONFIG, layers=64), mesh))
+    assert found.bytes_of("parameters") == sharded + norms
+    assert found.bytes_of("optimizer") == 2 * (sharded + norms)
+    assert sum(found.per_kind().values()) == found.peak == sum(buffer.num_bytes for buffer in found.buffers)
+    deep = memory_of(traced(dataclasses.replace(CONFIG, layers=64), mesh))
     stack = 64 * CONFIG.batch // 4 * CONFIG.seq * CONFIG.embed * 2
-    assert deep.kinds["kept activations"] >= stack
-    assert deep.kinds["kept activations"] < 1.2 * stack
+    assert deep.bytes_of("activations") >= stack
+    assert deep.bytes_of("activations") < 1.2 * stack
 
 
 def test_keeping_more_needs_more():
     mesh = abstract_mesh(data=4)
     deep = dataclasses.replace(CONFIG, layers=16)
-    assert memory(traced(dataclasses.replace(deep, policy="dots"), mesh)).peak > 1.3 * memory(traced(deep, mesh)).peak
+    assert (
+        memory_of(traced(dataclasses.replace(deep, policy="dots"), mesh)).peak
+        > 1.3 * memory_of(traced(deep, mesh)).peak
+    )
 
 
 def test_memory_falls_with_more_devices():
-    peaks = [memory(traced(dataclasses.replace(CONFIG, batch=32), abstract_mesh(data=n))).peak for n in (1, 4, 16)]
+    peaks = [memory_of(traced(dataclasses.replace(CONFIG, batch=32), abstract_mesh(data=n))).peak for n in (1, 4, 16)]
     assert peaks[0] > peaks[1] > peaks[2]
 
 
 def test_roles_of_collectives():
-    mesh = abstract_mesh(data=2, model=2)
-    step = traced(CONFIG, mesh, model="model")
-    found = roles(step)
-    rows = ledger(step, mesh).rows
-    by_axis = {}
-    for row in rows:
-        by_axis.setdefault(row.axis, set()).add(found.get((row.source, row.payload), "activations"))
-    assert by_axis["model"] == {"activations"}
-    assert "weights" in by_axis["data"]
+    rows = ledger_of(traced(CONFIG, abstract_mesh(data=2, model=2), model="model")).rows
+    kinds = {(row.axis, row.kind, row.role) for row in rows if row.payload > 4}
+    assert {role for axis, _, role in kinds if axis == "model"} == {"activations"}
+    assert {(kind, role) for axis, kind, role in kinds if axis == "data"} == {
+        ("all-gather", "weights"), ("reduce-scatter", "gradients"), ("all-reduce", "gradients"),
+    }  # fmt: skip
 
 
 def test_hidden_communication_costs_nothing_and_no_more_than_there_is_room():
-    mesh = abstract_mesh("tpu", data=16)
     large = dataclasses.replace(CONFIG, embed=2048, mlp=8192, heads=16, kv_heads=8, head_dim=128, seq=1024)
-    step = traced(large, mesh)
+    step = traced(large, abstract_mesh("tpu", data=16))
     links = place({"data": 16}, target("v5e:4x4"))
-    ops, moves, role = operations(step), ledger(step, mesh), roles(step)
-    alone = times(ops, moves, links, role)
-    hidden = times(ops, moves, links, role, ["gathers", "reductions"])
+    pieces, moves = work(step), ledger_of(step)
+    alone = times(pieces, moves, links)
+    hidden = times(pieces, moves, links, ["gathers", "reductions"])
     assert hidden.seconds < alone.seconds
     assert hidden.hidden <= hidden.computation
     assert hidden.seconds == pytest.approx(hidden.computation + hidden.exposed)
@@ -123,10 +116,12 @@ def test_padding_of_narrow_products():
 def test_plan_of_a_plain_step():
     mesh = abstract_mesh("tpu", data=16)
     step = traced(dataclasses.replace(CONFIG, batch=16), mesh)
-    plan = plan_step(step, ledger(step, mesh), target("v5e:4x4"), name="plain", price=1.2)
+    counted = 3 * products(CONFIG, 16 * CONFIG.seq)
+    tokens = 16 * CONFIG.seq
+    plan = plan_program(step, target("v5e:4x4"), name="plain", tokens=tokens, model_flops=counted, price=1.2)
     assert plan.parameters == num_parameters(CONFIG)
     assert plan.fits and 0 < plan.mfu < 1
-    assert plan.model_flops == 3 * products(CONFIG, 16 * CONFIG.seq)
+    assert plan.model_flops == counted
     assert plan.tokens_per_second == 16 * CONFIG.seq / plan.seconds
     dollars = 1.2 * 16 * plan.seconds / 3600 / (16 * CONFIG.seq) * 1e9
     assert plan.dollars_per_billion_tokens == pytest.approx(dollars)
@@ -149,7 +144,7 @@ def test_what_is_computed_again_in_a_loop_over_microbatches(layers, merged):
         "layout.preset": "single", "data.sequence_length": "32",
     }  # fmt: skip
     here = jax.devices()[:1]
-    step = program(load_run("tiny", changes), local_target(here), here).traced()
-    again = [op for op in operations(step) if op.direction == "recomputed" and op.kind == "product"]
+    step = prepare(load_run("tiny", changes), local_target(here), here).traced()
+    again = [op for op in work(step) if op.direction == "recomputed" and op.kind == "product"]
     assert again
     assert {op.looped for op in again} == {not merged}

@@ -22,7 +22,7 @@ from trellis.run.config import (
     Remat,
     Run,
 )
-from trellis.run.data import Embedded, Mixture, Part
+from trellis.run.data import EmbeddedSource, MixturePart, MixtureSource
 from trellis.run.schema import fields_of, members, tag_of
 
 
@@ -95,7 +95,7 @@ def change(**fields):
         (lambda: Logging(every=0), ["`every` is 1 or more.", "every=0", "every", "use 1 or more"]),
         (lambda: Profile(start=-1), ["`start` is 0 or more.", "start=-1", "start", "use 0 or more"]),
         (
-            lambda: Embedded(vocab=256),
+            lambda: EmbeddedSource(vocab=256),
             [
                 "A byte-level vocabulary holds every byte and the end of a text.",
                 "vocab=256",
@@ -104,7 +104,9 @@ def change(**fields):
             ],
         ),
         (
-            lambda: Mixture(parts=(Part(name="a", path="x", weight=1.0), Part(name="a", path="y", weight=1.0))),
+            lambda: MixtureSource(
+                parts=(MixturePart(name="a", path="x", weight=1.0), MixturePart(name="a", path="y", weight=1.0))
+            ),
             [
                 "The parts of a mixture have names of their own.",
                 "a, a",
@@ -113,7 +115,7 @@ def change(**fields):
             ],
         ),
         (
-            lambda: Data(source=Embedded(vocab=512), sequence_length=0),
+            lambda: Data(source=EmbeddedSource(vocab=512), sequence_length=0),
             ["A length is positive.", "sequence_length=0", "sequence_length", "use sequence_length of 1 or more"],
         ),
         (

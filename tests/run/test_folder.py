@@ -11,7 +11,7 @@ from trellis.errors import UserError
 from trellis.optim import AdamW
 from trellis.recipes import tiny
 from trellis.run.config import Evaluation
-from trellis.run.data import Data, Mixture, Part, Store, Weight
+from trellis.run.data import Data, MixturePart, MixtureSource, PartWeight, StoreSource
 from trellis.run.folder import alone, claim, new_folder, open_run
 from trellis.train.corpus import open_corpus
 
@@ -84,21 +84,25 @@ def run_on(source, vocab=257, **data):
 
 
 def test_a_store_is_read_and_another_one_validates(stores):
-    corpus = open_corpus(run_on(Store(path=str(stores / "a"), validation=str(stores / "b"))))
+    corpus = open_corpus(run_on(StoreSource(path=str(stores / "a"), validation=str(stores / "b"))))
     assert letters(corpus.batches.batch(0))["a"] > 200 and letters(corpus.batches.batch(0))["b"] == 0
     chosen = corpus.validation["validation"]
     assert letters(chosen.batches.batch(0))["b"] > 200
     assert chosen.num_batches == 2, "the run's limit"
     assert corpus.tokenizer.decode([97]) == "a"
-    assert open_corpus(run_on(Store(path=str(stores / "a")))).validation == {}
+    assert open_corpus(run_on(StoreSource(path=str(stores / "a")))).validation == {}
 
 
 def test_the_shares_of_a_mixture_change_with_the_step(stores):
     parts = (
-        Part(name="first", path=str(stores / "a"), weight=(Weight(step=0, weight=3.0), Weight(step=10, weight=0.0))),
-        Part(name="second", path=str(stores / "b"), weight=1.0, validation=str(stores / "c")),
+        MixturePart(
+            name="first",
+            path=str(stores / "a"),
+            weight=(PartWeight(step=0, weight=3.0), PartWeight(step=10, weight=0.0)),
+        ),
+        MixturePart(name="second", path=str(stores / "b"), weight=1.0, validation=str(stores / "c")),
     )
-    corpus = open_corpus(run_on(Mixture(parts=parts, block=16)))
+    corpus = open_corpus(run_on(MixtureSource(parts=parts, block=16)))
     early, late = letters(corpus.batches.batch(0)), letters(corpus.batches.batch(10))
     assert 2.5 < early["a"] / early["b"] < 3.5 and late["a"] == 0 and late["b"] > 200
     assert list(corpus.validation) == ["second"]
@@ -107,7 +111,7 @@ def test_the_shares_of_a_mixture_change_with_the_step(stores):
 
 def test_a_store_with_more_tokens_than_the_model_is_refused(stores):
     with pytest.raises(UserError, match="A model has a row of its embedding for every token id"):
-        open_corpus(run_on(Store(path=str(stores / "a")), vocab=200))
+        open_corpus(run_on(StoreSource(path=str(stores / "a")), vocab=200))
 
 
 def test_stores_of_another_tokenizer_are_refused(stores, tmp_path):
@@ -119,11 +123,11 @@ def test_stores_of_another_tokenizer_are_refused(stores, tmp_path):
     mine, theirs = str(stores / "a"), str(tmp_path / "other")
     named = str(tmp_path / "other" / "tokenizer.json")
     for run in (
-        run_on(Store(path=mine, validation=theirs), vocab=300),
-        run_on(Store(path=mine), vocab=300, tokenizer=named),
+        run_on(StoreSource(path=mine, validation=theirs), vocab=300),
+        run_on(StoreSource(path=mine), vocab=300, tokenizer=named),
     ):
         with pytest.raises(UserError, match="A run's data and its model use one tokenizer") as error:
             open_corpus(run)
         assert error.value.fix == "tokenize the corpus with the model's tokenizer"
-    found = open_corpus(run_on(Store(path=theirs), vocab=300, tokenizer=named)).tokenizer
+    found = open_corpus(run_on(StoreSource(path=theirs), vocab=300, tokenizer=named)).tokenizer
     assert found.sha256 == other.tokenizer().sha256

@@ -4,7 +4,7 @@ from trellis.errors import UserError
 from trellis.optim import WSD, Lion
 from trellis.recipes import tiny
 from trellis.run.config import BatchSize, Profile, Run
-from trellis.run.data import Mixture, Store
+from trellis.run.data import MixtureSource, StoreSource
 from trellis.run.help import help_text
 from trellis.run.overrides import resolve
 
@@ -48,7 +48,7 @@ def test_lists_in_yaml_and_by_place():
         "data.source.parts.1.weight": "0.5",
     }
     source = resolve(Run, tiny(), options=options).data.source
-    assert isinstance(source, Mixture) and [p.weight for p in source.parts] == [1.0, 0.5]
+    assert isinstance(source, MixtureSource) and [p.weight for p in source.parts] == [1.0, 0.5]
 
 
 def test_another_variant_keeps_only_what_it_has_no_default_for():
@@ -56,7 +56,7 @@ def test_another_variant_keeps_only_what_it_has_no_default_for():
     assert run.optimizer == Lion(learning_rate=1e-4)
     assert run.schedule == WSD(warmup_steps=tiny().schedule.warmup_steps, decay_steps=3)
     assert over(optimizer="lion").optimizer == Lion(learning_rate=tiny().optimizer.learning_rate)
-    assert over(data__source__kind="store", data__source__path="s").data.source == Store(path="s")
+    assert over(data__source__kind="store", data__source__path="s").data.source == StoreSource(path="s")
 
 
 def test_a_file_replaces_parts_and_options_replace_both():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from trellis.data import Batch, Batches, FileSource, count_bytes, find_files, tokenize
+from trellis.inspect.ledger import ledger_of
 from trellis.models import MixtralConfig
 from trellis.named import is_named
 from trellis.named.saving import nothing, products, saved
@@ -20,7 +21,7 @@ from trellis.train.evaluation import Evaluator, ValidationSet
 from trellis.train.flops import flops_per_token, known_peak, matmul_parameters
 from trellis.train.state import cast
 from trellis.train.step import batch_loss
-from trellis.train.summary import arrays, describe, num_parameters, run_tokens, sections, step_ledger, step_memory
+from trellis.train.summary import arrays, describe, num_parameters, run_tokens, sections, step_program
 
 LENGTH, ROWS = 16, 4
 
@@ -180,8 +181,8 @@ def test_a_long_evaluation_keeps_few_batches_on_the_devices(assembled, state, se
 def test_what_a_run_is_about_to_do_is_plain_values(assembled, run):
     import json
 
-    ledger = step_ledger(assembled)
-    found = json.loads(json.dumps(sections(assembled, ledger, tokens=5000)))
+    program = step_program(assembled)
+    found = json.loads(json.dumps(sections(assembled, program, ledger_of(program), tokens=5000)))
     assert found["tokens"] == {"run": run.steps * ROWS * LENGTH, "corpus": 5000} and run_tokens(assembled) == 640
     assert found["mesh"] == {"data": 2, "model": 2} and found["ledger"]["per_axis"].keys() == {"data", "model"}
     table = next(a for a in arrays(assembled) if a["name"] == "embedding")
@@ -192,7 +193,7 @@ def test_what_a_run_is_about_to_do_is_plain_values(assembled, run):
         "tokens   640 to read, 0.13 times the corpus of 5.00k",
         "devices  4 x cpu, mesh data=2 model=2",
     ]
-    memory = step_memory(assembled)
+    memory = found["memory"]
     assert memory["parameters"] >= sum(a["device_bytes"] for a in arrays(assembled))
     assert memory["optimizer"] >= 2 * sum(a["device_bytes"] for a in arrays(assembled))
 
@@ -213,7 +214,8 @@ def test_the_compiler_may_place_instead(run):
     table = state.model.embedding.array
     assert table.sharding.shard_shape(table.shape) == (129, 8)
     assert cast(state.model, "bfloat16").embedding.dtype == jnp.bfloat16
-    said = describe(sections(found, step_ledger(found), tokens=None))
+    program = step_program(found)
+    said = describe(sections(found, program, ledger_of(program), tokens=None))
     assert "moves    what the compiler chooses along data, model (auto mode)" in said
 
 
@@ -241,7 +243,7 @@ def test_a_cpu_takes_a_batch_in_parts(run, monkeypatch, changes, wanted):
     made = assemble(changed, devices)
     assert made.options.microbatches == wanted
     with made.layout:
-        assert step_ledger(made) is not None
+        assert ledger_of(step_program(made)) is not None
 
 
 def test_experts_whose_shares_are_the_batchs_go_undivided(run):

@@ -218,12 +218,12 @@ class Checkpoints:
 
         Args:
             step: the checkpoint's.
-            name: the entry's, as the manifest has it.
+            name: the entry's, as in model.blocks.mlp.up.
             layer: a position of its first dimension; None for all of it.
         """
         import tensorstore
 
-        base = {"driver": "ocdbt", "base": f"file://{self.path(step)}/state/", "path": f"{name}/"}
+        base = {"driver": "ocdbt", "base": f"file://{self.path(step)}/state/", "path": f"{name.replace('.', '/')}/"}
         stored = tensorstore.open({"driver": "zarr", "kvstore": base}, read=True).result()
         return (stored if layer is None else stored[layer]).read().result()
 

@@ -1,4 +1,7 @@
-"""The leaves of a state under names that derive from their place in the tree: what a checkpoint stores."""
+"""The leaves of a state under names that derive from their place in the tree: what a checkpoint stores.
+
+On disk a name has slashes, as in model/blocks/mlp/up; people are shown model.blocks.mlp.up, like everywhere.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis.errors import UserError
+from trellis.named import is_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +53,27 @@ def entries(tree: Any) -> dict[str, Entry]:
     ['moments/0', 'moments/1', 'params/w']
     """
     found: dict[str, Entry] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_named):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named):
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
         if name in found:
             raise UserError(
                 "Two leaves of a state may not share a name.",
-                seen=f"`{name}` twice",
+                seen=f"`{shown(name)}` twice",
                 where="the state's tree of keys and fields",
                 fix="rename the key that contains a slash",
             )
-        names = tuple(leaf.names) if _is_named(leaf) else None
-        found[name] = _entry(name, leaf.array if _is_named(leaf) else leaf, names)
+        names = tuple(leaf.names) if is_named(leaf) else None
+        found[name] = _entry(name, leaf.array if is_named(leaf) else leaf, names)
     return found
+
+
+def shown(name: str) -> str:
+    """An entry's name as people read it.
+
+    >>> shown("model/blocks/mlp/up")
+    'model.blocks.mlp.up'
+    """
+    return name.replace("/", ".")
 
 
 def rebuild(tree: Any, arrays: dict[str, jax.Array]) -> Any:
@@ -70,16 +83,12 @@ def rebuild(tree: Any, arrays: dict[str, jax.Array]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def _is_named(x: Any) -> bool:
-    return hasattr(x, "array") and hasattr(x, "names")
-
-
 def _entry(name: str, leaf: Any, names: tuple[str, ...] | None) -> Entry:
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise UserError(
             "A state is made of arrays.",
             seen=f"{type(leaf).__name__} ({leaf!r:.60})",
-            where=name,
+            where=shown(name),
             fix="make it an array, or a static field that is no leaf",
         )
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

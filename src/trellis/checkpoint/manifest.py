@@ -1,11 +1,12 @@
 """The manifest of a checkpoint: its commit marker, what it holds, and a checksum of each of its files."""
 
 import json
-import os
 import time
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
+
+from trellis.files import write_json
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -24,16 +25,6 @@ def checksum(path: Path) -> list[int]:
             crc = zlib.crc32(piece, crc)
             size += len(piece)
     return [size, crc]
-
-
-def write_json(path: Path, value: object) -> None:
-    """Writes a file that exists whole or not at all: under another name first, then renamed."""
-    part = path.with_name(f".{path.name}.part")
-    with open(part, "w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
 
 
 def write_checksums(folder: Path, process: int) -> None:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trellis.checkpoint.entries import Entry
+from trellis.checkpoint.entries import Entry, shown
 from trellis.errors import UserError
 
 
@@ -32,7 +32,7 @@ def check_fit(folder: Path, name: str, saved: dict, entry: Entry, resizable: dic
         return UserError(
             "An entry of a checkpoint has its target's axes, lengths and dtype.",
             seen=f"saved {_type(*stored)}, wanted {_type(*needed)}",
-            where=f"{name} in {folder}",
+            where=f"{shown(name)} in {folder}",
             fix=fix,
         )
 
@@ -68,4 +68,4 @@ def _type(shape: str, dtype: str, names: list[str] | None, key: str | None) -> s
 def _some(names: list[str]) -> str:
     if not names:
         return "nothing"
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return ", ".join(map(shown, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,8 +1,11 @@
 """`trellis data`."""
 
 import argparse
+import dataclasses
+import json
 
 from trellis.commands.command import Command
+from trellis.errors import UserError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,17 +39,65 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """`trellis data`."""
-    from trellis.data import looking
-
     if args.action == "inspect":
-        return looking.inspect(args.store, samples=args.samples, as_json=args.json)
+        return _inspect(args.store, args.samples, args.json)
     if args.action == "verify":
-        return looking.verify(args.store)
-    from trellis.data.foreign import convert
-    from trellis.data.store import Store
+        return _verify(args.store)
+    from trellis.data.store.opening import convert, open_store
 
-    convert(Store.open(args.store), args.out, to=args.to, split=args.split)
+    convert(open_store(args.store), args.out, to=args.to, split=args.split)
     print(f"{args.out}: written")
+    return 0
+
+
+def _inspect(url: str, samples: int, as_json: bool) -> int:
+    from trellis.data.store.opening import open_store
+    from trellis.data.store.summary import summarize
+
+    summary = summarize(open_store(url, growing=True), samples=samples)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(summary), indent=1, ensure_ascii=False))
+        return 0
+    for name, value in summary.counts.items():
+        counted = isinstance(value, int) and not isinstance(value, bool)
+        print(f"{name:<16} {value:,}" if counted else f"{name:<16} {value}")
+    print("\ndocument lengths in tokens" + (" (a sample of the documents)" if summary.sampled else ""))
+    most = max((n for *_, n in summary.histogram), default=1)
+    for low, high, n in summary.histogram:
+        print(f"{low:>12,} to {high:<12,} {n:>12,} {'#' * round(40 * n / most)}")
+    for i, text in summary.samples:
+        print(f"\n--- document {i:,}\n{text}")
+    return 0
+
+
+def _verify(url: str) -> int:
+    from trellis.data.store.damage import find_damage
+    from trellis.data.store.opening import open_store
+    from trellis.data.store.store import Store
+
+    store = open_store(url, growing=True, check=False)
+    if not isinstance(store, Store):
+        raise UserError(
+            "Only Trellis's own stores have checksums.",
+            seen=type(store).__name__,
+            where=url,
+            fix="check it with the tool that wrote it",
+        )
+    damaged = 0
+    for damage in find_damage(store):
+        damaged += 1
+        print(damage)
+    chunks = sum(array.num_chunks for array in store.arrays.values())
+    if damaged:
+        print(
+            f"{store.url}: damaged in {damaged} places, {chunks:,} chunks compared. Copy those files again, or delete "
+            "the store and tokenize again."
+        )
+        return 2
+    state = "" if store.complete else " so far; the store is not complete"
+    print(
+        f"{store.url}: {chunks:,} chunks match, {store.num_tokens:,} tokens in {store.num_documents:,} documents{state}"
+    )
     return 0
 
 

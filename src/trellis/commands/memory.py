@@ -19,31 +19,26 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """What each device holds at the highest point of a step of `args.run`, by kind, and by name."""
     from trellis.plan.adapting import adapt
-    from trellis.plan.fitting import excess_text, named_memory, ways_to_fit
-    from trellis.plan.program import program
+    from trellis.plan.fitting import excess_text, ways_to_fit
+    from trellis.plan.prepared import prepare
     from trellis.plan.quick import plan_of
-    from trellis.plan.show import as_json, headline, memory_table, names_table
+    from trellis.plan.show import as_json, headline, kept_table, memory_table
 
     where, devices = _hardware(args)
     run, changed = adapt(args.run, where, args.given) if args.on else (args.run, [])
-    prog = program(run, where, devices)
-    plan, held = plan_of(prog, where), named_memory(prog)
+    planned = lambda run: plan_of(prepare(run, where, devices), where)
+    plan = planned(run)
     if args.svg:
-        Path(args.svg).write_text(held.svg(), encoding="utf-8")
+        Path(args.svg).write_text(plan.memory.svg(), encoding="utf-8")
         print(f"picture written to {args.svg}", file=sys.stderr)
     if args.json:
-        print(json.dumps({**as_json(plan)["memory"], "named": held.as_dict()["buffers"]}, indent=1))
+        print(json.dumps(as_json(plan)["memory"] | plan.memory.as_dict(), indent=1))
         return 0
     lines = headline(plan, changed).splitlines()
-    print(
-        "\n".join(lines[: 3 + len(changed)] if args.on else lines[:2]),
-        memory_table(plan, 16),
-        names_table(held),
-        sep="\n\n",
-    )
+    lines = lines[: 3 + len(changed)] if args.on else lines[:2]
+    print("\n".join(lines), memory_table(plan, 16), kept_table(plan), sep="\n\n")
     if not plan.fits:
-        ways = ways_to_fit(run, lambda changed: plan_of(program(changed, where, devices), where))
-        print("\n" + excess_text(plan, held, ways))
+        print("\n" + excess_text(plan, ways_to_fit(run, planned)))
     return 0
 
 

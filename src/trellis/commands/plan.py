@@ -26,6 +26,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--price", type=float, metavar="DOLLARS", help="for one device and hour: adds the price of tokens"
     )
+    parser.add_argument(
+        "--load", type=float, default=1.0, metavar="TIMES",
+        help="of experts: rows that the fullest device gets, in those of an even load; 1 if not given",
+    )  # fmt: skip
     parser.add_argument("--hardware", metavar="FILE.yaml", help="more chips, in the form of the built-in table")
     parser.add_argument(
         "--page", metavar="FILE.html", nargs="?", const="plan.html", help="write a page too; plan.html if no value"
@@ -44,17 +48,18 @@ def execute(args: argparse.Namespace) -> int:
 
     where = target(args.on, args.hardware)
     run, changed = adapt(args.run, where, args.given)
+    assumed = {"price": _price(args.price), "load": _load(args.load)}
     out: dict[str, Any] = {"fitted": changed}
     plan, more = None, []
     try:
-        plan = quick_plan(run, where, price=_price(args.price))
+        plan = quick_plan(run, where, **assumed)
     except (UserError, ValueError) as error:
         if not args.search:  # the search looks for settings that do divide
             raise
         print(f"the run as it is cannot be planned: {error}\n", file=sys.stderr)
     if plan is not None:
         out["plan"] = as_json(plan)
-        ways = [] if plan.fits else ways_to_fit(run, lambda r: quick_plan(r, where), most=2, plan=plan)
+        ways = [] if plan.fits else ways_to_fit(run, lambda r: quick_plan(r, where, **assumed), most=2, plan=plan)
         out["ways_to_fit"] = [dataclasses.asdict(way) for way in ways]
         more = [] if plan.fits else excess_lines(plan, ways)
         if not args.json:
@@ -64,8 +69,8 @@ def execute(args: argparse.Namespace) -> int:
         from trellis.plan.compile import compile_run
         from trellis.plan.verdict import judge, verdict_text
 
-        prog, compiled = compile_run(run, where, progress=True)
-        verdict = judge(plan, prog, compiled)
+        prepared, compiled = compile_run(run, where, progress=True)
+        verdict = judge(plan, prepared, compiled)
         out["compiled"] = _compiled_json(verdict)
         if not args.json:
             print("\n" + verdict_text(plan, verdict))
@@ -73,7 +78,7 @@ def execute(args: argparse.Namespace) -> int:
         from trellis.plan.search import frontier_text, search, search_json
 
         best = args.top if args.compile else 0
-        found = search(run, where, written=args.run, compile_best=best, progress=sys.stderr.isatty(), price=args.price)
+        found = search(run, where, written=args.run, compile_best=best, progress=sys.stderr.isatty(), **assumed)
         out["search"] = search_json(found)
         if not args.json:
             print("\n" + frontier_text(found))
@@ -92,6 +97,13 @@ def _price(price: float | None) -> float | None:
     if price is not None and price <= 0:
         raise UserError("A price is a positive number of dollars.", seen=price, where="--price", fix="use --price 1.20")
     return price
+
+
+def _load(load: float) -> float:
+    if load < 1:
+        rule = "The fullest device has at least the rows of an even load."
+        raise UserError(rule, seen=load, where="--load", fix="use 1 for an even load, 1.5 for half as many more")
+    return load
 
 
 def _compiled_json(verdict) -> dict:

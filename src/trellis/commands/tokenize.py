@@ -9,7 +9,7 @@ from trellis.errors import UserError
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trellis tokenize`."""
-    from trellis.data.sources import FORMATS
+    from trellis.data.tokenizing.sources import FORMATS
 
     parser.add_argument(
         "files",
@@ -62,7 +62,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """`trellis tokenize`."""
-    from trellis.data.tokenizing import tokenize
+    from trellis.data.tokenizing.tokenize import tokenize
 
     store = tokenize(
         _source(args),
@@ -93,8 +93,8 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _source(args):
-    from trellis.data.hf_datasets import dataset_source
-    from trellis.data.sources import FileSource, embedded_corpus, find_files
+    from trellis.data.tokenizing.hf_datasets import dataset_source
+    from trellis.data.tokenizing.sources import FileSource, embedded_corpus, find_files
 
     if args.chat and args.field is None:
         args.field = "messages"

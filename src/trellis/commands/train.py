@@ -74,6 +74,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     """Trains a run in a folder on devices, to its end or until a step, and returns the exit code."""
     from trellis.data import Loader
     from trellis.inspect import collectives, compiled_memory
+    from trellis.inspect.ledger import ledger_of
     from trellis.models.generate import Sampling, sample
     from trellis.pages.graph import step_svg
     from trellis.train.assemble import assemble
@@ -84,12 +85,13 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     from trellis.train.loop import Feed, train
     from trellis.train.restoring import model_in_use
     from trellis.train.state import TrainState
-    from trellis.train.summary import describe, ledger_sums, sections, step_ledger
+    from trellis.train.summary import describe, ledger_sums, sections, step_program
 
     assembled = assemble(run, devices)
     corpus = open_corpus(run, progress=is_first())
-    ledger = step_ledger(assembled)
-    found = sections(assembled, ledger, corpus.num_tokens)
+    program = step_program(assembled)
+    ledger = ledger_of(program)
+    found = sections(assembled, program, ledger, corpus.num_tokens)
     if is_first():
         (folder / "ledger.txt").write_text(f"{ledger}\n")
         write_sections(folder, found)

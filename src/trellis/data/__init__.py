@@ -6,11 +6,13 @@ from trellis.data.embedded import embedded_stores
 from trellis.data.evaluation import count_bytes
 from trellis.data.loader import Loader
 from trellis.data.mixture import Mixture
-from trellis.data.order import Shuffle
-from trellis.data.sources import FileSource, embedded_corpus, find_files
-from trellis.data.store import Store, TokenStore, check_tokenizer, check_vocabulary
+from trellis.data.order.order import Shuffle
+from trellis.data.store.opening import open_store
+from trellis.data.store.store import Store
+from trellis.data.store.token_store import TokenStore, check_tokenizer, check_vocabulary
 from trellis.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
-from trellis.data.tokenizing import tokenize
+from trellis.data.tokenizing.sources import FileSource, embedded_corpus, find_files
+from trellis.data.tokenizing.tokenize import tokenize
 
 __all__ = [
     "Batch",
@@ -30,6 +32,7 @@ __all__ = [
     "embedded_stores",
     "find_files",
     "load_tokenizer",
+    "open_store",
     "tokenize",
     "train_bpe",
 ]

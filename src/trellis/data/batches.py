@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from trellis.data.batch import Batch
-from trellis.data.order import Order, Shuffle, windowed
-from trellis.data.packing import open_rows, padding, pick
-from trellis.data.store import TokenStore
+from trellis.data.order.order import Order, Shuffle, windowed
+from trellis.data.order.packing import open_rows, padding, pick
+from trellis.data.store.token_store import TokenStore
 from trellis.errors import UserError
 
 BatchSize = int | Sequence[tuple[int, int]]
@@ -38,16 +38,16 @@ class BatchSizes:
             self._rows.append(self._rows[-1] + (steps[i] - steps[i - 1]) * self._sizes[i - 1])
 
     def at(self, step: int) -> int:
-        """Rows of the batch of ``step``."""
+        """Rows of the batch of `step`."""
         return self._sizes[bisect.bisect_right(self._steps, step) - 1]
 
     def first_row(self, step: int) -> int:
-        """Rows in all batches before ``step``."""
+        """Rows in all batches before `step`."""
         stage = bisect.bisect_right(self._steps, step) - 1
         return self._rows[stage] + (step - self._steps[stage]) * self._sizes[stage]
 
     def steps_for(self, rows: int) -> int:
-        """How many whole batches ``rows`` rows fill."""
+        """How many whole batches `rows` rows fill."""
         stage = bisect.bisect_right(self._rows, rows) - 1
         return self._steps[stage] + (rows - self._rows[stage]) // self._sizes[stage]
 
@@ -74,7 +74,7 @@ class Rows:
         return self._rows.num_rows
 
     def read(self, positions: np.ndarray) -> Batch:
-        """The rows at ``positions`` (i64[batch]) of the sequence."""
+        """The rows at `positions` (`i64["batch"]`) of the sequence."""
         return self._rows.read(self._order(positions))
 
     def _order(self, positions):
@@ -103,7 +103,7 @@ class Batches:
         pad_last: fill the last batch up with rows of padding, instead of leaving a last partial batch out.
         mask_documents: say where documents begin; without it each row is one text.
 
-    Nothing but ``step`` is needed to resume, whatever the hosts and devices.
+    Nothing but `step` is needed to resume, whatever the hosts and devices.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Batches:
         return self._rows.num_rows / self.sizes.at(0)
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
-        """The batch of ``step``, or some consecutive rows of it.
+        """The batch of `step`, or some consecutive rows of it.
 
         Raises:
             UserError: the data ends before.

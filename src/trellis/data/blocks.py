@@ -13,7 +13,7 @@ class Block:
     """Some consecutive documents of one file, not yet parsed.
 
     Attributes:
-        kind: "records" (``payload`` is a list of dict), "json" (JSON lines, as bytes), "text" (texts divided by the
+        kind: "records" (`payload` is a list of dict), "json" (JSON lines, as bytes), "text" (texts divided by the
             job's separator, as bytes) or "piece" (part of one text that may go on in the next block, as bytes).
         name: the file, for messages.
         first: number of the first line or record, from 1.
@@ -65,7 +65,7 @@ class Job:
         field: the field of a record that holds its text; dots go into nested objects.
         separator: what divides the texts of a "text" block.
         filter: "module:function" or "path.py:function", called with each record; a false result leaves it out.
-        chat: records are conversations, ``field`` holding a list of messages.
+        chat: records are conversations, `field` holding a list of messages.
     """
 
     tokenizer: str

@@ -3,17 +3,17 @@
 import hashlib
 import os
 
-from trellis.data.sources import embedded_corpus
-from trellis.data.store import TokenStore
-from trellis.data.tokenizing import tokenize
+from trellis.data.store.token_store import TokenStore
+from trellis.data.tokenizing.sources import embedded_corpus
+from trellis.data.tokenizing.tokenize import tokenize
 
 
 def embedded_stores(
     cache_dir: str | os.PathLike, vocab_size: int = 4096, *, progress: bool = False
 ) -> dict[str, TokenStore]:
-    """The embedded corpus as token stores, ``{"train": ..., "validation": ...}``, with a BPE trained on "train".
+    """The embedded corpus as token stores, `{"train": ..., "validation": ...}`, with a BPE trained on "train".
 
-    The stores lie under ``cache_dir`` in a folder named by the contents of the corpus and the vocabulary, so a second
+    The stores lie under `cache_dir` in a folder named by the contents of the corpus and the vocabulary, so a second
     call opens them at once and another Python gets its own.
     """
     digest = hashlib.sha256(f"{vocab_size}".encode())

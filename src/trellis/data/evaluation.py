@@ -3,7 +3,7 @@
 import numpy as np
 
 from trellis.data.batch import Batch
-from trellis.data.store import TokenStore
+from trellis.data.store.token_store import TokenStore
 from trellis.errors import UserError
 
 

@@ -12,14 +12,14 @@ from trellis.errors import UserError
 
 
 class Loader:
-    """An iterator of (step, batch) whose arrays are spread over the devices of ``sharding``.
+    """An iterator of (step, batch) whose arrays are spread over the devices of `sharding`.
 
     Only the rows of this host's devices are read. A background thread reads one batch after the other and keeps up to
-    ``prefetch`` of them ready; memory is that many batches, one in the making and one in use.
+    `prefetch` of them ready; memory is that many batches, one in the making and one in use.
 
     Args:
         batches: what to load.
-        sharding: a `jax.sharding.Sharding` of ``[batch pos]`` arrays.
+        sharding: a `jax.sharding.Sharding` of `[batch pos]` arrays.
         start_step: the first step.
         prefetch: batches kept ready.
 
@@ -59,7 +59,7 @@ class Loader:
         return step, batch
 
     def close(self) -> None:
-        """Stop reading ahead. Safe to call twice."""
+        """Stops reading ahead. Safe to call twice."""
         self._stop.set()
         self._room.release()
         if self._thread is not threading.current_thread():
@@ -81,7 +81,7 @@ class Loader:
                 self._ready.put((step, None, None))
                 return
             try:
-                batch = place(self._batches, step, self._sharding)
+                batch = sharded(self._batches, step, self._sharding)
             except BaseException as error:
                 self._ready.put((step, None, error))
                 return
@@ -96,7 +96,7 @@ def rows_here(batches: Batches, step: int, sharding, shape: tuple[int, int]) -> 
     return {(start, stop): batches.batch(step, rows=slice(start, stop)) for start, stop in rows}
 
 
-def place(batches: Batches, step: int, sharding) -> Batch:
+def sharded(batches: Batches, step: int, sharding) -> Batch:
     """The batch of `step` as `jax.Array`s over the devices of `sharding`, reading this host's rows alone."""
     import jax
 

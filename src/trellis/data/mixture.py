@@ -10,10 +10,10 @@ import numpy as np
 
 from trellis.data.batch import Batch
 from trellis.data.batches import Batches, BatchSizes, Rows
-from trellis.data.order import Shuffle
-from trellis.data.packing import pick
-from trellis.data.permutation import Permutation, derive_key
-from trellis.data.store import TokenStore
+from trellis.data.order.order import Shuffle
+from trellis.data.order.packing import pick
+from trellis.data.order.permutation import Permutation, derive_key
+from trellis.data.store.token_store import TokenStore
 from trellis.errors import UserError
 
 Weights = Mapping[str, float]
@@ -137,7 +137,7 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class _Stage:
-    """Rows from ``first`` on, with fixed shares, until the next stage; ``before[s]`` rows of source s are used up."""
+    """Rows from `first` on, with fixed shares, until the next stage; `before[s]` rows of source s are used up."""
 
     index: int
     first: int
@@ -150,7 +150,7 @@ class _Stage:
         return max(range(len(self.shares)), key=lambda s: (self.shares[s], -s))
 
     def used(self, blocks: int, size: int) -> list[int]:
-        """Rows of each source in the first ``blocks`` blocks of the stage."""
+        """Rows of each source in the first `blocks` blocks of the stage."""
         counts = [int(share * size * blocks + Fraction(1, 2)) for share in self.shares]
         counts[self.main] += size * blocks - sum(counts)
         return counts
@@ -160,8 +160,8 @@ class MixtureRows:
     """Rows of a mixture by position.
 
     A stage is a run of positions with fixed shares: it ends where the weights change, or where a source with a limit
-    has given its last row. It is divided into blocks. After j blocks source s has given ``floor(share * block * j +
-    1/2)`` rows, the source with the largest share the rest. Inside a block the sources' rows lie in a pseudorandom
+    has given its last row. It is divided into blocks. After j blocks source s has given `floor(share * block * j +
+    1/2)` rows, the source with the largest share the rest. Inside a block the sources' rows lie in a pseudorandom
     order.
     """
 
@@ -179,7 +179,7 @@ class MixtureRows:
         return sum(source.num_rows for source in self._sources)
 
     def read(self, positions: np.ndarray) -> Batch:
-        """The rows at ``positions`` (i64[batch])."""
+        """The rows at `positions` (`i64["batch"]`)."""
         source, index = self.locate(positions)
         parts, places = [], []
         for s in np.unique(source):

@@ -11,7 +11,7 @@ FIRST_PAUSE = 0.2  # seconds; doubled after every failed attempt
 
 
 def is_remote(url: str) -> bool:
-    """Whether ``url`` names a protocol other than the local file system.
+    """Whether `url` names a protocol other than the local file system.
 
     >>> is_remote("s3://bucket/corpus"), is_remote("file:///corpus"), is_remote("corpus")
     (True, False, False)
@@ -20,12 +20,12 @@ def is_remote(url: str) -> bool:
 
 
 def local_path(url: str) -> str:
-    """The path of a local ``url``."""
+    """The path of a local `url`."""
     return url.split("://", 1)[1] if "://" in url else os.fspath(url)
 
 
 def filesystem(url: str):
-    """The fsspec file system of ``url`` and the path inside it."""
+    """The fsspec file system of `url` and the path inside it."""
     import fsspec
 
     try:
@@ -47,7 +47,7 @@ def filesystem(url: str):
 
 
 def with_retries(action, *, what: str, url: str):
-    """``action()``, tried again after a passing fault of the network, with growing pauses.
+    """`action()`, tried again after a passing fault of the network, with growing pauses.
 
     A missing file and a refused permission are final at once.
 
@@ -90,7 +90,7 @@ class LocalFolder:
         return os.path.getsize(self.path(name))
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
-        """The bytes of a file, or those from ``start`` to ``stop`` as far as the file goes."""
+        """The bytes of a file, or those from `start` to `stop` as far as the file goes."""
         descriptor = os.open(self.path(name), os.O_RDONLY)
         try:
             if start is None:
@@ -177,7 +177,7 @@ class RemoteFolder:
 
 
 def open_folder(url: str) -> LocalFolder | RemoteFolder:
-    """The folder at ``url``; it need not exist yet."""
+    """The folder at `url`; it need not exist yet."""
     url = os.fspath(url)
     return RemoteFolder(url) if is_remote(url) else LocalFolder(url)
 

@@ -69,11 +69,11 @@ class Tokenizer:
         return hashlib.sha256((self.json + "\0" + self.end_of_document_text).encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of one text, without any special token: i64[tokens]."""
+        """The ids of one text, without any special token: `i64["tokens"]`."""
         return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, np.int64)
 
     def encode_markup(self, text: str) -> np.ndarray:
-        """The ids of one text in which special tokens that are written out are recognized: i64[tokens]."""
+        """The ids of one text in which special tokens that are written out are recognized: `i64["tokens"]`."""
         return np.asarray(self._markup.encode(text, add_special_tokens=False).ids, np.int64)
 
     @functools.cached_property
@@ -90,12 +90,12 @@ class Tokenizer:
         return [np.array(e.ids, dtype) for e in encode(texts, add_special_tokens=False)]
 
     def decode(self, ids, *, special: bool = True) -> str:
-        """The text of some ids; special tokens are written out unless ``special`` is False."""
+        """The text of some ids; special tokens are written out unless `special` is False."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
-        """How many UTF-8 bytes of text each id stands for: i32[vocab]; special tokens stand for none.
+        """How many UTF-8 bytes of text each id stands for: `i32["vocab"]`; special tokens stand for none.
 
         Exact where the tokenizer works on bytes; for others it counts the decoded text.
         """
@@ -116,9 +116,9 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str, *, end_of_document: str | None = None) -> Tokenizer:
-    """The tokenizer in a tokenizer.json, a Hugging Face folder, or (with the ``hf`` extra) a repository name.
+    """The tokenizer in a tokenizer.json, a Hugging Face folder, or (with the `hf` extra) a repository name.
 
-    A folder's tokenizer_config.json names the end-of-document token, if it has an ``eos_token``.
+    A folder's tokenizer_config.json names the end-of-document token, if it has an `eos_token`.
     """
     where = path
     if os.path.isdir(path):
@@ -213,7 +213,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def train_bpe(texts, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE trained on an iterator of texts, with ``vocab_size`` ids, the last of them special.
+    """A byte-level BPE trained on an iterator of texts, with `vocab_size` ids, the last of them special.
 
     Sennrich, Haddow and Birch (2016), over bytes as in GPT-2 (2019).
     """

@@ -10,7 +10,7 @@ import functools
 import importlib.resources
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from trellis.errors import UserError, did_you_mean
 from trellis.mesh.topology import TopologyError, parse_slice
@@ -26,6 +26,7 @@ class Chip:
     Attributes:
         name: as in `v5e` or `h100`.
         kind: "tpu" or "gpu".
+        device_kinds: what JAX calls the device: beginnings of its `device_kind`, the usual one first.
         bf16_flops: dense bfloat16 peak, FLOP/s.
         fp8_flops: dense 8-bit float peak, FLOP/s; the bfloat16 peak where fp8 is not faster.
         hbm_bytes: memory a program can allocate.
@@ -72,6 +73,13 @@ class Chip:
     processors: int | None = None
     overlap: tuple[str, ...] = ()
     source: str
+    device_kinds: tuple[str, ...] = ()
+
+    @property
+    def device_kind(self) -> str:
+        """What JAX calls the device."""
+        maker = "TPU" if self.kind == "tpu" else "NVIDIA"
+        return self.device_kinds[0] if self.device_kinds else f"{maker} {self.name.upper()}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +118,7 @@ class Target:
 _FIELDS = {
     "kind", "bf16_tflops", "fp8_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "links", "network_gbps",
     "devices_per_chip", "kiloflops_per_cycle", "source", "like", "vector_tflops", "matmul_efficiency",
-    "attention_efficiency", "float32_share", "tile", "fill", "processors", "overlap",
+    "attention_efficiency", "float32_share", "tile", "fill", "processors", "overlap", "device_kinds",
 }  # fmt: skip
 _REQUIRED = ("kind", "bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "network_gbps", "vector_tflops",
              "matmul_efficiency", "attention_efficiency", "tile", "source")  # fmt: skip
@@ -146,9 +154,14 @@ def chip_from(name: str, entry: Mapping, where: str = "chips.yaml") -> Chip:
                 where=where,
                 fix="write overlap: [gathers, reductions], or a part of it",
             )  # fmt: skip
-    rates = {
-        key: entry.get(key) for key in _FIELDS - {"kind", "source", "like", "overlap"} if entry.get(key) is not None
-    }
+    kinds = entry.get("device_kinds") or []
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise UserError(
+            "Device kinds are a list of texts.", seen=f"{name}.device_kinds: {kinds}", where=where,
+            fix="write device_kinds: [NVIDIA H100]",
+        )  # fmt: skip
+    words = {"kind", "source", "like", "overlap", "device_kinds"}
+    rates = {key: entry[key] for key in _FIELDS - words if entry.get(key) is not None}
     for key, value in rates.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
             raise UserError(
@@ -179,6 +192,7 @@ def chip_from(name: str, entry: Mapping, where: str = "chips.yaml") -> Chip:
         processors=entry.get("processors"),
         overlap=tuple(entry.get("overlap") or ()),
         source=str(entry["source"]),
+        device_kinds=tuple(kinds),
     )
 
 
@@ -188,6 +202,32 @@ def _builtin() -> dict[str, dict]:
 
     text = importlib.resources.files("trellis.hardware").joinpath("chips.yaml").read_text()
     return yaml.safe_load(text)
+
+
+def published_peak(device_kind: str) -> float | None:
+    """The dense bfloat16 peak of one JAX device, in FLOP/s; None where it is not in the table.
+
+    >>> published_peak("NVIDIA H200") / 1e12, published_peak("cpu")
+    (989.0, None)
+    """
+    peaks = {kind: tflops * 1e12 for kind, tflops in _builtin()["peaks"].items()}
+    peaks |= {kind: chip.bf16_flops for chip in chips().values() for kind in chip.device_kinds}
+    return peaks[found] if (found := _longest(peaks, device_kind)) else None
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip that JAX calls so; None where it is not in the table.
+
+    >>> chip_of("NVIDIA A100-SXM4-40GB").name
+    'a100-40gb'
+    """
+    known = {kind: chip for chip in chips().values() for kind in chip.device_kinds}
+    return known[found] if (found := _longest(known, device_kind)) else None
+
+
+def _longest(kinds: Iterable[str], device_kind: str) -> str | None:
+    """The longest beginning of a device kind."""
+    return max((kind for kind in kinds if device_kind.startswith(kind)), key=len, default=None)
 
 
 def chips(extra: str | None = None) -> dict[str, Chip]:
@@ -200,7 +240,7 @@ def chips(extra: str | None = None) -> dict[str, Chip]:
     Raises:
         UserError: the file cannot be read, or an entry is wrong.
     """
-    entries, where = dict(_builtin()), "chips.yaml"
+    entries, where = {name: entry for name, entry in _builtin().items() if name != "peaks"}, "chips.yaml"
     if extra:
         import yaml
 

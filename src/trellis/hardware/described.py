@@ -10,9 +10,6 @@ import math
 
 from trellis.hardware.chips import Target
 
-# What JAX's device kinds are called, which mesh arrangement and kernels look at.
-_KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "v7x": "TPU7x"}
-
 
 @dataclasses.dataclass(frozen=True)
 class DescribedDevice:
@@ -35,7 +32,7 @@ class DescribedDevice:
 def described_devices(target: Target) -> list[DescribedDevice]:
     """The devices of a target, slices one after the other, hosts within a slice."""
     chip = target.chip
-    kind = _KINDS.get(chip.name, f"{'TPU ' if chip.kind == 'tpu' else 'NVIDIA '}{chip.name.upper()}")
+    kind = chip.device_kind
     if chip.kind == "gpu":
         hosts, per_host = target.shape
         return [

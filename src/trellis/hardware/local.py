@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trellis.hardware.chips import MEMORY_EFFICIENCY, Chip, Target, chips
+from trellis.hardware.chips import MEMORY_EFFICIENCY, Chip, Target, chip_of
 from trellis.hardware.measure import CACHED, Machine
-
-_TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "v7x"}
 
 
 def local_target(devices: Sequence[Any], *, measured: Machine | None = None) -> Target:
@@ -23,12 +21,7 @@ def local_target(devices: Sequence[Any], *, measured: Machine | None = None) -> 
             shape=(1, len(devices)),
             wrap=(False, False),
         )
-    known = chips()
-    name = _TPU_KINDS.get(device.device_kind)
-    if name is None:
-        words = device.device_kind.lower().replace("nvidia ", "").split()
-        name = next((word.split("-")[0] for word in words if word.split("-")[0] in known), None)
-    chip = known[name] if name else _cpu(measured, len(devices))
+    chip = chip_of(device.device_kind) or _cpu(measured, len(devices))
     hosts = len({d.process_index for d in devices})
     if chip.kind == "gpu":
         return Target(name=device.device_kind, chip=chip, shape=(hosts, len(devices) // hosts), wrap=(False, False))

@@ -1,6 +1,8 @@
 """What a program does before it runs: its communication, its memory, where its arrays are."""
 
-from .compiled import (
+from trellis.frames import hide_frames
+from trellis.inspect.buffers import Buffer
+from trellis.inspect.compiled import (
     CompiledMemory,
     collectives,
     compare,
@@ -9,11 +11,12 @@ from .compiled import (
     products,
     scheduled_cycles,
 )
-from .kept import Buffer
-from .ledger import ledger
-from .memory import Memory, NotEnoughMemory, live_bytes, live_memory, memory
-from .pictures import Picture, show
-from .rows import Ledger, Row
+from trellis.inspect.ledger import ledger
+from trellis.inspect.memory import Memory, NotEnoughMemory, live_bytes, live_memory, memory
+from trellis.inspect.pictures import Picture, show
+from trellis.inspect.rows import Ledger, Row
+
+hide_frames(__file__)
 
 __all__ = [
     "Buffer",

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from .hlo import Instruction, Program, parse_program, source_target_pairs
-from .rows import Ledger, Row, aligned, human_bytes, wire_bytes
-from .source import in_a_library, names_of
+from trellis.frames import in_a_library
+from trellis.inspect.hlo import Instruction, Program, parse_program, source_target_pairs
+from trellis.inspect.rows import Ledger, Row, aligned, human_bytes, wire_bytes
+from trellis.program.scopes import names_of
 
 _KINDS = {
     "all-gather": "all-gather",

@@ -1,34 +1,24 @@
 """What one device holds, by kind and by name: before running, from types and from the compiler, and while running.
 
-From types: the arguments are told apart by where they stand in their trees, gradients are as large as parameters, and
-the values that the forward pass keeps for the backward pass are read off the jaxpr with the names that `save` gave
-them. The compiler's own count stands beside it: it fuses some of these away, and adds what a step needs in passing,
-the temporaries.
+From types: the highest point of the program's own buffers, arguments by the paths to them, what the forward pass keeps
+for the backward pass by the names that `save` gave. The compiler's own count stands beside it, where it was asked.
 """
 
 import collections
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr
-from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import NamedSharding
 
-from trellis.notation.typeof import short_dtype
-
-from .calls import called
-from .compiled import CompiledMemory, compiled_memory
-from .kept import Buffer, kept
-from .ledger import mesh_in_force, trace
-from .rows import aligned, human_bytes
-from .rules import num_bytes
-from .source import direction_of
-from .transition import Place
-
-KINDS = ("parameters", "optimizer", "gradients", "activations", "gathered weights", "batch", "temporaries", "other")
+from trellis.inspect.buffers import KINDS, Buffer
+from trellis.inspect.compiled import CompiledMemory, compiled_memory
+from trellis.inspect.rows import aligned, human_bytes
+from trellis.inspect.timeline import highest_point
+from trellis.program import Program, trace
+from trellis.program.sizes import local_bytes, typed
+from trellis.program.trace import kind_of, mesh_in_force, mesh_of, word_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +26,16 @@ class Memory:
     """What one device holds.
 
     Attributes:
-        buffers: everything that is known by name, largest first.
+        buffers: everything that is held at the highest point, by name, largest first.
+        where: the line that runs there; empty if nothing does.
+        kept: what the forward pass keeps for the backward pass, at the highest point or before it, largest first.
         compiled: the compiler's count, where the program was compiled.
         in_use: bytes in use by the device's own count, where it has one; only while running.
     """
 
     buffers: tuple[Buffer, ...]
+    where: str = ""
+    kept: tuple[Buffer, ...] = ()
     compiled: CompiledMemory | None = None
     in_use: int | None = None
 
@@ -52,36 +46,37 @@ class Memory:
             sums[buffer.kind] += buffer.num_bytes
         return {kind: sums[kind] for kind in KINDS if sums[kind]}
 
+    def bytes_of(self, *kinds: str) -> int:
+        """Bytes of the buffers of some kinds."""
+        return sum(buffer.num_bytes for buffer in self.buffers if buffer.kind in kinds)
+
     @property
     def total(self) -> int:
-        """Bytes of all buffers."""
+        """Bytes of all buffers: the highest point, from types."""
         return sum(buffer.num_bytes for buffer in self.buffers)
 
     @property
     def peak(self) -> int:
-        """Bytes at the highest point: by the compiler where it was asked, otherwise all buffers together."""
+        """Bytes at the highest point: by the compiler where it was asked, otherwise from types."""
         return self.compiled.peak if self.compiled else self.total
 
     def largest(self, kind: str = "activations") -> Buffer | None:
-        """The largest buffer of a kind, all of one name together; None where there is none.
+        """The largest of what is kept for the backward pass, all of one name together; None where there is none.
 
-        The default answers which activation to recompute, or to move to the host, first.
+        It answers which activation to recompute, or to move to the host, first.
+
+        Args:
+            kind: "activations", or "gathered weights".
         """
-        named = self.by_name(kind)
-        return named[0] if named else None
+        return next((buffer for buffer in _by_name(self.kept) if buffer.kind == kind), None)
 
     def by_name(self, kind: str | None = None) -> list[Buffer]:
         """Buffers of one name together, largest first."""
-        groups: dict[tuple[str, str], list[Buffer]] = collections.defaultdict(list)
-        for buffer in self.buffers:
-            if kind is None or buffer.kind == kind:
-                groups[buffer.kind, buffer.name].append(buffer)
-        merged = []
-        for first, *rest in groups.values():
-            what = first.what + (f" and {len(rest)} more" if rest else "")
-            size = first.num_bytes + sum(buffer.num_bytes for buffer in rest)
-            merged.append(dataclasses.replace(first, what=what, num_bytes=size))
-        return sorted(merged, key=lambda buffer: -buffer.num_bytes)
+        return _by_name(buffer for buffer in self.buffers if kind in (None, buffer.kind))
+
+    def kept_by_name(self) -> list[Buffer]:
+        """The same of what is kept for the backward pass."""
+        return _by_name(self.kept)
 
     def as_dict(self) -> dict:
         """Everything as plain data."""
@@ -89,7 +84,9 @@ class Memory:
         return {
             "per_kind": self.per_kind(),
             "peak": self.peak,
+            "where": self.where,
             "buffers": [dataclasses.asdict(buffer) for buffer in self.buffers],
+            "kept": [dataclasses.asdict(buffer) for buffer in self.kept],
             "compiled": compiled,
             "in_use": self.in_use,
         }
@@ -100,7 +97,7 @@ class Memory:
 
     def svg(self) -> str:
         """A treemap: an area for each buffer, its kind by color."""
-        from .treemap import treemap
+        from trellis.inspect.treemap import treemap
 
         return treemap([(b.kind, b.name, b.what, b.num_bytes) for b in self.by_name()], KINDS)
 
@@ -167,112 +164,51 @@ class Memory:
         )
 
 
+def _by_name(buffers: Iterable[Buffer]) -> list[Buffer]:
+    groups: dict[tuple[str, str], list[Buffer]] = collections.defaultdict(list)
+    for buffer in buffers:
+        groups[buffer.kind, buffer.name].append(buffer)
+    merged = []
+    for first, *rest in groups.values():
+        what = first.what + (f" and {len(rest)} more" if rest else "")
+        size = first.num_bytes + sum(buffer.num_bytes for buffer in rest)
+        merged.append(dataclasses.replace(first, what=what, num_bytes=size))
+    return sorted(merged, key=lambda buffer: -buffer.num_bytes)
+
+
 class NotEnoughMemory(ValueError):
     """A step that does not fit. The message says by how much, what is largest, and what would fit."""
-
-
-def kind_of(path: tuple[str, ...], array: Any) -> str:
-    """What an argument is, by the names on the way to it: `("0", "optimizer", "mu", "embedding")`.
-
-    An optimizer's state has `opt...`, `mu`, `nu` or `average` on its way, parameters have `model` or `params`. Of the
-    rest, floating-point arrays in the first argument are parameters, and everything else is the batch.
-    """
-    words = [word.lower() for word in path[1:]]
-    if any(word.startswith("opt") or word in ("mu", "nu", "trace", "average") for word in words):
-        return "optimizer"
-    floats = jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
-    if any(word in ("model", "params", "parameters") for word in words) or (floats and path[0] == "0"):
-        return "parameters"
-    return "batch"
 
 
 def memory(
     fn: Callable, *args, compile: bool = True, kind_of: Callable[[tuple[str, ...], Any], str] = kind_of, **kwargs
 ) -> Memory:
-    """What one device holds during a call of a function, before anything runs.
+    """What one device holds at the highest point of a call of a function, before anything runs.
 
     Args:
         fn: a gradient or a train step, jitted (with its donations) or not.
         *args, **kwargs: its arguments: arrays, or `jax.ShapeDtypeStruct`s with shardings.
         compile: whether the compiler is asked as well.
         kind_of: tells what an argument is, from the names on the way to it and the array.
-
-    Returns:
-        Buffers by kind and name, and the compiler's count. Temporaries are what the compiler counts beyond the
-        gradients and the values kept for the backward pass.
     """
-    buffers = _arguments((args, kwargs), kind_of)
-    closed, mesh = trace(fn, *args, **kwargs)
-    live, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    between = kept(live, dict(mesh.shape) if mesh is not None else {})
-    buffers += between
-    if _differentiates(live):
-        gradients = sum(b.num_bytes for b in buffers if b.kind == "parameters")
-        buffers.append(Buffer(kind="gradients", name="gradients", what="as the parameters", num_bytes=gradients))
-    counted = None
-    if compile:
-        jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
-        with mesh_in_force(mesh):
-            counted = compiled_memory(jitted.lower(*args, **kwargs).compile())
-        known = sum(b.num_bytes for b in buffers if b.kind in ("gradients", "activations", "gathered weights"))
-        rest = counted.temporaries + counted.outputs - counted.aliased - known
-        if rest > 0:
-            buffers.append(Buffer(kind="temporaries", name="temporaries", what="by the compiler", num_bytes=rest))
-    return Memory(tuple(sorted(buffers, key=lambda b: -b.num_bytes)), counted)
+    held = memory_of(trace(fn, *args, kind_of=kind_of, **kwargs))
+    if not compile:
+        return held
+    jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
+    with mesh_in_force(mesh_of((args, kwargs))):
+        counted = compiled_memory(jitted.lower(*args, **kwargs).compile())
+    return dataclasses.replace(held, compiled=counted)
 
 
-def _arguments(tree: Any, kind_of: Callable[[tuple[str, ...], Any], str]) -> list[Buffer]:
-    """A buffer for every array of the arguments."""
-    found = []
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_named)
-    for path, leaf in leaves:
-        array = leaf.array if _is_named(leaf) else leaf
-        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-            continue
-        words = tuple(_word(key) for key in path[1:])  # without the pair of args and kwargs
-        found.append(
-            Buffer(
-                kind=kind_of(words, array),
-                name=".".join(words[1:]) or f"argument {words[0]}",
-                what=_type(array, getattr(leaf, "names", None)),
-                num_bytes=_local(array),
-            )
-        )
-    return found
+def memory_of(program: Program, *, held_beside: bool = False) -> Memory:
+    """The memory of a program that was traced before, from types.
 
-
-def _is_named(x: Any) -> bool:
-    return hasattr(x, "array") and hasattr(x, "names")
-
-
-def _word(key: Any) -> str:
-    for attribute in ("name", "key", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
-
-
-def _local(array: Any) -> int:
-    """Bytes of one device's part of an array or a `ShapeDtypeStruct`."""
-    sharding = getattr(array, "sharding", None)
-    shape = sharding.shard_shape(tuple(array.shape)) if sharding is not None else array.shape
-    return num_bytes(jax.ShapeDtypeStruct(shape, array.dtype))
-
-
-def _type(array: Any, names: tuple[str, ...] | None) -> str:
-    sharding = getattr(array, "sharding", None)
-    words = names or tuple(map(str, array.shape))
-    spec = sharding.spec.partitions if isinstance(sharding, NamedSharding) else ()
-    dims = [entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else () for entry in spec]
-    place = Place((*map(tuple, dims), *[()] * (len(array.shape) - len(dims))))
-    return f"{short_dtype(array.dtype)}[{place.words(words)}]"
-
-
-def _differentiates(jaxpr: Jaxpr) -> bool:
-    return any(
-        direction_of(str(equation.source_info.name_stack)) == "backward" or any(map(_differentiates, called(equation)))
-        for equation in jaxpr.eqns
-    )
+    Args:
+        program: from `trace`.
+        held_beside: whether SparseCores move weights and gradients beside computation, see `highest_point`.
+    """
+    point = highest_point(program, held_beside)
+    return Memory(point.buffers, point.where, point.kept)
 
 
 def live_memory(**trees: Any) -> Memory:
@@ -288,13 +224,13 @@ def live_memory(**trees: Any) -> Memory:
     known: dict[int, tuple[str, str]] = {}
     for kind, tree in trees.items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            name = ".".join(word for word in map(_word, path) if word != "array")
+            name = ".".join(word for word in map(word_of, path) if word != "array")
             known[id(leaf)] = (kind, name or kind)
     per_device: dict[jax.Device, list[Buffer]] = collections.defaultdict(list)
     for array in jax.live_arrays():
         kind, name = known.get(id(array), ("other", "not in a tree"))
         buffer = Buffer(
-            kind=kind if kind in KINDS else "other", name=name, what=_type(array, None), num_bytes=_local(array)
+            kind=kind if kind in KINDS else "other", name=name, what=typed(array), num_bytes=local_bytes(array)
         )
         for device in array.sharding.addressable_devices:
             per_device[device].append(buffer)
@@ -311,5 +247,5 @@ def live_bytes() -> dict[int, int]:
     held = dict.fromkeys((device.id for device in jax.local_devices()), 0)
     for array in jax.live_arrays():
         for device in array.sharding.addressable_devices:  # asking for the shards would make arrays of them
-            held[device.id] += _local(array)
+            held[device.id] += local_bytes(array)
     return held

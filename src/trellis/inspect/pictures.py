@@ -18,8 +18,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from trellis.notation.typeof import short_dtype
-
-from .transition import Place
+from trellis.program.sizes import state_at, typed
 
 MOST_ROWS, MOST_COLUMNS = 16, 8
 
@@ -127,16 +126,12 @@ def _array_panel(array, names: tuple[str, ...]) -> Panel:
         devices = sorted(getattr(sharding, "device_set", ()), key=lambda device: device.id)
         box = Box(f"device {devices[0].id}" if devices else "one device", _bars(names, array.shape, {}, {}, ()), 0)
         return Panel(f"{short_dtype(array.dtype)}[{' '.join(names)}]", ("",), ("",), ((box,),), ("not on a mesh",))
-    mesh, spec = sharding.mesh, sharding.spec
-    dims = [tuple(entry) if isinstance(entry, tuple) else (entry,) for entry in spec.partitions]
-    dims = [tuple(axis for axis in axes if isinstance(axis, str)) for axes in dims]
-    dims += [()] * (len(array.shape) - len(dims))
-    place = Place(tuple(dims), frozenset(spec.unreduced or ()), frozenset(spec.reduced or ()))
-    assigned = dict(zip(range(len(dims)), place.dims))
-    states = dict.fromkeys(place.pending, "a partial sum on each device along it")
-    states |= dict.fromkeys(place.copied, "a copy on each device along it, whose gradient arrives as a partial sum")
-    title = f"{short_dtype(array.dtype)}[{place.words(names)}]"
-    return _panel(title, mesh, names, array.shape, assigned, states)
+    mesh, aval = sharding.mesh, array if hasattr(array, "sharding") else jax.typeof(array)
+    state = state_at(aval, auto=True)
+    assigned = dict(enumerate(state.axes))
+    states = dict.fromkeys(state.pending, "a partial sum on each device along it")
+    states |= dict.fromkeys(state.copied, "a copy on each device along it, whose gradient arrives as a partial sum")
+    return _panel(typed(aval, names), mesh, names, array.shape, assigned, states)
 
 
 def _layout_panel(mesh, mapping: Mapping[str, str | Sequence[str]], which: str) -> Panel:

@@ -1,17 +1,4 @@
-"""A communication and its cost, and a table of them: what the ledger and the compiled program's reader share.
-
-Bytes on the wire are what one device sends around a ring of the n devices that take part, the least that a ring
-needs; a compiler that does better than a ring (switches that reduce, tori with several links) moves fewer over the
-slowest link but not fewer in all:
-
-| collective     | payload on one device    | bytes sent             |
-|----------------|--------------------------|------------------------|
-| all-gather     | the gathered array, B    | (n - 1) / n * B        |
-| reduce-scatter | the unscattered sum, B   | (n - 1) / n * B        |
-| all-reduce     | the array, B             | 2 (n - 1) / n * B      |
-| all-to-all     | the device's array, B    | (n - 1) / n * B        |
-| permute        | the device's array, B    | B                      |
-"""
+"""A communication, and a table of them: what the ledger and the reader of compiled programs share."""
 
 import collections
 import dataclasses
@@ -19,28 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute")
-DIRECTIONS = ("forward", "recomputed", "backward")
-
-
-def wire_bytes(kind: str, size: int, payload: int) -> int:
-    """Bytes one device sends, by the table above.
-
-    Args:
-        kind: one of `KINDS`.
-        size: devices that take part, n.
-        payload: bytes B.
-
-    >>> wire_bytes("all-reduce", 4, 1000)
-    1500
-    """
-    if size <= 1:
-        return 0
-    if kind == "permute":
-        return payload
-    if kind not in KINDS:
-        raise ValueError(f"a collective is one of {', '.join(KINDS)}, got '{kind}'")
-    return (2 if kind == "all-reduce" else 1) * (size - 1) * payload // size
+from trellis.program.moves import KINDS, wire_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +18,14 @@ class Row:
         axes: the mesh axes it runs over, jointly.
         what: the value, as `before -> after` in the notation where its names are known.
         dtype: as JAX writes it.
-        payload: bytes on one device, see the module's table.
+        payload: bytes on one device, see `trellis.program.moves`.
         wire: bytes one device sends, once.
         times: how often it runs in a call of the function.
-        direction: one of `DIRECTIONS`, or empty where it is not known.
+        direction: "forward", "recomputed" or "backward", or empty where it is not known.
         source: `file.py:line (function)`.
         note: what is uncertain about it, or how it runs; empty as a rule.
+        role: what it moves: "weights" (gathered before use), "gradients" (of weights) or "activations"; empty where
+            that is not known.
     """
 
     kind: str
@@ -70,6 +38,7 @@ class Row:
     direction: str = ""
     source: str = ""
     note: str = ""
+    role: str = ""
 
     @property
     def axis(self) -> str:

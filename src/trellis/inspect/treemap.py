@@ -3,7 +3,7 @@
 import html
 from collections.abc import Sequence
 
-from .rows import human_bytes
+from trellis.inspect.rows import human_bytes
 
 Item = tuple[str, str, str, int]  # kind, name, type, bytes
 _COLORS = ("#7fb3d5", "#a9cce3", "#f5b7b1", "#f9e79f", "#fad7a0", "#d2b4de", "#d5dbdb", "#e5e7e9")

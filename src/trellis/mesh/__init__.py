@@ -1,9 +1,12 @@
 """Meshes, layouts, `reshard`, and typed `shard_map`."""
 
+from trellis.frames import hide_frames
 from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.manual.shard_map import shard_map, shift
 from trellis.mesh.meshes import MeshError, make_mesh
 from trellis.mesh.reshard import ReshardError, all_gather, all_reduce, all_to_all, reduce_scatter, reshard
+
+hide_frames(__file__)
 
 __all__ = [
     "Layout",

@@ -1,5 +1,6 @@
 """Named arrays and their operations."""
 
+from trellis.frames import hide_frames as _hide_frames
 from trellis.named import operators, random
 from trellis.named.array import NamedArray, is_named, named
 from trellis.named.axis import Axis, NamesError
@@ -27,6 +28,8 @@ from trellis.named.reshape import (
 )
 from trellis.named.saving import Keep, checkpoint, save
 from trellis.named.stacked import Stacked
+
+_hide_frames(__file__)
 
 globals().update({**ELEMENTWISE, **REDUCTIONS, **ALONG})
 

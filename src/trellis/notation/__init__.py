@@ -1,5 +1,6 @@
 """The shape language: parse, print, annotations, checks. No mesh, no models."""
 
+from trellis.frames import hide_frames
 from trellis.notation.annotation import (
     ArrayType,
     DType,
@@ -25,3 +26,5 @@ from trellis.notation.shape import Dim, NotationError, Shape, parse, parse_trans
 from trellis.notation.struct import abstract, specs, struct, types
 from trellis.notation.transition import Step, kind_of, plan
 from trellis.notation.typeof import short_dtype, typeof
+
+hide_frames(__file__)

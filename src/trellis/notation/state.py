@@ -29,6 +29,16 @@ class State:
     copied: frozenset[str] = frozenset()
     varying: frozenset[str] = frozenset()
 
+    @property
+    def sliced(self) -> Axes:
+        """The mesh axes that slice some dimension."""
+        return tuple(axis for axes in self.axes for axis in axes)
+
+    def words(self, names: typing.Iterable[object]) -> str:
+        """In the notation, with names or sizes for the dimensions: `batch/data embed +model`."""
+        dims = ["/".join((str(name), *axes)) for name, axes in zip(names, self.axes)]
+        return " ".join([*dims, *(f"+{a}" for a in sorted(self.pending)), *(f"~{a}" for a in sorted(self.copied))])
+
 
 def mode_of(mesh) -> str:
     """The mode of code under an (abstract) mesh: manual wins over explicit, explicit over auto."""

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from trellis.frames import in_a_library
 from trellis.inspect.hlo import Instruction, Program, parse_program
-from trellis.inspect.source import in_a_library
 
 # Names and views, which compute nothing: an edge goes through them.
 _VIEWS = {

@@ -10,7 +10,8 @@ from trellis.figures.html import Markup, join, section, table, tag
 from trellis.figures.numbers import count, duration, size
 
 # The colour of each kind of memory stays the same, whichever kinds there are.
-_KINDS = ("parameters", "optimizer", "gradients", "activations", "gathered weights", "batch", "temporaries", "other")
+_KINDS = ("parameters", "optimizer", "gradients", "activations", "gathered weights", "batch", "temporaries",
+          "fragmentation", "other")  # fmt: skip
 _LAYERS = "layers"
 
 
@@ -21,7 +22,7 @@ def memory(about: Mapping[str, Any]) -> Markup | None:
         return None
     total, limit = sum(held.values()), (about.get("machine") or {}).get("device_memory")
     kinds = sorted(held, key=lambda kind: _KINDS.index(kind) if kind in _KINDS else len(_KINDS))
-    colour = lambda kind: f"k{_KINDS.index(kind) if kind in _KINDS else 7}"
+    colour = lambda kind: f"k{min(_KINDS.index(kind), 7) if kind in _KINDS else 7}"
     scale = max(limit or 0, total) or 1
     bars = [tag("i", class_=colour(k), style=f"width:{100 * held[k] / scale:.2f}%", title=k) for k in kinds]
     keys = [tag("div", tag("span", tag("i", class_=colour(kind)), kind), tag("b", size(held[kind]))) for kind in kinds]

@@ -7,6 +7,7 @@ from typing import Any
 
 from trellis.figures.html import Markup, join, section, tag
 from trellis.figures.numbers import count, size
+from trellis.files import write_whole
 from trellis.pages import parts
 from trellis.pages.charts import Chart, Series, draw, script_data, thin
 from trellis.pages.read import RunFolder, read_folder
@@ -24,10 +25,7 @@ def write_report(folder: str | Path) -> Path:
         UserError: the folder holds no metrics.
     """
     path = Path(folder) / "report.html"
-    text = page(read_folder(Path(folder)))
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    write_whole(path, page(read_folder(Path(folder))))
     return path
 
 

@@ -2,7 +2,6 @@
 
 from trellis.hardware.chips import chips as chips
 from trellis.hardware.chips import target as target
-
-from .quick import Plan as Plan
-from .quick import quick_plan as quick_plan
-from .search import search as search
+from trellis.plan.quick import Plan as Plan
+from trellis.plan.quick import quick_plan as quick_plan
+from trellis.plan.search import search as search

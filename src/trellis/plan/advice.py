@@ -1,8 +1,7 @@
 """What to change in a run, from its plan: the largest cause first, with the option that changes it."""
 
 from trellis.inspect.rows import human_bytes
-
-from .quick import Plan
+from trellis.plan.quick import Plan
 
 
 def advice(plan: Plan) -> list[str]:
@@ -29,38 +28,39 @@ def advice(plan: Plan) -> list[str]:
             f"{bound['memory'] / total:.0%} of the step waits for memory bandwidth: more tokens a device make products "
             "larger, which read each weight for more tokens"
         )
-    padded = sum(line.seconds for line in plan.times.lines if line.kind == "product" and _narrow(line.formula, plan))
-    if padded > 0.1 * total:
+    large = plan.target.chip.bf16_flops * plan.target.chip.matmul_efficiency  # what large products reach
+    narrow = sum(line.seconds for line in plan.times.lines if line.kind == "product" and 0 < line.rate < 0.67 * large)
+    if narrow > 0.1 * total:
         found.append(
-            f"{padded / total:.0%} of the step are products narrower than the matrix units' {plan.target.chip.tile}: "
+            f"{narrow / total:.0%} of the step are products narrower than the matrix units' {plan.target.chip.tile}: "
             "use less tensor parallelism, or wider heads"
         )
     return found
 
 
 def _to_fit(plan: Plan) -> list[str]:
-    kinds, found = plan.memory.kinds, []
+    found = []
     peak = max(plan.memory.peak, 1)
-    state = kinds["parameters"] + kinds["optimizer"]
+    state = plan.memory.bytes_of("parameters", "optimizer")
     if state > 0.5 * plan.target.chip.hbm_bytes:
         found.append(
             f"parameters and optimizer take {human_bytes(state)} a device: slice them over more devices "
             "(--layout.preset fsdp, or a larger slice)"
         )
-    if kinds["kept activations"] > 0.2 * peak:
+    if (kept := plan.memory.bytes_of("activations")) > 0.2 * peak:
         found.append(
-            f"kept activations take {human_bytes(kinds['kept activations'])}: --remat.policy full, more "
+            f"kept activations take {human_bytes(kept)}: --remat.policy full, more "
             "--microbatches, or positions over a mesh axis (--mesh.context 2)"
         )
-    if kinds["temporaries"] > 0.3 * peak and plan.memory.buffers:
-        largest = next((b for b in plan.memory.buffers if b.kind == "temporaries"), plan.memory.buffers[0])
+    if (temporaries := plan.memory.bytes_of("temporaries")) > 0.3 * peak:
+        largest = next(b for b in plan.memory.buffers if b.kind == "temporaries")
         found.append(
-            f"temporaries take {human_bytes(kinds['temporaries'])}, the largest {largest.what} at {largest.source}: "
+            f"temporaries take {human_bytes(temporaries)}, the largest {largest.what}, {largest.name}: "
             "fewer sequences at a time (more --microbatches, a smaller --batch_size)"
         )
-    if kinds["gathered weights"] > 0.3 * peak:
+    if (gathered := plan.memory.bytes_of("gathered weights")) > 0.3 * peak:
         found.append(
-            f"gathered weights take {human_bytes(kinds['gathered weights'])}: slice widths too (--mesh.model 2), or "
+            f"gathered weights take {human_bytes(gathered)}: slice widths too (--mesh.model 2), or "
             "gather for each microbatch"
         )
     return found
@@ -82,11 +82,3 @@ def _links(plan: Plan, axis: str, share: float) -> list[str]:
         f"{share:.0%} of the step waits for weights and gradients over {axis}: more tokens a device (a larger "
         "--batch_size), or compiler options that move them under computation"
     ]
-
-
-def _narrow(formula: str, plan: Plan) -> bool:
-    """Whether a product's rate is less than two thirds of what large ones reach."""
-    if "FLOP/s" not in formula:
-        return False
-    rate = float(formula.partition(" FLOP / ")[2].split(" ")[0])
-    return rate < plan.target.chip.bf16_flops * plan.target.chip.matmul_efficiency * 0.67

@@ -23,16 +23,16 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from trellis._compat import cudnn_assumed, full_text, kept_arguments
+from trellis._compat import full_text, kept_arguments
 from trellis.errors import UserError
+from trellis.files import cache_folder
 from trellis.hardware.chips import Target
 from trellis.inspect.compiled import compiled_memory
 from trellis.mesh.topology import TopologyError, target_devices
+from trellis.plan.buffers import Allocation, Layout, dump_options, read_layout
+from trellis.plan.prepared import Prepared, prepare
 from trellis.run.config import Run
-from trellis.train.compilation import cache_folder, options_for
-
-from .buffers import Allocation, Layout, dump_options, read_layout
-from .program import Program, program
+from trellis.train.compilation import options_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ def compiler_devices(target: Target) -> list[Any]:
 
 def compile_run(
     run: Run, target: Target, *, options: Mapping[str, str] | None = None, progress: bool = False
-) -> tuple[Program, Compiled]:
+) -> tuple[Prepared, Compiled]:
     """Compiles a run's train step for a target.
 
     Args:
@@ -110,19 +110,18 @@ def compile_run(
     Raises:
         UserError: the compiler is not installed or refuses an option, or a size does not divide.
     """
-    prog = program(run, target, compiler_devices(target))
+    prepared = prepare(run, target, compiler_devices(target))
     if options is None:
         options = options_for(target.chip.kind, run.compiler_options, target.num_devices)
-    return prog, compile_program(prog, target, options=options, progress=progress)
+    return prepared, compile_program(prepared, target, options=options, progress=progress)
 
 
 def compile_program(
-    prog: Program, target: Target, *, options: Mapping[str, str] | None = None, progress: bool = False
+    prepared: Prepared, target: Target, *, options: Mapping[str, str] | None = None, progress: bool = False
 ) -> Compiled:
     """The same for a program on its compiler's devices."""
-    with prog.layout, cudnn_assumed():
-        lowered = prog.step.trace(prog.state, prog.batch).lower(lowering_platforms=(platform_of(target),))
-    return compile_lowered(lowered, target, name=prog.run.name, options=options, progress=progress)
+    lowered = prepared.lowered(platform_of(target))
+    return compile_lowered(lowered, target, name=prepared.run.name, options=options, progress=progress)
 
 
 def platform_of(target: Target) -> str:
@@ -300,7 +299,7 @@ def _key(text: str, target: Target, options: Mapping[str, str], versions: Mappin
 
 
 def _folder() -> Path:
-    return cache_folder().parent / "plan"
+    return cache_folder("plan")
 
 
 def _read(key: str) -> Compiled | None:

@@ -5,20 +5,20 @@ import math
 from collections.abc import Sequence
 
 from trellis.inspect.rows import human_bytes
-
-from .quick import Plan
-from .roofline import Line
-from .show import human_count, human_seconds
+from trellis.plan.quick import Plan
+from trellis.plan.roofline import Line
+from trellis.plan.show import human_count, human_seconds
 
 KIND_COLORS = {
     "parameters": "#4361a8",
     "optimizer": "#7a94c9",
     "gradients": "#b9605a",
-    "kept activations": "#3d8b72",
+    "activations": "#3d8b72",
     "gathered weights": "#c79a3b",
     "batch": "#8a8a8a",
     "temporaries": "#8d6aa8",
     "fragmentation": "#b8b0a0",
+    "other": "#d0d0d0",
 }
 WORK_COLORS = {"product": "#4361a8", "attention": "#3d8b72", "kernel": "#3d8b72", "elementwise": "#8d6aa8"}
 MOVE_COLOR, ALONE_COLOR = "#c79a3b", "#b9605a"
@@ -160,7 +160,7 @@ def memory_picture(plan: Plan, compiled: int | None) -> str:
     left, width = 110, 620
     parts = [_text(left - 8, 34, "from types", anchor="end")]
     x = float(left)
-    for kind, size in plan.memory.kinds.items():
+    for kind, size in plan.memory.per_kind().items():
         w = size / most * width
         if size:
             parts.append(_box(x, 16, w, 28, KIND_COLORS[kind], f"{kind}: {human_bytes(size)}"))
@@ -178,7 +178,7 @@ def memory_picture(plan: Plan, compiled: int | None) -> str:
     parts.append(f'<line x1="{limit:.1f}" y1="8" x2="{limit:.1f}" y2="{y - 6}" class="limit"/>')
     parts.append(_text(limit, y + 8, f"{human_bytes(capacity)} a device", size=11, anchor="end", extra='class="quiet"'))
     x, y = float(left), y + 26
-    for kind, size in plan.memory.kinds.items():
+    for kind, size in plan.memory.per_kind().items():
         if size:
             parts.append(_box(x, y - 9, 10, 10, KIND_COLORS[kind]))
             parts.append(_text(x + 14, y, f"{kind} {human_bytes(size)}", size=11))

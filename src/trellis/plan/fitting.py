@@ -4,16 +4,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
-from trellis._compat import cudnn_assumed
 from trellis.errors import UserError
-from trellis.inspect import Memory
-from trellis.inspect import memory as memory_of
 from trellis.inspect.rows import human_bytes
+from trellis.plan.quick import Plan
+from trellis.plan.show import human_seconds
 from trellis.run.config import Run
-
-from .program import Program
-from .quick import Plan
-from .show import human_seconds
 
 # From what keeps most to what keeps least for the backward pass.
 _POLICIES = ("none", "dots", "saved", "full")
@@ -34,12 +29,6 @@ class Way:
     options: str
     peak: float
     seconds: float
-
-
-def named_memory(prog: Program) -> Memory:
-    """What a device holds by name, from types: arguments by their paths, kept activations as `save` named them."""
-    with prog.layout, cudnn_assumed():
-        return memory_of(prog.step, prog.state, prog.batch, compile=False)
 
 
 def changes(run: Run) -> Iterator[tuple[str, Run]]:
@@ -103,11 +92,11 @@ def least(plan: Plan, run: Run, changed: Run) -> float:
 
     Microbatches keep parameters gathered and a float32 sum of gradients for the whole step.
     """
-    state = plan.memory.kinds["parameters"] + plan.memory.kinds["optimizer"]
+    state = plan.memory.bytes_of("parameters", "optimizer")
     rows = lambda r: max(b.size for b in r.batch_sizes()) / r.parts
     other = (plan.memory.peak - state) * rows(changed) / rows(run)
     if changed.remat != run.remat:
-        other -= plan.memory.kinds["kept activations"] * rows(changed) / rows(run)
+        other -= plan.memory.bytes_of("activations") * rows(changed) / rows(run)
     if changed.parts > run.parts:
         model = plan.mesh.get("model", 1)
         other = max(other, 6.0 * plan.parameters / model)
@@ -120,7 +109,7 @@ def excess_lines(plan: Plan, ways: list[Way]) -> list[str]:
         return [
             f"fits with {way.options}: {human_bytes(way.peak)}, {human_seconds(way.seconds)} a step" for way in ways
         ]
-    state = plan.memory.kinds["parameters"] + plan.memory.kinds["optimizer"]
+    state = plan.memory.bytes_of("parameters", "optimizer")
     room = plan.target.chip.hbm_bytes
     if state > room:
         count = math.ceil(state * plan.target.num_devices / room)
@@ -131,10 +120,10 @@ def excess_lines(plan: Plan, ways: list[Way]) -> list[str]:
     return ["no change of recomputation, microbatches or batch size is enough: use more devices, or --search"]
 
 
-def excess_text(plan: Plan, held: Memory, ways: list[Way]) -> str:
+def excess_text(plan: Plan, ways: list[Way]) -> str:
     """That a step does not fit, in four parts."""
     room = plan.target.chip.hbm_bytes
-    largest = "; ".join(f"{b.name} ({b.kind}) {human_bytes(b.num_bytes)}" for b in held.by_name()[:3])
+    largest = "; ".join(f"{b.name} ({b.kind}) {human_bytes(b.num_bytes)}" for b in plan.memory.by_name()[:3])
     if ways:
         fix = "\n         ".join(f"{way.options}   peak {human_bytes(way.peak)}" for way in ways)
     else:

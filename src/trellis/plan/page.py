@@ -4,11 +4,10 @@ import html
 from collections.abc import Iterable, Sequence
 
 from trellis.inspect.rows import human_bytes
-
-from .advice import advice
-from .draw import frontier_picture, memory_picture, roofline_picture, slice_picture, timeline_picture
-from .quick import Plan
-from .show import CAVEAT, human_count, human_seconds
+from trellis.plan.advice import advice
+from trellis.plan.draw import frontier_picture, memory_picture, roofline_picture, slice_picture, timeline_picture
+from trellis.plan.quick import Plan
+from trellis.plan.show import CAVEAT, human_count, human_seconds
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --paper: #fbfbf8; --quiet: #6b7280; --line: #d5d7d2; --card: #fff; }
@@ -102,9 +101,9 @@ def page(plan: Plan, verdict=None, found=None, *, fitted: Sequence[str] = (), wa
     parts += ["<h2>The devices and the mesh</h2>", _wide(slice_picture(plan))]
     parts += ["<h2>Memory of a device</h2>", _wide(memory_picture(plan, compiled))]
     parts.append(f"<p class=quiet>Highest at {html.escape(plan.memory.where or 'rest')}.</p>")
-    rows = [(human_bytes(b.num_bytes), b.kind, b.what, b.source) for b in plan.memory.buffers[:16]]
+    rows = [(human_bytes(b.num_bytes), b.kind, b.name, b.what, b.source) for b in plan.memory.buffers[:16]]
     parts.append("<details><summary>The largest buffers at that point</summary>")
-    parts.append(_table(("bytes", "kind", "what", "made at"), rows, right=(0,)) + "</details>")
+    parts.append(_table(("bytes", "kind", "name", "type", "made at"), rows, right=(0,)) + "</details>")
     parts += ["<h2>One layer</h2>", _wide(timeline_picture(plan))]
     parts += ["<h2>Roofline</h2>", _wide(roofline_picture(plan))]
     if found is not None:
@@ -166,7 +165,7 @@ def _compiled(verdict) -> str:
 
 
 def _search(found) -> list[str]:
-    from .search import frontier_rows
+    from trellis.plan.search import frontier_rows
 
     parts = ["<h2>Search</h2>", _wide(frontier_picture(found))]
     if found.winner is not None and found.winner.options:

@@ -1,21 +1,22 @@
 """A plan from types alone: what a step needs, moves and costs, on hardware that is not here, in seconds."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from trellis.hardware.chips import Target
 from trellis.hardware.described import described_devices
+from trellis.inspect.ledger import ledger_of
+from trellis.inspect.memory import Memory, memory_of
 from trellis.inspect.rows import Ledger
+from trellis.inspect.work import Piece, work
+from trellis.plan.links import Links, place
+from trellis.plan.prepared import Prepared, prepare
+from trellis.plan.roofline import HIDING_OPTIONS, Times, times
+from trellis.program import Program
 from trellis.run.config import Run
 from trellis.train.compilation import options_for
 from trellis.train.flops import flops_per_token
-
-from .links import Links, place
-from .memory import Memory, memory
-from .program import Program, program
-from .roofline import HIDING_OPTIONS, Times, roles, times
-from .trace import Step, ledger_of
-from .work import Op, operations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +30,13 @@ class Plan:
         links: what each mesh axis runs over.
         tokens: tokens of a step.
         parameters: parameters of the model.
-        model_flops: FLOPs of a step that count for MFU, over all devices: three times the forward pass.
+        model_flops: FLOPs of a step that count for MFU, over all devices, as the trainer counts them.
         memory: the highest point of a device.
-        ledger: what moves.
+        ledger: what moves, at the load assumed.
         times: what takes how long.
         work: every piece of work of a device.
         price: dollars for one device and hour, or None.
+        load: rows that experts on the fullest device get, in those of an even load.
     """
 
     name: str
@@ -47,8 +49,9 @@ class Plan:
     memory: Memory
     ledger: Ledger
     times: Times
-    work: tuple[Op, ...]
+    work: tuple[Piece, ...]
     price: float | None = None
+    load: float = 1.0
 
     @property
     def fits(self) -> bool:
@@ -78,24 +81,14 @@ class Plan:
         return self.price * self.target.num_devices / 3600 * 1e9 / self.tokens_per_second
 
 
-def model_flops(ops: Sequence[Op], devices: int) -> float:
-    """FLOPs of a step that count for MFU: three times the forward pass's products and causal attention.
-
-    The loss makes its gradients in the forward pass; what it does beyond its own logits does not count again.
-    """
-    forward = sum(op.flops * op.times for op in ops if op.direction == "forward" and op.kind != "elementwise")
-    extra = _gradient_products(ops)
-    return 3.0 * (forward - extra) * devices
-
-
-def _gradient_products(ops: Sequence[Op]) -> float:
-    """FLOPs of the loss's gradient products, made in the forward pass: two as large as that of the logits."""
-    files = ("token_chunks.py", "vocab_chunks.py")
-    made = (op for op in ops if op.direction == "forward" and op.kind == "product" and op.source.startswith(files))
-    return sum(op.flops * op.times for op in made) * 2 / 3
-
-
-def quick_plan(run: Run, target: Target, *, price: float | None = None, options: Sequence[str] | None = None) -> Plan:
+def quick_plan(
+    run: Run,
+    target: Target,
+    *,
+    price: float | None = None,
+    options: Sequence[str] | None = None,
+    load: float = 1.0,
+) -> Plan:
     """Plans a run from types, without compiling.
 
     Args:
@@ -103,67 +96,85 @@ def quick_plan(run: Run, target: Target, *, price: float | None = None, options:
         target: the hardware.
         price: dollars for one device and hour.
         options: names of compiler options in use, which may hide communication; the run's own if None.
+        load: of a mixture of experts, rows that the fullest device gets, in those of an even load.
 
     Raises:
         UserError: the mesh does not fill the target, or a size does not divide.
     """
-    return plan_of(program(run, target, described_devices(target)), target, price=price, options=options)
+    return plan_of(prepare(run, target, described_devices(target)), target, price=price, options=options, load=load)
 
 
-def plan_of(prog: Program, target: Target, *, price: float | None = None, options: Sequence[str] | None = None) -> Plan:
-    """The same for a program whose devices were chosen before."""
-    if options is None:
-        given = options_for(target.chip.kind, prog.run.compiler_options, target.num_devices)
-        options = [name for name, value in given.items() if value.lower() not in ("false", "0")]
-    with prog.layout:
-        step = prog.traced()
-        ledger = ledger_of(step)
-    plan = plan_step(step, ledger, target, name=prog.run.name, price=price, options=options)
-    if getattr(prog.run.model, "experts", None):
-        # what the program multiplies depends on the layout: buffers have room for uneven loads
-        per_token = flops_per_token(prog.state.model, prog.run.data.sequence_length)
-        plan = dataclasses.replace(plan, model_flops=per_token * prog.tokens)
-    return plan
-
-
-def _merged(op: Op) -> bool:
-    """Whether XLA's CPU compiler makes this once: outside of loops it sees that the forward pass did it before."""
-    return op.direction == "recomputed" and not op.looped
-
-
-def plan_step(
-    step: Step,
-    ledger: Ledger,
+def plan_of(
+    prepared: Prepared,
     target: Target,
     *,
-    name: str = "",
+    price: float | None = None,
+    options: Sequence[str] | None = None,
+    load: float = 1.0,
+) -> Plan:
+    """The same for a train step that was prepared before."""
+    run = prepared.run
+    if options is None:
+        given = options_for(target.chip.kind, run.compiler_options, target.num_devices)
+        options = [name for name, value in given.items() if value.lower() not in ("false", "0")]
+    return plan_program(
+        prepared.traced(),
+        target,
+        name=run.name,
+        tokens=prepared.tokens,
+        model_flops=flops_per_token(prepared.state.model, run.data.sequence_length) * prepared.tokens,
+        price=price,
+        options=options,
+        load=load,
+    )
+
+
+def _made_once(piece: Piece) -> bool:
+    """Whether XLA's CPU compiler makes this once: outside of loops it sees that the forward pass did it before."""
+    return piece.direction == "recomputed" and not piece.looped
+
+
+def plan_program(
+    program: Program,
+    target: Target,
+    *,
+    name: str,
+    tokens: int,
+    model_flops: float,
     price: float | None = None,
     options: Sequence[str] = (),
+    load: float = 1.0,
 ) -> Plan:
-    """A plan of any traced train step."""
-    links = place(step.mesh, target)
-    ops = tuple(operations(step))
+    """A plan of any traced train step.
+
+    Args:
+        program: the step.
+        target: the hardware.
+        name: of the plan.
+        tokens: tokens of a step.
+        model_flops: FLOPs of a step that count for MFU, over all devices.
+        price: dollars for one device and hour.
+        options: names of compiler options in use.
+        load: rows that experts on the fullest device get, in those of an even load.
+    """
+    links, ledger = place(program.mesh, target), ledger_of(program, load)
+    pieces = tuple(work(program, load))
     if target.chip.name == "cpu":
-        ops = tuple(op for op in ops if not _merged(op))
+        pieces = tuple(piece for piece in pieces if not _made_once(piece))
     hides = {HIDING_OPTIONS[option] for option in options if option in HIDING_OPTIONS}
-    count = 0
-    for var, kind, path in zip(step.jaxpr.jaxpr.invars, step.kinds, step.names):
-        if kind == "parameters" and not path.startswith(".average"):
-            size = 1
-            for side in var.aval.shape:
-                size *= side
-            count += size
+    arguments = zip(program.inputs, program.arguments)
     return Plan(
         name=name,
         target=target,
-        mesh=dict(step.mesh),
+        mesh=dict(program.mesh),
         links=links,
-        tokens=step.tokens,
-        parameters=count,
-        model_flops=model_flops(ops, target.num_devices),
-        memory=memory(step, held=any("sparse_core" in option for option in options)),
+        tokens=tokens,
+        parameters=sum(math.prod(value.shape) for value, argument in arguments if argument.kind == "parameters"),
+        model_flops=model_flops,
+        memory=memory_of(program, held_beside=any("sparse_core" in option for option in options)),
         ledger=ledger,
-        times=times(ops, ledger, links, roles(step), sorted(hides)),
-        work=ops,
+        times=times(pieces, ledger, links, sorted(hides)),
+        work=pieces,
         price=price,
+        load=load,
     )

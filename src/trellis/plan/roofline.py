@@ -10,16 +10,12 @@ does that, as far as there is computation to hide under.
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from trellis.hardware.chips import MEMORY_EFFICIENCY, Chip
 from trellis.inspect.rows import Ledger, Row
-from trellis.inspect.source import source_of
-
-from .links import Links
-from .trace import Step, inlined, is_literal, local_bytes
-from .work import Op
+from trellis.inspect.work import Piece
+from trellis.plan.links import Links
 
 PASSES = ("forward", "recomputed", "backward", "update")
 # Elementwise work that the compiler fuses into the products around it, so that its bytes are not read again. Fitted
@@ -46,6 +42,7 @@ class Line:
         seconds: in a step, nothing hidden.
         hidden: seconds of these under computation.
         order: its place in the program; 0 for collectives.
+        rate: FLOP/s that the matrix units reach on it, where they bound it.
         bound: what it waits for: "matrix units", "vector units", "memory", or the links of mesh axes.
         flops: FLOPs in a step, on one device.
         num_bytes: bytes in a step, on one device, through memory or over links.
@@ -68,6 +65,7 @@ class Line:
     axes: tuple[str, ...] = ()
     hidden: float = 0.0
     order: int = 0
+    rate: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,51 +140,52 @@ def waves(dims: tuple[int, int, int], count: float, chip: Chip) -> float:
     return math.ceil(tiles / chip.processors) * chip.processors / tiles
 
 
-def work_line(op: Op, chip: Chip) -> Line:
+def work_line(piece: Piece, chip: Chip) -> Line:
     """The time of one piece of work."""
     bandwidth = chip.hbm_bandwidth * MEMORY_EFFICIENCY
-    if chip.cache_bytes and op.num_bytes <= chip.cache_bytes:
+    if chip.cache_bytes and piece.num_bytes <= chip.cache_bytes:
         bandwidth = chip.cache_bandwidth
-    memory = op.num_bytes / bandwidth
-    vector = op.vector / chip.vector_flops
+    memory = piece.num_bytes / bandwidth
+    vector = piece.vector / chip.vector_flops
     matrix, rate = 0.0, 0.0
-    if op.kind == "attention":
+    if piece.kind == "attention":
         rate = chip.bf16_flops * chip.attention_efficiency
-        matrix = op.flops / rate
+        matrix = piece.flops / rate
         vector = 0.0  # the kernel's efficiency has it
-    elif op.flops:
-        peak = chip.fp8_flops if "float8" in op.dtype else chip.bf16_flops
-        slower = {"float32": 1 / chip.float32_share, "float64": 32}.get(op.dtype, 1)
-        rate = peak * chip.matmul_efficiency / padded(op.dims, min(chip.tile, 128)) / slower
-        if all(op.dims):
-            rate *= filled(op.dims[1], chip) / waves(op.dims, op.flops / (2.0 * math.prod(op.dims)), chip)
-        matrix = op.flops / rate
-    if op.kind == "elementwise":
+    elif piece.flops:
+        peak = chip.fp8_flops if "float8" in piece.dtype else chip.bf16_flops
+        slower = {"float32": 1 / chip.float32_share, "float64": 32}.get(piece.dtype, 1)
+        rate = peak * chip.matmul_efficiency / padded(piece.dims, min(chip.tile, 128)) / slower
+        if all(piece.dims):
+            rate *= filled(piece.dims[1], chip) / waves(piece.dims, piece.flops / (2.0 * math.prod(piece.dims)), chip)
+        matrix = piece.flops / rate
+    if piece.kind == "elementwise":
         memory *= 1 - FUSED_AWAY
     seconds, bound = max((matrix, "matrix units"), (vector, "vector units"), (memory, "memory"))
     seconds += chip.launch_seconds
     formula = {
-        "matrix units": f"{op.flops:.3g} FLOP / {rate:.3g} FLOP/s",
-        "vector units": f"{op.vector:.3g} operations / {chip.vector_flops:.3g} a second",
-        "memory": f"{op.num_bytes:.3g} B / {bandwidth:.3g} B/s"
-        + (f" x {1 - FUSED_AWAY:.2f} not fused away" if op.kind == "elementwise" else ""),
+        "matrix units": f"{piece.flops:.3g} FLOP / {rate:.3g} FLOP/s",
+        "vector units": f"{piece.vector:.3g} operations / {chip.vector_flops:.3g} a second",
+        "memory": f"{piece.num_bytes:.3g} B / {bandwidth:.3g} B/s"
+        + (f" x {1 - FUSED_AWAY:.2f} not fused away" if piece.kind == "elementwise" else ""),
     }[bound]
     return Line(
-        kind=op.kind,
-        label=op.label or ("attention" if op.kind == "attention" else op.what),
-        where=op.direction,
-        seconds=seconds * op.times,
+        kind=piece.kind,
+        label=piece.label or ("attention" if piece.kind == "attention" else piece.what),
+        where=piece.direction,
+        seconds=seconds * piece.times,
         bound=bound,
-        flops=op.flops * op.times,
-        num_bytes=op.num_bytes * op.times,
-        times=op.times,
-        formula=f"{op.times} x {formula}   {op.what}",
-        source=op.source,
-        order=op.order,
+        flops=piece.flops * piece.times,
+        num_bytes=piece.num_bytes * piece.times,
+        times=piece.times,
+        formula=f"{piece.times} x {formula}   {piece.what}",
+        source=piece.source,
+        order=piece.number,
+        rate=rate if bound == "matrix units" else 0.0,
     )
 
 
-def collective_line(row: Row, links: Links, role: str) -> Line:
+def collective_line(row: Row, links: Links) -> Line:
     """The time of one collective of the ledger."""
     rate = links.bandwidth(row.axes)
     wire, note = row.wire, ""
@@ -194,7 +193,7 @@ def collective_line(row: Row, links: Links, role: str) -> Line:
         wire, note = 2 * wire, ", as an all-reduce and a slice"
     return Line(
         kind=row.kind,
-        label=f"{role} {row.what}",
+        label=f"{row.role or 'activations'} {row.what}",
         where=row.direction or "forward",
         seconds=links.seconds(wire, row.axes) * row.times,
         bound=f"links of {row.axis}",
@@ -207,92 +206,24 @@ def collective_line(row: Row, links: Links, role: str) -> Line:
     )
 
 
-def roles(step: Step) -> dict[tuple[str, int], str]:
-    """What each collective moves: "weights" (gathered before use), "gradients" (of weights) or "activations".
-
-    Keyed by source line and payload bytes, as in the ledger's rows. A gather of what depends on parameters alone
-    moves weights; a reduction whose result no layer reads moves gradients.
-    """
-    found: dict[tuple[str, int], str] = {}
-    jaxpr = step.jaxpr.jaxpr
-    weights = {var for var, kind in zip(jaxpr.invars, step.kinds) if kind == "parameters"}
-    _roles(jaxpr, weights, [False] * len(jaxpr.outvars), found, "")
-    return found
-
-
-def _roles(jaxpr: Any, weights: set, wanted: list[bool], found: dict, outside: str) -> list[bool]:
-    """Fills `found`; returns which outputs depend on parameters alone."""
-    needed = {var for var, mark in zip(jaxpr.outvars, wanted) if mark and not is_literal(var)}
-    inner_wanted: dict[int, list[bool]] = {}
-    for eqn in reversed(jaxpr.eqns):
-        inputs = [v for v in eqn.invars if not is_literal(v)]
-        if eqn.primitive.name in ("scan", "while"):
-            needed.update(inputs)
-        elif any(var in needed for var in eqn.outvars):
-            needed.update(inputs)
-        inner_wanted[id(eqn)] = [var in needed for var in eqn.outvars]
-    for eqn in jaxpr.eqns:
-        inputs = [v for v in eqn.invars if not is_literal(v)]
-        pure = bool(inputs) and all(v in weights for v in inputs)
-        inner = inlined(eqn)
-        stack = f"{outside}/{eqn.source_info.name_stack}"
-        if eqn.primitive.name == "scan":
-            inner = eqn.params["jaxpr"].jaxpr
-            carry = eqn.params["num_carry"]
-            marks = [i < carry for i in range(len(inner.outvars))]
-        elif inner is not None:
-            marks = inner_wanted[id(eqn)]
-        if inner is not None:
-            hot = {v for v, outer in zip(inner.invars, eqn.invars) if not is_literal(outer) and outer in weights}
-            results = _roles(inner, hot, marks, found, stack)
-            weights.update(var for var, mark in zip(eqn.outvars, results) if mark)
-            continue
-        if pure:
-            weights.update(eqn.outvars)
-        if not eqn.outvars or not hasattr(eqn.outvars[0].aval, "shape"):
-            continue
-        out = eqn.outvars[0]
-        if pure:
-            role = "weights"
-        elif out not in needed and "transpose(" in stack:
-            role = "gradients"
-        else:
-            role = "activations"
-        sizes = {local_bytes(v.aval) for v in (*inputs, out) if hasattr(v.aval, "shape")}
-        for size in sizes:
-            key = (source_of(eqn), size)
-            if found.get(key, role) != role and eqn.primitive.name not in ("reshard", "all_gather", "psum_scatter"):
-                continue
-            found[key] = role if found.get(key, role) == role or role == "activations" else found[key]
-    return [not is_literal(v) and v in weights for v in jaxpr.outvars]
-
-
-def times(
-    ops: Sequence[Op], ledger: Ledger, links: Links, role_of: Mapping[tuple[str, int], str], hides: Sequence[str] = ()
-) -> Times:
+def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[str] = ()) -> Times:
     """The time of a step.
 
     Args:
-        ops: what one device computes.
+        work: what one device computes.
         ledger: what moves.
         links: what it moves over.
-        role_of: from `roles`.
         hides: what the compiler hides besides what it does as it comes: "gathers", "reductions".
     """
     chip = links.target.chip
     hides = {*chip.overlap, *hides}
-    work = _merged([work_line(op, chip) for op in ops])
+    computed = _merged([work_line(piece, chip) for piece in work])
     room = collections.Counter()
-    for line in work:
+    for line in computed:
         room[line.where] += line.seconds
     room["backward"] += room.pop("recomputed", 0.0)
-    moves = []
-    for row in ledger.rows:
-        role = role_of.get((row.source, row.payload), "activations")
-        if role == "weights" and row.kind in ("reduce-scatter", "all-reduce"):
-            role = "gradients"  # the transpose of a gather stands on the gather's line
-        moves.append((role, collective_line(row, links, role)))
-    lines = list(work)
+    moves = [(row.role or "activations", collective_line(row, links)) for row in ledger.rows]
+    lines = list(computed)
     for role, line in sorted(moves, key=lambda pair: -pair[1].seconds):
         hidden = 0.0
         allowed = (role == "weights" and "gathers" in hides) or (role == "gradients" and "reductions" in hides)
@@ -301,7 +232,7 @@ def times(
             hidden = min(line.seconds, room[where])
             room[where] -= hidden
         lines.append(dataclasses.replace(line, hidden=hidden))
-    computation = sum(line.seconds for line in work)
+    computation = sum(line.seconds for line in computed)
     moved = sum(line.seconds for _, line in moves)
     hidden = sum(line.hidden for line in lines)
     return Times(
@@ -310,7 +241,7 @@ def times(
         computation=computation,
         exposed=moved - hidden,
         hidden=hidden,
-        flops=sum(line.flops for line in work),
+        flops=sum(line.flops for line in computed),
     )
 
 

@@ -17,13 +17,12 @@ from typing import Any
 from trellis.errors import UserError
 from trellis.hardware.chips import Target
 from trellis.inspect.rows import aligned, human_bytes
+from trellis.plan.adapting import DATA_AXES, data_sizes
+from trellis.plan.fitting import SOME_NAMES
+from trellis.plan.quick import Plan, quick_plan
+from trellis.plan.show import human_count, human_seconds
+from trellis.plan.sketch import Sketch, sketch
 from trellis.run.config import Run
-
-from .adapting import DATA_AXES, data_sizes
-from .fitting import SOME_NAMES
-from .quick import Plan, quick_plan
-from .show import human_count, human_seconds
-from .sketch import Sketch, sketch
 
 # Checkpoint policies, and of `saved` the names that are kept: all of them where none is said.
 POLICIES = (("none", ()), ("dots", ()), ("saved", ()), *(("saved", names) for names in SOME_NAMES), ("full", ()))
@@ -168,6 +167,7 @@ def search(
     compile_best: int = 0,
     progress: bool = False,
     price: float | None = None,
+    load: float = 1.0,
 ) -> Found:
     """Searches for the fastest setting of a run on a target that fits.
 
@@ -179,6 +179,7 @@ def search(
         compile_best: of the fastest that fit, how many the compiler is asked about.
         progress: tell on stderr how far it is.
         price: dollars for one device and hour.
+        load: of a mixture of experts, rows that the fullest device gets, in those of an even load.
 
     Raises:
         UserError: no mesh divides the batch.
@@ -202,7 +203,9 @@ def search(
         if progress:
             print(f"\rplanning {number} of {len(chosen)}", end="", file=sys.stderr, flush=True)
         try:
-            planned.append(dataclasses.replace(candidate, plan=quick_plan(candidate.run, target, price=price)))
+            planned.append(
+                dataclasses.replace(candidate, plan=quick_plan(candidate.run, target, price=price, load=load))
+            )
         except (UserError, ValueError, NotImplementedError) as error:
             planned.append(dataclasses.replace(candidate, refused=str(error).splitlines()[0]))
     if progress:
@@ -277,14 +280,14 @@ def _kind(candidate: Candidate) -> tuple:
 
 def _compiled(planned: list[Candidate], target: Target, count: int) -> list[Candidate]:
     """Asks the compiler about the fastest, until `count` fit by its count or twice as many were asked about."""
-    from .compile import compile_run
-    from .verdict import judge
+    from trellis.plan.compile import compile_run
+    from trellis.plan.verdict import judge
 
     fastest = sorted((c for c in planned if c.plan and c.plan.fits), key=lambda c: c.seconds)
     done, fit = {}, 0
     for candidate in fastest[: 2 * count]:
-        prog, compiled = compile_run(candidate.run, target, progress=True)
-        done[id(candidate)] = dataclasses.replace(candidate, verdict=judge(candidate.plan, prog, compiled))
+        prepared, compiled = compile_run(candidate.run, target, progress=True)
+        done[id(candidate)] = dataclasses.replace(candidate, verdict=judge(candidate.plan, prepared, compiled))
         fit += compiled.fits
         if fit == count:
             break

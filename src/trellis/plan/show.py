@@ -4,11 +4,9 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from trellis.inspect import Memory
 from trellis.inspect.rows import aligned, human_bytes
-
-from .advice import advice
-from .quick import Plan
+from trellis.plan.advice import advice
+from trellis.plan.quick import Plan
 
 
 def human_seconds(seconds: float) -> str:
@@ -54,6 +52,8 @@ def headline(plan: Plan, fitted: Sequence[str] = ()) -> str:
         f"  speed       {human_count(plan.tokens_per_second)} tokens/s, {human_count(per_device)} a device",
         f"  waits for   {_waits(plan)}",
     ]
+    if plan.load != 1.0:
+        lines.append(f"  load        the fullest device has {plan.load:g} times the rows of an even load")
     if (price := plan.dollars_per_billion_tokens) is not None:
         lines.append(f"  price       ${price:,.0f} for a billion tokens at ${plan.price:g} a device and hour")
     return "\n".join(lines)
@@ -69,23 +69,17 @@ def _waits(plan: Plan) -> str:
 
 def memory_table(plan: Plan, buffers: int = 8) -> str:
     """Memory by kind, and the largest buffers at the highest point."""
-    kinds = [(kind, human_bytes(size)) for kind, size in plan.memory.kinds.items() if size]
-    text = ["memory of a device at its highest point, at " + (plan.memory.where or "rest")]
-    text.append(aligned(("kind", "bytes"), [*kinds, ("in all", human_bytes(plan.memory.peak))], right=(1,)))
-    rows = [(human_bytes(b.num_bytes), b.kind, b.what, b.source) for b in plan.memory.buffers[:buffers]]
-    text.append(aligned(("largest", "kind", "what", "made at"), rows, right=(0,)))
-    return "\n\n".join(text)
+    where = plan.memory.where or "rest"
+    return f"memory of a device at its highest point, at {where}\n\n{plan.memory.table(buffers)}"
 
 
-def names_table(held: Memory, most: int = 12) -> str:
+def kept_table(plan: Plan, most: int = 12) -> str:
     """What is kept between the passes, by the names that `save` gave, and which of it is largest."""
-    kept = [*held.by_name("activations"), *held.by_name("gathered weights")]
-    rows = [(human_bytes(b.num_bytes), b.kind, b.name, b.what) for b in sorted(kept, key=lambda b: -b.num_bytes)[:most]]
+    kept = plan.memory.kept_by_name()[:most]
+    rows = [(human_bytes(b.num_bytes), b.kind, b.name, b.what) for b in kept]
     if not rows:
         return "nothing is kept between the forward and the backward pass"
-    text = "kept for the backward pass, by name\n\n" + aligned(("bytes", "kind", "name", "type"), rows, right=(0,))
-    largest = held.largest()
-    return text + (f"\n\nlargest activation: {largest.name}, {human_bytes(largest.num_bytes)}" if largest else "")
+    return "kept for the backward pass, by name\n\n" + aligned(("bytes", "kind", "name", "type"), rows, right=(0,))
 
 
 def time_table(plan: Plan, lines: int = 24, formulas: bool = False) -> str:
@@ -175,11 +169,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "links": {axis: plan.links.describe(axis) for axis in plan.mesh},
         "parameters": plan.parameters,
         "tokens": plan.tokens,
+        "load": plan.load,
         "fits": plan.fits,
         "memory": {
             "peak": plan.memory.peak,
             "capacity": int(plan.target.chip.hbm_bytes),
-            "kinds": dict(plan.memory.kinds),
+            "kinds": plan.memory.per_kind(),
             "where": plan.memory.where,
             "largest": [_fields(buffer) for buffer in plan.memory.buffers[:16]],
         },

@@ -4,10 +4,9 @@ import dataclasses
 import math
 
 from trellis.hardware.chips import Target
+from trellis.inspect.timeline import FRAGMENTATION
+from trellis.plan.links import Links, place
 from trellis.run.config import Run
-
-from .links import Links, place
-from .memory import FRAGMENTATION
 
 # Bytes kept for each token and layer, in units of the residual stream's width, by checkpoint policy: the block's
 # input; and what the named saves, the products, or everything add per width of mlp and of heads.

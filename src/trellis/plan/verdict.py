@@ -2,15 +2,13 @@
 
 import dataclasses
 
-from trellis.inspect import Buffer
 from trellis.inspect.compiled import Comparison, collectives, compare, scheduled_cycles
+from trellis.inspect.ledger import ledger_of
 from trellis.inspect.rows import Ledger, aligned, human_bytes
-
-from .compile import Compiled
-from .fitting import named_memory
-from .program import Program
-from .quick import Plan
-from .show import human_seconds
+from trellis.plan.compile import Compiled
+from trellis.plan.prepared import Prepared
+from trellis.plan.quick import Plan
+from trellis.plan.show import human_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +26,6 @@ class Verdict:
         hidden: seconds of asynchronous ones.
         seconds: predicted time of a step from these.
         mfu: from that.
-        named: where it does not fit, what is in memory by name, from types.
     """
 
     compiled: Compiled
@@ -40,20 +37,18 @@ class Verdict:
     hidden: float
     seconds: float | None
     mfu: float | None
-    named: tuple[Buffer, ...] = ()
 
 
-def judge(plan: Plan, prog: Program, compiled: Compiled) -> Verdict:
+def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
     """Reads a compiled step.
 
     The time is the scheduled computation (the plan's where the compiler estimates none), the kernels, and the
     collectives that run alone. Asynchronous collectives count where they take longer than all computation.
     """
     kernels = sum(line.seconds for line in plan.times.lines if line.kind in ("attention", "kernel"))
-    named = () if compiled.fits else tuple(named_memory(prog).by_name())
     if not compiled.text:
-        return Verdict(compiled, None, None, None, kernels, 0.0, 0.0, None, None, named)
-    found = collectives(compiled.text, prog.layout.mesh)
+        return Verdict(compiled, None, None, None, kernels, 0.0, 0.0, None, None)
+    found = collectives(compiled.text, prepared.layout.mesh)
     cycles = scheduled_cycles(compiled.text)
     clock = plan.target.chip.clock
     scheduled = cycles / clock if cycles and clock else None
@@ -67,8 +62,9 @@ def judge(plan: Plan, prog: Program, compiled: Compiled) -> Verdict:
     computation = (scheduled if scheduled is not None else plan.times.computation - kernels) + kernels
     seconds = computation + exposed + max(0.0, hidden - computation)
     mfu = plan.model_flops / (seconds * plan.target.num_devices * plan.target.chip.bf16_flops)
-    comparison = compare(plan.ledger, found)
-    return Verdict(compiled, found, comparison, scheduled, kernels, exposed, hidden, seconds, mfu, named)
+    # As the compiled program is read: loops whose number of turns it does not say count by one.
+    comparison = compare(ledger_of(prepared.traced()), found)
+    return Verdict(compiled, found, comparison, scheduled, kernels, exposed, hidden, seconds, mfu)
 
 
 def verdict_text(plan: Plan, verdict: Verdict) -> str:
@@ -83,7 +79,7 @@ def verdict_text(plan: Plan, verdict: Verdict) -> str:
     capacity = plan.target.chip.hbm_bytes
     if not compiled.fits:
         lines.append(f"  memory      DOES NOT FIT: {human_bytes(compiled.excess)} more than {human_bytes(capacity)}")
-        lines += ["", _largest(verdict)]
+        lines += ["", _largest(plan, verdict)]
         if not compiled.text:
             return "\n".join(lines)
     else:
@@ -106,9 +102,9 @@ def verdict_text(plan: Plan, verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-def _largest(verdict: Verdict, count: int = 10) -> str:
+def _largest(plan: Plan, verdict: Verdict, count: int = 10) -> str:
     """The largest buffers of what does not fit: the compiler's, with the names of what is that large; else by name."""
-    named = [b for b in verdict.named if b.kind != "gradients"]
+    named = [b for b in plan.memory.by_name() if b.kind != "gradients"]
     if not verdict.compiled.largest:
         rows = [(human_bytes(b.num_bytes), b.kind, b.name, b.what) for b in named[:count]]
         text = aligned(("largest", "kind", "by name", "type"), rows, right=(0,))

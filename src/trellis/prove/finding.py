@@ -33,7 +33,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class Suspect:
     """A program to look into.
 
     Attributes:
@@ -57,18 +57,18 @@ class Subject:
     are_right: Callable[[Arrays], bool]
 
 
-def find(subject: Subject) -> Finding:
+def find(suspect: Suspect) -> Finding:
     """Looks for what made a program wrong; its compiler runs once more, and about ten of its programs are executed."""
-    made = snapshots(subject.lowered, subject.options)
-    shapes = [part.shape[1:] for part in subject.parts]
+    made = snapshots(suspect.lowered, suspect.options)
+    shapes = [part.shape[1:] for part in suspect.parts]
     first = partitioned(made, shapes)
-    right, wrong = first_wrong(made[first:], lambda snapshot: _holds(subject, snapshot.text))
+    right, wrong = first_wrong(made[first:], lambda snapshot: _holds(suspect, snapshot.text))
     if right is None and wrong is None:
         return Finding("no program of its compiler could be read: what it made is wrong, and nothing says since when")
     if right is None:
-        return _before(subject, made[:first], wrong)
-    after = wrong.text if wrong else subject.compiled
-    pair = recorded(right.text, subject.parts, subject.devices), recorded(after, subject.parts, subject.devices)
+        return _before(suspect, made[:first], wrong)
+    after = wrong.text if wrong else suspect.compiled
+    pair = recorded(right.text, suspect.parts, suspect.devices), recorded(after, suspect.parts, suspect.devices)
     apart = first_apart(*pair)
     by = f"the compiler's pass {wrong.name}" if wrong else f"the compiler, after its pass {right.name}"
     culprit = f"{by}, made it wrong: the program before it is right"
@@ -78,29 +78,28 @@ def find(subject: Subject) -> Finding:
     return Finding(culprit, place_of(mark.instruction, parse_program(after)), turn + 1, right.text, after)
 
 
-def _holds(subject: Subject, text: str) -> bool:
+def _holds(suspect: Suspect, text: str) -> bool:
     try:
-        return subject.is_right(Interpreter(text, subject.devices)(subject.parts))
+        return suspect.is_right(Interpreter(text, suspect.devices)(suspect.parts))
     except Faulty:
         return False
 
 
-def _before(subject: Subject, made: Sequence[Snapshot], wrong: Snapshot | None) -> Finding:
+def _before(suspect: Suspect, made: Sequence[Snapshot], wrong: Snapshot | None) -> Finding:
     """What is wrong in the first program of one device: the partitioner made it so, or it was so before."""
     for snapshot in reversed(made):
         try:
-            results = Interpreter(snapshot.text, subject.devices)(subject.wholes)
+            results = Interpreter(snapshot.text, suspect.devices)(suspect.wholes)
         except (NotInterpreted, Failed, ValueError):
             continue
-        if not subject.are_right(results):
+        if not suspect.are_right(results):
             return Finding("the program is wrong as it was written: on whole arrays, before anything is partitioned")
-        marks = recorded(snapshot.text, subject.wholes, subject.devices), recorded(
-            wrong.text, subject.parts, subject.devices
+        marks = (
+            recorded(snapshot.text, suspect.wholes, suspect.devices),
+            recorded(wrong.text, suspect.parts, suspect.devices),
         )
-        mark = first_unlike(*marks, subject.devices)
+        mark = first_unlike(*marks, suspect.devices)
         place = place_of(mark.instruction, parse_program(wrong.text)) if mark else None
         culprit = "the compiler's partitioner made it wrong: the program on whole arrays, before it, is right"
         return Finding(culprit, place, 1, snapshot.text, wrong.text)
     return Finding("it is wrong as soon as it is partitioned, by the partitioner or as it was written")
-
-

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from trellis.frames import in_a_library
 from trellis.inspect.hlo import Instruction, Program
-from trellis.inspect.source import in_a_library, names_of
+from trellis.program.scopes import names_of
 from trellis.prove.interpreter import Interpreter, Team, Value
 
 # So far may two values of one meaning be apart, as a share of their size.

@@ -69,7 +69,9 @@ def partitioned(found: Sequence[Snapshot], shapes: Sequence[tuple[int, ...]]) ->
     return len(found)
 
 
-def first_wrong(found: Sequence[Snapshot], right: Callable[[Snapshot], bool]) -> tuple[Snapshot | None, Snapshot | None]:
+def first_wrong(
+    found: Sequence[Snapshot], right: Callable[[Snapshot], bool]
+) -> tuple[Snapshot | None, Snapshot | None]:
     """The last program that is right and the next one, which is wrong; None for the former where all are wrong, and
     for the latter where none is.
 

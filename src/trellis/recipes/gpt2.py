@@ -3,7 +3,7 @@
 from trellis.models import GPT2Config
 from trellis.optim.config import AdamW, Cosine
 from trellis.run.config import CheckpointRule, Evaluation, Remat, Run
-from trellis.run.data import Data, Store
+from trellis.run.data import Data, StoreSource
 
 
 def gpt2_small() -> Run:
@@ -26,7 +26,7 @@ def gpt2_small() -> Run:
             scale_by_inverse_layer=True,
             upcast_attention=True,
         ),
-        data=Data(source=Store(path="tokens"), sequence_length=1024),
+        data=Data(source=StoreSource(path="tokens"), sequence_length=1024),
         batch_size=512,
         microbatches=8,
         steps=20_000,

@@ -10,7 +10,7 @@ import dataclasses
 from trellis.models import Llama3Scaling, LlamaConfig
 from trellis.optim.config import AdamW, Cosine
 from trellis.run.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Remat, Run
-from trellis.run.data import Data, Store
+from trellis.run.data import Data, StoreSource
 from trellis.run.schema import FrozenMap
 
 
@@ -34,7 +34,7 @@ def llama_84m() -> Run:
             norm_eps=1e-6,
             tie_embeddings=False,
         ),
-        data=Data(source=Store(path="tokens"), sequence_length=1024),
+        data=Data(source=StoreSource(path="tokens"), sequence_length=1024),
         batch_size=64,
         steps=26_000,
         optimizer=AdamW(learning_rate=3e-3),
@@ -114,7 +114,7 @@ def llama_8b() -> Run:
             norm_eps=1e-5,
             tie_embeddings=False,
         ),
-        data=Data(source=Store(path="tokens"), sequence_length=8192),
+        data=Data(source=StoreSource(path="tokens"), sequence_length=8192),
         batch_size=16,
         steps=100_000,
         optimizer=AdamW(learning_rate=3e-4),

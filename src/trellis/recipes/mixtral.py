@@ -5,7 +5,7 @@ import dataclasses
 from trellis.models import MixtralConfig, Routing
 from trellis.optim.config import AdamW, Cosine
 from trellis.run.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Precision, Remat, Run
-from trellis.run.data import Data, Store
+from trellis.run.data import Data, StoreSource
 from trellis.run.schema import FrozenMap
 
 
@@ -35,7 +35,7 @@ def mixtral_8x7b() -> Run:
             tie_embeddings=False,
             routing=Routing(balance=0.02, z_loss=0.001),
         ),
-        data=Data(source=Store(path="tokens"), sequence_length=8192),
+        data=Data(source=StoreSource(path="tokens"), sequence_length=8192),
         batch_size=128,
         steps=100_000,
         optimizer=AdamW(learning_rate=3e-4),

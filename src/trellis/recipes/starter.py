@@ -5,7 +5,7 @@ import dataclasses
 from trellis.models import LlamaConfig
 from trellis.optim.config import AdamW, Cosine
 from trellis.run.config import CheckpointRule, Evaluation, Logging, Precision, Run
-from trellis.run.data import Data, Embedded
+from trellis.run.data import Data, EmbeddedSource
 
 
 def starter() -> Run:
@@ -33,7 +33,7 @@ def starter() -> Run:
             norm_eps=1e-5,
             tie_embeddings=True,
         ),
-        data=Data(source=Embedded(vocab=4096), sequence_length=256),
+        data=Data(source=EmbeddedSource(vocab=4096), sequence_length=256),
         batch_size=16,
         steps=600,
         optimizer=AdamW(learning_rate=3e-3),
@@ -68,7 +68,7 @@ def tiny() -> Run:
         base,
         name="tiny",
         model=model,
-        data=Data(source=Embedded(vocab=512), sequence_length=64),
+        data=Data(source=EmbeddedSource(vocab=512), sequence_length=64),
         batch_size=8,
         steps=20,
         optimizer=AdamW(learning_rate=1e-2),

@@ -7,7 +7,7 @@ from trellis.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Embedded:
+class EmbeddedSource:
     """The Python standard library's own source files, found on this machine, with a tokenizer trained on them."""
 
     kind: Literal["embedded"] = "embedded"
@@ -25,7 +25,7 @@ class Embedded:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Store:
+class StoreSource:
     """A token store, written by `trellis tokenize`."""
 
     kind: Literal["store"] = "store"
@@ -36,7 +36,7 @@ class Store:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
+class PartWeight:
     """A source's share of a mixture, from one step on."""
 
     step: int
@@ -46,14 +46,14 @@ class Weight:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class MixturePart:
     """One source of a mixture."""
 
     name: str
     """In metrics, its validation loss goes by this name."""
     path: str
     """A token store."""
-    weight: float | tuple[Weight, ...]
+    weight: float | tuple[PartWeight, ...]
     """Share of the tokens, relative to the other parts'; or a list of {step, weight}."""
     epochs: float | None = None
     """Passes over the source after which it is left out; null repeats it as long as the run lasts."""
@@ -62,11 +62,11 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Mixture:
+class MixtureSource:
     """Several token stores, each with a share of the tokens."""
 
     kind: Literal["mixture"] = "mixture"
-    parts: tuple[Part, ...]
+    parts: tuple[MixturePart, ...]
     """The sources, by name."""
     block: int = 2048
     """Sequences over which the shares are exact."""
@@ -86,7 +86,7 @@ class Mixture:
 class Data:
     """Where tokens come from, and how they become sequences. The order is a function of the seed and the step."""
 
-    source: Embedded | Store | Mixture
+    source: EmbeddedSource | StoreSource | MixtureSource
     """The tokens."""
     sequence_length: int
     """Tokens in a sequence."""

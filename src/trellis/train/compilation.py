@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from trellis.files import cache_folder
+
 # What a platform's compiler is told where a run says nothing. XLA orders a CPU's operations so that many could run at
 # once, which starts the backward pass's copies and exponentials in the forward pass: on two cores a step has a fifth
 # more in memory and is up to a sixth slower (docs/cpu-speed.md).
@@ -19,21 +21,16 @@ MOST_DEVICES = 2
 _PREFIXES = {"cpu": ("xla_cpu_",), "gpu": ("xla_gpu_",), "tpu": ("xla_tpu_", "xla_jf_", "xla_enable_async_")}
 
 
-def cache_folder() -> Path:
-    """Where compiled programs are kept between runs: the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trellis" / "compiled"
-
-
 def use_persistent_cache(folder: str | Path | None = None) -> None:
     """Keeps compiled programs between runs. What JAX_COMPILATION_CACHE_DIR says goes first.
 
     Args:
-        folder: where; None takes `cache_folder()`.
+        folder: where; None takes the user's cache folder.
     """
     from jax.experimental.compilation_cache import compilation_cache
 
     if os.environ.get("JAX_COMPILATION_CACHE_DIR") is None:
-        path = Path(folder) if folder is not None else cache_folder()
+        path = Path(folder) if folder is not None else cache_folder("compiled")
         path.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(path))
     # The small programs around a step take tenths of a second each: keep them too.

@@ -1,26 +1,23 @@
 """From a run's data to batches: the training data, the validation sets and the tokenizer."""
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from trellis.data import (
     Batches,
     Mixture,
-    Store,
     Tokenizer,
     TokenStore,
     check_tokenizer,
     check_vocabulary,
     embedded_stores,
     load_tokenizer,
+    open_store,
 )
-from trellis.data.order import Shuffle
+from trellis.data.order.order import Shuffle
 from trellis.errors import UserError
+from trellis.files import cache_folder
 from trellis.run.config import Run
-from trellis.run.data import Embedded
-from trellis.run.data import Mixture as MixtureConfig
-from trellis.run.data import Store as StoreConfig
+from trellis.run.data import EmbeddedSource, MixtureSource, StoreSource
 from trellis.train.evaluation import ValidationSet
 
 _PACKINGS = {"concatenate": "chunk", "pack": "best_fit", "pad": "pad"}
@@ -45,11 +42,6 @@ class Corpus:
         """Tokens of all that is trained on."""
         data = self.batches.data
         return sum(store.num_tokens for store in (data.stores.values() if isinstance(data, Mixture) else [data]))
-
-
-def cache_folder() -> Path:
-    """Where the embedded corpus is kept as tokens: the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trellis" / "data"
 
 
 def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
@@ -90,18 +82,18 @@ def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
 def _stores(run: Run, progress: bool) -> tuple[TokenStore | Mixture, dict[str, TokenStore]]:
     source = run.data.source
     match source:
-        case Embedded(vocab=vocab):
-            found = embedded_stores(cache_folder(), vocab, progress=progress)
+        case EmbeddedSource(vocab=vocab):
+            found = embedded_stores(cache_folder("data"), vocab, progress=progress)
             return found["train"], {"validation": found["validation"]}
-        case StoreConfig(path=path, validation=validation):
-            return Store.open(path), {"validation": Store.open(validation)} if validation else {}
-        case MixtureConfig(parts=parts):
-            stores = {part.name: Store.open(part.path) for part in parts}
-            held_out = {part.name: Store.open(part.validation) for part in parts if part.validation}
+        case StoreSource(path=path, validation=validation):
+            return open_store(path), {"validation": open_store(validation)} if validation else {}
+        case MixtureSource(parts=parts):
+            stores = {part.name: open_store(part.path) for part in parts}
+            held_out = {part.name: open_store(part.validation) for part in parts if part.validation}
             return _mixture(source, stores, held_out), held_out
 
 
-def _mixture(config: MixtureConfig, stores: dict, held_out: dict) -> Mixture:
+def _mixture(config: MixtureSource, stores: dict, held_out: dict) -> Mixture:
     weights = {p.name: [(0, p.weight)] if not isinstance(p.weight, tuple) else p.weight for p in config.parts}
     pairs = {name: [w if isinstance(w, tuple) else (w.step, w.weight) for w in ws] for name, ws in weights.items()}
     starts = sorted({step for given in pairs.values() for step, _ in given})

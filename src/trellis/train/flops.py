@@ -7,11 +7,10 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
-from trellis.checkpoint.manifest import write_json
+from trellis.files import cache_folder, write_json
 from trellis.hardware.peak import matmul_peak
 from trellis.nn.parameters import Role, parameters
 from trellis.train.assemble import Assembled
-from trellis.train.compilation import cache_folder
 from trellis.train.metrics import Work
 
 
@@ -60,7 +59,7 @@ def known_peak(devices: Sequence[Any], dtype: str) -> float | None:
     peak = matmul_peak(devices, dtype)
     if peak is None or devices[0].platform != "cpu":
         return peak
-    path = cache_folder() / "peaks.json"
+    path = cache_folder("compiled") / "peaks.json"
     key = f"{platform.node()}, {os.cpu_count()} cores, {dtype}"
     try:
         found = json.loads(path.read_text())

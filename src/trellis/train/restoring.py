@@ -103,7 +103,7 @@ def checkpoint_reader(
 
     @functools.lru_cache(maxsize=1)
     def stored(path: str, layer: int | None = None) -> np.ndarray:
-        return saved.read(taken, f"{which}/{path.replace('.', '/')}", layer)
+        return saved.read(taken, f"{which}.{path}", layer)
 
     def read(parameter: Parameter, at: At) -> np.ndarray:
         return stored(parameter.path, *at[:1])[at[1:]]  # a layer's experts are stored together

@@ -10,10 +10,10 @@ import jax
 
 from trellis.figures.numbers import count, size
 from trellis.inspect import Ledger
-from trellis.inspect import ledger as ledger_of
-from trellis.inspect import memory as memory_of
+from trellis.inspect.memory import memory_of
 from trellis.named import is_named
 from trellis.notation.typeof import short_dtype
+from trellis.program import Program, trace
 from trellis.train.assemble import Assembled
 
 
@@ -37,13 +37,6 @@ def machine() -> dict[str, Any]:
         "jax": jax.__version__,
         "trellis": importlib.metadata.version("trellis"),
     }
-
-
-def step_memory(assembled: Assembled) -> dict[str, int]:
-    """Bytes on the fullest device by kind, from types: the state, the batch, and what the backward pass needs."""
-    with assembled.layout:
-        step, args = assembled.step, (assembled.abstract, assembled.abstract_batch())
-        return memory_of(step, *args, compile=False).per_kind()
 
 
 def arrays(assembled: Assembled) -> list[dict[str, Any]]:
@@ -76,18 +69,19 @@ def num_parameters(assembled: Assembled) -> int:
     return sum(math.prod(min(n, true.get(name, n)) for name, n in leaf.shape.items()) for leaf in leaves)
 
 
-def step_ledger(assembled: Assembled) -> Ledger:
-    """What a step moves between devices. Traces the step, which JAX then need not do again."""
+def step_program(assembled: Assembled) -> Program:
+    """A step, traced, which JAX then need not do again: what its ledger and its memory are read from."""
     with assembled.layout:
-        return ledger_of(assembled.step, assembled.abstract, assembled.abstract_batch())
+        return trace(assembled.step, assembled.abstract, assembled.abstract_batch())
 
 
-def sections(assembled: Assembled, ledger: Ledger, tokens: int | None) -> dict[str, Any]:
+def sections(assembled: Assembled, program: Program, ledger: Ledger, tokens: int | None) -> dict[str, Any]:
     """Everything that the page of a run shows besides its metrics, as plain values.
 
     Args:
         assembled: the run.
-        ledger: what its step moves.
+        program: its step.
+        ledger: what that moves.
         tokens: tokens of the corpus, where known.
     """
     run, layout = assembled.run, assembled.layout
@@ -103,7 +97,7 @@ def sections(assembled: Assembled, ledger: Ledger, tokens: int | None) -> dict[s
             "compute": {name: list(axes) for name, axes in layout.compute},
         },
         "arrays": arrays(assembled),
-        "memory": step_memory(assembled),
+        "memory": memory_of(program).per_kind(),
         "ledger": ledger_sums(ledger),
     }
 

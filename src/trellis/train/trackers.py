@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trellis.errors import UserError, did_you_mean
+from trellis.files import write_whole
 
 Line = Mapping[str, float | int | None]
 
@@ -54,9 +55,7 @@ class JsonLines:
 def _cut(path: Path, step: int) -> None:
     """Leaves only the lines up to `step`."""
     if path.exists():
-        part = path.with_name(f".{path.name}.part")
-        part.write_text("".join(json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step))
-        os.replace(part, path)
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step))
 
 
 def read_lines(path: Path) -> list[dict]:

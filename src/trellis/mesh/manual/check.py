@@ -12,138 +12,121 @@ import re
 import traceback
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn
 
+from trellis.frames import in_a_library
 from trellis.mesh.manual.ops import marked
 from trellis.notation import PendingSumError, Shape
 from trellis.notation.binding import Bindings
+from trellis.program.manual import COLLECTIVES, SUMS, axes_over
+from trellis.program.reading import ENTER, LEAVE, Body, Operation, Program, Value
 
-_SETTLES = {"unreduced_psum", "unreduced_reduce_scatter", "psum", "psum_invariant", "reduce_scatter"}
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
-# What runs its programs on its operands. Others that hold one (reductions, scatters, kernels) do more than that.
-_RUNS = _CALLS | {"remat", "remat2", "checkpoint", "scan", "cond", "while", "shard_map"}
-_MOVES = {"all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "ppermute"}
+Axes = frozenset[str]
+_NONE: Axes = frozenset()
+
 # What keeps a sum of terms a sum of terms, one operand at a time or alike in all.
 _LINEAR = {
     "add", "add_any", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "split",
     "concatenate", "pad", "reduce_sum", "copy", "copy_p", "reduce_precision", "pvary", "optimization_barrier",
-    "convert_element_type",
+    "convert_element_type", ENTER, LEAVE,
 }  # fmt: skip
-_LIBRARIES = re.compile(
-    r"[/\\](site-packages[/\\](jax|equinox)|trellis[/\\](notation|mesh|named|collectives))[/\\]|<frozen|contextlib"
-)
+# Calls of jitted functions, whose programs are traced once: lines inside may be an earlier call's.
+_SHARED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 
 
-def check_pending(jaxpr, bindings: Bindings, pending_in=None, line: str = "") -> list[frozenset[str]]:
-    """The mesh axes along which each output of a program is pending.
+def check_pending(program: Program, bindings: Bindings) -> list[Axes]:
+    """The mesh axes along which each result of a program is pending.
 
     Args:
-        jaxpr: the traced body of a `shard_map`, or a program inside it.
+        program: the body of a `shard_map`.
         bindings: those of the call, for messages.
-        pending_in: the axes along which each input is pending, where JAX's types do not say so.
-        line: the place to name for equations inside jitted functions (their own may be an earlier call's).
 
     Raises:
         PendingSumError: an operation other than a sum takes a pending sum.
     """
-    held = dict(zip(jaxpr.invars, pending_in or [frozenset()] * len(jaxpr.invars), strict=True))
-
-    def pending(var) -> frozenset[str]:
-        own = frozenset() if isinstance(var, Literal) else held.get(var, frozenset())
-        return own | _typed(var)
-
-    for eqn in jaxpr.eqns:
-        ins = [pending(var) for var in eqn.invars]
-        for var, axes in zip(eqn.outvars, _outputs(eqn, ins, bindings, line), strict=True):
-            if axes:
-                held[var] = axes
-    return [pending(var) for var in jaxpr.outvars]
+    return _pending(program, [_NONE] * len(program.inputs), bindings)
 
 
-def _outputs(eqn, ins: list[frozenset[str]], bindings: Bindings, line: str) -> list[frozenset[str]]:
-    name = eqn.primitive.name
-    none = [frozenset()] * len(eqn.outvars)
+def _pending(body: Body, inputs: list[Axes], bindings: Bindings) -> list[Axes]:
+    held: dict[Value, Axes] = dict(zip(body.inputs, inputs, strict=True))
+    of = lambda value: held.get(value, _NONE) | _typed(value)
+    for operation in body.operations:
+        operands = [of(value) for value in operation.operands]
+        held.update(zip(operation.results, _outputs(operation, operands, bindings), strict=True))
+    return [of(value) for value in body.results]
+
+
+def _outputs(operation: Operation, operands: list[Axes], bindings: Bindings) -> list[Axes]:
+    name, none = operation.name, [_NONE] * len(operation.results)
     if name == "name":
-        begun, ended = marked(eqn.params["name"])
-        return [(ins[0] | begun) - ended]
-    if name in _RUNS and (inner := _programs(eqn)):
-        return _inner(eqn, inner, ins, bindings, line)
-    axes = frozenset().union(*ins) if ins else frozenset()
-    if not axes or not eqn.outvars:
+        begun, ended = marked(operation.params["name"])
+        return [(operands[0] | begun) - ended]
+    if operation.bodies:
+        return _inner(operation, operands, bindings)
+    axes = _NONE.union(*operands)
+    if not axes or not operation.results:
         return none
-    over = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    over = {over} if isinstance(over, str) else set(over)
-    rest = axes - over if name in _SETTLES else axes
-    rounded = name == "convert_element_type" and not jax.numpy.issubdtype(eqn.params["new_dtype"], jax.numpy.inexact)
-    if not rounded and all(rest <= _typed(var) for var in eqn.outvars):
+    over = set(axes_over(operation))
+    rest = axes - over if name in SUMS else axes
+    rounded = name == "convert_element_type" and not jax.numpy.issubdtype(
+        operation.params["new_dtype"], jax.numpy.inexact
+    )
+    if not rounded and all(rest <= _typed(value) for value in operation.results):
         return none
-    alike = all(part == axes for part in ins)
-    linear = (name in _LINEAR and not rounded) or name in _SETTLES or (name in _MOVES and not axes & over)
+    moved = name in COLLECTIVES and name not in (*SUMS, "pmax", "pmin") and not axes & over
+    linear = (name in _LINEAR and not rounded) or name in SUMS or moved
     # Where JAX's types carried the sum into the operation and not out of it, it was lost.
-    if linear and alike and not any(_typed(var) for var in eqn.invars):
-        return [rest] * len(eqn.outvars)
-    raise PendingSumError(refusal(name, axes, line or eqn_line(eqn), bindings))
+    if linear and all(part == axes for part in operands) and not any(map(_typed, operation.operands)):
+        return [rest] * len(none)
+    raise PendingSumError(refusal(name, axes, _line_of(operation), bindings))
 
 
-def _typed(var) -> frozenset[str]:
+def _typed(value: Value) -> Axes:
     """The axes along which a value is pending by its JAX type."""
-    mat = getattr(var.aval, "mat", None)
-    return mat.unreduced if mat is not None else frozenset()
+    mat = getattr(value.aval, "mat", None)
+    return mat.unreduced if mat is not None else _NONE
 
 
-def _programs(eqn) -> list:
-    found = []
-    for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            item = getattr(item, "jaxpr", item)
-            if hasattr(item, "eqns") and hasattr(item, "invars"):
-                found.append(item)
-    return found
-
-
-def _inner(eqn, programs, ins, bindings, line) -> list[frozenset[str]]:
-    name = eqn.primitive.name
-    line = line or eqn_line(eqn)
-    outs = [frozenset()] * len(eqn.outvars)
-    for program in programs:
-        # A conditional's first operand is its index; other programs take the equation's operands as they are.
-        given = ins[1:] if name == "cond" else ins
-        matches = len(given) == len(program.invars)
-        got = check_pending(program, bindings, given if matches else None, line if name in _CALLS else "")
+def _inner(operation: Operation, operands: list[Axes], bindings: Bindings) -> list[Axes]:
+    """Through the bodies of a loop, of branches, or of a call that does not take its operands as they are."""
+    name, outputs = operation.name, [_NONE] * len(operation.results)
+    marks = dict(zip(operation.operands, operands, strict=True))
+    refuse = lambda axes: PendingSumError(refusal(name, _NONE.union(*axes), _line_of(operation), bindings))
+    typed = any(map(_typed, operation.operands))
+    for body in operation.bodies:
+        entering = operation.entering(body)
+        given = [marks[outer] for _, outer in entering] or [_NONE] * len(body.inputs)
+        got = _pending(body, given, bindings)
         # The marks of pending sums (unlike JAX's types) do not pass through programs that call others their own way.
-        if matches and len(got) == len(outs):
-            outs = [a | b for a, b in zip(outs, got, strict=True)]
-        elif any(ins) and not any(map(_typed, eqn.invars)):
-            raise PendingSumError(refusal(name, frozenset().union(*ins), line, bindings))
-    if name == "scan" and not any(map(_typed, eqn.invars)):
-        (program,) = programs
-        # Carries have the same shape inside and outside, scanned values one dimension more outside.
-        carry = sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(eqn.outvars, program.outvars, strict=True))
-        kept = sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(eqn.invars, program.invars, strict=True))
-        first = kept - carry
-        if outs[:carry] != ins[first : first + carry]:
-            raise PendingSumError(refusal(name, frozenset().union(*outs[:carry], *ins), line, bindings))
-    return outs
+        if entering and len(got) == len(outputs):
+            outputs = [a | b for a, b in zip(outputs, got, strict=True)]
+        elif any(operands) and not typed:
+            raise refuse(operands)
+        if name == "scan" and not typed:
+            first, count = operation.params["num_consts"], operation.params["num_carry"]
+            if got[:count] != given[first : first + count]:
+                raise refuse([*got[:count], *operands])
+    return outputs
 
 
-def met_line(jaxpr, var, sliced) -> str:
+def met_line(program: Program, value: Value, sliced) -> str:
     """Where a value that ends up differing along other mesh axes than `sliced` first met one that is the same there.
 
     A forgotten gather or sum shows there: what it would have made the same on all devices meets what is.
     """
-    wanted, line, axes = {var}, "", _varying(var) - set(sliced)
-    for eqn in reversed(jaxpr.eqns):
-        if wanted.isdisjoint(eqn.outvars):
+    wanted, line, axes = {value}, "", _varying(value) - set(sliced)
+    for operation in reversed(program.operations):
+        if wanted.isdisjoint(operation.results):
             continue
-        wanted.update(v for v in eqn.invars if not isinstance(v, Literal) and axes & _varying(v))
-        if eqn.primitive.name == "pvary" and axes & _varying(eqn.outvars[0]) - _varying(eqn.invars[0]):
-            line = eqn_line(eqn)
+        wanted.update(v for v in operation.inputs if axes & _varying(v))
+        if operation.name == "pvary" and axes & _varying(operation.results[0]) - _varying(operation.operands[0]):
+            line = _line_of(operation)
     return line
 
 
-def _varying(var) -> frozenset[str]:
-    mat = getattr(var.aval, "mat", None)
-    return mat.varying if mat is not None else frozenset()
+def _varying(value: Value) -> Axes:
+    mat = getattr(value.aval, "mat", None)
+    return mat.varying if mat is not None else _NONE
 
 
 def refusal(operation: str, axes, line: str, bindings: Bindings) -> str:
@@ -164,18 +147,24 @@ def settled(shape: Shape, axes=None) -> Shape:
     return Shape(shape.dims, rest, shape.copied, shape.ellipsis)
 
 
-def eqn_line(eqn) -> str:
-    """Where the user's code made an equation, as ` (file.py:12: the line)`."""
-    frames = getattr(eqn.source_info.traceback, "frames", ())
-    for frame in frames:
-        if not _LIBRARIES.search(frame.file_name):
+def _line_of(operation: Operation) -> str:
+    """Where the user's code made an operation, as ` (file.py:12: the line)`."""
+    equation, frame = operation.equation, operation.frame
+    while frame.equation is not None and frame.equation.primitive.name in _SHARED:
+        equation, frame = frame.equation, frame.outer
+    return _equation_line(equation)
+
+
+def _equation_line(equation: JaxprEqn) -> str:
+    for frame in getattr(equation.source_info.traceback, "frames", ()):
+        if not in_a_library(frame.file_name):
             return _line(frame.file_name, frame.line_num)
     return ""
 
 
 def error_line(error: BaseException) -> str:
     """Where the user's code was when an error was raised, in the same form."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _LIBRARIES.search(f.filename)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not in_a_library(f.filename)]
     return _line(frames[-1].filename, frames[-1].lineno) if frames else ""
 
 

@@ -30,6 +30,7 @@ from trellis.notation.checked import Leaf, is_typed_leaf, typed_leaves
 from trellis.notation.state import mesh_of, state_of
 from trellis.notation.struct import check_divides
 from trellis.notation.typeof import is_array, is_named
+from trellis.program.reading import Program
 
 
 def shard_map(fn: Callable | None = None, *, mesh=None, axes: "typing.Collection[str] | None" = None) -> Callable:
@@ -296,12 +297,13 @@ class _Call:
             except Exception as error:
                 raise_in_notation(error, self.bindings)
                 raise
-            pending = check_pending(traced.jaxpr, self.bindings)
+            read = Program(traced.jaxpr)
+            pending = check_pending(read, self.bindings)
             arrays = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *slices)
             typed = [leaf for leaf in out["leaves"] if leaf.kind is not None]
             for leaf in typed:
                 self.check_result(leaf)
-            met = [functools.partial(met_line, traced.jaxpr, var) for var in traced.jaxpr.outvars]
+            met = [functools.partial(met_line, read, value) for value in read.results]
             arrays = [self.leave(leaf, *each) for leaf, *each in zip(typed, arrays, pending, met, strict=True)]
         groups = [[] for _ in results]
         index = []

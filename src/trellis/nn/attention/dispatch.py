@@ -12,6 +12,7 @@ from trellis.nn.attention.reference import reference_attention
 from trellis.nn.attention.sharded import Placement, placement_of
 from trellis.nn.attention.splash import splash_attention, splash_kernel, splash_refuses
 from trellis.notation.state import mode_of
+from trellis.program.said import kernel_work
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "cudnn", "splash")
 
@@ -84,6 +85,7 @@ def dot_product_attention(
         return _splash(place, arrays, pattern, float(scale), logit_softcap, save_name)
     if chosen == "cudnn":
         kernel = lambda q, k, v, ids, _: cudnn_attention(q, k, v, ids, pattern=pattern, scale=float(scale))
+        kernel = _saying(kernel, pattern)
     elif chosen == "chunked":
         kernel = lambda q, k, v, ids, offset: chunked_attention(
             q, k, v, ids, query_offset=offset, save_name=save_name, **scores
@@ -112,7 +114,18 @@ def _splash(place: Placement, arrays, pattern, scale, logit_softcap, save_name):
         if mode_of(place.mesh) == "explicit":  # constants are replicated, and shard_map wants them as it says
             tables = jax.tree.map(jax.sharding.reshard, tables, specs)
     kernel = lambda q, k, v, ids, _, tables: splash_attention(q, k, v, ids, tables, scale=scale)
-    return place.run(kernel, arrays, (tables,), (specs,), check=False)
+    return place.run(_saying(kernel, pattern), arrays, (tables,), (specs,), check=False)
+
+
+def _saying(kernel, pattern: Pattern):
+    """A kernel that says what it computes on one device, for the planner."""
+
+    def run(q, k, *rest):
+        (batch, pos, heads, head_dim), key_pos = q.shape, k.shape[1]
+        with kernel_work("attention", 4.0 * batch * heads * pattern.pairs(pos, key_pos) * head_dim):
+            return kernel(q, k, *rest)
+
+    return run
 
 
 def _choose(q, k, place, pattern, logit_softcap, upcast, implementation) -> str:

@@ -36,6 +36,18 @@ class Pattern:
                 last = min(keys, stop - 1 + self.window)
         return first, max(last, first + 1)
 
+    def pairs(self, queries: int, keys: int) -> float:
+        """How many pairs of a query and a key see each other, of queries that lie anywhere in a sequence of `keys`.
+
+        >>> Pattern(causal=True).pairs(8, 16), Pattern(causal=True, window=4).pairs(16, 16)
+        (64.0, 56.0)
+        """
+        if self.window is None:
+            return queries * keys / (2 if self.causal else 1)
+        window = min(self.window, keys)
+        behind = window - window * window / (2 * keys)  # the first queries have fewer keys behind them
+        return queries * (behind if self.causal else min(2 * behind - 1, keys))
+
     def hides(self, start: int, stop: int, first: int, last: int) -> bool:
         """Whether any of the keys `first` to `last` is hidden from any of the queries `start` to `stop`."""
         hidden = self.causal and last - 1 > start

@@ -15,6 +15,7 @@ from trellis.errors import UserError
 from trellis.mesh.manual.ops import vary, varying_axes
 from trellis.nn.moe.ragged import ragged_all_to_all
 from trellis.nn.moe.rows import Compute, combine, local_experts, sort_by_expert, take_rows
+from trellis.program.said import filled_rows, loop_turns
 
 Axes = tuple[str, ...]
 
@@ -59,7 +60,12 @@ def gather_experts(
     if tokens:
         x, ids, weights = (lax.all_gather(a, tokens, axis=0, tiled=True) for a in (x, ids, weights))
     first = lax.axis_index(axes) * count
-    made = local_experts(x, ids - first, weights, compute, count=count)
+
+    def filling(rows, sizes):
+        with filled_rows(ids.size // lax.axis_size(axes), ids.size):
+            return compute(rows, sizes)
+
+    made = local_experts(x, ids - first, weights, filling, count=count)
     return lax.psum_scatter(made, tokens, scatter_dimension=0, tiled=True) if tokens else made
 
 
@@ -130,13 +136,18 @@ def exchange_experts(
         needed = -(-counts.sum(2).max() // (room // devices))
     needed = lax.pmax(needed, varying)  # all devices of the mesh agree, whether or not they exchange rows
 
+    def filling(rows, sizes):
+        with filled_rows(pairs, room):
+            return compute(rows, sizes)
+
     def one(rows, counts, turn):
-        return _round(rows, counts, turn, compute, axes=axes, room=room, ragged=ragged)
+        return _round(rows, counts, turn, filling, axes=axes, room=room, ragged=ragged)
 
     made = one(rows, counts, jnp.int32(0))
     if worst > room:
         pure, held = jax.closure_convert(one, rows, counts, jnp.int32(1))
-        made = _further(pure, made, rows, counts, needed, held)
+        with loop_turns(pairs, room, before=1, by_load=True):
+            made = _further(pure, made, rows, counts, needed, held)
     return combine(made, weights, place.reshape(tokens, choices), order)
 
 

@@ -8,6 +8,7 @@ from jax import lax
 
 from trellis.mesh.manual.ops import vary, varying_axes
 from trellis.mesh.platform import platform_of
+from trellis.program.said import loop_turns
 
 # Rows that are multiplied at once where a loop goes over blocks of them: on a CPU enough to keep its cores busy, few
 # enough to waste little on a group's end; on others so many that adding to a weight's gradient takes less.
@@ -68,7 +69,8 @@ def _multiply(rows, weights, sizes):
         return lax.dynamic_update_slice_in_dim(out, mine, first, 0)
 
     out = _zeros((rows.shape[0] + block, weights.shape[2]), rows.dtype, rows, weights, sizes)
-    return lax.fori_loop(0, blocks, body, out)[: rows.shape[0]]
+    with loop_turns(rows.shape[0], block, groups=weights.shape[0]):
+        return lax.fori_loop(0, blocks, body, out)[: rows.shape[0]]
 
 
 def _weights_gradient(rows, d, weights, sizes, block: int):
@@ -88,7 +90,9 @@ def _weights_gradient(rows, d, weights, sizes, block: int):
         more = jnp.matmul(x.T, y, preferred_element_type=jnp.float32)
         return lax.dynamic_update_index_in_dim(total, lax.dynamic_index_in_dim(total, group, 0, False) + more, group, 0)
 
-    total = lax.fori_loop(0, blocks, body, _zeros(weights.shape, jnp.float32, rows, weights, d, sizes))
+    zeros = _zeros(weights.shape, jnp.float32, rows, weights, d, sizes)
+    with loop_turns(rows.shape[0] - block, block, groups=weights.shape[0]):
+        total = lax.fori_loop(0, blocks, body, zeros)
     return total.astype(weights.dtype)
 
 

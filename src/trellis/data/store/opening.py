@@ -1,0 +1,79 @@
+"""Opens a token store of any format, by what lies at a path, and writes one in the formats of other projects."""
+
+import os
+
+from trellis.data.storage import is_remote, open_folder
+from trellis.data.store.bin_files import BinStore, MegatronStore, write_bin
+from trellis.data.store.levanter import LevanterStore, write_levanter
+from trellis.data.store.seqax import FlatTokens, write_flat_tokens
+from trellis.data.store.store import Store
+from trellis.data.store.token_store import TokenStore
+from trellis.errors import UserError
+
+
+def open_store(
+    url: str | os.PathLike, *, growing: bool = False, check: bool | None = None, keep: int = 0
+) -> TokenStore:
+    """A token store: Trellis's own, or a format it reads (seqax, nanoGPT, Megatron, Levanter).
+
+    Args:
+        url: where it is, local or remote.
+        growing: accept a store that is still being written.
+        check: compare the checksum of each chunk when it is first read; None does so for local stores up to 1 GiB.
+        keep: read whole chunks, and keep so many of them in memory. For stores on a server: with
+            `Shuffle(block=rows of a chunk, window=w)` keep two times w, and every chunk is fetched once an epoch.
+
+    Raises:
+        UserError: nothing there, damaged metadata, another version, or incomplete without `growing`.
+    """
+    url = os.fspath(url)
+    return _foreign(url) or Store(url, growing=growing, check=check, keep=keep)
+
+
+def _foreign(url: str) -> TokenStore | None:
+    """The store at a path if it has another project's format, else None."""
+    if url.endswith(".bin"):
+        with_index = not is_remote(url) and os.path.exists(url[:-4] + ".idx")
+        return MegatronStore(url) if with_index else BinStore(url)
+    folder = open_folder(url)
+    if folder.exists("zarr.json") and b'"trellis"' in folder.read("zarr.json"):
+        return None
+    if folder.exists("encoded_tokens/.zarray") or folder.exists("encoded_tokens/zarr.json"):
+        return FlatTokens(url)
+    if folder.exists("input_ids/offsets/zarr.json"):
+        return LevanterStore(url)
+    for split in ("train", "validation"):
+        if folder.exists(f"{split}/zarr.json") or folder.exists(f"{split}/.zgroup"):
+            raise UserError(
+                "A store is one split of a dataset.",
+                seen=f"a folder with a {split} in it",
+                where=url,
+                fix=f"give {url.rstrip('/')}/{split}",
+            )
+    return None
+
+
+def convert(store: TokenStore, out: str, *, to: str, split: str = "train") -> None:
+    """Writes a store in another project's format.
+
+    Args:
+        store: what to write.
+        out: the folder ("seqax", "levanter"), or the .bin file ("nanogpt", "megatron"; the latter writes the .idx
+            beside it).
+        to: one of these.
+        split: seqax only, the group inside `out`.
+    """
+    match to:
+        case "seqax":
+            write_flat_tokens(store, out, split=split)
+        case "nanogpt" | "megatron":
+            write_bin(store, out, index=to == "megatron")
+        case "levanter":
+            write_levanter(store, out)
+        case _:
+            raise UserError(
+                "A store is converted to a format that Trellis writes.",
+                seen=to,
+                where="--to",
+                fix="use seqax, nanogpt, megatron or levanter",
+            )

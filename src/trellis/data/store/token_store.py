@@ -1,0 +1,130 @@
+"""What every kind of token store offers."""
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from trellis.data.tokenizer import Tokenizer
+from trellis.errors import UserError
+
+
+class TokenStore:
+    """What every kind of token store offers; a subclass reads one format.
+
+    Attributes:
+        url: where it is.
+        num_tokens, num_documents, vocab_size: counts.
+        start_token: the id a model reads before the first token of a document.
+        text_bytes: UTF-8 bytes of text that the tokens stand for, or None where the format does not say.
+        complete: False while the store is being written.
+        has_loss_mask: some tokens do not count in the loss.
+        tokenizer_sha256: which tokenizer made the tokens, or None where the format does not say.
+    """
+
+    url: str
+    num_tokens: int
+    num_documents: int
+    vocab_size: int
+    start_token: int
+    text_bytes: int | None = None
+    complete: bool = True
+    has_loss_mask: bool = False
+    tokenizer_sha256: str | None = None
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start..stop-1 of the corpus, as stored: unsigned[tokens]."""
+        raise NotImplementedError
+
+    def offsets(self, start: int, stop: int) -> np.ndarray:
+        """Where documents start..stop-1 begin; entry `num_documents` is the end of the last: i64."""
+        raise NotImplementedError
+
+    def shifted(self, begins: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For spans of `length` tokens: what the model reads, what it predicts, and where documents begin.
+
+        Args:
+            begins: `i64["rows"]`, the first token of each span; spans past the end are filled up with zeros.
+
+        Returns:
+            inputs `i32["rows length"]`: the token before each target, `start_token` before a document's first;
+            targets `i32["rows length"]`; starts `bool["rows length"]`: the target is the first token of a document.
+        """
+        raise NotImplementedError
+
+    def loss_mask(self, start: int, stop: int) -> np.ndarray:
+        """Which of the tokens start..stop-1 count in the loss: `u8["tokens"]`."""
+        return np.ones(stop - start, np.uint8)
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens."""
+        raise UserError(
+            "Decoding needs the store's tokenizer.",
+            seen="this format holds none",
+            where=self.url,
+            fix="convert it with `trellis tokenize`, or decode with a tokenizer of your own",
+        )
+
+    def refresh(self) -> None:
+        """Looks again how far a store that is still being written has come."""
+
+    def each(self, function: Callable[[int], None], count: int) -> None:
+        """`function` of 0..count-1: one after the other, or many at once where reads have to wait for a server."""
+        for i in range(count):
+            function(i)
+
+    def document(self, i: int) -> np.ndarray:
+        """The tokens of document `i`, its end included."""
+        if not 0 <= i < self.num_documents:
+            raise IndexError(f"document {i} of {self.num_documents}")
+        start, stop = self.offsets(i, i + 2)
+        return self.tokens(int(start), int(stop))
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of text a token stands for, on average: nats per token / ln 2 / this are bits per byte."""
+        return self.text_bytes / self.num_tokens if self.text_bytes and self.num_tokens else math.nan
+
+    def wait_for(self, num_tokens: int, *, timeout: float = 600.0, poll: float = 0.5) -> None:
+        """Returns once `num_tokens` tokens are there or the store is complete.
+
+        Raises:
+            UserError: the store has not grown for `timeout` seconds.
+        """
+        seen, since = self.num_tokens, time.monotonic()
+        while self.num_tokens < num_tokens and not self.complete:
+            self.refresh()
+            if self.num_tokens != seen:
+                seen, since = self.num_tokens, time.monotonic()
+            elif not self.complete and time.monotonic() - since > timeout:
+                raise UserError(
+                    "A store that is read while it is written keeps growing.",
+                    seen=f"{seen:,} tokens for {timeout:g} s, {num_tokens:,} needed",
+                    where=self.url,
+                    fix="run the `trellis tokenize` command again; it continues where it was",
+                )
+            elif not self.complete and self.num_tokens < num_tokens:
+                time.sleep(poll)
+
+
+def check_vocabulary(store: TokenStore, vocab_size: int) -> None:
+    """Refuses a model of `vocab_size` ids if the store has more."""
+    if store.vocab_size > vocab_size:
+        raise UserError(
+            "A model has a row of its embedding for every token id.",
+            seen=f"{store.vocab_size:,} ids in the store, {vocab_size:,} in the model",
+            where=store.url,
+            fix=f"set the model's vocab_size to {store.vocab_size:,} or more",
+        )
+
+
+def check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
+    """Refuses a store that another tokenizer made."""
+    if store.tokenizer().sha256 != tokenizer.sha256:
+        raise UserError(
+            "A run's data and its model use one tokenizer.",
+            seen=f"sha256 {store.tokenizer().sha256[:16]} in the store, {tokenizer.sha256[:16]} expected",
+            where=store.url,
+            fix="tokenize the corpus with the model's tokenizer",
+        )

@@ -1,0 +1,1 @@
+"""From files of documents to a token store. Workers load this folder without the rest of Trellis."""

@@ -1,0 +1,315 @@
+"""Readers of one source file each: from a position on, blocks of whole documents."""
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+
+from trellis.data.blocks import BLOCK_BYTES, PIECE_BYTES, Block
+from trellis.data.tokenizing.streams import Stream, plain_name
+from trellis.errors import UserError
+
+Reader = Callable[..., Iterator[Block]]
+
+
+def format_of(name: str) -> str:
+    """The format that a file's name says.
+
+    >>> format_of("a/b.jsonl.gz"), format_of("x.tsv"), format_of("README.md")
+    ('jsonl', 'csv', 'text')
+    """
+    suffix = os.path.splitext(plain_name(name))[1].lower()
+    return {
+        ".jsonl": "jsonl",
+        ".ndjson": "jsonl",
+        ".json": "json",
+        ".parquet": "parquet",
+        ".arrow": "arrow",
+        ".feather": "arrow",
+        ".csv": "csv",
+        ".tsv": "csv",
+        ".tar": "tar",
+        ".tgz": "tar",
+    }.get(suffix, "text")
+
+
+def lines(url: str, name: str, start: tuple[int, int], *, kind: str, separator: str = "\n") -> Iterator[Block]:
+    """Blocks of about a MiB, cut after a separator: JSON lines, or texts with something between them."""
+    cut = separator.encode()
+    with Stream(url) as stream:
+        stream.skip(start[0])
+        position, number = start
+        rest = b""
+        while True:
+            data = stream.read(BLOCK_BYTES)
+            rest += data
+            if not data:
+                at = len(rest)
+            elif len(cut) == 1:
+                at = rest.rfind(cut) + 1
+            else:  # from the left, as the texts are split: separators such as "\n\n" may overlap
+                at = len(rest) - len(rest.split(cut)[-1])
+            if data and not at:
+                continue
+            payload, rest = rest[:at], rest[at:]
+            if payload:
+                end = position + len(payload), number + payload.count(b"\n")
+                body = payload[: -len(cut)] if payload.endswith(cut) else payload
+                yield Block(kind, body, name, number, end, stream.raw_position)
+                position, number = end
+            if not data:
+                return
+
+
+def whole(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
+    """One text in pieces of one to two MiB, cut after a line end where there is one: at the first after each MiB
+    counted from the last cut."""
+    with Stream(url) as stream:
+        stream.skip(start[0])
+        position, number = start
+        rest, ended = b"", False
+        while not ended or rest:
+            while not ended and len(rest) <= 2 * PIECE_BYTES:
+                data = stream.read(PIECE_BYTES)
+                rest, ended = rest + data, not data
+            if ended and len(rest) <= 2 * PIECE_BYTES:
+                at = len(rest)
+            else:
+                at = rest.find(b"\n", PIECE_BYTES, 2 * PIECE_BYTES) + 1 or _character_end(rest, 2 * PIECE_BYTES)
+            payload, rest = rest[:at], rest[at:]
+            if payload:
+                end = position + at, number + payload.count(b"\n")
+                yield Block("piece", payload, name, number, end, stream.raw_position, closed=ended and not rest)
+                position, number = end[0], max(end[1], 2)
+
+
+def _character_end(data, at):
+    while at > 0 and data[at] & 0xC0 == 0x80:
+        at -= 1
+    return at
+
+
+def json_array(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
+    """A .json file: JSON lines, one object, or an array of objects (which is read as a whole)."""
+    with Stream(url) as stream:
+        head = stream.read(1 << 16).lstrip()
+    if head.startswith(b"{") and _is_json(head.split(b"\n", 1)[0]) and b"\n" in head.rstrip():
+        yield from lines(url, name, start, kind="json")
+        return
+    with Stream(url) as stream:
+        data = stream.read(-1)
+        raw = stream.raw_position
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise UserError(
+            "A .json file holds one array of objects, one object, or an object a line.",
+            seen=error,
+            where=url,
+            fix="mend the file, or name it .jsonl if it has an object a line",
+        ) from error
+    records = value if isinstance(value, list) else [value]
+    yield from in_blocks(records[start[0] :], name, start[0], lambda: raw)
+
+
+def _is_json(line):
+    try:
+        json.loads(line)
+        return True
+    except ValueError:
+        return False
+
+
+def in_blocks(records, name, position, raw, size=lambda record: len(str(record))):
+    batch, held = [], 0
+    for record in records:
+        batch.append(record)
+        held += size(record)
+        if held >= BLOCK_BYTES:
+            yield Block("records", batch, name, position + 1, (position + len(batch), position + len(batch) + 1), raw())
+            position += len(batch)
+            batch, held = [], 0
+    if batch:
+        yield Block("records", batch, name, position + 1, (position + len(batch), position + len(batch) + 1), raw())
+
+
+def csv_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
+    """Rows of a CSV (or, by its name, TSV) file whose first row names the columns."""
+    import csv
+    import sys
+
+    csv.field_size_limit(sys.maxsize)
+    with Stream(url) as stream:
+        text = io.TextIOWrapper(io.BufferedReader(_Raw(stream)), encoding="utf-8-sig", newline="")
+        rows = csv.DictReader(text, delimiter="\t" if plain_name(name).endswith(".tsv") else ",")
+
+        def records():
+            try:
+                for number, row in enumerate(rows):
+                    if number >= start[0]:
+                        row.pop(None, None)
+                        yield row
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    "A CSV file is UTF-8.",
+                    seen=f"byte {error.object[error.start]:#04x}",
+                    where=f"{name}, after line {rows.line_num}",
+                    fix="convert the file to UTF-8",
+                ) from error
+            except csv.Error as error:
+                raise UserError(
+                    "A CSV file is well formed.", seen=error, where=f"{name}, line {rows.line_num}", fix="mend the line"
+                ) from error
+
+        yield from in_blocks(records(), name, start[0], lambda: stream.raw_position)
+
+
+def tar_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
+    """Samples of a WebDataset-style tar: files that share a name up to its first dot are one record.
+
+    A `.json` member's keys become fields; every other member is a field called by its suffix (`txt`); the name is
+    `__key__`.
+    """
+    import tarfile
+
+    def records(stream):
+        key, record = None, {}
+        raw = _Raw(stream)
+        with tarfile.open(fileobj=raw, mode="r|") as tar:
+            for member in tar:
+                if not member.isfile():
+                    continue
+                folder, base = os.path.split(member.name)
+                stem, _, suffix = base.partition(".")
+                found = os.path.join(folder, stem)
+                if found != key:
+                    if record:
+                        yield record
+                    key, record = found, {"__key__": found}
+                data = tar.extractfile(member).read()
+                try:
+                    if suffix == "json":
+                        record |= json.loads(data)
+                    else:
+                        record[suffix] = data.decode() if suffix in ("txt", "text", "md") else data
+                except (ValueError, TypeError) as error:
+                    raise UserError(
+                        "A member of a tar of texts is UTF-8, or JSON if it is called so.",
+                        seen=error,
+                        where=f"{name}, member {member.name}",
+                        fix="mend the archive",
+                    ) from error
+        if record:
+            yield record
+        if not raw.ends_in_zeros():
+            raise tarfile.ReadError("no end of the archive")
+
+    with Stream(url) as stream:
+        try:
+            numbered = (r for i, r in enumerate(records(stream)) if i >= start[0])
+            yield from in_blocks(numbered, name, start[0], lambda: stream.raw_position)
+        except tarfile.ReadError as error:
+            raise UserError(
+                "A .tar file is a whole tar archive.",
+                seen=error,
+                where=url,
+                fix="fetch the file again, or leave it out",
+            ) from error
+
+
+class _Raw(io.RawIOBase):
+    """A Stream as a file object for the standard library's readers."""
+
+    def __init__(self, stream):
+        self._stream, self._last = stream, b""
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        data = self._stream.read(len(buffer))
+        buffer[: len(data)] = data
+        self._last = (self._last + data)[-512:]
+        return len(data)
+
+    def ends_in_zeros(self):
+        """Reads to the end; whether it is a block of zeros, as in every whole tar."""
+        while self.readinto(bytearray(1 << 16)):
+            pass
+        return self._last == bytes(512)
+
+
+def parquet_records(url: str, name: str, start: tuple[int, int], *, columns: list[str] | None) -> Iterator[Block]:
+    """Rows of a Parquet file, read by row group."""
+    parquet = _arrow("pyarrow.parquet", url)
+
+    with Stream(url) as stream, _arrow_errors(url):
+        file = parquet.ParquetFile(stream.file)
+        columns = columns if columns and set(columns) <= set(file.schema_arrow.names) else None
+        first, groups = 0, list(range(file.num_row_groups))
+        while groups and first + (rows := file.metadata.row_group(groups[0]).num_rows) <= start[0]:
+            first += rows
+            groups.pop(0)
+
+        def records():
+            skip = start[0] - first
+            for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=columns):
+                yield from batch.slice(min(skip, len(batch))).to_pylist()
+                skip = max(0, skip - len(batch))
+
+        yield from in_blocks(records(), name, start[0], lambda: stream.raw_position)
+
+
+def arrow_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
+    """Rows of an Arrow IPC file or stream (also those that Hugging Face datasets store)."""
+    ipc = _arrow("pyarrow.ipc", url)
+
+    with Stream(url) as stream, _arrow_errors(url):
+        is_file = stream.file.read(6) == b"ARROW1"
+        stream.file.seek(0)
+
+        def batches():
+            if is_file:
+                reader = ipc.open_file(stream.file)
+                yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+            else:
+                yield from ipc.open_stream(stream.file)
+
+        def records():
+            skip = start[0]
+            for batch in batches():
+                for begin in range(min(skip, len(batch)), len(batch), 1024):
+                    yield from batch.slice(begin, 1024).to_pylist()
+                skip = max(0, skip - len(batch))
+
+        yield from in_blocks(records(), name, start[0], lambda: stream.raw_position)
+
+
+def _arrow(module, url):
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            "Reading Parquet and Arrow needs pyarrow.", seen=error, where=url, fix="pip install 'trellis[parquet]'"
+        ) from error
+
+
+class _arrow_errors:
+    """Turns pyarrow's complaints about a file's contents into the user's error."""
+
+    def __init__(self, url):
+        self._url = url
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, _):
+        if kind is not None and (kind.__module__ or "").startswith("pyarrow"):
+            raise UserError(
+                "A Parquet or Arrow file is whole.",
+                seen=str(error).splitlines()[0],
+                where=self._url,
+                fix="fetch the file again, or leave it out",
+            ) from error

@@ -1,0 +1,213 @@
+"""Where documents come from: an ordered list of files, each read in blocks from any recorded position."""
+
+import dataclasses
+import functools
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+
+from trellis.data.blocks import Block
+from trellis.data.storage import filesystem, is_remote, local_path, with_retries
+from trellis.data.tokenizing import formats
+from trellis.errors import UserError
+
+FORMATS = ("text", "jsonl", "json", "csv", "tar", "parquet", "arrow")
+EMBEDDED_VALIDATION_PERCENT = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One input. `name` is what the store records; `stamp` changes when the contents may have."""
+
+    url: str
+    name: str
+    size: int | None
+    stamp: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileSource:
+    """Files of documents, in order.
+
+    Attributes:
+        files: the inputs.
+        format: one of `FORMATS` for all of them, or None to go by each name.
+        field: the field that holds the text; dots go into nested objects. By default `text`, and `txt` in tars.
+        separator: for texts, what divides documents; None makes each file one document.
+    """
+
+    files: tuple[SourceFile, ...]
+    format: str | None = None
+    field: str | None = None
+    separator: str | None = None
+
+    def __post_init__(self):
+        if self.format is not None and self.format not in FORMATS:
+            raise UserError(
+                "A format is one that Trellis reads.",
+                seen=self.format,
+                where="--format",
+                fix="use one of " + ", ".join(FORMATS),
+            )
+        if self.separator == "":
+            raise UserError(
+                "A separator of documents is not empty.",
+                seen="''",
+                where="--separator",
+                fix="leave it out to make each file one document",
+            )
+
+    @property
+    def text_field(self) -> str:
+        """The field that holds the text."""
+        if self.field is not None:
+            return self.field
+        tars = self.files and all(self._format(file) == "tar" for file in self.files)
+        return "txt" if tars else "text"
+
+    def describe(self) -> dict:
+        """What the tokens depend on, besides the files' contents: goes into the store's recipe."""
+        return {
+            "files": [[file.name, file.size] for file in self.files],
+            "format": self.format,
+            "field": self.text_field,
+            "separator": self.separator,
+        }
+
+    def blocks(self, index: int, start: tuple[int, int], *, all_fields: bool) -> Iterator[Block]:
+        """Blocks of file `index` from `start` (a block's `end`, or (0, 1)) on.
+
+        Args:
+            all_fields: records keep every field, for a filter; otherwise only the text's where that saves reading.
+        """
+        file = self.files[index]
+        read = self._reader(file, all_fields)
+        yield from read(file.url, file.name, start)
+
+    def _format(self, file):
+        return self.format or formats.format_of(file.name)
+
+    def _reader(self, file, all_fields) -> formats.Reader:
+        match self._format(file):
+            case "jsonl":
+                return functools.partial(formats.lines, kind="json")
+            case "text" if self.separator is not None:
+                return functools.partial(formats.lines, kind="text", separator=self.separator)
+            case "text":
+                return formats.whole
+            case "json":
+                return formats.json_array
+            case "csv":
+                return formats.csv_records
+            case "tar":
+                return formats.tar_records
+            case "parquet":
+                columns = None if all_fields else [self.text_field.split(".")[0]]
+                return functools.partial(formats.parquet_records, columns=columns)
+            case _:
+                return formats.arrow_records
+
+
+def find_files(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> tuple[SourceFile, ...]:
+    """The files of a path, a folder, a glob, or a list of those, local or remote, in sorted order within each.
+
+    Folders are searched to any depth; names that begin with a dot are left out.
+
+    Raises:
+        UserError: nothing is found.
+    """
+    paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    found = [file for path in paths for file in (_remote(path) if is_remote(os.fspath(path)) else _local(path))]
+    if not found:
+        raise UserError(
+            "A corpus has at least one file.",
+            seen="none",
+            where=", ".join(map(os.fspath, paths)) or "no path given",
+            fix="give files, folders or patterns that exist",
+        )
+    return tuple(found)
+
+
+def _local(path):
+    path = local_path(os.fspath(path))
+    if os.path.isdir(path):
+        names = []
+        for folder, folders, files in os.walk(path):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            names += [os.path.join(folder, name) for name in files if not name.startswith(".")]
+        names.sort()
+    elif os.path.exists(path):
+        names = [path]
+    else:
+        names = sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
+    if not names:
+        raise UserError("Every input exists.", seen="no such file, folder or pattern", where=path, fix="check the path")
+    for name in names:
+        status = os.stat(name)
+        yield SourceFile(name, name, status.st_size, str(status.st_mtime_ns))
+
+
+def _remote(url):
+    fs, path = filesystem(url)
+    protocol = url.split("://", 1)[0]
+
+    def expand():
+        if any(c in path for c in "*[") or (protocol not in ("http", "https") and "?" in path):
+            return fs.glob(path)
+        if protocol not in ("http", "https") and fs.isdir(path):
+            return fs.find(path)
+        return [path] if fs.exists(path) else []
+
+    names = sorted(name for name in with_retries(expand, what="list", url=url) if not name.endswith("/"))
+    if not names:
+        raise UserError(
+            "Every input exists.",
+            seen="no such object, folder or pattern",
+            where=url,
+            fix="check the URL and the credentials",
+        )
+    for name in names:
+        full = name if "://" in name else f"{protocol}://{name}"
+        info = with_retries(lambda name=name: fs.info(name), what="ask a file's size", url=full)
+        yield SourceFile(full, full, info.get("size"), str(info.get("ETag") or info.get("mtime") or ""))
+
+
+def embedded_corpus(split: str = "train") -> FileSource:
+    """The Python standard library's own sources, from the installation that runs this: about 12 MB of real text.
+
+    Each file is one document, named by its path in the library, in sorted order; tests and installed packages are
+    left out. A file belongs to "validation" if the SHA-256 of its name, as a number, modulo 100 is below 5, else to
+    "train"; so the split is the same for every Python that has the file.
+    """
+    if split not in ("train", "validation"):
+        raise UserError(
+            "The embedded corpus has two splits.",
+            seen=split,
+            where="embedded_corpus(split)",
+            fix="use train or validation",
+        )
+    root = sysconfig.get_paths()["stdlib"]
+    skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(f for f in folders if f not in skipped and not f.startswith(("config-", ".")))
+        for name in names:
+            path = os.path.join(folder, name)
+            relative = os.path.relpath(path, root).replace(os.sep, "/")
+            if name.endswith(".py") and _in_split(relative, split):
+                files.append(SourceFile(path, relative, os.path.getsize(path)))
+    if not files:
+        raise UserError(
+            "The Python standard library is installed with its sources.",
+            seen="no .py files",
+            where=root,
+            fix="use a Python with sources, or give files of your own",
+        )
+    return FileSource(files=tuple(sorted(files, key=lambda file: file.name)), format="text")
+
+
+def _in_split(name, split):
+    held_out = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100 < EMBEDDED_VALIDATION_PERCENT
+    return held_out == (split == "validation")

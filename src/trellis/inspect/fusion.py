@@ -1,0 +1,135 @@
+"""Which values of a program take memory: what compilers fuse, make in place, or make again where it is read.
+
+Each rule was seen in the memory layouts of compiled train steps (libtpu 0.0.42; docs/plan.md has the errors that are
+left), and says why a compiler does so.
+"""
+
+from trellis.program import Body, Operation, Value
+from trellis.program.flow import VIEWS
+from trellis.program.manual import COLLECTIVES
+from trellis.program.reading import KERNELS
+
+# The lanes of a TPU's registers: a kernel's operands and results have whole ones.
+LANES = 128
+
+# What reads its operands from memory and writes its results there. Everything else is fused with what reads it.
+_OPAQUE = KERNELS | set(COLLECTIVES) | set(
+    "dot_general ragged_dot ragged_dot_general conv_general_dilated scan while cond sort gather scatter scatter-add "
+    "dynamic_update_slice reshard concatenate cumsum top_k optimization_barrier random_bits threefry2x32".split()
+)  # fmt: skip
+# Elementwise work that a product does on its result before it writes it.
+_EPILOGUES = {"add", "add_any", "sub", "mul", "convert_element_type", "neg", "div", "max"}
+_VIEWS = VIEWS - {"transpose", "slice", "reduce_precision", "optimization_barrier"} | {
+    "pcast", "mesh_cast", "bitcast_convert_type",
+}  # fmt: skip
+
+
+def writes(operation: Operation) -> bool:
+    """Whether an operation's results are written to memory; those of others exist when something that writes reads
+    them, and until then keep alive what they are made of."""
+    return operation.name in _OPAQUE or reduces(operation)
+
+
+def reduces(operation: Operation) -> bool:
+    """Whether it reduces its operand, which it reads as that is made: what is summed need not be in memory."""
+    return operation.name.startswith(("reduce_", "arg")) and operation.name != "reduce_precision"
+
+
+def read_in(value: Value, passes: tuple[str, ...]) -> bool:
+    """Whether an operation of one of these passes reads a value, or something that is fused and made of it."""
+    todo, seen = [value], {value}
+    while todo:
+        for reader in todo.pop().readers:
+            if reader.direction in passes:
+                return True
+            if not writes(reader):
+                more = [result for result in reader.results if result not in seen]
+                seen.update(more)
+                todo += more
+    return False
+
+
+def is_view(operation: Operation) -> bool:
+    """Whether the result is the operand in memory, as it is."""
+    if len(operation.inputs) != 1 or len(operation.results) != 1:
+        return False
+    if operation.name == "broadcast_in_dim":  # with further dimensions of size 1
+        return operation.operands[0].num_bytes == operation.results[0].num_bytes
+    return operation.name in _VIEWS or operation.name.endswith("_cast_p")
+
+
+def in_place(operation: Operation, position: int) -> Value | None:
+    """The operand whose memory a result has: of updates, which write into their target; of fences; of a reshard that
+    moves nothing."""
+    own = operation.operands[position if operation.name == "optimization_barrier" else 0]
+    updates = operation.name in ("dynamic_update_slice", "optimization_barrier", "scatter-add")
+    return own if own.literal is None and (updates or moves_nothing(operation)) else None
+
+
+def moves_nothing(operation: Operation) -> bool:
+    """Whether this is a reshard that only changes the type: no device gets or gives anything."""
+    if operation.name != "reshard":
+        return False
+    before, after = operation.operands[0], operation.results[0]
+    return before.local_shape == after.local_shape and before.num_bytes == after.num_bytes and not before.state.pending
+
+
+def stored_bytes(operation: Operation, value: Value) -> int:
+    """Bytes of an operand or result: a Pallas kernel's last dimension fills whole lanes, so that heads of 64 take twice
+    their size."""
+    if operation.name != "pallas_call":
+        return value.num_bytes
+    last = value.local_shape[-1] if value.local_shape else LANES
+    return value.num_bytes * (-(-last // LANES) * LANES) // max(last, 1)
+
+
+def fused_results(body: Body) -> set[Operation]:
+    """Operations that write, as a rule, and here do not: their results are made by what reads them."""
+    return {o for o in body.operations if _partitioned_lookup(o) or _has_epilogue(o, body)}
+
+
+def _partitioned_lookup(operation: Operation) -> bool:
+    """A lookup by indices that are sharded, which the types say whole and the compiler partitions.
+
+    `table.at[ids].get(out_sharding=...)` is traced as a lookup of everything and a slice of it, its gradient as a
+    gather of all updates and a scatter of them; the compiler does the slice first, and does not gather the updates.
+    """
+    result = operation.results[0] if operation.results else None
+    readers = _readers(operation)
+    names = {reader.name for reader in readers}
+    if operation.name == "gather" and names == {"reshard"}:
+        return all(reader.results[0].num_bytes < result.num_bytes for reader in readers)
+    if operation.name == "reshard" and names and names <= {"scatter-add", "gather"}:
+        return result.num_bytes > operation.operands[0].num_bytes
+    return False
+
+
+def _has_epilogue(operation: Operation, body: Body) -> bool:
+    """A product whose result one elementwise operation reads: the compiler makes both in one."""
+    if operation.name != "dot_general" or operation.results[0] in body.results:
+        return False
+    readers = _readers(operation)
+    return len(readers) == 1 and readers[0].name in _EPILOGUES
+
+
+def _readers(operation: Operation) -> list[Operation]:
+    """Who reads the only result; nobody known where that leaves the call that it is made in."""
+    if len(operation.results) != 1:
+        return []
+    readers = operation.results[0].readers
+    return readers if all(reader.frame is operation.frame for reader in readers) else []
+
+
+def gathers_columns(operation: Operation) -> bool:
+    """Whether the last of several dimensions is gathered: devices' parts come one after the other, so that the result
+    is transposed and copied. (Inside layers the products take weights either way.)"""
+    if operation.name != "reshard":
+        return False
+    before, after = operation.operands[0].local_shape, operation.results[0].local_shape
+    return len(after) > 1 and after[-1] > before[-1] and after[:-1] == before[:-1]
+
+
+def summed_whole(operation: Operation) -> int:
+    """Bytes of a pending sum that a joint reduction over several mesh axes holds: it is made of all-reduces."""
+    before, after = operation.operands[0].state.pending, operation.results[0].state.pending
+    return operation.operands[0].num_bytes if len(before - after) > 1 else 0

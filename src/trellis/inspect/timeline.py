@@ -1,0 +1,361 @@
+"""The memory of one device through a program, from types alone: named buffers, and the highest point.
+
+A program is run in order with sizes for values: an argument lives as long as its owner keeps it, a value lives from the
+operation that makes it to the last that reads it, a loop's stacked outputs from the loop's start. What a compiler
+fuses takes no memory of its own: the value of an elementwise chain exists when something that is not elementwise (a
+product, a kernel, a collective, a loop, an output) reads it, and until then keeps alive what it is made of.
+"""
+
+import collections
+import dataclasses
+
+from trellis.inspect import fusion
+from trellis.inspect.buffers import KINDS, Buffer, describe
+from trellis.program import Body, Operation, Program, Value
+from trellis.program.flow import of_parameters
+
+# What the compiler's allocator loses between buffers, as a share of everything that is not an argument. The layouts of
+# compiled train steps lost between 0.3 and 7 %.
+FRAGMENTATION = 0.02
+# The vector memory of a TPU, where a loop's small buffers go.
+VECTOR_MEMORY = 128 * 2**20
+# Operations that read what is one step from memory as they go, and need no copy of it.
+_READ_THROUGH = ("dot_general", "gather", "reshard", "scatter-add")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Room:
+    """Memory that is taken: its kind and bytes, the value in it, and the operation that makes or reads that first."""
+
+    kind: str
+    num_bytes: int
+    value: Value | None = None
+    operation: Operation | None = None
+    suffix: str = ""
+
+    def buffer(self, program: Program) -> Buffer:
+        """With a name, for people."""
+        name, what, source = "and gradients on the way", "", self.operation.source if self.operation else ""
+        if self.operation is None:
+            argument = program.arguments[program.inputs.index(self.value)]
+            name, what = argument.name, argument.what
+        elif self.value is not None:
+            name, what, source = describe(self.value, self.operation, program)
+        return Buffer(kind=self.kind, name=name + self.suffix, what=what, num_bytes=self.num_bytes, source=source)
+
+
+class _Held:
+    """A value during the walk: memory that exists, or a chain that will be fused into its reader.
+
+    Attributes:
+        buffer: its memory; None for a chain, and for what belongs to the program around.
+        made_of: of a chain, what it keeps alive.
+        pinned: whether it stays to the end.
+        uses: by how many values and chains it is kept alive.
+        lazy: whether its reader makes it, although it would be written as a rule.
+    """
+
+    __slots__ = ("buffer", "made_of", "uses", "pinned", "lazy")
+
+    def __init__(self, buffer: _Room | None, made_of: "tuple[_Held, ...]" = (), pinned: bool = False):
+        self.buffer, self.made_of, self.pinned, self.uses, self.lazy = buffer, made_of, pinned, 0, False
+
+    def leaves(self) -> "list[_Held]":
+        """What a chain that is not there yet is made of."""
+        seen, todo, found = set(), list(self.made_of), []
+        while todo:
+            part = todo.pop()
+            if id(part) not in seen:
+                seen.add(id(part))
+                found.append(part)
+                todo += part.made_of
+        return found
+
+    @property
+    def fused(self) -> bool:
+        """Whether there is no memory of it in this program."""
+        return self.buffer is None and not self.pinned
+
+    def near_memory(self) -> bool:
+        """Whether it is one step from memory, or is a lookup that is done by parts."""
+        if self.lazy or self.pinned:
+            return True
+        return len(self.made_of) == 1 and (self.made_of[0].pinned or self.made_of[0].buffer is not None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HighestPoint:
+    """A program's memory at its highest point, on one device.
+
+    Attributes:
+        buffers: what is held there, largest first.
+        where: the line that runs there; empty if nothing does.
+        kept: what the forward pass keeps for the backward pass, there or earlier, largest first.
+    """
+
+    buffers: tuple[Buffer, ...]
+    where: str
+    kept: tuple[Buffer, ...]
+
+
+def highest_point(program: Program, held: bool = False) -> HighestPoint:
+    """The highest point of a program's memory on one device.
+
+    Args:
+        program: a train step, or any other.
+        held: whether SparseCores move weights and gradients beside computation. What is gathered, and what is summed
+            over several mesh axes at once, then stays in place until a loop over layers ends its turn, beside what
+            moves for the next, and that room is lost to large buffers at the highest point.
+    """
+    walk = _Walk(program, of_parameters(program), held)
+    for value, argument in zip(program.inputs, program.arguments, strict=True):
+        kind = argument.kind if argument.kind in KINDS else "other"
+        walk.enter(value, _Held(_Room(kind, value.num_bytes, value), pinned=True))
+    walk.mark(0, (), "")
+    walk.run()
+    walk.keep_results([a.donated for a in program.arguments])
+    arguments = sum(value.num_bytes for value in program.inputs)
+    lost = int(FRAGMENTATION * (walk.peak - arguments)) + walk.lost_to_loops()
+    between = Buffer(kind="fragmentation", name="between buffers", what="", num_bytes=lost)
+    buffers, kept = ([room.buffer(program) for room in rooms if room.num_bytes] for rooms in (walk.at_peak, walk.kept))
+    ordered = lambda buffers: tuple(sorted(buffers, key=lambda buffer: -buffer.num_bytes))
+    return HighestPoint(ordered([*buffers, *[between] * bool(lost)]), walk.where, ordered(kept))
+
+
+class _Walk:
+    """A run through one body: the program, or one turn of a loop or a branch."""
+
+    def __init__(self, body: Body, weights: set[Value], held: bool):
+        self.body, self.weights, self.held = body, weights, held
+        self.top = isinstance(body, Program)
+        self.moved = 0  # bytes of weights that are gathered and of gradients that are summed over devices
+        self.loops: list[tuple[int, set[_Room]]] = []  # bytes of its body; by id, what is around it
+        self.values: dict[Value, _Held] = {}
+        self.live: dict[int, _Held] = {}
+        self.total = 0
+        self.peak, self.at_peak, self.where = 0, (), ""
+        self.kept: list[_Room] = []  # what the forward pass keeps for the backward pass
+        self.lazy = fusion.fused_results(body)
+        self.last = _last_uses(body)
+        self.ends = collections.defaultdict(list)
+        for value, last in self.last.items():
+            self.ends[last].append(value)
+
+    # What is there.
+
+    def enter(self, value: Value, held: _Held) -> None:
+        """A value that is there before the first operation."""
+        held.uses += value in self.last
+        self.values[value] = held
+        self.add(held)
+
+    def of(self, value: Value) -> _Held:
+        if value not in self.values:  # a constant
+            self.values[value] = _Held(None, pinned=True)
+        return self.values[value]
+
+    def add(self, held: _Held) -> None:
+        if held.buffer is not None and id(held) not in self.live:
+            self.live[id(held)] = held
+            self.total += held.buffer.num_bytes
+
+    def drop(self, held: _Held) -> None:
+        if held.pinned or held.uses > 0:
+            return
+        if held.buffer is not None and self.live.pop(id(held), None):
+            self.total -= held.buffer.num_bytes
+        for part in held.made_of:
+            part.uses -= 1
+            self.drop(part)
+
+    def mark(self, extra: int, buffers: tuple[_Room, ...], where: str) -> None:
+        if self.total + extra > self.peak:
+            self.peak = self.total + extra
+            self.at_peak = tuple(held.buffer for held in self.live.values() if held.buffer) + buffers
+            self.where = where
+
+    def room(self, operation: Operation, value: Value) -> _Room:
+        """The memory of a value that an operation makes or reads."""
+        made = value.maker.direction if value.maker is not None else ""
+        kept = made == "forward" and fusion.read_in(value, ("recomputed", "backward"))
+        given = made == "backward" and (self.top and value in self.body.results or fusion.read_in(value, ("update",)))
+        kind = "gathered weights" if value in self.weights else "activations" if kept else "temporaries"
+        if kind == "temporaries" and (value.state.pending or given):
+            kind = "gradients"
+        room = _Room(kind, fusion.stored_bytes(operation, value), value, operation)
+        self.kept += [room] * kept
+        return room
+
+    def realize(self, operation: Operation, value: Value) -> None:
+        """A fused chain's value comes into being; what it was made of is released."""
+        held = self.of(value)
+        if not held.fused:
+            return
+        parts, held.made_of = held.made_of, ()
+        held.buffer = self.room(operation, value)
+        size = held.buffer.num_bytes
+        # An elementwise result takes the place of an operand of its size that ends here; else both exist for a while.
+        if not any(part.buffer and part.uses == 1 and part.buffer.num_bytes == size for part in parts):
+            self.add(held)
+            self.mark(0, (), operation.source)
+        for part in parts:
+            part.uses -= 1
+            self.drop(part)
+        self.add(held)
+
+    def keep_results(self, donated: list[bool]) -> None:
+        """Results that no operation wrote take a donated argument's memory of their size, or some of their own."""
+        free = collections.Counter(v.num_bytes for v, given in zip(self.body.inputs, donated) if given)
+        for value in self.body.results:
+            if value.literal is None and self.of(value).fused and value.maker is not None:
+                if free[value.num_bytes]:
+                    free[value.num_bytes] -= 1
+                else:
+                    self.realize(value.maker, value)
+        self.mark(0, (), "")
+
+    # What happens.
+
+    def run(self) -> None:
+        for operation in self.body.operations:
+            self.operation(operation)
+            unread = [value for value in operation.results if value not in self.last]
+            for value in (*self.ends[operation.number], *unread):
+                if value in self.values:
+                    held = self.values.pop(value)
+                    held.uses -= value in self.last
+                    self.drop(held)
+
+    def operation(self, operation: Operation) -> None:
+        lazy = operation in self.lazy
+        if lazy or not fusion.writes(operation):
+            self.fuse(operation, lazy)
+            return
+        for value in operation.inputs:
+            if not self.read_as_made(operation, value):
+                self.realize(operation, value)
+        if operation.bodies:
+            self.loop(operation)
+            return
+        for position, value in enumerate(operation.results):
+            if (same := fusion.in_place(operation, position)) is not None:
+                self.of(same).uses += 1
+                self.values[value] = self.of(same)
+                continue
+            held = self.make(value, self.room(operation, value))
+            if operation.name == "reshard":
+                self.moved += held.buffer.num_bytes if value in self.weights else fusion.summed_whole(operation)
+            if self.top and fusion.gathers_columns(operation):
+                copy = dataclasses.replace(held.buffer, suffix=", transposed")
+                self.mark(copy.num_bytes, (copy,), operation.source)
+        self.mark(0, (), operation.source)
+
+    def make(self, value: Value, room: _Room) -> _Held:
+        """The memory of a result."""
+        held = self.values[value] = _Held(room)
+        held.uses = 1
+        self.add(held)
+        return held
+
+    def fuse(self, operation: Operation, lazy: bool) -> None:
+        """An operation without memory of its own: its results are views of an operand, or links of a chain."""
+        operands = [self.of(value) for value in operation.inputs]
+        if fusion.is_view(operation) and not lazy:
+            operands[0].uses += 1
+            self.values[operation.results[0]] = operands[0]
+            return
+        for value in operation.results:
+            held = self.values[value] = _Held(None, tuple(dict.fromkeys(operands)))
+            for part in held.made_of:
+                part.uses += 1
+            held.uses, held.lazy = 1, lazy
+
+    def read_as_made(self, operation: Operation, value: Value) -> bool:
+        """Whether an operation reads a chain without its value in memory."""
+        held, name = self.of(value), operation.name
+        if name in _READ_THROUGH and held.buffer is None and held.near_memory():
+            return True
+        if not held.fused:
+            return False
+        sizes = [part.buffer.num_bytes for part in held.leaves() if part.buffer]
+        # A broadcast of little, which the compiler makes again inside the loop.
+        if name in ("scan", "while") and sum(sizes) * 8 <= value.num_bytes:
+            return True
+        # A product makes as it reads it what comes of something twice as large that exists, such as the bfloat16
+        # gradients of float32 logits.
+        if name == "dot_general" and any(size >= 2 * value.num_bytes for size in sizes):
+            return True
+        return fusion.reduces(operation)
+
+    def loop(self, operation: Operation) -> None:
+        """A loop or a branch: its body's highest point stands on what is around it."""
+        name = operation.name
+        body = max(operation.bodies, key=lambda body: len(body.operations)) if name == "cond" else operation.bodies[-1]
+        carried = {"scan": operation.params.get("num_carry"), "while": len(operation.results)}.get(name, 0)
+        for value in operation.results[carried:]:
+            self.make(value, self.room(operation, value))
+        entering = operation.entering(body)
+        first = {"scan": operation.params.get("num_consts"), "while": operation.params.get("body_nconsts")}.get(name, 0)
+        carries = [
+            self.carry(operation, inner, outer, last)
+            for (inner, outer), last in zip(entering[first : first + carried], body.results)
+        ]
+        inner = _Walk(body, self.weights, self.held)
+        for value in body.inputs:  # carries are counted here; constants and slices of stacks are read in place
+            inner.enter(value, _Held(None, pinned=True))
+        inner.run()
+        self.kept += inner.kept
+        where, around = inner.where or operation.source, {held.buffer for held in self.live.values()}
+        if self.held:
+            moved = _Room("gathered weights", inner.moved, None, operation)
+            self.mark(inner.peak + inner.moved, (*inner.at_peak, moved), where)
+            self.loops.append((inner.peak, around))
+        else:
+            self.mark(inner.peak, inner.at_peak, where)
+        for value, held in zip(operation.results[:carried], carries):
+            self.values[value] = held
+            held.pinned, held.uses = False, 1
+
+    def carry(self, operation: Operation, inner: Value, outer: Value, last: Value) -> _Held:
+        """A loop's carry, in the place of its first value where that ends here.
+
+        Args:
+            operation: the loop.
+            inner: the carry in the loop.
+            outer: its first value.
+            last: its value at the end of a turn.
+        """
+        held = _Held(self.room(operation, inner), pinned=True)
+        passes = {value.maker.direction for value in last.maker.inputs if value.maker} if last.maker else ()
+        if "backward" in passes and last.maker.direction == "update":  # the sum over microbatches
+            held.buffer = dataclasses.replace(held.buffer, kind="gradients")
+        old = self.of(outer) if outer.literal is None else None
+        if old is not None and old.buffer is not None and old.uses <= 1 and not old.pinned:
+            held.buffer = dataclasses.replace(held.buffer, kind=old.buffer.kind)
+            if self.live.pop(id(old), None):
+                self.total -= old.buffer.num_bytes
+            old.buffer = None
+        self.add(held)
+        return held
+
+    def lost_to_loops(self) -> int:
+        """Bytes that the largest loop took, but for vector memory, and that are empty at the highest point: what is
+        larger than half of the room was not seen to be put there."""
+        room, around = max(self.loops, key=lambda loop: loop[0], default=(0, set()))
+        later = [taken.num_bytes for taken in self.at_peak if taken not in around]
+        return max(room - VECTOR_MEMORY - sum(size for size in later if size <= room / 2), 0)
+
+
+def _last_uses(body: Body) -> dict[Value, int]:
+    """The number of the operation after which each value of a body ends. What a call gets stays until the call ends."""
+    last: dict[Value, int] = {}
+    for operation in body.operations:
+        for value in operation.inputs:
+            number, frame = operation.number, operation.frame
+            while frame is not value.frame and frame not in value.frame.around:
+                number, frame = frame.last, frame.outer
+            last[value] = max(last.get(value, -1), number)
+    for value in body.results:
+        if value.literal is None:
+            last[value] = body.operations[-1].number + 1 if body.operations else 0
+    return last

@@ -1,0 +1,230 @@
+"""What a program computes on one device: every product, kernel and fused elementwise group, with its FLOPs and bytes.
+
+Products (`dot_general`) are exact from the types. Kernels (attention) say their own work, and loops over experts' rows
+how often they run (`trellis.program.said`). Everything else is elementwise or a reduction, which the compiler fuses:
+operations that are connected through such values form one group, which reads its outside inputs once (once more for
+each reduction, since a value that is summed and then used again is read twice) and writes what is used outside.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from trellis.program import Body, Operation, Program, Value
+from trellis.program.manual import COLLECTIVES
+from trellis.program.reading import ENTER, KERNELS, LEAVE
+from trellis.program.said import share_filled, turns_said, work_said
+
+# Vector operations an element costs, relative to an addition (polynomials and Newton steps in float32).
+COSTS = collections.defaultdict(lambda: 1.0, {
+    "exp": 12, "exp2": 10, "log": 12, "log1p": 14, "tanh": 16, "logistic": 16, "erf": 20, "sin": 24, "cos": 24,
+    "pow": 24, "integer_pow": 2, "rsqrt": 5, "sqrt": 6, "div": 6, "rem": 10, "random_bits": 60, "threefry2x32": 60,
+})  # fmt: skip
+# No work of their own: names, views, and what a compiler folds into its neighbours.
+FREE = {
+    "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "stop_gradient", "name", "optimization_barrier",
+    "reshard", "sharding_constraint", "pvary", "pcast", "copy", "mesh_cast", "bitcast_convert_type", "iota", "split",
+    "random_wrap", "random_unwrap",
+}  # fmt: skip
+# Operations that write a part of their first operand, and which operand they write there.
+UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
+PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """Work on one device.
+
+    Attributes:
+        kind: "product", "attention", "kernel" or "elementwise".
+        flops: floating-point operations of the matrix units, once.
+        vector: vector operations, weighted by `COSTS`, once.
+        num_bytes: memory read and written, once.
+        times: how often it runs in a call of the program.
+        direction: "forward", "recomputed", "backward", or "update" for what is not differentiated (the optimizer).
+        source: `file.py:line (function)`.
+        what: shapes on one device, for people.
+        dims: of a product: (rows, contracted, columns) on one device.
+        dtype: of the operands.
+        label: what a person would call it, see `Operation.label`.
+        number: its place in the program.
+        looped: whether it is in a loop that holds one pass, as one over layers does; layers may be written out instead,
+            and a loop over microbatches holds both passes.
+    """
+
+    kind: str
+    flops: float
+    vector: float
+    num_bytes: float
+    times: int
+    direction: str
+    source: str
+    what: str
+    dims: tuple[int, int, int] = (0, 0, 0)
+    dtype: str = "bfloat16"
+    label: str = ""
+    number: int = 0
+    looped: bool = False
+
+
+def work(program: Program, load: float = 1.0) -> list[Piece]:
+    """Everything a program computes on one device, loops counted as often as they run.
+
+    Args:
+        program: the program.
+        load: rows that experts on the fullest device get, in those of an even load.
+    """
+    return sorted(_pieces(program, load), key=lambda piece: piece.number)
+
+
+def _pieces(body: Body, load: float) -> Iterator[Piece]:
+    fused = []
+    for operation in body.operations:
+        name = operation.name
+        inside = [list(_pieces(inner, load)) for inner in operation.bodies]
+        if name == "scan":
+            yield from _looped(inside[0]) if operation.params["unroll"] < operation.params["length"] else inside[0]
+        elif name == "while":
+            turns = turns_said(operation, load)
+            pieces = [dataclasses.replace(piece, times=piece.times * turns) for piece in inside[1]]
+            yield from _looped(pieces) if turns else ()
+        elif inside:
+            yield from max(inside, key=lambda pieces: sum(piece.flops + piece.vector for piece in pieces))
+        elif name in PRODUCTS:
+            yield _product(operation, load)
+        elif name in KERNELS:
+            yield _kernel(operation)
+        elif name == "conv_general_dilated":
+            yield _convolution(operation)
+        elif name not in COLLECTIVES and name not in (ENTER, LEAVE):
+            fused.append(operation)
+    yield from _groups(fused, set(body.results))
+
+
+def _looped(pieces: list[Piece]) -> list[Piece]:
+    if {"forward", "backward"} <= {piece.direction for piece in pieces}:
+        return pieces
+    return [dataclasses.replace(piece, looped=True) for piece in pieces]
+
+
+def _piece(operation: Operation, kind: str, what: str, **counted) -> Piece:
+    return Piece(
+        kind=kind,
+        times=operation.times,
+        direction=operation.direction,
+        source=operation.source,
+        what=what,
+        label=operation.label,
+        **{"flops": 0.0, "vector": 0.0, "number": operation.number} | counted,
+    )
+
+
+def _product(operation: Operation, load: float) -> Piece:
+    left, right, out = *operation.operands[:2], operation.results[0]
+    a, b = left.local_shape, right.local_shape
+    if operation.name == "dot_general":
+        (contract_a, contract_b), (batch_a, batch_b) = operation.params["dimension_numbers"]
+        batch = math.prod(min(a[i], b[j]) for i, j in zip(batch_a, batch_b))
+        inner = math.prod(min(a[i], b[j]) for i, j in zip(contract_a, contract_b))
+        rows = math.prod(n for i, n in enumerate(a) if i not in (*contract_a, *batch_a))
+        columns = math.prod(n for i, n in enumerate(b) if i not in (*contract_b, *batch_b))
+    else:  # of each group of rows with its own matrix; kernels pass over rows that nobody filled
+        batch, rows, inner, columns = 1, round(a[0] * share_filled(operation, load)), a[-1], b[-1]
+    return _piece(
+        operation,
+        "product",
+        f"{_show(left)} . {_show(right)}",
+        flops=2.0 * batch * rows * inner * columns,
+        num_bytes=left.num_bytes + right.num_bytes + out.num_bytes,
+        dims=(rows, inner, columns),
+        dtype=str(left.aval.dtype),
+    )
+
+
+def _convolution(operation: Operation) -> Piece:
+    left, right, out = *operation.operands[:2], operation.results[0]
+    features = right.shape[operation.params["dimension_numbers"].rhs_spec[0]]
+    flops = 2.0 * out.num_elements * math.prod(right.local_shape) / max(features, 1)
+    moved = left.num_bytes + right.num_bytes + out.num_bytes
+    return _piece(operation, "product", f"convolution {_show(out)}", flops=flops, num_bytes=moved)
+
+
+def _kernel(operation: Operation) -> Piece:
+    """A kernel, by what its author says of it; one of which nothing is said only moves its operands and results."""
+    moved = sum(v.num_bytes for v in (*operation.operands, *operation.results) if hasattr(v.aval, "shape"))
+    kind, flops = work_said(operation) or ("kernel", 0.0)
+    largest = max(operation.operands, key=lambda value: value.num_bytes)
+    return _piece(operation, kind, f"{kind} {_show(largest)}", flops=flops, num_bytes=moved)
+
+
+def _show(value: Value) -> str:
+    short = {"bfloat16": "bf16", "float32": "f32", "float16": "f16", "int32": "i32"}
+    name = str(value.aval.dtype)
+    return f"{short.get(name, name)}[{','.join(map(str, value.local_shape))}]"
+
+
+def _groups(operations: list[Operation], outputs: set[Value]) -> Iterator[Piece]:
+    """Fused groups: connected operations of one direction and one frame."""
+    parent = {operation: operation for operation in operations}
+
+    def root(operation: Operation) -> Operation:
+        while parent[operation] is not operation:
+            parent[operation] = parent[parent[operation]]
+            operation = parent[operation]
+        return operation
+
+    for operation in operations:
+        for value in operation.inputs:
+            maker = value.maker
+            if maker in parent and maker.frame is operation.frame and maker.direction == operation.direction:
+                parent[root(operation)] = root(maker)
+    members: dict[Operation, list[Operation]] = collections.defaultdict(list)
+    for operation in operations:
+        members[root(operation)].append(operation)
+    for group in members.values():
+        yield from _group(group, outputs)
+
+
+def _group(group: list[Operation], outputs: set[Value]) -> Iterator[Piece]:
+    inside = set(group)
+    made = {value for operation in group for value in operation.results}
+    vector = reads = writes = 0.0
+    seen: set[Value] = set()
+    updated: set[Value] = set()  # whose memory is an operand's
+    heaviest, most = group[0], 0.0
+    for operation in group:
+        name = operation.name
+        if not _free(operation):
+            large = max([value.num_elements for value in (*operation.operands, *operation.results)], default=0)
+            cost = COSTS[name] * large
+            vector += cost
+            if (operation.source or not heaviest.source) and cost > most:
+                heaviest, most = operation, cost
+        if name in ("gather", "dynamic_slice"):  # reads what it picks, not the whole table
+            reads += operation.results[0].num_bytes
+            continue
+        if name in UPDATES:  # in place: the update, and what a sum adds it to
+            update = operation.operands[UPDATES[name]]
+            reads += update.num_bytes * ((update not in made) + (name == "scatter-add"))
+            writes += update.num_bytes
+            updated.update(operation.results)
+            continue
+        if name.startswith("reduce_") or name in ("argmax", "cumsum"):
+            reads += sum(v.num_bytes for v in operation.inputs if v.num_elements > operation.results[0].num_elements)
+        for value in operation.inputs:
+            if value not in made and value not in seen:
+                seen.add(value)
+                reads += value.num_bytes
+    for value in made - updated:
+        if value in outputs or not inside.issuperset(value.readers):
+            writes += value.num_bytes
+    if (vector == 0 and reads + writes == 0) or all(map(_free, group)):
+        return
+    what = f"{len(group)} fused, {_show(heaviest.results[0])}"
+    first = min(operation.number for operation in group)
+    yield _piece(heaviest, "elementwise", what, vector=vector, num_bytes=reads + writes, number=first)
+
+
+def _free(operation: Operation) -> bool:
+    return operation.name in FREE or operation.name.endswith("_cast_p")

@@ -1,0 +1,90 @@
+"""A run's train step, ready to be traced or compiled, on devices that need not be here."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from trellis._compat import cudnn_assumed
+from trellis.errors import UserError
+from trellis.hardware.chips import Target
+from trellis.mesh import Layout
+from trellis.plan.links import check_tiles
+from trellis.program import Program, trace
+from trellis.run.config import Run
+from trellis.run.layouts import make_layout
+from trellis.train.assemble import assemble
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A run's train step with abstract arguments.
+
+    Attributes:
+        run: what it is the step of.
+        layout: its mesh and maps.
+        step: the jitted step, its state donated.
+        state: `jax.ShapeDtypeStruct`s with shardings.
+        batch: likewise.
+        tokens: tokens of a step.
+    """
+
+    run: Run
+    layout: Layout
+    step: Any
+    state: Any
+    batch: Any
+    tokens: int
+
+    def traced(self) -> Program:
+        """The step as a program."""
+        with self.layout, cudnn_assumed():
+            return trace(self.step, self.state, self.batch)
+
+    def lowered(self, platform: str) -> Any:
+        """The step as `jax.stages.Lowered`, for the platform of its devices as JAX calls it."""
+        with self.layout, cudnn_assumed():
+            return self.step.trace(self.state, self.batch).lower(lowering_platforms=(platform,))
+
+
+def prepare(run: Run, target: Target, devices: Sequence[Any], *, chunk_bytes: int | None = None) -> Prepared:
+    """The train step of a run on a target's devices.
+
+    Args:
+        run: the run; its largest batch is planned for.
+        target: what the devices are, for messages.
+        devices: real ones, a compiler's, or described ones.
+        chunk_bytes: of the loss, as in `assemble`.
+
+    Raises:
+        UserError: the mesh does not fill the target, or the batch or a width does not divide.
+    """
+    given = {name: size for name, size in dataclasses.asdict(run.mesh).items() if size != 1}
+    if -1 not in given.values():
+        check_tiles(given or {"data": 1}, target)
+    check_batch(run, make_layout(run.mesh, run.layout, devices), max(entry.size for entry in run.batch_sizes()))
+    made = assemble(run, devices, chunk_bytes=chunk_bytes)
+    last = max(run.batch_sizes(), key=lambda entry: entry.size)
+    batch = made.abstract_batch(last.step)
+    return Prepared(run, made.layout, made.step, made.abstract, batch, last.size * run.data.sequence_length)
+
+
+def check_batch(run: Run, layout: Layout, size: int) -> None:
+    """Refuses a batch that the mesh axes of `batch` do not divide.
+
+    Raises:
+        UserError: with the sizes that do.
+    """
+    (axes,) = layout.assign(("batch",))
+    parts = run.parts
+    for axis in axes:
+        parts *= layout.mesh.shape[axis]
+    if size % parts:
+        below, above = size // parts * parts, -(-size // parts) * parts
+        pieces = " x ".join([f"{axis}={layout.mesh.shape[axis]}" for axis in axes])
+        micro = f" x microbatches={run.parts}" if run.parts > 1 else ""
+        raise UserError(
+            "A batch is split evenly over the mesh axes of `batch` and into microbatches.",
+            seen=f"batch_size={size} over {pieces}{micro} = {parts}",
+            where="batch_size",
+            fix=f"use --batch_size {' or '.join(str(n) for n in (below, above) if n)}",
+        )

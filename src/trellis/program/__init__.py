@@ -1,0 +1,10 @@
+"""One reading of a program: operations, loops, sizes on a device, lines of the source, and what they move."""
+
+from trellis.frames import hide_frames
+from trellis.program.reading import Argument, Body, Operation, Program, Value
+from trellis.program.settled import refuse_resettled
+from trellis.program.trace import trace
+
+hide_frames(__file__)
+
+__all__ = ["Argument", "Body", "Operation", "Program", "Value", "refuse_resettled", "trace"]

@@ -1,0 +1,85 @@
+"""What depends on what in a program: values made of parameters alone, and what its communication moves."""
+
+from trellis.program.reading import ENTER, LEAVE, Body, Operation, Program, Value
+
+# The same numbers under another name, in another order, or a part of them.
+VIEWS = frozenset(
+    "name reshape squeeze expand_dims transpose slice copy pvary reduce_precision stop_gradient "
+    "optimization_barrier".split()
+) | {ENTER, LEAVE}
+# The same numbers elsewhere, or rounded.
+MOVES = frozenset("reshard convert_element_type all_gather all_gather_reduced all_gather_invariant".split())
+# A part of them.
+PARTS = frozenset(("split", "dynamic_slice"))
+
+
+def of_parameters(program: Program) -> set[Value]:
+    """The values that are made of parameters alone: casts of weights, and weights that were gathered."""
+    kinds = (argument.kind for argument in program.arguments)
+    found = {value for value, kind in zip(program.inputs, kinds) if kind == "parameters"}
+
+    def read(body: Body) -> None:
+        for operation in body.operations:
+            inputs = operation.inputs
+            if not operation.bodies:
+                if inputs and found.issuperset(inputs):
+                    found.update(operation.results)
+                continue
+            for inner in operation.bodies:
+                found.update(value for value, outer in operation.entering(inner) if outer in found)
+                read(inner)
+            made = operation.bodies[operation.name == "while" :]
+            for each in zip(operation.results, *(inner.results for inner in made)):
+                if found.issuperset(each[1:]):
+                    found.add(each[0])
+
+    read(program)
+    return found
+
+
+def roles(program: Program) -> dict[Operation, str]:
+    """What each operation moves, if it moves something: "weights", "gradients" (of weights) or "activations".
+
+    A gather of what is made of parameters alone moves weights; a reduction in the backward pass whose result no layer
+    reads moves gradients.
+    """
+    weights, found = of_parameters(program), {}
+
+    def read(body: Body, wanted: set[Value]) -> None:
+        """`wanted`: results that the next turn of a loop, or the program around, computes with."""
+        needed = set(wanted)
+        for operation in reversed(body.operations):
+            if operation.bodies or not needed.isdisjoint(operation.results):
+                needed.update(operation.inputs)
+        for operation in body.operations:
+            for inner in operation.bodies:
+                carried = {"scan": operation.params.get("num_carry"), "while": len(inner.results)}
+                count = carried.get(operation.name)
+                marks = (
+                    [result in needed for result in operation.results]
+                    if count is None
+                    else [index < count for index in range(len(inner.results))]
+                )
+                read(inner, {value for value, mark in zip(inner.results, marks) if mark})
+            inputs = operation.inputs
+            if inputs and weights.issuperset(inputs):
+                found[operation] = "weights"
+            elif operation.direction == "backward" and needed.isdisjoint(operation.results[:1]):
+                found[operation] = "gradients"
+            else:
+                found[operation] = "activations"
+
+    read(program, set())
+    return found
+
+
+def origin(value: Value) -> Value:
+    """What a value is a view, a slice, a cast or a gathered copy of, out of the loops that it stands in."""
+    while True:
+        maker = value.maker
+        if maker is not None and maker.name in VIEWS | MOVES | PARTS and maker.operands[0].literal is None:
+            value = maker.operands[maker.name == "optimization_barrier" and value.position]
+        elif maker is None and value.outer is not None:
+            value = value.outer
+        else:
+            return value

@@ -1,0 +1,347 @@
+"""One reading of a program: a jaxpr as operations in order, with its calls written out and its loops as bodies.
+
+A jaxpr holds programs within equations: calls (of `jit`, `remat`, custom derivatives, `shard_map`), loops and branches.
+Here a call's operations stand where it was made, so that a value has one name inside and outside of it, and only loops
+and branches have bodies of their own. Each operation knows how often it runs, in which pass, which line of the user's
+program made it, and who made and who reads its values. The ledger, memory and work are views of this.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.sharding import AxisType
+
+from trellis.notation.state import State
+from trellis.program.scopes import direction_of
+from trellis.program.sizes import local_bytes, local_shape, state_at
+from trellis.program.source import label_of, source_of
+
+# A call of `shard_map` is written out between these: its operands become slices, and its results whole arrays.
+ENTER, LEAVE = "enter shard_map", "leave shard_map"
+# One operation to the device, whatever the program inside says.
+KERNELS = frozenset(
+    "pallas_call custom_call ffi_call tpu_custom_call dot_product_attention_fwd dot_product_attention_bwd "
+    "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper".split()
+)
+# Their jaxprs say how to combine two elements.
+_COMBINE = ("reduce", "reduce_window", "select_and_scatter_add")
+
+
+class Value:
+    """An array of a program.
+
+    Attributes:
+        aval: its JAX type.
+        maker: the operation that makes it; None for an input of the program or of a body, a constant, a literal.
+        position: its place among the results of its maker.
+        frame: where it is made.
+        readers: the operations that read it, each once.
+        literal: a number that is written in place; None if it is not one.
+        outer: of a body's input, the operand of the loop or branch that it has in the first turn.
+    """
+
+    def __init__(self, aval: Any, frame: "Frame", maker: "Operation | None" = None, position: int = 0):
+        self.aval, self.frame, self.maker, self.position = aval, frame, maker, position
+        self.readers: list[Operation] = []
+        self.literal: Literal | None = None
+        self.outer: Value | None = None
+
+    @functools.cached_property
+    def state(self) -> State:
+        """Where it lies, along explicit mesh axes."""
+        return state_at(self.aval)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole array; of one device's slice inside `shard_map`."""
+        return getattr(self.aval, "shape", ())
+
+    @functools.cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape on one device."""
+        return local_shape(self.aval)
+
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        """Bytes on one device."""
+        return local_bytes(self.aval)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements on one device."""
+        return math.prod(self.local_shape) if hasattr(self.aval, "shape") else 0
+
+
+class Frame:
+    """What an operation stands in: the program, a call that was written out, or the body of a loop or a branch.
+
+    Attributes:
+        outer: the frame around; None for the program's own.
+        equation: the call, the loop or the branch.
+        is_body: whether this is a body, and not a call.
+        around: all frames around.
+        last: the number of its last operation.
+    """
+
+    def __init__(self, outer: "Frame | None" = None, equation: JaxprEqn | None = None, is_body: bool = False):
+        self.outer, self.equation, self.is_body, self.last = outer, equation, is_body, -1
+        self.around: frozenset[Frame] = outer.around | {outer} if outer is not None else frozenset()
+
+    @functools.cached_property
+    def scope(self) -> str:
+        """Name scopes around, one after the other."""
+        return _joined(self.outer, self.equation) if self.outer is not None else ""
+
+    @functools.cached_property
+    def source(self) -> str:
+        """The line of the call."""
+        return (source_of(self.equation) or self.outer.source) if self.outer is not None else ""
+
+    @property
+    def label(self) -> str:
+        """What a person would call the call."""
+        return (label_of(self.equation) or self.outer.label) if self.outer is not None else ""
+
+
+class Operation:
+    """An equation of a program.
+
+    Attributes:
+        name: of the JAX primitive.
+        equation: as JAX has it; of `ENTER` and `LEAVE` that of the `shard_map`.
+        operands, results: its values.
+        frame: what it stands in.
+        times: how often a call of the program runs it: lengths of scans multiplied out, `while` loops by one turn.
+        number: its place in the program.
+        bodies: the body of a scan; the condition and the body of a while loop; the branches of a conditional; the
+            program of a call that does not take its operands as they are.
+    """
+
+    def __init__(self, name: str, equation: JaxprEqn, operands: Sequence[Value], frame: Frame, times: int, number: int):
+        self.name, self.equation, self.operands = name, equation, tuple(operands)
+        self.frame, self.times, self.number = frame, times, number
+        self.results: tuple[Value, ...] = ()
+        self.bodies: tuple[Body, ...] = ()
+        for value in dict.fromkeys(self.operands):
+            value.readers.append(self)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters of the equation."""
+        return self.equation.params
+
+    @property
+    def inputs(self) -> list[Value]:
+        """The operands that are not literals."""
+        return [value for value in self.operands if value.literal is None]
+
+    @functools.cached_property
+    def scope(self) -> str:
+        """Name scopes, those around included."""
+        return _joined(self.frame, self.equation)
+
+    @property
+    def own_scope(self) -> str:
+        """Name scopes within the loop or branch that it stands in."""
+        parts, frame = [str(self.equation.source_info.name_stack)], self.frame
+        while frame.outer is not None and not frame.is_body:
+            parts, frame = [str(frame.equation.source_info.name_stack), *parts], frame.outer
+        return "/".join(filter(None, parts))
+
+    @functools.cached_property
+    def direction(self) -> str:
+        """The pass it belongs to: "forward", "recomputed", "backward", or "update" for what is not differentiated."""
+        return direction_of(self.scope)
+
+    @functools.cached_property
+    def source(self) -> str:
+        """`file.py:line (function)` of the user's program."""
+        return source_of(self.equation) or self.frame.source
+
+    @property
+    def label(self) -> str:
+        """What a person would call it: the class and the attribute on its line, or the function that it is in."""
+        return label_of(self.equation) or self.frame.label
+
+    def entering(self, body: "Body") -> list[tuple[Value, Value]]:
+        """Each input of a body, and the operand that it has in the first turn."""
+        skip, kept = 0, len(body.inputs)
+        if self.name == "while":
+            own = self.params["cond_nconsts"], self.params["body_nconsts"]
+            kept = own[body is self.bodies[1]]
+            skip = own[0] * (body is self.bodies[1])
+            carried = self.operands[sum(own) :]
+            return list(zip(body.inputs, (*self.operands[skip : skip + kept], *carried), strict=True))
+        skip = 1 if self.name == "cond" else 0
+        given = self.operands[skip:]
+        return list(zip(body.inputs, given)) if len(given) == kept else []
+
+    def __repr__(self) -> str:
+        return f"<{self.name} at {self.source or 'an unknown line'}>"
+
+
+def _joined(frame: Frame, equation: JaxprEqn) -> str:
+    own = str(equation.source_info.name_stack)
+    return f"{frame.scope}/{own}" if frame.scope and own else frame.scope or own
+
+
+class Body:
+    """A program, or the body of a loop or a branch: inputs, operations in order, results.
+
+    Attributes:
+        frame: its own; operations of calls that were written out stand in frames within.
+        inputs: its arguments; of a scan constants, carries, and one turn's slices.
+        results: of a scan carries, and what is stacked.
+    """
+
+    def __init__(self, frame: Frame):
+        self.frame = frame
+        self.inputs: list[Value] = []
+        self.operations: list[Operation] = []
+        self.results: list[Value] = []
+
+    def walk(self) -> Iterator[Operation]:
+        """Every operation, those of bodies after the one that holds them."""
+        for operation in self.operations:
+            yield operation
+            for body in operation.bodies:
+                yield from body.walk()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Argument:
+    """What an input of a program is.
+
+    Attributes:
+        name: the path to it: `model.layers.block.mlp.gate`.
+        kind: "parameters", "optimizer", "batch" or "other".
+        what: its type in the notation.
+        donated: whether its memory may be taken by results.
+    """
+
+    name: str
+    kind: str
+    what: str
+    donated: bool = False
+
+
+class Program(Body):
+    """A whole program.
+
+    Attributes:
+        arguments: what its inputs are, where that is known.
+        mesh: the sizes of the mesh axes of its arguments, and of those that were met on the way.
+        auto: mesh axes that are left to the compiler.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, arguments: Sequence[Argument] = (), mesh: Any = None):
+        super().__init__(Frame())
+        self.arguments = tuple(arguments)
+        self.mesh: dict[str, int] = dict(mesh.shape) if mesh is not None else {}
+        kinds = zip(mesh.axis_names, mesh.axis_types) if mesh is not None else ()
+        self.auto = tuple(axis for axis, kind in kinds if kind == AxisType.Auto and self.mesh[axis] > 1)
+        _Reader(self.mesh).body(self, jaxpr, 1)
+
+
+class _Reader:
+    """Writes jaxprs out as bodies."""
+
+    def __init__(self, mesh: dict[str, int]):
+        self.mesh, self.met, self.number = mesh, set(), 0
+
+    def body(self, body: Body, jaxpr: Jaxpr, times: int) -> Body:
+        body.inputs = [Value(v.aval, body.frame) for v in jaxpr.invars]
+        body.results = self.write(jaxpr, body.inputs, body, body.frame, times)
+        body.frame.last = self.number - 1
+        return body
+
+    def write(self, jaxpr: Jaxpr, inputs: Sequence[Value], body: Body, frame: Frame, times: int) -> list[Value]:
+        """Adds the operations of a jaxpr to a body; returns its results."""
+        known = dict(zip(jaxpr.invars, inputs, strict=True))
+        known |= {v: Value(v.aval, frame) for v in jaxpr.constvars}
+
+        def value_of(atom) -> Value:
+            if not isinstance(atom, Literal):
+                return known[atom]
+            value = Value(atom.aval, frame)
+            value.literal = atom
+            return value
+
+        for equation in jaxpr.eqns:
+            operands = [value_of(atom) for atom in equation.invars]
+            self.meet(equation)
+            results = self.equation(equation, operands, body, frame, times)
+            known.update(zip(equation.outvars, results, strict=True))
+        return [value_of(atom) for atom in jaxpr.outvars]
+
+    def equation(self, equation: JaxprEqn, operands: list[Value], body: Body, frame: Frame, times: int) -> list[Value]:
+        name, params = equation.primitive.name, equation.params
+        inner = jaxprs_in(equation)
+        if name in ("scan", "while", "cond") or not inner:
+            turns = params["length"] if name == "scan" else 1
+            if name == "while":
+                inner = [params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr]
+        elif len(inner[0].invars) == len(operands) and len(inner[0].outvars) == len(equation.outvars):
+            return self.call(equation, inner[0], operands, body, frame, times)
+        else:
+            inner, turns = inner[:1], 1
+        operation = self.add(name, equation, operands, [v.aval for v in equation.outvars], body, frame, times)
+        operation.bodies = tuple(
+            self.body(Body(Frame(frame, equation, is_body=True)), one, times * turns) for one in inner
+        )
+        for one in operation.bodies:
+            for value, operand in operation.entering(one):
+                value.outer = operand
+        return list(operation.results)
+
+    def call(self, equation, inner: Jaxpr, operands: list[Value], body: Body, frame: Frame, times: int) -> list[Value]:
+        """A call, written out."""
+        own = Frame(frame, equation)
+        mapped = equation.primitive.name == "shard_map"
+        inputs = []
+        for variable, operand in zip(inner.invars, operands, strict=True):
+            if mapped:
+                operand = self.add(ENTER, equation, [operand], [variable.aval], body, frame, times).results[0]
+            inputs.append(operand if operand.literal is None else Value(variable.aval, own))
+        results = self.write(inner, inputs, body, own, times)
+        own.last = self.number - 1
+        if mapped:
+            avals = [v.aval for v in equation.outvars]
+            ends = (self.add(LEAVE, equation, [r], [a], body, frame, times) for r, a in zip(results, avals))
+            return [end.results[0] for end in ends]
+        return results
+
+    def add(self, name: str, equation, operands, avals, body: Body, frame: Frame, times: int) -> Operation:
+        operation = Operation(name, equation, operands, frame, times, self.number)
+        operation.results = tuple(Value(aval, frame, operation, i) for i, aval in enumerate(avals))
+        self.number += 1
+        body.operations.append(operation)
+        return operation
+
+    def meet(self, equation: JaxprEqn) -> None:
+        meshes = [equation.params.get("mesh")]
+        meshes += [getattr(getattr(v.aval, "sharding", None), "mesh", None) for v in equation.outvars]
+        for mesh in meshes:
+            if mesh is not None and id(mesh) not in self.met:
+                self.met.add(id(mesh))
+                for axis, size in (getattr(mesh, "shape", None) or {}).items():
+                    self.mesh.setdefault(axis, size)
+
+
+def jaxprs_in(equation: JaxprEqn) -> list[Jaxpr]:
+    """The programs that an equation runs: of a call, a loop, branches; none of a kernel."""
+    name = equation.primitive.name
+    if name in _COMBINE or name in KERNELS or name.startswith("scatter"):
+        return []
+    found = []
+    for value in equation.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, ClosedJaxpr):
+                found.append(item.jaxpr)
+            elif isinstance(item, Jaxpr):
+                found.append(item)
+    return found

@@ -1,0 +1,322 @@
+"""Where the types put an operation's result before anything moves: the rules of explicit mode.
+
+Each rule says what the operands' states make of a result when every device works on what it has. A dimension that is
+summed over leaves a pending sum along its mesh axes. Where the operation's own type lies elsewhere, the difference is
+communication.
+
+Some operations are refused on sharded dimensions by JAX's types, and `auto_axes` leaves them to the compiler: inside
+such a region types say nothing, so states are carried through it by the same rules.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+from trellis.notation.state import State
+from trellis.program.moves import Move, transition, wire_bytes
+from trellis.program.reading import ENTER, LEAVE, Operation, Value
+from trellis.program.sizes import is_auto, num_bytes
+
+GUESS = "the compiler chooses"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Implied:
+    """A communication that an operation implies: of a value of this type, from and to these states."""
+
+    move: Move
+    aval: Any
+    before: State
+    after: State
+    note: str = ""
+
+
+class States:
+    """Where the values of a program lie: what their types say, and what the rules say where types do not."""
+
+    def __init__(self, sizes: Mapping[str, int]):
+        self.sizes = sizes
+        self.known: dict[Value, State] = {}
+        self.scattered: set[Value] = set()  # results of scatters, which need no slice after a sum
+        self.twins: dict[Value, Value] = {}  # each value's first twin: equal operations on equal values
+        self.first: dict[tuple, Operation] = {}  # the first operation of each kind of twins
+        self.unclear: set[Value] = set()  # results of lookups where one mesh axis slices both the table and the indices
+
+    def __getitem__(self, value: Value) -> State:
+        for same in (value, self.twins.get(value)):
+            if same in self.known:
+                return self.known[same]
+        return value.state
+
+    def implied(self, operation: Operation) -> Iterator[Implied]:
+        """The communication of one operation; notes where its results lie."""
+        if not operation.results or not hasattr(operation.results[0].aval, "shape"):
+            return
+        name, out = operation.name, operation.results[0]
+        states = [self[value] for value in operation.operands if hasattr(value.aval, "shape")]
+        if name in (ENTER, LEAVE):
+            if is_auto(out.aval):
+                self.known[out] = states[0]
+            return
+        if name == "reshard" and is_auto(out.aval):
+            self.known[out] = states[0]
+            return
+        rule = _RULES.get(name)
+        if rule is None and not any(state.sliced or state.pending for state in states):
+            return
+        if name in _RESHAPING:
+            yield from self._reshaping(operation, states)
+            return
+        natural = rule(operation, states) if rule else _elementwise(operation, states)
+        if name.startswith("scatter"):
+            self.scattered.add(out)
+        if name in ("gather", "scatter-add") and _conflict(states):
+            self.unclear.add(out)
+        if is_auto(out.aval):
+            self.known[out] = natural
+            return
+        after = out.state
+        if name == "dot_general":
+            natural = yield from self._operands(operation, states, after)
+        elif rule is None:
+            return
+        elif name.startswith("scatter") or name == "reshard" and operation.operands[0] in self.scattered:
+            natural = _sliced(natural, after)
+        elif name in ("argmax", "argmin"):
+            yield from self._argmax(operation, natural, after)
+            return
+        unclear = not self.unclear.isdisjoint((*operation.results, *operation.operands))
+        for move in transition(natural, after, num_bytes(out.aval), self.sizes):
+            yield Implied(move, out.aval, natural, after, GUESS if unclear else "")
+
+    def again(self, operation: Operation) -> bool:
+        """Whether an operation before it, in the same frame, had the same operands and parameters: XLA computes and
+        moves a value once."""
+        operands = tuple(
+            ("literal", str(value.literal.val)) if value.literal is not None else self.twins.setdefault(value, value)
+            for value in operation.operands
+        )
+        types = [value.aval for value in operation.results]
+        key = (operation.frame, operation.name, operands, str(sorted(operation.params.items())), str(types))
+        first = self.first.setdefault(key, operation)
+        for value, same in zip(operation.results, first.results):
+            self.twins[value] = self.twins.get(same, same)
+        return first is not operation
+
+    def _operands(self, operation: Operation, states: list[State], after: State) -> Generator[Implied, None, State]:
+        """A product gathers an operand whose contracted dimension is sharded alone, or whose free dimension the
+        result does not have sharded; the rest is what the result has before its pending sums are settled."""
+        contracted, batch = operation.params["dimension_numbers"]
+        free = len(batch[0])
+        wanted = []
+        for side in (0, 1):
+            dims = []
+            for index, axes in enumerate(states[side].axes):
+                if index in contracted[side]:
+                    other = states[1 - side].axes[contracted[1 - side][list(contracted[side]).index(index)]]
+                    dims.append(axes if axes == other else ())
+                elif index in batch[side]:
+                    dims.append(axes)
+                else:
+                    dims.append(tuple(axis for axis in axes if axis in after.axes[free]))
+                    free += 1
+            wanted.append(dataclasses.replace(states[side], axes=tuple(dims)))
+        for value, before, state in zip(operation.operands, states, wanted):
+            for move in transition(before, state, num_bytes(value.aval), self.sizes):
+                yield Implied(move, value.aval, before, state, "an operand of a product")
+        return _dot_general(operation, wanted)
+
+    def _argmax(self, operation: Operation, natural: State, after: State) -> Iterator[Implied]:
+        """Each device's best value and its index are gathered."""
+        axes = self._real(natural.pending)
+        count = self._count(axes)
+        if count == 1:
+            return
+        source, out = operation.operands[0], operation.results[0]
+        for value in (source, out):
+            item = num_bytes(value.aval) // max(math.prod(value.shape), 1)
+            payload = math.prod(out.shape) * item * count // self._count(natural.sliced)
+            move = Move("all-gather", axes, payload, wire_bytes("all-gather", count, payload))
+            yield Implied(move, out.aval, natural, after, "each device's best")
+
+    def _reshaping(self, operation: Operation, states: list[State]) -> Iterator[Implied]:
+        """Operations that cut, join or turn a dimension: free along whole dimensions, left to the compiler along
+        sharded ones, where the row is an estimate."""
+        kind, touched = _RESHAPING[operation.name]
+        for index in touched(operation):
+            axes = self._real(states[0].axes[index])
+            if not axes:
+                continue
+            source, count = operation.operands[0].aval, self._count(axes)
+            payload = num_bytes(source) // self._count(states[0].sliced) * (count if kind == "all-gather" else 1)
+            move = Move(kind, axes, payload, wire_bytes(kind, count, payload))
+            yield Implied(move, source, states[0], operation.results[0].state, GUESS)
+        for out in operation.results:
+            if is_auto(out.aval):
+                self.known[out] = _elementwise(operation, states)
+
+    def _real(self, axes) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if self.sizes.get(axis, 1) > 1)
+
+    def _count(self, axes) -> int:
+        return math.prod(self.sizes.get(axis, 1) for axis in axes)
+
+
+def _placed(axes, pending=frozenset(), copied=frozenset()) -> State:
+    return State("explicit", tuple(axes), pending, copied)
+
+
+def _conflict(states: list[State]) -> bool:
+    """Whether one mesh axis slices both a table and its indices (or updates)."""
+    return any(set(states[0].sliced) & set(state.sliced) for state in states[1:])
+
+
+def _sliced(state: State, after: State) -> State:
+    """A scatter's result: each device adds only to the rows it will hold."""
+    taken = set(state.sliced) | state.pending
+    dims = (mine or tuple(a for a in axes if a not in taken) for mine, axes in zip(state.axes, after.axes))
+    return _placed(dims, state.pending, state.copied)
+
+
+def _elementwise(operation: Operation, states: list[State]) -> State:
+    shape = operation.results[0].shape
+    same = [state for state, v in zip(states, operation.operands) if getattr(v.aval, "shape", None) == shape]
+    return max(same, key=lambda state: len(state.sliced), default=_placed([()] * len(shape)))
+
+
+def _same(operation: Operation, states: list[State]) -> State:
+    return states[0]
+
+
+def _dot_general(operation: Operation, states: list[State]) -> State:
+    (left_sum, right_sum), (left_batch, right_batch) = operation.params["dimension_numbers"]
+    left, right = states
+    dims = [left.axes[i] or right.axes[j] for i, j in zip(left_batch, right_batch)]
+    dims += [axes for i, axes in enumerate(left.axes) if i not in left_sum and i not in left_batch]
+    dims += [axes for i, axes in enumerate(right.axes) if i not in right_sum and i not in right_batch]
+    summed = {axis for i in left_sum for axis in left.axes[i]} | {axis for i in right_sum for axis in right.axes[i]}
+    return _placed(dims, left.pending | right.pending | summed)
+
+
+def _reduction(operation: Operation, states: list[State]) -> State:
+    axes, state = operation.params["axes"], states[0]
+    dims = (mine for i, mine in enumerate(state.axes) if i not in axes)
+    return _placed(dims, state.pending | {axis for i in axes for axis in state.axes[i]})
+
+
+def _transpose(operation: Operation, states: list[State]) -> State:
+    state = states[0]
+    return _placed((state.axes[i] for i in operation.params["permutation"]), state.pending, state.copied)
+
+
+def _broadcast_in_dim(operation: Operation, states: list[State]) -> State:
+    dims: list[tuple[str, ...]] = [()] * len(operation.results[0].shape)
+    for source, target in enumerate(operation.params["broadcast_dimensions"]):
+        dims[target] = states[0].axes[source]
+    return _placed(dims, states[0].pending, states[0].copied)
+
+
+def _squeeze(operation: Operation, states: list[State]) -> State:
+    gone, state = operation.params["dimensions"], states[0]
+    return _placed((axes for i, axes in enumerate(state.axes) if i not in gone), state.pending, state.copied)
+
+
+def _reshape(operation: Operation, states: list[State]) -> State:
+    """A mesh axis that the result's type has stays where it has it; one that it lacks was gathered from its front."""
+    state, out = states[0], operation.results[0]
+    if is_auto(out.aval):
+        before, shape = operation.operands[0].shape, out.shape
+        if before[: len(shape)] != shape[: len(before)]:
+            return _placed([()] * len(shape))
+        return _placed((*state.axes, *[()] * len(shape))[: len(shape)], state.pending, state.copied)
+    dims = list(out.state.axes)
+    lost = tuple(axis for axis in state.sliced if axis not in out.state.sliced)
+    if lost and dims:
+        dims[0] = (*dims[0], *lost)
+    return _placed(dims, state.pending, state.copied)
+
+
+def _gather(operation: Operation, states: list[State]) -> State:
+    """A lookup: indices' dimensions keep their mesh axes, and so do dimensions that are taken whole; a dimension that
+    is looked up leaves a pending sum, since each device finds only the rows that it holds."""
+    numbers, sizes = operation.params["dimension_numbers"], operation.params["slice_sizes"]
+    table, ids = states[0], states[1]
+    shape = operation.operands[0].shape
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    kept = [i for i in range(len(shape)) if i not in gone]
+    batch = iter(ids.axes[:-1])
+    dims = []
+    for index in range(len(operation.results[0].shape)):
+        if index in numbers.offset_dims:
+            source = kept[numbers.offset_dims.index(index)]
+            dims.append(table.axes[source] if sizes[source] == shape[source] else ())
+        else:
+            dims.append(next(batch))
+    looked_up = {axis for i in numbers.start_index_map for axis in table.axes[i]}
+    used: set[str] = set()
+    unique = []
+    for axes in dims:
+        unique.append(tuple(axis for axis in axes if axis not in used))
+        used.update(axes)
+    return _placed(unique, frozenset(looked_up - used))
+
+
+def _scatter(operation: Operation, states: list[State]) -> State:
+    """The transpose of a lookup: dimensions of indices are summed over."""
+    numbers = operation.params["dimension_numbers"]
+    updates = states[2]
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    kept = [i for i in range(len(states[0].axes)) if i not in gone]
+    dims = list(states[0].axes)
+    for index, target in zip(numbers.update_window_dims, kept):
+        dims[target] = updates.axes[index]
+    summed = {a for i, axes in enumerate(updates.axes) if i not in numbers.update_window_dims for a in axes}
+    batching = {axis for i in numbers.operand_batching_dims for axis in dims[i]}
+    held = {axis for axes in dims for axis in axes}
+    return _placed(dims, frozenset(summed - batching - held))
+
+
+_RULES: dict[str, Callable[[Operation, list[State]], State]] = {
+    "reshard": _same,
+    "dot_general": _dot_general,
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast_in_dim,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    "gather": _gather,
+    "scatter-add": _scatter,
+    **dict.fromkeys(
+        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), _reduction
+    ),
+    **dict.fromkeys(("argmax", "argmin"), _reduction),
+}
+
+
+def _cut(operation: Operation) -> list[int]:
+    before, after = operation.operands[0].shape, operation.results[0].shape
+    strides = operation.params.get("strides") or (1,) * len(before)
+    return [i for i, (a, b) in enumerate(zip(before, after)) if a != b and not (strides[i] > 1 and a == b * strides[i])]
+
+
+def _updated(operation: Operation) -> list[int]:
+    whole, update = (value.shape for value in operation.operands[:2])
+    return [i for i, (a, b) in enumerate(zip(whole, update)) if a != b]
+
+
+def _one(name: str) -> Callable[[Operation], list[int]]:
+    return lambda operation: [operation.params[name]]
+
+
+_RESHAPING: dict[str, tuple[str, Callable[[Operation], list[int]]]] = {
+    "slice": ("permute", _cut),
+    "pad": ("permute", _cut),
+    "dynamic_slice": ("all-gather", _cut),
+    "dynamic_update_slice": ("all-gather", _updated),
+    "split": ("permute", _one("axis")),
+    "concatenate": ("all-to-all", _one("dimension")),
+    "rev": ("permute", lambda operation: list(operation.params["dimensions"])),
+    "sort": ("all-gather", _one("dimension")),
+    "top_k": ("all-gather", lambda operation: [operation.params.get("axis", len(operation.operands[0].shape) - 1)]),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), ("all-gather", _one("axis"))),
+}

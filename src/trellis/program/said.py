@@ -1,0 +1,99 @@
+"""What the author of a piece of a program says of it, in a name scope, where a jaxpr does not say it.
+
+That is a kernel's work, how often a loop runs, how much of a buffer is filled:
+
+    with kernel_work("attention", flops=4.0 * batch * heads * pairs * head_dim):
+        out = kernel(q, k, v)
+
+The planner reads it, and nothing is computed differently.
+"""
+
+import contextlib
+import math
+import re
+
+import jax
+
+from trellis.program.reading import Operation
+
+
+def kernel_work(kind: str, flops: float) -> contextlib.AbstractContextManager:
+    """The scope of a kernel's call: what its forward pass computes on one device.
+
+    Kernels of the backward pass stand in the scope too. One of "attention" makes two products in the forward pass; in
+    the backward pass one that gives one gradient makes three, two four, and all of them at once five. Of another kind,
+    one does as much as the forward pass: where that is not so, the backward function has a scope of its own.
+
+    Args:
+        kind: "attention" or "product".
+        flops: of the matrix units.
+    """
+    return jax.named_scope(f"work({kind} {flops:.0f})")
+
+
+def filled_rows(even: int, room: int) -> contextlib.AbstractContextManager:
+    """The scope of what is done to a buffer of rows: an even load fills so many of its rows."""
+    return jax.named_scope(f"filled({even} of {room})")
+
+
+def loop_turns(
+    rows: int, a_turn: int, *, groups: int = 1, before: int = 0, by_load: bool = False
+) -> contextlib.AbstractContextManager:
+    """The scope of a `while` loop over rows: how often it runs.
+
+    Args:
+        rows: of them; in a buffer (`filled_rows`) those that are filled count.
+        a_turn: how many a turn does.
+        groups: in how many parts of about the same size the rows are, each of which takes whole turns.
+        before: turns that were done before the loop.
+        by_load: whether the rows are those of an even load, and come as often as the load assumed says.
+    """
+    return jax.named_scope(f"turns({rows} rows {a_turn} a turn {groups} groups {before} before{' load' * by_load})")
+
+
+_WORK, _FILLED = re.compile(r"work\((\w+) (\d+)\)"), re.compile(r"filled\((\d+) of (\d+)\)")
+_TURNS = re.compile(r"turns\((\d+) rows (\d+) a turn (\d+) groups (\d+) before( load)?\)")
+# Products of an attention kernel in the backward pass, by how many gradients it gives; of the forward pass's two.
+_GRADIENT_PRODUCTS = {1: 3, 2: 4, 3: 5}
+
+
+def work_said(operation: Operation) -> tuple[str, float] | None:
+    """Kind and FLOPs of a kernel: as its author says, or by its own estimate (`pallas_call(cost_estimate=...)`)."""
+    found = _WORK.findall(operation.scope)
+    if not found:
+        estimate = operation.params.get("cost_estimate")
+        return ("kernel", float(estimate.flops)) if estimate is not None else None
+    kind, flops = found[-1][0], float(found[-1][1])
+    if kind == "attention" and operation.direction == "backward":
+        gradients = sum(len(value.shape) >= 3 and bool(value.readers) for value in operation.results)
+        flops *= _GRADIENT_PRODUCTS[max(1, min(gradients, 3))] / 2
+    return kind, flops
+
+
+def share_filled(operation: Operation, load: float) -> float:
+    """The share of its buffer's rows that an operation finds filled.
+
+    Args:
+        operation: any.
+        load: rows of the fullest device, in those of an even load.
+    """
+    found = _FILLED.findall(operation.scope)
+    if not found:
+        return 1.0
+    even, room = map(int, found[-1])
+    return min(load * even / room, 1.0)
+
+
+def turns_said(loop: Operation, load: float) -> int:
+    """How often a `while` loop runs; once where nobody says.
+
+    Args:
+        loop: the loop.
+        load: rows of the fullest device, in those of an even load.
+    """
+    found = _TURNS.findall(loop.own_scope)
+    if not found:
+        return 1
+    rows, a_turn, groups, before = map(int, found[-1][:4])
+    rows = rows * (load if found[-1][4] else share_filled(loop, load))
+    return max(groups * math.ceil(rows / groups / a_turn) - before, 0)

@@ -1,0 +1,81 @@
+"""What name scopes say of an operation: its pass, and the names that the language wrote there.
+
+A `reshard` runs under the scope `reshard[embed/data mlp -> embed mlp ~data]`; types themselves have no names.
+"""
+
+import re
+from collections.abc import Sequence
+
+from trellis.notation import Shape, parse_transition
+
+
+def direction_of(scope: str) -> str:
+    """The pass of an operation in this scope, as JAX's transformations write it: "forward", "recomputed", "backward",
+    or "update" for what is neither differentiated nor a derivative."""
+    if "rematted_computation" in scope:
+        return "recomputed"
+    if "transpose(" in scope:
+        return "backward"
+    return "forward" if "jvp(" in scope else "update"
+
+
+_SCOPE = re.compile(r"[A-Za-z_]\w*\[([^\[\]]*)\]")
+
+
+def names_of(scope: str, ndim: int) -> tuple[str, ...] | None:
+    """The dimension names that the language wrote into a name scope, if they are of that many dimensions.
+
+    >>> names_of("jit(f)/transpose(jvp(reshard[embed/data mlp -> embed mlp ~data]))", 2)
+    ('embed', 'mlp')
+    """
+    texts = _SCOPE.findall(scope)
+    if not texts:
+        return None
+    names = tuple(name for name, _ in _dims(texts[-1].rpartition("->")[0] or texts[-1]))
+    if len(names) != ndim or any(name.startswith("_") for name in names):
+        return None
+    return names
+
+
+def names_behind(scope: str, dims: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
+    """`names_of` under a `vmap`, whose dimensions stand in front: the names of the others, sliced as in the text.
+
+    Args:
+        scope: a name stack.
+        dims: for each dimension the mesh axes that slice it.
+
+    >>> names_behind("vmap(reshard[pos/model embed -> pos embed])", [("stage",), ("model",), ()])
+    ('pos', 'embed')
+    """
+    for side in (_SCOPE.findall(scope) or [""])[-1].split("->"):
+        found = _dims(side)
+        names, axes = tuple(name for name, _ in found), [axes for _, axes in found]
+        if names and axes == list(dims)[len(dims) - len(names) :] and not any(n.startswith("_") for n in names):
+            return names
+    return None
+
+
+def _dims(text: str) -> list[tuple[str, tuple[str, ...]]]:
+    """The dimensions of one side of a transition: names, and the mesh axes that slice them."""
+    words = [word.split("/") for word in text.split() if word[0] not in "+~"]
+    return [(name, tuple(axes)) for name, *axes in words]
+
+
+_TEXT = re.compile(r"(?:reshard|ring)\[([^\[\]]*->[^\[\]]*)\]")
+
+
+def transition_in(scope: str) -> tuple[Shape, Shape] | None:
+    """The transition that the language wrote into a name scope.
+
+    In the backward pass it is the transition's gradient: the other way around, `+x` where it was `~x`.
+
+    >>> " -> ".join(map(str, transition_in("transpose(jvp(reshard[embed/data mlp -> embed mlp ~data]))")))
+    'embed mlp +data -> embed/data mlp'
+    """
+    texts = _TEXT.findall(scope)
+    if not texts:
+        return None
+    before, after = parse_transition(texts[-1])
+    if direction_of(scope) == "backward":
+        before, after = (Shape(s.dims, s.copied, s.pending, s.ellipsis) for s in (after, before))
+    return before, after

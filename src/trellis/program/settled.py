@@ -1,0 +1,117 @@
+"""A construct that compilers get wrong: a sum that is settled in a loop, made pending again, and settled after it.
+
+    loop:  g = reshard("embed +data -> embed", ...)    one all-reduce a turn
+           total = total + reshard("embed -> embed +data", g)
+    reshard("embed +data -> embed", total)             and another one
+
+The second line is what the gradient of `reshard("embed ~data -> embed", w)` does. XLA's
+`while-loop-all-reduce-code-motion` moves the first sum out of the loop and past the cast, so that both sums follow each
+other on the same values: on TPUs one device's part is counted twice and the others' not at all. Keeping the sum pending
+until it is settled once is right whatever the compiler moves, and moves fewer bytes.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from jax.extend.core import Jaxpr
+
+from trellis.notation import PendingSumError
+from trellis.notation.typeof import short_dtype
+from trellis.program.manual import COLLECTIVES, SUMS, axes_over
+from trellis.program.reading import ENTER, LEAVE, Body, Operation, Program, Value, jaxprs_in
+from trellis.program.rules import States
+from trellis.program.scopes import names_of
+
+Axes = frozenset[str]
+_NONE: Axes = frozenset()
+
+# What a compiler moves a sum past: a sum of results is the result of the sum.
+_LINEAR = {ENTER, LEAVE}.union(
+    "add add_any sub neg mul div select_n convert_element_type reduce_precision reshape transpose broadcast_in_dim "
+    "squeeze expand_dims slice dynamic_slice dynamic_update_slice concatenate pad rev split copy name reduce_sum "
+    "reshard pvary optimization_barrier".split()
+)
+
+
+def refuse_resettled(program: Program) -> None:
+    """Refuses a program in which a sum is settled within a loop and made pending again.
+
+    Raises:
+        PendingSumError: with the lines of the sum and of the cast.
+    """
+    _Reader(program.mesh).read(program, [_NONE] * len(program.inputs), in_loop=False)
+
+
+def casts_in_loops(jaxpr: Jaxpr, in_loop: bool = False) -> bool:
+    """Whether a loop makes some value a pending sum that was none: only such programs need to be read."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if in_loop and name == "reshard":
+            before, after = (set(v.aval.sharding.spec.unreduced) for v in (*equation.invars, *equation.outvars))
+            if after - before:
+                return True
+        looped = in_loop or name in ("scan", "while")
+        if any(casts_in_loops(inner, looped) for inner in jaxprs_in(equation)):
+            return True
+    return False
+
+
+class _Reader:
+    """Follows, through a program, along which mesh axes values are sums that were settled."""
+
+    def __init__(self, sizes: Mapping[str, int]):
+        self.sizes, self.states = sizes, States(sizes)
+        self.made: dict[str, str] = {}  # mesh axis -> the line that settled last along it
+
+    def read(self, body: Body, inputs: list[Axes], *, in_loop: bool) -> list[Axes]:
+        """The settled axes of the results, from those of the inputs."""
+        known: dict[Value, Axes] = dict(zip(body.inputs, inputs, strict=True))
+        for operation in body.operations:
+            operands = {value: known.get(value, _NONE) for value in operation.operands}
+            results = self.results(operation, operands, in_loop)
+            known.update(zip(operation.results, results, strict=True))
+        return [known.get(value, _NONE) for value in body.results]
+
+    def results(self, operation: Operation, operands: dict[Value, Axes], in_loop: bool) -> list[Axes]:
+        name, count = operation.name, len(operation.results)
+        if operation.bodies:
+            found = []
+            for body in operation.bodies[name == "while" :]:  # a while loop's condition makes no values
+                given = {inner: operands[outer] for inner, outer in operation.entering(body)}
+                inputs = [given.get(value, _NONE) for value in body.inputs]
+                found.append(self.read(body, inputs, in_loop=in_loop or name in ("scan", "while")))
+            return [_NONE.union(*each) for each in zip(*found)] if len(found[0]) == count else [_NONE] * count
+        carried = _NONE.union(*operands.values()) if name in _LINEAR else _NONE
+        if in_loop and (again := carried & frozenset(self.cast(operation))):
+            self.refuse(operation, sorted(again))
+        settled = frozenset(self.sums(operation))
+        for axis in settled:
+            self.made[axis] = operation.source
+        return [carried | settled] * count
+
+    def sums(self, operation: Operation) -> Iterator[str]:
+        """The mesh axes along which this operation settles a sum."""
+        if operation.name in SUMS:
+            yield from axes_over(operation)
+        elif operation.name not in COLLECTIVES:
+            for implied in self.states.implied(operation):
+                if implied.move.kind in ("all-reduce", "reduce-scatter"):
+                    yield from implied.move.axes
+
+    def cast(self, operation: Operation) -> Iterator[str]:
+        """The mesh axes along which this operation makes a value a pending sum that was none."""
+        if operation.name == "reshard":
+            before, after = operation.operands[0].state, operation.results[0].state
+            yield from (a for a in after.pending - before.pending - set(before.sliced) if self.sizes.get(a, 1) > 1)
+
+    def refuse(self, operation: Operation, axes: list[str]) -> None:
+        aval, over = operation.operands[0].aval, " and ".join(f"'{a}'" for a in axes)
+        names = names_of(operation.scope, len(aval.shape)) or aval.shape
+        before, after = (v.state.words(names) for v in (operation.operands[0], operation.results[0]))
+        made = ", ".join(filter(None, dict.fromkeys(self.made.get(a, "") for a in axes)))
+        raise PendingSumError(
+            f"a sum that is settled in a loop stays settled, got one over {over}{f' from {made}' if made else ''} that "
+            f"is made pending again as {short_dtype(aval.dtype)}[{before} -> {after}], in "
+            f"{operation.source or operation.scope}: compilers sum it twice; keep the copies "
+            f"({' '.join('~' + a for a in axes)}) of what it is the gradient of up to the product that uses them, so "
+            f"that it stays pending and is settled once, after the loop"
+        )

@@ -1,0 +1,73 @@
+"""Types of a program's values: where they lie, and how much of them is on one device."""
+
+import math
+
+import jax
+from jax.sharding import AxisType
+
+from trellis.notation.state import State, mode_of
+from trellis.notation.typeof import short_dtype
+
+
+def state_at(aval, *, auto: bool = False) -> State:
+    """Where a value lies by its type, along explicit mesh axes; `auto`: along those left to the compiler, too.
+
+    `spec.partitions` is read, never the spec's items: JAX refuses to index a spec that has states.
+    """
+    ndim = len(getattr(aval, "shape", ()))
+    sharding = getattr(aval, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None or mesh.empty:
+        return State("none", ((),) * ndim)
+    spec = sharding.spec
+    kinds = (AxisType.Explicit, AxisType.Auto) if auto else (AxisType.Explicit,)
+    known = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind in kinds}
+    dims = [tuple(axis for axis in _axes(entry) if axis in known) for entry in spec.partitions]
+    dims += [()] * (ndim - len(dims))
+    pending, copied = (frozenset(axes or ()) & known for axes in (spec.unreduced, spec.reduced))
+    return State(mode_of(mesh), tuple(dims), pending, copied)
+
+
+def _axes(entry) -> tuple[str, ...]:
+    """The mesh axes in one entry of a spec."""
+    return tuple(axis for axis in (entry if isinstance(entry, tuple) else (entry,)) if isinstance(axis, str))
+
+
+def is_auto(aval) -> bool:
+    """Whether a type says nothing of some mesh axis because that one is left to the compiler."""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    return mesh is not None and AxisType.Auto in getattr(mesh, "axis_types", ())
+
+
+def itemsize(dtype) -> float:
+    """Bytes of one element; random keys count as their two words."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return 8
+    return jax.dtypes.itemsize_bits(dtype) / 8
+
+
+def num_bytes(aval) -> int:
+    """Bytes of a whole array."""
+    return int(math.prod(aval.shape) * itemsize(aval.dtype))
+
+
+def local_shape(aval) -> tuple[int, ...]:
+    """The shape on one device of a value whose type, or whose sharding, says how it is sliced."""
+    shape = list(getattr(aval, "shape", ()))
+    sharding = getattr(aval, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh.empty:
+        return tuple(shape)
+    sizes = sharding.mesh.shape
+    for index, entry in enumerate(sharding.spec.partitions):
+        shape[index] = -(-shape[index] // math.prod(sizes.get(axis, 1) for axis in _axes(entry)))
+    return tuple(shape)
+
+
+def local_bytes(aval) -> int:
+    """Bytes on one device."""
+    return int(math.prod(local_shape(aval)) * itemsize(aval.dtype)) if hasattr(aval, "dtype") else 0
+
+
+def typed(aval, names: tuple[str, ...] | None = None) -> str:
+    """A type in the notation: `f32[batch/data pos embed]`, with sizes where there are no names."""
+    return f"{short_dtype(aval.dtype)}[{state_at(aval, auto=True).words(names or aval.shape)}]"

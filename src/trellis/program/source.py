@@ -1,0 +1,46 @@
+"""The line of the user's program that an equation comes from."""
+
+import functools
+import linecache
+import os
+import re
+
+from jax.extend.core import JaxprEqn
+
+from trellis.frames import in_a_library
+
+
+def _frame(equation: JaxprEqn):
+    """The innermost frame of the user's, or None."""
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback is not None else ()
+    return next((frame for frame in frames if not in_a_library(frame.file_name)), None)
+
+
+def source_of(equation: JaxprEqn) -> str:
+    """`file.py:line (function)` of the innermost frame of the user's, or nothing."""
+    frame = _frame(equation)
+    if frame is None:
+        return ""
+    name = frame.function_name.rpartition(".")[2]
+    return f"{os.path.basename(frame.file_name)}:{frame.line_num}" + (f" ({name})" if name else "")
+
+
+def label_of(equation: JaxprEqn) -> str:
+    """What a person would call an equation: the class and the attribute on its line, or the function it is in.
+
+    `gate = einsum("...", x, self.gate)` in `GatedMlp.__call__` is `GatedMlp gate`.
+    """
+    frame = _frame(equation)
+    return _label(frame.file_name, frame.line_num, frame.function_name) if frame is not None else ""
+
+
+@functools.lru_cache(maxsize=8192)
+def _label(file: str, line: int, function: str) -> str:
+    owner, _, method = function.rpartition(".")
+    parts = re.findall(r"self\.(\w+)", linecache.getline(file, line))
+    owner = owner.rpartition(".")[2] if not owner.endswith("<locals>") else ""
+    if owner and parts:
+        return f"{owner} {parts[-1]}"
+    name = method if method not in ("__call__", "<lambda>") else owner or method
+    return owner if owner and method == "__call__" else f"{owner} {name}".strip()

@@ -1,0 +1,122 @@
+"""What authors say of kernels and loops in name scopes, and how it is counted."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+
+from trellis.hardware.chips import target
+from trellis.hardware.described import described_devices
+from trellis.inspect.ledger import ledger_of
+from trellis.inspect.work import work
+from trellis.nn.attention.pattern import Pattern
+from trellis.nn.moe.grouped import BLOCK, grouped_matmul
+from trellis.plan.prepared import prepare
+from trellis.plan.quick import quick_plan
+from trellis.program import trace
+from trellis.program.said import filled_rows, kernel_work, loop_turns
+from trellis.recipes import load_run
+
+
+def doubled(x, **options):
+    def kernel(x, out):
+        out[...] = 2 * x[...]
+
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), **options)(x)
+
+
+def test_a_kernel_says_its_work_or_estimates_it():
+    x = jnp.ones((8, 128))
+
+    def said(x):
+        with kernel_work("product", 1234.0):
+            return doubled(x)
+
+    estimate = pl.CostEstimate(flops=77, bytes_accessed=1, transcendentals=0)
+    for fn, kind, flops in (
+        (said, "product", 1234.0),
+        (lambda x: doubled(x, cost_estimate=estimate), "kernel", 77.0),
+        (doubled, "kernel", 0.0),
+    ):
+        (piece,) = work(trace(fn, x))
+        assert (piece.kind, piece.flops, piece.num_bytes) == (kind, flops, 2 * x.nbytes)
+
+
+@pytest.mark.parametrize("on, backward", [("v5e:2x2", 3.5), ("4xH100", 2.5)])  # splash makes the scores twice
+def test_attention_kernels_say_theirs(on, backward):
+    where = target(on)
+    run = load_run("llama_8b", {"model.layers": "2", "batch_size": "8", "microbatches": "1", "remat.policy": "none"})
+    pieces = work(prepare(run, where, described_devices(where)).traced())
+    found = {way: sum(p.flops * p.times for p in pieces if p.kind == "attention" and p.direction == way)
+             for way in ("forward", "backward")}  # fmt: skip
+    model, length = run.model, run.data.sequence_length
+    causal = 4 * 2 * model.layers * model.heads * model.head_dim * length * length / 2  # two sequences on each device
+    assert found == {"forward": causal, "backward": backward * causal}
+
+
+def test_pairs_of_patterns():
+    def exact(pattern, length):
+        places = jnp.arange(length)
+        seen = pattern.visible(places, places)
+        return length * length if seen is None else int(seen.sum())
+
+    for pattern in (Pattern(), Pattern(causal=False), Pattern(window=16), Pattern(causal=False, window=16)):
+        assert pattern.pairs(512, 512) == pytest.approx(exact(pattern, 512), rel=0.02)
+    assert Pattern().pairs(128, 512) == Pattern().pairs(512, 512) / 4  # a slice of the queries
+
+
+def test_loops_run_as_often_as_they_say():
+    def rounds(x, n):
+        def product(w):
+            with loop_turns(1000, 300, before=1, by_load=True):
+                return lax.fori_loop(1, n, lambda i, w: w @ x, w)
+
+        return product(x)
+
+    program = trace(rounds, jnp.ones((4, 4)), jnp.int32(3))
+    times = lambda load: [piece.times for piece in work(program, load) if piece.kind == "product"]
+    assert (times(1.0), times(1.3), times(0.25)) == ([3], [4], [])
+
+
+def test_a_loop_within_a_loop_has_its_own_number():
+    def inner(x):
+        return lax.fori_loop(0, x.shape[0] + jnp.int32(0) * jnp.int32(x[0, 0]), lambda i, y: y @ x, x)
+
+    def outer(x, n):
+        with loop_turns(100, 10):
+            return lax.fori_loop(0, n, lambda i, y: inner(y), x)
+
+    program = trace(outer, jnp.ones((4, 4)), jnp.int32(3))
+    assert [piece.times for piece in work(program) if piece.kind == "product"] == [10]
+
+
+def test_grouped_products_count_the_rows_that_are_filled():
+    rows, groups, even = 8 * BLOCK, 2, 6 * BLOCK
+
+    def loss(x, w, sizes):
+        with filled_rows(even, rows):
+            return jnp.sum(grouped_matmul(x, w, sizes))
+
+    x, w, sizes = jnp.ones((rows, 16)), jnp.ones((groups, 16, 8)), jnp.array([even // 2] * 2)
+    program = trace(jax.grad(loss, argnums=(0, 1)), x, w, sizes)
+    for load, filled in ((1.0, even), (7 / 6, 7 * BLOCK + BLOCK), (4.0, rows)):  # whole blocks of each group
+        counted = [p.flops * p.times for p in work(program, load) if p.kind == "product"]
+        assert counted == [2 * filled * 16 * 8] * 2  # of both operands; nobody reads the result
+
+
+def test_further_rounds_of_an_exchange_run_where_the_load_is_uneven():
+    options = {
+        "model.experts": "8", "model.layers": "2", "model.embed": "256", "model.mlp": "512", "model.heads": "4",
+        "model.kv_heads": "2", "model.vocab": "1024", "data.sequence_length": "256", "batch_size": "32",
+        "model.head_dim": "64", "mesh.data": "1", "mesh.expert": "4", "microbatches": "1",
+    }  # fmt: skip
+    run, where = load_run("mixtral_8x7b", options), target("v5e:2x2")
+    even, slack, more = (quick_plan(run, where, load=load) for load in (1.0, 1.5, 1.6))
+    exchanged = lambda plan: plan.ledger.count(kind="all-to-all", axis="expert")
+    assert exchanged(even) == exchanged(slack) < exchanged(more)
+    assert even.seconds < slack.seconds < more.seconds
+    assert even.memory.peak == more.memory.peak and even.model_flops == more.model_flops
+    once = ledger_of(prepare(run, where, described_devices(where)).traced())
+    assert once.count(kind="all-to-all") > exchanged(even)
+    assert any(row.note.endswith("once a turn of a while loop") for row in once)
