@@ -100,17 +100,14 @@ class Subject:
     def execute(self, compiled: Compiled, *, text: str | None = None, bound: float = BOUND) -> "Proof":
         """Executes the compiled program, or another one of the same arguments and results, and compares."""
         interpreter = Interpreter(text or compiled.text, self.mesh.size)
-        found: Sequence[np.ndarray] = ()
-        fault = ""
+        found, fault = (), ""
         try:
-            found = interpreter(self.parts(compiled))
+            found = tuple(interpreter(self.parts(compiled)))
         except Faulty as error:
             fault = str(error)
         outputs = self.compare(found, self.results(compiled), bound)
         kernels = tuple(sorted(interpreter.opaque))
-        return Proof(
-            self.name, self.target.name, dict(self.mesh.shape), outputs, kernels, fault, compiled, tuple(found)
-        )
+        return Proof(self.name, self.target.name, dict(self.mesh.shape), outputs, kernels, fault, compiled, found)
 
     def results(self, compiled: Compiled) -> list[NamedSharding]:
         """Where the compiled program's results lie.

@@ -1,7 +1,7 @@
 """A run with its sizes shrunk so that its step takes seconds to execute here, and every structure of it stays.
 
-Loops stay loops (layers, microbatches, chunks of the loss, stages), what is sliced stays sliced into as many parts, what
-is padded stays padded, key heads stay shared, and comparisons of sizes that decide between two ways come out alike.
+Loops stay loops (layers, microbatches, chunks of the loss, stages), what is sliced stays sliced into as many parts,
+what is padded stays padded, key heads stay shared, and sizes that decide between two ways decide alike.
 """
 
 import dataclasses
