@@ -65,17 +65,20 @@ class Subject:
         """What the target's compiler makes of it.
 
         Raises:
-            UserError: it does not fit a device, or the compiler refuses an option.
+            UserError: the compiler refuses it, or it does not fit a device.
         """
-        compiled = compile_lowered(self.lowered, self.target, name=self.name, options=self.options, progress=progress)
+        given = {"name": self.name, "options": self.options, "progress": progress}
+        try:
+            compiled = compile_lowered(self.lowered, self.target, **given)
+        except RuntimeError as error:
+            raise self._refused(str(error)[:1000], "see what the compiler says") from error
         if not compiled.text:
-            raise UserError(
-                "A program is executed after it was compiled.",
-                seen=f"{self.name} does not fit a device of {self.target.name}",
-                where="--on",
-                fix="prove it on a larger target",
-            )
+            raise self._refused(f"{self.name} does not fit a device", "prove it on a larger target")
         return compiled
+
+    def _refused(self, seen: str, fix: str) -> UserError:
+        where = f"the compiler for {self.target.name}"
+        return UserError("A program is executed after it was compiled.", seen=seen, where=where, fix=fix)
 
     def parts(self, compiled: Compiled) -> list[np.ndarray]:
         """The arguments that the compiled program has, as devices hold them."""
