@@ -137,6 +137,18 @@ class Layout:
         """The mesh axes of each name, when these names meet in one array or operation."""
         return _assign(self, tuple(names), which)
 
+    def on(self, mesh: Mesh) -> "Layout":
+        """The same maps on another mesh with these axes."""
+        return Layout(
+            mesh,
+            self.params,
+            self.compute,
+            strict=self.strict,
+            gather=self.gather,
+            overlap=self.overlap,
+            pipeline_microbatches=self.pipeline_microbatches,
+        )
+
     def without(self, *axes: str) -> "Layout":
         """The same maps without some mesh axes: the layout of a program that is mapped over them."""
         drop = lambda entries: tuple((name, tuple(a for a in mine if a not in axes)) for name, mine in entries)
