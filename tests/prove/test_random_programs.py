@@ -29,7 +29,7 @@ def executed(run, arrays):
 @pytest.fixture(autouse=True)
 def loose():
     """Random programs mix what they have: strict promotion is of no use here."""
-    with jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
