@@ -1,5 +1,6 @@
 """Trellis: pretrain language models on a mesh. The whole public API; implementation files are private."""
 
+from trellis.errors import TrellisError, UserError
 from trellis.inspect import ledger, memory, show
 from trellis.mesh import (
     Layout,

@@ -31,11 +31,20 @@ class UserError(TrellisError):
     """
 
     def __init__(self, rule: str, *, seen: object, where: str, fix: str):
-        self.rule, self.seen, self.where, self.fix = rule, str(seen), where, fix
-        super().__init__(f"{rule}\n  seen:  {seen}\n  where: {where}\n  fix:   {fix}")
+        self.rule, self.seen, self.where, self.fix = rule, shortened(str(seen)), shortened(where), fix
+        super().__init__(f"{rule}\n  seen:  {self.seen}\n  where: {self.where}\n  fix:   {fix}")
 
     def __reduce__(self):
         return _rebuild, (type(self), self.rule, self.seen, self.where, self.fix)
+
+
+def shortened(text: str, most: int = 1000) -> str:
+    """A text whose end is left out where it is longer than so many characters.
+
+    >>> shortened("0123456789", most=8)
+    '01234...'
+    """
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _rebuild(cls: type[UserError], rule: str, seen: str, where: str, fix: str) -> UserError:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.train.small import trellis
+from trellis.train import checks
 from trellis.train.trackers import read_lines
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -114,6 +115,60 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
             ],
         ),
         (
+            ("--batch_size", 4, "--devices", 4, "--model.embed", 30, "--mesh.data", 4),
+            [
+                "Mesh axes divide what they slice.",
+                "model.embed=30 over data=4",
+                "model.embed",
+                "use --model.embed 28 or 32",
+            ],
+        ),
+        (
+            ("--precision.exceptions.noorm", "float32"),
+            [
+                "A part of a parameter's name is part of the name of at least one.",
+                "`noorm`",
+                "precision.exceptions",
+                "did you mean `norm` or `mlp_norm`?",
+            ],
+        ),
+        (
+            ("--weight_decay_exclude", "norm,bias,vocabulary"),
+            [
+                "A part of a parameter's name is part of the name of at least one.",
+                "`vocabulary`",
+                "weight_decay_exclude",
+                "did you mean `vocab`?",
+            ],
+        ),
+        (
+            ("--remat.policy", "saved", "--remat.names", "mlp_hidden"),
+            [
+                "What is kept by name is marked so by the model.",
+                "`mlp_hidden`",
+                "remat.names",
+                "use one of: attention, key, mlp_gate, mlp_up, query, value",
+            ],
+        ),
+        (
+            ("--model.mlp", 2147483647, "--layout.preset", "single"),
+            [
+                "A run's state and its step fit into the memory that there is.",
+                "4.50 TiB at least on 1 x cpu, which have 16.0 GiB together",
+                "the run",
+                "use a smaller model or batch, or more devices; `trellis memory` shows what each device holds",
+            ],
+        ),
+        (
+            ("--compiler_options.nosuch", "1", "--layout.preset", "single"),
+            [
+                "A compiler knows the options that it is given, and takes their values.",
+                "INVALID_ARGUMENT: No such compile option: 'nosuch'",
+                "compiler_options",
+                "leave it out, or write it as this platform's XLA does",
+            ],
+        ),
+        (
             ("--until", -1),
             [
                 "A run pauses after some steps, or none.",
@@ -124,11 +179,22 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         ),
     ],
 )
-def test_what_a_run_cannot_be_is_said_in_four_parts(run_file, tmp_path, capsys, options, message):
+def test_what_a_run_cannot_be_is_said_in_four_parts(run_file, tmp_path, capsys, monkeypatch, options, message):
+    monkeypatch.setattr(checks, "memory_of_machine", lambda: 16 << 30)
     where = () if "--run-dir" in options else ("--run-dir", tmp_path / "run")
     code, _, err = trellis(capsys, "train", run_file, *where, *options)
     rule, seen, where, fix = message
     assert (code, err) == (2, f"trellis: {rule}\n  seen:  {seen}\n  where: {where}\n  fix:   {fix}\n")
+
+
+def test_a_step_that_is_too_large_is_refused_before_it_is_compiled(run_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(checks, "memory_of_machine", lambda: 3 << 20)
+    options = ("--run-dir", tmp_path / "run", "--layout.preset", "single", "--batch_size", 512, "--microbatches", 1)
+    code, _, err = trellis(capsys, "train", run_file, *options)
+    assert code == 2 and "A run's state and its step fit into the memory that there is." in err
+    assert "at least on 1 x cpu, which have 3.00 MiB together" in err
+    code, _, err = trellis(capsys, "train", run_file, *options, "--microbatches", 128, "--until", 1)
+    assert code == 0, "and may then be corrected"
 
 
 @pytest.mark.slow

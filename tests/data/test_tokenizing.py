@@ -401,7 +401,10 @@ def test_a_filter_that_fails(tmp_path):
         ({"on_error": "ignore"}, "A document that cannot be read stops the run or is skipped."),
         ({"chunk_tokens": 0}, "Chunks and the sample for training hold at least one element."),
         ({"workers": -1}, "Workers are a number of processes, or a Ray cluster."),
-        ({"use_bytes": False, "train_bpe": 9}, "A byte-level vocabulary holds 256 bytes and the end of a document."),
+        (
+            {"use_bytes": False, "train_bpe": 9},
+            "A byte-level vocabulary holds 256 bytes, the end of a document, and 1,000,000 tokens at most.",
+        ),
     ],
 )
 def test_wrong_options(tmp_path, options, rule):

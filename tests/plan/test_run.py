@@ -9,6 +9,7 @@ import pytest
 
 from trellis.commands.line import main
 from trellis.errors import UserError
+from trellis.frozen import FrozenMap
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
 from trellis.inspect import Memory
@@ -23,7 +24,6 @@ from trellis.plan.sketch import Sketch
 from trellis.plan.text import as_json, text
 from trellis.plan.verdict import judge, verdict_text
 from trellis.recipes import load_run
-from trellis.run.schema import FrozenMap
 
 SMALL = {
     "model.embed": "256", "model.layers": "2", "model.heads": "4", "model.kv_heads": "2", "model.head_dim": "64",
@@ -227,6 +227,30 @@ def test_of_equals_the_simplest_wins():
     assert why_lost(simple, quick, target("v5e:2x2")) == "+0.5%: as fast, and less simple"
     assert why_lost(quick, asked, target("v5e:2x2")) == "-50% by types, not asked about"
     assert why_lost(one(2.0, 1), quick, target("v5e:2x2")).startswith("+100%: ")
+
+
+def test_a_long_sequence_goes_around_a_ring_beside_its_kernels():
+    """Of 8 slices of 32k positions; the same bytes gathered are not hidden, and keys and values are held whole."""
+    changes = {"data.sequence_length": "32768", "batch_size": "8", "mesh.context": "8", "mesh.data": "1"}
+    run, on = load_run("llama_8b", {**changes, "layout.preset": "auto", "microbatches": "1"}), target("8xH100")
+    plans = {kind: quick_plan(dataclasses.replace(run, layout=dataclasses.replace(run.layout, context=kind)), on)
+             for kind in ("ring", "gather")}  # fmt: skip
+    steps = [line for line in plans["ring"].times.lines if line.kind == "permute" and "sliced" in line.source]
+    assert steps and sum(line.hidden for line in steps) > 0.95 * sum(line.seconds for line in steps)
+    gathers = [
+        line for line in plans["gather"].times.lines if line.kind == "all-gather" and "activations" in line.label
+    ]
+    assert gathers and all(line.hidden == 0 for line in gathers)
+    assert plans["ring"].memory.peak < plans["gather"].memory.peak
+
+
+def test_the_search_covers_kinds_of_context_parallelism_and_names_the_one_it_takes():
+    run = load_run("llama_8b", {"data.sequence_length": "32768", "batch_size": "8"})
+    seen = {
+        (variant.mesh.context, variant.layout.context): options for variant, options in variants(run, target("8xH100"))
+    }
+    assert {(8, "ring"), (8, "gather"), (8, "exchange"), (4, "exchange")} <= set(seen)
+    assert seen[8, "exchange"]["layout.context"] == "exchange" and "layout.context" not in seen[8, "ring"]
 
 
 @pytest.mark.slow

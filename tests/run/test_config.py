@@ -7,7 +7,7 @@ import pytest
 
 import trellis
 from trellis.errors import UserError
-from trellis.optim import WSD, AdamW, Constant, InverseSqrt, Linear, Lion, Muon
+from trellis.optim import WSD, Adafactor, AdamW, Constant, InverseSqrt, Linear, Lion, Muon
 from trellis.recipes import gpt2_small, tiny
 from trellis.run.config import (
     AXES,
@@ -16,13 +16,14 @@ from trellis.run.config import (
     Data,
     Distributed,
     Evaluation,
+    LayoutChoice,
     Logging,
     MeshSizes,
     Profile,
     Remat,
     Run,
 )
-from trellis.run.data import EmbeddedSource, MixturePart, MixtureSource
+from trellis.run.data import EmbeddedSource, MixturePart, MixtureSource, PartWeight
 from trellis.run.schema import fields_of, members, tag_of
 
 
@@ -97,10 +98,86 @@ def change(**fields):
         (
             lambda: EmbeddedSource(vocab=256),
             [
-                "A byte-level vocabulary holds every byte and the end of a text.",
-                "vocab=256",
+                "A byte-level vocabulary holds 256 bytes, the end of a document, and 1,000,000 tokens at most.",
+                "256",
                 "vocab",
-                "use 257 or more, as in 4096",
+                "ask for 257 or more, as in 32768",
+            ],
+        ),
+        (
+            lambda: change(name="a/b"),
+            [
+                "A run's name is part of its folder's: 1 to 60 characters without a slash.",
+                "`a/b`, 3 characters",
+                "name",
+                "use a word, as in starter; --run-dir says where the folder lies",
+            ],
+        ),
+        (
+            lambda: change(devices=5000),
+            ["A process drives at most 4,096 devices.", "5000", "devices", "use fewer; `trellis plan` needs none"],
+        ),
+        (
+            lambda: change(profile=Profile(start=20)),
+            [
+                "The steps that are traced are steps of the run.",
+                "start=20, steps=20",
+                "profile.start",
+                "use --profile.start 19 or less",
+            ],
+        ),
+        (
+            lambda: change(batch_size=(BatchSize(step=0, size=8), BatchSize(step=20, size=16))),
+            [
+                "Each batch size is for steps that the run has.",
+                "a size from step 20 on, steps=20",
+                "batch_size",
+                "use --steps 21 or more, or leave that size out",
+            ],
+        ),
+        (
+            lambda: change(layout=LayoutChoice(pipeline_microbatches=2)),
+            [
+                "Parts of a batch follow each other through the stages of a pipeline.",
+                "pipeline_microbatches=2, mesh.stage=1",
+                "layout.pipeline_microbatches",
+                "use --mesh.stage 2 or more; --microbatches cuts a batch without a pipeline",
+            ],
+        ),
+        (
+            lambda: LayoutChoice(pipeline_microbatches=0),
+            [
+                "A pipeline has at least one part of the batch to work on.",
+                "pipeline_microbatches=0",
+                "pipeline_microbatches",
+                "use 1 or more, or null to have them chosen",
+            ],
+        ),
+        (
+            lambda: MixturePart(name="a", path="x", weight=(PartWeight(step=3, weight=1.0),)),
+            [
+                "Weights are listed from step 0 on, in the order of steps.",
+                "steps 3",
+                "weight",
+                "write [{step: 0, weight: 0.7}, {step: 1000, weight: 0.3}]",
+            ],
+        ),
+        (
+            lambda: MixturePart(name="a", path="x", weight=1.0, epochs=0.0),
+            [
+                "A source is read in part at least.",
+                "epochs=0.0",
+                "epochs",
+                "use 1 for one pass, or null to repeat it as long as the run lasts",
+            ],
+        ),
+        (
+            lambda: Adafactor(learning_rate=1e-3, decay_exponent=0.0),
+            [
+                "The decay's exponent is above 0 and at most 1.",
+                "decay_exponent=0.0",
+                "decay_exponent",
+                "use 0.8",
             ],
         ),
         (
@@ -116,7 +193,7 @@ def change(**fields):
         ),
         (
             lambda: Data(source=EmbeddedSource(vocab=512), sequence_length=0),
-            ["A length is positive.", "sequence_length=0", "sequence_length", "use sequence_length of 1 or more"],
+            ["`sequence_length` is 1 or more.", "sequence_length=0", "sequence_length", "use 1 or more"],
         ),
         (
             lambda: AdamW(learning_rate=0.0),
@@ -132,7 +209,7 @@ def change(**fields):
         ),
         (
             lambda: Muon(learning_rate=1e-4, iterations=0),
-            ["Newton-Schulz iterates at least once.", "iterations=0", "iterations", "use 5"],
+            ["Newton-Schulz iterates at least once, and at most 100 times.", "iterations=0", "iterations", "use 5"],
         ),
         (
             lambda: Constant(warmup_steps=-1),

@@ -28,7 +28,9 @@ def test_a_folder_is_claimed_once_and_resumed_by_the_same_run(tmp_path):
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
-    claim(tmp_path, tiny())
+    claim(tmp_path, dataclasses.replace(tiny(), seed=4))
+    claim(tmp_path, tiny())  # no step was made there
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     other = dataclasses.replace(tiny(), seed=3, optimizer=AdamW(learning_rate=0.5))
     with pytest.raises(UserError, match="A run folder holds one run") as error:
         claim(tmp_path, other)

@@ -47,11 +47,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrellisError as error:
         print(f"trellis: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # no room, no right, no such name: the user's to mend, unlike one that names no file
+        if error.filename is None:
+            raise
+        told = UserError(
+            "Files that a command needs can be read, and those that it makes can be written.",
+            seen=error.strerror,
+            where=f"{error.filename!s:.200}",
+            fix="give another path, or make room and permission there",
+        )
+        print(f"trellis: {told}", file=sys.stderr)
+        return told.exit_code
+    except KeyboardInterrupt:
+        return 130
 
 
 def _overview() -> str:

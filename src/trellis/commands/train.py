@@ -71,8 +71,9 @@ def execute(args: argparse.Namespace) -> int:
 def _report(folder: Path) -> None:
     """Writes the page of a run, whichever way it ended."""
     from trellis.pages.run import write_report
+    from trellis.run.folder import has_begun
 
-    if (folder / "metrics.jsonl").exists():
+    if has_begun(folder) and (folder / "metrics.jsonl").exists():
         print(f"report   {write_report(folder)}")
 
 
@@ -84,6 +85,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     from trellis.models.generate import Sampling, sample
     from trellis.pages.graph import step_svg
     from trellis.train.assemble import assemble
+    from trellis.train.checks import check_marks, check_state, check_step
     from trellis.train.corpus import open_corpus
     from trellis.train.distributed import is_first
     from trellis.train.evaluation import Evaluator
@@ -94,10 +96,13 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     from trellis.train.summary import describe, ledger_sums, sections, step_program
 
     assembled = assemble(run, devices)
+    check_state(assembled)
     corpus = open_corpus(run, progress=is_first())
     program = step_program(assembled)
+    check_marks(run.remat, program)
     ledger = ledger_of(program)
     found = sections(assembled, program, ledger, corpus.num_tokens)
+    check_step(found["memory"], assembled)
     if is_first():
         (folder / "ledger.txt").write_text(f"{ledger}\n")
         write_sections(folder, found)

@@ -212,6 +212,26 @@ def byte_tokenizer() -> Tokenizer:
     )
 
 
+# The trainer sets memory aside for every token that it is asked for, and ends the process where there is not enough.
+_MOST_TOKENS = 1_000_000
+
+
+def check_bpe_size(vocab_size: int, where: str) -> None:
+    """Refuses vocabularies that no byte-level BPE can have.
+
+    Args:
+        vocab_size: tokens, the end of a document among them.
+        where: the option or field that asks for them.
+    """
+    if not 257 <= vocab_size <= _MOST_TOKENS:
+        raise UserError(
+            f"A byte-level vocabulary holds 256 bytes, the end of a document, and {_MOST_TOKENS:,} tokens at most.",
+            seen=vocab_size,
+            where=where,
+            fix="ask for 257 or more, as in 32768",
+        )
+
+
 def train_bpe(texts, vocab_size: int) -> Tokenizer:
     """A byte-level BPE trained on an iterator of texts, with `vocab_size` ids, the last of them special.
 
@@ -220,13 +240,7 @@ def train_bpe(texts, vocab_size: int) -> Tokenizer:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < 257:
-        raise UserError(
-            "A byte-level vocabulary holds 256 bytes and the end of a document.",
-            seen=vocab_size,
-            where="--train-bpe",
-            fix="ask for 257 or more",
-        )
+    check_bpe_size(vocab_size, "--train-bpe")
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()

@@ -97,6 +97,7 @@ class _Rows:
             source=operation.source,
             note=note,
             role=self.roles[operation],
+            ring="ring[" in operation.scope,
         )
 
 

@@ -28,6 +28,7 @@ class Row:
         note: what is uncertain about it, or how it runs; empty as a rule.
         role: what it moves: "weights" (gathered before use), "gradients" (of weights) or "activations"; empty where
             that is not known.
+        ring: whether it is a step of a ring, which runs beside the kernels or products of the same line.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Row:
     source: str = ""
     note: str = ""
     role: str = ""
+    ring: bool = False
 
     @property
     def axis(self) -> str:

@@ -94,7 +94,10 @@ class Muon:
         _check_rates(self.learning_rate, self.weight_decay)
         for name in ("beta", "adam_beta1", "adam_beta2"):
             _check_decay(name, getattr(self, name))
-        _check(self.iterations >= 1, "Newton-Schulz iterates at least once.", "iterations", self.iterations, "use 5")
+        rule = "Newton-Schulz iterates at least once, and at most 100 times."
+        _check(1 <= self.iterations <= 100, rule, "iterations", self.iterations, "use 5")
+        _check(self.update_rms > 0, "An update has a size.", "update_rms", self.update_rms, "use 0.2")
+        _check(self.epsilon > 0, "Epsilon is positive.", "epsilon", self.epsilon, "use 1e-8")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +122,13 @@ class Adafactor:
         _check_rates(self.learning_rate, self.weight_decay)
         if self.beta1 is not None:
             _check_decay("beta1", self.beta1)
+        rule = "The decay's exponent is above 0 and at most 1."
+        _check(0 < self.decay_exponent <= 1, rule, "decay_exponent", self.decay_exponent, "use 0.8")
+        rule = "A length is positive."
+        _check(self.min_factored_size >= 1, rule, "min_factored_size", self.min_factored_size, "use 128")
+        if self.clip_update_rms is not None:
+            rule = "A size to clip to is positive."
+            _check(self.clip_update_rms > 0, rule, "clip_update_rms", self.clip_update_rms, "use 1.0, or null for none")
 
 
 Optimizer = AdamW | Lion | Muon | Adafactor

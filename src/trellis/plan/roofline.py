@@ -4,7 +4,8 @@ Each piece of work takes the longest of its products at the matrix units' rate, 
 vector units' rate and its bytes at the memory's rate. Each collective takes its bytes over the rate of the links its
 mesh axes run on. Collectives of activations stand in the way of the work that reads them. Collectives of weights
 (gathers before use, reductions of gradients) are hidden under the computation of the same pass where the compiler
-does that, as far as there is computation to hide under.
+does that, as far as there is computation to hide under. The steps of a ring run beside the kernels or products of the
+same line of the program, in the same pass.
 """
 
 import collections
@@ -218,19 +219,23 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
     chip = links.target.chip
     hides = {*chip.overlap, *hides}
     computed = _merged([work_line(piece, chip) for piece in work])
-    room = collections.Counter()
+    room: collections.Counter[str] = collections.Counter()
+    beside: collections.Counter[tuple[str, str]] = collections.Counter()  # what is on a line of the program
     for line in computed:
-        room[line.where] += line.seconds
-    room["backward"] += room.pop("recomputed", 0.0)
-    moves = [(row.role or "activations", collective_line(row, links)) for row in ledger.rows]
+        room["backward" if line.where == "recomputed" else line.where] += line.seconds
+        if line.kind != "elementwise":
+            beside[line.where, line.source] += line.seconds
+    moves = [(row, collective_line(row, links)) for row in ledger.rows]
     lines = list(computed)
-    for role, line in sorted(moves, key=lambda pair: -pair[1].seconds):
+    for row, line in sorted(moves, key=lambda pair: (not pair[0].ring, -pair[1].seconds)):
+        role, where = row.role, "backward" if line.where == "recomputed" else line.where
         hidden = 0.0
-        allowed = (role == "weights" and "gathers" in hides) or (role == "gradients" and "reductions" in hides)
-        if allowed:
-            where = "backward" if line.where == "recomputed" else line.where
+        if row.ring and chip.name != "cpu":
+            hidden = min(line.seconds, beside[line.where, line.source], room[where])
+            beside[line.where, line.source] -= hidden
+        elif (role == "weights" and "gathers" in hides) or (role == "gradients" and "reductions" in hides):
             hidden = min(line.seconds, room[where])
-            room[where] -= hidden
+        room[where] -= hidden
         lines.append(dataclasses.replace(line, hidden=hidden))
     computation = sum(line.seconds for line in computed)
     moved = sum(line.seconds for _, line in moves)

@@ -1,4 +1,4 @@
-"""Looking for a better setting: meshes, layouts, microbatches and checkpoint policies.
+"""Looking for a better setting: meshes, layouts, kinds of context parallelism, microbatches and checkpoint policies.
 
 All variants are sketched in microseconds, the best few of each mesh are planned from types, and, where asked, the
 best of those are compiled. What comes out is the frontier of time against memory, the fastest that fits as options
@@ -24,6 +24,10 @@ from trellis.plan.sketch import Sketch, sketch
 from trellis.plan.ways_to_fit import SOME_NAMES
 from trellis.run.config import Run
 
+# How attention reaches keys of other slices, along a mesh axis of positions.
+CONTEXT_KINDS = ("ring", "gather", "exchange")
+# Positions of a slice below which the kernels' start and end cost more than a slice saves.
+SHORTEST_SLICE = 2048
 # Checkpoint policies, and of `saved` the names that are kept: all of them where none is said.
 POLICIES = (("none", ()), ("dots", ()), ("saved", ()), *(("saved", names) for names in SOME_NAMES), ("full", ()))
 
@@ -74,6 +78,12 @@ class Candidate:
         return " ".join(f"--{name} {shlex.quote(value)}" for name, value in self.options.items())
 
     @property
+    def layout(self) -> str:
+        """The preset, and how attention reaches keys of other slices."""
+        layout = self.run.layout
+        return f"{layout.preset}, {layout.context}" if self.run.mesh.context > 1 else layout.preset
+
+    @property
     def keeps(self) -> str:
         """What is kept for the backward pass, in words."""
         remat = self.run.remat
@@ -114,9 +124,16 @@ def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[t
     for model in (1, 2, 4, 8, 16):
         if devices % model or heads % model or kv_heads % model or width % model:
             continue
-        for context, expert in itertools.product((1, 2, 4), (1, 2, 4, 8, 16, 32, 64)):
+        slices = [(1, run.layout.context), *itertools.product((2, 4, 8, 16, 32), CONTEXT_KINDS)]
+        for (context, kind), expert in itertools.product(slices, (1, 2, 4, 8, 16, 32, 64)):
             ways = devices // model // context // expert
-            if experts % expert or devices % (model * context * expert) or run.data.sequence_length % (128 * context):
+            if experts % expert or devices % (model * context * expert):
+                continue
+            if context > 1 and run.data.sequence_length % (2 * 128 * context):  # two pieces a device, as kernels take
+                continue
+            if context > 1 and run.data.sequence_length < SHORTEST_SLICE * context:
+                continue
+            if kind == "exchange" and heads % (model * context):
                 continue
             presets = ("auto",) if context > 1 else ("fsdp",) if model == 1 else ("fsdp_tensor", "fsdp_tensor_sequence")
             groups = target.shape[0] if target.chip.kind == "gpu" else target.num_slices
@@ -128,11 +145,13 @@ def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[t
                     continue
                 mesh = data_sizes(ways // replica, target)
                 sizes = {"replica": replica, **{axis: mesh.get(axis, 1) for axis in DATA_AXES}}
-                sizes |= {"context": context, "model": model, "expert": expert}
+                sizes |= {"context": context, "context_y": 1, "model": model, "expert": expert}
                 changed = dataclasses.replace(
                     run,
                     mesh=dataclasses.replace(run.mesh, stage=1, **sizes),
-                    layout=dataclasses.replace(run.layout, preset=preset, mode="explicit"),
+                    layout=dataclasses.replace(
+                        run.layout, preset=preset, mode="explicit", context=kind, context_y=None
+                    ),
                     microbatches=run.microbatches if micro == run.parts else micro,
                     remat=dataclasses.replace(run.remat, policy=policy, names=names),
                 )
@@ -144,7 +163,7 @@ def _options(before: Run, after: Run) -> dict[str, str]:
     found = {}
     was = dataclasses.asdict(before.mesh)
     found |= {f"mesh.{axis}": str(size) for axis, size in dataclasses.asdict(after.mesh).items() if was[axis] != size}
-    for name in ("layout.preset", "layout.mode", "remat.policy"):
+    for name in ("layout.preset", "layout.mode", "layout.context", "remat.policy"):
         get = operator.attrgetter(name)
         if get(before) != get(after):
             found[name] = get(after)
@@ -267,7 +286,7 @@ def _promising(sketched: list[Candidate], target: Target, most: int) -> Iterator
     firsts: dict[tuple, Candidate] = {}
     for c in able:
         if c.sketch.peak <= 0.75 * room:
-            firsts.setdefault(_kind(c), c)
+            firsts.setdefault(_kind(c)[1:], c)
     first = list(firsts.values())[: most // 2]
     rest = [c for c in able if not any(c is f for f in first)]
     yield from (first + rest)[:most]
@@ -275,7 +294,8 @@ def _promising(sketched: list[Candidate], target: Target, most: int) -> Iterator
 
 def _kind(candidate: Candidate) -> tuple:
     mesh = candidate.run.mesh
-    return mesh.model, mesh.context, mesh.replica, mesh.expert, candidate.run.layout.preset
+    layout = candidate.run.layout
+    return layout.context, mesh.model, mesh.context, mesh.replica, mesh.expert, layout.preset
 
 
 def _compiled(planned: list[Candidate], target: Target, count: int) -> list[Candidate]:
@@ -338,7 +358,7 @@ def frontier_rows(found: Found) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
         by = "compiled" if c.verdict is not None else "types"
         speed = numbers.count(c.plan.tokens_per_second) if c.plan else ""
         rows.append(
-            (mark, numbers.seconds(c.seconds), numbers.size(c.peak), speed, mesh, c.run.layout.preset,
+            (mark, numbers.seconds(c.seconds), numbers.size(c.peak), speed, mesh, c.layout,
              str(c.run.parts), c.keeps, by, why_lost(c, found.winner, found.target))
         )  # fmt: skip
     return ("", "step", "memory", "tokens/s", "mesh", "layout", "microbatches", "keeps", "by", ""), rows

@@ -55,7 +55,7 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     expert, per_token = sizes.get("expert", 1), getattr(m, "experts_per_token", 0)
     active = blocks + experts * per_token / max(getattr(m, "experts", 1), 1)
     devices, model = target.num_devices, sizes.get("model", 1)
-    shard = [axis for axis in ("data", "data_y", "data_z") if sizes.get(axis, 1) > 1]
+    shard = [axis for axis in ("data", "data_y", "data_z", "context") if sizes.get(axis, 1) > 1]
     ways = math.prod(sizes[axis] for axis in shard) if shard else 1
     sharded = run.layout.preset not in ("data", "single", "tensor")
     tokens = max(b.size for b in run.batch_sizes()) * run.data.sequence_length
@@ -65,9 +65,13 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
         keep, again = _SOME[len(run.remat.names) > 1]
     length = run.data.sequence_length
     attention = 6.0 * m.layers * m.heads * getattr(m, "head_dim", m.embed // m.heads) * length * tokens
-    flops = ((6 + 2 * again) * (active + tables / 2) * tokens + attention * (1 + again / 3)) / devices
+    flops = (6 + 2 * again) * (active + tables / 2) * tokens / devices
     narrow = max(1.0, 128 / (getattr(m, "mlp", 4 * m.embed) / model))
-    compute = flops / (chip.bf16_flops * chip.matmul_efficiency) * 1.15 * narrow
+    # A kernel's backward pass makes scores again: once on GPUs, for queries and for keys on TPUs. Named results stay.
+    kernel_again = 0.0 if run.remat.policy in ("none", "saved", "offload") else 1.0
+    kernels = attention * ((1.5 if chip.kind == "tpu" else 7 / 6) + kernel_again / 3) / devices
+    kernels /= chip.bf16_flops * chip.attention_efficiency
+    compute = flops / (chip.bf16_flops * chip.matmul_efficiency) * 1.15 * narrow + kernels
     weights = activations = 0.0
     if shard and sharded:
         passes = 1 if run.parts > 1 else 2
@@ -78,6 +82,20 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     if model > 1:
         moved = (4 + 2 * again) * 2 * 2.0 * local * m.embed * m.layers * (model - 1) / model
         activations = moved / links.bandwidth(["model"])
+    context, head_dim = sizes.get("context", 1), getattr(m, "head_dim", m.embed // m.heads)
+    whole = 0.0  # bytes of one layer's keys and values that a device gathers
+    if context > 1:
+        keys = 2 * 2.0 * getattr(m, "kv_heads", m.heads) / model * head_dim * local / run.parts
+        queries = 2 * 2.0 * m.heads / model * head_dim * local / run.parts
+        if run.layout.context == "gather":
+            moved, whole = (2 + again) * keys * (context - 1), keys * context
+            activations += run.parts * m.layers * moved / links.bandwidth(["context"])
+        elif run.layout.context == "exchange":
+            moved = (2 + again) * (keys + queries) * (context - 1) / context
+            activations += run.parts * m.layers * moved / links.bandwidth(["context"])
+        else:  # what a ring moves stands beside its kernels
+            moved = (4 + again) * keys * (context - 1)
+            activations += max(0.0, run.parts * m.layers * moved / links.bandwidth(["context"]) - kernels)
     if expert > 1:  # tokens to their experts and back, each pass
         moved = (4 + 2 * again) * 2.0 * local / model * m.embed * per_token * m.layers * (expert - 1) / expert
         activations += moved / links.bandwidth(["expert"])
@@ -90,5 +108,7 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     width -= base * m.embed * (1 - 1 / sequence)
     kept = 2.0 * width * m.layers * local / run.parts
     accumulated = 8.0 * (blocks + tables + experts / expert) / model if run.parts > 1 else 0.0
-    working = 4.0 * block / model / expert * 2 + 6.0 * tables / 2 / model + 2.0 * 8 * local / run.parts * m.embed
+    working = (
+        4.0 * block / model / expert * 2 + 6.0 * tables / 2 / model + 2.0 * 8 * local / run.parts * m.embed + whole
+    )
     return Sketch(seconds, state + (1 + FRAGMENTATION) * (kept + accumulated + working))

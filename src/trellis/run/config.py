@@ -5,21 +5,18 @@ from collections.abc import Mapping
 from typing import Literal
 
 from trellis.errors import UserError
+from trellis.frozen import FrozenMap
 from trellis.models import ModelConfig
+from trellis.nn import Precision
 from trellis.optim.config import WSD, Constant, InverseSqrt, Optimizer, Schedule
 from trellis.run.data import Data
 from trellis.run.layouts import AXES, PRESETS, LayoutChoice, MeshSizes
-from trellis.run.schema import FrozenMap
+from trellis.run.schema import at_least
 
-DType = Literal["float32", "bfloat16", "float16"]
-
-
-def _at_least(bound: int, **values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < bound:
-            raise UserError(
-                f"`{name}` is {bound} or more.", seen=f"{name}={value}", where=name, fix=f"use {bound} or more"
-            )
+# Names of files have 255 bytes at most on the usual file systems, of which a date takes a few.
+_LONGEST_NAME = 60
+# More devices than one process drives anywhere.
+_MOST_DEVICES = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,17 +28,9 @@ class BatchSize:
     size: int
     """Sequences in a step."""
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
-    """In which types numbers are kept and computed. Sums over a batch and the loss are float32 always."""
-
-    params: DType = "float32"
-    """Parameters and optimizer state."""
-    compute: DType = "bfloat16"
-    """Activations, and parameters in use."""
-    exceptions: Mapping[str, DType] = dataclasses.field(default_factory=FrozenMap)
-    """Computed in another type: a part of a parameter's name, and the type, as in norm: float32."""
+    def __post_init__(self):
+        at_least(0, step=self.step)
+        at_least(1, size=self.size)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +65,7 @@ class CheckpointRule:
     """Checkpoints of steps that this divides are kept too."""
 
     def __post_init__(self):
-        _at_least(1, keep_latest=self.keep_latest, every=self.every, keep_every=self.keep_every)
+        at_least(1, keep_latest=self.keep_latest, every=self.every, keep_every=self.keep_every)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +78,7 @@ class Evaluation:
     """Validation batches; null takes all there are."""
 
     def __post_init__(self):
-        _at_least(1, every=self.every, batches=self.batches)
+        at_least(1, every=self.every, batches=self.batches)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +91,7 @@ class Logging:
     """Where metrics go besides metrics.jsonl. Weights & Biases reads its own variables, such as WANDB_MODE=offline."""
 
     def __post_init__(self):
-        _at_least(1, every=self.every)
+        at_least(1, every=self.every)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +104,8 @@ class Profile:
     """How many steps are traced."""
 
     def __post_init__(self):
-        _at_least(1, steps=self.steps)
-        _at_least(0, start=self.start)
+        at_least(1, steps=self.steps)
+        at_least(0, start=self.start)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,8 +179,12 @@ class Run:
     """How several processes find each other."""
 
     def __post_init__(self):
-        _at_least(1, steps=self.steps, microbatches=self.microbatches, devices=self.devices)
-        _at_least(0, skip_nonfinite=self.skip_nonfinite, z_loss=self.z_loss)
+        at_least(1, steps=self.steps, microbatches=self.microbatches, devices=self.devices)
+        at_least(0, skip_nonfinite=self.skip_nonfinite, z_loss=self.z_loss, seed=self.seed)
+        self._check_name()
+        if self.devices is not None and self.devices > _MOST_DEVICES:
+            rule = f"A process drives at most {_MOST_DEVICES:,} devices."
+            raise UserError(rule, seen=self.devices, where="devices", fix="use fewer; `trellis plan` needs none")
         if self.clip_norm is not None and self.clip_norm <= 0:
             fix = "use 1.0, or null for no clipping"
             raise UserError("A norm to clip to is positive.", seen=self.clip_norm, where="clip_norm", fix=fix)
@@ -202,6 +195,8 @@ class Run:
         self._check_batch()
         self._check_schedule()
         self._check_sequence()
+        self._check_profile()
+        self._check_pipeline()
 
     def batch_sizes(self) -> tuple[BatchSize, ...]:
         """The batch size as a list, whichever way it is written."""
@@ -212,6 +207,33 @@ class Run:
         """Microbatches of a batch where the device does not choose: one for null."""
         return self.microbatches or 1
 
+    def _check_name(self) -> None:
+        if not self.name or "/" in self.name or len(self.name) > _LONGEST_NAME:
+            raise UserError(
+                f"A run's name is part of its folder's: 1 to {_LONGEST_NAME} characters without a slash.",
+                seen=f"`{self.name[:_LONGEST_NAME]}`, {len(self.name)} characters",
+                where="name",
+                fix="use a word, as in starter; --run-dir says where the folder lies",
+            )
+
+    def _check_profile(self) -> None:
+        if self.profile is not None and self.profile.start >= self.steps:
+            raise UserError(
+                "The steps that are traced are steps of the run.",
+                seen=f"start={self.profile.start}, steps={self.steps}",
+                where="profile.start",
+                fix=f"use --profile.start {self.steps - 1} or less",
+            )
+
+    def _check_pipeline(self) -> None:
+        if self.layout.pipeline_microbatches is not None and self.mesh.stage == 1:
+            raise UserError(
+                "Parts of a batch follow each other through the stages of a pipeline.",
+                seen=f"pipeline_microbatches={self.layout.pipeline_microbatches}, mesh.stage=1",
+                where="layout.pipeline_microbatches",
+                fix="use --mesh.stage 2 or more; --microbatches cuts a batch without a pipeline",
+            )
+
     def _check_batch(self) -> None:
         sizes = self.batch_sizes()
         starts = [b.step for b in sizes]
@@ -221,6 +243,13 @@ class Run:
                 seen=f"steps {', '.join(map(str, starts)) or 'none'}",
                 where="batch_size",
                 fix="write [{step: 0, size: 64}, {step: 1000, size: 128}]",
+            )
+        if starts[-1] >= self.steps:
+            raise UserError(
+                "Each batch size is for steps that the run has.",
+                seen=f"a size from step {starts[-1]} on, steps={self.steps}",
+                where="batch_size",
+                fix=f"use --steps {starts[-1] + 1} or more, or leave that size out",
             )
         parts = self.parts
         for size in (b.size for b in sizes):
@@ -244,7 +273,7 @@ class Run:
             )
 
     def _check_sequence(self) -> None:
-        positions = getattr(self.model, "positions", None)
+        positions = self.model.positions
         if positions is not None and self.data.sequence_length > positions:
             raise UserError(
                 "A sequence is no longer than the model's learned positions.",

@@ -3,7 +3,9 @@
 import dataclasses
 from typing import Literal
 
+from trellis.data.tokenizer import check_bpe_size
 from trellis.errors import UserError
+from trellis.run.schema import at_least
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,13 +17,7 @@ class EmbeddedSource:
     """Tokens of the byte-level BPE that is trained on the text, once, and cached."""
 
     def __post_init__(self):
-        if self.vocab < 257:
-            raise UserError(
-                "A byte-level vocabulary holds every byte and the end of a text.",
-                seen=f"vocab={self.vocab}",
-                where="vocab",
-                fix="use 257 or more, as in 4096",
-            )
+        check_bpe_size(self.vocab, "vocab")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +40,9 @@ class PartWeight:
     weight: float
     """The share, relative to the others' at the same step."""
 
+    def __post_init__(self):
+        at_least(0, step=self.step, weight=self.weight)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MixturePart:
@@ -60,6 +59,20 @@ class MixturePart:
     validation: str | None = None
     """The store that validation reads; null has none."""
 
+    def __post_init__(self):
+        if isinstance(self.weight, float):
+            at_least(0, weight=self.weight)
+        elif not self.weight or [w.step for w in self.weight] != sorted({0, *(w.step for w in self.weight)}):
+            raise UserError(
+                "Weights are listed from step 0 on, in the order of steps.",
+                seen=f"steps {', '.join(str(w.step) for w in self.weight) or 'none'}",
+                where="weight",
+                fix="write [{step: 0, weight: 0.7}, {step: 1000, weight: 0.3}]",
+            )
+        if self.epochs is not None and self.epochs <= 0:
+            fix = "use 1 for one pass, or null to repeat it as long as the run lasts"
+            raise UserError("A source is read in part at least.", seen=f"epochs={self.epochs}", where="epochs", fix=fix)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureSource:
@@ -72,6 +85,7 @@ class MixtureSource:
     """Sequences over which the shares are exact."""
 
     def __post_init__(self):
+        at_least(1, block=self.block)
         names = [part.name for part in self.parts]
         if not names or len(set(names)) < len(names):
             raise UserError(
@@ -103,7 +117,5 @@ class Data:
     """Of the shuffle."""
 
     def __post_init__(self):
-        for name in ("sequence_length", "shuffle_block"):
-            if getattr(self, name) < 1:
-                seen = f"{name}={getattr(self, name)}"
-                raise UserError("A length is positive.", seen=seen, where=name, fix=f"use {name} of 1 or more")
+        at_least(1, sequence_length=self.sequence_length, shuffle_block=self.shuffle_block)
+        at_least(0, seed=self.seed)

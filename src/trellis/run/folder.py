@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from trellis.errors import UserError
+from trellis.errors import UserError, shortened
 from trellis.run.config import Run
 from trellis.run.run_file import read_run, write_run
 from trellis.run.schema import plain
@@ -27,6 +27,12 @@ def new_folder(run: Run, parent: Path = Path("runs")) -> Path:
     return folder
 
 
+def has_begun(folder: Path) -> bool:
+    """Whether a run has made a step or saved a state: what was refused before that left its file, to be corrected."""
+    metrics = folder / "metrics.jsonl"
+    return (metrics.exists() and metrics.stat().st_size > 0) or any((folder / "checkpoints").glob("step-*"))
+
+
 def claim(folder: Path, run: Run, *, write: bool = True) -> None:
     """Makes a folder the run's, or checks that it is already.
 
@@ -39,12 +45,13 @@ def claim(folder: Path, run: Run, *, write: bool = True) -> None:
         UserError: the folder holds another run.
     """
     path = folder / "run.yaml"
-    if path.exists():
+    if path.exists() and has_begun(folder):
         before, now = plain(read_run(path)), plain(run)
         differ = [name for name in now if before.get(name) != now[name] and name not in _MAY_CHANGE]
         if differ:
             seen = "; ".join(
-                f"{name}: {_short(before.get(name))} there, {_short(now[name])} asked for" for name in differ
+                f"{name}: {shortened(str(before.get(name)), 80)} there, {shortened(str(now[name]), 80)} asked for"
+                for name in differ
             )
             raise UserError(
                 "A run folder holds one run, and the command that started it resumes it.",
@@ -104,8 +111,3 @@ def open_run(folder: Path) -> Run:
             fix="give the folder that `trellis train --run-dir` was given, or one of runs/",
         )
     return read_run(path)
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from trellis.errors import UserError, did_you_mean
+from trellis.frozen import FrozenMap
 from trellis.mesh import Layout, make_mesh
-from trellis.run.schema import FrozenMap
 
 # Names of activations that no parameter has.
 _ACTIVATIONS = ("batch", "pos", "key_pos")
@@ -161,6 +161,13 @@ class LayoutChoice:
                         )
         if self.overlap:
             self._check_overlap()
+        if self.pipeline_microbatches is not None and self.pipeline_microbatches < 1:
+            raise UserError(
+                "A pipeline has at least one part of the batch to work on.",
+                seen=f"pipeline_microbatches={self.pipeline_microbatches}",
+                where="pipeline_microbatches",
+                fix="use 1 or more, or null to have them chosen",
+            )
         order = ("ring", "gather", "exchange")
         if order.index(self.context) > order.index(self.kinds["context_y"]):
             raise UserError(

@@ -8,30 +8,17 @@ import ast
 import dataclasses
 import functools
 import inspect
+import math
 import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Union
 
-from trellis.errors import UserError, did_you_mean
+from trellis.errors import UserError, did_you_mean, shortened
+from trellis.frozen import FrozenMap
 
 REQUIRED = dataclasses.MISSING
-
-
-class FrozenMap(dict):
-    """A dictionary that cannot be changed, so that a configuration has a hash and stays what it was."""
-
-    def __hash__(self) -> int:  # ty: ignore[incompatible-method-override]
-        return hash(tuple(self.items()))
-
-    def _refuse(self, *_: object, **__: object) -> typing.NoReturn:
-        raise TypeError("a configuration is frozen: build another with dataclasses.replace")
-
-    __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = __ior__ = _refuse
-
-    def __reduce__(self):
-        return FrozenMap, (dict(self),)
 
 
 class Field(NamedTuple):
@@ -45,14 +32,20 @@ class Field(NamedTuple):
 
 @functools.cache
 def fields_of(cls: Any) -> dict[str, Field]:
-    """The fields of a dataclass, with types resolved and the strings under them as docs."""
-    hints, docs = typing.get_type_hints(cls), _docs(cls)
+    """The fields of a dataclass, with types resolved; docs are the strings under them, or in their types."""
+    hints, said = typing.get_type_hints(cls), typing.get_type_hints(cls, include_extras=True)
+    docs = {name: _said(hint) for name, hint in said.items()} | _docs(cls)
     found = {}
     for field in dataclasses.fields(cls):
         made = field.default_factory
         default = field.default if made is dataclasses.MISSING else made()
-        found[field.name] = Field(field.name, hints[field.name], default, docs.get(field.name, ""))
+        found[field.name] = Field(field.name, hints[field.name], default, docs[field.name])
     return found
+
+
+def _said(hint: Any) -> str:
+    """What a type says that it is: `Annotated[int, "Tokens in the vocabulary."]`, shared by several dataclasses."""
+    return next((said for said in getattr(hint, "__metadata__", ()) if isinstance(said, str)), "")
 
 
 def _docs(cls: type) -> dict[str, str]:
@@ -165,19 +158,39 @@ def build(kind: Any, data: Any, path: str = "", origin: Callable[[str], str] = l
         return None
     if kind is float and isinstance(data, int | str) and not isinstance(data, bool):
         try:  # YAML 1.1 reads 3e-4, without a point, as text
-            return float(data)
+            data = float(data)
         except ValueError:
             pass
+        except OverflowError:
+            data = math.inf
     if container is None and kind is not type(None) and type(data) is kind:
-        return data
+        return _within_range(data, path, origin)
     raise _wrong(kind, data, path, origin)
+
+
+# Devices count in 32 bits and compute in float32: what is larger, or so small that it would be 0 there, is a mistake.
+_MOST_WHOLE = 2**31 - 1
+_LEAST_NUMBER, _MOST_NUMBER = 1.2e-38, 3.4e38
+
+
+def _within_range(data: Any, path: str, origin: Callable[[str], str]) -> Any:
+    if isinstance(data, int) and abs(data) > _MOST_WHOLE:
+        rule, fix = f"A whole number has at most 31 bits: it is {_MOST_WHOLE:,} at most.", "use a smaller number"
+    elif isinstance(data, float) and data and not _LEAST_NUMBER <= abs(data) <= _MOST_NUMBER:
+        rule = f"A number is finite in float32: its size is 0, or from {_LEAST_NUMBER} to {_MOST_NUMBER}."
+        fix = "use a number in that range; null is what turns something off, where the field takes it"
+    elif isinstance(data, str) and "\0" in data:
+        rule, fix = "A text holds no zero byte.", "leave it out"
+    else:
+        return data
+    raise UserError(rule, seen=shortened(repr(data), 80), where=origin(path), fix=fix)
 
 
 _EXAMPLES = {int: "write a whole number, as in 8", float: "write a number, as in 0.001", bool: "write true or false"}
 
 
 def _wrong(kind: Any, data: Any, path: str, origin: Callable[[str], str], fix: str = "") -> UserError:
-    seen = "null" if data is None else f"{data!r} ({type(data).__name__})"
+    seen = "null" if data is None else f"{shortened(repr(data), 80)} ({type(data).__name__})"
     rule = f"`{path}` is {'one of' if typing.get_origin(kind) is Literal else 'of type'} {show(kind)}."
     if isinstance(data, str) and variants(kind):
         fix = did_you_mean(data, variants(kind))
@@ -191,7 +204,7 @@ def _build_union(kind: Any, data: Any, path: str, origin: Callable[[str], str]) 
         if cls := variant_in(kind, data):
             return _build_dataclass(cls, data, path, origin)
         name = next(tag_of(c) for c in tagged.values())[0]  # ty: ignore[not-subscriptable]
-        seen = f"{name}: {data[name]!r}" if name in data else f"no `{name}`"
+        seen = f"{name}: {shortened(repr(data[name]), 80)}" if name in data else f"no `{name}`"
         fix = did_you_mean(str(data.get(name)), tagged) if name in data else f"write {name}: {' | '.join(tagged)}"
         raise UserError(f"`{path}` says by `{name}` what it is.", seen=seen, where=origin(_join(path, name)), fix=fix)
     fitting = [m for m in members(kind) if m not in tagged.values() and _shape(m) is _shape(type(data))]
@@ -218,7 +231,7 @@ def _build_dataclass(cls: type, data: Any, path: str, origin: Callable[[str], st
     if not isinstance(data, Mapping):
         raise UserError(
             f"`{path}` has fields: {', '.join(fields_of(cls))}.",
-            seen=repr(data),
+            seen=shortened(repr(data), 80),
             where=origin(path),
             fix=f"write one field by its name, as in {_join(path, next(iter(fields_of(cls))))}",
         )
@@ -241,3 +254,12 @@ def _build_dataclass(cls: type, data: Any, path: str, origin: Callable[[str], st
     except UserError as error:  # a constraint, declared in the dataclass, which does not know its own path
         where = origin(error.where if error.where.startswith(f"{path}.") else _join(path, error.where))
         raise UserError(error.rule, seen=error.seen, where=where, fix=error.fix) from None
+
+
+def at_least(bound: int, **values: float | None) -> None:
+    """Refuses values of fields, by their names, that are below a bound. None is no value."""
+    for name, value in values.items():
+        if value is not None and value < bound:
+            raise UserError(
+                f"`{name}` is {bound} or more.", seen=f"{name}={value}", where=name, fix=f"use {bound} or more"
+            )

@@ -12,17 +12,18 @@ import optax
 from jax.sharding import NamedSharding
 
 from trellis.data.batch import Batch
-from trellis.errors import UserError
+from trellis.errors import UserError, did_you_mean
 from trellis.mesh import Layout
 from trellis.mesh.platform import rehearses
 from trellis.models import ModelConfig
 from trellis.named import is_named
 from trellis.named.saving import Keep, nothing, products, saved
+from trellis.nn.parameters import Parameter, parameters
 from trellis.optim import learning_rates, make_optimizer
 from trellis.run.config import Remat, Run
 from trellis.run.layouts import make_layout
 from trellis.train.compilation import options_for
-from trellis.train.state import TrainState, abstract_state, cast, new_state
+from trellis.train.state import TrainState, abstract_state, new_state
 from trellis.train.step import StepOptions, make_step
 
 # Bytes that one channel of a microbatch takes on a CPU device, about.
@@ -89,16 +90,18 @@ def assemble(
     """
     layout = make_layout(run.mesh, run.layout, devices, model_axes(run.model))
     _check_batch(run, layout)
+    _check_widths(run, layout)
     optimizer = make_optimizer(
         run.optimizer, run.schedule, steps=run.steps, clip_norm=run.clip_norm, exclude=run.weight_decay_exclude
     )
     multiple = padding or vocab_multiple(layout)
 
     def make_model(key: jax.Array) -> Any:
-        return cast(run.model.init(key=key, vocab_multiple=multiple), run.precision.params)
+        return run.precision.at_rest(run.model.init(key=key, vocab_multiple=multiple))
 
     with layout:
         shapes = abstract_state(make_model, optimizer, average=run.ema is not None)
+        _check_parts_of_names(run, shapes.model)
         abstract = _placed(shapes, layout)
         options = StepOptions(
             precision=run.precision,
@@ -133,9 +136,14 @@ def model_axes(config: ModelConfig) -> dict[str, int]:
     >>> model_axes(tiny().model)["kv_heads"]
     2
     """
+    return {name: size for p in _declared(config) for name, size in p.leaf.shape.items()}
+
+
+@functools.cache
+def _declared(config: ModelConfig) -> list[Parameter]:
+    """The parameters of a model, as types, without a layout."""
     model = jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
-    leaves = jax.tree.leaves(model, is_leaf=is_named)
-    return {name: size for leaf in leaves if is_named(leaf) for name, size in leaf.shape.items()}
+    return [p for p in parameters(model) if is_named(p.leaf)]
 
 
 def _check_batch(run: Run, layout: Layout) -> None:
@@ -149,6 +157,17 @@ def _check_batch(run: Run, layout: Layout) -> None:
     _check_divides(rule, "data.sequence_length", run.data.sequence_length, positions)
 
 
+def _check_widths(run: Run, layout: Layout) -> None:
+    """Refuses mesh axes that do not divide what they slice of a parameter. A vocabulary is padded so that they do."""
+    for parameter in _declared(run.model):
+        for which in ("params", "compute"):
+            slices = zip(parameter.leaf.shape.items(), layout.assign(parameter.names, which), strict=True)
+            for (name, length), axes in slices:
+                if name != "vocab":
+                    parts = {axis: layout.mesh.shape[axis] for axis in axes}
+                    _check_divides("Mesh axes divide what they slice.", f"model.{name}", length, parts)
+
+
 def _check_divides(rule: str, field: str, size: int, parts: Mapping[str, int]) -> None:
     count = math.prod(parts.values())
     if size % count:
@@ -160,6 +179,25 @@ def _check_divides(rule: str, field: str, size: int, parts: Mapping[str, int]) -
             where=field,
             fix=f"use --{field} {' or '.join(map(str, near))}",
         )
+
+
+def _check_parts_of_names(run: Run, model: Any) -> None:
+    """Refuses parts of parameters' names that no parameter has, but for those that a run has of itself."""
+    known = parameters(model)
+    default = next(f.default for f in dataclasses.fields(Run) if f.name == "weight_decay_exclude")
+    asked = {"weight_decay_exclude": {*run.weight_decay_exclude} - {*default}}
+    asked["precision.exceptions"] = {*run.precision.exceptions}
+    for field, parts in asked.items():
+        for part in sorted(parts):
+            in_path = field == "precision.exceptions"
+            if not part or not any(part in p.path if in_path else p.matches((part,)) for p in known):
+                words = {word for p in known for word in (*p.path.split("."), *(() if in_path else p.names))}
+                raise UserError(
+                    "A part of a parameter's name is part of the name of at least one.",
+                    seen=f"`{part}`",
+                    where=field,
+                    fix=did_you_mean(part, words),
+                )
 
 
 def fast_microbatches(run: Run, layout: Layout, model: Any) -> int:
@@ -176,11 +214,12 @@ def fast_microbatches(run: Run, layout: Layout, model: Any) -> int:
     """
     ways = lambda name: math.prod(layout.mesh.shape[axis] for axis in layout.assign((name,))[0])
     on_cpu = layout.mesh.devices.flat[0].platform == "cpu" and not rehearses(layout.mesh)
-    if not on_cpu or ways("layers") > 1 or getattr(model, "shares_wanted", False):
+    if not on_cpu or ways("layers") > 1 or model.looks_ahead:
         return 1
     rows = math.gcd(*(entry.size for entry in run.batch_sizes())) // ways("batch")
     wanted = rows * run.data.sequence_length * jnp.dtype(run.precision.compute).itemsize / _PART_BYTES
-    return min((n for n in range(1, rows + 1) if rows % n == 0), key=lambda n: abs(math.log(n / wanted)), default=1)
+    divisors = sorted({d for n in range(1, math.isqrt(rows) + 1) if rows % n == 0 for d in (n, rows // n)})
+    return min(divisors, key=lambda n: abs(math.log(n / wanted)), default=1)
 
 
 def keep_of(remat: Remat) -> Keep | None:
@@ -195,7 +234,7 @@ def keep_of(remat: Remat) -> Keep | None:
         case "saved":
             return Keep(names=remat.names) if remat.names else saved
         case "offload":
-            return Keep(names=(), offload=remat.names)
+            return Keep(names=(), offload=remat.names or None)
 
 
 def vocab_multiple(layout: Layout) -> int:

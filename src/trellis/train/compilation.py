@@ -1,12 +1,14 @@
 """Compiling a step once, and keeping what was compiled for the next run."""
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from trellis.errors import UserError
 from trellis.files import cache_folder
 
 # What a platform's compiler is told where a run says nothing. XLA orders a CPU's operations so that many could run at
@@ -57,6 +59,23 @@ def options_for(platform: str, options: Mapping[str, str], devices: int = 1) -> 
     return {**(DEFAULTS.get(platform, {}) if devices <= MOST_DEVICES else {}), **mine}
 
 
+@contextlib.contextmanager
+def _explained(options: Mapping[str, str] | None) -> Iterator[None]:
+    """Within it, what a compiler says of an option that it does not know, or a value that it does not take, is told."""
+    try:
+        yield
+    except Exception as error:
+        seen = " ".join(str(error).split())
+        if not options or "option" not in seen.lower() or not any(name in seen for name in options):
+            raise
+        raise UserError(
+            "A compiler knows the options that it is given, and takes their values.",
+            seen=f"{seen:.300}",
+            where="compiler_options",
+            fix="leave it out, or write it as this platform's XLA does",
+        ) from None
+
+
 class CompiledStep:
     """A step compiled ahead of its first call: once for each shape of a batch, so once for a run of one batch size.
 
@@ -76,7 +95,8 @@ class CompiledStep:
         key = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(batch))
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._step.lower(state, batch).compile(self._options)
+            with _explained(self._options):
+                program = self._programs[key] = self._step.lower(state, batch).compile(self._options)
         return program(state, batch)
 
     @property

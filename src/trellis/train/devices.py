@@ -56,10 +56,10 @@ def default_count(run: Run, cores: int) -> int:
 
 
 def _divides(run: Run, left: int) -> bool:
-    """Whether every batch can be sliced, with the mesh axis that takes what is left taking so much."""
+    """Whether batches and widths can be sliced, with the mesh axis that takes what is left taking so much."""
     mesh = {name: left if size == -1 else size for name, size in dataclasses.asdict(run.mesh).items()}
     parts = math.prod(mesh[name] for name in ("replica", "data", "data_y", "data_z", "expert"))
-    return all(b.size // run.parts % parts == 0 for b in run.batch_sizes())
+    return run.model.embed % left == 0 and all(b.size // run.parts % parts == 0 for b in run.batch_sizes())
 
 
 def _cores() -> int:

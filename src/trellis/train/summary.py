@@ -56,7 +56,7 @@ def arrays(assembled: Assembled) -> list[dict[str, Any]]:
                 "dims": dims,
                 "dtype": short_dtype(leaf.dtype),
                 "bytes": math.prod(leaf.array.shape) * leaf.dtype.itemsize,
-                "device_bytes": _device_bytes(leaf),
+                "device_bytes": device_bytes(leaf),
             }
         )
     return found
@@ -149,7 +149,8 @@ def describe(found: Mapping[str, Any]) -> str:
     return "\n".join(f"{name:<8} {line}" for name, line in lines.items())
 
 
-def _device_bytes(tree: Any) -> int:
+def device_bytes(tree: Any) -> int:
+    """Bytes of a tree of types with shardings on a device."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         shape = leaf.sharding.shard_shape(leaf.shape)

@@ -129,6 +129,16 @@ def test_positions_that_are_dealt_out_stay_where_they_are(kind, slices, axes, ma
     assert_near(many_devices(kind, mask, dealt=tuple(axes), put=put), one_device(mask), put=put)
 
 
+@pytest.mark.parametrize("kind", ["ring", "ring, gather", "gather", "exchange"])
+@pytest.mark.parametrize("mask", ["documents", "window over pieces"])
+def test_in_bfloat16(kind, mask):
+    """To the rounding of the operands: gradients reach about 4."""
+    half = lambda x: jnp.asarray(x, jnp.bfloat16) if x.dtype == np.float32 else x
+    found = many_devices(kind, mask, put=half)
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.bfloat16)}
+    assert_near(jax.tree.map(lambda x: x.astype(jnp.float32), found), one_device(mask), tolerance=0.06)
+
+
 def test_dealing_is_one_order():
     x = jnp.arange(48.0)[None]
     np.testing.assert_array_equal(deal(x, 4)[0], dealt_order(48, 4))

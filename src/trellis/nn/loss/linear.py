@@ -37,6 +37,10 @@ class TokenLoss(NamedTuple):
     correct: jax.Array
     tokens: jax.Array
 
+    def plus(self, penalty: jax.Array | None) -> "TokenLoss":
+        """The same with something more to minimize, summed over tokens; None for nothing."""
+        return self if penalty is None else self._replace(total=self.total + penalty)
+
 
 def linear_cross_entropy(
     x: jax.Array,

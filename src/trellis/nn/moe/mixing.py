@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Literal
 
 import jax
 
@@ -11,6 +10,7 @@ from trellis.mesh.manual.ops import Axes, mark_pending, vary
 from trellis.mesh.platform import platform_of
 from trellis.named import Axis, NamedArray, einsum, one_hot, save, settle, silu
 from trellis.named.placing import move
+from trellis.nn.moe.config import Way
 from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_experts
 from trellis.nn.moe.grouped import grouped_matmul
 from trellis.nn.moe.routing import Choices
@@ -18,7 +18,6 @@ from trellis.nn.moe.rows import local_experts
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
 
-Way = Literal["auto", "dense", "grouped", "gather", "ragged", "slots"]
 RAGGED = ("tpu", "cuda")  # platforms that have a ragged all-to-all
 TOKENS = ("batch", "pos", "embed")
 

@@ -175,7 +175,7 @@ class Sliced:
         for rest in rotation.own_last():
             d_q, own = meet(rest, keys, d_q, own)
         if groups > 1:
-            own = tuple(x + y for x, y in zip(own, d_keys, strict=True))
+            own = tuple(x + y.astype(x.dtype) for x, y in zip(own, d_keys, strict=True))
         return d_q, *own
 
     def _rotation(self, queries: Queries) -> Rotation:

@@ -3,12 +3,10 @@
 import dataclasses
 from typing import Literal
 
-from trellis.named import Axis
-from trellis.nn.norm import RMSNorm
-from trellis.nn.rope import Scaling
-
-from .config import check_positive, check_whole_heads
-from .llama import Block, Llama
+from trellis import Axis
+from trellis.models import fields
+from trellis.models.llama import Block, Llama
+from trellis.nn import RMSNorm
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,32 +14,23 @@ class Qwen3Config:
     """What defines a Qwen3."""
 
     family: Literal["qwen3"] = "qwen3"
-    vocab: int
-    """Tokens in the vocabulary."""
-    embed: int
-    """Width of the residual stream."""
-    layers: int
-    """Number of blocks."""
-    heads: int
-    """Query heads."""
-    kv_heads: int
-    """Key and value heads; divides heads."""
-    head_dim: int
-    """Width of one head."""
-    mlp: int
-    """Width of the feed-forward block."""
-    rope_theta: float
-    """Base of the rotary frequencies."""
-    rope_scaling: Scaling | None = None
-    """How rotary frequencies are changed for long contexts."""
-    norm_eps: float = 1e-6
-    """Added to the mean square before the root."""
-    tie_embeddings: bool
-    """Whether the unembedding is the embedding."""
+    vocab: fields.Vocab
+    embed: fields.Embed
+    layers: fields.Layers
+    heads: fields.Heads
+    kv_heads: fields.KVHeads
+    head_dim: fields.HeadDim
+    mlp: fields.Mlp
+    rope_theta: fields.RopeTheta
+    rope_scaling: fields.RopeScaling = None
+    norm_eps: fields.RMSNormEps = 1e-6
+    tie_embeddings: fields.TieEmbeddings
+    positions = None  # sequences may have any length
+    experts = experts_per_token = 1
 
     def __post_init__(self):
-        check_positive(self, "vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp")
-        check_whole_heads(self)
+        fields.check_sizes(self)
+        fields.check_key_heads(self)
 
     def init(self, *, key, vocab_multiple: int = 1) -> Llama:
         """The model with fresh parameters, its vocabulary padded to a multiple."""

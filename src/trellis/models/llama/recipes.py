@@ -7,11 +7,11 @@ and a wide feed-forward layer. Parameters in blocks are without the two tables o
 
 import dataclasses
 
+from trellis.frozen import FrozenMap
 from trellis.models import Llama3Scaling, LlamaConfig
 from trellis.optim.config import AdamW, Cosine
 from trellis.run.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Remat, Run
 from trellis.run.data import Data, StoreSource
-from trellis.run.schema import FrozenMap
 
 
 def llama_84m() -> Run:

@@ -3,10 +3,10 @@
 import dataclasses
 
 from trellis.models import MixtralConfig, Routing
+from trellis.nn import Precision
 from trellis.optim.config import AdamW, Cosine
-from trellis.run.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Precision, Remat, Run
+from trellis.run.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Remat, Run
 from trellis.run.data import Data, StoreSource
-from trellis.run.schema import FrozenMap
 
 
 def mixtral_8x7b() -> Run:
@@ -40,7 +40,7 @@ def mixtral_8x7b() -> Run:
         steps=100_000,
         optimizer=AdamW(learning_rate=3e-4),
         schedule=Cosine(warmup_steps=2000),
-        precision=Precision(exceptions=FrozenMap(router="float32")),
+        precision=Precision(exceptions={"router": "float32"}),
         remat=Remat(policy="full"),
         mesh=MeshSizes(data=8, expert=8),
         layout=LayoutChoice(preset="fsdp"),

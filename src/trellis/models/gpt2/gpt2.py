@@ -17,13 +17,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from trellis.named import Axis, Keep, NamedArray, Stacked, arange, einsum, gelu, random, save, take, unbind
-from trellis.nn.attention import attend
-from trellis.nn.initializers import constant, normal
-from trellis.nn.norm import LayerNorm
-from trellis.nn.parameters import Bias, Table, Weight
-
-from .config import check_fraction, check_heads_divide, check_positions, check_positive
+from trellis import Axis, NamedArray, Stacked, UserError, arange, einsum, gelu, random, save, take, unbind
+from trellis.models import fields
+from trellis.models.protocol import Output
+from trellis.nn import Bias, Dropout, LayerNorm, Table, Weight, attend, constant, normal
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,31 +28,41 @@ class GPT2Config:
     """The shape of a GPT-2. Nothing here has a default: these numbers are the model."""
 
     family: Literal["gpt2"] = "gpt2"
-    vocab: int
-    """Tokens in the vocabulary."""
+    vocab: fields.Vocab
     positions: int
     """Learned positions: the longest sequence."""
-    embed: int
-    """Width of the residual stream."""
-    layers: int
-    """Transformer blocks."""
-    heads: int
-    """Attention heads, each embed / heads wide."""
-    mlp: int
-    """Width of the feed-forward layer."""
-    norm_eps: float
-    """Added to the variance in LayerNorm."""
+    embed: fields.Embed
+    layers: fields.Layers
+    heads: fields.WholeHeads
+    mlp: fields.Mlp
+    norm_eps: fields.LayerNormEps
     dropout: float
     """Fraction of activations set to zero in training: after the embedding, the attention, the feed-forward layer."""
     scale_by_inverse_layer: bool
     """Whether a block's attention scores are divided by its number, counted from 1."""
     upcast_attention: bool
     """Whether attention scores are computed in float32."""
+    tie_embeddings = True
+    experts = experts_per_token = 1
 
     def __post_init__(self):
-        check_positive(self, "vocab", "positions", "embed", "layers", "heads", "mlp")
-        check_heads_divide(self)
-        check_fraction(self, "dropout")
+        fields.check_sizes(self)
+        fields.check_heads_divide(self)
+        if not 0 <= self.dropout < 1:
+            raise UserError(
+                "`dropout` is a fraction below 1.",
+                seen=f"dropout={self.dropout}",
+                where="model.dropout",
+                fix="use 0 for none",
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed // self.heads
 
     def init(self, *, key, vocab_multiple: int = 1) -> "GPT2":
         """The model with fresh parameters, its vocabulary padded to a multiple."""
@@ -78,7 +85,7 @@ class Attention(eqx.Module):
     @staticmethod
     def init(config: GPT2Config, *, key) -> "Attention":
         embed, qkv = Axis("embed", config.embed), Axis("qkv", 3)
-        heads, head_dim = Axis("heads", config.heads), Axis("head_dim", config.embed // config.heads)
+        heads, head_dim = Axis("heads", config.heads), Axis("head_dim", config.head_dim)
         qkv_key, out_key = jax.random.split(key)
         return Attention(
             qkv=normal(qkv_key, (embed, qkv, heads, head_dim), deviation=DEVIATION),
@@ -132,7 +139,7 @@ class Block(eqx.Module):
     attention: Attention
     mlp_norm: LayerNorm
     mlp: Mlp
-    dropout: float = eqx.field(static=True)
+    dropout: Dropout
 
     @staticmethod
     def init(config: GPT2Config, *, key) -> "Block":
@@ -143,15 +150,14 @@ class Block(eqx.Module):
             attention=Attention.init(config, key=attention_key),
             mlp_norm=LayerNorm.init(embed, config.norm_eps),
             mlp=Mlp.init(config, key=mlp_key),
-            dropout=config.dropout,
+            dropout=Dropout(config.dropout),
         )
 
     def __call__(self, x: NamedArray, number, key, segment_ids, attention=attend) -> NamedArray:
         attention_key, mlp_key = (None, None) if key is None else jax.random.split(key.array)
-        x = x + dropped(
-            self.attention(self.attention_norm(x), number, segment_ids, attention), self.dropout, attention_key
-        )
-        return x + dropped(self.mlp(self.mlp_norm(x)), self.dropout, mlp_key)
+        out = self.attention(self.attention_norm(x), number, segment_ids, attention)
+        x = x + self.dropout(out, attention_key)
+        return x + self.dropout(self.mlp(self.mlp_norm(x)), mlp_key)
 
 
 class GPT2(eqx.Module):
@@ -163,6 +169,7 @@ class GPT2(eqx.Module):
     norm: LayerNorm
     config: GPT2Config = eqx.field(static=True)
     unembedding_bias = None
+    looks_ahead = False
 
     @staticmethod
     def init(config: GPT2Config, *, key, vocab_multiple: int = 1) -> "GPT2":
@@ -183,35 +190,21 @@ class GPT2(eqx.Module):
         return self.embedding
 
     def __call__(
-        self,
-        tokens: NamedArray,
-        *,
-        segment_ids: NamedArray | None = None,
-        positions: NamedArray | None = None,
-        policy: Keep | None = None,
-        key=None,
-    ) -> NamedArray:
-        """Hidden states before the unembedding.
-
-        Args:
-            tokens: `i32["batch pos"]`, at most `config.positions` long.
-            segment_ids: `i32["batch pos"]`, documents that do not see each other.
-            positions: `i32["batch pos"]`, places within the document; 0, 1, ... if not given.
-            policy: what each layer keeps for the backward pass.
-            key: of dropout; None for none.
-
-        Returns:
-            `"batch pos embed"` in the parameters' dtype.
-
-        Raises:
-            UserError: the sequence is longer than the learned positions.
-        """
+        self, tokens: NamedArray, *, segment_ids=None, positions=None, policy=None, key=None, counted=None, ahead=None
+    ) -> Output:
+        """Tokens to hidden states: see `LanguageModel`."""
         x, each, shared = self.start(tokens, segment_ids, positions, key)
-        return self.norm(self.layers.fold(x, *shared, each=each, policy=policy))
+        return Output(self.norm(self.layers.fold(x, *shared, each=each, policy=policy)))
 
     def start(self, tokens: NamedArray, segment_ids=None, positions=None, key=None):
         """The stream before the first layer, what each layer gets of its own, and what all layers get."""
-        check_positions(tokens, self.config.positions)
+        if tokens.shape["pos"] > self.config.positions:
+            raise UserError(
+                "A sequence is no longer than the model's learned positions.",
+                seen=f"pos={tokens.shape['pos']}, positions={self.config.positions}",
+                where="tokens",
+                fix=f"cut the sequence to {self.config.positions}, or train a model with more positions",
+            )
         positions = arange(tokens.axis("pos")) if positions is None else positions
         x = take(self.embedding, "vocab", tokens) + take(self.positions, "positions", positions)
         numbers = keys = None
@@ -219,10 +212,5 @@ class GPT2(eqx.Module):
             numbers = arange(self.layers.axis, start=1, dtype=jnp.float32)
         if key is not None and self.config.dropout:
             first, rest = jax.random.split(key)
-            x, keys = dropped(x, self.config.dropout, first), random.split(rest, "layers", self.config.layers)
+            x, keys = Dropout(self.config.dropout)(x, first), random.split(rest, "layers", self.config.layers)
         return x, (numbers, keys), (segment_ids,)
-
-
-def dropped(x: NamedArray, rate: float, key) -> NamedArray:
-    """`x` with dropout; a key of None turns it off."""
-    return x if key is None else random.dropout(key, x, rate)

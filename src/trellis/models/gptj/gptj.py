@@ -15,14 +15,10 @@ from typing import Literal
 import equinox as eqx
 import jax
 
-from trellis.named import Axis, Keep, NamedArray, Stacked, arange, einsum, gelu, save, settle, take
-from trellis.nn.attention import attend
-from trellis.nn.initializers import constant, normal, weight
-from trellis.nn.norm import LayerNorm
-from trellis.nn.parameters import Bias, Table, Weight
-from trellis.nn.rope import rotary_tables, rotate
-
-from .config import check_heads_divide, check_positive, check_rotary
+from trellis import Axis, NamedArray, Stacked, UserError, arange, einsum, gelu, save, settle, take
+from trellis.models import fields
+from trellis.models.protocol import Output
+from trellis.nn import Bias, LayerNorm, Table, Weight, attend, constant, normal, rotary_tables, rotate, weight
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,29 +26,39 @@ class GPTJConfig:
     """What defines a GPT-J."""
 
     family: Literal["gptj"] = "gptj"
-    vocab: int
-    """Tokens in the vocabulary."""
-    embed: int
-    """Width of the residual stream."""
-    layers: int
-    """Number of blocks."""
-    heads: int
-    """Attention heads, each embed / heads wide."""
+    vocab: fields.Vocab
+    embed: fields.Embed
+    layers: fields.Layers
+    heads: fields.WholeHeads
     rotary_dim: int
     """Elements of a head that are turned by the position; the rest of it is not."""
-    mlp: int
-    """Width of the feed-forward half."""
-    rope_theta: float = 10000.0
-    """Base of the rotary frequencies."""
-    norm_eps: float = 1e-5
-    """Added to the variance in LayerNorm."""
+    mlp: fields.Mlp
+    rope_theta: fields.RopeTheta = 10000.0
+    norm_eps: fields.LayerNormEps = 1e-5
     head_bias: bool = False
     """Whether logits have a bias, as those of the released model do."""
+    tie_embeddings = False
+    positions = None  # sequences may have any length
+    experts = experts_per_token = 1
 
     def __post_init__(self):
-        check_positive(self, "vocab", "embed", "layers", "heads", "rotary_dim", "mlp")
-        check_heads_divide(self)
-        check_rotary(self)
+        fields.check_sizes(self)
+        fields.check_heads_divide(self)
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            raise UserError(
+                "Rotary positions turn pairs of elements of a head.",
+                seen=f"rotary_dim={self.rotary_dim}, embed / heads = {self.head_dim}",
+                where="model.rotary_dim",
+                fix=f"use an even size up to {self.head_dim}",
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed // self.heads
 
     def init(self, *, key, vocab_multiple: int = 1) -> "GPTJ":
         """The model with fresh parameters, its vocabulary padded to a multiple."""
@@ -69,7 +75,7 @@ class Attention(eqx.Module):
 
     @staticmethod
     def init(config: GPTJConfig, *, key) -> "Attention":
-        embed, head_dim = Axis("embed", config.embed), Axis("head_dim", config.embed // config.heads)
+        embed, head_dim = Axis("embed", config.embed), Axis("head_dim", config.head_dim)
         heads = Axis("heads", config.heads)
         keys = jax.random.split(key, 4)
         return Attention(
@@ -154,6 +160,7 @@ class GPTJ(eqx.Module):
     unembedding: Weight
     unembedding_bias: Bias | None
     config: GPTJConfig = eqx.field(static=True)
+    looks_ahead = False
 
     @staticmethod
     def init(config: GPTJConfig, *, key, vocab_multiple: int = 1) -> "GPTJ":
@@ -170,33 +177,16 @@ class GPTJ(eqx.Module):
         )
 
     def __call__(
-        self,
-        tokens: NamedArray,
-        *,
-        segment_ids: NamedArray | None = None,
-        positions: NamedArray | None = None,
-        policy: Keep | None = None,
-        key=None,
-    ) -> NamedArray:
-        """Hidden states before the unembedding.
-
-        Args:
-            tokens: `i32["batch pos"]`.
-            segment_ids: `i32["batch pos"]`, documents that do not see each other.
-            positions: `i32["batch pos"]`, places within the document; 0, 1, ... if not given.
-            policy: what each layer keeps for the backward pass.
-            key: not used, there is no dropout.
-
-        Returns:
-            `"batch pos embed"` in the parameters' dtype.
-        """
+        self, tokens: NamedArray, *, segment_ids=None, positions=None, policy=None, key=None, counted=None, ahead=None
+    ) -> Output:
+        """Tokens to hidden states: see `LanguageModel`."""
         x, each, shared = self.start(tokens, segment_ids, positions, key)
-        return self.norm(self.layers.fold(x, *shared, each=each, policy=policy))
+        return Output(self.norm(self.layers.fold(x, *shared, each=each, policy=policy)))
 
     def start(self, tokens: NamedArray, segment_ids=None, positions=None, key=None):
         """The stream before the first layer, what each layer gets of its own, and what all layers get."""
         x = take(self.embedding, "vocab", tokens)
         positions = arange(tokens.axis("pos")) if positions is None else positions
-        head_dim = Axis("head_dim", self.config.embed // self.config.heads)
+        head_dim = Axis("head_dim", self.config.head_dim)
         rope = rotary_tables(positions, head_dim, self.config.rope_theta, pairs=self.config.rotary_dim)
         return x, (), (rope, segment_ids)

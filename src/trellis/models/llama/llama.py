@@ -14,15 +14,10 @@ from typing import Literal
 import equinox as eqx
 import jax
 
-from trellis.named import Axis, Keep, NamedArray, Stacked, arange, einsum, save, take
-from trellis.nn.attention import attend
-from trellis.nn.gate import swiglu
-from trellis.nn.initializers import normal, weight
-from trellis.nn.norm import RMSNorm
-from trellis.nn.parameters import Table, Weight
-from trellis.nn.rope import Scaling, rotary_tables, rotate
-
-from .config import check_positive, check_whole_heads
+from trellis import Axis, NamedArray, Stacked, arange, einsum, save, take
+from trellis.models import fields
+from trellis.models.protocol import Output
+from trellis.nn import RMSNorm, Table, Weight, attend, normal, rotary_tables, rotate, swiglu, weight
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,32 +25,23 @@ class LlamaConfig:
     """What defines a Llama."""
 
     family: Literal["llama"] = "llama"
-    vocab: int
-    """Tokens in the vocabulary."""
-    embed: int
-    """Width of the residual stream."""
-    layers: int
-    """Number of blocks."""
-    heads: int
-    """Query heads."""
-    kv_heads: int
-    """Key and value heads; divides heads."""
-    head_dim: int
-    """Width of one head."""
-    mlp: int
-    """Width of the feed-forward block."""
-    rope_theta: float
-    """Base of the rotary frequencies."""
-    rope_scaling: Scaling | None = None
-    """How rotary frequencies are changed for long contexts."""
-    norm_eps: float = 1e-5
-    """Added to the mean square before the root."""
-    tie_embeddings: bool
-    """Whether the unembedding is the embedding."""
+    vocab: fields.Vocab
+    embed: fields.Embed
+    layers: fields.Layers
+    heads: fields.Heads
+    kv_heads: fields.KVHeads
+    head_dim: fields.HeadDim
+    mlp: fields.Mlp
+    rope_theta: fields.RopeTheta
+    rope_scaling: fields.RopeScaling = None
+    norm_eps: fields.RMSNormEps = 1e-5
+    tie_embeddings: fields.TieEmbeddings
+    positions = None  # sequences may have any length
+    experts = experts_per_token = 1
 
     def __post_init__(self):
-        check_positive(self, "vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp")
-        check_whole_heads(self)
+        fields.check_sizes(self)
+        fields.check_key_heads(self)
 
     def init(self, *, key, vocab_multiple: int = 1) -> "Llama":
         """The model with fresh parameters, its vocabulary padded to a multiple."""
@@ -155,6 +141,7 @@ class Llama(eqx.Module):
     head: Weight | None
     config: LlamaConfig = eqx.field(static=True)
     unembedding_bias = None
+    looks_ahead = False
 
     @staticmethod
     def init(config, *, key, vocab_multiple: int = 1, block=Block.init) -> "Llama":
@@ -176,28 +163,11 @@ class Llama(eqx.Module):
         return self.embedding if self.head is None else self.head
 
     def __call__(
-        self,
-        tokens: NamedArray,
-        *,
-        segment_ids: NamedArray | None = None,
-        positions: NamedArray | None = None,
-        policy: Keep | None = None,
-        key=None,
-    ) -> NamedArray:
-        """Hidden states before the unembedding.
-
-        Args:
-            tokens: `i32["batch pos"]`.
-            segment_ids: `i32["batch pos"]`, documents that do not see each other.
-            positions: `i32["batch pos"]`, places within the document; 0, 1, ... if not given.
-            policy: what each layer keeps for the backward pass.
-            key: not used, there is no dropout.
-
-        Returns:
-            `"batch pos embed"` in the parameters' dtype.
-        """
+        self, tokens: NamedArray, *, segment_ids=None, positions=None, policy=None, key=None, counted=None, ahead=None
+    ) -> Output:
+        """Tokens to hidden states: see `LanguageModel`."""
         x, each, shared = self.start(tokens, segment_ids, positions, key)
-        return self.norm(self.layers.fold(x, *shared, each=each, policy=policy))
+        return Output(self.norm(self.layers.fold(x, *shared, each=each, policy=policy)))
 
     def start(self, tokens: NamedArray, segment_ids=None, positions=None, key=None):
         """The stream before the first layer, what each layer gets of its own, and what all layers get."""

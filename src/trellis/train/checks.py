@@ -1,0 +1,74 @@
+"""What the traced step shows of a run that cannot be: it does not fit, or asks for values that no model marks."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from trellis.errors import UserError, did_you_mean
+from trellis.figures.numbers import size
+from trellis.program import Program
+from trellis.run.config import Remat
+from trellis.train.assemble import Assembled
+from trellis.train.summary import device_bytes
+
+# What is counted of a step's memory may be twice what a compiler needs, but not more.
+_CERTAIN = 2
+
+
+def check_marks(remat: Remat, program: Program) -> None:
+    """Refuses names of kept values that nothing in a step is called.
+
+    Args:
+        remat: what is kept for the backward pass.
+        program: the traced step.
+    """
+    marks = {op.params["name"] for op in program.walk() if op.name == "name"}
+    known = {mark for mark in marks if not mark.startswith("trellis ")}
+    for name in remat.names:
+        if name not in known:
+            rule = "What is kept by name is marked so by the model."
+            raise UserError(rule, seen=f"`{name}`", where="remat.names", fix=did_you_mean(name, known))
+
+
+def check_state(assembled: Assembled) -> None:
+    """Refuses a run whose state, with a batch, is larger than the memory of the devices of this process."""
+    leaves = jax.tree.leaves((assembled.abstract, assembled.abstract_batch()))
+    _check_room(sum(device_bytes(leaf) for leaf in leaves), assembled.layout.mesh.devices.flat)
+
+
+def check_step(memory: Mapping[str, int], assembled: Assembled) -> None:
+    """Refuses a run whose step takes more memory than there is, whatever the compiler makes of it.
+
+    Args:
+        memory: bytes on each device at the step's highest point, by kind.
+        assembled: the run.
+    """
+    _check_room(sum(memory.values()) // _CERTAIN, assembled.layout.mesh.devices.flat)
+
+
+def _check_room(num_bytes: int, devices: Iterable[Any]) -> None:
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    needed, room = num_bytes * len(here), memory_of_machine() if here[0].platform == "cpu" else _limit(here)
+    if room is not None and needed > room:
+        raise UserError(
+            "A run's state and its step fit into the memory that there is.",
+            seen=f"{size(needed)} at least on {len(here)} x {here[0].device_kind}, which have {size(room)} together",
+            where="the run",
+            fix="use a smaller model or batch, or more devices; `trellis memory` shows what each device holds",
+        )
+
+
+def memory_of_machine() -> int | None:
+    """Bytes of this machine's memory, where the system tells."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _limit(devices: Sequence[Any]) -> int | None:
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    known = [limit for limit in limits if limit is not None]
+    return sum(known) if len(known) == len(limits) else None
