@@ -8,7 +8,7 @@ import jax
 
 from trellis.hardware.chips import Target
 from trellis.notation.typeof import typeof
-from trellis.plan.adapting import adapt
+from trellis.plan.adapt import adapt
 from trellis.plan.compile import compiler_devices, platform_of
 from trellis.plan.prepared import Prepared, prepare
 from trellis.prove.comparing import BOUND

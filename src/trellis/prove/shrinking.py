@@ -101,7 +101,7 @@ def _model(run: Run, ways: Ways, pos: int, tokens: int) -> Any:
         tokens: of a device, where there are to be no more of them than `embed`.
     """
     model = run.model
-    has = lambda name: hasattr(model, name)
+    has = {field.name for field in dataclasses.fields(model)}.__contains__
     heads, kv_heads = _heads(model, ways)
     sizes = {"heads": heads, "layers": _kept(model.layers, ways("layers"), 2 if ways("layers") > 1 else LAYERS)}
     embed = multiple(max(min(model.embed, EMBED), 2 * ways("embed"), tokens), ways("embed"))
