@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,10 @@ def _report(folder: Path) -> None:
     from trellis.run.folder import has_begun
 
     if has_begun(folder) and (folder / "metrics.jsonl").exists():
-        print(f"report   {write_report(folder)}")
+        try:
+            print(f"report   {write_report(folder)}")
+        except OSError as error:
+            print(f"report   not written: {error.strerror}", file=sys.stderr)
 
 
 def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | None = None) -> int:
