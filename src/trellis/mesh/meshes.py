@@ -21,6 +21,17 @@ class MeshError(TrellisError, ValueError):
     """A mesh that cannot be made of these devices."""
 
 
+def same_mesh(mesh, other) -> bool:
+    """Whether two meshes, of devices or abstract, have the same axes of the same sizes and types."""
+    alike = lambda m: (m.axis_names, m.axis_sizes, m.axis_types)
+    return mesh is other or alike(mesh) == alike(other)
+
+
+def mesh_text(mesh) -> str:
+    """A mesh for messages: `data=4, model=2`."""
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
 def make_mesh(devices: Sequence | None = None, *, axis_type: str = "explicit", **sizes: int) -> Mesh:
     """Arranges devices in a mesh with the given axes.
 

@@ -144,7 +144,7 @@ def _chunk(x, targets, weights, head, settings: Settings, *, gradient: bool):
         d_logits = d_logits * slope
     d_bias = tuple(jnp.sum(d_logits, axis=0) for _ in bias)
     d_logits = d_logits.astype(x.dtype)
-    wide = jnp.float32 if platform_of(x) == "cpu" else None  # the faster product there: `trellis.named.product.cpu_dot`
+    wide = jnp.float32 if platform_of(x) == "cpu" else None  # the faster product there: `trellis.named.backend.cpu_dot`
     d_x = jnp.einsum(to_x, d_logits, unembed, preferred_element_type=wide)
     return sums, d_x.astype(x.dtype), d_logits, d_bias
 
