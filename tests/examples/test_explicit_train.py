@@ -14,7 +14,7 @@ import pytest
 import trellis as tr
 from trellis.data import Batch, FileSource, find_files, tokenize
 from trellis.data.store.seqax import write_flat_tokens
-from trellis.mesh.manual.shard_map import TransitionError
+from trellis.mesh.manual.reshard import TransitionError
 from trellis.models import Llama, LlamaConfig
 from trellis.named import named_jit
 from trellis.notation import PendingSumError, TypeMismatch, abstract

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "trellis"
 ORDER = """
     figures notation program mesh named inspect collectives nn hub models data optim hardware run checkpoint train plan
-    pages
+    prove pages
 """.split()
 ABOVE_ALL = ("recipes", "commands")  # these import from every folder
 BELOW_ALL = ("errors", "files", "frames", "frozen", "_compat")  # these import from none

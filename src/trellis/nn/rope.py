@@ -10,7 +10,7 @@ import numpy as np
 from trellis.errors import UserError
 from trellis.mesh.layout import current_layout
 from trellis.mesh.platform import platform_of
-from trellis.named import Axis, NamedArray, cos, einsum, sin
+from trellis.named import Axis, NamedArray, cos, einsum, multiply, outer, sin
 from trellis.named.placing import move
 
 
@@ -99,8 +99,8 @@ def rotary_tables(
     else:
         rates = np.zeros(head_dim.size)  # no turn is an angle of 0
         rates[:pairs] = np.repeat(frequencies(pairs, theta, scaling), 2)
-    angles = positions.astype(jnp.float32) * NamedArray(jnp.asarray(rates, jnp.float32), (head_dim.name,))
-    angles = _for_use(angles.transpose(f"... {head_dim.name}"))
+    rates = NamedArray(jnp.asarray(rates, jnp.float32), (head_dim.name,))
+    angles = _for_use(outer(multiply, positions.astype(jnp.float32), rates))
     return cos(angles), sin(angles)
 
 

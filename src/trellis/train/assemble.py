@@ -74,8 +74,16 @@ class Assembled:
         return batch if self.run.data.mask_documents else batch.without_documents()
 
 
-def assemble(run: Run, devices: Sequence[Any]) -> Assembled:
+def assemble(
+    run: Run, devices: Sequence[Any], *, padding: int | None = None, chunk_bytes: int | None = None
+) -> Assembled:
     """Everything that a run trains with, on devices: real, simulated or only described.
+
+    Args:
+        run: the run.
+        devices: where it trains.
+        padding: what the vocabulary is padded to a multiple of; None for what the layout asks.
+        chunk_bytes: what the float32 logits of a chunk of the loss take; None for what suits the devices.
 
     Raises:
         UserError: the mesh does not fit the devices, or the batch or a width does not divide.
@@ -86,7 +94,7 @@ def assemble(run: Run, devices: Sequence[Any]) -> Assembled:
     optimizer = make_optimizer(
         run.optimizer, run.schedule, steps=run.steps, clip_norm=run.clip_norm, exclude=run.weight_decay_exclude
     )
-    multiple = vocab_multiple(layout)
+    multiple = padding or vocab_multiple(layout)
 
     def make_model(key: jax.Array) -> Any:
         return run.precision.at_rest(run.model.init(key=key, vocab_multiple=multiple))
@@ -101,6 +109,7 @@ def assemble(run: Run, devices: Sequence[Any]) -> Assembled:
             policy=keep_of(run.remat),
             z_loss=run.z_loss,
             ema=run.ema,
+            chunk_bytes=chunk_bytes,
             skip_nonfinite=run.skip_nonfinite > 0,
         )
         shardings = jax.tree.map(lambda x: x.sharding, abstract)

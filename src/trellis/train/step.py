@@ -41,6 +41,7 @@ class StepOptions:
         policy: what each layer keeps for the backward pass.
         z_loss: weight of the squared log-normalizer in the loss.
         ema: decay of the moving average of the parameters.
+        chunk_bytes: what the float32 logits of a chunk of the loss take; None for what suits the device.
         skip_nonfinite: leave parameters as they were where the loss or the gradient is not finite.
     """
 
@@ -50,6 +51,7 @@ class StepOptions:
     policy: Keep | None = None
     z_loss: float = 0.0
     ema: float | None = None
+    chunk_bytes: int | None = None
     skip_nonfinite: bool = False
 
 
@@ -89,6 +91,7 @@ def _measured_loss(model, batch: Batch, options: StepOptions, key, ahead):
         bias=model.unembedding_bias,
         vocab_size=model.config.vocab,
         z_loss=options.z_loss,
+        chunk_bytes=options.chunk_bytes,
     )
     return sums.plus(measured.penalty), measured
 

@@ -154,7 +154,7 @@ class Block(eqx.Module):
         )
 
     def __call__(self, x: NamedArray, number, key, segment_ids, attention=attend) -> NamedArray:
-        attention_key, mlp_key = (None, None) if key is None else jax.random.split(key.array)
+        attention_key, mlp_key = (None, None) if key is None else jax.random.split(key)
         out = self.attention(self.attention_norm(x), number, segment_ids, attention)
         x = x + self.dropout(out, attention_key)
         return x + self.dropout(self.mlp(self.mlp_norm(x)), mlp_key)

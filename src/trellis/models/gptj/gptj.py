@@ -15,7 +15,7 @@ from typing import Literal
 import equinox as eqx
 import jax
 
-from trellis import Axis, NamedArray, Stacked, UserError, arange, einsum, gelu, save, settle, take
+from trellis import Axis, NamedArray, Stacked, UserError, arange, dot_each, einsum, gelu, save, settle, take
 from trellis.models import fields
 from trellis.models.protocol import Output
 from trellis.nn import Bias, LayerNorm, Table, Weight, attend, constant, normal, rotary_tables, rotate, weight
@@ -87,11 +87,8 @@ class Attention(eqx.Module):
             ),
         )
 
-    def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
-        q, k, v = (
-            einsum("batch pos embed, embed heads head_dim -> batch pos heads head_dim", x, w)
-            for w in (self.q, self.k, self.v)
-        )
+    def __call__(self, q: NamedArray, k, v, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
+        """`q`, `k` and `v`: `"batch pos heads head_dim"`, the products of the stream with these weights."""
         q, k = save(rotate(q, rope, pairs=True), "query"), save(rotate(k, rope, pairs=True), "key")
         k, v = (y.rename(pos="key_pos", heads="kv_heads") for y in (k, save(v, "value")))
         out = attention(q, k, v, segment_ids=segment_ids, save_name="attention")
@@ -115,8 +112,9 @@ class Mlp(eqx.Module):
             down=weight(down_key, (mlp, embed), over="mlp", scale=(2 * config.layers) ** -0.5),
         )
 
-    def __call__(self, x: NamedArray) -> NamedArray:
-        up = save(einsum("batch pos embed, embed mlp -> batch pos mlp", x, self.up) + self.up_bias, "mlp_up")
+    def __call__(self, up: NamedArray) -> NamedArray:
+        """`up`: `"batch pos mlp"`, the product of the stream with that weight."""
+        up = save(up + self.up_bias, "mlp_up")
         return einsum("batch pos mlp, mlp embed -> batch pos embed", gelu(up), self.down, settle=False)
 
 
@@ -140,8 +138,10 @@ class Block(eqx.Module):
         )
 
     def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
-        y = self.norm(x)
-        return x + _sum(self.attention(y, rope, segment_ids, attention), self.mlp(y)) + self.down_bias
+        heads = self.attention
+        q, k, v, up = dot_each(self.norm(x), (heads.q, heads.k, heads.v, self.mlp.up), over="embed")
+        attended = heads(q, k, v, rope, segment_ids, attention)
+        return x + _sum(attended, self.mlp(up)) + self.down_bias
 
 
 def _sum(a: NamedArray, b: NamedArray) -> NamedArray:

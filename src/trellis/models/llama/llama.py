@@ -14,7 +14,7 @@ from typing import Literal
 import equinox as eqx
 import jax
 
-from trellis import Axis, NamedArray, Stacked, arange, einsum, save, take
+from trellis import Axis, NamedArray, Stacked, arange, dot_each, einsum, save, take
 from trellis.models import fields
 from trellis.models.protocol import Output
 from trellis.nn import RMSNorm, Table, Weight, attend, normal, rotary_tables, rotate, swiglu, weight
@@ -73,9 +73,7 @@ class Attention(eqx.Module):
         )
 
     def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
-        q = einsum("batch pos embed, embed heads head_dim -> batch pos heads head_dim", x, self.q)
-        k = einsum("batch pos embed, embed kv_heads head_dim -> batch pos kv_heads head_dim", x, self.k)
-        v = einsum("batch pos embed, embed kv_heads head_dim -> batch pos kv_heads head_dim", x, self.v)
+        q, k, v = dot_each(x, (self.q, self.k, self.v), over="embed")  # "batch pos heads head_dim", or kv_heads
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = save(rotate(q, rope), "query"), save(rotate(k, rope), "key"), save(v, "value")
@@ -103,8 +101,8 @@ class GatedMlp(eqx.Module):
         )
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        gate = save(einsum("batch pos embed, embed mlp -> batch pos mlp", x, self.gate), "mlp_gate")
-        up = save(einsum("batch pos embed, embed mlp -> batch pos mlp", x, self.up), "mlp_up")
+        gate, up = dot_each(x, (self.gate, self.up), over="embed")  # "batch pos mlp"
+        gate, up = save(gate, "mlp_gate"), save(up, "mlp_up")
         return einsum("batch pos mlp, mlp embed -> batch pos embed", swiglu(gate, up), self.down)
 
 
