@@ -173,3 +173,29 @@ def cudnn_backward(q, k, v, out, log_sum, d_out, *, mask, causal: bool, window: 
     """The gradients of a tile, of which `out` and `log_sum` are the result and the log of the sums over all keys."""
     rest, settings = _cudnn_settings(q, mask, causal, window, scale)
     return _cudnn()._dot_product_attention_bwd_p_wrapper.bind(q, k, v, *rest, log_sum, out, d_out, **settings)[:3]
+
+
+def full_text(program: jax.stages.Compiled | jax.stages.Lowered) -> str:
+    """A program's HLO with every number of its constants, which `as_text` leaves out where they are many.
+
+    Args:
+        program: a compiled one, or one that is not compiled and not partitioned yet.
+
+    The printer's options are in the private module `jaxlib._hlo`, in JAX 0.10.2 to 0.12.0.
+    """
+    import importlib
+
+    options = importlib.import_module("jaxlib._hlo").HloPrintOptions()
+    options.print_large_constants = True
+    if isinstance(program, jax.stages.Lowered):
+        return program.compiler_ir(dialect="hlo").get_hlo_module().to_string(options)
+    (module,) = program.runtime_executable().hlo_modules()
+    return module.to_string(options)
+
+
+def kept_arguments(compiled: jax.stages.Compiled) -> tuple[int, ...]:
+    """Which of a function's flat arguments its compiled program has: those that nothing depends on are dropped.
+
+    `_executable._kept_var_idx` is private; it exists in JAX 0.10.2 to 0.12.0.
+    """
+    return tuple(sorted(compiled._executable._kept_var_idx))

@@ -11,11 +11,11 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "trellis"
 ORDER = """
-    figures notation program mesh named inspect collectives nn models hub data optim hardware run checkpoint train plan
-    pages
+    figures notation program mesh named inspect collectives nn hub models data optim hardware run checkpoint train plan
+    prove pages
 """.split()
 ABOVE_ALL = ("recipes", "commands")  # these import from every folder
-BELOW_ALL = ("errors", "files", "frames", "_compat")  # these import from none
+BELOW_ALL = ("errors", "files", "frames", "frozen", "_compat")  # these import from none
 FILES = sorted(SOURCE.rglob("*.py"))
 WRITTEN = [*FILES, *(f for d in ("tests", "examples", "benchmarks") for f in sorted((ROOT / d).rglob("*.py")))]
 
@@ -33,11 +33,22 @@ def imports(tree: ast.AST, package: tuple[str, ...]) -> set[tuple[int, tuple[str
     return found
 
 
+def rooms_in(tree: ast.AST, package: tuple[str, ...]) -> set[tuple[int, str]]:
+    """Line and room of everything that a file of `package` imports from Trellis."""
+    return {(line, name[1]) for line, name in imports(tree, package) if name[0] == "trellis" and len(name) > 1}
+
+
+# `from trellis import Axis` needs all rooms that the public face re-exports from, and so the last of them.
+FROM_FACE = {room for _, room in rooms_in(ast.parse((SOURCE / "__init__.py").read_text()), ("trellis",))}
+FACE = max(FROM_FACE.intersection(ORDER), key=ORDER.index)
+
+
 def against_order(room: str, tree: ast.AST, package: tuple[str, ...]) -> list[str]:
     """The imports of a file in `room` that the order does not allow."""
-    rooms = {(line, name[1]) for line, name in imports(tree, package) if name[0] == "trellis" and len(name) > 1}
     wrong = []
-    for line, other in sorted(rooms):
+    for line, other in sorted(rooms_in(tree, package)):
+        if other not in (*ORDER, *ABOVE_ALL, *BELOW_ALL):
+            other = FACE  # one of its names
         if other == room or other in BELOW_ALL or room in ABOVE_ALL or room == "__init__":
             continue
         if room in BELOW_ALL or other not in ORDER or ORDER.index(other) > ORDER.index(room):
@@ -67,6 +78,25 @@ def test_import_order(file: pathlib.Path):
 )
 def test_the_check_itself(text: str, wrong: list[str]):
     assert against_order("nn", ast.parse(text), ("trellis", "nn")) == wrong
+
+
+def test_names_of_the_public_face_are_for_rooms_above_it():
+    tree = ast.parse("from trellis import Axis")
+    assert against_order("named", tree, ("trellis", "named")) == [f"line 1: named imports {FACE}"]
+    assert against_order("models", tree, ("trellis", "models")) == []
+
+
+@pytest.mark.parametrize("file", sorted((SOURCE / "models").rglob("*.py")), ids=lambda f: str(f.relative_to(SOURCE)))
+def test_models_are_written_in_the_public_language(file: pathlib.Path):
+    """What a user's own model can import: `trellis` and `trellis.nn`; besides, other models, and the hub's engine."""
+    allowed = {"trellis", "trellis.nn", "trellis.nn.moe", "trellis.hub"}
+    if file.stem == "recipes":  # a recipe is a run
+        return
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("trellis"):
+            assert node.module in allowed or node.module.startswith("trellis.models"), f"line {node.lineno}"
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("trellis.") for alias in node.names), f"line {node.lineno}"
 
 
 def test_files_are_short():

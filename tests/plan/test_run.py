@@ -9,6 +9,7 @@ import pytest
 
 from trellis.commands.line import main
 from trellis.errors import UserError
+from trellis.frozen import FrozenMap
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
 from trellis.inspect import Memory
@@ -23,7 +24,6 @@ from trellis.plan.sketch import Sketch
 from trellis.plan.text import as_json, text
 from trellis.plan.verdict import judge, verdict_text
 from trellis.recipes import load_run
-from trellis.run.schema import FrozenMap
 
 SMALL = {
     "model.embed": "256", "model.layers": "2", "model.heads": "4", "model.kv_heads": "2", "model.head_dim": "64",

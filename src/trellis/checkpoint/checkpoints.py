@@ -5,6 +5,8 @@ part), a copy of `run.yaml`, the checksums of every process, and `manifest.json`
 without a manifest is no checkpoint: a later start removes it.
 """
 
+import functools
+import logging
 import re
 import shutil
 import sys
@@ -28,6 +30,7 @@ from trellis.checkpoint.manifest import (
     write_checksums,
 )
 from trellis.checkpoint.matching import check_fit, check_names, clear_padding
+from trellis.checkpoint.room import NoRoom, explained
 from trellis.errors import UserError
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -133,7 +136,10 @@ class Checkpoints:
         # Layers are stored one by one, so that whoever needs one reads one.
         chunks = {name: ocp.SaveArgs(shard_axes=(0,) if entry.is_stacked else ()) for name, entry in found.items()}
         args = ocp.args.PyTreeSave({name: entry.leaf for name, entry in found.items()}, save_args=chunks)
-        self._checkpointer().save(folder / "state", args=args)
+        try:
+            self._checkpointer().save(folder / "state", args=args)
+        except Exception as error:
+            raise explained(error, folder) from error
         content = {"step": step, "data": dict(data or {}), "entries": {n: e.describe() for n, e in found.items()}}
         # Not a daemon: a process that ends in good order finishes its checkpoint.
         self._thread = threading.Thread(target=self._finish, args=(folder, content), name=f"checkpoint {step}")
@@ -260,7 +266,9 @@ class Checkpoints:
             else:
                 wait_for([folder / MANIFEST], self._timeout)
         except BaseException as error:  # the main thread raises it again
-            self._failure = error
+            self._failure = explained(error, folder)
+            if isinstance(self._failure, NoRoom) and jax.process_index() == 0:
+                shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint takes room, and is of no use
 
     def _apply_rule(self) -> None:
         for step in self.steps()[: -self._keep_latest]:
@@ -293,9 +301,21 @@ class Checkpoints:
         return self._writer
 
 
+@functools.cache
 def _orbax() -> Any:
     """Orbax, imported where it is first used: it takes more than a second."""
     import orbax.checkpoint as ocp
+
+    # It raises what each of its threads logs with a traceback; writes that end after the first that failed find its
+    # event loop closed, and say that with a traceback, too.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    before = sys.unraisablehook
+
+    def hook(ignored: Any) -> None:
+        if not (ignored.exc_type is RuntimeError and str(ignored.exc_value) == "Event loop is closed"):
+            before(ignored)
+
+    sys.unraisablehook = hook
 
     return ocp
 

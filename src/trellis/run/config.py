@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from typing import Literal
 
 from trellis.errors import UserError
+from trellis.frozen import FrozenMap
 from trellis.models import ModelConfig
+from trellis.nn import Precision
 from trellis.optim.config import WSD, Constant, InverseSqrt, Optimizer, Schedule
 from trellis.run.data import Data
 from trellis.run.layouts import AXES, PRESETS, LayoutChoice, MeshSizes
-from trellis.run.schema import FrozenMap, at_least
+from trellis.run.schema import at_least
 
-DType = Literal["float32", "bfloat16", "float16"]
 # Names of files have 255 bytes at most on the usual file systems, of which a date takes a few.
 _LONGEST_NAME = 60
 # More devices than one process drives anywhere.
@@ -30,18 +31,6 @@ class BatchSize:
     def __post_init__(self):
         at_least(0, step=self.step)
         at_least(1, size=self.size)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
-    """In which types numbers are kept and computed. Sums over a batch and the loss are float32 always."""
-
-    params: DType = "float32"
-    """Parameters and optimizer state."""
-    compute: DType = "bfloat16"
-    """Activations, and parameters in use."""
-    exceptions: Mapping[str, DType] = dataclasses.field(default_factory=FrozenMap)
-    """Computed in another type: a part of a parameter's name, and the type, as in norm: float32."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +273,7 @@ class Run:
             )
 
     def _check_sequence(self) -> None:
-        positions = getattr(self.model, "positions", None)
+        positions = self.model.positions
         if positions is not None and self.data.sequence_length > positions:
             raise UserError(
                 "A sequence is no longer than the model's learned positions.",

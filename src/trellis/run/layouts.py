@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from trellis.errors import UserError, did_you_mean
+from trellis.frozen import FrozenMap
 from trellis.mesh import Layout, make_mesh
-from trellis.run.schema import FrozenMap
 
 # Names of activations that no parameter has.
 _ACTIVATIONS = ("batch", "pos", "key_pos")
