@@ -178,6 +178,8 @@ def reshard(m: Slices):
     if m.s.chance(0.2):
         after = _moved(m, after)
     m.s.require(after != x)
+    # A copy becomes a slice; whole again it would have another gradient.
+    m.s.require(x.copied - after.copied <= {a for axes in after.axes for a in axes})
     verb = m.s.one(["tr.reshard", "tr.reshard"])
     after = after.named(m.s.value(x.value.dims))
     return m.step("reshard", after, f'{verb}("{x.text} -> {after.text}", {x.value.var})', x.value.var)

@@ -71,7 +71,7 @@ OWN = (
 def own(s: Scope):
     """A user's module, called, compiled, or differentiated by."""
     w = s.ranked()
-    x = s.pick(lambda v: set(w.dims) <= set(v.dims))
+    x = s.pick(lambda v: set(w.dims) <= set(v.dims) and v.var != w.var)
     name, result = s.fresh("Own"), s.value(x.dims)
     head = (
         f"class {name}(eqx.Module):",
@@ -93,7 +93,10 @@ def own(s: Scope):
 
 
 def custom(s: Scope):
-    """A function with a derivative of its own: not its own one, so that it is seen to be taken."""
+    """A function with a derivative of its own: not its own one, so that it is seen to be taken.
+
+    JAX wants a rule's gradient in the type of the argument, which is therefore where the layout has it in use.
+    """
     x = s.pick()
     name, result = s.fresh("c"), s.value(x.dims)
     lines = [f"{name} = jax.custom_jvp(lambda x: {{np}}.sin(x))"]
@@ -102,8 +105,9 @@ def custom(s: Scope):
     if s.reversed and s.chance(0.5):
         lines = [f"{name} = jax.custom_vjp(lambda x: {{np}}.sin(x))"]
         lines += [f"{name}.defvjp(lambda x: ({{np}}.sin(x), x), lambda x, g: (g * {{np}}.tanh(x),))"]
-    lines += [f"{result.var} = {name}({x.var})"]
-    ours, plain = (tuple(line.format(np=np) for line in lines) for np in ("tr", "jnp"))
+    call = f"{result.var} = {name}"
+    ours, plain = ([line.format(np=np) for line in lines] for np in ("tr", "jnp"))
+    ours, plain = (*ours, f"{call}(tr.settle({x.var}))"), (*plain, f"{call}({x.var})")
     return Statement("own gradient", (result,), ours, plain)
 
 

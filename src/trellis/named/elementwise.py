@@ -6,13 +6,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from trellis._compat import is_tracer
 from trellis.named import backend
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.operand import check_contained, check_sizes, operand, refuse_pending, union
 from trellis.named.placing import assign, bring, spread, widen
 from trellis.notation import spec_of, typeof
-from trellis.notation.state import state_of
+from trellis.notation.state import sharding_on, state_of
 
 
 def lift(fn: Callable, *, name: str | None = None) -> Callable[..., NamedArray]:
@@ -215,7 +216,10 @@ def _scaled(x, factor):
     if state.mode == "manual":
         factor = jax.lax.pcast(factor, tuple(state.pending), to="reduced")
     else:
-        factor = jax.reshard(factor, spec_of([], (), state.pending))
+        copies = spec_of([], (), state.pending)
+        # Of a value its own mesh, not that of its type: the factor is put on its devices.
+        own = sharding_on(array, copies) if is_tracer(array) else jax.NamedSharding(array.sharding.mesh, copies)
+        factor = jax.reshard(factor, own)
     return x.with_array(array * factor) if isinstance(x, NamedArray) else array * factor
 
 

@@ -43,6 +43,8 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     if mode == "manual":
         return _manual(x, ids, plan, what)
     where = _where(x, ids, plan)
+    if where and len(looked_up) > 1:
+        where |= dict.fromkeys(plan.renamed, ())
     held = state_of(x.array)
     if where is None or mode == "auto" or not any(where.values()):
         table = x.array
@@ -65,7 +67,10 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in arrays)
     here = jax.sharding.get_abstract_mesh()
     mesh = getattr(getattr(x.array, "sharding", None), "mesh", None) if here.empty else None
-    array = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out)(*arrays)
+    try:
+        array = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out)(*arrays)
+    except NotImplementedError:  # nor can it map over what begins a pending sum
+        array = plan.rows(table.array, *(plan.widened(i) for i in ids), where=where)
     return settle_selected(NamedArray(array, plan.out), plan.looked_up)
 
 

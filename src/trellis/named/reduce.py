@@ -128,7 +128,7 @@ def mean(x, over: Names | None = None, *, where: NamedArray | None = None) -> Na
 
 def prod(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
     """Product over names; sliced ones are gathered first (JAX has no gradient of it there)."""
-    return reduction(jnp.prod, x, over, where=where, gather=True)
+    return reduction(_prod, x, over, where=where, name="prod", gather=True)
 
 
 def max(x, over: Names | None = None, *, where: NamedArray | None = None, initial=None) -> NamedArray:
@@ -189,6 +189,15 @@ def nanmin(x, over: Names | None = None, *, where: NamedArray | None = None, ini
 def count_nonzero(x, over: Names | None = None) -> NamedArray:
     """How many values over names are not zero."""
     return reduction(jnp.count_nonzero, x, over)
+
+
+def _prod(a, axis=None, where=None):
+    """One dimension after the other: of several at once JAX 0.10.2 cannot map the gradient over slices."""
+    a = a if where is None else jnp.where(where, a, jnp.ones((), a.dtype))
+    dims = range(a.ndim) if axis is None else axis
+    for i in sorted(dims, reverse=True):
+        a = jnp.prod(a, axis=i)
+    return a
 
 
 def _least(x, where, initial, sign: int):

@@ -100,6 +100,12 @@ def _plainly(fn: Callable, tree, length: int):
             return jax.vmap(call, in_axes=(in_axes,), axis_size=length)(tree)
         return jax.vmap(call, in_axes=(in_axes, 0))(tree, jnp.zeros(length, jnp.int8))  # an axis that no argument has
     except Exception as error:
+        if "Mapped away dimension" in str(error):
+            seen = str(error).split(": ")[-1]
+            raise MeshError(
+                f"vmap goes over a dimension that its arrays have sliced alike, got {seen} of one "
+                "mapped array and another: call it while their layout is in force, or place one with shard(x, {...})"
+            ) from error
         if type(error).__name__ != "ShardingTypeError":  # a private name of JAX's
             raise
         raise MeshError(
@@ -193,6 +199,8 @@ class _Map:
 
     def _reshaped(self, a, shape, extra, skip: int = 1):
         state = state_of(a)
+        if state.mode == "none":  # a value of the function's own, which is whole on every device
+            return jax.lax.reshape(a, shape)
         spec = spec_of([self.axes, *extra, *state.axes[skip:]], state.pending, state.copied)
         return jax.lax.reshape(a, shape, out_sharding=sharding_on(a, spec))
 

@@ -52,8 +52,6 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
     operation = (
         found.group(1) if found else "mul" if "bilinear" in text or "should be reduced" in text else "an operation"
     )
-    if not axes and not bindings.pending:
-        return
     raise PendingSumError(refusal(operation, axes, line, bindings)) from error
 
 

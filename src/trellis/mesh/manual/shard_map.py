@@ -130,6 +130,13 @@ class _Call:
                 f"a manual function takes its arrays as arguments, got one from outside of it, in `{self.name}`: "
                 f"pass it as an annotated argument ({str(error).split('Got input with ')[-1]})"
             ) from error
+        except ValueError as error:
+            if "all of type `Explicit`" not in str(error):
+                raise
+            raise MeshError(
+                f"JAX's types carry pending sums and copies on explicit mesh axes only, got ({mesh_text(self.shape)}) "
+                f"with auto ones, in `{self.name}`: make the mesh without axis_type, or use jax.lax.psum inside"
+            ) from error
         return self.rebuild(grouped)
 
     # Before.
