@@ -98,6 +98,7 @@ def custom(s: Scope):
     JAX wants a rule's gradient in the type of the argument, which is therefore where the layout has it in use.
     """
     x = s.pick()
+    s.require(s.setting.mode != "types")
     name, result = s.fresh("c"), s.value(x.dims)
     lines = [f"{name} = jax.custom_jvp(lambda x: {{np}}.sin(x))"]
     lines += [f"{name}.defjvp(lambda xs, ts: ({{np}}.sin(xs[0]), ts[0] * {{np}}.tanh(xs[0])))"]

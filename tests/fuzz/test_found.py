@@ -40,6 +40,15 @@ def test_partial_sums_are_scaled_after_their_layout_has_ended():
     np.testing.assert_allclose(made.array, 3.0 * (x * x).sum(0), rtol=1e-5)
 
 
+def test_positions_are_looked_up_in_jit_after_their_layout_has_ended():
+    x, places = drawn(6, 2), np.array([1, -5, 2, -6])
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], data=2), params={"heads": "data"}):
+        placed = tr.shard(tr.named(x, "heads layers"))
+    look = lambda x: x["heads", places]
+    for fn in (look, jax.jit(look)):
+        np.testing.assert_array_equal(fn(placed).array, x[places])
+
+
 def test_a_mapped_function_may_give_what_is_on_no_mesh():
     x, constant = drawn(8, 3), np.linspace(-1.0, 1.0, 3, dtype=np.float32)
     with tr.Layout(tr.make_mesh(data=4, context=2), compute={"layers": "data"}):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from trellis._compat import is_tracer
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import mark_pending
 from trellis.mesh.manual.take import rows_here
@@ -66,7 +67,8 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     out = spec_of([where[n] for n in plan.out], pending)
     specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in arrays)
     here = jax.sharding.get_abstract_mesh()
-    mesh = getattr(getattr(x.array, "sharding", None), "mesh", None) if here.empty else None
+    own = jax.typeof(x.array) if is_tracer(x.array) else x.array
+    mesh = getattr(getattr(own, "sharding", None), "mesh", None) if here.empty else None
     try:
         array = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out)(*arrays)
     except NotImplementedError:  # nor can it map over what begins a pending sum
