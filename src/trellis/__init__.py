@@ -222,6 +222,7 @@ from trellis.notation import (
     u8,
     u32,
 )
+from trellis.prove import prove
 
 __all__ = [
     "Axis",

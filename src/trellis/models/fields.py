@@ -11,19 +11,27 @@ from typing import Annotated
 from trellis import UserError
 from trellis.nn import Scaling
 
-Vocab = Annotated[int, "Tokens in the vocabulary."]
-Embed = Annotated[int, "Width of the residual stream."]
-Layers = Annotated[int, "Number of blocks."]
-Heads = Annotated[int, "Query heads."]
-WholeHeads = Annotated[int, "Attention heads, each embed / heads wide."]
-KVHeads = Annotated[int, "Key and value heads; divides heads."]
-HeadDim = Annotated[int, "Width of one head."]
-Mlp = Annotated[int, "Width of the feed-forward block."]
-RopeTheta = Annotated[float, "Base of the rotary frequencies."]
-RopeScaling = Annotated[Scaling | None, "How rotary frequencies are changed for long contexts."]
-RMSNormEps = Annotated[float, "Added to the mean square before the root."]
-LayerNormEps = Annotated[float, "Added to the variance before the root."]
-TieEmbeddings = Annotated[bool, "Whether the unembedding is the embedding."]
+Vocab = Annotated[int, "Tokens in the vocabulary. Set it to the tokenizer's size."]
+Embed = Annotated[int, "Width of the residual stream. Raise it for a larger model; cost grows with its square."]
+Layers = Annotated[int, "Number of blocks. Raise it for a deeper model; cost grows with it."]
+Heads = Annotated[int, "Query heads. Raise it with the width, so that heads keep theirs."]
+WholeHeads = Annotated[
+    int, "Attention heads, each embed / heads wide. Raise it with the width, so that heads keep theirs."
+]
+KVHeads = Annotated[int, "Key and value heads; divides heads. Lower it for a smaller cache when generating."]
+HeadDim = Annotated[int, "Width of one head. Leave it at 64 or 128, which kernels are made for."]
+Mlp = Annotated[int, "Width of the feed-forward block. Raise it for a larger model without more attention."]
+RopeTheta = Annotated[float, "Base of the rotary frequencies. Raise it for long sequences, as to 500,000."]
+RopeScaling = Annotated[
+    Scaling | None,
+    "How rotary frequencies are changed for long contexts. Set it for longer sequences than in training.",
+]
+RMSNormEps = Annotated[float, "Added to the mean square before the root. Set it as an imported model has it."]
+LayerNormEps = Annotated[float, "Added to the variance before the root. Set it as an imported model has it."]
+TieEmbeddings = Annotated[
+    bool,
+    "Whether the unembedding is the embedding. Set true for small models with many tokens.",
+]
 
 
 # What may be 0, which turns it off.

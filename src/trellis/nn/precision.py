@@ -27,11 +27,14 @@ class Precision:
     """
 
     params: DType = "float32"
-    """Parameters and optimizer state."""
+    """Parameters and optimizer state. Choose bfloat16 where parameters and optimizer do not fit otherwise; small
+    updates are then lost."""
     compute: DType = "bfloat16"
-    """Activations, and parameters in use."""
+    """Activations, and parameters in use. Choose float32 on CPUs without bfloat16 products, and to see whether rounding
+    is at fault."""
     exceptions: Mapping[str, DType] = dataclasses.field(default_factory=FrozenMap)
-    """Computed in another type: a part of a parameter's name, and the type, as in norm: float32."""
+    """Computed in another type: a part of a parameter's name, and the type, as in norm: float32. Name parts that are
+    sensitive, such as a router."""
 
     def __post_init__(self):
         object.__setattr__(self, "exceptions", FrozenMap(self.exceptions))

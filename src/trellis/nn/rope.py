@@ -26,7 +26,7 @@ class LinearScaling:
 
     kind: Literal["linear"] = "linear"
     factor: float
-    """How many times longer the context is than in training."""
+    """How many times longer the context is than in training. Set it to the new length over the old one."""
 
     def __post_init__(self):
         _check_positive(factor=self.factor)
@@ -41,13 +41,14 @@ class Llama3Scaling:
 
     kind: Literal["llama3"] = "llama3"
     factor: float
-    """How many times longer the context is than in training."""
+    """How many times longer the context is than in training. Set it to the new length over the old one."""
     low_freq_factor: float
-    """Waves longer than original_context / low_freq_factor are stretched fully."""
+    """Waves longer than original_context / low_freq_factor are stretched fully. Leave it at 1, as released models have
+    it."""
     high_freq_factor: float
-    """Waves shorter than original_context / high_freq_factor are kept."""
+    """Waves shorter than original_context / high_freq_factor are kept. Leave it at 4, as released models have it."""
     original_context: int
-    """Positions in training."""
+    """Positions in training. Set it to the length that the model was first trained with."""
 
     def __post_init__(self):
         _check_positive(

@@ -6,10 +6,9 @@ import math
 import numpy as np
 from jax.sharding import NamedSharding
 
+from trellis.prove.functions import BOUND
 from trellis.prove.placing import cut
 
-# A right program differs by the order of its sums, about 1e-6 of a result's largest entry; a wrong sum by over 1e-2.
-BOUND = 1e-4
 # A float32 that something small was added to is itself rounded by so much.
 _ROUNDING = 2.4e-7
 

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from trellis.inspect.rows import aligned
+from trellis.figures.text import aligned
 from trellis.prove.comparing import Output
 from trellis.prove.proof import Proof
 

@@ -30,18 +30,20 @@ class GPT2Config:
     family: Literal["gpt2"] = "gpt2"
     vocab: fields.Vocab
     positions: int
-    """Learned positions: the longest sequence."""
+    """Learned positions: the longest sequence. Raise it for longer sequences."""
     embed: fields.Embed
     layers: fields.Layers
     heads: fields.WholeHeads
     mlp: fields.Mlp
     norm_eps: fields.LayerNormEps
     dropout: float
-    """Fraction of activations set to zero in training: after the embedding, the attention, the feed-forward layer."""
+    """Fraction of activations set to zero in training: after the embedding, the attention, the feed-forward layer.
+    Raise it where text is repeated many times."""
     scale_by_inverse_layer: bool
-    """Whether a block's attention scores are divided by its number, counted from 1."""
+    """Whether a block's attention scores are divided by its number, counted from 1. Set true where deep models are
+    unstable in bfloat16 or float16."""
     upcast_attention: bool
-    """Whether attention scores are computed in float32."""
+    """Whether attention scores are computed in float32. Set true where scores overflow in float16."""
     tie_embeddings = True
     experts = experts_per_token = 1
 

@@ -31,12 +31,13 @@ class GPTJConfig:
     layers: fields.Layers
     heads: fields.WholeHeads
     rotary_dim: int
-    """Elements of a head that are turned by the position; the rest of it is not."""
+    """Elements of a head that are turned by the position; the rest of it is not. Raise it up to the whole head for
+    models of your own."""
     mlp: fields.Mlp
     rope_theta: fields.RopeTheta = 10000.0
     norm_eps: fields.LayerNormEps = 1e-5
     head_bias: bool = False
-    """Whether logits have a bias, as those of the released model do."""
+    """Whether logits have a bias, as those of the released model do. Set false for models of your own."""
     tie_embeddings = False
     positions = None  # sequences may have any length
     experts = experts_per_token = 1

@@ -34,11 +34,11 @@ class MixtralConfig:
     kv_heads: fields.KVHeads
     head_dim: fields.HeadDim
     mlp: int
-    """Width of one expert."""
+    """Width of one expert. Lower it for more and finer experts at the same cost."""
     experts: int
-    """Experts of each block."""
+    """Experts of each block. Raise it for more parameters at the same cost of a token."""
     experts_per_token: int
-    """How many of them each token goes to."""
+    """How many of them each token goes to. Raise it for more computation a token."""
     rope_theta: fields.RopeTheta
     rope_scaling: fields.RopeScaling = None
     norm_eps: fields.RMSNormEps = 1e-5
