@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trellis._compat import is_tracer
 from trellis.mesh.manual.ops import vary
 from trellis.named.axis import Axis, Name, Names, NamesError, once
 from trellis.named.methods import Methods
@@ -166,9 +167,10 @@ class NamedArray(Methods):
         return self
 
     def __array__(self, dtype=None, copy=None):
-        return (
-            np.array(known(self, "np.asarray"), dtype=dtype) if copy else np.asarray(known(self, "np.asarray"), dtype)
-        )
+        array = known(self, "np.asarray")
+        if self.slices == () and 0 in array.shape and isinstance(array, jax.Array) and not is_tracer(array):
+            return np.zeros(array.shape, dtype or array.dtype)  # JAX 0.10.2 cannot fetch a sliced array of no elements
+        return np.array(array, dtype=dtype) if copy else np.asarray(array, dtype)
 
     # NumPy leaves `numpy_array * named_array` to this class, which says how to name the first.
     __array_priority__ = 1000

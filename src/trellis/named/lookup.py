@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from trellis._compat import is_tracer
 from trellis.mesh.layout import current_layout
-from trellis.mesh.manual.ops import mark_pending
+from trellis.mesh.manual.ops import mark_pending, vary, varying_axes
 from trellis.mesh.manual.take import rows_here
 from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
@@ -131,6 +131,8 @@ class _Plan:
         """The values, by each device, as partial sums over the mesh axes that slice the table's rows."""
 
         def rows(table, *ids):
+            # A copy meets slices: cast before the rows are mapped, since JAX 0.10.2 to 0.12 cannot map over the cast.
+            table = vary(table, varying_axes(*ids))
             if not sliced:
                 return self.rows(table, *ids)
             axis = self.names.index(self.looked_up[0])

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import concrete_or_error
+from jax.sharding import NamedSharding, PartitionSpec
 
 from trellis._compat import is_tracer
 from trellis.mesh.layout import current_layout
@@ -107,6 +108,9 @@ def _placed(array, names: tuple[str, ...], here, mode: str) -> jax.Array:
     axes = ((),) * len(names) if layout is None else layout.assign(names)
     if layout is not None:
         layout.check(names, array.shape)
+    if isinstance(array, jax.Array) and not is_tracer(array) and array.committed:
+        mesh = jax.sharding.get_mesh() if layout is None else layout.mesh
+        array = jax.device_put(array, NamedSharding(mesh, PartitionSpec()))  # it was on one device
     if mode == "auto":
         array = jnp.asarray(array)
         return array if layout is None else jax.lax.with_sharding_constraint(array, layout.sharding(names))

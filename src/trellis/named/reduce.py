@@ -14,7 +14,7 @@ from trellis.mesh.manual.ops import mark_pending
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError, once
 from trellis.named.operand import check_sizes, operand, refuse_cut
-from trellis.named.placing import bring, settle, spread, whole
+from trellis.named.placing import bring, locally, settle, spread, whole
 from trellis.notation import typeof
 from trellis.notation.state import state_of
 
@@ -128,7 +128,15 @@ def mean(x, over: Names | None = None, *, where: NamedArray | None = None) -> Na
 
 def prod(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
     """Product over names; sliced ones are gathered first (JAX has no gradient of it there)."""
-    return reduction(_prod, x, over, where=where, name="prod", gather=True)
+    return reduction(_product, x, over, where=where, name="prod", gather=True)
+
+
+def _product(array, axis: tuple[int, ...] | None = None, where=None):
+    """JAX's gradient of a product takes the other dimensions apart, too: each device has that of its own slices."""
+    if axis is None:
+        return jnp.prod(array)
+    array = array if where is None else jnp.where(where, array, jnp.ones((), array.dtype))
+    return jnp.squeeze(locally(lambda a: jnp.prod(a, axis, keepdims=True), array), axis)
 
 
 def max(x, over: Names | None = None, *, where: NamedArray | None = None, initial=None) -> NamedArray:
@@ -189,15 +197,6 @@ def nanmin(x, over: Names | None = None, *, where: NamedArray | None = None, ini
 def count_nonzero(x, over: Names | None = None) -> NamedArray:
     """How many values over names are not zero."""
     return reduction(jnp.count_nonzero, x, over)
-
-
-def _prod(a, axis=None, where=None):
-    """One dimension after the other: of several at once JAX 0.10.2 cannot map the gradient over slices."""
-    a = a if where is None else jnp.where(where, a, jnp.ones((), a.dtype))
-    dims = range(a.ndim) if axis is None else axis
-    for i in sorted(dims, reverse=True):
-        a = jnp.prod(a, axis=i)
-    return a
 
 
 def _least(x, where, initial, sign: int):
