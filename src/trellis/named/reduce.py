@@ -136,7 +136,9 @@ def _product(array, axis: tuple[int, ...] | None = None, where=None):
     if axis is None:
         return jnp.prod(array)
     array = array if where is None else jnp.where(where, array, jnp.ones((), array.dtype))
-    return jnp.squeeze(locally(lambda a: jnp.prod(a, axis, keepdims=True), array), axis)
+    # One dimension after the other: of several at once JAX cannot map the gradient over slices.
+    one_by_one = lambda a: functools.reduce(lambda a, i: jnp.prod(a, i, keepdims=True), axis, a)
+    return jnp.squeeze(locally(one_by_one, array), axis)
 
 
 def max(x, over: Names | None = None, *, where: NamedArray | None = None, initial=None) -> NamedArray:
