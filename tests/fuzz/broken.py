@@ -84,7 +84,7 @@ REPEATED = (
     'tr.merge_axes({x}, ("{m}", "{m}"), "merged")',
     'tr.rearrange({x}, "... {m}=(a b) -> ... (a a) b", a=1)',
     'tr.take({x}, "{m}", tr.arange(tr.Axis("{n}", 1)))',
-    '{x}["{m}", tr.arange(tr.Axis("{n}", 1))]',
+    '{x}["{m}", tr.arange(tr.Axis("{n}", {more}))]',
     'tr.one_hot({x}.argmax("{m}"), tr.Axis("{n}", {size}))',
     '{x}.top_k("{m}", 1, new_name="{n}")',
     'tr.einsum("{names} -> {n} {n}", {x})',

@@ -136,3 +136,32 @@ def test_mapping_arrays_of_a_mesh_after_their_layout_has_ended():
     keys = tr.random.split(jax.random.key(0), "mlp", 8)
     with pytest.raises(MeshError, match="sliced alike, got .*: call it while their layout is in force"):
         tr.vmap(lambda key, row: row, "mlp")(keys, x)
+
+
+def test_an_update_in_auto_mode_of_a_dimension_that_was_just_made():
+    """XLA writes it to the wrong device where the dimension is sliced."""
+    x = drawn(3, 4)
+    expected = x.reshape(12).copy()
+    expected[1] = 7.0
+    update = lambda x: x.rearrange("vocab mlp -> embed=(vocab mlp)").at["embed", -11].set(7.0)
+    mesh = tr.make_mesh(jax.devices()[:4], axis_type="auto", data=2, replica=2)
+    with tr.Layout(mesh, compute={"embed": "data"}):
+        np.testing.assert_array_equal(jax.jit(update)(tr.named(x, "vocab mlp")).array, expected)
+
+
+def test_own_positions_of_rows_that_are_sliced_at_rest_only():
+    x, ids = drawn(4, 6), np.random.default_rng(1).integers(0, 4, size=(6, 4)).astype(np.int32)
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], model=2), params={"batch": "model"}, compute={}):
+        placed = tr.shard(tr.named(x, "pos batch")), tr.shard(tr.named(ids, "batch pos"), "compute")
+        found = tr.take_along(placed[0], "pos", placed[1])
+    np.testing.assert_array_equal(tr.rearrange(found, "pos batch -> pos batch").array, np.take_along_axis(x, ids.T, 0))
+
+
+@pytest.mark.parametrize("unroll", [1, 2, 6])
+def test_a_loop_stacks_what_is_on_no_mesh(unroll):
+    x, constant = drawn(6, 4), np.linspace(-1.0, 1.0, 24, dtype=np.float32).reshape(6, 4)
+    body = lambda carry, row: (carry, tr.named(constant, "vocab heads"))
+    with tr.Layout(tr.make_mesh(data=2, model=4), compute={"vocab": "data", "heads": "model"}):
+        start, rows = tr.shard((tr.named(x, "vocab heads"), tr.named(x, "out heads")), "compute")
+        _, stacked = jax.jit(tr.scan(body, "out", unroll=unroll))(start, rows)
+    np.testing.assert_array_equal(stacked.array, np.broadcast_to(constant, (6, 6, 4)))

@@ -49,7 +49,9 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     held = state_of(x.array)
     if where is None or mode == "auto" or not any(where.values()):
         table = x.array
-        if mode == "explicit" and held.copied and not held.pending:
+        if mode == "explicit" and plan.aligned:  # mapped over, so that both are to be in one place
+            table, ids = bring(_renamed(x, plan), where).array, [i.with_array(bring(i, where).array) for i in ids]
+        elif mode == "explicit" and held.copied and not held.pending:
             # Nothing is sliced here, so that the copies have no other operand to sum their gradients with: whole rows.
             table = place(table, held.axes, (), frozenset(), names=x.names)
         array = plan.rows(table, *(plan.widened(i) for i in ids), where={} if mode == "explicit" else None)

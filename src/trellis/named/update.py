@@ -87,8 +87,18 @@ class Place:
         arrays = {n: on_mesh(v, n, what) for n, v in found.items() if isinstance(v, NamedArray)}
         numbers = {n: v for n, v in found.items() if isinstance(v, int)}
         slices = {n: v for n, v in found.items() if isinstance(v, slice) and v != slice(0, self.x.shape[n], 1)}
-        x = whole(self.x, (*arrays, *numbers, *slices), what)
+        x = _one_piece(whole(self.x, (*arrays, *numbers, *slices), what), (*arrays, *numbers, *slices))
         return settle(_Update(x, arrays, numbers, slices, what).run(method, value))
+
+
+def _one_piece(x: NamedArray, names) -> NamedArray:
+    """In auto mode, the array whole along the names that are updated: where XLA 0.10.2 has just reshaped a sliced
+    dimension, its update writes to the wrong device."""
+    layout = current_layout()
+    if layout is None or state_of(x.array).mode != "auto":
+        return x
+    axes = [() if n in names else mine for n, mine in zip(x.names, layout.assign(x.names), strict=True)]
+    return x.with_array(place(x.array, tuple(axes), names=x.names))
 
 
 class _Update:
