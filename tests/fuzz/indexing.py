@@ -1,6 +1,6 @@
 """Steps that select: indices, slices, lists, masks, lookups, and updates in place."""
 
-from .program import Value, aligned, without
+from .program import Value, aligned, without, written
 from .scope import Scope, step
 
 
@@ -148,10 +148,12 @@ def chosen(s: Scope):
     x = s.ranked()
     name = s.one(x.names)
     s.require(not s.traced and s.depth == 0)
-    mask = s.pick(lambda v: v.dims == ((name, x.sizes[name]),), dtype="bool")
-    others = without(x.dims, name)
-    text = f'{x.var}["{name}", {mask.var}].sum("{name}")'
-    plain = f"jnp.sum(jnp.where({aligned(mask, x.names)}, {x.var}, 0.0), axis={x.axis(name)})"
+    others, i = without(x.dims, name), x.axis(name)
+    gone = [n for n, _ in others]
+    mask = f"{x.var}.sum({written(repr(n) for n in gone)}) > 0.1" if gone else f"{x.var} > 0.1"
+    text = f'{x.var}["{name}", {mask}].sum("{name}")'
+    kept = f"jnp.sum({x.var}, axis={written(x.axis(n) for n in gone)}, keepdims=True) > 0.1"
+    plain = f"jnp.sum(jnp.where({kept}, {x.var}, 0.0), axis={i})"
     return step("mask of values", s.value(others), text, plain)
 
 
