@@ -371,6 +371,7 @@ __all__ = [
     "pending",
     "power",
     "prod",
+    "prove",
     "rad2deg",
     "random",
     "real",

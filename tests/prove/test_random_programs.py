@@ -13,7 +13,7 @@ from trellis._compat import full_text, kept_arguments
 from trellis.mesh.topology import slice_devices
 from trellis.prove.interpreter import Interpreter
 
-SEEDS, EACH = 12, 10  # tests, and programs of each
+SEEDS, EACH = 4, 10  # tests, and programs of each
 
 
 def assert_near(found, wanted, seed):
@@ -55,10 +55,9 @@ def test_programs_that_are_not_compiled(block):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slice_name", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-def test_programs_of_libtpu(slice_name):
-    device = slice_devices(slice_name)[0]
-    for seed in range(2000, 2000 + 2 * EACH):
+def test_programs_of_libtpu():
+    device = slice_devices("v5e:2x2")[0]
+    for seed in range(2000, 2000 + EACH):
         run, arrays = program(seed)
         shaped = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=SingleDeviceSharding(device)) for a in arrays]
         compiled = jax.jit(run).trace(*shaped).lower(lowering_platforms=("tpu",)).compile()

@@ -24,7 +24,6 @@ class Output:
             of its largest change).
         bound: what the error may be.
         devices: those whose error is larger.
-        collectives: what moved on its way, a phrase each.
     """
 
     name: str
@@ -32,7 +31,6 @@ class Output:
     error: float
     bound: float
     devices: tuple[int, ...]
-    collectives: tuple[str, ...] = ()
 
     @property
     def right(self) -> bool:
