@@ -165,6 +165,8 @@ def layers(s: Scope, grow: Grow):
     start, fn = _carry(s, grow, values, name, False)
     carry, layer = fn.params
     fn = Function(fn.name, (layer, carry), fn.statements, fn.returns)
+    # A pipeline cuts the batch of what layers are given; it cannot cut what they read from around them.
+    s.require(not fn.uses() or all(entry != name for entry, _ in s.setting.compute))
     size = values[0].sizes[name]
     result = s.value(start.dims)
     more = s.one(["", "", ", unrolled=True", ", unroll=1"])
