@@ -184,3 +184,18 @@ def test_an_outer_product_that_is_mapped_over_a_whole_name_and_its_gradient():
         gradients = jax.grad(loss, argnums=(0, 1))(*args)
     for gradient, wanted in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_branches_by_hand_that_give_two_shardings_are_refused_in_the_notation():
+    @tr.shard_map
+    def slices(x: f32["batch"]) -> f32["batch/data"]:
+        more = lambda x: tr.reshard("batch -> batch/data/model", x)
+        return jax.lax.cond(jnp.bool_(True), more, lambda x: tr.reshard("batch -> batch/data", x), x)
+
+    with (
+        jax.set_mesh(tr.make_mesh(jax.devices()[:6], data=3, model=2)),
+        pytest.raises(
+            tr.TypeMismatch, match=r"the branches of a cond give one type, got float32\[1\].* and float32\[2\]"
+        ),
+    ):
+        slices(drawn(6))
