@@ -119,7 +119,7 @@ def constant(s: Scope):
     s.require(not s.mapped & {n for n, _ in dims} and all(s.fits(*d) for d in dims))
     shape = tuple(size for _, size in dims)
     value = s.value(dims)
-    text = f"np.linspace(-1.0, 1.0, {math.prod(shape)}, dtype=np.float32).reshape({shape})"
+    text = f"np.linspace(-1.0, 1.5, {math.prod(shape)}, dtype=np.float32).reshape({shape})"
     text = s.one([text, f"jnp.asarray({text})"])
     return step("off the mesh", value, f'tr.named({text}, "{" ".join(value.names)}")', f"jnp.asarray({text})")
 

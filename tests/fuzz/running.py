@@ -98,9 +98,11 @@ def _steady(case: Case, space: dict, expected) -> bool:
     for x in case.inputs:
         value = space[x.value.var]
         if value.dtype.kind == "f":
-            space[x.value.var] = value * (1 + 3e-7 * rng.choice([-1, 1], size=value.shape)).astype(np.float32)
+            space[x.value.var] = value * (
+                1 + (8e-3 if case.rounded else 3e-7) * rng.choice([-1, 1], size=value.shape)
+            ).astype(np.float32)
     shaken = jax.tree.map(np.asarray, eval(case.plain_call(), space))
-    return _compare(shaken, expected, case, TOLERANCE / 10).what == "right"
+    return _compare(shaken, expected, case, TOLERANCE / (3 if case.rounded else 10)).what == "right"
 
 
 def _run_ours(case: Case):
@@ -210,6 +212,8 @@ def _refused(error: Exception, case: Case) -> Outcome:
         return Outcome("wrong", text, type(error).__name__)
     if case.broken == "jax.numpy on partial sums" and re.search("unreduced|U:", text):
         return Outcome("kept out", text, "JAX: " + rule)
+    if case.broken == "not by name" and "of all xs should be replicated" in text:  # of jax.lax.scan, before it calls us
+        return Outcome("kept out", text, "JAX: " + rule)
     if not own(error):
         where = [f for f in traceback.extract_tb(error.__traceback__) if "/src/trellis/" in f.filename]
         if where:
@@ -238,7 +242,7 @@ def _compare(got, expected, case: Case, tolerance: float = TOLERANCE) -> Outcome
                     return Outcome("wrong", f"result {i}: {a}\nexpected {b}", "value")
                 continue
             if case.rounded:
-                if np.linalg.norm(a - b) > 0.15 * np.linalg.norm(b) + 0.05:
+                if np.linalg.norm(a - b) > tolerance / TOLERANCE * (0.15 * np.linalg.norm(b) + 0.05):
                     return Outcome("wrong", f"result {i}, in bfloat16:\n{a}\nexpected\n{b}", "value")
                 continue
             scale = float(np.max(np.abs(b), initial=0.0))

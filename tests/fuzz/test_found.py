@@ -165,3 +165,37 @@ def test_a_loop_stacks_what_is_on_no_mesh(unroll):
         start, rows = tr.shard((tr.named(x, "vocab heads"), tr.named(x, "out heads")), "compute")
         _, stacked = jax.jit(tr.scan(body, "out", unroll=unroll))(start, rows)
     np.testing.assert_array_equal(stacked.array, np.broadcast_to(constant, (6, 6, 4)))
+
+
+def test_a_product_with_what_is_on_no_mesh_after_the_layout_has_ended():
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], replica=2), params={"mlp": "replica"}):
+        x = tr.shard(tr.named(drawn(6, 8), "vocab mlp"))
+    with pytest.raises(MeshError, match=r"got f32\[mlp=8\], which is on none, .*: call it inside `with layout:`"):
+        tr.dot(x, tr.named(jnp.ones(8), "mlp"), over="mlp")
+
+
+def test_an_outer_product_that_is_mapped_over_a_whole_name_and_its_gradient():
+    x, y = drawn(2, 4, 4), drawn(4, 6, seed=1)
+    one = lambda y, x: tr.einsum("mlp layers, vocab -> vocab mlp layers", x, y)
+    loss = lambda x, y: (tr.vmap(one, "pos")(y, x) ** 2).sum().array
+    expected = jax.grad(lambda x, y: (jnp.einsum("mpl,pv->pvml", x, y) ** 2).sum(), argnums=(0, 1))(x, y)
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], context=2), compute={"layers": "context"}):
+        args = tr.shard((tr.named(x, "mlp pos layers"), tr.named(y, "pos vocab")), "compute")
+        gradients = jax.grad(loss, argnums=(0, 1))(*args)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_branches_by_hand_that_give_two_shardings_are_refused_in_the_notation():
+    @tr.shard_map
+    def slices(x: f32["batch"]) -> f32["batch/data"]:
+        more = lambda x: tr.reshard("batch -> batch/data/model", x)
+        return jax.lax.cond(jnp.bool_(True), more, lambda x: tr.reshard("batch -> batch/data", x), x)
+
+    with (
+        jax.set_mesh(tr.make_mesh(jax.devices()[:6], data=3, model=2)),
+        pytest.raises(
+            tr.TypeMismatch, match=r"the branches of a cond give one type, got float32\[1\].* and float32\[2\]"
+        ),
+    ):
+        slices(drawn(6))

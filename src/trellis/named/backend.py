@@ -91,7 +91,13 @@ def product(a: jax.Array, b: jax.Array, numbers, *, preferred_element_type=None,
         sharding = None if spec is None else sharding_on(a, spec)
         return lax.dot_general(a, b, numbers, preferred_element_type=preferred_element_type, out_sharding=sharding)
     summed = tuple(tuple(int(i) for i in dims) for dims in summed)
-    return _cpu_product(a, b, summed, spec)
+    try:
+        return _cpu_product(a, b, summed, spec)
+    except ValueError as error:  # mapped over a name that is whole, where `layout.mapped` is empty
+        if "dangerous when PartitionSpec" not in str(error):
+            raise
+        sharding = None if spec is None else sharding_on(a, spec)
+        return lax.dot_general(a, b, numbers, out_sharding=sharding)
 
 
 def cpu_dot(a: jax.Array, b: jax.Array, numbers, *, spec=None) -> jax.Array:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis.mesh.layout import current_layout
+from trellis.mesh.meshes import MeshError
 from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
@@ -89,6 +90,12 @@ def bring_to_product(x: NamedArray, where: Assignment | None) -> NamedArray:
     if where is None:
         return x
     layout = current_layout()
+    if layout is None and state_of(x.array).mode == "none" and any(where[n] for n in x.names):
+        raise MeshError(
+            f"a product takes arrays of one mesh, got {typeof(x)}, which is on none, beside one that is sliced over "
+            f"{', '.join(a for n in x.names for a in where[n])}, while no layout is in force: "
+            "call it inside `with layout:`, which puts it there"
+        )
     held = {a for mine in state_of(x.array).axes for a in mine}
     outside = held.intersection(layout.mapped) if layout is not None else frozenset()
     return move(x, tuple(where[name] for name in x.names), missing_axes(x, where) | outside)

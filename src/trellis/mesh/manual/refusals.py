@@ -38,6 +38,12 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
             f"a gradient is taken of a settled value, got that of a sum pending along {along[0]}, in "
             f"`{bindings.function}`{line}: write a reshard that settles it before"
         ) from error
+    if "branches must have equal output types" in text:
+        types = re.findall(r"has type (\S+)", text)
+        raise TypeMismatch(
+            f"the branches of a cond give one type, got {' and '.join(types) or 'several'}, in "
+            f"`{bindings.function}`{line}: reshard the result of one to what the other gives"
+        ) from error
     if not _REFUSED.search(text):
         return
     if "Inputs cannot be replicated on the same axes" in text:
