@@ -112,6 +112,7 @@ from trellis.named.index import (
     take_along,
 )
 from trellis.named.jit import abstract, named_jit, shard
+from trellis.named.narrow import Narrow
 from trellis.named.pieces import (
     concatenate,
     pad,
@@ -228,6 +229,7 @@ __all__ = [
     "Keep",
     "NamedArray",
     "NamesError",
+    "Narrow",
     "Stacked",
     "abs",
     "abstract",

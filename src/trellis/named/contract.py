@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from trellis.mesh.manual.einsum import einsum_plain
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Names, NamesError, once
+from trellis.named.narrow import Narrow, marked
 from trellis.named.operand import check_sizes, operand, types_of
 from trellis.named.overlap import overlapped
 from trellis.named.pair import Pair, free
@@ -41,9 +42,10 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
         NamesError: a name is absent, left out, or has two sizes.
         PendingSumError: an operand holds partial sums.
     """
-    if operands and not any(isinstance(x, NamedArray) for x in operands):
+    if operands and not any(isinstance(x, NamedArray | Narrow) for x in operands):
         return einsum_plain(equation, *operands, preferred_element_type=preferred_element_type)
     what = f"einsum('{equation}')"
+    operands, kind = marked(operands, what)
     lefts, open_ended, out, rest = _parse(equation)
     if len(lefts) != len(operands):
         raise NamesError(
@@ -60,7 +62,7 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
             f"a result's names come from its operands, got '{absent[0]}' in '{equation}' for {types_of(arrays)}: "
             "correct the name"
         )
-    return _products(arrays, out, what, preferred_element_type, settle)
+    return _products(arrays, out, what, preferred_element_type, settle, kind)
 
 
 def dot(*operands: NamedArray, over: Names, settle: bool = True, preferred_element_type=None) -> NamedArray:
@@ -78,10 +80,11 @@ def dot(*operands: NamedArray, over: Names, settle: bool = True, preferred_eleme
         NamesError: an operand lacks a name that is summed, or a name has two sizes.
         PendingSumError: an operand holds partial sums.
     """
+    operands, kind = marked(operands, "dot")
     arrays = [operand(x, "dot") for x in operands]
     over = _summed(arrays, over)
     out = tuple(dict.fromkeys(n for x in arrays for n in x.names if n not in over))
-    return _products(arrays, out, _what(over), preferred_element_type, settle)
+    return _products(arrays, out, _what(over), preferred_element_type, settle, kind)
 
 
 def dot_each(
@@ -101,16 +104,17 @@ def dot_each(
     Raises:
         NamesError, PendingSumError: as `dot`.
     """
-    x, factors = operand(x, "dot_each"), [operand(w, "dot_each") for w in others]
     pairs = []
-    for w in factors:
+    others = [marked((x, w), "dot_each") for w in others]
+    x, factors = operand(x, "dot_each"), [(operand(w, "dot_each"), kind) for (_, w), kind in others]
+    for w, kind in factors:
         names = _summed([x, w], over)
         out = tuple(dict.fromkeys(n for a in (x, w) for n in a.names if n not in names))
         check_sizes([x, w], _what(names))
-        pairs.append(Pair(x, w, tuple(names), out))
+        pairs.append(Pair(x, w, tuple(names), out, kind=kind))
     results: dict[int, NamedArray] = {}
     for group in _alike(x, pairs):
-        found = overlapped(x, [pairs[i] for i in group], settle=settle)
+        found = _overlapped(x, [pairs[i] for i in group], settle)
         moved = bring_to_product(x, pairs[group[0]].where) if found is None else x
         for n, i in enumerate(group):
             results[i] = pairs[i].multiply(moved) if found is None else found[n]
@@ -126,6 +130,11 @@ def _alike(x: NamedArray, pairs: list[Pair]) -> list[list[int]]:
         key = None if where is None else (tuple(where[n] for n in x.names), missing_axes(x, where))
         groups.setdefault(key, []).append(i)
     return list(groups.values())
+
+
+def _overlapped(x: NamedArray, pairs: list[Pair], settle: bool):
+    """The products in rings where the layout asks for them; narrow ones are not cut."""
+    return None if any(pair.kind for pair in pairs) else overlapped(x, pairs, settle=settle)
 
 
 def _what(over) -> str:
@@ -178,7 +187,7 @@ def _check(equation: str, text: Words, x, rest: bool) -> None:
         )
 
 
-def _products(arrays: list[NamedArray], out: Words, what: str, dtype, settle: bool) -> NamedArray:
+def _products(arrays: list[NamedArray], out: Words, what: str, dtype, settle: bool, kind=None) -> NamedArray:
     """The product of all, two at a time from the left, summed over every name that the result lacks."""
     check_sizes(arrays, what)
     result = arrays[0]
@@ -191,9 +200,9 @@ def _products(arrays: list[NamedArray], out: Words, what: str, dtype, settle: bo
         shared = [n for n in left.names if n in right.names]
         batch = [n for n in shared if n in needed]
         order = out if last else (*batch, *free(left, shared), *free(right, shared))
-        pair = Pair(left, right, tuple(n for n in shared if n not in needed), order, dtype)
+        pair = Pair(left, right, tuple(n for n in shared if n not in needed), order, dtype, kind)
         settled = settle or not last
-        ringed = overlapped(left, [pair], settle=settled)
+        ringed = _overlapped(left, [pair], settled)
         result = pair.multiply(bring_to_product(left, pair.where)) if ringed is None else ringed[0]
         result = settle_to_layout(result) if settled else result
     return result
