@@ -135,7 +135,15 @@ def product(x, y, narrow_x, narrow_y, numbers, *, kind: Kind, dtype, spec=None) 
         kind: which types.
         dtype: of the result.
         spec: how the result is sharded, or None.
+
+    Raises:
+        NamesError: in manual mode.
     """
+    if state_of(x).mode == "manual":
+        raise NamesError(
+            f"a narrow product takes whole arrays, whose largest element is their scale, got slices of {typeof(x)} and "
+            f"{typeof(y)} in manual mode: multiply outside of shard_map, or plain factors"
+        )
     summed, batch = (tuple(tuple(int(i) for i in dims) for dims in group) for group in numbers)
     static = _Static(kind, (summed, batch), spec, jnp.dtype(dtype), (x.dtype, y.dtype), (state_of(x), state_of(y)))
     return _product(static, x, y, *narrow_x, *narrow_y)
