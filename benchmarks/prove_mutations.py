@@ -1,7 +1,7 @@
 """How many mistakes in compiled programs a proof finds: `python benchmarks/prove_mutations.py [EACH]`.
 
 Recipes with shrunk sizes are compiled for targets, each compiled program is altered in EACH ways
-(`tests/prove/mutations.py`), and executed.
+(`tests/proof/mutations.py`), and executed.
 """
 
 import collections
@@ -12,11 +12,11 @@ import numpy as np
 
 jax.config.update("jax_platforms", "cpu")
 
-from tests.prove.mutations import mutations  # noqa: E402
+from tests.proof.mutations import mutations  # noqa: E402
 from trellis.hardware.chips import target  # noqa: E402
-from trellis.prove.interpreter import Failed, NotInterpreted  # noqa: E402
-from trellis.prove.one_device import on_one_device  # noqa: E402
-from trellis.prove.runs import small_trial  # noqa: E402
+from trellis.proof.interpreter import Failed, NotInterpreted  # noqa: E402
+from trellis.proof.one_device import on_one_device  # noqa: E402
+from trellis.proof.runs import small_trial  # noqa: E402
 from trellis.recipes import load_run  # noqa: E402
 
 CASES = [

@@ -223,7 +223,7 @@ from trellis.notation import (
     u8,
     u32,
 )
-from trellis.prove import prove
+from trellis.proof import prove
 
 __all__ = [
     "Axis",

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from trellis.commands.line import main
-from trellis.prove.interpreter import collectives
+from trellis.proof.interpreter import collectives
 
 
 @pytest.mark.slow

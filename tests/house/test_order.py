@@ -11,8 +11,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "trellis"
 ORDER = """
-    figures notation program mesh named inspect collectives nn hub models data optim hardware run checkpoint train plan
-    prove pages
+    figures notation program mesh named inspect collectives nn hub models data optim hardware run checkpoints train plan
+    proof pages
 """.split()
 ABOVE_ALL = ("recipes", "commands")  # these import from every folder
 BELOW_ALL = ("errors", "files", "frames", "frozen", "_compat")  # these import from none
@@ -39,9 +39,9 @@ def rooms_in(tree: ast.AST, package: tuple[str, ...]) -> set[tuple[int, str]]:
 
 
 # `from trellis import Axis` needs all rooms that the public face re-exports from, and so the last of them; but not that
-# of `trellis.prove`, a function which brings its room in when it is called.
+# of `trellis.prove`, a function, which brings its room in when it is called.
 FROM_FACE = {room for _, room in rooms_in(ast.parse((SOURCE / "__init__.py").read_text()), ("trellis",))}
-FACE = max(FROM_FACE.intersection(ORDER) - {"prove"}, key=ORDER.index)
+FACE = max(FROM_FACE.intersection(ORDER) - {"proof"}, key=ORDER.index)
 
 
 def against_order(room: str, tree: ast.AST, package: tuple[str, ...]) -> list[str]:
@@ -132,9 +132,23 @@ def test_import_is_light():
 
 
 def test_a_proof_is_brought_in_when_it_is_asked_for():
-    code = "import sys, trellis; print([m for m in sys.modules if m.startswith(('trellis.plan', 'trellis.prove.'))])"
+    code = "import sys, trellis; print([m for m in sys.modules if m.startswith(('trellis.plan', 'trellis.proof.'))])"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert loaded.strip() == "['trellis.prove.functions']"
+    assert loaded.strip() == "['trellis.proof.functions']"
+
+
+def test_every_public_name_is_the_same_whatever_is_imported():
+    """A module of the name of a function takes its place in the package when it is first imported."""
+    code = """
+import importlib, pkgutil, trellis
+before = {name: getattr(trellis, name) for name in trellis.__all__}
+for module in pkgutil.walk_packages(trellis.__path__, "trellis."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+print([name for name, value in before.items() if getattr(trellis, name) is not value])
+"""
+    changed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert changed.strip() == "[]"
 
 
 def defined(file: pathlib.Path) -> set[str]:

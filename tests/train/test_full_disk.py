@@ -13,7 +13,7 @@ import pytest
 
 from tests.data.test_full_disk import available_wrapper
 from tests.train.small import curve
-from trellis.checkpoint import checkpoints
+from trellis.checkpoints import checkpoints
 from trellis.commands import line
 from trellis.files import no_room
 

@@ -19,7 +19,7 @@ def execute(args: argparse.Namespace) -> int:
     """`trellis import`."""
     import jax
 
-    from trellis.checkpoint.checkpoints import Checkpoints
+    from trellis.checkpoints.checkpoints import Checkpoints
     from trellis.hub import Folder, copy_tokenizer
     from trellis.models import FAMILIES
     from trellis.run.folder import claim, new_folder

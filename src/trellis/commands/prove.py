@@ -30,9 +30,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Proves the step of `args.run` on `args.on`; 0 if it is right, 3 if not."""
     from trellis.hardware.chips import target
-    from trellis.prove.interpreter import Failed, NotInterpreted
-    from trellis.prove.report import as_json, text
-    from trellis.prove.runs import prove_run
+    from trellis.proof.interpreter import Failed, NotInterpreted
+    from trellis.proof.report import as_json, text
+    from trellis.proof.runs import prove_run
     from trellis.train.compilation import use_persistent_cache
 
     where = target(args.on, args.hardware)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from trellis.checkpoint.checkpoints import Checkpoints
+from trellis.checkpoints.checkpoints import Checkpoints
 from trellis.errors import UserError
 from trellis.figures.numbers import duration
 from trellis.run.schema import plain

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trellis.checkpoint.checkpoints import Checkpoints
+from trellis.checkpoints.checkpoints import Checkpoints
 from trellis.data import Tokenizer, load_tokenizer
 from trellis.errors import UserError
 from trellis.hub.folder import At

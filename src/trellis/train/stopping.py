@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import jax
 
-from trellis.checkpoint.room import NoRoom
+from trellis.checkpoints.room import NoRoom
 from trellis.errors import UserError
 from trellis.files import no_room
 

@@ -1,3 +1,0 @@
-"""What was compiled is what was written: compiled programs of hardware that is not here, executed and compared."""
-
-from trellis.prove.functions import prove
