@@ -7,6 +7,8 @@ LOCKED = $(wildcard constraints/python$(shell $(PYTHON) -c 'import sys; print("%
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(LOCKED)) --editable
 # A `pip.conf` or environment that asks for user installs would miss the virtual environment.
 export PIP_USER = 0
+# Where there is an NVIDIA GPU, what JAX needs to use it is installed too.
+GPU := $(if $(wildcard /dev/nvidia[0-9]*),[gpu])
 
 .PHONY: train test fuzz site lint format lock clean
 
@@ -49,7 +51,7 @@ clean:
 
 .venv/core.stamp: pyproject.toml $(LOCKED) | .venv/bin/python
 	@echo "Installing Trellis into .venv"
-	$(INSTALL) .
+	$(INSTALL) '.$(GPU)'
 	@touch $@
 
 .venv/test.stamp: .venv/core.stamp

@@ -38,7 +38,7 @@ def rotate(x, cos, sin):
 
 
 def plain_loss(params, batch):
-    """The same arithmetic as `models/llama.py`, in plain JAX, with the same attention and loss kernels."""
+    """The same arithmetic as `models/llama/llama.py`, in plain JAX, with the same attention and loss kernels."""
     x = params["embedding"][batch["tokens"]]
     rates = jnp.asarray(nn.frequencies(CONFIG.head_dim, CONFIG.rope_theta), jnp.float32)
     angles = jnp.arange(POS, dtype=jnp.float32)[:, None] * jnp.concatenate([rates, rates])
@@ -60,7 +60,7 @@ def plain_loss(params, batch):
 
 
 def named_loss(model, batch):
-    sums = batch_loss(model, Batch(**batch).named(), StepOptions())
+    sums, _ = batch_loss(model, Batch(**batch).named(), StepOptions())
     return sums.total / sums.tokens
 
 

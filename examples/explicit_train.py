@@ -368,7 +368,7 @@ def batch_of(read) -> Batch:
 
 def train(options, model: Model, training: Training, store, mesh, peak, rows: int, length: int) -> list[float]:
     """Trains from the newest checkpoint of the folder, or from the start; gives the losses."""
-    from trellis.checkpoint.checkpoints import Checkpoints
+    from trellis.checkpoints.checkpoints import Checkpoints
     from trellis.data import Batches, Loader
     from trellis.pages.graph import step_svg
     from trellis.run.config import Profile

@@ -47,7 +47,7 @@ class Attention(eqx.Module):
         q, k, v = tr.einsum("... embed, embed qkv heads head_dim -> ... qkv heads head_dim", x, self.qkv).unbind("qkv")
         k, v = k.rename(pos="key_pos"), v.rename(pos="key_pos")
         scores = tr.dot(q * HEAD_DIM**-0.5, k, over="head_dim")
-        causal = tr.arange(q.axis("pos")) >= tr.arange(k.axis("key_pos"))
+        causal = tr.outer(tr.greater_equal, tr.arange(q.axis("pos")), tr.arange(k.axis("key_pos")))
         weights = tr.softmax(tr.where(causal, scores, -1e9), "key_pos")
         return tr.einsum(
             "... heads head_dim, heads head_dim embed -> ... embed", tr.dot(weights, v, over="key_pos"), self.out

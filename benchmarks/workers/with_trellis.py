@@ -14,8 +14,9 @@ from serve import arguments, serve  # noqa: E402
 
 from trellis.data.batch import Batch  # noqa: E402
 from trellis.models import GPT2Config, LlamaConfig  # noqa: E402
+from trellis.nn import Precision  # noqa: E402
 from trellis.optim.config import AdamW, Constant  # noqa: E402
-from trellis.run.config import Precision, Run  # noqa: E402
+from trellis.run.config import Run  # noqa: E402
 from trellis.run.data import Data, EmbeddedSource  # noqa: E402
 from trellis.train.assemble import assemble  # noqa: E402
 from trellis.train.compilation import CompiledStep, use_persistent_cache  # noqa: E402

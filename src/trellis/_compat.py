@@ -214,3 +214,29 @@ def split_vjp(pull) -> tuple[list, Any, list[bool]]:
     # Of the leaves that are not needed only the mark stays: their arrays belong to the trace that is over.
     leaves = [x if missing else None for x, missing in zip(leaves, absent, strict=True)]
     return list(pull.opaque_residuals), rebuild, [not missing for missing in absent]
+
+
+def full_text(program: jax.stages.Compiled | jax.stages.Lowered) -> str:
+    """A program's HLO with every number of its constants, which `as_text` leaves out where they are many.
+
+    Args:
+        program: a compiled one, or one that is not compiled and not partitioned yet.
+
+    The printer's options are in the private module `jaxlib._hlo`, in JAX 0.10.2 to 0.12.0.
+    """
+    import importlib
+
+    options = importlib.import_module("jaxlib._hlo").HloPrintOptions()
+    options.print_large_constants = True
+    if isinstance(program, jax.stages.Lowered):
+        return program.compiler_ir(dialect="hlo").get_hlo_module().to_string(options)
+    (module,) = program.runtime_executable().hlo_modules()
+    return module.to_string(options)
+
+
+def kept_arguments(compiled: jax.stages.Compiled) -> tuple[int, ...]:
+    """Which of a function's flat arguments its compiled program has: those that nothing depends on are dropped.
+
+    `_executable._kept_var_idx` is private; it exists in JAX 0.10.2 to 0.12.0.
+    """
+    return tuple(sorted(compiled._executable._kept_var_idx))

@@ -1,5 +1,6 @@
 """The user's cache folder, and files that are there whole or not at all."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -13,13 +14,38 @@ def cache_folder(name: str) -> Path:
 def write_whole(path: Path, text: str) -> None:
     """Writes a file that exists whole or not at all: under another name first, then renamed."""
     part = path.with_name(f".{path.name}.part")
-    with open(part, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: object) -> None:
     """The same for a value as JSON."""
     write_whole(path, json.dumps(value, indent=1))
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def no_room(error: BaseException | None) -> str:
+    """What a system says that has no room for a file, where that is why something failed; else nothing.
+
+    Libraries that write in threads of their own tell it in their words, and end with the system's.
+
+    >>> no_room(OSError(errno.ENOSPC, "No space left on device", "a/b")), no_room(ValueError("no"))
+    ('No space left on device', '')
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            return os.strerror(error.errno)
+        for number in _NO_ROOM if isinstance(error, ValueError) else ():
+            if os.strerror(number) in str(error):
+                return os.strerror(number)
+        error = error.__cause__ or error.__context__
+    return ""

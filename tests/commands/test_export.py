@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from trellis.checkpoint.checkpoints import Checkpoints
+from trellis.checkpoints.checkpoints import Checkpoints
 from trellis.commands.line import main
 from trellis.data import byte_tokenizer
 from trellis.hub.folder import write_tokenizer

@@ -127,9 +127,7 @@ def test_every_field_takes_a_value_or_refuses_it(section, attempt, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "section", [s for s in SECTIONS if s not in ("name", "model", "distributed", "logging", "profile")]
-)
+@pytest.mark.parametrize("section", [s for s in SECTIONS if s not in ("name", "distributed", "logging", "profile")])
 def test_what_a_field_takes_can_be_assembled_and_traced(section, attempt, monkeypatch):
     taken: list[Run] = []
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.data.corpora import END, make_store, random_texts, stream
 from trellis.data import Batch, Batches, Shuffle, Store, open_store
-from trellis.data.batches import BatchSizes
+from trellis.data.batch_sequence import BatchSizes
 from trellis.data.order.packing import best_fit
 from trellis.errors import UserError
 

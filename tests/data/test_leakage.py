@@ -35,7 +35,7 @@ def fields_of(batch):
 def hidden(model, fields, *, masked=True):
     """f32[batch pos embed]"""
     given = {name: named(array, "batch pos") for name, array in fields.items() if masked or name != "segment_ids"}
-    return model(**given).array
+    return model(**given).hidden.array
 
 
 @functools.partial(jax.jit, static_argnames="masked")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.data.corpora import make_store, random_texts, second_key, second_permutation, stream
 from trellis.data import Batches, Mixture
-from trellis.data.batches import BatchSizes
+from trellis.data.batch_sequence import BatchSizes
 from trellis.errors import UserError
 
 SIZES = {"big": 120, "middle": 40, "small": 10}

@@ -112,7 +112,7 @@ def one_device(family, dropout=True):
 
 def loss_of(jit, model, batch):
     key = jax.random.key(2)
-    sums, gradients = jit(lambda m, b: loss_and_gradients(m, b, StepOptions(), key))(model, batch)
+    sums, _, gradients = jit(lambda m, b: loss_and_gradients(m, b, StepOptions(), key))(model, batch)
     return float(sums.total / sums.tokens), jax.device_get(gradients)
 
 

@@ -58,7 +58,7 @@ def test_an_attention_block_compiles_to_the_plain_program():
         scores = tr.einsum(
             "batch pos heads head_dim, ... key_pos heads head_dim -> batch heads pos key_pos", q * 0.5, k
         )
-        mask = tr.arange(q.axis("pos")) >= tr.arange(k.axis("key_pos"))
+        mask = tr.outer(tr.greater_equal, tr.arange(q.axis("pos")), tr.arange(k.axis("key_pos")))
         weights = tr.softmax(tr.where(mask, scores, -1e9), "key_pos")
         return (
             tr.einsum("... pos key_pos, ... key_pos head_dim -> ... pos head_dim", weights, k if v is None else v)

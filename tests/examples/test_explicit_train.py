@@ -14,8 +14,8 @@ import pytest
 import trellis as tr
 from trellis.data import Batch, FileSource, find_files, tokenize
 from trellis.data.store.seqax import write_flat_tokens
-from trellis.mesh.manual.shard_map import TransitionError
-from trellis.models.llama import Llama, LlamaConfig
+from trellis.mesh.manual.reshard import TransitionError
+from trellis.models import Llama, LlamaConfig
 from trellis.named import named_jit
 from trellis.notation import PendingSumError, TypeMismatch, abstract
 from trellis.notation.struct import specs
@@ -105,7 +105,7 @@ def named_model(layout):
 def test_the_same_gradients_as_the_named_trainer(layout, named_model):
     with layout:
         arrays = placed(layout.mesh, batch(0))
-        sums, wanted = named_jit(lambda m, b: loss_and_gradients(m, Batch(**b).named(), StepOptions()))(
+        sums, _, wanted = named_jit(lambda m, b: loss_and_gradients(m, Batch(**b).named(), StepOptions()))(
             named_model, arrays
         )
         weights = put(layout.mesh, flat(named_model))

@@ -8,7 +8,7 @@ from . import mutated, whole
 from .case import Case, Input
 from .layouts import draw_mesh
 from .products import dot
-from .program import Statement, Value, aligned, without
+from .program import Statement, Value, aligned, without, written
 from .scope import Scope, Unfit, step
 
 ABSENT = (
@@ -84,7 +84,7 @@ REPEATED = (
     'tr.merge_axes({x}, ("{m}", "{m}"), "merged")',
     'tr.rearrange({x}, "... {m}=(a b) -> ... (a a) b", a=1)',
     'tr.take({x}, "{m}", tr.arange(tr.Axis("{n}", 1)))',
-    '{x}["{m}", tr.arange(tr.Axis("{n}", 1))]',
+    '{x}["{m}", tr.arange(tr.Axis("{n}", {more}))]',
     'tr.one_hot({x}.argmax("{m}"), tr.Axis("{n}", {size}))',
     '{x}.top_k("{m}", 1, new_name="{n}")',
     'tr.einsum("{names} -> {n} {n}", {x})',
@@ -263,10 +263,20 @@ def other_mesh(s: Scope):
     return step("another mesh", Value(s.fresh(), x.dims), ours, plain), False
 
 
+def masked(s: Scope):
+    """A selection by a mask of values in a compiled program, whose size nobody knows."""
+    x = s.ranked()
+    name = s.one(x.names)
+    s.require(s.traced)
+    mask = f"({x.var}.sum({written(repr(n) for n in x.names if n != name)}) > 0.0)"
+    line = f'@ = jax.jit(lambda x, m: x["{name}", m])({x.var}, {mask})'
+    return Statement("mask of values in jit", (Value(s.fresh(), ()),), (line,), ("@ = 0",)), True
+
+
 BREAKERS = (
     (_refused(ABSENT, 1, "absent name"), 5), (_refused(SIZES, 1, "another size"), 5),
     (_refused(REPEATED, 2, "repeated name"), 5), (_refused(PLAIN, 2, "not by name"), 4),
-    (outer, 3), (lacking, 1), (nonlinear, 6), (positions, 2), (other_mesh, 2),
+    (outer, 3), (lacking, 1), (nonlinear, 6), (positions, 2), (other_mesh, 2), (masked, 1),
 )  # fmt: skip
 
 

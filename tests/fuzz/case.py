@@ -9,12 +9,13 @@ from .program import Function, Statement, Value, pruned, squares
 HEADER = """\
 import contextlib
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import trellis as tr
-from trellis import bf16, bool_, f32, i32
+from trellis import bf16, bool_, f32, i32, nn
 from trellis.named import saving
 """
 

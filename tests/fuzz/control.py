@@ -1,5 +1,6 @@
 """Steps with functions inside: maps, loops, branches, recomputation, compilation and derivatives."""
 
+import dataclasses
 from collections.abc import Callable
 
 from .program import Function, Statement, Value, aligned, without, written
@@ -19,7 +20,7 @@ def body(
     made = [v for v in made if not mapped & set(v.names)]
     if len(made) < results:
         raise Unfit
-    return Function(s.fresh("f"), tuple(params), tuple(statements), tuple(made[-results:]))
+    return Function(s.fresh("fn"), tuple(params), tuple(statements), tuple(made[-results:]))
 
 
 def _arguments(s: Scope, name: str, most: int = 3) -> list[Value]:
@@ -69,7 +70,7 @@ def vmap_of_keys(s: Scope, grow: Grow):
         (f"{noise} = jax.random.normal({key}, {row.shape})",),
     )
     add = step("elementwise", made, f"{row.var} + {noise}", f"{row.var} + {noise}")
-    fn = Function(s.fresh("f"), (Value(key, ()), row), (draw, add), (made,))
+    fn = Function(s.fresh("fn"), (Value(key, ()), row), (draw, add), (made,))
     seed = s.between(0, 99)
     result = s.value(((name, size), *row.dims))
     ours = f'tr.vmap({fn.name}, "{name}")(tr.random.split(jax.random.key({seed}), "{name}", {size}), {x.var})'
@@ -164,6 +165,9 @@ def layers(s: Scope, grow: Grow):
     start, fn = _carry(s, grow, values, name, False)
     carry, layer = fn.params
     fn = Function(fn.name, (layer, carry), fn.statements, fn.returns)
+    # A pipeline cuts the batch of what layers are given; it cannot cut what they read from around them, or make.
+    made = {kind for statement in fn.statements for kind in statement.kinds()} & {"creation", "off the mesh", "random"}
+    s.require(not (fn.uses() or made) or all(entry != name for entry, _ in s.setting.compute))
     size = values[0].sizes[name]
     result = s.value(start.dims)
     more = s.one(["", "", ", unrolled=True", ", unroll=1"])
@@ -247,6 +251,7 @@ def derivative(s: Scope, grow: Grow):
     """A derivative inside of a program."""
     x = s.ranked()
     s.require(s.derived)
+    s = dataclasses.replace(s, reversed=False)
     param = s.param(x.dims, x)
     fn = body(s, grow, [param])
     along = f"jax.tree.map(jnp.tanh, {x.var})", f"jnp.tanh({x.var})"

@@ -29,6 +29,22 @@ UNARY = {
     "{} + jnp.float32(0.25)": "{} + jnp.float32(0.25)",
     "tr.stop_gradient({}) * 0.5": "jax.lax.stop_gradient({}) * 0.5",
     "tr.lift(lambda a: a / (1.0 + a * a))({})": "(lambda a: a / (1.0 + a * a))({})",
+    "tr.cos({})": "jnp.cos({})",
+    "tr.arctan({})": "jnp.arctan({})",
+    "tr.arcsinh({})": "jnp.arcsinh({})",
+    "tr.expm1(tr.tanh({}))": "jnp.expm1(jnp.tanh({}))",
+    "tr.exp2(tr.tanh({}))": "jnp.exp2(jnp.tanh({}))",
+    "tr.log(tr.square({}) + 1.0)": "jnp.log(jnp.square({}) + 1.0)",
+    "tr.log2(tr.square({}) + 1.0)": "jnp.log2(jnp.square({}) + 1.0)",
+    "tr.reciprocal(tr.abs({}) + 1.0)": "jnp.reciprocal(jnp.abs({}) + 1.0)",
+    "tr.elu({})": "jax.nn.elu({})",
+    "tr.leaky_relu({})": "jax.nn.leaky_relu({})",
+    "tr.soft_sign({})": "jax.nn.soft_sign({})",
+    "tr.squareplus({})": "jax.nn.squareplus({})",
+    "tr.mish({})": "jax.nn.mish({})",
+    "tr.hard_tanh({})": "jax.nn.hard_tanh({})",
+    "tr.negative({})": "jnp.negative({})",
+    "tr.nan_to_num({})": "jnp.nan_to_num({})",
 }
 BINARY = {
     "{} + {}": "{} + {}",
@@ -39,10 +55,15 @@ BINARY = {
     "tr.minimum({}, {})": "jnp.minimum({}, {})",
     "tr.logaddexp({}, {})": "jnp.logaddexp({}, {})",
     "tr.arctan2({}, tr.abs({}) + 1.0)": "jnp.arctan2({}, jnp.abs({}) + 1.0)",
+    "tr.subtract({}, {})": "jnp.subtract({}, {})",
+    "tr.fmax({}, {})": "jnp.fmax({}, {})",
+    "tr.hypot({}, tr.abs({}) + 1.0)": "jnp.hypot({}, jnp.abs({}) + 1.0)",
+    "tr.copysign({}, {})": "jnp.copysign({}, {})",
+    "tr.power(tr.abs({}) + 1.0, tr.tanh({}))": "jnp.power(jnp.abs({}) + 1.0, jnp.tanh({}))",
     "tr.lift(lambda a, b: a + 0.5 * b)({}, {})": "(lambda a, b: a + 0.5 * b)({}, {})",
 }
 COMPARISONS = ("<", "<=", ">", ">=")
-INTEGERS = ("{} + {}", "{} * {}", "{} - {}")
+INTEGERS = ("{} + {}", "{} * {}", "{} - {}", "{} ^ {}", "{} // (abs({}) + 1)", "{} % (abs({}) + 1)")
 
 
 def unary(s: Scope):

@@ -1,6 +1,6 @@
 """Steps that select: indices, slices, lists, masks, lookups, and updates in place."""
 
-from .program import Value, aligned
+from .program import Value, aligned, without, written
 from .scope import Scope, step
 
 
@@ -17,6 +17,8 @@ def _slice(s: Scope, size: int) -> tuple[str, int]:
     start, stop = sorted((s.between(0, size), s.between(0, size)))
     step_size = s.one([1, 1, 1, 2])
     s.require(stop > start)
+    if s.chance(0.1):
+        return "::-1", size
     taken = len(range(start, stop, step_size))
     begin = "" if start == 0 and s.chance(0.5) else str(start - size if start and s.chance(0.2) else start)
     end = "" if stop == size and s.chance(0.5) else str(stop + (5 if stop == size and s.chance(0.1) else 0))
@@ -121,6 +123,40 @@ def masked(s: Scope):
     return step("indexing", s.value(dims), f'{x.var}["{name}", {text}]', f"{x.var}[{before}np.array({mask})]")
 
 
+def take_along(s: Scope):
+    """A lookup of a row's own positions: names that both have are aligned."""
+    x = s.ranked()
+    name = s.one(x.names)
+    size, i, rest = x.sizes[name], x.axis(name), without(x.dims, name)
+    ids = s.pick(lambda v: 0 < v.below <= size and set(v.dims) & set(rest) and set(v.names) <= {*x.names}, dtype="i32")
+    count = ids.sizes.get(name, 1)
+    s.require(all(x.sizes[n] == z for n, z in ids.dims if n != name) and s.fits(name, count))
+    shape = tuple(count if n == name else z for n, z in x.dims)
+    wide = f"jnp.broadcast_to({aligned(ids, x.names)}, {shape})"
+    plain = f"jnp.take_along_axis({x.var}, {wide}, axis={i})"
+    if name not in ids.names:
+        plain = f"jnp.squeeze({plain}, {i})"
+    dims = tuple((n, count) if n == name else (n, z) for n, z in x.dims)
+    # Where the result's names stand: those of the positions that the table has not come in the place of the name.
+    dims = dims if name in ids.names else without(dims, name)
+    text = s.name_text(name, x.dims)
+    return step("lookup", s.value(dims), f"tr.take_along({x.var}, {text}, {ids.var})", plain)
+
+
+def chosen(s: Scope):
+    """A mask of values, outside of a compiled program."""
+    x = s.ranked()
+    name = s.one(x.names)
+    s.require(not s.traced and s.depth == 0)
+    others, i = without(x.dims, name), x.axis(name)
+    gone = [n for n, _ in others]
+    mask = f"{x.var}.sum({written(repr(n) for n in gone)}) > 0.1" if gone else f"{x.var} > 0.1"
+    text = f'{x.var}["{name}", {mask}].sum("{name}")'
+    kept = f"jnp.sum({x.var}, axis={written(x.axis(n) for n in gone)}, keepdims=True) > 0.1"
+    plain = f"jnp.sum(jnp.where({kept}, {x.var}, 0.0), axis={i})"
+    return step("mask of values", s.value(others), text, plain)
+
+
 UPDATES = ("set", "add", "multiply", "min", "max")
 
 
@@ -155,4 +191,4 @@ def update_at(s: Scope):
     return step("update", s.value(x.dims), at, f"{x.var}.at[{before}{ids.var}].{method}({theirs})")
 
 
-STEPS = (static, static, take, take, take_several, listed, masked, update, update_at)
+STEPS = (static, static, take, take, take_several, take_along, listed, masked, chosen, chosen, update, update_at)

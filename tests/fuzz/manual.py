@@ -127,7 +127,7 @@ def join(m: Slices):
     x = m.pick()
     name = m.s.one([n for n in x.value.names if not x.of(n)])
     y = m.pick(lambda h: h.plain and h.axes == x.axes and h.value.dims == x.value.dims)
-    new = m.s.new_name(*x.value.names)
+    new = m.s.fresh("n")  # a name has one length in the call, so each stack makes its own
     text = f"jnp.stack([{x.value.var}, {y.value.var}], axis={x.value.axis(name)})"
     i = x.value.axis(name)
     value = m.s.value((*x.value.dims[:i], (new, 2), *x.value.dims[i:]))
@@ -178,6 +178,8 @@ def reshard(m: Slices):
     if m.s.chance(0.2):
         after = _moved(m, after)
     m.s.require(after != x)
+    # A copy becomes a slice; whole again it would have another gradient.
+    m.s.require(x.copied - after.copied <= {a for axes in after.axes for a in axes})
     verb = m.s.one(["tr.reshard", "tr.reshard"])
     after = after.named(m.s.value(x.value.dims))
     return m.step("reshard", after, f'{verb}("{x.text} -> {after.text}", {x.value.var})', x.value.var)

@@ -20,6 +20,8 @@ NONLINEAR = (
     "jax.lax.stop_gradient({}) + 1.0", "jnp.mean({})", "1.0 / {}", "jnp.argmax({}).astype(jnp.float32)",
 )  # fmt: skip
 
+ALONG = ("jnp.sort({})", "jnp.cumsum({})")  # what there is a dimension for
+
 
 def draw(seed: int) -> Case:
     """A manual case with a mistake."""
@@ -109,7 +111,7 @@ def nonlinear(rng, case: Case) -> Case:
     i = _one(rng, [i for i, s in enumerate(case.statements) if s.kind == "reshard" and "+" in s.ours[0].split("->")[0]])
     statement = case.statements[i]
     var = statement.plain[0].partition(" = ")[2]
-    fn = _one(rng, NONLINEAR).format(var)
+    fn = _one(rng, [fn for fn in NONLINEAR if statement.results[0].dims or fn not in ALONG]).format(var)
     elementwise = fn if "max" not in fn and "mean" not in fn and "pad" not in fn else f"{var} + {fn}"
     if "pad" in fn:
         elementwise = f"{var} + jnp.sum({fn})"

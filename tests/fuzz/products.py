@@ -64,7 +64,8 @@ def einsum(s: Scope):
     text = ", ".join(" ".join(t) for t in texts) + " -> " + " ".join(text_out)
     names = ", ".join(v.var for v in values)
     plain = f'jnp.einsum("{letters(values, out)}", {names})'
-    return step("product", s.value(dims, values[0].dtype), f'tr.einsum("{text}", {names})', plain)
+    kind = "product" if len(values) > 1 else "sum by einsum"  # of one operand nothing moves
+    return step(kind, s.value(dims, values[0].dtype), f'tr.einsum("{text}", {names})', plain)
 
 
 def outer(s: Scope):

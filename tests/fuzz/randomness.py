@@ -10,6 +10,10 @@ DRAWS = (
     ('normal({key}, {axes}, at="params")', "normal({key}, {shape})", "f32"),
     ("bernoulli({key}, {axes}, 0.4)", "bernoulli({key}, 0.4, {shape})", "bool"),
     ("gumbel({key}, {axes})", "gumbel({key}, {shape})", "f32"),
+    ("logistic({key}, {axes})", "logistic({key}, {shape})", "f32"),
+    ("laplace({key}, {axes})", "laplace({key}, {shape})", "f32"),
+    ("exponential({key}, {axes})", "exponential({key}, {shape})", "f32"),
+    ("rademacher({key}, {axes}, jnp.float32)", "rademacher({key}, {shape}, jnp.float32)", "f32"),
 )
 
 

@@ -189,8 +189,8 @@ def create(s: Scope):
             return step("creation", value, f'tr.arange(tr.Axis("{name}", {size}))', f"jnp.arange({size})")
         case 3:
             value = s.value(((name, size),))
-            ours = f'tr.linspace(tr.Axis("{name}", {size}), start=-1.0, stop=1.0)'
-            return step("creation", value, ours, f"jnp.linspace(-1.0, 1.0, {size})")
+            ours = f'tr.linspace(tr.Axis("{name}", {size}), start=-1.0, stop=1.5)'
+            return step("creation", value, ours, f"jnp.linspace(-1.0, 1.5, {size})")
     ids = s.pick(lambda v: v.below > 1, "i32")
     name = s.new_name(*ids.names)
     s.require(s.fits(name, ids.below))

@@ -28,7 +28,8 @@ class Outcome:
     """What came of a case.
 
     Attributes:
-        what: "right"; "kept out", refused as it is to be; "unsteady", wrong, but so sensitive to rounding that the
+        what: "right"; "other moves", right, where the compiled program moves something else than the ledger says;
+            "kept out", refused as it is to be; "unsteady", wrong, but so sensitive to rounding that the
             plain program differs, too, when its inputs do in the last place; or a failure: "wrong", "foreign" (an error
             that is not ours), "accepted" (a broken program that ran), "refused" (a program that breaks no rule),
             "ledger" (other bytes than in the compiled program), "hang", "crash".
@@ -81,6 +82,11 @@ def run(case: Case) -> Outcome:
     if case.must:
         return Outcome("accepted", f"{case.broken}: not refused", case.broken)
     outcome = _compare(got, expected, case)
+    if outcome.rule == "value":
+        # XLA compiles some plain programs wrongly: the one that is not compiled is the judge.
+        with jax.disable_jit():
+            expected = jax.tree.map(np.asarray, eval(case.plain_call(), space))
+        outcome = _compare(got, expected, case)
     if outcome.rule == "value" and not _steady(case, space, expected):
         return Outcome("unsteady", outcome.detail)
     return outcome
@@ -92,9 +98,11 @@ def _steady(case: Case, space: dict, expected) -> bool:
     for x in case.inputs:
         value = space[x.value.var]
         if value.dtype.kind == "f":
-            space[x.value.var] = value * (1 + 3e-7 * rng.choice([-1, 1], size=value.shape)).astype(np.float32)
+            space[x.value.var] = value * (
+                1 + (8e-3 if case.rounded else 3e-7) * rng.choice([-1, 1], size=value.shape)
+            ).astype(np.float32)
     shaken = jax.tree.map(np.asarray, eval(case.plain_call(), space))
-    return _compare(shaken, expected, case, TOLERANCE / 10).what == "right"
+    return _compare(shaken, expected, case, TOLERANCE / (3 if case.rounded else 10)).what == "right"
 
 
 def _run_ours(case: Case):
@@ -190,7 +198,9 @@ def own(error: BaseException) -> bool:
 
 
 # What a layout may refuse of a program that breaks no rule.
-LEGAL = re.compile(r"a mesh axis divides what it slices|strict|pipeline")
+LEGAL = re.compile(
+    r"a mesh axis divides what it slices|strict|pipeline|JAX maps an operation over slices|JAX's types carry"
+)
 
 
 def _refused(error: Exception, case: Case) -> Outcome:
@@ -201,6 +211,8 @@ def _refused(error: Exception, case: Case) -> Outcome:
     if isinstance(error, WrongNames | StaleLayout | WrongPlace):
         return Outcome("wrong", text, type(error).__name__)
     if case.broken == "jax.numpy on partial sums" and re.search("unreduced|U:", text):
+        return Outcome("kept out", text, "JAX: " + rule)
+    if case.broken == "not by name" and "of all xs should be replicated" in text:  # of jax.lax.scan, before it calls us
         return Outcome("kept out", text, "JAX: " + rule)
     if not own(error):
         where = [f for f in traceback.extract_tb(error.__traceback__) if "/src/trellis/" in f.filename]
@@ -230,7 +242,7 @@ def _compare(got, expected, case: Case, tolerance: float = TOLERANCE) -> Outcome
                     return Outcome("wrong", f"result {i}: {a}\nexpected {b}", "value")
                 continue
             if case.rounded:
-                if np.linalg.norm(a - b) > 0.15 * np.linalg.norm(b) + 0.05:
+                if np.linalg.norm(a - b) > tolerance / TOLERANCE * (0.15 * np.linalg.norm(b) + 0.05):
                     return Outcome("wrong", f"result {i}, in bfloat16:\n{a}\nexpected\n{b}", "value")
                 continue
             scale = float(np.max(np.abs(b), initial=0.0))

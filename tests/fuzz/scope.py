@@ -32,6 +32,7 @@ class Scope:
         traced: whether the program is compiled, so that no shape may depend on values.
         depth: how many functions are around.
         derived: whether a derivative of it may be taken.
+        reversed: whether no derivative is taken forward.
     """
 
     rng: np.random.Generator
@@ -43,6 +44,7 @@ class Scope:
     traced: bool = True
     depth: int = 0
     derived: bool = True
+    reversed: bool = False
 
     def chance(self, share: float) -> bool:
         return bool(self.rng.random() < share)

@@ -34,7 +34,9 @@ class Tally:
 
     def __str__(self) -> str:
         columns = [
-            w for w in ("right", "kept out", "unsteady", *FAILURES) if any(what == w for _, what in self.outcomes)
+            w
+            for w in ("right", "other moves", "kept out", "unsteady", *FAILURES)
+            if any(what == w for _, what in self.outcomes)
         ]
         rows = [("", *columns)]
         for kind in sorted({kind for kind, _ in self.outcomes}):

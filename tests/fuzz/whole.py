@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 
-from . import control, elementwise, indexing, products, randomness, reducing, reshaping
+from . import control, elementwise, indexing, modules, products, randomness, reducing, reshaping
 from .case import Case, Input
 from .layouts import Setting, draw_setting, draw_sizes, entries_text
 from .program import Value
@@ -13,6 +13,7 @@ from .scope import Scope, Unfit
 
 GROUPS = (
     (elementwise, 5), (reducing, 3), (products, 4), (indexing, 3), (reshaping, 4), (randomness, 1), (control, 3),
+    (modules, 2),
 )  # fmt: skip
 MODES = ("explicit",) * 12 + ("auto",) * 3 + ("types",) * 2 + ("alone",) * 2
 
@@ -30,14 +31,16 @@ def draw_with_scope(seed: int, mode: str | None = None, *, short: bool = False) 
     setting = draw_setting(rng, mode)
     sizes = draw_sizes(rng, setting)
     counter = itertools.count(1)
-    run = str(rng.choice(["jax.jit", "jax.jit", "tr.named_jit", "eager"]))
+    run = str(rng.choice(["jax.jit"] * 4 + ["tr.named_jit"] * 2 + ["eager"]))
+    derivative = str(rng.choice(["none", "reverse", "reverse", "reverse", "forward"]))
     inputs = draw_inputs(rng, setting, sizes, counter)
-    scope = Scope(rng, setting, sizes, [x.value for x in inputs], counter, traced=run != "eager")
+    scope = Scope(
+        rng, setting, sizes, [x.value for x in inputs], counter, traced=run != "eager", reversed=derivative != "forward"
+    )
     statements = grow(scope, int(rng.integers(0, 3) if short else rng.integers(2, 9)))
     outputs = draw_outputs(scope, statements)
-    derivative = str(rng.choice(["none", "reverse", "reverse", "reverse", "forward"]))
     case = Case(seed, setting, tuple(inputs), tuple(statements), outputs, run, derivative)
-    if mode in ("explicit", "auto") and not short and rng.random() < 0.12:
+    if mode in ("explicit", "auto") and not short and rng.random() < 0.08:
         case = dataclasses.replace(case, earlier=earlier(rng, setting))
     return case, scope
 

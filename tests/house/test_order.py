@@ -11,11 +11,11 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "trellis"
 ORDER = """
-    figures notation program mesh named inspect collectives nn models hub data optim hardware run checkpoint train plan
-    pages
+    figures notation program mesh named inspect collectives nn hub models data optim hardware run checkpoints train plan
+    proof pages
 """.split()
 ABOVE_ALL = ("recipes", "commands")  # these import from every folder
-BELOW_ALL = ("errors", "files", "frames", "_compat")  # these import from none
+BELOW_ALL = ("errors", "files", "frames", "frozen", "_compat")  # these import from none
 FILES = sorted(SOURCE.rglob("*.py"))
 WRITTEN = [*FILES, *(f for d in ("tests", "examples", "benchmarks") for f in sorted((ROOT / d).rglob("*.py")))]
 
@@ -33,11 +33,23 @@ def imports(tree: ast.AST, package: tuple[str, ...]) -> set[tuple[int, tuple[str
     return found
 
 
+def rooms_in(tree: ast.AST, package: tuple[str, ...]) -> set[tuple[int, str]]:
+    """Line and room of everything that a file of `package` imports from Trellis."""
+    return {(line, name[1]) for line, name in imports(tree, package) if name[0] == "trellis" and len(name) > 1}
+
+
+# `from trellis import Axis` needs all rooms that the public face re-exports from, and so the last of them; but not that
+# of `trellis.prove`, a function, which brings its room in when it is called.
+FROM_FACE = {room for _, room in rooms_in(ast.parse((SOURCE / "__init__.py").read_text()), ("trellis",))}
+FACE = max(FROM_FACE.intersection(ORDER) - {"proof"}, key=ORDER.index)
+
+
 def against_order(room: str, tree: ast.AST, package: tuple[str, ...]) -> list[str]:
     """The imports of a file in `room` that the order does not allow."""
-    rooms = {(line, name[1]) for line, name in imports(tree, package) if name[0] == "trellis" and len(name) > 1}
     wrong = []
-    for line, other in sorted(rooms):
+    for line, other in sorted(rooms_in(tree, package)):
+        if other not in (*ORDER, *ABOVE_ALL, *BELOW_ALL):
+            other = FACE  # one of its names
         if other == room or other in BELOW_ALL or room in ABOVE_ALL or room == "__init__":
             continue
         if room in BELOW_ALL or other not in ORDER or ORDER.index(other) > ORDER.index(room):
@@ -69,6 +81,25 @@ def test_the_check_itself(text: str, wrong: list[str]):
     assert against_order("nn", ast.parse(text), ("trellis", "nn")) == wrong
 
 
+def test_names_of_the_public_face_are_for_rooms_above_it():
+    tree = ast.parse("from trellis import Axis")
+    assert against_order("named", tree, ("trellis", "named")) == [f"line 1: named imports {FACE}"]
+    assert against_order("models", tree, ("trellis", "models")) == []
+
+
+@pytest.mark.parametrize("file", sorted((SOURCE / "models").rglob("*.py")), ids=lambda f: str(f.relative_to(SOURCE)))
+def test_models_are_written_in_the_public_language(file: pathlib.Path):
+    """What a user's own model can import: `trellis` and `trellis.nn`; besides, other models, and the hub's engine."""
+    allowed = {"trellis", "trellis.nn", "trellis.nn.moe", "trellis.hub"}
+    if file.stem == "recipes":  # a recipe is a run
+        return
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("trellis"):
+            assert node.module in allowed or node.module.startswith("trellis.models"), f"line {node.lineno}"
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("trellis.") for alias in node.names), f"line {node.lineno}"
+
+
 def test_files_are_short():
     assert not [f"{f.relative_to(ROOT)}: {n} lines" for f in WRITTEN if (n := len(f.read_text().splitlines())) > 500]
 
@@ -98,3 +129,77 @@ def test_import_is_light():
     code = f"import sys, trellis; print([m for m in {heavy} if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert loaded.strip() == "[]"
+
+
+def test_a_proof_is_brought_in_when_it_is_asked_for():
+    code = "import sys, trellis; print([m for m in sys.modules if m.startswith(('trellis.plan', 'trellis.proof.'))])"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert loaded.strip() == "['trellis.proof.functions']"
+
+
+def test_every_public_name_is_the_same_whatever_is_imported():
+    """A module of the name of a function takes its place in the package when it is first imported."""
+    code = """
+import importlib, pkgutil, trellis
+before = {name: getattr(trellis, name) for name in trellis.__all__}
+for module in pkgutil.walk_packages(trellis.__path__, "trellis."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+print([name for name, value in before.items() if getattr(trellis, name) is not value])
+"""
+    changed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert changed.strip() == "[]"
+
+
+def defined(file: pathlib.Path) -> set[str]:
+    """The public names that a file defines."""
+    nodes = ast.parse(file.read_text()).body
+    named = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    assigned = {t.id for n in nodes if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)}
+    return {name for name in named | assigned if not name.startswith("_")}
+
+
+def test_ten_files_lead_from_the_command_to_the_first_step():
+    """The walk in ARCHITECTURE.md: each file is reached from one before it, by a name that it defines."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    part = text.partition("## From the command to the first step")[2].partition("\n## ")[0]
+    walk = [SOURCE / name for name in re.findall(r"^\| `([\w/]+\.py)` \|", part, re.MULTILINE)]
+    assert len(walk) == 10 and walk[0].name == "line.py" and walk[-1].name == "step.py"
+    for number, file in enumerate(walk[1:], start=1):
+        before = set(re.findall(r"\w+", "".join(other.read_text() for other in walk[:number])))
+        assert defined(file) & before, f"{file.name} is not reached from the files before it"
+
+
+def import_circles() -> list[list[str]]:
+    """Groups of modules that import each other while they are loaded. Imports inside functions come later."""
+    modules = {".".join(("trellis", *f.relative_to(SOURCE).with_suffix("").parts)): f for f in FILES}
+    modules = {name.removesuffix(".__init__"): f for name, f in modules.items()}
+    edges = {}
+    for name, file in modules.items():
+        package = tuple(name.split("."))[: None if file.name == "__init__.py" else -1]
+        body = ast.Module(
+            [n for n in ast.parse(file.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom)], []
+        )
+        found = {".".join(parts) for _, parts in imports(body, package)}
+        found = {n if n in modules else n.rpartition(".")[0] for n in found} & set(modules)
+        # A module's own packages are loading already when it is.
+        edges[name] = {n for n in found if not f"{name}.".startswith(f"{n}.")}
+    while True:  # what imports nothing that is left is in no circle
+        free = {name for name, others in edges.items() if not others & set(edges)}
+        if not free:
+            return [sorted(edges)] if edges else []
+        edges = {name: others for name, others in edges.items() if name not in free}
+
+
+def test_no_import_runs_in_a_circle():
+    assert not import_circles()
+
+
+def test_no_two_files_of_a_room_differ_by_an_ending():
+    """`fit` and `fitting`, `batch` and `batches`: nobody could say which holds what."""
+    ending = re.compile(r"(?<=\w{3})(ations?|ings?|ions?|ers?|ed|es|e|s)$")
+    rooms: dict[tuple[pathlib.Path, str], list[str]] = {}
+    for file in FILES:
+        if file.name != "__init__.py":
+            rooms.setdefault((file.parent, ending.sub("", file.stem)), []).append(file.stem)
+    assert not [names for names in rooms.values() if len(names) > 1]

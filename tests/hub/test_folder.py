@@ -13,11 +13,12 @@ from safetensors.numpy import load_file, save_file
 
 from tests.models.small import CONFIGS, POSITIONS, VOCAB
 from trellis.errors import UserError
-from trellis.hub import Folder, copy_tokenizer, from_config_json, to_config_json, write_folder, write_tokenizer
+from trellis.hub import Folder, copy_tokenizer, write_folder, write_tokenizer
+from trellis.hub.family import family_in
 from trellis.hub.keys import Key, key_of
 from trellis.hub.tensors import Tensor, TensorFile, write_tensors
 from trellis.mesh import Layout, make_mesh
-from trellis.models import GPTJConfig, LlamaConfig
+from trellis.models import FAMILIES, GPTJConfig, LlamaConfig
 from trellis.named import NamesError, abstract
 from trellis.nn.parameters import parameters
 
@@ -70,8 +71,8 @@ def test_onto_a_mesh(name, tmp_path, monkeypatch):
     """Every device gets what it holds, read once for all that hold it; the vocabulary is cut off and padded again."""
     config = CONFIGS[name]
     model = numbered(config.init(key=jax.random.key(0), vocab_multiple=64))
-    write_folder(tmp_path, config, model, part_of, positions=POSITIONS)
-    folder = Folder(tmp_path)
+    write_folder(tmp_path, FAMILIES[config.family], config, model, part_of, positions=POSITIONS)
+    folder = Folder(tmp_path, FAMILIES)
     assert all(VOCAB in folder._tensor(k, t[1]).shape for k, t in entries(folder) if "wte" in k or "embed_tok" in k)
 
     reads = []
@@ -123,11 +124,11 @@ def test_memory_is_bounded_by_a_tensor(tmp_path):
         return np.ones(parameter.leaf.array.shape[len(at) :], np.float32)
 
     tracemalloc.start()
-    write_folder(tmp_path, config, model, made, positions=64, shard_bytes=4 * one)
+    write_folder(tmp_path, FAMILIES[config.family], config, model, made, positions=64, shard_bytes=4 * one)
     written = tracemalloc.get_traced_memory()[1]
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
-    found = Folder(tmp_path).load(model)
+    found = Folder(tmp_path, FAMILIES).load(model)
     read = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()
     assert all((leaf == 1).all() for leaf in jax.tree.leaves(found))
@@ -137,16 +138,18 @@ def test_memory_is_bounded_by_a_tensor(tmp_path):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configurations_come_back(name):
     config = CONFIGS[name]
-    hub = to_config_json(config, positions=POSITIONS, dtype="float32")
-    assert from_config_json(json.loads(json.dumps(hub)), "config.json") == config
+    family = FAMILIES[config.family]
+    hub = json.loads(json.dumps(family.to_config_json(config, positions=POSITIONS, dtype="float32")))
+    assert family_in(FAMILIES, hub, "config.json") is family
+    assert family.from_config_json(hub, "config.json") == config
     old = {k: v for k, v in hub.items() if k != "rope_parameters"}  # as transformers 4 writes it
-    assert from_config_json(old, "config.json") == config
+    assert family.from_config_json(old, "config.json") == config
 
 
 def test_a_bias_that_the_model_has_not(tmp_path):
     config = GPTJConfig(vocab=61, embed=16, layers=1, heads=2, rotary_dim=4, mlp=32)
-    write_folder(tmp_path, config, config.init(key=jax.random.key(0)), part_of, positions=8)
-    found = Folder(tmp_path)
+    write_folder(tmp_path, FAMILIES[config.family], config, config.init(key=jax.random.key(0)), part_of, positions=8)
+    found = Folder(tmp_path, FAMILIES)
     assert found.config.head_bias
     model = found.load(jax.eval_shape(lambda: found.config.init(key=jax.random.key(0))))
     assert model.unembedding_bias.shape == {"vocab": 61} and not model.unembedding_bias.array.any()
@@ -156,10 +159,10 @@ def test_names_without_the_models_prefix(tmp_path):
     """OpenAI's GPT-2 names its tensors `h.0...`, not `transformer.h.0...`."""
     config = CONFIGS["gpt2"]
     model = numbered(config.init(key=jax.random.key(0)))
-    (weights, _) = write_folder(tmp_path, config, model, part_of, positions=POSITIONS)
+    (weights, _) = write_folder(tmp_path, FAMILIES[config.family], config, model, part_of, positions=POSITIONS)
     arrays = {name.removeprefix("transformer."): x for name, x in load_file(weights).items()}
     save_file(arrays, weights)
-    found = Folder(tmp_path).load(model)
+    found = Folder(tmp_path, FAMILIES).load(model)
     assert all((a == b).all() for a, b in zip(*map(jax.tree.leaves, (found, model)), strict=True))
 
 
@@ -174,7 +177,14 @@ def test_tokenizers_go_along(tmp_path):
 def good(tmp_path):
     """A small folder."""
     config = CONFIGS["llama"]
-    write_folder(tmp_path / "hf", config, config.init(key=jax.random.key(0)), part_of, positions=POSITIONS)
+    write_folder(
+        tmp_path / "hf",
+        FAMILIES[config.family],
+        config,
+        config.init(key=jax.random.key(0)),
+        part_of,
+        positions=POSITIONS,
+    )
     return tmp_path / "hf"
 
 
@@ -202,7 +212,7 @@ def change(folder, **fields):
 def test_refused_configurations(good, fields, message):
     change(good, **fields)
     with pytest.raises(UserError) as error:
-        Folder(good)
+        Folder(good, FAMILIES)
     assert str(error.value).startswith(message)
 
 
@@ -211,13 +221,13 @@ def test_refused_folders(good, tmp_path):
 
     def refused(message):
         with pytest.raises(UserError) as error:
-            Folder(good).load(target)
+            Folder(good, FAMILIES).load(target)
         assert str(error.value).startswith(message)
 
     with pytest.raises(UserError, match=r"has a config\.json\.\n  seen:  no such folder"):
-        Folder(tmp_path / "nowhere")
+        Folder(tmp_path / "nowhere", FAMILIES)
     with pytest.raises(UserError, match=r"An export goes to a folder of its own\.\n  seen:  model\.safetensors"):
-        write_folder(good, CONFIGS["llama"], target, part_of, positions=POSITIONS)
+        write_folder(good, FAMILIES[CONFIGS["llama"].family], CONFIGS["llama"], target, part_of, positions=POSITIONS)
     weights = good / "model.safetensors"
     arrays = load_file(weights)
     save_file({k: v for k, v in arrays.items() if k != "lm_head.weight"}, weights)
@@ -238,9 +248,7 @@ def test_refused_folders(good, tmp_path):
 def test_refused_exports(tmp_path):
     config = GPTJConfig(vocab=61, embed=16, layers=1, heads=2, rotary_dim=4, mlp=32, rope_theta=5e5)
     with pytest.raises(UserError, match=r"frequencies of base 10000\.\n  seen:  rope_theta=500000"):
-        to_config_json(config, positions=8, dtype="float32")
-    with pytest.raises(UserError, match=r"a family that Hugging Face has\.\n  seen:  int"):
-        to_config_json(3, positions=8, dtype="float32")
+        FAMILIES["gptj"].to_config_json(config, positions=8, dtype="float32")
     (first, *_) = parameters(config.init(key=jax.random.key(0)))
     with pytest.raises(NamesError, match="has a key with its dimensions, got embedding of 'vocab embed'"):
         key_of({"embedding": Key("wte", "vocab mlp")}, first)

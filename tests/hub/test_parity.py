@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.models.small import CONFIGS, POSITIONS, VOCAB
-from trellis.hub import FAMILIES, Folder, to_config_json, write_folder
+from trellis.hub import Folder, write_folder
 from trellis.hub.keys import key_of
+from trellis.models import FAMILIES
 from trellis.named import einsum, named
 from trellis.nn.parameters import parameters
 
@@ -40,7 +41,7 @@ def theirs(torch, config, tmp_path):
     """Their model with random weights, biases and norms included, and the folder that they saved it to."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    contents = to_config_json(config, positions=POSITIONS, dtype="float32")
+    contents = FAMILIES[config.family].to_config_json(config, positions=POSITIONS, dtype="float32")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         described = AutoConfig.for_model(**contents)
@@ -54,8 +55,8 @@ def theirs(torch, config, tmp_path):
 
 
 def logits(model, tokens):
-    out = einsum("batch pos embed, vocab embed -> batch pos vocab", model(tokens), model.unembedding)
-    bias = getattr(model, "unembedding_bias", None)
+    out = einsum("batch pos embed, vocab embed -> batch pos vocab", model(tokens).hidden, model.unembedding)
+    bias = model.unembedding_bias
     return out if bias is None else out + bias
 
 
@@ -88,7 +89,7 @@ def as_saved(model):
 
 def test_logits_gradients_and_folders(torch, config, theirs, tmp_path):
     model, folder = theirs
-    found = Folder(folder)
+    found = Folder(folder, FAMILIES)
     assert found.config == config
     ours = found.load(jax.eval_shape(lambda: config.init(key=jax.random.key(0))))
 
@@ -99,7 +100,7 @@ def test_logits_gradients_and_folders(torch, config, theirs, tmp_path):
     np.testing.assert_allclose(mine.array, out.detach().numpy(), atol=1e-4)
 
     grads = dict(as_saved(model))
-    family = next(f for f in FAMILIES.values() if isinstance(config, f.config))
+    family = FAMILIES[config.family]
     for p in parameters(gradients):
         key = key_of(family.keys, p)
         names = p.names[key.counts :]
@@ -109,7 +110,7 @@ def test_logits_gradients_and_folders(torch, config, theirs, tmp_path):
                 key.write(part_of(p, at), names), grads[text], atol=1e-3, rtol=1e-3, err_msg=text
             )
 
-    files = write_folder(tmp_path / "ours", config, ours, part_of, positions=POSITIONS, shard_bytes=20_000)
+    files = write_folder(tmp_path / "ours", family, config, ours, part_of, positions=POSITIONS, shard_bytes=20_000)
     assert sum(f.suffix == ".safetensors" for f in files) > 1
     from transformers import AutoModelForCausalLM
 
@@ -128,12 +129,12 @@ def test_experts_that_are_stored_together(torch, tmp_path):
     config = CONFIGS["mixtral"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        contents = to_config_json(config, positions=POSITIONS, dtype="float32")
+        contents = FAMILIES[config.family].to_config_json(config, positions=POSITIONS, dtype="float32")
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**contents))
         model.save_pretrained(tmp_path / "apart")
         model.save_pretrained(tmp_path / "together", save_original_format=False)
     target = jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
-    apart, together = (Folder(tmp_path / name) for name in ("apart", "together"))
+    apart, together = (Folder(tmp_path / name, FAMILIES) for name in ("apart", "together"))
     assert not set(apart._place) == set(together._place)
     for a, b in zip(*(jax.tree.leaves(f.load(target)) for f in (apart, together)), strict=True):
         np.testing.assert_array_equal(a, b)

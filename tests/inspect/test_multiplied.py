@@ -31,7 +31,7 @@ def test_declared_roles_are_what_the_program_does(name):
     model = jax.eval_shape(lambda: CONFIGS[name].init(key=jax.random.key(0), vocab_multiple=8))
     ids = tr.named(jnp.zeros((2, 8), jnp.int32), "batch pos")
     batch = Batch(tokens=ids, targets=ids, loss_mask=ids.astype(bool), segment_ids=None, positions=None)
-    program = trace(lambda model: batch_loss(model, batch, StepOptions()).total, model)
+    program = trace(lambda model: batch_loss(model, batch, StepOptions())[0].total, model)
     declared = {p.path for p in parameters(model) if p.role == Role.WEIGHT}
     tied = {"embedding"} if model.unembedding is model.embedding else set()  # looked up, and multiplied in the loss
     assert multiplied(program) == declared | tied

@@ -9,10 +9,11 @@ import pytest
 from jax.sharding import AxisType
 
 from trellis.mesh import all_gather, make_mesh, reshard
-from trellis.mesh.manual.shard_map import einsum_plain as einsum
-from trellis.mesh.manual.shard_map import shard_map, shift
-from trellis.named import ELEMENTWISE, named
+from trellis.mesh.manual.einsum import einsum_plain as einsum
+from trellis.mesh.manual.shard_map import shard_map
+from trellis.mesh.manual.shift import shift
 from trellis.named import einsum as named_einsum
+from trellis.named import named, tanh
 from trellis.notation import NotationError, PendingSumError, Stack, TypeMismatch, abstract, f32, i32, struct, typeof
 
 
@@ -349,7 +350,7 @@ def test_named_arrays_with_axes_left(mesh):
         x: f32["batch/d embed"], up: f32["embed hidden/m"], down: f32["hidden/m embed"]
     ) -> f32["batch/d embed"]:
         mid = named_einsum("batch embed, embed hidden -> batch hidden", x, up)
-        out = named_einsum("batch hidden, hidden embed -> batch embed", ELEMENTWISE["tanh"](mid), down, settle=False)
+        out = named_einsum("batch hidden, hidden embed -> batch embed", tanh(mid), down, settle=False)
         return out if forget else reshard("batch/d embed +m -> batch/d embed", out)
 
     with jax.set_mesh(mesh):

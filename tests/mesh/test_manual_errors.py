@@ -6,8 +6,10 @@ import pytest
 
 from tests.mesh.told import told
 from trellis.mesh import ReshardError, all_gather, make_mesh, reduce_scatter, reshard
-from trellis.mesh.manual.shard_map import TransitionError, shard_map, shift
-from trellis.mesh.manual.shard_map import einsum_plain as einsum
+from trellis.mesh.manual.einsum import einsum_plain as einsum
+from trellis.mesh.manual.reshard import TransitionError
+from trellis.mesh.manual.shard_map import shard_map
+from trellis.mesh.manual.shift import shift
 from trellis.named import named
 from trellis.notation import NotationError, TypeMismatch, abstract, bf16, f32
 

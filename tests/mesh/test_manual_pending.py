@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from trellis.mesh import make_mesh, reshard
-from trellis.mesh.manual.shard_map import PendingSumError, shard_map
-from trellis.mesh.manual.shard_map import einsum_plain as einsum
-from trellis.notation import NotationError, abstract, f32
+from trellis.mesh.manual.einsum import einsum_plain as einsum
+from trellis.mesh.manual.shard_map import shard_map
+from trellis.notation import NotationError, PendingSumError, abstract, f32
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 
 from trellis.mesh import reshard
-from trellis.mesh.manual.shard_map import einsum_plain as einsum
+from trellis.mesh.manual.einsum import einsum_plain as einsum
 from trellis.mesh.manual.shard_map import shard_map
 from trellis.notation import ArrayType, Dim, NotationError, Shape
 

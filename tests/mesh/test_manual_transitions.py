@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 
 from tests.mesh.told import told
 from trellis.mesh.manual.ops import mark_pending
-from trellis.mesh.manual.shard_map import TransitionError, manual_reshard, shard_map
+from trellis.mesh.manual.reshard import TransitionError, manual_reshard
+from trellis.mesh.manual.shard_map import shard_map
 from trellis.notation import ArrayType, Dim, NotationError, Shape, parse_transition, spec_of
 from trellis.notation.binding import real_axes
 from trellis.notation.transition import kind_of, plan

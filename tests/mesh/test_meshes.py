@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from trellis import Layout, MeshError, NotationError, current_layout, make_mesh
-from trellis.mesh.meshes import _arrange
+from trellis.mesh.meshes import arrange
 
 
 def test_axes_are_ordered_from_rarely_to_often_talking():
@@ -31,15 +31,15 @@ class Device:
 
 def test_hosts_lie_along_the_outermost_axes():
     devices = [Device(id, id // 4) for id in range(8)]
-    hosts = [[d.process_index for d in row] for row in _arrange(devices[::-1], ["data", "model"], [4, 2])]
+    hosts = [[d.process_index for d in row] for row in arrange(devices[::-1], ["data", "model"], [4, 2])]
     assert hosts == [[0, 0], [0, 0], [1, 1], [1, 1]]
-    hosts = [[d.process_index for d in row] for row in _arrange(devices, ["data", "model"], [2, 4])]
+    hosts = [[d.process_index for d in row] for row in arrange(devices, ["data", "model"], [2, 4])]
     assert hosts == [[0] * 4, [1] * 4]
 
 
 def test_axes_that_do_not_divide_over_hosts_are_refused():
     with pytest.raises(MeshError, match=r"divide over its hosts, got \{'data': 4, 'model': 3\} for 5 of them"):
-        _arrange([Device(id, id % 5) for id in range(12)], ["data", "model"], [4, 3])
+        arrange([Device(id, id % 5) for id in range(12)], ["data", "model"], [4, 3])
 
 
 @pytest.mark.parametrize(

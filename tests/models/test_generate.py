@@ -27,7 +27,7 @@ def recomputed(model, rows, count):
 
     @jax.jit
     def logits(tokens):
-        return einsum("batch pos embed, vocab embed -> batch pos vocab", model(tokens), model.unembedding).array
+        return einsum("batch pos embed, vocab embed -> batch pos vocab", model(tokens).hidden, model.unembedding).array
 
     for i in range(count):
         padded = [row + [0] * (count - i) for row in rows]  # later tokens change nothing: one compilation

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import trellis as tr
-from trellis.named.product import product
+from trellis.named.backend import product
 from trellis.program.reading import jaxprs_in
 
 

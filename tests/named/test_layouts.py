@@ -106,11 +106,11 @@ def test_partial_sums_may_wait_and_be_settled_once():
     ("use", "what"),
     [
         (lambda p: tr.exp(p), "exp"),
-        (lambda p: p * p, "multiply"),
-        (lambda p: p + 1.0, "adding something that is not the same partial sum"),
+        (lambda p: p * p, "multiply of it with something else than a number"),
+        (lambda p: p + 1.0, "add of it and something that is not the same partial sum"),
         (lambda p: p.max("embed"), "max"),
         (lambda p: tr.softmax(p, "embed"), "softmax"),
-        (lambda p: tr.dot(p, p, over="embed"), "a product of it with something"),
+        (lambda p: tr.dot(p, p, over="embed"), "dot"),
         (lambda p: p["embed", 0], "indexing"),
     ],
 )
@@ -118,9 +118,9 @@ def test_nonlinear_operations_on_partial_sums_name_the_forgotten_reshard(use, wh
     with layout():
         x, w = tr.shard(numbers("batch", "mlp"), "compute"), tr.shard(numbers("mlp", "embed"), "compute")
         message = (
-            rf"{what} is not linear, and each device holds only a partial sum, "
-            r"got f32\[batch/data=8 embed=16 \+model\]: "
-            r'sum first, with reshard\("batch/data embed \+model -> batch/data embed", x\)'
+            rf"only linear operations take partial sums, got {what} of "
+            r"f32\[batch/data=8 embed=16 \+model\]: write "
+            r'reshard\("batch/data embed \+model -> batch/data embed", ...\) before, or settle\(...\)'
         )
         with pytest.raises(tr.PendingSumError, match=message):
             jax.eval_shape(lambda x, w: use(tr.dot(x, w, over="mlp", settle=False)), x, w)

@@ -78,7 +78,7 @@ def test_in_bfloat16_sums_over_the_ring_are_float32():
 
 def test_products_of_one_operand_share_its_passing():
     def two(x, a, b):
-        return sum(tr.dot(x, w, over="embed").sum().array for w in (a, b))
+        return sum(y.sum().array for y in tr.dot_each(x, (a, b), over="embed"))
 
     with layout():
         x, w = tr.shard(coded("batch", "pos", "embed"), "compute"), tr.shard(coded("embed", "mlp"))

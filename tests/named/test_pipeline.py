@@ -146,7 +146,7 @@ def test_random_keys_differ_between_microbatches():
         w: NamedArray
 
         def __call__(self, x, key):
-            return x + random.normal(key.array, x.axes)
+            return x + random.normal(key, x.axes)
 
     with layout(2, pipeline_microbatches=4):
         stacked = Stacked(Noise(random.normal(jax.random.key(0), {"layers": 2, "embed": EMBED})), Axis("layers", 2))

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trellis.mesh.meshes import make_mesh
-from trellis.named.product import product
+from trellis.named.backend import product
 
 # Shapes and the summed dimensions: one or several, in either order, with the narrower operand on either side.
 CASES = [
@@ -56,7 +56,7 @@ def test_gradients_lie_where_their_values_do(widths, copied):
         def total(x, w, weights):
             if copied:
                 x, w = jax.reshard(x, P("data", reduced={"model"})), jax.reshard(w, P(None, "model", reduced={"data"}))
-            out = product(x, w, numbers, out_sharding=P("data", None, "model"))
+            out = product(x, w, numbers, spec=P("data", None, "model"))
             return jnp.sum(out * weights)
 
         arrays = put(x, "data"), put(w, None, "model"), put(weights, "data", None, "model")
@@ -76,7 +76,7 @@ def test_a_pending_sum_goes_through():
         )
 
         def total(a, b):
-            out = product(a, b, (((1,), (0,)), ((), ())), out_sharding=P(unreduced={"model"}))
+            out = product(a, b, (((1,), (0,)), ((), ())), spec=P(unreduced={"model"}))
             return jnp.sum(jax.reshard(out, P(None, None)) ** 2)
 
         seen = jax.jit(jax.grad(total, (0, 1)))(a_there, b_there)

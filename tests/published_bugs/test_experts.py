@@ -22,7 +22,7 @@ from trellis.optim import make_optimizer
 from trellis.optim.config import AdamW, Constant
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.state import TrainState
-from trellis.train.step import StepOptions, make_step, measured_gradients
+from trellis.train.step import StepOptions, loss_and_gradients, make_step
 
 CONFIG = dataclasses.replace(CONFIGS["mixtral"], routing=Routing(balance=0.5, z_loss=0.1))
 MESHES = {
@@ -47,7 +47,7 @@ def model():
 
 
 def run(jit, model, data):
-    found = jit(lambda m, b: measured_gradients(m, b, StepOptions()))(model, data)
+    found = jit(lambda m, b: loss_and_gradients(m, b, StepOptions()))(model, data)
     return *jax.device_get(found), float(jit(optax.tree.norm)(found[2]))
 
 

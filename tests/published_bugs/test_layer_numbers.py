@@ -9,7 +9,7 @@ import pytest
 
 import trellis as tr
 from trellis import Axis
-from trellis.checkpoint.checkpoints import Checkpoints
+from trellis.checkpoints.checkpoints import Checkpoints
 
 LAYERS, EMBED, MLP = Axis("layers", 8), Axis("embed", 4), Axis("mlp", 6)
 

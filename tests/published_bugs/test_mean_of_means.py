@@ -89,11 +89,11 @@ def batch():
 
 @pytest.mark.slow
 def test_15_explicit_the_train_step_divides_by_the_tokens_of_the_whole_batch(mesh):
-    one, gradient = loss_and_gradients(Llama.init(CONFIG, key=jax.random.key(0)), batch(), StepOptions())
+    one, _, gradient = loss_and_gradients(Llama.init(CONFIG, key=jax.random.key(0)), batch(), StepOptions())
     with tr.Layout(mesh, compute={"batch": "data"}):
         options = StepOptions(microbatches=2)
         model, data = tr.shard(Llama.init(CONFIG, key=jax.random.key(0)), "params"), tr.shard(batch())
-        sums, got = jax.jit(lambda model, data: loss_and_gradients(model, data, options))(model, data)
+        sums, _, got = jax.jit(lambda model, data: loss_and_gradients(model, data, options))(model, data)
     np.testing.assert_allclose(sums.tokens, np.sum(MASK))
     np.testing.assert_allclose(sums.total, one.total, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), got, gradient)

@@ -24,6 +24,7 @@ from trellis.run.config import (
     Run,
 )
 from trellis.run.data import EmbeddedSource, MixturePart, MixtureSource, PartWeight
+from trellis.run.overrides import every_field
 from trellis.run.schema import fields_of, members, tag_of
 
 
@@ -279,3 +280,18 @@ def test_batch_sizes_in_both_forms():
 
 def test_processes_may_be_partly_detected():
     assert Distributed(coordinator="host:1").processes is None
+
+
+ADVICE = re.compile(r"(?:^|[.;:] )(?:Add|Change|Choose|Give|Leave|Lower|Name|Raise|Set) ")
+
+
+def test_every_field_says_when_one_would_change_it():
+    """Its doc has a sentence that says what to do with it, and when; parts with fields of their own say it there."""
+    silent = {
+        name
+        for name, field in every_field(Run)
+        if not ADVICE.search(field.doc)
+        and not any(dataclasses.is_dataclass(member) for member in members(field.type) if tag_of(member) is None)
+        and not (typing.get_origin(field.type) is typing.Literal and len(typing.get_args(field.type)) == 1)
+    }
+    assert silent == {"model", "optimizer", "schedule"}

@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from trellis.errors import UserError
+from trellis.frozen import FrozenMap
 from trellis.run.run_file import to_yaml
-from trellis.run.schema import FrozenMap, build, fields_of, plain
+from trellis.run.schema import build, fields_of, plain
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,13 +13,13 @@ from trellis.inspect.ledger import ledger_of
 from trellis.models import MixtralConfig
 from trellis.named import is_named
 from trellis.named.saving import nothing, products, saved
+from trellis.nn import Precision
 from trellis.recipes import tiny
-from trellis.run.config import BatchSize, Precision, Remat
+from trellis.run.config import BatchSize, Remat
 from trellis.run.layouts import LayoutChoice, MeshSizes
 from trellis.train.assemble import assemble, keep_of, vocab_multiple
 from trellis.train.evaluation import Evaluator, ValidationSet
 from trellis.train.flops import flops_per_token, known_peak, matmul_parameters
-from trellis.train.state import cast
 from trellis.train.step import batch_loss
 from trellis.train.summary import arrays, describe, num_parameters, run_tokens, sections, step_program
 
@@ -147,7 +147,7 @@ def test_evaluation_adds_up_over_batches_sets_and_devices(assembled, state, sets
     nats, tokens, text = {}, {}, {}
     for name, chosen in sets.items():
         batches = [chosen.batches.batch(i) for i in range(chosen.num_batches)]
-        sums = [batch_loss(one, b.named(), assembled.options) for b in batches]
+        sums = [batch_loss(one, b.named(), assembled.options)[0] for b in batches]
         nats[name], tokens[name] = (sum(float(getattr(s, f)) for s in sums) for f in ("cross_entropy", "tokens"))
         text[name] = sum(count_bytes(chosen.store, b) for b in batches)
         assert tokens[name] == sum(float(b.loss_mask.sum()) for b in batches) > 0
@@ -213,7 +213,7 @@ def test_the_compiler_may_place_instead(run):
         state = found.init()
     table = state.model.embedding.array
     assert table.sharding.shard_shape(table.shape) == (129, 8)
-    assert cast(state.model, "bfloat16").embedding.dtype == jnp.bfloat16
+    assert Precision(compute="bfloat16").in_use(state.model).embedding.dtype == jnp.bfloat16
     program = step_program(found)
     said = describe(sections(found, program, ledger_of(program), tokens=None))
     assert "moves    what the compiler chooses along data, model (auto mode)" in said

@@ -181,9 +181,9 @@ def test_progress_on_a_terminal_rewrites_its_line(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()
     progress = Progress(100, stream=stream)
-    progress.update({**LINE, "step": 50})
-    progress.update({**LINE, "step": 100})
+    for step, loss in ((25, 4.0), (50, 2.0), (100, 1.0)):
+        progress.update({**LINE, "step": step, "loss": loss})
     progress.close()
-    bars = stream.getvalue().split("\r\x1b[K")
-    assert "━" * 15 + "╌" * 15 in bars[1] and "━" * 30 in bars[2]
-    assert bars[2].endswith("\n") and all(len(bar.rstrip()) < 120 for bar in bars)
+    _, *bars = stream.getvalue().split("\r\x1b[K")
+    assert [bar.split("  ")[0] for bar in bars] == ["▁", "█▁", "█▃▁"], "the curve of the loss so far"
+    assert bars[-1].endswith("\n") and all(len(bar.rstrip()) < 120 for bar in bars)

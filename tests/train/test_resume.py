@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.train.small import VOCAB, curve, last_line, started, trellis
-from trellis.checkpoint.checkpoints import Checkpoints
+from trellis.checkpoints.checkpoints import Checkpoints
 from trellis.run.folder import open_run
 from trellis.train.assemble import assemble
 

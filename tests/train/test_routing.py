@@ -22,7 +22,7 @@ from trellis.optim.config import Adafactor, AdamW, Constant, Lion, Muon
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.flops import matmul_parameters
 from trellis.train.state import TrainState
-from trellis.train.step import StepOptions, make_step, measured_gradients
+from trellis.train.step import StepOptions, loss_and_gradients, make_step
 
 WEIGHTS = dict(balance=0.5, z_loss=0.1)
 ROUTING = {
@@ -63,7 +63,7 @@ def whole(routing):
 
 
 def run(jit, model, data, options):
-    return jax.device_get(jit(lambda m, b: measured_gradients(m, b, options))(model, data))
+    return jax.device_get(jit(lambda m, b: loss_and_gradients(m, b, options))(model, data))
 
 
 def test_utilisation_counts_the_experts_that_a_token_meets():
@@ -109,7 +109,7 @@ def test_the_losses_are_in_the_gradient():
     """The routers' gradients are another without the routers' losses, and the loss that is reported is not."""
     plain = dataclasses.replace(CONFIGS["mixtral"], routing=Routing())
     model = model_of("batch")
-    experts = dataclasses.replace(model.layers.block.mlp, config=plain)
+    experts = dataclasses.replace(model.layers.block.mlp, routing=plain.routing)
     layers = dataclasses.replace(model.layers, block=dataclasses.replace(model.layers.block, mlp=experts))
     without = dataclasses.replace(model, layers=layers, config=plain)
     sums, routed, gradients = run(jax.jit, without, batch(), StepOptions())

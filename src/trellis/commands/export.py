@@ -24,6 +24,7 @@ def execute(args: argparse.Namespace) -> int:
 
     from trellis.hardware.platform import choose_platform
     from trellis.hub import copy_tokenizer, write_folder, write_tokenizer
+    from trellis.models import FAMILIES
     from trellis.run.folder import open_run
     from trellis.train.assemble import assemble
     from trellis.train.restoring import checkpoint_reader, for_use, tokenizer_of
@@ -32,7 +33,7 @@ def execute(args: argparse.Namespace) -> int:
     run = open_run(folder)
     choose_platform()
     assembled = assemble(for_use(run, 1), jax.devices("cpu")[:1])
-    positions = getattr(run.model, "positions", run.data.sequence_length)
+    positions = run.model.positions or run.data.sequence_length
     chosen = run.data.tokenizer
     tokenizer = tokenizer_of(run)
     if tokenizer is None:
@@ -41,7 +42,9 @@ def execute(args: argparse.Namespace) -> int:
     step, read = checkpoint_reader(folder, run, assembled.abstract, step=args.step)
     more = {"bos_token_id": end, "eos_token_id": end}
     model = assembled.abstract.model
-    files = write_folder(to, run.model, model, read, dtype=args.dtype, positions=positions, more=more)
+    files = write_folder(
+        to, FAMILIES[run.model.family], run.model, model, read, dtype=args.dtype, positions=positions, more=more
+    )
     if chosen is not None and Path(chosen).is_dir():
         files += copy_tokenizer(sorted(Path(chosen).iterdir()), to)
     elif tokenizer is not None:

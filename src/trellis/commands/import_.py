@@ -19,13 +19,14 @@ def execute(args: argparse.Namespace) -> int:
     """`trellis import`."""
     import jax
 
-    from trellis.checkpoint.checkpoints import Checkpoints
+    from trellis.checkpoints.checkpoints import Checkpoints
     from trellis.hub import Folder, copy_tokenizer
+    from trellis.models import FAMILIES
     from trellis.run.folder import claim, new_folder
     from trellis.train.assemble import assemble
     from trellis.train.devices import find_devices
 
-    source = Folder(args.source)
+    source = Folder(args.source, FAMILIES)
     files = source.tokenizer_files()
     name = source.path.resolve().name
     run = dataclasses.replace(args.run, name=name, model=source.config)

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,10 +63,19 @@ def execute(args: argparse.Namespace) -> int:
     with alone(folder) if is_first() else contextlib.nullcontext():
         claim(folder, run, write=is_first())
         try:
-            return train_run(run, folder, devices, until=args.until)
+            code = train_run(run, folder, devices, until=args.until)
         finally:
             if is_first():
                 _report(folder)
+        if code == 0 and is_first() and args.until is None:
+            print(_NEXT.format(folder=folder))
+        return code
+
+
+# Three things to do with a run that has ended.
+_NEXT = """next     trellis generate {folder} --prompt "def "    more text, from a beginning of yours
+         trellis compare {folder} OTHER_RUN    beside a run with another model, rate or batch
+         trellis tokenize texts/*.txt --out stores/mine --train-bpe 4096    your own text, for a run of your own"""
 
 
 def _report(folder: Path) -> None:
@@ -74,7 +84,10 @@ def _report(folder: Path) -> None:
     from trellis.run.folder import has_begun
 
     if has_begun(folder) and (folder / "metrics.jsonl").exists():
-        print(f"report   {write_report(folder)}")
+        try:
+            print(f"report   {write_report(folder)}")
+        except OSError as error:
+            print(f"report   not written: {error.strerror}", file=sys.stderr)
 
 
 def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | None = None) -> int:

@@ -1,7 +1,7 @@
 """Text in, exactly reproducible batches out: source -> tokenizer -> store -> order -> loader."""
 
 from trellis.data.batch import Batch
-from trellis.data.batches import Batches
+from trellis.data.batch_sequence import Batches
 from trellis.data.embedded import embedded_stores
 from trellis.data.evaluation import count_bytes
 from trellis.data.loader import Loader

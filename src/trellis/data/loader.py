@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from trellis.data.batch import Batch
-from trellis.data.batches import Batches
+from trellis.data.batch_sequence import Batches
 from trellis.errors import UserError
 
 

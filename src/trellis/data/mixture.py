@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 
 from trellis.data.batch import Batch
-from trellis.data.batches import Batches, BatchSizes, Rows
+from trellis.data.batch_sequence import Batches, BatchSizes, Rows
 from trellis.data.order.order import Shuffle
 from trellis.data.order.packing import pick
 from trellis.data.order.permutation import Permutation, derive_key

@@ -1,10 +1,10 @@
 """Folders of files, on this machine or behind fsspec (S3, GCS, Hugging Face, HTTP), read by byte range."""
 
-import errno
 import os
 import time
 
 from trellis.errors import UserError
+from trellis.files import no_room
 
 ATTEMPTS = 5
 FIRST_PAUSE = 0.2  # seconds; doubled after every failed attempt
@@ -183,7 +183,7 @@ def open_folder(url: str) -> LocalFolder | RemoteFolder:
 
 
 def _cannot_write(error, path, size):
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if no_room(error):
         return UserError(
             "The disk of a store has room for it.",
             seen=f"{error.strerror} while writing {size:,} bytes",

@@ -1,14 +1,7 @@
-"""Hugging Face folders in and out."""
+"""Hugging Face folders in and out. What a family looks like there is said in its own folder, `models/FAMILY/hub.py`."""
 
-from .families import FAMILIES, from_config_json, to_config_json
-from .folder import Folder, copy_tokenizer, write_folder, write_tokenizer
+from trellis.hub.family import Family
+from trellis.hub.folder import Folder, copy_tokenizer, write_folder, write_tokenizer
+from trellis.hub.keys import Key
 
-__all__ = [
-    "FAMILIES",
-    "Folder",
-    "copy_tokenizer",
-    "from_config_json",
-    "to_config_json",
-    "write_folder",
-    "write_tokenizer",
-]
+__all__ = ["Family", "Folder", "Key", "copy_tokenizer", "write_folder", "write_tokenizer"]

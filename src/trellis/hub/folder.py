@@ -5,19 +5,18 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from trellis.errors import UserError, did_you_mean
-from trellis.models import ModelConfig
+from trellis.hub.family import Family, family_in
+from trellis.hub.keys import Key, key_of
+from trellis.hub.tensors import DTYPES, Tensor, TensorFile, in_shards, write_tensors
 from trellis.named import NamedArray, is_named
 from trellis.nn.parameters import Parameter, parameters
-
-from .families import family_of, from_config_json, to_config_json
-from .keys import Key, key_of
-from .tensors import DTYPES, Tensor, TensorFile, in_shards, write_tensors
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,15 +38,20 @@ DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 class Folder:
     """A folder to read from.
 
+    Args:
+        path: the folder.
+        families: those that it may be of, by what `config.json` calls them.
+
     Attributes:
         path: the folder.
+        family: that of its model.
         config: our configuration of its model.
 
     Raises:
         UserError: it is not there, or of a kind that is not known here.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, families: Mapping[str, Family]):
         self.path = Path(path)
         config = self.path / "config.json"
         if not config.is_file():
@@ -58,7 +62,8 @@ class Folder:
                 fix="give a folder that `save_pretrained` or `huggingface-cli download` wrote",
             )
         self.hub = _json(config)
-        self.config: ModelConfig = from_config_json(self.hub, str(config))
+        self.family = family_in(families, self.hub, str(config))
+        self.config: Any = self.family.from_config_json(self.hub, str(config))
         self._files: dict[str, TensorFile] = {}
         self._place = self._weight_map()
 
@@ -77,10 +82,9 @@ class Folder:
         Raises:
             UserError: a parameter is not in the folder, or has another shape there.
         """
-        family = family_of(self.config)
 
         def load(parameter: Parameter) -> NamedArray:
-            return NamedArray(self._load(parameter, key_of(family.keys, parameter)), parameter.names)
+            return NamedArray(self._load(parameter, key_of(self.family.keys, parameter)), parameter.names)
 
         with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):  # single devices' parts, then whole arrays
             leaves = [load(parameter) for parameter in parameters(model)]
@@ -123,7 +127,7 @@ class Folder:
         # Some folders leave out the name that the model has within `...ForCausalLM`.
         name = next((n for n in (text, text.partition(".")[2]) if n in self._place), None)
         take: Callable = lambda tensor: tensor
-        if name is None and (elsewhere := family_of(self.config).elsewhere) is not None:
+        if name is None and (elsewhere := self.family.elsewhere) is not None:
             other, take = elsewhere(text)
             name = other if other in self._place else None
         if name is None:
@@ -162,7 +166,8 @@ class Folder:
 
 def write_folder(
     to: str | Path,
-    config: ModelConfig,
+    family: Family,
+    config: Any,
     model,
     read: Callable[[Parameter, At], np.ndarray],
     *,
@@ -175,6 +180,7 @@ def write_folder(
 
     Args:
         to: the folder; made where it is not there.
+        family: the model's.
         config: our configuration.
         model: the model; only its structure, names and shapes are looked at.
         read: gives a parameter's values at some positions of its first names: of one layer, or of one expert of one
@@ -188,14 +194,14 @@ def write_folder(
         The files.
 
     Raises:
-        UserError: the family has no form at Hugging Face, or the folder holds weights already.
+        UserError: this model has no form at Hugging Face, or the folder holds weights already.
     """
-    to, family = Path(to), family_of(config)
+    to = Path(to)
     to.mkdir(parents=True, exist_ok=True)
     if there := sorted(to.glob("*.safetensors")):
         fix = "give another folder, or remove what is there"
         raise UserError("An export goes to a folder of its own.", seen=there[0].name, where=str(to), fix=fix)
-    contents = to_config_json(config, positions=positions, dtype=dtype) | dict(more or {})
+    contents = family.to_config_json(config, positions=positions, dtype=dtype) | dict(more or {})
     kind = np.dtype(DTYPES[DTYPE_NAMES[dtype]])
     tensors = [t for p in parameters(model) for t in _tensors(p, key_of(family.keys, p), config.vocab, kind, read)]
     known = {t.name for t in tensors}

@@ -69,6 +69,8 @@ class Instruction:
         op: the operation, as in `all-gather-start`.
         operands: names.
         attributes: everything after the operands, as text.
+        literal: what stands between the brackets, as text: a constant's value, a parameter's number.
+        root: whether it is its computation's result.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     literal: str = ""
+    root: bool = False
 
     @property
     def results(self) -> list[Array]:
@@ -142,7 +145,8 @@ def _closing(text: str, start: int) -> int:
     raise ValueError(f"unbalanced brackets in HLO: {text[start : start + 80]}")
 
 
-def _instruction(line: str, head: re.Match) -> Instruction:
+def _instruction(line: str) -> Instruction:
+    head = _INSTRUCTION.match(line)
     rest = line[head.end() :]
     if rest.startswith("("):  # a tuple's type
         end = _closing(rest, 0) + 1
@@ -153,7 +157,7 @@ def _instruction(line: str, head: re.Match) -> Instruction:
     close = _closing(rest, open_)
     inside = rest[open_ + 1 : close]
     operands = tuple(re.findall(r"%([\w.\-~]+)", inside))
-    return Instruction(head[2], type_, rest[:open_], operands, rest[close + 1 :].lstrip(", "), inside)
+    return Instruction(head[2], type_, rest[:open_], operands, rest[close + 1 :].lstrip(", "), inside, bool(head[1]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,22 +255,24 @@ def parse_program(text: str) -> Program:
     Raises:
         ValueError: the text has no ENTRY computation.
     """
-    computations: dict[str, list[Instruction]] = {}
+    lines: dict[str, list[str]] = {}
     entry = current = None
     for line in text.splitlines():
-        head = _INSTRUCTION.match(line)
-        if head and current is not None:
-            computations[current].append(_instruction(line, head))
+        if current is not None and _INSTRUCTION.match(line):
+            lines[current].append(line)
         # A Pallas kernel's attributes go over several lines, some of which start with a brace too; a computation for a
         # TPU's SparseCore says so behind its brace.
         elif line.rstrip() == "}" or line.startswith("}, execution_thread="):
             current = None
+        elif current is not None and lines[current]:
+            lines[current][-1] += line
         elif found := _COMPUTATION.match(line):
             current = found[2]
-            computations[current] = []
+            lines[current] = []
             entry = current if found[1] else entry
     if entry is None:
         raise ValueError("a compiled program's text has an ENTRY computation, and this text has none: pass as_text()")
+    computations = {name: [_instruction(line) for line in inside] for name, inside in lines.items()}
     return Program(computations, entry, _frames(text))
 
 

@@ -2,7 +2,9 @@
 
 from trellis.frames import hide_frames
 from trellis.mesh.layout import Layout, current_layout
-from trellis.mesh.manual.shard_map import shard_map, shift
+from trellis.mesh.manual.pending import pending
+from trellis.mesh.manual.shard_map import shard_map
+from trellis.mesh.manual.shift import shift
 from trellis.mesh.meshes import MeshError, make_mesh
 from trellis.mesh.reshard import ReshardError, all_gather, all_reduce, all_to_all, reduce_scatter, reshard
 
@@ -17,6 +19,7 @@ __all__ = [
     "all_to_all",
     "current_layout",
     "make_mesh",
+    "pending",
     "reduce_scatter",
     "reshard",
     "shard_map",

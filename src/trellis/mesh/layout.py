@@ -1,8 +1,6 @@
 """A layout: a mesh and two maps from axis names to mesh axes. It is where parallelism is chosen."""
 
 import contextlib
-import contextvars
-import copy
 import dataclasses
 import functools
 import threading
@@ -15,27 +13,42 @@ from trellis.mesh.meshes import MeshError
 from trellis.notation import spec_of
 from trellis.notation.struct import check_divides
 
-_current: contextvars.ContextVar["Layout | None"] = contextvars.ContextVar("layout", default=None)
+# The layout in force is part of what JAX keys its traces by: a function that was traced under one layout is traced
+# again under another, by `jit`, `checkpoint`, `cond`, `scan` and every other transformation.
+_current = jax.make_user_context(None)
 
 Axes = tuple[str, ...]
 
 
-def _freeze(
-    entries: "Mapping[str, str | Sequence[str]] | tuple", mesh: Mesh, which: str
-) -> tuple[tuple[str, Axes], ...]:
+Entries = tuple[tuple[str, Axes], ...]
+
+
+def read_axes(axes: "str | Sequence[str] | None") -> Axes:
+    """The mesh axes of an entry, major to minor: `"data"`, `"data/model"`, `("data", "model")`, or None for none."""
+    if axes is None:
+        return ()
+    return tuple(axes.split("/")) if isinstance(axes, str) and axes else tuple(axes)
+
+
+def _read(entries: "Mapping[str, str | Sequence[str] | None] | Entries", mesh: Mesh, which: str) -> Entries:
     items = entries.items() if isinstance(entries, Mapping) else entries
-    frozen = tuple((name, (axes,) if isinstance(axes, str) else tuple(axes)) for name, axes in items)
-    for name, axes in frozen:
+    read = tuple((str(getattr(name, "name", name)), read_axes(axes)) for name, axes in items)
+    for name, axes in read:
         for axis in axes:
             if axis not in mesh.axis_names:
                 raise MeshError(
                     f"a layout maps names to axes of its mesh, got '{name}: {axis}' in {which}, where the mesh has "
                     f"{', '.join(mesh.axis_names)}: use one of these, or add '{axis}' to make_mesh"
                 )
-    return frozen
+        if repeated := [axis for axis in axes if axes.count(axis) > 1]:
+            raise MeshError(
+                f"a name is sliced over a mesh axis once, got '{name}: {'/'.join(axes)}' in {which}, in Layout: "
+                f"take one '{repeated[0]}' out"
+            )
+    return read
 
 
-@dataclasses.dataclass(frozen=True, init=False)
+@dataclasses.dataclass(frozen=True)
 class Layout:
     """Which named axes are sliced over which mesh axes, at rest and in use.
 
@@ -62,12 +75,14 @@ class Layout:
             that of axes that are not named) gathers them, "ring" passes them from device to device, and "exchange"
             exchanges slices of positions for slices of heads. An array's positions are sliced over axes of a ring
             first, then over those that gather, then over those that exchange.
-        dealt: whether positions are dealt out over the slices, so that each has as much to do under a causal mask
+        dealt: mesh axes over whose slices positions are dealt out, so that each has as much to do under a causal mask
             (see `trellis.mesh.dealing`); what is in natural order is dealt out in attention.
         pipeline_microbatches: where `compute` spreads layers over a mesh axis,
             into how many parts the batch is cut that follow each other through
             its stages; None: the most that divide it, at most 4 a stage.
         mapped: mesh axes that the program is mapped over (see `without`).
+        cut: names of which the program sees a part, such as the batch within
+            a pipeline: nothing may be computed along them.
 
     Raises:
         MeshError: an entry names an axis that the mesh does not have, or
@@ -75,40 +90,30 @@ class Layout:
     """
 
     mesh: Mesh
-    params: tuple[tuple[str, Axes], ...]
-    compute: tuple[tuple[str, Axes], ...]
-    strict: bool
-    gather: str
-    overlap: tuple[str, ...]
-    context: tuple[tuple[str, str], ...]
-    pipeline_microbatches: int | None
-    dealt: Axes = dataclasses.field(default=(), init=False)
-    mapped: Axes = dataclasses.field(default=(), init=False)
+    params: "Entries | Mapping[str, str | Sequence[str] | None]" = ()
+    compute: "Entries | Mapping[str, str | Sequence[str] | None]" = ()
+    strict: bool = dataclasses.field(default=False, kw_only=True)
+    gather: str = dataclasses.field(default="joint", kw_only=True)
+    overlap: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
+    context: "tuple[tuple[str, str], ...] | Mapping[str, str]" = dataclasses.field(default=(), kw_only=True)
+    pipeline_microbatches: int | None = dataclasses.field(default=None, kw_only=True)
+    dealt: Axes = dataclasses.field(default=(), kw_only=True)
+    mapped: Axes = dataclasses.field(default=(), kw_only=True)
+    cut: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        params=(),
-        compute=(),
-        *,
-        strict: bool = False,
-        gather: str = "joint",
-        overlap: Sequence[str] = (),
-        context: Mapping[str, str] | tuple[tuple[str, str], ...] = (),
-        pipeline_microbatches: int | None = None,
-    ):
-        if gather not in ("joint", "per_axis"):
+    def __post_init__(self):
+        if self.gather not in ("joint", "per_axis"):
             raise MeshError(
-                f"a layout gathers 'joint' or 'per_axis', got gather={gather!r}, in Layout: pass one of the two"
+                f"a layout gathers 'joint' or 'per_axis', got gather={self.gather!r}, in Layout: pass one of the two"
             )
-        object.__setattr__(self, "mesh", mesh)
-        object.__setattr__(self, "params", _freeze(params, mesh, "params"))
-        object.__setattr__(self, "compute", _freeze(compute, mesh, "compute"))
-        object.__setattr__(self, "strict", strict)
-        object.__setattr__(self, "gather", gather)
-        object.__setattr__(self, "overlap", (overlap,) if isinstance(overlap, str) else tuple(overlap))
-        object.__setattr__(self, "context", tuple(context.items() if isinstance(context, Mapping) else context))
-        object.__setattr__(self, "pipeline_microbatches", pipeline_microbatches)
+        read = {
+            "params": _read(self.params, self.mesh, "params"),
+            "compute": _read(self.compute, self.mesh, "compute"),
+            "overlap": (self.overlap,) if isinstance(self.overlap, str) else tuple(self.overlap),
+            "context": tuple(self.context.items() if isinstance(self.context, Mapping) else self.context),
+        }
+        for field, value in read.items():
+            object.__setattr__(self, field, value)  # the one place where a frozen value is still being made
         self._check_overlap()
         self._check_context()
 
@@ -137,28 +142,36 @@ class Layout:
         """The mesh axes of each name, when these names meet in one array or operation."""
         return _assign(self, tuple(names), which)
 
-    def without(self, *axes: str, mapped: bool = True) -> "Layout":
-        """The same maps without some mesh axes: the layout of a program that is mapped over them.
+    def on(self, mesh: Mesh) -> "Layout":
+        """The same maps on another mesh with these axes."""
+        return Layout(
+            mesh,
+            self.params,
+            self.compute,
+            strict=self.strict,
+            gather=self.gather,
+            overlap=self.overlap,
+            pipeline_microbatches=self.pipeline_microbatches,
+        )
 
-        With `mapped=False` of one that runs along them in turns, the same values on all their devices.
-        """
+    def without(self, *axes: str) -> "Layout":
+        """The same maps without some mesh axes: the layout of a program that is mapped over them."""
         drop = lambda entries: tuple((name, tuple(a for a in mine if a not in axes)) for name, mine in entries)
-        over = (*self.mapped, *axes) if mapped else self.mapped
-        return self._with(params=drop(self.params), compute=drop(self.compute), mapped=over)
+        return dataclasses.replace(
+            self,
+            params=drop(self.params),
+            compute=drop(self.compute),
+            overlap=tuple(n for n in self.overlap if not set(dict(self.compute)[n]) & set(axes)),
+            mapped=(*self.mapped, *axes),
+        )
 
     def with_dealt(self, axes: Sequence[str]) -> "Layout":
         """The same layout for arrays whose positions are dealt out over mesh axes (of none: are in natural order)."""
-        return self._with(dealt=tuple(axes))
+        return dataclasses.replace(self, dealt=tuple(axes))
 
-    def with_compute(self, entries: Mapping[str, str | Sequence[str]]) -> "Layout":
+    def with_compute(self, entries: Mapping[str, "str | Sequence[str] | None"]) -> "Layout":
         """The same maps with further entries in front of those in use."""
-        return self._with(compute=(*_freeze(entries, self.mesh, "compute"), *self.compute))
-
-    def _with(self, **fields) -> "Layout":
-        other = copy.copy(self)
-        for name, value in fields.items():
-            object.__setattr__(other, name, value)
-        return other
+        return dataclasses.replace(self, compute=(*_read(entries, self.mesh, "compute"), *self.compute))
 
     def spec(self, names: Sequence[str], which: str = "compute") -> PartitionSpec:
         """The same as JAX writes it."""
@@ -179,8 +192,7 @@ class Layout:
 
     def __enter__(self) -> "Layout":
         stack = contextlib.ExitStack()
-        token = _current.set(self)
-        stack.callback(_current.reset, token)
+        stack.enter_context(_current(self))
         if jax.sharding.get_abstract_mesh() != self.mesh.abstract_mesh:
             stack.enter_context(jax.set_mesh(self.mesh))
         _entered.stacks = [*getattr(_entered, "stacks", []), stack]
@@ -195,7 +207,7 @@ _entered = threading.local()
 
 def current_layout() -> Layout | None:
     """The layout of the innermost `with layout:`, or None."""
-    return _current.get()
+    return _current.value
 
 
 @functools.lru_cache(maxsize=65536)

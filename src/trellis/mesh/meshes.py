@@ -1,7 +1,8 @@
 """Meshes: devices arranged so that the axes that talk least cross the slow links."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -19,6 +20,33 @@ _TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 
 class MeshError(TrellisError, ValueError):
     """A mesh that cannot be made of these devices."""
+
+
+def same_mesh(mesh, other) -> bool:
+    """Whether two meshes, of devices or abstract, have the same axes of the same sizes and types."""
+    alike = lambda m: (m.axis_names, m.axis_sizes, m.axis_types)
+    return mesh is other or alike(mesh) == alike(other)
+
+
+def mesh_text(mesh) -> str:
+    """A mesh for messages: `data=4, model=2`."""
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
+def without_axis(mesh: Mesh, axis: str) -> Mesh:
+    """The devices that are first along one mesh axis, as a mesh of the other axes."""
+    at = mesh.axis_names.index(axis)
+    left = [i for i in range(len(mesh.axis_names)) if i != at]
+    names, types = (tuple(values[i] for i in left) for values in (mesh.axis_names, mesh.axis_types))
+    return Mesh(mesh.devices.take(0, at), names, axis_types=types)
+
+
+@contextlib.contextmanager
+def on_another(mesh: Mesh) -> Iterator[None]:
+    """What is traced inside is a program for another mesh, of another size, whatever mesh is in force."""
+    nothing = jax.sharding.AbstractMesh((), ())  # from one size to another JAX goes by way of no mesh
+    with jax.sharding.use_abstract_mesh(nothing), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        yield
 
 
 def make_mesh(devices: Sequence | None = None, *, axis_type: str = "explicit", **sizes: int) -> Mesh:
@@ -48,7 +76,7 @@ def make_mesh(devices: Sequence | None = None, *, axis_type: str = "explicit", *
     sizes = _resolve(sizes, len(devices))
     names = sorted(sizes, key=lambda n: OUTER_TO_INNER.index(n) if n in OUTER_TO_INNER else len(OUTER_TO_INNER))
     shape = [sizes[name] for name in names]
-    return Mesh(_arrange(devices, names, shape), tuple(names), axis_types=(_TYPES[axis_type],) * len(names))
+    return Mesh(arrange(devices, names, shape), tuple(names), axis_types=(_TYPES[axis_type],) * len(names))
 
 
 def _resolve(sizes: dict[str, int], count: int) -> dict[str, int]:
@@ -81,7 +109,7 @@ def _suggest(sizes: dict[str, int], count: int) -> str:
     return f"choose sizes that multiply to {count}, or pass devices=jax.devices()[:n]"
 
 
-def _arrange(devices: list, names: list[str], shape: list[int]) -> np.ndarray:
+def arrange(devices: list, names: list[str], shape: list[int]) -> np.ndarray:
     """The devices as an array of the mesh's shape, slices (or hosts) along the outermost axes."""
     key = "slice_index" if len({getattr(d, "slice_index", 0) for d in devices}) > 1 else "process_index"
     one_torus = key == "process_index" and devices[0].platform == "tpu"

@@ -173,7 +173,7 @@ def place(array, axes, pending=(), copied=(), *, names=None):
     if state.mode == "auto":
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(axes)))
     with jax.named_scope(_scope(names, state, axes, pending, copied)):
-        return jax.reshard(array, spec)
+        return jax.reshard(array, NamedSharding(mesh, spec))
 
 
 @functools.lru_cache(maxsize=4096)

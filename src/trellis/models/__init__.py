@@ -1,27 +1,32 @@
-"""Model families, each one file."""
+"""Families of models, a folder each, and what the rest of Trellis needs of one (`protocol.py`)."""
 
-from trellis.nn.rope import LinearScaling, Llama3Scaling
-
-from .families import FAMILIES, ModelConfig
-from .gpt2 import GPT2, GPT2Config
-from .gptj import GPTJ, GPTJConfig
-from .llama import Llama, LlamaConfig
-from .mixtral import Mixtral, MixtralConfig, Routing
-from .qwen3 import Qwen3Config
+from trellis.models.families import FAMILIES, ModelConfig
+from trellis.models.gpt2 import GPT2, GPT2Config
+from trellis.models.gptj import GPTJ, GPTJConfig
+from trellis.models.llama import Llama, LlamaConfig
+from trellis.models.mixtral import Mixtral, MixtralConfig
+from trellis.models.protocol import FamilyConfig, LanguageModel, Measured, Output
+from trellis.models.qwen3 import Qwen3Config
+from trellis.nn import LinearScaling, Llama3Scaling
+from trellis.nn.moe import Routing
 
 __all__ = [
     "FAMILIES",
     "GPT2",
     "GPTJ",
+    "FamilyConfig",
     "GPT2Config",
     "GPTJConfig",
+    "LanguageModel",
     "LinearScaling",
     "Llama",
     "Llama3Scaling",
     "LlamaConfig",
+    "Measured",
     "Mixtral",
     "MixtralConfig",
     "ModelConfig",
+    "Output",
     "Qwen3Config",
     "Routing",
 ]

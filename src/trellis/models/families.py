@@ -1,17 +1,16 @@
-"""The families of models that a run can name."""
+"""The families of models that a run can name. A new one is a folder beside this file, and its lines here."""
 
-from .gpt2 import GPT2Config
-from .gptj import GPTJConfig
-from .llama import LlamaConfig
-from .mixtral import MixtralConfig
-from .qwen3 import Qwen3Config
+from trellis.hub import Family
+from trellis.models.gpt2 import GPT2Config
+from trellis.models.gpt2.hub import FAMILY as GPT2
+from trellis.models.gptj import GPTJConfig
+from trellis.models.gptj.hub import FAMILY as GPTJ
+from trellis.models.llama import LlamaConfig
+from trellis.models.llama.hub import FAMILY as LLAMA
+from trellis.models.mixtral import MixtralConfig
+from trellis.models.mixtral.hub import FAMILY as MIXTRAL
+from trellis.models.qwen3 import Qwen3Config
+from trellis.models.qwen3.hub import FAMILY as QWEN3
 
 ModelConfig = LlamaConfig | Qwen3Config | MixtralConfig | GPT2Config | GPTJConfig
-
-FAMILIES: dict[str, type] = {
-    "llama": LlamaConfig,
-    "qwen3": Qwen3Config,
-    "mixtral": MixtralConfig,
-    "gpt2": GPT2Config,
-    "gptj": GPTJConfig,
-}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN3, MIXTRAL, GPT2, GPTJ)}

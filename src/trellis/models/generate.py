@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trellis.errors import UserError
-from trellis.mesh import Layout, current_layout
-from trellis.mesh.reshard import place
-from trellis.named import NamedArray, einsum, full, named, named_jit, take
-from trellis.nn.attention import attend, attend_cached
+from trellis import Layout, NamedArray, UserError, current_layout, einsum, full, named, named_jit, shard, take
+from trellis.models.protocol import LanguageModel
+from trellis.nn import attend, attend_cached
 
 # Prompts are padded to a multiple of this, so that most of them share a compiled program.
 _BUCKET = 64
@@ -48,7 +46,7 @@ class Sampling:
 
 
 def sample(
-    model,
+    model: LanguageModel,
     tokenizer,
     prompt: str,
     *,
@@ -74,7 +72,7 @@ def sample(
         UserError: the prompt takes all positions that the model has.
     """
     ids = [int(i) for i in tokenizer.encode(prompt)] if prompt else [tokenizer.end_of_document]
-    positions = getattr(model.config, "positions", None)
+    positions = model.config.positions
     if positions is not None and len(ids) < positions:
         new_tokens = min(new_tokens, positions - len(ids))
     new = generate(
@@ -93,7 +91,7 @@ def sample(
 
 
 def generate(
-    model, prompts: list[list[int]], *, new_tokens: int, sampling: Sampling, key, stop: int | None = None
+    model: LanguageModel, prompts: list[list[int]], *, new_tokens: int, sampling: Sampling, key, stop: int | None = None
 ) -> list[list[int]]:
     """New tokens after each prompt. Compiled once for prompts of similar length.
 
@@ -120,7 +118,7 @@ def generate(
             fix="continue them one after the other",
         )
     (length,) = lengths
-    positions = getattr(model.config, "positions", None)
+    positions = model.config.positions
     if positions is not None and length + new_tokens > positions:
         raise UserError(
             "A text is no longer than the model's learned positions.",
@@ -152,7 +150,7 @@ def _layout(layout: Layout | None, batch: int, layers: str) -> Layout | None:
     return dataclasses.replace(layout, compute=dict(divides), strict=False, overlap=())
 
 
-def _run(model, rows, length, key, new_tokens: int, sampling: Sampling, stop: int | None):
+def _run(model: LanguageModel, rows, length, key, new_tokens: int, sampling: Sampling, stop: int | None):
     """`i32["batch new"]`, on every device."""
     batch, padded = rows.shape
     hidden, cache = _prefill(model, named(rows, "batch pos"), padded + new_tokens)
@@ -183,7 +181,7 @@ def _run(model, rows, length, key, new_tokens: int, sampling: Sampling, stop: in
 _program = named_jit(_run, static=(4, 5, 6))
 
 
-def _prefill(model, tokens: NamedArray, total: int):
+def _prefill(model: LanguageModel, tokens: NamedArray, total: int):
     """Hidden states of the prompt, and the keys and values of all layers with room for `total` positions."""
 
     def attention(kept, q, k, v, **options):
@@ -194,7 +192,7 @@ def _prefill(model, tokens: NamedArray, total: int):
     return hidden, tuple(_with_room(x, total) for x in (keys, values))
 
 
-def _decode(model, token: NamedArray, at: jax.Array, cache):
+def _decode(model: LanguageModel, token: NamedArray, at: jax.Array, cache):
     """The hidden state of one position, which is at `at`, and the cache with it."""
 
     def attention(kept, q, k, v, *, segment_ids=None, save_name=None, **options):
@@ -205,7 +203,7 @@ def _decode(model, token: NamedArray, at: jax.Array, cache):
     return _through(model, token, positions, cache, attention)
 
 
-def _through(model, tokens: NamedArray, positions, cache, attention):
+def _through(model: LanguageModel, tokens: NamedArray, positions, cache, attention):
     """Tokens through the model, where attention is another function; also what that left for each layer.
 
     `attention(kept, q, k, v, ...)` finds a layer's part of the cache in the list `kept` and leaves its part there.
@@ -234,15 +232,15 @@ def _written(cache: NamedArray, x: NamedArray, at) -> NamedArray:
     return cache.with_array(lax.dynamic_update_slice_in_dim(cache.array, x.array, at, cache.index("key_pos")))
 
 
-def _choose(model, hidden: NamedArray, key, sampling: Sampling) -> jax.Array:
+def _choose(model: LanguageModel, hidden: NamedArray, key, sampling: Sampling) -> jax.Array:
     """`i32["batch"]`, the next tokens, the same on every device."""
     logits = einsum(
         "batch embed, vocab embed -> batch vocab", hidden, model.unembedding, preferred_element_type=jnp.float32
     )
     if model.unembedding_bias is not None:
         logits = logits + model.unembedding_bias.astype(jnp.float32)
-    logits = place(logits.array, ((), ()), names=("batch", "vocab"))
-    return choose(logits[:, : model.config.vocab], key, sampling)
+    whole = logits if current_layout() is None else shard(logits, {})
+    return choose(whole.array[:, : model.config.vocab], key, sampling)
 
 
 def choose(logits: jax.Array, key, sampling: Sampling) -> jax.Array:

@@ -1,21 +1,26 @@
 """A named array: a `jax.Array` and a tuple of axis names."""
 
-import collections
+import copy
 import math
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trellis.named.axis import Axis, NamesError
-from trellis.notation import Dim, Shape, parse, typeof
-from trellis.notation.state import state_of
+from trellis._compat import is_tracer
+from trellis.mesh.manual.ops import vary
+from trellis.named.axis import Axis, Name, Names, NamesError, once
+from trellis.named.methods import Methods
+from trellis.notation import Dim, PendingSumError, Shape, TypeMismatch, parse, typeof
+from trellis.notation.state import mode_of, state_of
+from trellis.notation.typeof import is_array
 
 Slices = tuple[tuple[str, ...], ...]
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class NamedArray:
+class NamedArray(Methods):
     """A `jax.Array` whose dimensions have names.
 
     Operations go by name and broadcast by name; the sharding is the one in the
@@ -23,19 +28,36 @@ class NamedArray:
     slice, and `slices` says over which mesh axes each dimension is sliced, so
     that `shape` and `typeof` still give the whole sizes.
 
+    A named array is a tree of one leaf, so JAX's transformations, Equinox and
+    Optax take it as it is. They may put anything in the place of the array;
+    names and rank are held against each other where an operation uses it.
+
     Attributes:
         array: the data.
         names: one name for each dimension.
         slices: manual mode: the mesh axes of each dimension; empty otherwise.
+
+    Raises:
+        NamesError: a name stands twice, or the names are not as many as the array's dimensions.
     """
 
-    __slots__ = ("array", "names", "slices", "_placed")
+    __slots__ = ("array", "names", "slices")
+
+    array: typing.Any
+    names: tuple[str, ...]
+    slices: Slices
 
     def __init__(self, array, names: tuple[str, ...], slices: Slices = ()):
+        if len(set(names)) < len(names):
+            once(names, "NamedArray")
+        if getattr(array, "ndim", len(names)) != len(names):
+            raise NamesError(
+                f"an array has one name for each dimension, got {len(names)} names '{' '.join(map(str, names))}' for "
+                f"{typeof(array)}, in NamedArray: add or remove names"
+            )
         self.array = array
         self.names = names
         self.slices = slices
-        self._placed: dict | None = None
 
     def tree_flatten_with_keys(self):
         return ((jax.tree_util.GetAttrKey("array"), self.array),), (self.names, self.slices)
@@ -45,7 +67,9 @@ class NamedArray:
 
     @classmethod
     def tree_unflatten(cls, static, children):
-        return cls(children[0], *static)
+        new = object.__new__(cls)
+        (new.array,), (new.names, new.slices) = children, static
+        return new
 
     # What it is.
 
@@ -57,6 +81,7 @@ class NamedArray:
     @property
     def shape(self) -> dict[str, int]:
         """Names to whole sizes, in order."""
+        check_rank(self, "its shape")
         if not self.slices:
             return dict(zip(self.names, self.array.shape, strict=True))
         mesh = jax.sharding.get_abstract_mesh()
@@ -89,58 +114,104 @@ class NamedArray:
         """The number of elements of the whole array."""
         return math.prod(self.shape.values())
 
-    def axis(self, name: str) -> Axis:
+    def axis(self, name: Name) -> Axis:
         """The axis of that name.
 
         Raises:
             NamesError: there is none.
         """
-        return Axis(name, self.shape[self.names[self.index(name)]])
+        i = self.index(name)
+        return Axis(self.names[i], self.shape[self.names[i]])
 
-    def index(self, name: str) -> int:
-        """The position of a name.
+    def index(self, name: Name) -> int:
+        """The position of a name. An `Axis` must have the dimension's size.
 
         Raises:
-            NamesError: there is none.
+            NamesError: there is none, or it has another size.
         """
-        if name not in self.names:
+        wanted = name.name if isinstance(name, Axis) else name
+        if not isinstance(wanted, str):
             raise NamesError(
-                f"no dimension '{name}', got {typeof(self)}: its names are {', '.join(self.names) or 'none'}"
+                f"dimensions go by name, got {wanted!r} for {typeof(self)}, whose names are "
+                f"{', '.join(self.names) or 'none'}: pass one of these"
             )
-        return self.names.index(name)
+        if wanted not in self.names:
+            raise NamesError(
+                f"no dimension '{wanted}', got {typeof(self)}: its names are {', '.join(self.names) or 'none'}"
+            )
+        if isinstance(name, Axis) and self.shape[wanted] != name.size:
+            raise NamesError(
+                f"a name has one size in an operation, got {name} and {wanted}={self.shape[wanted]} in {typeof(self)}: "
+                "pass the name, or an axis of that size"
+            )
+        return self.names.index(wanted)
 
     def with_array(self, array, after: Shape | None = None) -> "NamedArray":
         """The same names on another array (`after` says how a manual-mode array is sliced now)."""
         slices = tuple(dim.axes for dim in after.dims) if after is not None and self.slices else self.slices
         return NamedArray(array, self.names, slices)
 
+    # As a value: what Python, NumPy and people ask of an array.
+
     def item(self):
-        """The value of a scalar."""
-        return self.array.item()
+        """The value of a scalar, as a Python number."""
+        return known(self, "item()").item()
 
-    def __repr__(self) -> str:
-        if isinstance(self.array, jax.Array | np.ndarray) and not isinstance(self.array, jax.core.Tracer):
-            return f"{typeof(self)}\n{self.array}"
-        return typeof(self)
+    def tolist(self):
+        """The values as nested lists of Python numbers."""
+        return np.asarray(self).tolist()
 
-    def __bool__(self):
-        return bool(self.array)
+    def block_until_ready(self) -> "NamedArray":
+        """This array, once its values are computed."""
+        jax.block_until_ready(self.array)
+        return self
 
-    def __float__(self):
-        return float(self.array)
+    def __array__(self, dtype=None, copy=None):
+        array = known(self, "np.asarray")
+        if self.slices == () and 0 in array.shape and isinstance(array, jax.Array) and not is_tracer(array):
+            return np.zeros(array.shape, dtype or array.dtype)  # JAX 0.10.2 cannot fetch a sliced array of no elements
+        return np.array(array, dtype=dtype) if copy else np.asarray(array, dtype)
 
-    def __int__(self):
-        return int(self.array)
-
-    def __iter__(self):
-        raise TypeError(f"a named array is not iterated by position, got {typeof(self)}: use x.unbind(name)")
-
-    # Operators and methods are attached by the tables in operators.py.
-    __hash__ = None
+    # NumPy leaves `numpy_array * named_array` to this class, which says how to name the first.
     __array_priority__ = 1000
 
+    def __repr__(self) -> str:
+        return shown(self)
 
-def named(array, names: str | tuple[str, ...]) -> NamedArray:
+    def __format__(self, spec: str) -> str:
+        if not spec:
+            return str(self)
+        if self.names:
+            raise NamesError(
+                f"a format is for a scalar, got '{spec}' for {typeof(self)}: select one number, or format np.asarray(x)"
+            )
+        return format(self.item(), spec)
+
+    def __bool__(self):
+        return bool(known(self, "bool()"))
+
+    def __float__(self):
+        return float(known(self, "float()"))
+
+    def __int__(self):
+        return int(known(self, "int()"))
+
+    def __index__(self):
+        return known(self, "an index").__index__()
+
+    def __iter__(self):
+        raise TypeMismatch(f"a named array is not iterated by position, got {typeof(self)}: use x.unbind(name)")
+
+    def __copy__(self) -> "NamedArray":
+        return NamedArray.tree_unflatten((self.names, self.slices), (self.array,))
+
+    def __deepcopy__(self, memo) -> "NamedArray":
+        return NamedArray.tree_unflatten((self.names, self.slices), (copy.deepcopy(self.array, memo),))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def named(array, names: Names) -> NamedArray:
     """Gives names to the dimensions of an array.
 
     >>> named(jnp.zeros((2, 3)), "batch embed").shape
@@ -148,25 +219,105 @@ def named(array, names: str | tuple[str, ...]) -> NamedArray:
 
     Args:
         array: anything that `jnp.asarray` takes.
-        names: the names, or a shape in the notation without mesh axes.
+        names: a shape in the notation, names, or axes, whose sizes are checked. In manual mode the text may say which
+            mesh axes slice the array, `"batch/data embed"`: then it is one device's slice.
 
     Raises:
-        NamesError: a name is repeated, or their number is not the rank.
+        NamesError: a name is repeated or of another size, their number is not the rank, or the array has names.
     """
-    if isinstance(names, str):
-        names = tuple(str(dim.name) for dim in parse(names).dims)
+    if isinstance(array, NamedArray):
+        raise NamesError(f"an array is named once, got {typeof(array)}, in named: use rename")
     if not hasattr(array, "dtype"):
         array = jnp.asarray(array)
-    if repeated := [n for n, count in collections.Counter(names).items() if count > 1]:
-        raise NamesError(f"a name stands for one dimension, got '{' '.join(names)}': rename the second '{repeated[0]}'")
-    if len(names) != len(array.shape):
+    dims = parse(names).dims if isinstance(names, str) else ()
+    if isinstance(names, str) and parse(names) != Shape(dims):
+        raise NamesError(f"names say what the dimensions are, got '{names}', in named: leave states and '...' out")
+    entries = (
+        (names,) if isinstance(names, Axis) else [d.name for d in dims] if isinstance(names, str) else tuple(names)
+    )
+    words = tuple(e.name if isinstance(e, Axis) else e for e in entries)
+    if wrong := [w for w in words if not isinstance(w, str)]:
+        raise NamesError(f"a dimension has a name, got {wrong[0]!r}, in named: write a word")
+    if repeated := [n for n in words if words.count(n) > 1]:
+        raise NamesError(f"a name stands for one dimension, got '{' '.join(words)}': rename the second '{repeated[0]}'")
+    if len(words) != len(array.shape):
         raise NamesError(
-            f"an array has one name for each dimension, got {len(names)} names '{' '.join(names)}' "
+            f"an array has one name for each dimension, got {len(words)} names '{' '.join(words)}' "
             f"for shape {tuple(array.shape)}: add or remove names"
         )
-    return NamedArray(array, tuple(names))
+    new = _sliced(array, words, dims) if any(dim.axes for dim in dims) else NamedArray(array, words)
+    for entry in entries:
+        if isinstance(entry, Axis):
+            new.index(entry)
+    return new
+
+
+def _sliced(array, names: tuple[str, ...], dims: tuple[Dim, ...]) -> NamedArray:
+    """One device's slice, in manual mode."""
+    mesh = jax.sharding.get_abstract_mesh()
+    written = " ".join(map(str, dims))
+    if mode_of(mesh) != "manual":
+        raise NamesError(
+            f"an array carries its own sharding, got mesh axes in '{written}', in named: write names only "
+            "(mesh axes say what is sliced in manual mode)"
+        )
+    axes = tuple(a for dim in dims for a in dim.axes)
+    if unknown := [a for a in axes if a not in mesh.manual_axes]:
+        raise NamesError(
+            f"a slice is one of a manual mesh axis, got '{unknown[0]}' in '{written}', where "
+            f"{', '.join(mesh.manual_axes)} are manual, in named: use one of these"
+        )
+    slices = tuple(tuple(a for a in dim.axes if mesh.shape[a] > 1) for dim in dims)
+    return NamedArray(vary(array, tuple(a for mine in slices for a in mine)), names, slices if any(slices) else ())
 
 
 def is_named(x) -> bool:
     """Whether `x` is a named array (the `is_leaf` for trees of them)."""
     return isinstance(x, NamedArray)
+
+
+def check_rank(x: NamedArray, what: str) -> None:
+    """Holds names against the array's dimensions: JAX's transformations take dimensions away and know no names.
+
+    Raises:
+        NamesError: the array has another number of dimensions than names, or there is no array.
+    """
+    if not is_array(x.array) or isinstance(x.array, NamedArray):
+        raise NamesError(
+            f"a named array holds an array, got {shown(x)}, in {what}: a transformation put something else in its place"
+        )
+    if len(x.array.shape) != len(x.names):
+        raise NamesError(
+            f"a named array has one name for each dimension, got {len(x.names)} names '{' '.join(x.names)}' for "
+            f"{typeof(x.array)}, in {what}: jax.vmap and jax.lax.scan know no names, use trellis.vmap and trellis.scan"
+        )
+
+
+def known(x: NamedArray, what: str):
+    """The array, whose values Python is to see.
+
+    Raises:
+        PendingSumError: partial sums of it are pending.
+    """
+    check_rank(x, what)
+    if state_of(x.array).pending:
+        settled = Shape(x.type.dims, (), x.type.copied)
+        raise PendingSumError(
+            f"only settled values can be seen, got {typeof(x)}, in {what}: write "
+            f'reshard("{x.type} -> {settled}", x), or settle(x)'
+        )
+    return x.array
+
+
+def shown(x: NamedArray) -> str:
+    """The type, and the values where there are any to see. Never fails."""
+    try:
+        text = typeof(x)
+    except Exception:
+        text = f"{type(x.array).__name__}[{' '.join(map(str, x.names))}]"
+    if isinstance(x.array, jax.core.Tracer):
+        return text if x.names else f"{text} (a named array: its `.array` is JAX's scalar)"
+    try:
+        return f"{text}\n{known(x, 'printing')}" if isinstance(x.array, jax.Array | np.ndarray) else text
+    except Exception:
+        return text

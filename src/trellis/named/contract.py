@@ -1,21 +1,22 @@
-"""Products: `einsum` and `dot`."""
+"""Products: `einsum`, `dot`, and `dot_each` for what feeds several."""
 
 import functools
-
-import jax.numpy as jnp
+from collections.abc import Sequence
 
 from trellis.mesh.manual.einsum import einsum_plain
-from trellis.mesh.manual.ops import mark_pending
 from trellis.named.array import NamedArray
-from trellis.named.axis import NamesError
+from trellis.named.axis import Axis, Names, NamesError, once
+from trellis.named.narrow import Narrow, marked
+from trellis.named.operand import check_sizes, operand, types_of
 from trellis.named.overlap import overlapped
-from trellis.named.placing import assign, bring, check_sizes, refuse_pending
+from trellis.named.pair import Pair, free
+from trellis.named.placing import bring_to_product, missing_axes
 from trellis.named.placing import settle as settle_to_layout
-from trellis.named.product import product
-from trellis.notation import Dim, NotationError, Shape, parse, spec_of, typeof
-from trellis.notation.state import state_of
+from trellis.named.reduce import sum as sum_over
+from trellis.named.reshape import transpose
+from trellis.notation import NotationError, parse, typeof
 
-Names = tuple[str, ...]
+Words = tuple[str, ...]
 
 
 def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_element_type=None) -> NamedArray:
@@ -41,8 +42,10 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
         NamesError: a name is absent, left out, or has two sizes.
         PendingSumError: an operand holds partial sums.
     """
-    if operands and not any(isinstance(x, NamedArray) for x in operands):
+    if operands and not any(isinstance(x, NamedArray | Narrow) for x in operands):
         return einsum_plain(equation, *operands, preferred_element_type=preferred_element_type)
+    what = f"einsum('{equation}')"
+    operands, kind = marked(operands, what)
     lefts, open_ended, out, rest = _parse(equation)
     if len(lefts) != len(operands):
         raise NamesError(
@@ -53,44 +56,110 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
         _check(equation, text, x, more or rest)
         extra += [n for n in x.names if n not in text and n not in extra]
     out = (*extra, *out) if rest else out
-    known = {n for x in operands for n in x.names}
-    if absent := [n for n in out if n not in known]:
-        types = " and ".join(map(typeof, operands))
+    arrays = [operand(x, what) for x in operands]
+    if absent := [n for n in out if not any(n in x.names for x in arrays)]:
         raise NamesError(
-            f"a result's names come from its operands, got '{absent[0]}' in '{equation}' for {types}: correct the name"
+            f"a result's names come from its operands, got '{absent[0]}' in '{equation}' for {types_of(arrays)}: "
+            "correct the name"
         )
-    result = operands[0]
-    if len(operands) == 1:
-        result = _reduce(result, out)
-    for index, x in enumerate(operands[1:], start=1):
-        needed = set(out).union(*(o.names for o in operands[index + 1 :]))
-        last = index == len(operands) - 1
-        settled = settle or not last
-        result = _product(result, x, needed, out if last else None, preferred_element_type, equation, settled)
-        result = settle_to_layout(result) if settled else result
-    return result
+    return _products(arrays, out, what, preferred_element_type, settle, kind)
 
 
-def dot(*operands: NamedArray, over: str | Names, settle: bool = True, preferred_element_type=None) -> NamedArray:
+def dot(*operands: NamedArray, over: Names, settle: bool = True, preferred_element_type=None) -> NamedArray:
     """Sums of products over the given names: `dot(x, w, over="embed")`.
 
+    The result has all other names, those of the first operand first.
+
+    Args:
+        *operands: two or more named arrays.
+        over: the names that are summed. Each is a name of at least two operands (of both, where there are two).
+        settle: False leaves partial sums, as in `einsum`.
+        preferred_element_type: dtype of the result and its accumulation.
+
     Raises:
-        NamesError: an operand name is absent.
+        NamesError: an operand lacks a name that is summed, or a name has two sizes.
+        PendingSumError: an operand holds partial sums.
     """
-    over = (over,) if isinstance(over, str) else tuple(over)
-    names: list[str] = []
-    for x in operands:
-        names += [n for n in x.names if n not in names]
-    if absent := [n for n in over if n not in names]:
-        types = " and ".join(map(typeof, operands))
-        raise NamesError(f"dot sums over names of its operands, got '{absent[0]}' for {types}: correct the name")
-    out = [n for n in names if n not in over]
-    text = ", ".join(" ".join(x.names) for x in operands) + " -> " + " ".join(out)
-    return einsum(text, *operands, settle=settle, preferred_element_type=preferred_element_type)
+    operands, kind = marked(operands, "dot")
+    arrays = [operand(x, "dot") for x in operands]
+    over = _summed(arrays, over)
+    out = tuple(dict.fromkeys(n for x in arrays for n in x.names if n not in over))
+    return _products(arrays, out, _what(over), preferred_element_type, settle, kind)
+
+
+def dot_each(
+    x: NamedArray, others: Sequence[NamedArray], *, over: Names, settle: bool = True
+) -> tuple[NamedArray, ...]:
+    """`dot` of one array with each of several: `q, k, v = dot_each(x, (w_q, w_k, w_v), over="embed")`.
+
+    What feeds several products is moved once for all of them, and its gradient is summed once: under tensor
+    parallelism one all-reduce instead of one for each product; under a layout with `overlap` one ring.
+
+    Args:
+        x: what all products have in common.
+        others: the other factors.
+        over: the names that are summed; each array has them.
+        settle: False leaves partial sums, as in `einsum`.
+
+    Raises:
+        NamesError, PendingSumError: as `dot`.
+    """
+    pairs = []
+    others = [marked((x, w), "dot_each") for w in others]
+    x, factors = operand(x, "dot_each"), [(operand(w, "dot_each"), kind) for (_, w), kind in others]
+    for w, kind in factors:
+        names = _summed([x, w], over)
+        out = tuple(dict.fromkeys(n for a in (x, w) for n in a.names if n not in names))
+        check_sizes([x, w], _what(names))
+        pairs.append(Pair(x, w, tuple(names), out, kind=kind))
+    results: dict[int, NamedArray] = {}
+    for group in _alike(x, pairs):
+        found = _overlapped(x, [pairs[i] for i in group], settle)
+        moved = bring_to_product(x, pairs[group[0]].where) if found is None else x
+        for n, i in enumerate(group):
+            results[i] = pairs[i].multiply(moved) if found is None else found[n]
+    results = {i: settle_to_layout(r) if settle else r for i, r in results.items()}
+    return tuple(results[i] for i in range(len(factors)))
+
+
+def _alike(x: NamedArray, pairs: list[Pair]) -> list[list[int]]:
+    """The products for which `x` is moved to one place, together."""
+    groups: dict = {}
+    for i, pair in enumerate(pairs):
+        where = pair.where
+        key = None if where is None else (tuple(where[n] for n in x.names), missing_axes(x, where))
+        groups.setdefault(key, []).append(i)
+    return list(groups.values())
+
+
+def _overlapped(x: NamedArray, pairs: list[Pair], settle: bool):
+    """The products in rings where the layout asks for them; narrow ones are not cut."""
+    return None if any(pair.kind for pair in pairs) else overlapped(x, pairs, settle=settle)
+
+
+def _what(over) -> str:
+    return f"dot(over={over[0]!r})" if len(over) == 1 else f"dot(over={tuple(over)!r})"
+
+
+def _summed(arrays: list[NamedArray], over: Names) -> Words:
+    """The names that a `dot` sums, each of which is to be multiplied by something."""
+    asked = (over,) if isinstance(over, str | Axis) else tuple(over)
+    words = tuple(n.name if isinstance(n, Axis) else n for n in asked)
+    once(words, "dot")
+    for name, word in zip(asked, words, strict=True):
+        having = [x for x in arrays if word in x.names]
+        for x in having:
+            x.index(name)
+        if len(having) < min(2, len(arrays)):
+            raise NamesError(
+                f"dot sums over names that its operands share, got '{word}' for {types_of(arrays)}, in "
+                f"{_what(words)}: correct the name, or sum the one that has it with .sum('{word}') first"
+            )
+    return words
 
 
 @functools.lru_cache(maxsize=4096)
-def _parse(equation: str) -> tuple[tuple[Names, ...], tuple[bool, ...], Names, bool]:
+def _parse(equation: str) -> tuple[tuple[Words, ...], tuple[bool, ...], Words, bool]:
     left, arrow, right = equation.partition("->")
     if not arrow:
         raise NotationError(f"an einsum has one '->', got none, in '{equation}': write what the result's names are")
@@ -103,7 +172,7 @@ def _parse(equation: str) -> tuple[tuple[Names, ...], tuple[bool, ...], Names, b
     return tuple(s.names for s in lefts), tuple(s.ellipsis for s in lefts), out.names, out.ellipsis
 
 
-def _check(equation: str, text: Names, x, rest: bool) -> None:
+def _check(equation: str, text: Words, x, rest: bool) -> None:
     if not isinstance(x, NamedArray):
         raise NamesError(
             f"einsum by name takes named arrays, got {typeof(x)} in '{equation}': use named(array, '{' '.join(text)}')"
@@ -118,62 +187,32 @@ def _check(equation: str, text: Names, x, rest: bool) -> None:
         )
 
 
-def _reduce(x: NamedArray, out: Names) -> NamedArray:
-    from trellis.named.reduce import REDUCTIONS
-    from trellis.named.reshape import transpose
-
-    gone = tuple(n for n in x.names if n not in out)
-    return transpose(REDUCTIONS["sum"](x, gone) if gone else x, out)
-
-
-def _product(x: NamedArray, y: NamedArray, needed: set[str], out: Names | None, dtype, equation: str, settled: bool):
-    """Two operands, by `dot_general`; leaves partial sums over the mesh axes of contracted names.
-
-    Args:
-        needed: the names that are not summed.
-        out: the names of the result in order, or any order.
-        settled: whether the partial sums are settled next, so that a ring may do it.
-    """
-    for operand in (x, y):
-        refuse_pending(operand, "a product of it with something")
-    check_sizes([x, y], f"einsum('{equation}')")
-    alone = [tuple(n for n in a.names if n not in b.names and n not in needed) for a, b in ((x, y), (y, x))]
-    if any(alone):
-        x, y = (_reduce(a, tuple(n for n in a.names if n not in gone)) for a, gone in zip((x, y), alone, strict=True))
-    names = tuple(dict.fromkeys((*x.names, *y.names)))
-    where = assign([x, y], names)
-    shared = [n for n in x.names if n in y.names]
-    batch = [n for n in shared if n in needed]
-    summed = [n for n in shared if n not in needed]
-    kept = out or (*batch, *_free(x, shared), *_free(y, shared))
-    if (ringed := overlapped(x, y, where, summed, kept, dtype or x.dtype, settle=settled)) is not None:
-        return ringed
-    x, y = bring(x, where), bring(y, where)
-    if out is not None and _comes_first(y, x, shared, out):
-        x, y = y, x
-    order = (*batch, *_free(x, shared), *_free(y, shared))
-    numbers = tuple(([x.index(n) for n in group], [y.index(n) for n in group]) for group in (summed, batch))
-    pending = tuple(axis for n in summed for axis in where[n]) if where else ()
-    mode = state_of(x.array).mode
-    spec = spec_of([where[n] for n in order], pending) if where and mode == "explicit" and any(where.values()) else None
-    array = product(x.array, y.array, numbers, preferred_element_type=dtype, out_sharding=spec)
-    if mode == "manual" and pending:
-        array = mark_pending(array, pending, Shape(tuple(Dim(n, where[n]) for n in order), tuple(sorted(pending))))
-    if out is not None and order != out:
-        array = jnp.transpose(array, [order.index(n) for n in out])
-        order = out
-    slices = tuple(where[n] for n in order) if x.slices or y.slices else ()
-    result = NamedArray(array, order, slices)
-    if mode == "auto":
-        return settle_to_layout(result)
+def _products(arrays: list[NamedArray], out: Words, what: str, dtype, settle: bool, kind=None) -> NamedArray:
+    """The product of all, two at a time from the left, summed over every name that the result lacks."""
+    check_sizes(arrays, what)
+    result = arrays[0]
+    if len(arrays) == 1:
+        return transpose(_sum_others(result, out), out)
+    for index, x in enumerate(arrays[1:], start=1):
+        last = index == len(arrays) - 1
+        needed = {*out, *(n for later in arrays[index + 1 :] for n in later.names)}
+        left, right = _sum_alone(result, x, needed)
+        shared = [n for n in left.names if n in right.names]
+        batch = [n for n in shared if n in needed]
+        order = out if last else (*batch, *free(left, shared), *free(right, shared))
+        pair = Pair(left, right, tuple(n for n in shared if n not in needed), order, dtype, kind)
+        settled = settle or not last
+        ringed = _overlapped(left, [pair], settled)
+        result = pair.multiply(bring_to_product(left, pair.where)) if ringed is None else ringed[0]
+        result = settle_to_layout(result) if settled else result
     return result
 
 
-def _free(x: NamedArray, shared) -> list[str]:
-    return [n for n in x.names if n not in shared]
+def _sum_alone(x: NamedArray, y: NamedArray, needed: set[str]) -> tuple[NamedArray, NamedArray]:
+    """The operands, summed over names that only one of them has and nothing needs."""
+    return tuple(_sum_others(a, tuple(n for n in a.names if n in needed or n in b.names)) for a, b in ((x, y), (y, x)))
 
 
-def _comes_first(y, x, shared, out) -> bool:
-    """Whether the result wants the free names of `y` before those of `x`: swapping spares a transpose."""
-    mine, other = _free(y, shared), _free(x, shared)
-    return bool(mine and other) and out.index(mine[0]) < out.index(other[0])
+def _sum_others(x: NamedArray, kept: Words) -> NamedArray:
+    gone = tuple(n for n in x.names if n not in kept)
+    return sum_over(x, gone) if gone else x

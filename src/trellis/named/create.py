@@ -1,14 +1,19 @@
 """New arrays: constants, ranges, masks. Under a layout they are made where they are used."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from trellis.mesh.layout import Layout, current_layout
-from trellis.named.array import NamedArray
-from trellis.named.axis import Axis, axes_of
-from trellis.named.elementwise import ELEMENTWISE
-from trellis.notation import spec_of
+from trellis.named.array import NamedArray, named
+from trellis.named.axis import Axes, Axis, Name, Names, NamesError, axes_of
+from trellis.named.binary import equal, greater_equal, less_equal
+from trellis.named.elementwise import outer, subtract, where
+from trellis.named.operand import operand
+from trellis.named.reshape import transpose
+from trellis.notation import spec_of, typeof
 from trellis.notation.state import mode_of
 
 
@@ -24,76 +29,115 @@ def layout_spec(names: tuple[str, ...], sizes: tuple[int, ...], which: str = "co
     return spec_of(axes)
 
 
-def _make(fn, axes) -> NamedArray:
-    axes = axes_of(axes)
+def _make(fn: Callable, axes: Axes, what: str) -> NamedArray:
+    axes = axes_of(axes, what)
     names, sizes = tuple(a.name for a in axes), tuple(a.size for a in axes)
     return NamedArray(fn(sizes, layout_spec(names, sizes)), names)
 
 
-def full(axes, value, dtype=None) -> NamedArray:
+def full(axes: Axes, value, dtype=None) -> NamedArray:
     """An array of one value: `full({"batch": 4, "embed": 8}, 1.0)`."""
+    if getattr(value, "ndim", 0):
+        raise NamesError(f"full takes one value, got one of shape {value.shape}, in full: use broadcast_to")
+    value = value.array if isinstance(value, NamedArray) else value
 
     def make(shape, spec):
         x = jnp.asarray(value, dtype)
         return jax.lax.broadcast_in_dim(x, shape, (), out_sharding=spec)
 
-    return _make(make, axes)
+    return _make(make, axes, "full")
 
 
-def zeros(axes, dtype=jnp.float32) -> NamedArray:
-    """An array of zeros."""
-    return full(axes, 0, dtype)
+def zeros(axes: Axes, dtype=jnp.float32) -> NamedArray:
+    """An array of zeros: `zeros({"batch": 4, "embed": 8})`, or of axes."""
+    return _make(lambda shape, spec: _constant(0, dtype, shape, spec), axes, "zeros")
 
 
-def ones(axes, dtype=jnp.float32) -> NamedArray:
-    """An array of ones."""
-    return full(axes, 1, dtype)
+def ones(axes: Axes, dtype=jnp.float32) -> NamedArray:
+    """An array of ones: `ones({"batch": 4, "embed": 8})`, or of axes."""
+    return _make(lambda shape, spec: _constant(1, dtype, shape, spec), axes, "ones")
+
+
+def _constant(value, dtype, shape, spec):
+    return jax.lax.broadcast_in_dim(jnp.asarray(value, dtype), shape, (), out_sharding=spec)
+
+
+def _one_axis(axis, what: str) -> Axis:
+    axes = axes_of(axis, what)
+    if len(axes) != 1:
+        raise NamesError(f"{what} goes along one axis, got {', '.join(map(str, axes)) or 'none'}: pass one")
+    return axes[0]
 
 
 def arange(axis: Axis, *, start=0, step=1, dtype=jnp.int32) -> NamedArray:
     """`start, start + step, ...` along an axis."""
-    values = _make(lambda shape, spec: jax.lax.broadcasted_iota(dtype, shape, 0, out_sharding=spec), axis)
+    axis = _one_axis(axis, "arange")
+    iota = lambda shape, spec: jax.lax.broadcasted_iota(dtype, shape, 0, out_sharding=spec)
+    values = _make(iota, axis, "arange")
     if isinstance(start, int) and start == 0 and step == 1:
         return values
+    start, step = (v.array if isinstance(v, NamedArray) else v for v in (start, step))
     return values.with_array(values.array * jnp.asarray(step, dtype) + jnp.asarray(start, dtype))
 
 
 def linspace(axis: Axis, *, start=0.0, stop=1.0, dtype=jnp.float32) -> NamedArray:
     """Evenly spaced numbers along an axis, both ends included."""
-    return NamedArray(jnp.linspace(start, stop, axis.size, dtype=dtype), (axis.name,))
+    axis = _one_axis(axis, "linspace")
+    return operand(NamedArray(jnp.linspace(start, stop, axis.size, dtype=dtype), (axis.name,)), "linspace")
 
 
 def one_hot(ids: NamedArray, axis: Axis, dtype=jnp.float32) -> NamedArray:
     """1 where the position along `axis` is the id, 0 elsewhere; `axis` is the last dimension.
 
-    Made by comparison with a range, so that `axis` may be sliced.
+    Made by comparison with a range, so that `axis` may be sliced. Ids outside of it have no 1.
     """
-    positions = arange(axis, dtype=ids.dtype)
-    hot = ELEMENTWISE["equal"](ids, positions).astype(dtype)
-    return hot.transpose(f"... {axis.name}")
+    ids, axis = operand(ids, "one_hot"), _one_axis(axis, "one_hot")
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise NamesError(f"ids are whole numbers, got {typeof(ids)}, in one_hot: use .astype('int32')")
+    if axis.name in ids.names:
+        raise NamesError(
+            f"one_hot adds a dimension, got '{axis.name}' in {typeof(ids)}, in one_hot: rename one of them"
+        )
+    return outer(equal, ids, arange(axis, dtype=ids.dtype)).astype(dtype)
 
 
-def tril(x: NamedArray, row: str, column: str, k: int = 0) -> NamedArray:
+def tril(x: NamedArray, row: Name, column: Name, k: int = 0) -> NamedArray:
     """Keeps elements with `column <= row + k`, zeros the others (a causal mask, from ones)."""
-    keep = _difference(x, row, column) >= -k
-    return ELEMENTWISE["where"](keep, x, jnp.zeros((), x.dtype))
+    x = operand(x, "tril")
+    return where(_ordered(greater_equal(_difference(x, row, column), -k), x), x, jnp.zeros((), x.dtype))
 
 
-def triu(x: NamedArray, row: str, column: str, k: int = 0) -> NamedArray:
+def triu(x: NamedArray, row: Name, column: Name, k: int = 0) -> NamedArray:
     """Keeps elements with `column >= row + k`, zeros the others."""
-    keep = _difference(x, row, column) <= -k
-    return ELEMENTWISE["where"](keep, x, jnp.zeros((), x.dtype))
+    x = operand(x, "triu")
+    return where(_ordered(less_equal(_difference(x, row, column), -k), x), x, jnp.zeros((), x.dtype))
 
 
-def _difference(x: NamedArray, row: str, column: str) -> NamedArray:
+def _ordered(mask: NamedArray, x: NamedArray) -> NamedArray:
+    """A mask with its names in the order in which `x` has them."""
+    return transpose(mask, tuple(n for n in x.names if n in mask.names))
+
+
+def _difference(x: NamedArray, row: Name, column: Name) -> NamedArray:
     """`row - column` for each element."""
-    return arange(x.axis(row)) - arange(x.axis(column))
+    return outer(subtract, *(_range_like(x, name) for name in (row, column)))
 
 
-def from_numpy(array: np.ndarray, names: str) -> NamedArray:
+def _range_like(x: NamedArray, name: Name) -> NamedArray:
+    """The positions along a name of `x`: in manual mode those of this device's slice."""
+    i = x.index(name)
+    axes = x.slices[i] if x.slices else ()
+    if not axes:
+        return arange(x.axis(name))
+    here = jnp.int32(0)
+    for axis in axes:
+        here = here * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
+    size = x.array.shape[i]
+    return NamedArray(here * size + jax.lax.iota(jnp.int32, size), (x.names[i],), (axes,))
+
+
+def from_numpy(array: np.ndarray, names: Names) -> NamedArray:
     """A host array put where the layout in force says, each device receiving only its part."""
-    from trellis.named.array import named
-
     x = named(np.asarray(array), names)
     layout = current_layout()
     if layout is None:

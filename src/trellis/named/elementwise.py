@@ -1,4 +1,4 @@
-"""Elementwise operations: tables of JAX functions, lifted to names."""
+"""Elementwise operations: how a function of arrays becomes one of named arrays, and the linear ones."""
 
 import functools
 from collections.abc import Callable
@@ -6,15 +6,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from trellis.mesh.platform import platform_of
+from trellis._compat import is_tracer
+from trellis.named import backend
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
-from trellis.named.placing import assign, bring, check_sizes, refuse_pending, union, widen
+from trellis.named.operand import check_contained, check_sizes, operand, refuse_pending, union
+from trellis.named.placing import assign, bring, spread, widen
 from trellis.notation import spec_of, typeof
-from trellis.notation.state import State, state_of
+from trellis.notation.state import sharding_on, state_of
 
 
-def lift(fn, *, name: str | None = None) -> Callable[..., NamedArray]:
+def lift(fn: Callable, *, name: str | None = None) -> Callable[..., NamedArray]:
     """Makes an elementwise function of arrays one of named arrays, broadcasting by name.
 
     >>> from trellis.named import named
@@ -26,64 +28,34 @@ def lift(fn, *, name: str | None = None) -> Callable[..., NamedArray]:
         fn: takes arrays that broadcast against each other (and scalars) and gives an array of their common shape.
         name: what errors call it.
     """
-    name = name or getattr(fn, "__name__", "the function")
 
     @functools.wraps(fn)
     def lifted(*args, **kwargs):
-        operands = [a for a in args if isinstance(a, NamedArray)]
-        if not operands:
-            return fn(*args, **kwargs)
-        for x in operands:
-            refuse_pending(x, name)
-        arrays, names, slices = together(args, name)
-        return NamedArray(_broadcasting(fn, arrays)(*arrays, **kwargs), names, slices)
+        return by_name(fn, *args, name=name, **kwargs)
 
     return lifted
 
 
-def _broadcasting(fn, arrays):
-    """The function, with some operands broadcast first.
+def by_name(fn: Callable, *args, name: str | None = None, **kwargs) -> NamedArray:
+    """Applies an elementwise function of arrays to named arrays, plain scalars and numbers.
 
-    Those are copies (`~`): JAX refuses them beside slices in an elementwise operation; broadcast to the slices of the
-    others they are slices too, and their gradient is a partial sum. And bfloat16 on a CPU: see `_spread`. The broadcast
-    array is not kept for the backward pass.
+    Raises:
+        NamesError: a plain array with dimensions, a name with two sizes, or no operand that has all the names.
+        PendingSumError: an operand holds partial sums.
     """
-    plain = [a for a in arrays if hasattr(a, "ndim")]
-    states = [state_of(a) for a in plain]
-    if len(states) < 2:
-        return fn
-    shape = jnp.broadcast_shapes(*(a.shape for a in plain))
-    copies = any(s.copied for s in states) and len({(s.axes, s.copied) for s in states}) > 1
-    if not copies and not any(_summed_wide(a, shape) for a in plain):
-        return fn
-    axes = [max((s.axes[i] for s in states if s.axes), key=len) for i in range(len(shape))]
-    spec = spec_of(axes) if any(s.mode == "explicit" for s in states) else None
-
-    def broadcast(*arrays, **kwargs):
-        first = lambda a: hasattr(a, "ndim") and (state_of(a).copied or _summed_wide(a, shape))
-        return fn(*(_spread(a, shape, spec) if first(a) else a for a in arrays), **kwargs)
-
-    return jax.checkpoint(broadcast, prevent_cse=False)
-
-
-def _summed_wide(a, shape) -> bool:
-    return 0 < a.ndim and a.shape != shape and a.dtype == jnp.bfloat16 and platform_of(a) == "cpu"
-
-
-def _spread(a, shape, spec):
-    """The array broadcast. In bfloat16 on a CPU it goes through float32, which changes nothing but that its gradient
-    is summed there: of a bfloat16 sum XLA's CPU compiler makes a loop ten times as slow."""
-    wide = a.astype(jnp.float32) if _summed_wide(a, shape) else a
-    return jax.lax.broadcast_in_dim(wide, shape, range(a.ndim), out_sharding=spec).astype(a.dtype)
+    if not any(isinstance(a, NamedArray) for a in args):
+        return fn(*args, **kwargs)
+    arrays, names, slices = together(args, name or getattr(fn, "__name__", "the function"))
+    return NamedArray(_broadcasting(fn, arrays)(*arrays, **kwargs), names, slices)
 
 
 def together(args, what: str):
     """The plain arrays of elementwise operands, placed and of one rank, with the result's names and slices.
 
     Raises:
-        NamesError: a plain array with dimensions, or a name with two sizes.
+        NamesError: a plain array with dimensions, a name with two sizes, or no operand that has all the names.
+        PendingSumError: an operand holds partial sums.
     """
-    operands = [a for a in args if isinstance(a, NamedArray)]
     for a in args:
         if not isinstance(a, NamedArray) and getattr(a, "ndim", 0):
             types = " and ".join(typeof(o) for o in args)
@@ -91,135 +63,168 @@ def together(args, what: str):
                 f"an operation by name takes named arrays and scalars, got {types} in {what}: "
                 f"name the dimensions with named(array, '...')"
             )
-    first = operands[0]
+    args = [operand(a, what) if isinstance(a, NamedArray) else a for a in args]
+    operands = [a for a in args if isinstance(a, NamedArray)]
     if len(operands) == 1:
-        return [a.array if a is first else a for a in args], first.names, first.slices
+        (only,) = operands
+        return [a.array if a is only else a for a in args], only.names, only.slices
     check_sizes(operands, what)
     names = union(operands)
+    check_contained(operands, names, what)
     where = assign(operands, names)
-    placed = [bring(a, where) if isinstance(a, NamedArray) else a for a in args]
-    arrays = [widen(a, names) if isinstance(a, NamedArray) else a for a in placed]
-    slices = tuple(where[name] for name in names) if any(x.slices for x in operands) else ()
+    arrays = [widen(bring(a, where), names) if isinstance(a, NamedArray) else a for a in args]
+    slices = tuple(where[name] for name in names) if where and any(x.slices for x in operands) else ()
     return arrays, names, slices
 
 
-def _pending(*args) -> frozenset[str]:
-    return frozenset().union(*(state_of(a.array).pending for a in args if isinstance(a, NamedArray)))
+def _broadcasting(fn: Callable, arrays: list) -> Callable:
+    """The function, with some operands broadcast first.
+
+    Those are copies (`~`): JAX refuses them beside slices in an elementwise operation; broadcast to the slices of the
+    others they are slices too, and their gradient is a partial sum. And those that the backend sums differently. The
+    broadcast array is not kept for the backward pass.
+    """
+    plain = [a for a in arrays if hasattr(a, "ndim")]
+    states = [state_of(a) for a in plain]
+    if len(states) < 2:
+        return fn
+    shape = jnp.broadcast_shapes(*(a.shape for a in plain))
+    copies = any(s.copied for s in states) and len({(s.axes, s.copied) for s in states}) > 1
+    if not copies and not any(backend.sums_wide(a, shape) for a in plain):
+        return fn
+    axes = [max((s.axes[i] for s in states if s.axes), key=len) for i in range(len(shape))]
+    spec = spec_of(axes) if any(s.mode == "explicit" for s in states) else None
+
+    def broadcast(*arrays, **kwargs):
+        first = lambda a: hasattr(a, "ndim") and (state_of(a).copied or backend.sums_wide(a, shape))
+        return fn(*(backend.broadcast(a, shape, spec) if first(a) else a for a in arrays), **kwargs)
+
+    return jax.checkpoint(broadcast, prevent_cse=False)
 
 
-def add(x, y):
-    """Sum by name. Partial sums over the same mesh axes may be added to each other."""
-    return _linear(jnp.add, x, y)
+def outer(fn: Callable, *operands: NamedArray) -> NamedArray:
+    """An elementwise function of all combinations of its operands' positions.
+
+    Operations broadcast on their own only where one operand's names contain the other's; this asks for the rest:
+    `outer(greater_equal, arange(pos), arange(key_pos))` is a causal mask, `"pos key_pos"`. Products have `einsum`.
+
+    Args:
+        fn: a function by name, such as `greater_equal` or `add`.
+        *operands: named arrays, each of which is broadcast to all names, in the order in which these appear.
+
+    Raises:
+        NamesError: a name with two sizes.
+    """
+    what = f"outer({getattr(fn, '__name__', 'the function')}, ...)"
+    operands = tuple(operand(x, what) for x in operands)
+    check_sizes(list(operands), what)
+    names = tuple(dict.fromkeys(n for x in operands for n in x.names))
+    where = assign(list(operands), names)
+    sizes = {n: s for x in operands for n, s in zip(x.names, x.array.shape, strict=True)}
+    slices = tuple(where[n] for n in names) if where and any(x.slices for x in operands) else ()
+    spreading = [NamedArray(spread(bring(x, where), names, where, sizes), names, slices) for x in operands]
+    return fn(*spreading)
 
 
-def subtract(x, y):
-    """Difference by name. Partial sums over the same mesh axes may be subtracted from each other."""
-    return _linear(jnp.add, x, negative(y)) if _pending(x, y) else _subtract(x, y)
+# The linear operations, which take partial sums.
 
 
-def negative(x):
-    """The negative; of partial sums too."""
-    return _scale(x, -1) if _pending(x) else _negative(x)
+def add(x, y) -> NamedArray:
+    """`x + y`. Partial sums may be added to partial sums over the same mesh axes."""
+    return _sum_of_pending(x, y, "add") if _pending(x, y) else by_name(jnp.add, x, y)
 
 
-def multiply(x, y):
-    """Product by name. Partial sums may be multiplied by a scalar."""
-    if _pending(x, y):
-        for value, factor in ((x, y), (y, x)):
-            if isinstance(value, NamedArray) and not isinstance(factor, NamedArray):
-                return _scale(value, factor)
-    return _multiply(x, y)
+def subtract(x, y) -> NamedArray:
+    """`x - y`. Partial sums over the same mesh axes may be subtracted from each other."""
+    return _sum_of_pending(x, negative(y), "subtract") if _pending(x, y) else by_name(jnp.subtract, x, y)
 
 
-def divide(x, y):
-    """Quotient by name. Partial sums may be divided by a scalar."""
-    return _scale(x, 1 / y) if _pending(x) and not isinstance(y, NamedArray) else _divide(x, y)
+def negative(x) -> NamedArray:
+    """`-x`; of partial sums, too."""
+    return _scaled(x, -1) if _pending(x) else by_name(jnp.negative, x)
 
 
-def _linear(fn, x, y):
+def multiply(x, y) -> NamedArray:
+    """`x * y`. Partial sums may be multiplied by a number or another scalar."""
     if not _pending(x, y):
-        return _add(x, y)
-    if (
-        not (isinstance(x, NamedArray) and isinstance(y, NamedArray))
-        or _pending(x) != _pending(y)
-        or x.names != y.names
-    ):
+        return by_name(jnp.multiply, x, y)
+    return _scaled(x, y) if _pending(x) else _scaled(y, x)
+
+
+def divide(x, y) -> NamedArray:
+    """`x / y`. Partial sums may be divided by a number or another scalar."""
+    if not _pending(x):
+        return by_name(jnp.true_divide, x, y)
+    return _scaled(x, 1 / y)
+
+
+def clip(x, min=None, max=None) -> NamedArray:
+    """The values, none below `min` or above `max`."""
+    bounds = [b for b in (min, max) if b is not None]
+    lower, upper = min is not None, max is not None
+
+    def clipped(a, *bounds):
+        rest = list(bounds)
+        return jnp.clip(a, rest.pop(0) if lower else None, rest.pop(0) if upper else None)
+
+    return by_name(clipped, x, *bounds, name="clip")
+
+
+def where(condition, x, y) -> NamedArray:
+    """`x` where the condition is true, `y` elsewhere."""
+    return by_name(jnp.where, condition, x, y)
+
+
+def astype(x, dtype) -> NamedArray:
+    """The same values in another dtype. Partial sums stay partial sums, in another float.
+
+    Raises:
+        PendingSumError: partial sums as whole numbers: each would be rounded on its own.
+    """
+    if not isinstance(x, NamedArray):
+        return x.astype(dtype)
+    x = operand(x, f"astype({jnp.dtype(dtype).name})", pending=jnp.issubdtype(dtype, jnp.inexact))
+    return x.with_array(x.array.astype(dtype))
+
+
+def _array(x):
+    return x.array if isinstance(x, NamedArray) else x
+
+
+def _pending(*args) -> frozenset[str]:
+    """The mesh axes over which one of the operands holds partial sums."""
+    arrays = [_array(a) for a in args]
+    return frozenset().union(*(state_of(a).pending for a in arrays if isinstance(a, jax.Array)))
+
+
+def _sum_of_pending(x, y, what: str):
+    alike = isinstance(x, NamedArray) == isinstance(y, NamedArray) and _pending(x) == _pending(y)
+    if not alike or (isinstance(x, NamedArray) and x.names != y.names):
         for a in (x, y):
-            if isinstance(a, NamedArray):
-                refuse_pending(a, "adding something that is not the same partial sum")
-    return NamedArray(fn(x.array, y.array), x.names, x.slices)
+            _refuse(a, f"{what} of it and something that is not the same partial sum")
+    total = jnp.add(_array(x), _array(y))
+    return NamedArray(total, x.names, x.slices) if isinstance(x, NamedArray) else total
 
 
-def _scale(x: NamedArray, factor):
+def _scaled(x, factor):
     """A linear map of partial sums: the factor is held as copies, as the type system asks."""
-    state: State = state_of(x.array)
-    factor = jnp.asarray(factor, x.dtype)
+    if getattr(factor, "ndim", 0) or _pending(factor):
+        _refuse(x, "multiply of it with something else than a number")
+    array, factor = _array(x), _array(factor)
+    state = state_of(array)
+    factor = jnp.asarray(factor, array.dtype if not hasattr(factor, "dtype") else None)
     if state.mode == "manual":
         factor = jax.lax.pcast(factor, tuple(state.pending), to="reduced")
     else:
-        factor = jax.reshard(factor, spec_of([], (), state.pending))
-    return x.with_array(x.array * factor)
+        copies = spec_of([], (), state.pending)
+        # Of a value its own mesh, not that of its type: the factor is put on its devices.
+        own = sharding_on(array, copies) if is_tracer(array) else jax.NamedSharding(array.sharding.mesh, copies)
+        factor = jax.reshard(factor, own)
+    return x.with_array(array * factor) if isinstance(x, NamedArray) else array * factor
 
 
-def rounded_once(fn: Callable) -> Callable:
-    """A function that, of bfloat16 arrays on a CPU, computes in float32 and rounds its result, or results.
-
-    XLA's CPU compiler rounds after every operation that a GELU, say, consists of: a fifth of the time of a step of a
-    small GPT-2, and less exact.
-    """
-
-    @functools.wraps(fn)
-    def rounded(*args, **kwargs):
-        if any(getattr(a, "dtype", None) != jnp.bfloat16 or platform_of(a) != "cpu" for a in args):
-            return fn(*args, **kwargs)
-        results = fn(*(a.astype(jnp.float32) for a in args), **kwargs)
-        return jax.tree.map(lambda result: result.astype(jnp.bfloat16), results)
-
-    return rounded
-
-
-_add, _subtract, _multiply, _divide, _negative = map(
-    lift, (jnp.add, jnp.subtract, jnp.multiply, jnp.true_divide, jnp.negative)
-)
-
-UNARY = {
-    fn: lift(getattr(jnp, fn), name=fn)
-    for fn in (
-        "abs ceil conj cos cosh arccos arccosh sin sinh arcsin arcsinh tan tanh arctan arctanh deg2rad rad2deg "
-        "exp exp2 expm1 fabs floor imag invert isfinite isinf isnan log log10 log1p log2 logical_not "
-        "nan_to_num real reciprocal rint round sign signbit sqrt square trunc cbrt"
-    ).split()
-}
-ACTIVATIONS = {
-    fn: lift(rounded_once(getattr(jax.nn, fn)), name=fn)
-    for fn in (
-        "relu relu6 sigmoid silu swish gelu elu selu celu softplus soft_sign log_sigmoid leaky_relu "
-        "hard_sigmoid hard_tanh hard_silu mish squareplus"
-    ).split()
-}
-BINARY = {
-    fn: lift(getattr(jnp, fn), name=fn)
-    for fn in (
-        "arctan2 bitwise_and bitwise_or bitwise_xor copysign equal float_power floor_divide fmax fmin fmod gcd "
-        "greater greater_equal heaviside hypot lcm left_shift less less_equal logaddexp logaddexp2 logical_and "
-        "logical_or logical_xor maximum minimum mod not_equal power remainder right_shift"
-    ).split()
-}
-OTHERS = {
-    "add": add,
-    "subtract": subtract,
-    "multiply": multiply,
-    "divide": divide,
-    "negative": negative,
-    "rsqrt": lift(jax.lax.rsqrt, name="rsqrt"),
-    "erf": lift(jax.lax.erf, name="erf"),
-    "clip": lift(jnp.clip, name="clip"),
-    "where": lift(jnp.where, name="where"),
-    "stop_gradient": lift(jax.lax.stop_gradient, name="stop_gradient"),
-}
-ELEMENTWISE: dict[str, Callable[..., NamedArray]] = {**UNARY, **ACTIVATIONS, **BINARY, **OTHERS}
-
-
-def astype(x, dtype):
-    """The same values in another dtype (partial sums stay partial sums)."""
-    return x.with_array(x.array.astype(dtype)) if isinstance(x, NamedArray) else x.astype(dtype)
+def _refuse(x, what: str) -> None:
+    if isinstance(x, NamedArray):
+        return refuse_pending(x, what)
+    if _pending(x):
+        return refuse_pending(NamedArray(x, tuple(f"_{i}" for i in range(x.ndim))), what)

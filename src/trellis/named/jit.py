@@ -2,14 +2,19 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
+import numpy as np
 
+from trellis._compat import is_tracer
 from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.reshard import place
-from trellis.named.array import NamedArray, is_named
+from trellis.named.array import NamedArray, check_rank, is_named
 from trellis.named.axis import NamesError
-from trellis.notation.state import mode_of, state_of
+from trellis.named.operand import on_mesh
+from trellis.notation import typeof
+from trellis.notation.state import state_of
 
 
 def _require() -> Layout:
@@ -45,21 +50,21 @@ def shard(tree, which="params"):
 
     def put(x):
         if not is_named(x):
-            return jax.device_put(x, layout.sharding(())) if isinstance(x, jax.Array) and not _traced(x) else x
+            return jax.device_put(x, layout.sharding(())) if isinstance(x, jax.Array) and not is_tracer(x) else x
+        check_rank(x, "shard")
+        if x.slices:
+            raise NamesError(
+                f"in manual mode one device's slice is moved by reshard, got {typeof(x)}, in shard: write "
+                'reshard("before -> after", x)'
+            )
         layout.check(x.names, tuple(x.shape.values()))
-        if not _traced(x.array):
+        if not is_tracer(x.array) and not state_of(x.array).pending:
             return NamedArray(jax.device_put(x.array, layout.sharding(x.names)), x.names)
-        context = mode_of(jax.sharding.get_abstract_mesh())
-        if state_of(x.array).mode == "none" and context != "none":  # came in from outside the mesh
-            move = jax.reshard if context == "explicit" else jax.lax.with_sharding_constraint
-            return NamedArray(move(x.array, layout.sharding(x.names)), x.names)
-        return NamedArray(place(x.array, layout.assign(x.names), names=x.names), x.names)
+        with layout:
+            entered = on_mesh(x.array, x.names, "shard")
+        return NamedArray(place(entered, layout.assign(x.names), names=x.names), x.names)
 
     return jax.tree.map(put, tree, is_leaf=is_named)
-
-
-def _traced(x) -> bool:
-    return isinstance(x, jax.core.Tracer)
 
 
 def abstract(tree, which="params"):
@@ -93,29 +98,66 @@ def named_jit(
     Args:
         fn: the function.
         donate: positions of arguments whose memory the results may take.
-        inputs: "params", "compute" or a map: named inputs are moved there first.
-        outputs: the same for named results.
+        inputs: "params", "compute" or a map: named inputs are moved there first. Arrays that are on no mesh (NumPy's,
+            or made before the layout) are placed there, as `compute` says if nothing is given.
+        outputs: the same for named results. Without a layout neither moves anything.
         static: positions of arguments that are Python values.
         **options: passed to `jax.jit`.
     """
     if fn is None:
         return functools.partial(named_jit, donate=donate, inputs=inputs, outputs=outputs, static=static, **options)
-    compiled: dict = {}
-
-    def program(layout: Layout | None):
-        def run(*args):
-            args = tuple(a if i in static or inputs is None else shard(a, inputs) for i, a in enumerate(args))
-            out = fn(*args)
-            return out if outputs is None else shard(out, outputs)
-
-        if layout not in compiled:
-            compiled[layout] = jax.jit(run, donate_argnums=donate, static_argnums=static or None, **options)
-        return compiled[layout]
 
     @functools.wraps(fn)
-    def call(*args):
-        return program(current_layout())(*args)
+    def run(*args, **kwargs):
+        if inputs is not None and current_layout() is not None:
+            args = tuple(a if i in static else shard(a, inputs) for i, a in enumerate(args))
+            kwargs = shard(kwargs, inputs)
+        out = fn(*args, **kwargs)
+        return out if outputs is None or current_layout() is None else shard(out, outputs)
 
-    call.lower = lambda *args: program(current_layout()).lower(*args)
-    call.trace = lambda *args: program(current_layout()).trace(*args)
+    compiled = jax.jit(run, donate_argnums=donate, static_argnums=static or None, **options)
+
+    def given(args, kwargs):
+        layout = current_layout()
+        if layout is None:
+            return args, kwargs
+        mapped = _mapped(layout, "compute" if inputs is None else inputs)
+        args = tuple(a if i in static else _brought(a, mapped) for i, a in enumerate(args))
+        return args, _brought(kwargs, mapped)
+
+    def using(use: Callable) -> Callable:
+        @functools.wraps(fn)
+        def call(*args, **kwargs):
+            args, kwargs = given(args, kwargs)
+            return use(*args, **kwargs)
+
+        return call
+
+    call = using(compiled)
+    call.lower, call.trace = using(compiled.lower), using(compiled.trace)
     return call
+
+
+def _brought(tree, layout: Layout):
+    """The tree with arrays that are on no mesh placed as the layout says, before a program takes them.
+
+    Raises:
+        MeshError: an array of another mesh.
+    """
+
+    def bring(x):
+        array = x.array if is_named(x) else x
+        if is_tracer(array) or not isinstance(array, jax.Array | np.ndarray):
+            return x
+        mesh = getattr(getattr(array, "sharding", None), "mesh", None)
+        if mesh is layout.mesh or mesh == layout.mesh:
+            return x
+        names = x.names if is_named(x) else tuple(f"_{i}" for i in range(array.ndim))
+        if mesh is not None and not getattr(mesh, "empty", False):
+            on_mesh(array, names, "named_jit")
+            return x
+        layout.check(names, array.shape)
+        array = jax.device_put(array, layout.sharding(names))
+        return NamedArray(array, names) if is_named(x) else array
+
+    return jax.tree.map(bring, tree, is_leaf=is_named)

@@ -1,69 +1,185 @@
-"""Table lookup whose collectives are known: each device looks up the rows that it holds."""
+"""Lookups whose collectives are known: each device looks up the rows that it holds."""
 
 import jax
 import jax.numpy as jnp
 
-from trellis.mesh.manual.ops import mark_pending
+from trellis._compat import is_tracer
+from trellis.mesh.layout import current_layout
+from trellis.mesh.manual.ops import mark_pending, vary, varying_axes
+from trellis.mesh.manual.take import rows_here
 from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
-from trellis.named.placing import assign, bring
+from trellis.named.axis import NamesError
+from trellis.named.operand import check_contained, check_sizes, types_of, union
+from trellis.named.placing import Assignment, assign, bring, one_axis_one_name, settle_selected, whole, widen
 from trellis.notation import spec_of
-from trellis.notation.state import state_of
+from trellis.notation.state import sharding_on, state_of
+
+Words = tuple[str, ...]
 
 
-def lookup(x: NamedArray, name: str, ids: NamedArray) -> NamedArray:
-    """Rows of `x` along `name` at `ids`, with partial sums over the mesh axes that slice `name`."""
-    rest = tuple(n for n in x.names if n != name)
-    names = (*rest, *ids.names)
-    i = x.index(name)
-    out_names = (*rest[:i], *ids.names, *rest[i:])
-    where = assign([NamedArray(x.array, x.names, x.slices), ids], (name, *names))
+def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedArray:
+    """The values of `x` at positions along one name or several.
+
+    Names of the positions that `x` has, too, are aligned: each place looks up its own row. The others stand in the
+    place of the first name that is looked up. Along one sliced name each device looks up the rows that it holds,
+    and the partial sums are settled; several names are gathered first.
+
+    Args:
+        x: any named array.
+        positions: for each name that is looked up, named positions, which broadcast against each other by name.
+        what: the operation, for messages.
+
+    Raises:
+        NamesError: the positions do not broadcast, or a name has two sizes.
+    """
+    looked_up, ids = tuple(positions), list(positions.values())
+    check_sizes(ids, what)
+    check_contained(ids, union(ids), what)
+    plan = _Plan(x.names, looked_up, union(ids))
+    check_sizes([_renamed(x, plan), *ids], what)
+    if len(looked_up) > 1:
+        x = whole(x, looked_up, what)
     mode = state_of(x.array).mode
+    if mode == "manual":
+        return _manual(x, ids, plan, what)
+    where = _where(x, ids, plan)
+    if where and len(looked_up) > 1:
+        where |= dict.fromkeys(plan.renamed, ())
+    held = state_of(x.array)
     if where is None or mode == "auto" or not any(where.values()):
-        table, held = x.array, state_of(x.array)
-        if mode == "explicit" and held.copied and not held.pending:
+        table = x.array
+        if mode == "explicit" and plan.aligned:  # mapped over, so that both are to be in one place
+            table, ids = bring(_renamed(x, plan), where).array, [i.with_array(bring(i, where).array) for i in ids]
+        elif mode == "explicit" and held.copied and not held.pending:
             # Nothing is sliced here, so that the copies have no other operand to sum their gradients with: whole rows.
             table = place(table, held.axes, (), frozenset(), names=x.names)
-        return NamedArray(_rows(table, ids.array, i), out_names)
-    if mode == "manual":
-        return _manual(x, name, ids, where[name], out_names)
-    table = bring(x, where)
-    ids = bring(ids, where)
-    pending = where[name]
-    body = _body(i, pending)
-    specs = tuple(spec_of(state_of(a.array).axes, (), state_of(a.array).copied) for a in (table, ids))
-    out = spec_of([where[n] for n in out_names], pending)
-    if not _all_explicit():
-        return NamedArray(body(table.array, ids.array), out_names)
-    array = jax.shard_map(body, in_specs=specs, out_specs=out)(table.array, ids.array)
-    return NamedArray(array, out_names)
+        array = plan.rows(table, *(plan.widened(i) for i in ids), where={} if mode == "explicit" else None)
+        return settle_selected(NamedArray(array, plan.out), plan.looked_up)
+    table = bring(_renamed(x, plan), where)
+    ids = [NamedArray(bring(i, where).array, i.names) for i in ids]
+    pending = where[plan.renamed[0]] if len(looked_up) == 1 else ()
+    layout = current_layout()
+    if layout is not None and layout.mapped:
+        # JAX 0.10.2 to 0.12.0 has no gradient of a `shard_map` that is mapped over slices: the compiler partitions.
+        array = plan.rows(table.array, *(plan.widened(i) for i in ids), where=where)
+        return settle_selected(NamedArray(array, plan.out), plan.looked_up)
+    body = plan.body(pending)
+    arrays = [table.array, *(plan.widened(i) for i in ids)]
+    out = spec_of([where[n] for n in plan.out], pending)
+    specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in arrays)
+    here = jax.sharding.get_abstract_mesh()
+    own = jax.typeof(x.array) if is_tracer(x.array) else x.array
+    mesh = getattr(getattr(own, "sharding", None), "mesh", None) if here.empty else None
+    try:
+        array = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out)(*arrays)
+    except NotImplementedError:  # nor can it map over what begins a pending sum
+        array = plan.rows(table.array, *(plan.widened(i) for i in ids), where=where)
+    return settle_selected(NamedArray(array, plan.out), plan.looked_up)
 
 
-def _all_explicit() -> bool:
-    mesh = jax.sharding.get_abstract_mesh()
-    return all(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types)
+class _Plan:
+    """Which dimension goes where in a lookup.
+
+    Attributes:
+        names: those of the table.
+        looked_up: the names that go; in an assignment of mesh axes they are called `renamed`, since positions may
+            have a dimension of the same name.
+        own: the names that the positions bring.
+        aligned: the names that both have, which stay.
+        out: the names of the result.
+    """
+
+    def __init__(self, names: Words, looked_up: Words, id_names: Words):
+        self.names, self.looked_up, self.id_names = names, looked_up, id_names
+        rest = tuple(n for n in names if n not in looked_up)
+        self.aligned = tuple(n for n in rest if n in id_names)
+        self.own = tuple(n for n in id_names if n not in rest)
+        first = names[: min(map(names.index, looked_up))]
+        before = tuple(n for n in rest if n in first)
+        self.out = (*before, *self.own, *(n for n in rest if n not in before))
+        self.renamed = tuple(f"{n} looked up" for n in looked_up)
+
+    def widened(self, ids: NamedArray) -> jax.Array:
+        """Positions with all the names that positions have, in order, of size 1 where these have them not."""
+        return widen(ids, self.id_names)
+
+    def rows(self, table, *ids, where: Assignment | None = None):
+        """The values, by what one device has. Positions are whole along the names that are looked up.
+
+        Args:
+            where: the mesh axes of the result's names, where JAX asks for them: outside of `shard_map`.
+        """
+        if len(ids) == 1 and not self.aligned:
+            axis = self.names.index(self.looked_up[0])
+            if where is None:
+                return jnp.take(table, ids[0], axis=axis, mode="fill", fill_value=0)
+            sharding = sharding_on(table, spec_of([where.get(n, ()) for n in self.out]))
+            return table.at[(slice(None),) * axis + (ids[0],)].get(mode="fill", fill_value=0, out_sharding=sharding)
+        free = tuple(n for n in self.names if n not in (*self.aligned, *self.looked_up))
+        table = jnp.transpose(table, [self.names.index(n) for n in (*self.aligned, *self.looked_up, *free)])
+        turn = [self.id_names.index(n) for n in (*self.aligned, *self.own)]
+        shape = jnp.broadcast_shapes(*(i.shape for i in ids))
+        ids = [jnp.transpose(jnp.broadcast_to(i, shape), turn) for i in ids]
+        inner = None if where is None else spec_of([where.get(n, ()) for n in (*self.own, *free)])
+        sharding = inner and sharding_on(table, inner)
+        at = lambda table, *ids: table.at[ids].get(mode="fill", fill_value=0, out_sharding=sharding)
+        for _ in self.aligned:
+            at = jax.vmap(at)
+        made = (*self.aligned, *self.own, *free)
+        return jnp.transpose(at(table, *ids), [made.index(n) for n in self.out])
+
+    def body(self, sliced: Words):
+        """The values, by each device, as partial sums over the mesh axes that slice the table's rows."""
+
+        def rows(table, *ids):
+            # A copy meets slices: cast before the rows are mapped, since JAX 0.10.2 to 0.12 cannot map over the cast.
+            table = vary(table, varying_axes(*ids))
+            if not sliced:
+                return self.rows(table, *ids)
+            axis = self.names.index(self.looked_up[0])
+            return mark_pending(rows_here(table, ids[0], axis, sliced, self.rows), sliced)
+
+        return rows
 
 
-def _rows(table, ids, axis: int):
-    return jnp.take(table, ids, axis=axis, mode="fill", fill_value=0)
+def _renamed(x: NamedArray, plan: _Plan) -> NamedArray:
+    """The table, with the looked up names called what no other array calls them."""
+    names = dict(zip(plan.looked_up, plan.renamed, strict=True))
+    return NamedArray(x.array, tuple(names.get(n, n) for n in x.names), x.slices)
 
 
-def _body(axis: int, sliced: tuple[str, ...]):
-    def rows(table, ids):
-        if not sliced:
-            return _rows(table, ids, axis)
-        first = jnp.int32(0)
-        for mesh_axis in sliced:
-            first = first * jax.lax.axis_size(mesh_axis) + jax.lax.axis_index(mesh_axis)
-        local = ids.astype(jnp.int32) - first * table.shape[axis]
-        # Negative positions count from the end in NumPy: send them out of range instead.
-        local = jnp.where(local < 0, table.shape[axis], local)
-        return mark_pending(_rows(table, local, axis), sliced)
-
-    return rows
+def _where(x: NamedArray, ids: list[NamedArray], plan: _Plan) -> Assignment | None:
+    """The mesh axes of every name. Those of the looked up name come first: what it sums over slices nothing else."""
+    layout = current_layout()
+    if layout is None:
+        return assign([_renamed(x, plan), *ids], (*plan.renamed, *plan.out))
+    where = assign([x, *ids], (*plan.looked_up, *(n for n in plan.out if n not in plan.looked_up)))
+    if where is None:
+        return None
+    axes = [where.pop(n) for n in plan.looked_up]
+    own = {n: () for n in plan.own if n in plan.looked_up}  # positions along the same name are whole on every device
+    return {**dict(zip(plan.renamed, axes, strict=True)), **where, **own}
 
 
-def _manual(x, name, ids, sliced, out_names):
-    slices = {**dict(zip(x.names, x.slices, strict=False)), **dict(zip(ids.names, ids.slices, strict=False))}
-    array = _body(x.index(name), sliced)(x.array, ids.array)
-    return NamedArray(array, out_names, tuple(slices.get(n, ()) for n in out_names) if slices else ())
+def _manual(x: NamedArray, ids: list[NamedArray], plan: _Plan, what: str) -> NamedArray:
+    table = _renamed(x, plan)
+    where = assign([table, *ids], (*plan.renamed, *plan.out))
+    one_axis_one_name(where, [x, *ids], what)
+    sliced = where[plan.renamed[0]] if len(ids) == 1 else ()
+    array = plan.body(sliced)(table.array, *(plan.widened(i) for i in ids))
+    slices = tuple(where[n] for n in plan.out)
+    return NamedArray(array, plan.out, slices if any(slices) else ())
+
+
+def refuse_shared(x: NamedArray, name: str, ids: NamedArray) -> None:
+    """A lookup of whole rows: positions have none of the table's other names.
+
+    Raises:
+        NamesError: they have one; `take_along` looks up in each of its places.
+    """
+    if clash := [n for n in ids.names if n in x.names and n != name]:
+        raise NamesError(
+            f"positions have names that the table has not, got '{clash[0]}' in {types_of([ids, x])}: rename it, or use "
+            f"take_along to look up in each place of '{clash[0]}'"
+        )

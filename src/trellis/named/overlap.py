@@ -8,36 +8,49 @@ travel around a ring instead, and each is multiplied as it passes. The same byte
 | `pos/m embed, embed mlp/m -> pos mlp/m` | slices of the activation pass by | sums of its gradient pass by |
 | `pos mlp/m, mlp/m embed -> pos/m embed` | sums of the result pass by | slices of its gradient, once for both |
 
-The first also keeps the operand that it gathered, so that other products of it (keys and values after queries, the
-second of two gates) find it there, as they find one that was gathered without a ring.
+In the first several products may take what passes by (`dot_each`: queries, keys and values; two gates).
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from trellis.mesh.layout import current_layout
+from trellis.mesh.linear import linear
 from trellis.mesh.ring import Moved, Names, Ring, gather_products, local_product, scatter_products
 from trellis.named.array import NamedArray
-from trellis.named.placing import Assignment, bring, missing_axes, move, placed, remember
+from trellis.named.pair import Pair
+from trellis.named.placing import Assignment, bring, missing_axes, move
 from trellis.named.saving import PRODUCT
 from trellis.notation import Dim, Shape, spec_of
-from trellis.notation.state import State, state_of
+from trellis.notation.state import State, mesh_of, state_of
 from trellis.notation.struct import check_divides
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rings:
-    """A product `x, weight -> result`, for the rings below; hashable, for `custom_vjp`."""
+    """Products `x, weight -> result` of one `x`, for the rings below; hashable, for `custom_jvp`.
+
+    Attributes:
+        axis: the mesh axis of the rings.
+        moved: what travels.
+        names, states: those of `x`.
+        weight_names, weight_states, result_names, result_states, dtypes: those of each weight and result.
+    """
 
     axis: str
     moved: Moved
-    names: tuple[Names, Names, Names]
-    states: tuple[State, State, State]
-    dtype: object
+    names: Names
+    state: State
+    weight_names: tuple[Names, ...]
+    weight_states: tuple[State, ...]
+    result_names: tuple[Names, ...]
+    result_states: tuple[State, ...]
+    dtypes: tuple
 
     @property
     def gathering(self) -> Ring:
@@ -57,72 +70,75 @@ class _Rings:
     @property
     def whole(self) -> State:
         """The state of `x` when the ring has gathered it."""
-        x, axis = self.states[0], self.axis
+        x, axis = self.state, self.axis
         return dataclasses.replace(
             x, axes=tuple(tuple(a for a in axes if a != axis) for axes in x.axes), copied=x.copied | {axis}
         )
 
 
-def overlapped(
-    x: NamedArray, y: NamedArray, where: Assignment | None, summed: list[str], out: Names, dtype, *, settle: bool
-) -> NamedArray | None:
-    """The product by a ring, if the layout asks for one and there is something to gather or to scatter.
+def overlapped(x: NamedArray, pairs: Sequence[Pair], *, settle: bool) -> list[NamedArray] | None:
+    """Products of `x` by a ring, if the layout asks for one and there is something to gather or to scatter.
 
     Args:
-        where: what `compute` assigns to the names of both operands.
-        summed: the names that are summed.
-        out: the names of the result, in order.
-        dtype: that of the result.
+        x: the first operand of all pairs.
+        pairs: the products; several only share a ring that gathers `x`.
         settle: whether partial sums are settled next.
 
     Raises:
         NotationError: the ring does not divide a size.
     """
     layout = current_layout()
-    if layout is None or not layout.overlap or not where or not summed or x.dtype != y.dtype:
+    if layout is None or not layout.overlap:
         return None
-    if any(state_of(a.array).mode != "explicit" for a in (x, y)):
-        return None
+    for pair in pairs:
+        if not pair.where or not pair.summed or any(state_of(a.array).mode != "explicit" for a in (x, pair.y)):
+            return None
+        if pair.x.dtype != pair.y.dtype:
+            return None
     for name in layout.overlap:
-        axes = where.get(name, ())
-        if not axes:
+        axis = next((axes[0] for pair in pairs if (axes := pair.where.get(name, ()))), None)
+        if axis is None:
             continue
         found = None
-        if name in summed:
-            found = _scattered(x, y, where, axes[0], summed, out, dtype) if settle else None
-        elif name not in y.names:
-            found = _gathered(y, x, where, axes[0], summed, out, dtype)
-        elif name not in x.names:
-            found = _gathered(x, y, where, axes[0], summed, out, dtype)
+        if name not in x.names:  # all products of one group find `x` at one place, so that they share its ring
+            found = _gathered(x, [(pair, pair.y) for pair in pairs], axis)
+        elif len(pairs) == 1 and name in pairs[0].summed:
+            found = _scattered(pairs[0], axis) if settle else None
+        elif len(pairs) == 1 and name not in pairs[0].y.names:
+            found = _gathered(pairs[0].y, [(pairs[0], x)], axis)
         if found is not None:
             return found
     return None
 
 
-def _gathered(x, weight, where, axis: str, summed, out, dtype) -> NamedArray | None:
+def _gathered(x: NamedArray, products: list[tuple[Pair, NamedArray]], axis: str) -> list[NamedArray] | None:
+    where = products[0][0].where
     held = dict(zip(x.names, state_of(x.array).axes, strict=True))
     name = next((n for n in x.names if held[n] == (*where[n], axis)), None)
-    if name is None or placed(x, where) is not None:
+    if name is None:
         return None
     before = {**where, name: held[name]}
     mine = move(x, tuple(before[n] for n in x.names), missing_axes(x, where) - {axis})
-    weight = bring(weight, where)
-    result = _result(where, summed, out, axis)
+    weights = [bring(weight, pair.where) for pair, weight in products]
     rings = _Rings(
         axis,
         _moved(name, x.names, before, x),
-        (x.names, weight.names, out),
-        (state_of(mine.array), state_of(weight.array), result),
-        dtype,
+        x.names,
+        state_of(mine.array),
+        tuple(w.names for w in weights),
+        tuple(state_of(w.array) for w in weights),
+        tuple(pair.out for pair, _ in products),
+        tuple(_result(pair.where, pair, axis) for pair, _ in products),
+        tuple(pair.dtype or x.dtype for pair, _ in products),
     )
-    array, whole = _gather_product(rings, mine.array, weight.array)
-    remember(x, where, NamedArray(whole, x.names))
-    return NamedArray(checkpoint_name(array, PRODUCT), out)
+    arrays, _ = _gather_products(rings, mine.array, tuple(w.array for w in weights))
+    return [NamedArray(checkpoint_name(a, PRODUCT), pair.out) for a, (pair, _) in zip(arrays, products, strict=True)]
 
 
-def _scattered(x, weight, where, axis: str, summed, out, dtype) -> NamedArray | None:
-    settled = dict(zip(out, current_layout().assign(out), strict=True))
-    name = next((n for n in out if settled[n] == (*where[n], axis)), None)
+def _scattered(pair: Pair, axis: str) -> list[NamedArray] | None:
+    x, weight, where = pair.x, pair.y, pair.where
+    settled = dict(zip(pair.out, current_layout().assign(pair.out), strict=True))
+    name = next((n for n in pair.out if settled[n] == (*where[n], axis)), None)
     if name is None:
         return None
     if name in weight.names:
@@ -132,17 +148,21 @@ def _scattered(x, weight, where, axis: str, summed, out, dtype) -> NamedArray | 
     x, weight = bring(x, where), bring(weight, where)
     rings = _Rings(
         axis,
-        _moved(name, out, after, x, weight),
-        (x.names, weight.names, out),
-        (state_of(x.array), state_of(weight.array), _result(after, summed, out, axis)),
-        dtype,
+        _moved(name, pair.out, after, x, weight),
+        x.names,
+        state_of(x.array),
+        (weight.names,),
+        (state_of(weight.array),),
+        (pair.out,),
+        (_result(after, pair, axis),),
+        (pair.dtype or x.dtype,),
     )
-    return NamedArray(checkpoint_name(_scatter_product(rings, x.array, weight.array), PRODUCT), out)
+    return [NamedArray(checkpoint_name(_scatter_product(rings, x.array, weight.array), PRODUCT), pair.out)]
 
 
-def _result(where: Assignment, summed, out: Names, axis: str) -> State:
-    pending = frozenset(a for n in summed for a in where[n]) - {axis}
-    return State("explicit", tuple(where[n] for n in out), pending)
+def _result(where: Assignment, pair: Pair, axis: str) -> State:
+    pending = frozenset(a for n in pair.summed for a in where[n]) - {axis}
+    return State("explicit", tuple(where[n] for n in pair.out), pending)
 
 
 def _moved(name: str, names: Names, where: Assignment, *arrays: NamedArray) -> Moved:
@@ -153,7 +173,7 @@ def _moved(name: str, names: Names, where: Assignment, *arrays: NamedArray) -> M
 
 
 def _sizes(x: NamedArray):
-    return jax.typeof(x.array).sharding.mesh.shape
+    return mesh_of(x.array).shape
 
 
 def _gradient(state: State) -> State:
@@ -161,66 +181,99 @@ def _gradient(state: State) -> State:
     return dataclasses.replace(state, pending=state.copied, copied=state.pending)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather_product(rings: _Rings, x, weight):
-    """The product, and the gathered `x`."""
-    (x_names, weight_names, out), (x_state, weight_state, result) = rings.names, rings.states
-
-    def local(x, weight):
-        others = [(weight_names, weight)]
-        return tuple(gather_products(rings.gathering, rings.moved, x_names, x, others, [out], [rings.dtype], keep=True))
-
-    return rings.run(local, [x_state, weight_state], (result, rings.whole), x, weight)
+def _gradients(states: Sequence[State]) -> tuple[State, ...]:
+    return tuple(map(_gradient, states))
 
 
-def _gather_forward(rings: _Rings, x, weight):
-    product, whole = _gather_product(rings, x, weight)
-    return (product, whole), (whole, weight)
+def _gathering(rings: _Rings, x, weights):
+    """The products, and the gathered `x`."""
+
+    def local(x, *weights):
+        others = list(zip(rings.weight_names, weights, strict=True))
+        how = dict(results=rings.result_names, dtypes=rings.dtypes, keep=True)
+        return tuple(gather_products(rings.gathering, rings.moved, rings.names, x, others, **how))
+
+    taken = [rings.state, *rings.weight_states]
+    *products, whole = rings.run(local, taken, (*rings.result_states, rings.whole), x, *weights)
+    return tuple(products), whole
 
 
-def _gather_backward(rings: _Rings, kept, gradients):
-    (x_names, weight_names, out), (x_state, weight_state, result) = rings.names, rings.states
-
-    def local(whole, weight, d, d_whole):
-        pairs = [(out, d, weight_names, weight)]
-        d_x = scatter_products(rings.scattering, rings.moved, x_names, pairs, whole.dtype, plus=d_whole)
-        return d_x, local_product(x_names, whole, out, d, weight_names).astype(weight.dtype)
-
-    taken = [rings.whole, weight_state, _gradient(result), _gradient(rings.whole)]
-    return rings.run(local, taken, (_gradient(x_state), _gradient(weight_state)), *kept, *gradients)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gather_products(rings: _Rings, x, weights):
+    return _gathering(rings, x, weights)
 
 
-_gather_product.defvjp(_gather_forward, _gather_backward)
+@_gather_products.defjvp
+def _gather_derivative(rings: _Rings, operands, changes):
+    products, whole = _gather_products(rings, *operands)
+    change = linear(functools.partial(_gather_change, rings), functools.partial(_gather_gradients, rings))
+    return (products, whole), change((whole, operands[1]), changes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather_change(rings: _Rings, fixed, changes):
+    (whole, weights), (d_x, d_weights) = fixed, changes
+    passing, d_whole = _gathering(rings, d_x, weights)
+
+    def local(whole, *d_weights):
+        each = zip(d_weights, rings.weight_names, rings.result_names, rings.dtypes, strict=True)
+        return tuple(local_product(rings.names, whole, name, d, out).astype(dtype) for d, name, out, dtype in each)
+
+    here = rings.run(local, [rings.whole, *rings.weight_states], rings.result_states, whole, *d_weights)
+    return tuple(map(jax.lax.add, passing, here)), d_whole
+
+
+def _gather_gradients(rings: _Rings, fixed, gradients):
+    (whole, weights), (d_products, d_whole) = fixed, gradients
+    used = [i for i, d in enumerate(d_products) if d is not None]
+    pick = lambda each: tuple(each[i] for i in used)
+    names, outs = pick(rings.weight_names), pick(rings.result_names)
+    extra = () if d_whole is None else (d_whole,)
+
+    def local(whole, *rest):
+        weights, ds, plus = rest[: len(used)], rest[len(used) : 2 * len(used)], rest[2 * len(used) :]
+        pairs = list(zip(outs, ds, names, weights, strict=True))
+        how = dict(plus=plus[0] if plus else None)
+        d_x = scatter_products(rings.scattering, rings.moved, rings.names, pairs, whole.dtype, **how)
+        d_weights = [local_product(rings.names, whole, o, d, n).astype(w.dtype) for o, d, n, w in pairs]
+        return (d_x, *d_weights)
+
+    taken = [rings.whole, *pick(rings.weight_states), *_gradients(pick(rings.result_states))]
+    taken += [_gradient(rings.whole)] * len(extra)
+    given = (_gradient(rings.state), *_gradients(pick(rings.weight_states)))
+    d_x, *found = rings.run(local, taken, given, whole, *pick(weights), *pick(d_products), *extra)
+    by_place = dict(zip(used, found, strict=True))
+    return d_x, tuple(by_place.get(i) for i in range(len(weights)))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _scatter_product(rings: _Rings, x, weight):
-    (x_names, weight_names, out), (x_state, weight_state, result) = rings.names, rings.states
+    (weight_names,), (out,), (dtype,) = rings.weight_names, rings.result_names, rings.dtypes
 
     def local(x, weight):
-        pairs = [(x_names, x, weight_names, weight)]
-        return scatter_products(rings.scattering, rings.moved, out, pairs, rings.dtype)
+        pairs = [(rings.names, x, weight_names, weight)]
+        return scatter_products(rings.scattering, rings.moved, out, pairs, dtype)
 
-    return rings.run(local, [x_state, weight_state], result, x, weight)
-
-
-def _scatter_forward(rings: _Rings, x, weight):
-    return _scatter_product(rings, x, weight), (x, weight)
+    return rings.run(local, [rings.state, *rings.weight_states], rings.result_states[0], x, weight)
 
 
-def _scatter_backward(rings: _Rings, kept, gradient):
-    (x_names, weight_names, out), (x_state, weight_state, result) = rings.names, rings.states
+@_scatter_product.defjvp
+def _scatter_derivative(rings: _Rings, operands, changes):
+    change = linear(functools.partial(_scatter_change, rings), functools.partial(_scatter_gradients, rings))
+    return _scatter_product(rings, *operands), change(operands, changes)
+
+
+def _scatter_change(rings: _Rings, operands, changes):
+    (x, weight), (d_x, d_weight) = operands, changes
+    return jax.lax.add(_scatter_product(rings, d_x, weight), _scatter_product(rings, x, d_weight))
+
+
+def _scatter_gradients(rings: _Rings, operands, gradient):
+    ((weight_names,), (out,)), (x, weight) = (rings.weight_names, rings.result_names), operands
 
     def local(x, weight, d):
-        others = [(weight_names, weight), (x_names, x)]
-        return tuple(
-            gather_products(
-                rings.gathering, rings.moved, out, d, others, [x_names, weight_names], [x.dtype, weight.dtype]
-            )
-        )
+        others = [(weight_names, weight), (rings.names, x)]
+        results, dtypes = [rings.names, weight_names], [x.dtype, weight.dtype]
+        return tuple(gather_products(rings.gathering, rings.moved, out, d, others, results, dtypes))
 
-    taken = [x_state, weight_state, _gradient(result)]
-    return rings.run(local, taken, (_gradient(x_state), _gradient(weight_state)), *kept, gradient)
-
-
-_scatter_product.defvjp(_scatter_forward, _scatter_backward)
+    taken = [rings.state, *rings.weight_states, *_gradients(rings.result_states)]
+    return rings.run(local, taken, (_gradient(rings.state), *_gradients(rings.weight_states)), x, weight, gradient)

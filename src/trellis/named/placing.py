@@ -6,57 +6,34 @@ For an operation over the names N (those of all operands together):
 2. Every operand is moved to agree. Over mesh axes that slice names it lacks it
    is held as copies whose gradient is a pending sum (`~`), so that a gathered
    parameter's gradient arrives as one reduce-scatter, and an activation's as
-   one all-reduce however many products it feeds: the moved array is kept with
-   the operand and reused.
+   one all-reduce. Each operation moves its own operands: what feeds several
+   products is moved once where the text says so, by `dot_each`.
 3. The result of a product holds pending sums over the mesh axes of its
    contracted names; they are settled to what `compute` gives the result.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
-from trellis._compat import is_tracer, same_trace
 from trellis.mesh.layout import current_layout
+from trellis.mesh.meshes import MeshError
 from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
-from trellis.notation import PendingSumError, Shape, spec_of, typeof
-from trellis.notation.state import state_of
+from trellis.named.operand import types_of
+from trellis.notation import spec_of, typeof
+from trellis.notation.state import sharding_on, state_of
 
 Assignment = dict[str, tuple[str, ...]]
-
-
-def union(operands: list[NamedArray]) -> tuple[str, ...]:
-    """All names: those of the operand that has most first, then the others' in order."""
-    first = max(operands, key=lambda x: len(x.names))
-    names = list(first.names)
-    for x in operands:
-        names += [name for name in x.names if name not in names]
-    return tuple(names)
-
-
-def check_sizes(operands: list[NamedArray], what: str) -> None:
-    """A name has one size in an operation.
-
-    Raises:
-        NamesError: with the full types of all operands.
-    """
-    sizes: dict[str, int] = {}
-    for x in operands:
-        for name, size in x.shape.items():
-            if sizes.setdefault(name, size) != size:
-                types = " and ".join(typeof(o) for o in operands)
-                raise NamesError(
-                    f"a name has one size in an operation, got {name}={sizes[name]} and {name}={size} "
-                    f"in {what} of {types}: rename one of them, or slice it"
-                )
 
 
 def assign(operands: list[NamedArray], names: tuple[str, ...]) -> Assignment | None:
     """The mesh axes of each name in an operation, or None where nothing is to be placed."""
     modes = {state_of(x.array).mode for x in operands}
     if "manual" in modes:
-        return _from_slices(operands, names)
+        return from_slices(operands, names)
     layout = current_layout()
     if layout is not None and modes != {"none"}:
         return dict(zip(names, layout.assign(names), strict=True))
@@ -70,22 +47,25 @@ def _from_types(operands, names) -> Assignment:
     found: Assignment = {}
     used: set[str] = set()
     for x in operands:
+        sizes = jax.typeof(x.array).sharding.mesh.shape
         for name, axes in zip(x.names, state_of(x.array).axes, strict=True):
+            axes = tuple(a for a in axes if sizes[a] > 1)
             if axes and name not in found and not used & set(axes):
                 found[name] = axes
                 used |= set(axes)
     return {name: found.get(name, ()) for name in names}
 
 
-def _from_slices(operands, names) -> Assignment:
+def from_slices(operands: list[NamedArray], names: tuple[str, ...]) -> Assignment:
+    """In manual mode the operands' own slices decide, and have to agree."""
     found: Assignment = {}
     for x in operands:
         for dim in x.dims:
             if found.setdefault(dim.name, dim.axes) != dim.axes:
-                types = " and ".join(typeof(o) for o in operands)
                 raise NamesError(
                     f"in manual mode a name is sliced alike in all operands, got {dim.name} over "
-                    f"{found[dim.name] or 'nothing'} and over {dim.axes or 'nothing'} in {types}: reshard one of them"
+                    f"{'/'.join(found[dim.name]) or 'nothing'} and over {'/'.join(dim.axes) or 'nothing'} in "
+                    f"{types_of(operands)}: reshard one of them"
                 )
     return {name: found.get(name, ()) for name in names}
 
@@ -102,23 +82,27 @@ def bring(x: NamedArray, where: Assignment | None) -> NamedArray:
     return move(x, tuple(where[name] for name in x.names), missing_axes(x, where))
 
 
-def placed(x: NamedArray, where: Assignment) -> NamedArray | None:
-    """The operand as `bring` would move it, if it was moved before."""
-    return (x._placed or {}).get((tuple(where[name] for name in x.names), missing_axes(x, where)))
+def bring_to_product(x: NamedArray, where: Assignment | None) -> NamedArray:
+    """An operand as a product wants it: also, inside a mapped program, of a parameter from outside of it.
 
-
-def remember(x: NamedArray, where: Assignment, moved: NamedArray) -> None:
-    """Keeps a moved operand for the next time it is brought there."""
-    _remember(x, (tuple(where[name] for name in x.names), missing_axes(x, where)), moved)
-
-
-def _remember(x: NamedArray, key, moved: NamedArray) -> None:
-    if is_tracer(x.array) and same_trace(x.array, moved.array):
-        x._placed = {**(x._placed or {}), key: moved}
+    Such a parameter is whole to the program. Over the mapped mesh axes that slice it at rest it is held as copies.
+    """
+    if where is None:
+        return x
+    layout = current_layout()
+    if layout is None and state_of(x.array).mode == "none" and any(where[n] for n in x.names):
+        raise MeshError(
+            f"a product takes arrays of one mesh, got {typeof(x)}, which is on none, beside one that is sliced over "
+            f"{', '.join(a for n in x.names for a in where[n])}, while no layout is in force: "
+            "call it inside `with layout:`, which puts it there"
+        )
+    held = {a for mine in state_of(x.array).axes for a in mine}
+    outside = held.intersection(layout.mapped) if layout is not None else frozenset()
+    return move(x, tuple(where[name] for name in x.names), missing_axes(x, where) | outside)
 
 
 def move(x: NamedArray, axes, copied: frozenset[str]) -> NamedArray:
-    """An array at the given mesh axes, with copies over `copied` where it has a gradient; moved at most once."""
+    """An array at the given mesh axes, with copies over `copied` where it has a gradient."""
     state = state_of(x.array)
     if state.mode in ("none", "manual"):
         return x
@@ -127,12 +111,7 @@ def move(x: NamedArray, axes, copied: frozenset[str]) -> NamedArray:
         copied = frozenset()
     if state.mode == "explicit" and (axes, copied, frozenset()) == (state.axes, state.copied, state.pending):
         return x
-    key = (axes, copied)
-    if x._placed is not None and key in x._placed:
-        return x._placed[key]
-    moved = NamedArray(_gather(x, axes, copied), x.names)
-    _remember(x, key, moved)
-    return moved
+    return NamedArray(_gather(x, axes, copied), x.names)
 
 
 def _gather(x: NamedArray, axes, copied):
@@ -157,12 +136,31 @@ def _gather(x: NamedArray, axes, copied):
 
 
 def settle(x: NamedArray) -> NamedArray:
-    """Moves an array to what `compute` says of its names; pending sums are summed on the way."""
+    """Moves an array to what `compute` says of its names; pending sums are summed on the way.
+
+    Without a layout they are summed, and nothing else moves. In manual mode `reshard` says where a sum goes.
+    """
     layout = current_layout()
     state = state_of(x.array)
-    if layout is None or state.mode in ("none", "manual"):
+    if state.mode in ("none", "manual"):
         return x
+    if layout is None:
+        return NamedArray(place(x.array, state.axes, (), state.copied, names=x.names), x.names) if state.pending else x
     return NamedArray(place(x.array, layout.assign(x.names), names=x.names), x.names)
+
+
+def settle_selected(x: NamedArray, names: tuple[str, ...]) -> NamedArray:
+    """`settle`, of a result that has some of its positions selected along names: whole where mesh axes do not divide
+    how many there are."""
+    layout = current_layout()
+    if layout is None or state_of(x.array).mode in ("none", "manual"):
+        return settle(x)
+    sizes = layout.mesh.shape
+    axes = [
+        mine if n not in names or x.shape[n] % math.prod(sizes[a] for a in mine) == 0 else ()
+        for n, mine in zip(x.names, layout.assign(x.names), strict=True)
+    ]
+    return NamedArray(place(x.array, tuple(axes), names=x.names), x.names)
 
 
 def whole(x: NamedArray, names: tuple[str, ...], what: str) -> NamedArray:
@@ -189,21 +187,6 @@ def whole(x: NamedArray, names: tuple[str, ...], what: str) -> NamedArray:
     return NamedArray(place(x.array, axes, state.pending, state.copied, names=x.names), x.names)
 
 
-def refuse_pending(x: NamedArray, what: str) -> None:
-    """Only linear operations make sense on partial sums.
-
-    Raises:
-        PendingSumError: `x` holds some; the message says which reshard was forgotten.
-    """
-    state = state_of(x.array)
-    if state.pending:
-        settled = Shape(x.type.dims, (), x.type.copied)
-        raise PendingSumError(
-            f"{what} is not linear, and each device holds only a partial sum, got {typeof(x)}: "
-            f'sum first, with reshard("{x.type} -> {settled}", x)'
-        )
-
-
 def widen(x: NamedArray, names: tuple[str, ...]):
     """The plain array with all names of an operation in order, of size 1 where `x` does not have them."""
     if x.names == names:
@@ -227,4 +210,37 @@ def spread(x: NamedArray, names: tuple[str, ...], where: Assignment | None, size
     shape = tuple(sizes[name] for name in names)
     state = state_of(array)
     spec = spec_of([where[name] for name in names], state.pending) if where and state.mode == "explicit" else None
-    return jax.lax.broadcast_in_dim(array, shape, sorted(places), out_sharding=spec)
+    return jax.lax.broadcast_in_dim(array, shape, sorted(places), out_sharding=spec and sharding_on(array, spec))
+
+
+def locally(fn, array):
+    """A function along whole dimensions of a plain array, which the slices of the others do not concern.
+
+    JAX partitions some of these itself, but not their gradients (of a sort, say): each device runs its own slices.
+
+    Args:
+        fn: gives one array or several, of dimensions in the same order, whose sliced ones keep their sizes.
+        array: in any mode.
+    """
+    state = state_of(array)
+    if state.mode != "explicit" or not any(state.axes) or state.pending or state.copied:
+        return fn(array)
+    spec = spec_of(state.axes)
+    mesh = getattr(getattr(array, "sharding", None), "mesh", None) if jax.sharding.get_abstract_mesh().empty else None
+    return jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)(array)
+
+
+def one_axis_one_name(where: Assignment, operands: list[NamedArray], what: str) -> None:
+    """In manual mode a mesh axis slices one name, or devices combine slices that do not belong together.
+
+    Raises:
+        NamesError: it slices two.
+    """
+    owner: dict[str, str] = {}
+    for name, axes in where.items():
+        for axis in axes:
+            if owner.setdefault(axis, name) != name:
+                raise NamesError(
+                    f"a mesh axis slices one name in an operation, got '{axis}' on '{owner[axis]}' and on '{name}' in "
+                    f"{types_of(operands)}, in {what}: gather one of them, with reshard"
+                )

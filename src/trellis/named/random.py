@@ -4,77 +4,191 @@ JAX's Threefry generator computes element i of an array from the key and i
 alone, so each device makes its slice and no device ever holds the whole. The
 numbers depend on the key, the names' order and the sizes, not on the mesh.
 (The `rbg` generator has neither property.)
+
+Each sampler takes a key (plain, or a named array of no names), the axes, the distribution's parameters as numbers, and
+`at`: "compute", or "params" for what will rest as a parameter, the layout's other map.
 """
 
 import inspect
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from trellis.mesh.layout import current_layout
-from trellis.named.array import NamedArray
-from trellis.named.axis import axes_of
+from trellis.named.along import apply_along
+from trellis.named.array import NamedArray, is_named
+from trellis.named.axis import Axes, Axis, Name, NamesError, axes_of, name_of
 from trellis.named.create import layout_spec
 from trellis.named.dealing import POSITIONS, deal
+from trellis.named.elementwise import divide, where
+from trellis.named.operand import operand
+from trellis.named.reduce import argmax
+from trellis.notation import typeof
+from trellis.notation.state import state_of
 
 
-def _lift(sampler):
-    parameters = inspect.signature(sampler).parameters
-    takes_sharding = "out_sharding" in parameters
-
-    def sample(key, axes, *args, at: str = "compute", **kwargs) -> NamedArray:
-        axes = axes_of(axes)
-        names, sizes = tuple(a.name for a in axes), tuple(a.size for a in axes)
-        args = [a.array if isinstance(a, NamedArray) else a for a in args]
-        kwargs = {k: v.array if isinstance(v, NamedArray) else v for k, v in kwargs.items()}
-        spec = layout_spec(names, sizes, at)
-        key = key.array if isinstance(key, NamedArray) else key
-        if spec is None or not takes_sharding:
-            array = sampler(key, *args, shape=sizes, **kwargs)
-            made = NamedArray(array if spec is None else jax.reshard(array, spec), names)
-        else:
-            made = NamedArray(sampler(key, *args, shape=sizes, out_sharding=spec, **kwargs), names)
-        layout = current_layout()
-        return deal(made) if layout is not None and layout.dealt and POSITIONS in names else made
-
-    sample.__name__ = sampler.__name__
-    sample.__doc__ = (
-        f"`jax.random.{sampler.__name__}` over named axes: `{sampler.__name__}(key, axes, ..., at='compute')`.\n\n"
-        "    `at` is 'params' for what will rest as a parameter: the layout's other map."
-    )
-    return sample
+def normal(key, axes: Axes, dtype=jnp.float32, *, at: str = "compute") -> NamedArray:
+    """Normal numbers of mean 0 and deviation 1."""
+    return _sample(jax.random.normal, key, axes, at, dtype=dtype)
 
 
-normal = _lift(jax.random.normal)
-uniform = _lift(jax.random.uniform)
-truncated_normal = _lift(jax.random.truncated_normal)
-bernoulli = _lift(jax.random.bernoulli)
-randint = _lift(jax.random.randint)
-gumbel = _lift(jax.random.gumbel)
-exponential = _lift(jax.random.exponential)
-laplace = _lift(jax.random.laplace)
-cauchy = _lift(jax.random.cauchy)
-logistic = _lift(jax.random.logistic)
-rademacher = _lift(jax.random.rademacher)
+def uniform(key, axes: Axes, dtype=jnp.float32, minval=0.0, maxval=1.0, *, at: str = "compute") -> NamedArray:
+    """Numbers evenly between `minval` and `maxval`, the latter not included."""
+    return _sample(jax.random.uniform, key, axes, at, dtype=dtype, minval=minval, maxval=maxval)
 
 
-def categorical(key, logits: NamedArray, over: str) -> NamedArray:
+def truncated_normal(key, axes: Axes, lower, upper, dtype=jnp.float32, *, at: str = "compute") -> NamedArray:
+    """Normal numbers, those only that lie between `lower` and `upper`."""
+    return _sample(jax.random.truncated_normal, key, axes, at, lower=lower, upper=upper, dtype=dtype)
+
+
+def bernoulli(key, axes: Axes, p=0.5, *, at: str = "compute") -> NamedArray:
+    """True with probability `p`."""
+    return _sample(jax.random.bernoulli, key, axes, at, p=p)
+
+
+def randint(key, axes: Axes, minval, maxval, dtype=jnp.int32, *, at: str = "compute") -> NamedArray:
+    """Whole numbers evenly from `minval` to `maxval`, the latter not included."""
+    return _sample(jax.random.randint, key, axes, at, minval=minval, maxval=maxval, dtype=dtype)
+
+
+def gumbel(key, axes: Axes, dtype=jnp.float32, *, at: str = "compute") -> NamedArray:
+    """Gumbel numbers: adding them to logits and taking the largest draws from `exp(logits)`."""
+    return _sample(jax.random.gumbel, key, axes, at, dtype=dtype)
+
+
+def exponential(key, axes: Axes, dtype=jnp.float32, *, at: str = "compute") -> NamedArray:
+    """Exponential numbers of mean 1."""
+    return _sample(jax.random.exponential, key, axes, at, dtype=dtype)
+
+
+def laplace(key, axes: Axes, dtype=jnp.float32, *, at: str = "compute") -> NamedArray:
+    """Laplace numbers of mean 0 and scale 1."""
+    return _sample(jax.random.laplace, key, axes, at, dtype=dtype)
+
+
+def cauchy(key, axes: Axes, dtype=jnp.float32, *, at: str = "compute") -> NamedArray:
+    """Cauchy numbers of median 0 and scale 1."""
+    return _sample(jax.random.cauchy, key, axes, at, dtype=dtype)
+
+
+def logistic(key, axes: Axes, dtype=jnp.float32, *, at: str = "compute") -> NamedArray:
+    """Logistic numbers of mean 0 and scale 1."""
+    return _sample(jax.random.logistic, key, axes, at, dtype=dtype)
+
+
+def rademacher(key, axes: Axes, dtype=jnp.int32, *, at: str = "compute") -> NamedArray:
+    """-1 or 1, evenly."""
+    return _sample(jax.random.rademacher, key, axes, at, dtype=dtype)
+
+
+def _sample(sampler: Callable, key, axes: Axes, at: str, **how) -> NamedArray:
+    what = f"random.{sampler.__name__}"
+    axes = axes_of(axes, what)
+    names, sizes = tuple(a.name for a in axes), tuple(a.size for a in axes)
+    how = {k: _number(v, k, what) for k, v in how.items()}
+    spec = layout_spec(names, sizes, at)
+    key = plain_key(key, what)
+    if spec is None:
+        return NamedArray(sampler(key, shape=sizes, **how), names)
+    if "out_sharding" in inspect.signature(sampler).parameters:
+        made = NamedArray(sampler(key, shape=sizes, out_sharding=spec, **how), names)
+    else:
+        made = NamedArray(jax.reshard(sampler(key, shape=sizes, **how), spec), names)
+    layout = current_layout()
+    return deal(made) if layout is not None and layout.dealt and POSITIONS in names else made
+
+
+def _number(value, word: str, what: str):
+    array = value.array if is_named(value) else value
+    if word != "dtype" and getattr(array, "ndim", 0):
+        raise NamesError(
+            f"a distribution's parameter is one number, got {word}={typeof(value)}, in {what}: draw with 0 and 1, and "
+            "scale by name"
+        )
+    return array
+
+
+def plain_key(key, what: str):
+    """One key, as `jax.random` takes it.
+
+    Raises:
+        NamesError: several keys, or no key.
+    """
+    array = key.array if is_named(key) else key
+    keys = jnp.issubdtype(getattr(array, "dtype", jnp.float32), jax.dtypes.prng_key)
+    old = not keys and not is_named(key) and getattr(array, "shape", None) == (2,)  # jax.random.PRNGKey's
+    if not old and (not keys or array.shape):
+        raise NamesError(
+            f"a function draws from one key, got {typeof(key)}, in {what}: pass jax.random.key(0), or one key of "
+            "several with keys['name', i], vmap or scan"
+        )
+    return array
+
+
+def categorical(key, logits: NamedArray, over: Name) -> NamedArray:
     """Draws positions along a name in proportion to `exp(logits)` (the Gumbel-max method)."""
-    from trellis.named.reduce import argmax
-
+    logits = operand(logits, "random.categorical")
+    logits.index(over)
     return argmax(logits + gumbel(key, logits.axes).astype(logits.dtype), over)
 
 
-def split(key, name: str, count: int) -> NamedArray:
-    """Keys along a name: one for each position, to be given to `vmap` or a `Stacked`."""
-    return NamedArray(jax.random.split(key, count), (name,))
+def permutation(key, axis: Axis) -> NamedArray:
+    """The positions along an axis, each once, in random order: an index to shuffle by.
+
+    `x["batch", permutation(key, x.axis("batch"))]` is `x` shuffled along its batch.
+    """
+    (axis,) = axes_of(axis, "random.permutation")
+    order = jax.random.permutation(plain_key(key, "random.permutation"), axis.size).astype(jnp.int32)
+    return operand(NamedArray(order, (axis.name,)), "random.permutation")
+
+
+def shuffle(key, x: NamedArray, along: Name) -> NamedArray:
+    """The array with its positions along a name in random order, the same one for all others."""
+    x = operand(x, "random.shuffle")
+    key = plain_key(key, "random.shuffle")
+    return apply_along(lambda a, axis: jax.random.permutation(key, a, axis), x, along, name="random.shuffle")
+
+
+def split(key, name: Name, count: int | None = None) -> NamedArray:
+    """Keys along a name: one for each position, to be given to `vmap`, `scan` or a `Stacked`.
+
+    Args:
+        key: a key.
+        name: a name with a `count`, or an axis.
+        count: how many.
+
+    Raises:
+        NamesError: no count, or another one than the axis has.
+    """
+    size = name.size if isinstance(name, Axis) else count
+    if size is None or (count is not None and count != size):
+        raise NamesError(
+            f"a split makes as many keys as its axis has positions, got {name} and count={count}, in random.split: "
+            "pass a name and a count, or an axis"
+        )
+    keys = jax.random.split(plain_key(key, "random.split"), size)
+    return operand(NamedArray(keys, (name_of(name, "random.split"),)), "random.split")
+
+
+def fold_in(key, data) -> jax.Array:
+    """A key for this number: `jax.random.fold_in`, of plain or named scalars."""
+    number = data.array if is_named(data) else data
+    return jax.random.fold_in(plain_key(key, "random.fold_in"), number)
 
 
 def dropout(key, x: NamedArray, rate: float) -> NamedArray:
     """Zeros each element with probability `rate`, scales the others to keep the mean."""
-    if rate == 0.0:
+    if isinstance(rate, int | float) and not 0 <= rate < 1:
+        raise NamesError(f"dropout's rate is from 0 to below 1, got {rate}, in random.dropout: lower it")
+    x = operand(x, "random.dropout")
+    if isinstance(rate, int | float) and rate == 0:
         return x
+    if state_of(x.array).mode == "manual" and any(x.slices):
+        raise NamesError(
+            f"random numbers are made of whole arrays, got {typeof(x)}, in random.dropout: drop out outside of "
+            "shard_map, or draw a mask there and pass it in"
+        )
     keep = bernoulli(key, x.axes, 1.0 - rate)
-    from trellis.named.elementwise import ELEMENTWISE
-
-    return ELEMENTWISE["where"](keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
+    return where(keep, divide(x, 1.0 - rate), jnp.zeros((), x.dtype))

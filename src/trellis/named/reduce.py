@@ -1,4 +1,8 @@
-"""Reductions over names, and functions along one name."""
+"""Reductions over names.
+
+A reduction's result has the names that are left, where the layout has them. Over a sliced name it is an all-reduce of
+the result; in manual mode only `sum` takes a sliced name, and leaves a partial sum.
+"""
 
 import functools
 from collections.abc import Callable
@@ -8,159 +12,220 @@ import jax.numpy as jnp
 
 from trellis.mesh.manual.ops import mark_pending
 from trellis.named.array import NamedArray
-from trellis.named.axis import Axis, NamesError
-from trellis.named.placing import refuse_pending, settle, spread, whole
+from trellis.named.axis import Axis, Name, Names, NamesError, once
+from trellis.named.operand import check_sizes, operand, refuse_cut
+from trellis.named.placing import bring, locally, settle, spread, whole
 from trellis.notation import typeof
 from trellis.notation.state import state_of
 
-Over = "str | Axis | tuple[str, ...] | None"
 
-
-def names_of(x: NamedArray, over) -> tuple[str, ...]:
-    """Reads one or several names (or axes), all of them for None.
+def names_of(x: NamedArray, over: Names | None, what: str) -> tuple[str, ...]:
+    """Reads one or several names (or axes, whose sizes are checked), all of them for None.
 
     Raises:
-        NamesError: one is absent.
+        NamesError: one is absent, repeated, of another size, or not a name.
     """
     if over is None:
+        refuse_cut(x.names, what)
         return x.names
-    over = (over,) if isinstance(over, str | Axis) else tuple(over)
-    over = tuple(o.name if isinstance(o, Axis) else o for o in over)
-    for name in over:
-        x.index(name)
-    return over
+    asked = over if isinstance(over, tuple | list | set | frozenset) else (over,)
+    names = tuple(x.names[x.index(o)] for o in asked)
+    once(names, what)
+    refuse_cut(names, what)
+    return names
 
 
-def lift_reduction(fn, *, name: str | None = None) -> Callable[..., NamedArray]:
+def lift_reduction(fn: Callable, *, name: str | None = None, gather: bool = True) -> Callable[..., NamedArray]:
     """Makes a reduction `fn(array, axis=..., **kwargs)` one over names.
 
     The result has the remaining names. `where`, if given, is a named mask whose
     names are among the array's.
+
+    Args:
+        fn: takes the positions of the dimensions that go, as a tuple.
+        name: what errors call it.
+        gather: JAX refuses it, or its gradient, on a sliced dimension, so that these are gathered first.
     """
-    name = name or fn.__name__
 
     @functools.wraps(fn)
-    def lifted(x: NamedArray, over=None, *, where: NamedArray | None = None, **kwargs) -> NamedArray:
-        refuse_pending(x, name)
-        gone = names_of(x, over)
-        if state_of(x.array).mode == "manual":
-            x = whole(x, gone, name)
-        if where is not None:
-            if extra := [n for n in where.names if n not in x.names]:
-                raise NamesError(
-                    f"a mask has names of its array, got '{extra[0]}' in {typeof(where)} for {typeof(x)}: remove it"
-                )
-            _, mask = _align(x, where)
-            kwargs["where"] = mask
-        array = fn(x.array, axis=tuple(x.index(n) for n in gone), **kwargs)
-        return settle(_without(x, array, gone))
+    def lifted(x: NamedArray, over: Names | None = None, *, where: NamedArray | None = None, **kwargs) -> NamedArray:
+        return reduction(fn, x, over, where=where, name=name, gather=gather, **kwargs)
 
     return lifted
 
 
-def _align(x: NamedArray, mask: NamedArray):
-    from trellis.named.placing import bring
+def reduction(
+    fn: Callable, x, over: Names | None, *, where=None, name: str | None = None, gather: bool = False, **kwargs
+) -> NamedArray:
+    """Applies a reduction of arrays over names.
 
-    axes = dict(zip(x.names, state_of(x.array).axes, strict=True))
-    mask = bring(mask, axes if state_of(x.array).mode == "explicit" else None)
-    return x, spread(
-        mask,
-        x.names,
-        axes if state_of(x.array).mode == "explicit" else None,
-        dict(zip(x.names, x.array.shape, strict=True)),
-    )
+    Raises:
+        NamesError: a name is absent, or the mask has others or is not one of bools.
+        PendingSumError: `x` holds partial sums.
+    """
+    what = name or fn.__name__
+    if not isinstance(x, NamedArray) and over is None and where is None:
+        return fn(x, **kwargs)
+    x = operand(x, what)
+    gone = names_of(x, over, what)
+    if gather or state_of(x.array).mode == "manual":
+        x = whole(x, gone, what)
+    if where is not None:
+        kwargs["where"] = mask_of(x, where, what)
+    array = fn(x.array, axis=tuple(x.index(n) for n in gone), **kwargs)
+    return settle(without(x, array, gone))
 
 
-def _without(x: NamedArray, array, gone) -> NamedArray:
+def mask_of(x: NamedArray, mask, what: str) -> jax.Array:
+    """A mask as a plain array of the shape of `x`, where `x` is.
+
+    Raises:
+        NamesError: it has names that `x` has not, other sizes, or is not one of bools.
+    """
+    mask = operand(mask, f"the mask of {what}")
+    if mask.dtype != jnp.bool_:
+        raise NamesError(f"a mask says yes or no, got {typeof(mask)}, in {what}: compare, as in `x > 0`")
+    if extra := [n for n in mask.names if n not in x.names]:
+        raise NamesError(
+            f"a mask has names of its array, got '{extra[0]}' in {typeof(mask)} for {typeof(x)}: remove it"
+        )
+    check_sizes([x, mask], what)
+    explicit = state_of(x.array).mode == "explicit"
+    axes = dict(zip(x.names, state_of(x.array).axes, strict=True)) if explicit else None
+    return spread(bring(mask, axes), x.names, axes, dict(zip(x.names, x.array.shape, strict=True)))
+
+
+def without(x: NamedArray, array, gone) -> NamedArray:
+    """The array that is left of `x` when names have gone."""
     kept = [i for i, n in enumerate(x.names) if n not in gone]
     return NamedArray(array, tuple(x.names[i] for i in kept), tuple(x.slices[i] for i in kept) if x.slices else ())
 
 
-def sum(x: NamedArray, over=None, *, where: NamedArray | None = None, dtype=None) -> NamedArray:
-    """Sum over names. In manual mode a sum over a sliced name is a partial sum."""
+def sum(x, over: Names | None = None, *, where: NamedArray | None = None, dtype=None) -> NamedArray:
+    """Sum over names, all of them if none are given.
+
+    Linear: partial sums stay partial sums. In manual mode a sum over a sliced name is one.
+    """
+    if not isinstance(x, NamedArray):
+        return jnp.sum(x, dtype=dtype)
+    x = operand(x, "sum", pending=where is None)
     state = state_of(x.array)
-    gone = names_of(x, over)
+    gone = names_of(x, over, "sum")
     sliced = tuple(a for n, axes in zip(x.names, x.slices, strict=False) if n in gone for a in axes)
     if state.mode == "manual" and (sliced or state.pending) and where is None:
         array = jnp.sum(x.array, axis=tuple(x.index(n) for n in gone), dtype=dtype)
-        return _without(x, mark_pending(array, sliced) if sliced else array, gone)
-    if state.pending and where is None:
-        return _without(x, jax.lax.reduce_sum(x.array, tuple(x.index(n) for n in gone)), gone)
-    return _sum(x, over, where=where, dtype=dtype)
+        return without(x, mark_pending(array, sliced) if sliced else array, gone)
+    if state.pending:
+        wide = x.array if dtype is None else x.array.astype(dtype)
+        return without(x, jax.lax.reduce_sum(wide, tuple(x.index(n) for n in gone)), gone)
+    return reduction(jnp.sum, x, gone, where=where, dtype=dtype)
 
 
-_sum = lift_reduction(jnp.sum)
-
-REDUCTIONS = {
-    fn: lift_reduction(getattr(jnp, fn))
-    for fn in "mean max min prod any all var std nansum nanmean nanmax nanmin count_nonzero".split()
-}
-REDUCTIONS["sum"] = sum
-REDUCTIONS["logsumexp"] = lift_reduction(jax.nn.logsumexp, name="logsumexp")
+def mean(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
+    """Mean over names, all of them if none are given."""
+    return reduction(jnp.mean, x, over, where=where)
 
 
-def lift_along(fn, *, name: str | None = None, gather: bool = True) -> Callable[..., NamedArray]:
-    """Makes a function along one dimension, `fn(array, axis=...)`, one along a name.
-
-    Args:
-        fn: gives an array of the same shape.
-        name: what errors call it.
-        gather: JAX refuses it on a sliced dimension, so that one axis is gathered first.
-    """
-    name = name or fn.__name__
-
-    @functools.wraps(fn)
-    def lifted(x: NamedArray, along: str | Axis, **kwargs) -> NamedArray:
-        refuse_pending(x, name)
-        (along,) = names_of(x, along)
-        if gather or state_of(x.array).mode == "manual":
-            x = whole(x, (along,), name)
-        return x.with_array(fn(x.array, axis=x.index(along), **kwargs))
-
-    return lifted
+def prod(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
+    """Product over names; sliced ones are gathered first (JAX has no gradient of it there)."""
+    return reduction(_product, x, over, where=where, name="prod", gather=True)
 
 
-ALONG = {fn: lift_along(getattr(jnp, fn)) for fn in "cumsum cumprod sort argsort flip".split()}
-ALONG["cummax"] = lift_along(lambda a, axis: jax.lax.cummax(a, axis=axis), name="cummax")
-ALONG["softmax"] = lift_along(jax.nn.softmax, gather=False)
-ALONG["log_softmax"] = lift_along(jax.nn.log_softmax, gather=False)
+def _product(array, axis: tuple[int, ...] | None = None, where=None):
+    """JAX's gradient of a product takes the other dimensions apart, too: each device has that of its own slices."""
+    if axis is None:
+        return jnp.prod(array)
+    array = array if where is None else jnp.where(where, array, jnp.ones((), array.dtype))
+    # One dimension after the other: of several at once JAX cannot map the gradient over slices.
+    one_by_one = lambda a: functools.reduce(lambda a, i: jnp.prod(a, i, keepdims=True), axis, a)
+    return jnp.squeeze(locally(one_by_one, array), axis)
 
 
-def argmax(x: NamedArray, over: str | Axis) -> NamedArray:
-    """Position of the largest value along a name."""
-    return _arg(jnp.argmax, x, over)
+def max(x, over: Names | None = None, *, where: NamedArray | None = None, initial=None) -> NamedArray:
+    """Largest value over names. Of no values it is `initial`, or the lowest of the dtype."""
+    return reduction(jnp.max, x, over, where=where, initial=_least(x, where, initial, -1))
 
 
-def argmin(x: NamedArray, over: str | Axis) -> NamedArray:
-    """Position of the smallest value along a name."""
-    return _arg(jnp.argmin, x, over)
+def min(x, over: Names | None = None, *, where: NamedArray | None = None, initial=None) -> NamedArray:
+    """Smallest value over names. Of no values it is `initial`, or the highest of the dtype."""
+    return reduction(jnp.min, x, over, where=where, initial=_least(x, where, initial, 1))
 
 
-def _arg(fn, x, over):
-    refuse_pending(x, fn.__name__)
-    (name,) = names_of(x, over)
-    x = whole(x, (name,), fn.__name__) if state_of(x.array).mode == "manual" else x
-    return settle(_without(x, fn(x.array, axis=x.index(name)), (name,)))
+def all(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
+    """Whether all values over names are true."""
+    return reduction(jnp.all, x, over, where=where)
 
 
-def top_k(x: NamedArray, along: str | Axis, k: int, *, new_name: str | None = None) -> tuple[NamedArray, NamedArray]:
-    """The k largest values along a name, and their positions.
+def any(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
+    """Whether some value over names is true."""
+    return reduction(jnp.any, x, over, where=where)
 
-    Args:
-        x: any named array.
-        along: the name.
-        k: how many.
-        new_name: the name of the dimension of length k; the old one if not given.
 
-    Raises:
-        NamesError: k is larger than the axis.
-    """
-    refuse_pending(x, "top_k")
-    (name,) = names_of(x, along)
-    if k > x.shape[name]:
-        raise NamesError(f"top_k picks at most all of an axis, got k={k} for {typeof(x)} along '{name}': lower k")
-    x = whole(x, (name,), "top_k")
-    i = x.index(name)
-    values, positions = jax.lax.top_k(jnp.moveaxis(x.array, i, -1), k)
-    names = tuple(new_name or n if n == name else n for n in x.names)
-    return tuple(NamedArray(jnp.moveaxis(a, -1, i), names, x.slices) for a in (values, positions))
+def var(x, over: Names | None = None, *, where: NamedArray | None = None, ddof: int = 0) -> NamedArray:
+    """Variance over names: squares of differences from the mean, divided by their number less `ddof`."""
+    return reduction(jnp.var, x, over, where=where, ddof=ddof)
+
+
+def std(x, over: Names | None = None, *, where: NamedArray | None = None, ddof: int = 0) -> NamedArray:
+    """Standard deviation over names: the root of `var`."""
+    return reduction(jnp.std, x, over, where=where, ddof=ddof)
+
+
+def logsumexp(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
+    """`log(sum(exp(x)))` over names, without overflow."""
+    return reduction(jax.nn.logsumexp, x, over, where=where)
+
+
+def nansum(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
+    """Sum over names of what is not NaN."""
+    return reduction(jnp.nansum, x, over, where=where)
+
+
+def nanmean(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
+    """Mean over names of what is not NaN."""
+    return reduction(jnp.nanmean, x, over, where=where)
+
+
+def nanmax(x, over: Names | None = None, *, where: NamedArray | None = None, initial=None) -> NamedArray:
+    """Largest value over names that is not NaN."""
+    return reduction(jnp.nanmax, x, over, where=where, initial=_least(x, where, initial, -1))
+
+
+def nanmin(x, over: Names | None = None, *, where: NamedArray | None = None, initial=None) -> NamedArray:
+    """Smallest value over names that is not NaN."""
+    return reduction(jnp.nanmin, x, over, where=where, initial=_least(x, where, initial, 1))
+
+
+def count_nonzero(x, over: Names | None = None) -> NamedArray:
+    """How many values over names are not zero."""
+    return reduction(jnp.count_nonzero, x, over)
+
+
+def _least(x, where, initial, sign: int):
+    """What a largest or smallest value starts from where a mask may leave nothing."""
+    if where is None or initial is not None:
+        return initial
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return sign * jnp.inf
+    if x.dtype == jnp.bool_:
+        return sign > 0
+    info = jnp.iinfo(x.dtype)
+    return info.max if sign > 0 else info.min
+
+
+def argmax(x: NamedArray, over: Name) -> NamedArray:
+    """Position of the largest value along a name, the first one of equals."""
+    return _position(jnp.argmax, x, over)
+
+
+def argmin(x: NamedArray, over: Name) -> NamedArray:
+    """Position of the smallest value along a name, the first one of equals."""
+    return _position(jnp.argmin, x, over)
+
+
+def _position(fn: Callable, x: NamedArray, over: Name) -> NamedArray:
+    what = fn.__name__
+    x = operand(x, what)
+    (name,) = names_of(x, over if isinstance(over, str | Axis) else (over,), what)
+    x = whole(x, (name,), what) if state_of(x.array).mode == "manual" else x
+    return settle(without(x, fn(x.array, axis=x.index(name)), (name,)))

@@ -1,9 +1,12 @@
 """What is kept for the backward pass: said where it is made, chosen by a policy."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+
+from trellis.notation import TypeMismatch
 
 
 def save(x, name: str):
@@ -33,6 +36,11 @@ class Keep:
     offload: tuple[str, ...] | None = ()
     products: bool = False
     everything: bool = False
+
+    def __post_init__(self):
+        for field in ("names", "offload"):
+            if isinstance(value := getattr(self, field), str):
+                object.__setattr__(self, field, (value,))
 
     def policy(self):
         """The same as a `jax.checkpoint` policy."""
@@ -83,12 +91,24 @@ def only(*names: str, offload: tuple[str, ...] = ()) -> Keep:
     return Keep(names=names, offload=offload)
 
 
-def checkpoint(fn, policy: Keep | None):
+def checkpoint(fn: Callable, policy: Keep | Callable | None) -> Callable:
     """The function with its intermediate values kept as the policy says (None: as JAX would).
 
     With `saved` this is explicit activation checkpointing: what is marked with
     `save` is kept, and nothing else.
+
+    Args:
+        fn: any function.
+        policy: a `Keep`, or a policy of JAX's such as `jax.checkpoint_policies.dots_saveable`.
+
+    Raises:
+        TypeMismatch: it is neither.
     """
-    if policy is None or policy.everything:
+    if policy is None or (isinstance(policy, Keep) and policy.everything):
         return fn
-    return jax.checkpoint(fn, policy=policy.policy(), prevent_cse=False)
+    if not isinstance(policy, Keep) and not callable(policy):
+        raise TypeMismatch(
+            f"a policy is a Keep or one of jax.checkpoint's, got {policy!r}, in checkpoint: pass Keep(('hidden',)), "
+            "saving.nothing or jax.checkpoint_policies.dots_saveable"
+        )
+    return jax.checkpoint(fn, policy=policy.policy() if isinstance(policy, Keep) else policy, prevent_cse=False)

@@ -7,14 +7,16 @@ import equinox as eqx
 import jax
 
 from trellis.mesh.layout import current_layout
-from trellis.mesh.platform import unrolls_loops
-from trellis.named.array import NamedArray, is_named
-from trellis.named.axis import Axis
-from trellis.named.control import scan, vmap
+from trellis.named.array import is_named
+from trellis.named.axis import Axis, NamesError
+from trellis.named.backend import written_out
 from trellis.named.index import index
 from trellis.named.pipeline import cut
 from trellis.named.pipeline.by_vmap import fold_pipeline, pipeline_axis
-from trellis.named.saving import Keep, checkpoint
+from trellis.named.random import split
+from trellis.named.saving import Keep
+from trellis.named.scan import loop, scan
+from trellis.named.vmap import vmap
 
 
 class Stacked(eqx.Module):
@@ -38,10 +40,14 @@ class Stacked(eqx.Module):
 
     @staticmethod
     def init(make: Callable, axis: Axis, *, key, unrolled: bool = False, unroll: int | None = None) -> "Stacked":
-        """Makes the layers: `Stacked.init(lambda key: Block(config, key=key), Axis("layers", 4), key=key)`."""
-        keys = NamedArray(jax.random.split(key, axis.size), (axis.name,))
-        block = vmap(lambda k: make(k.array), axis)(keys)
-        return Stacked(block, axis, unrolled, unroll)
+        """Makes the layers: `Stacked.init(lambda key: Block(config, key=key), Axis("layers", 4), key=key)`.
+
+        Raises:
+            NamesError: the layers are not an axis.
+        """
+        if not isinstance(axis, Axis):
+            raise NamesError(f"layers are made along an axis, got {axis!r}, in Stacked.init: write Axis('layers', 4)")
+        return Stacked(vmap(make, axis)(split(key, axis)), axis, unrolled, unroll)
 
     def layer(self, i: int):
         """The block at one position."""
@@ -80,17 +86,13 @@ class Stacked(eqx.Module):
         return self._run(_call(call), x, args, each, policy)
 
     def _run(self, body, x, args, each, policy):
-        if not self.unrolled:
-            unroll = self.unroll or (self.axis.size if self.axis.size <= 16 and unrolls_loops(x) else 1)
-            scanned = scan(lambda c, block, e: body(block, c, *e, *args), self.axis, policy=policy, unroll=unroll)
-            return scanned(x, self.block, tuple(each))
-        ys = []
-        one = checkpoint(lambda c, block, e: body(block, c, *e, *args), policy)
-        for i in range(self.axis.size):
-            picked = jax.tree.map(lambda a, i=i: index(a, {self.axis.name: i}), tuple(each), is_leaf=is_named)
-            x, y = one(x, self.layer(i), picked)
-            ys.append(y)
-        return x, _stack(ys, self.axis.name)
+        one = lambda carry, block, each: body(block, carry, *each, *args)
+        if self.unrolled:
+            run = loop(one, self.axis, False, self.axis.size, policy, once=lambda layer: layer)
+        else:
+            unroll = self.unroll or (self.axis.size if written_out(self.axis.size, x) else 1)
+            run = scan(one, self.axis, unroll=unroll, policy=policy)
+        return run(x, self.block, tuple(each))
 
     def __call__(self, x, *args, **kwargs):
         return self.fold(x, *args, **kwargs)
@@ -98,11 +100,3 @@ class Stacked(eqx.Module):
 
 def _call(call):
     return call if call is not None else lambda layer, x, *rest: layer(x, *rest)
-
-
-def _stack(ys, name: str):
-    from trellis.named.reshape import stack
-
-    if ys[0] is None:
-        return None
-    return jax.tree.map(lambda *y: stack(y, name) if is_named(y[0]) else jax.numpy.stack(y), *ys, is_leaf=is_named)

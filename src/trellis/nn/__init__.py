@@ -24,6 +24,7 @@ from trellis.nn.linear import Linear
 from trellis.nn.loss import LossError, TokenLoss, cross_entropy, linear_cross_entropy, next_token_loss
 from trellis.nn.norm import LayerNorm, RMSNorm
 from trellis.nn.parameters import Bias, Parameter, Role, Scale, Table, Weight, parameters
+from trellis.nn.precision import Precision
 from trellis.nn.rope import LinearScaling, Llama3Scaling, Scaling, frequencies, rotary_tables, rotate
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Llama3Scaling",
     "LossError",
     "Parameter",
+    "Precision",
     "RMSNorm",
     "Role",
     "Scale",

@@ -4,7 +4,7 @@ import jax
 
 from trellis.mesh.platform import platform_of
 from trellis.named import is_named, silu
-from trellis.named.elementwise import rounded_once
+from trellis.named.backend import rounded_once
 
 
 def swiglu(gate, up):

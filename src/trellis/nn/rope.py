@@ -7,10 +7,17 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
+from trellis.errors import UserError
 from trellis.mesh.layout import current_layout
 from trellis.mesh.platform import platform_of
-from trellis.named import Axis, NamedArray, cos, einsum, sin
+from trellis.named import Axis, NamedArray, cos, einsum, multiply, outer, sin
 from trellis.named.placing import move
+
+
+def _check_positive(**values: float) -> None:
+    for name, value in values.items():
+        if value <= 0:
+            raise UserError(f"`{name}` is positive.", seen=f"{name}={value}", where=name, fix="use more than 0")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +26,10 @@ class LinearScaling:
 
     kind: Literal["linear"] = "linear"
     factor: float
-    """How many times longer the context is than in training."""
+    """How many times longer the context is than in training. Set it to the new length over the old one."""
+
+    def __post_init__(self):
+        _check_positive(factor=self.factor)
 
     def __call__(self, frequencies: np.ndarray) -> np.ndarray:
         return frequencies / self.factor
@@ -31,13 +41,26 @@ class Llama3Scaling:
 
     kind: Literal["llama3"] = "llama3"
     factor: float
-    """How many times longer the context is than in training."""
+    """How many times longer the context is than in training. Set it to the new length over the old one."""
     low_freq_factor: float
-    """Waves longer than original_context / low_freq_factor are stretched fully."""
+    """Waves longer than original_context / low_freq_factor are stretched fully. Leave it at 1, as released models have
+    it."""
     high_freq_factor: float
-    """Waves shorter than original_context / high_freq_factor are kept."""
+    """Waves shorter than original_context / high_freq_factor are kept. Leave it at 4, as released models have it."""
     original_context: int
-    """Positions in training."""
+    """Positions in training. Set it to the length that the model was first trained with."""
+
+    def __post_init__(self):
+        _check_positive(
+            factor=self.factor, low_freq_factor=self.low_freq_factor, original_context=self.original_context
+        )
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise UserError(
+                "Waves that are kept are shorter than those that are stretched fully.",
+                seen=f"low_freq_factor={self.low_freq_factor}, high_freq_factor={self.high_freq_factor}",
+                where="high_freq_factor",
+                fix=f"use more than {self.low_freq_factor}, as in {4 * self.low_freq_factor}",
+            )
 
     def __call__(self, frequencies: np.ndarray) -> np.ndarray:
         turns = self.original_context * frequencies / (2 * math.pi)
@@ -77,8 +100,8 @@ def rotary_tables(
     else:
         rates = np.zeros(head_dim.size)  # no turn is an angle of 0
         rates[:pairs] = np.repeat(frequencies(pairs, theta, scaling), 2)
-    angles = positions.astype(jnp.float32) * NamedArray(jnp.asarray(rates, jnp.float32), (head_dim.name,))
-    angles = _for_use(angles.transpose(f"... {head_dim.name}"))
+    rates = NamedArray(jnp.asarray(rates, jnp.float32), (head_dim.name,))
+    angles = _for_use(outer(multiply, positions.astype(jnp.float32), rates))
     return cos(angles), sin(angles)
 
 

@@ -29,11 +29,26 @@ class Bindings:
         function: the function's name, for messages.
         sizes: for each name its whole length and the place that bound it.
         pending: the pending sums that products left in this call (manual mode), for messages.
+        slices: the slices that texts made in this call (manual mode): JAX's types do not say which dimension a mesh
+            axis slices, nor which of two axes is the major one.
     """
 
     function: str
     sizes: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
     pending: list[Shape] = dataclasses.field(default_factory=list)
+    slices: dict[int, tuple[object, Shape]] = dataclasses.field(default_factory=dict)
+
+    def made(self, array, shape: Shape):
+        """Notes what a text made of an array, and gives it back."""
+        self.slices[id(array)] = (array, shape)
+        return array
+
+    def held(self, array, shape: Shape) -> Shape | None:
+        """What a text made an array, if another text says that its dimensions are sliced otherwise."""
+        known = self.slices.get(id(array), (None, shape))[1]
+        axes = [[dim.axes for dim in s.dims] for s in (known, shape)]
+        alike = sorted(known.mesh_axes) == sorted(shape.mesh_axes)  # others are refused by JAX's types
+        return known if alike and axes[0] != axes[1] and len(axes[0]) == len(axes[1]) else None
 
     def bind(self, name: str, size: int, place: str) -> None:
         """Gives a name its length, or holds it against the length it has.

@@ -74,6 +74,11 @@ def state_of(x) -> State:
     return State(mode, axes, frozenset(mat.unreduced), frozenset(mat.reduced), frozenset(mat.varying))
 
 
+def sharding_on(x, spec) -> NamedSharding:
+    """A spec on the mesh in an array's type, so that it holds where no mesh is in force, too."""
+    return NamedSharding(jax.typeof(x).sharding.mesh, spec)
+
+
 def mesh_of(x):
     """The (abstract) mesh in an array's type, or the one in force, or None."""
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)

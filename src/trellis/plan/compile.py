@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
-from trellis._compat import cudnn_assumed
+from trellis._compat import full_text, kept_arguments
 from trellis.errors import UserError
 from trellis.files import cache_folder
 from trellis.hardware.chips import Target
@@ -39,7 +40,7 @@ class Compiled:
     """What the compiler made of a step.
 
     Attributes:
-        text: the compiled program; empty if it did not fit.
+        text: the compiled program, large constants too; empty if it did not fit.
         memory: bytes by kind as `compiled_memory` counts them, and where the compiler tells its layout, `laid_out`,
             all of it; `needed` only where it did not fit.
         seconds: how long compiling took, when it was done.
@@ -48,6 +49,8 @@ class Compiled:
         largest: the largest buffers at the highest point, where the compiler tells its layout.
         versions: of JAX and of the compiler.
         options: compiler options.
+        kept: which flat arguments of the function the program has.
+        results: for each of its results the mesh axes that slice each dimension; None where they are not known.
     """
 
     text: str
@@ -58,6 +61,8 @@ class Compiled:
     largest: tuple[Allocation, ...]
     versions: Mapping[str, str]
     options: Mapping[str, str]
+    kept: tuple[int, ...] = ()
+    results: tuple[Any, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -115,17 +120,33 @@ def compile_program(
     prepared: Prepared, target: Target, *, options: Mapping[str, str] | None = None, progress: bool = False
 ) -> Compiled:
     """The same for a program on its compiler's devices."""
-    platform = {"tpu": "tpu", "gpu": "cuda"}[target.chip.kind]
-    options = {name: str(value) for name, value in (options or {}).items()}
-    with prepared.layout, cudnn_assumed():
-        lowered = prepared.step.trace(prepared.state, prepared.batch).lower(lowering_platforms=(platform,))
+    lowered = prepared.lowered(platform_of(target))
+    return compile_lowered(lowered, target, name=prepared.run.name, options=options, progress=progress)
+
+
+def platform_of(target: Target) -> str:
+    """The platform that programs are lowered for, as JAX calls it."""
+    return {"tpu": "tpu", "gpu": "cuda"}[target.chip.kind]
+
+
+def compile_lowered(
+    lowered: Any,
+    target: Target,
+    *,
+    name: str,
+    options: Mapping[str, str] | None = None,
+    progress: bool = False,
+) -> Compiled:
+    """The same for what `jax.jit(f).trace(...).lower(...)` returns; `name` is what it is called meanwhile."""
+    platform = platform_of(target)
+    options = {option: str(value) for option, value in (options or {}).items()}
     versions = compiler_versions(target)
     key = _key(lowered.as_text(), target, options, versions)
     kept = _read(key)
     if kept is not None:
         return kept
     started = time.monotonic()
-    telling = _telling(f"compiling {prepared.run.name} for {target.name}") if progress else contextlib.nullcontext()
+    telling = _telling(f"compiling {name} for {target.name}") if progress else contextlib.nullcontext()
     with telling, tempfile.TemporaryDirectory() as folder:
         more = dump_options(folder) if platform == "tpu" else {}
         try:
@@ -140,12 +161,28 @@ def compile_program(
                 memory["laid_out"] = layout.num_bytes
             seconds = time.monotonic() - started
             result = Compiled(
-                done.as_text(), memory, seconds, False, 0.0, layout.largest if layout else (), versions, options
+                text=full_text(done),
+                memory=memory,
+                seconds=seconds,
+                cached=False,
+                excess=0.0,
+                largest=layout.largest if layout else (),
+                versions=versions,
+                options=options,
+                kept=kept_arguments(done),
+                results=tuple(_axes(sharding) for sharding in jax.tree.leaves(done.output_shardings)),
             )
             if platform != "tpu":  # XLA for GPUs does not refuse
                 result = dataclasses.replace(result, excess=max(result.peak - target.chip.hbm_bytes, 0.0))
     _write(key, result)
     return result
+
+
+def _axes(sharding: Any) -> list[list[str]] | None:
+    """The mesh axes that slice each dimension of a result, or None where its type does not say."""
+    if not isinstance(sharding, NamedSharding) or sharding.spec.unreduced:
+        return None
+    return [[] if axes is None else [axes] if isinstance(axes, str) else list(axes) for axes in sharding.spec]
 
 
 def compiler_versions(target: Target) -> dict[str, str]:
@@ -253,8 +290,11 @@ def _telling(what: str) -> Iterator[None]:
         )
 
 
+_FORMAT = 2  # of the files that hold compiled programs
+
+
 def _key(text: str, target: Target, options: Mapping[str, str], versions: Mapping[str, str]) -> str:
-    said = json.dumps([target.compiler_name, sorted(options.items()), sorted(versions.items())])
+    said = json.dumps([_FORMAT, target.compiler_name, sorted(options.items()), sorted(versions.items())])
     return hashlib.sha256((said + text).encode()).hexdigest()[:32]
 
 

@@ -38,14 +38,20 @@ class Prepared:
         with self.layout, cudnn_assumed():
             return trace(self.step, self.state, self.batch)
 
+    def lowered(self, platform: str) -> Any:
+        """The step as `jax.stages.Lowered`, for the platform of its devices as JAX calls it."""
+        with self.layout, cudnn_assumed():
+            return self.step.trace(self.state, self.batch).lower(lowering_platforms=(platform,))
 
-def prepare(run: Run, target: Target, devices: Sequence[Any]) -> Prepared:
+
+def prepare(run: Run, target: Target, devices: Sequence[Any], *, chunk_bytes: int | None = None) -> Prepared:
     """The train step of a run on a target's devices.
 
     Args:
         run: the run; its largest batch is planned for.
         target: what the devices are, for messages.
         devices: real ones, a compiler's, or described ones.
+        chunk_bytes: of the loss, as in `assemble`.
 
     Raises:
         UserError: the mesh does not fill the target, or the batch or a width does not divide.
@@ -53,7 +59,7 @@ def prepare(run: Run, target: Target, devices: Sequence[Any]) -> Prepared:
     given = {name: size for name, size in dataclasses.asdict(run.mesh).items() if size != 1}
     if -1 not in given.values():
         check_tiles(given or {"data": 1}, target)
-    made = assemble(run, devices)
+    made = assemble(run, devices, chunk_bytes=chunk_bytes)
     last = max(run.batch_sizes(), key=lambda entry: entry.size)
     batch = made.abstract_batch(last.step)
     return Prepared(run, made.layout, made.step, made.abstract, batch, last.size * run.data.sequence_length)

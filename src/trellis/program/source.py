@@ -29,7 +29,8 @@ def source_of(equation: JaxprEqn) -> str:
 def label_of(equation: JaxprEqn) -> str:
     """What a person would call an equation: the class and the attribute on its line, or the function it is in.
 
-    `gate = einsum("...", x, self.gate)` in `GatedMlp.__call__` is `GatedMlp gate`.
+    `gate = einsum("...", x, self.gate)` in `GatedMlp.__call__` is `GatedMlp gate`, and
+    `gate, up = dot_each(x, (self.gate, self.up), ...)` is `GatedMlp gate, up`.
     """
     frame = _frame(equation)
     return _label(frame.file_name, frame.line_num, frame.function_name) if frame is not None else ""
@@ -37,10 +38,13 @@ def label_of(equation: JaxprEqn) -> str:
 
 @functools.lru_cache(maxsize=8192)
 def _label(file: str, line: int, function: str) -> str:
+    text = linecache.getline(file, line)
+    while function.endswith(">") and "." in function:  # a lambda, a generator: what it is written in
+        function = function.rpartition(".")[0].removesuffix(".<locals>")
     owner, _, method = function.rpartition(".")
-    parts = re.findall(r"self\.(\w+)", linecache.getline(file, line))
     owner = owner.rpartition(".")[2] if not owner.endswith("<locals>") else ""
+    several = re.search(r"\((self\.\w+(?:, self\.\w+)+)\)", text)
+    parts = [several[1].replace("self.", "")] if several else re.findall(r"self\.(\w+)", text)
     if owner and parts:
         return f"{owner} {parts[-1]}"
-    name = method if method not in ("__call__", "<lambda>") else owner or method
-    return owner if owner and method == "__call__" else f"{owner} {name}".strip()
+    return owner if owner and method == "__call__" else f"{owner} {method}".strip()

@@ -1,7 +1,7 @@
 """Runs that are ready to go. Each is a function; its docstring has the command."""
 
-from trellis.recipes.gpt2 import gpt2_small
-from trellis.recipes.llama import (
+from trellis.models.gpt2.recipes import gpt2_small
+from trellis.models.llama.recipes import (
     llama32_1b_v5e_16,
     llama_1b,
     llama_2b,
@@ -15,6 +15,6 @@ from trellis.recipes.llama import (
     llama_270m,
     llama_540m,
 )
+from trellis.models.mixtral.recipes import mixtral_8x7b, mixtral_8x7b_v5p_64
 from trellis.recipes.load import RECIPES, load_run
-from trellis.recipes.mixtral import mixtral_8x7b, mixtral_8x7b_v5p_64
 from trellis.recipes.starter import starter, tiny

@@ -1,19 +1,21 @@
 """From a recipe's name or a YAML file, and options, to a run."""
 
 import dataclasses
-import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from trellis.errors import UserError, did_you_mean
+from trellis.models import FAMILIES
 from trellis.run.config import Run
 from trellis.run.layouts import AXES
 from trellis.run.overrides import resolve
 
 # Every public function that one of these modules defines is a recipe. A family's own lie beside its model.
-_MODULES = ("trellis.recipes.starter", "trellis.recipes.gpt2", "trellis.recipes.llama", "trellis.recipes.mixtral")
+_BESIDE_MODELS = [f"trellis.models.{family}.recipes" for family in sorted(FAMILIES)]
+_MODULES = ("trellis.recipes.starter", *filter(importlib.util.find_spec, _BESIDE_MODELS))
 
 RECIPES: dict[str, Callable[[], Run]] = {
     name: function

@@ -3,8 +3,9 @@
 import dataclasses
 
 from trellis.models import LlamaConfig
+from trellis.nn import Precision
 from trellis.optim.config import AdamW, Cosine
-from trellis.run.config import CheckpointRule, Evaluation, Logging, Precision, Run
+from trellis.run.config import CheckpointRule, Evaluation, Logging, Run
 from trellis.run.data import Data, EmbeddedSource
 
 

@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from typing import Literal
 
 from trellis.errors import UserError
+from trellis.frozen import FrozenMap
 from trellis.models import ModelConfig
+from trellis.nn import Precision
 from trellis.optim.config import WSD, Constant, InverseSqrt, Optimizer, Schedule
 from trellis.run.data import Data
 from trellis.run.layouts import AXES, PRESETS, LayoutChoice, MeshSizes
-from trellis.run.schema import FrozenMap, at_least
+from trellis.run.schema import at_least
 
-DType = Literal["float32", "bfloat16", "float16"]
 # Names of files have 255 bytes at most on the usual file systems, of which a date takes a few.
 _LONGEST_NAME = 60
 # More devices than one process drives anywhere.
@@ -23,25 +24,13 @@ class BatchSize:
     """The number of sequences in a step, from one step on."""
 
     step: int
-    """The first step with this size."""
+    """The first step with this size. Choose it where the loss has stopped to fall fast."""
     size: int
-    """Sequences in a step."""
+    """Sequences in a step. Raise it over the run: late steps gain more from large batches."""
 
     def __post_init__(self):
         at_least(0, step=self.step)
         at_least(1, size=self.size)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
-    """In which types numbers are kept and computed. Sums over a batch and the loss are float32 always."""
-
-    params: DType = "float32"
-    """Parameters and optimizer state."""
-    compute: DType = "bfloat16"
-    """Activations, and parameters in use."""
-    exceptions: Mapping[str, DType] = dataclasses.field(default_factory=FrozenMap)
-    """Computed in another type: a part of a parameter's name, and the type, as in norm: float32."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +39,11 @@ class Remat:
 
     policy: Literal["none", "full", "saved", "offload", "dots"] = "none"
     """none recomputes nothing; full everything but a block's input; saved keeps what the model marks; offload moves
-    that to the host's memory; dots keeps the results of matrix products."""
+    that to the host's memory; dots keeps the results of matrix products. Choose saved where a step does not fit the
+    memory, and full where that does not suffice."""
     names: tuple[str, ...] = ()
-    """With saved and offload: the marked names that this is for; all of them where empty."""
+    """With saved and offload: the marked names that this is for; all of them where empty. Name some of them where all
+    of them are too many to keep."""
 
     def __post_init__(self):
         if self.names and self.policy not in ("saved", "offload"):
@@ -69,11 +60,11 @@ class CheckpointRule:
     """When a checkpoint is written and which are kept. The last step always writes one."""
 
     every: int | None = None
-    """Steps between checkpoints; null writes one at the end only."""
+    """Steps between checkpoints; null writes one at the end only. Set it to what may be lost when a machine fails."""
     keep_latest: int = 2
-    """The newest ones that are kept."""
+    """The newest ones that are kept. Raise it to be able to go back further; lower it where the disk is small."""
     keep_every: int | None = None
-    """Checkpoints of steps that this divides are kept too."""
+    """Checkpoints of steps that this divides are kept too. Set it to compare states over the run later."""
 
     def __post_init__(self):
         at_least(1, keep_latest=self.keep_latest, every=self.every, keep_every=self.keep_every)
@@ -84,9 +75,11 @@ class Evaluation:
     """When the validation loss is measured, and on how much. The last step always measures it."""
 
     every: int | None = None
-    """Steps between evaluations; null evaluates at the end only."""
+    """Steps between evaluations; null evaluates at the end only. Set it to see during the run whether validation still
+    improves."""
     batches: int | None = 16
-    """Validation batches; null takes all there are."""
+    """Validation batches; null takes all there are. Raise it where the validation loss is noisy; lower it where
+    evaluations take too long."""
 
     def __post_init__(self):
         at_least(1, every=self.every, batches=self.batches)
@@ -97,9 +90,10 @@ class Logging:
     """What is written about the run while it runs. metrics.jsonl always is."""
 
     every: int = 10
-    """Steps between lines of metrics."""
+    """Steps between lines of metrics. Lower it for a finer curve; raise it where steps are very short."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Where metrics go besides metrics.jsonl. Weights & Biases reads its own variables, such as WANDB_MODE=offline."""
+    """Where metrics go besides metrics.jsonl. Weights & Biases reads its own variables, such as WANDB_MODE=offline.
+    Name those that your group looks at."""
 
     def __post_init__(self):
         at_least(1, every=self.every)
@@ -110,9 +104,9 @@ class Profile:
     """A trace of a few steps, for Perfetto or XProf."""
 
     start: int
-    """The first step that is traced."""
+    """The first step that is traced. Choose one after the first few, which compile and warm up."""
     steps: int = 2
-    """How many steps are traced."""
+    """How many steps are traced. Raise it where steps differ from each other."""
 
     def __post_init__(self):
         at_least(1, steps=self.steps)
@@ -124,11 +118,12 @@ class Distributed:
     """How several processes find each other. SLURM, Open MPI, Kubernetes and TPU pods are detected."""
 
     coordinator: str | None = None
-    """Address and port of process 0, as in 10.0.0.1:8476. With it, give the other two, unless they are detected."""
+    """Address and port of process 0, as in 10.0.0.1:8476. With it, give the other two, unless they are detected. Set it
+    where the processes are started by hand."""
     processes: int | None = None
-    """Number of processes."""
+    """Number of processes. Set it with the coordinator."""
     process: int | None = None
-    """Number of this process, from 0."""
+    """Number of this process, from 0. Set it with the coordinator, in each process its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,33 +131,39 @@ class Run:
     """Everything about a training run. Written to the run's folder as run.yaml, it alone reproduces the run."""
 
     name: str
-    """Runs without --run-dir go to runs/NAME-DATE."""
+    """Runs without --run-dir go to runs/NAME-DATE. Set it where several runs of a recipe are to be told apart."""
     model: ModelConfig
     """The family of the model and its sizes."""
     data: Data
     """Where tokens come from, and how they become sequences."""
     batch_size: int | tuple[BatchSize, ...]
-    """Sequences in a step, over all devices; or a list of {step, size} for a size that grows."""
+    """Sequences in a step, over all devices; or a list of {step, size} for a size that grows. Raise it for steadier
+    steps and for more devices; lower it for more steps from the same tokens."""
     steps: int
-    """Steps of the run."""
+    """Steps of the run. Raise it for a better model, as long as the text is not repeated many times."""
     optimizer: Optimizer
     """The update rule."""
     schedule: Schedule
     """The learning rate over the run, relative to the optimizer's."""
     microbatches: int | None = None
     """Parts that a device's share of a batch is cut into, one after the other, to save memory; null is one, and on a
-    CPU parts of about 1,024 tokens in float32, 2,048 in bfloat16, which are the fastest there."""
+    CPU parts of about 1,024 tokens in float32, 2,048 in bfloat16, which are the fastest there. Raise it where a step
+    does not fit the memory."""
     clip_norm: float | None = 1.0
-    """Gradients with a larger norm, over all parameters, are scaled down to it; null clips nothing."""
+    """Gradients with a larger norm, over all parameters, are scaled down to it; null clips nothing. Lower it where
+    single batches make the loss jump."""
     weight_decay_exclude: tuple[str, ...] = ("norm", "bias")
     """Parameters that are not decayed: those with one of these in their name or among their axes. vocab leaves out the
-    embeddings. Vectors never are decayed."""
+    embeddings. Vectors never are decayed. Add vocab where embeddings are to keep their size."""
     z_loss: float = 0.0
-    """Weight of the squared log of the softmax's denominator in the loss."""
+    """Weight of the squared log of the softmax's denominator in the loss. Set it to 1e-4 or so where logits grow over a
+    long run, above all in bfloat16."""
     ema: float | None = None
-    """Decay of an exponential moving average of the parameters, which evaluation and export then use."""
+    """Decay of an exponential moving average of the parameters, which evaluation and export then use. Set it, as to
+    0.999, for a better model without a decay of the learning rate."""
     skip_nonfinite: int = 0
-    """Steps in a row whose gradient is not finite that are skipped before the run stops."""
+    """Steps in a row whose gradient is not finite that are skipped before the run stops. Raise it to let a long run
+    pass over single bad batches."""
     precision: Precision = Precision()
     """In which types numbers are kept and computed."""
     remat: Remat = Remat()
@@ -178,14 +179,16 @@ class Run:
     logging: Logging = Logging()
     """What is written while the run runs."""
     profile: Profile | None = None
-    """A trace of some steps; null takes none."""
+    """A trace of some steps; null takes none. Set it where steps are slower than planned."""
     compiler_options: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
     """Options of the compiler for the step, as in xla_tpu_scoped_vmem_limit_kib: 65536. Those of other platforms than
-    the run's (xla_tpu_..., xla_gpu_..., xla_cpu_...) are left out."""
+    the run's (xla_tpu_..., xla_gpu_..., xla_cpu_...) are left out. Set them to try what a compiler can do for a step;
+    the recipes of TPU slices have theirs."""
     seed: int = 0
-    """Of the initial parameters and of dropout."""
+    """Of the initial parameters and of dropout. Change it to see how much of a difference is chance."""
     devices: int | None = None
-    """On a CPU: devices that the machine is split into; null picks one a core where the batch can be divided so."""
+    """On a CPU: devices that the machine is split into; null picks one a core where the batch can be divided so. Set it
+    to rehearse a larger mesh on a CPU, or to leave processors to others."""
     distributed: Distributed = Distributed()
     """How several processes find each other."""
 
@@ -284,7 +287,7 @@ class Run:
             )
 
     def _check_sequence(self) -> None:
-        positions = getattr(self.model, "positions", None)
+        positions = self.model.positions
         if positions is not None and self.data.sequence_length > positions:
             raise UserError(
                 "A sequence is no longer than the model's learned positions.",

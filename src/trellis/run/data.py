@@ -14,7 +14,8 @@ class EmbeddedSource:
 
     kind: Literal["embedded"] = "embedded"
     vocab: int
-    """Tokens of the byte-level BPE that is trained on the text, once, and cached."""
+    """Tokens of the byte-level BPE that is trained on the text, once, and cached. Raise it with the model: larger ones
+    gain from fewer tokens a text."""
 
     def __post_init__(self):
         check_bpe_size(self.vocab, "vocab")
@@ -26,9 +27,9 @@ class StoreSource:
 
     kind: Literal["store"] = "store"
     path: str
-    """The store: a folder, or s3:// and the like."""
+    """The store: a folder, or s3:// and the like. Set it to what `trellis tokenize` wrote of your own text."""
     validation: str | None = None
-    """The store that validation reads; null has none."""
+    """The store that validation reads; null has none. Give one to see whether the model learns more than its text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +37,10 @@ class PartWeight:
     """A source's share of a mixture, from one step on."""
 
     step: int
-    """The first step with this weight."""
+    """The first step with this weight. Choose it where the mixture is to change."""
     weight: float
-    """The share, relative to the others' at the same step."""
+    """The share, relative to the others' at the same step. Raise it for the texts that late steps are to see more
+    of."""
 
     def __post_init__(self):
         at_least(0, step=self.step, weight=self.weight)
@@ -49,15 +51,17 @@ class MixturePart:
     """One source of a mixture."""
 
     name: str
-    """In metrics, its validation loss goes by this name."""
+    """In metrics, its validation loss goes by this name. Choose one that you will know in metrics."""
     path: str
-    """A token store."""
+    """A token store. Set it to what `trellis tokenize` wrote."""
     weight: float | tuple[PartWeight, ...]
-    """Share of the tokens, relative to the other parts'; or a list of {step, weight}."""
+    """Share of the tokens, relative to the other parts'; or a list of {step, weight}. Raise it for texts that are to
+    count more than their size."""
     epochs: float | None = None
-    """Passes over the source after which it is left out; null repeats it as long as the run lasts."""
+    """Passes over the source after which it is left out; null repeats it as long as the run lasts. Set it for small
+    sources that would be learned by heart."""
     validation: str | None = None
-    """The store that validation reads; null has none."""
+    """The store that validation reads; null has none. Give one to see whether the model learns more than its text."""
 
     def __post_init__(self):
         if isinstance(self.weight, float):
@@ -80,9 +84,10 @@ class MixtureSource:
 
     kind: Literal["mixture"] = "mixture"
     parts: tuple[MixturePart, ...]
-    """The sources, by name."""
+    """The sources, by name. Change it to train on other texts, or on other shares of them."""
     block: int = 2048
-    """Sequences over which the shares are exact."""
+    """Sequences over which the shares are exact. Raise it where shares are very small; lower it where a schedule
+    changes them often."""
 
     def __post_init__(self):
         at_least(1, block=self.block)
@@ -101,20 +106,24 @@ class Data:
     """Where tokens come from, and how they become sequences. The order is a function of the seed and the step."""
 
     source: EmbeddedSource | StoreSource | MixtureSource
-    """The tokens."""
+    """The tokens. Change it to train on your own text."""
     sequence_length: int
-    """Tokens in a sequence."""
+    """Tokens in a sequence. Raise it where documents are longer; attention's cost and memory grow with it."""
     packing: Literal["concatenate", "pack", "pad"] = "concatenate"
     """concatenate cuts the stream of documents into sequences; pack puts whole documents together as they fit best; pad
-    gives each document a sequence of its own."""
+    gives each document a sequence of its own. Choose pack where documents must not be cut, and pad where each must
+    stand alone."""
     mask_documents: bool = True
-    """Whether attention stays inside a document."""
+    """Whether attention stays inside a document. Set false to let attention read on across documents, which is a little
+    faster."""
     tokenizer: str | None = None
-    """A tokenizer.json or a Hugging Face folder; null takes the one that the source was tokenized with."""
+    """A tokenizer.json or a Hugging Face folder; null takes the one that the source was tokenized with. Set it where
+    the source holds none, or to check that it is the one you mean."""
     shuffle_block: int = 1
-    """Sequences that stay together in the shuffle, so that object stores are read in whole chunks."""
+    """Sequences that stay together in the shuffle, so that object stores are read in whole chunks. Raise it for stores
+    behind a network."""
     seed: int = 0
-    """Of the shuffle."""
+    """Of the shuffle. Change it to see how much of a difference is the order of the data."""
 
     def __post_init__(self):
         at_least(1, sequence_length=self.sequence_length, shuffle_block=self.shuffle_block)

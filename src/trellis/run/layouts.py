@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from trellis.errors import UserError, did_you_mean
+from trellis.frozen import FrozenMap
 from trellis.mesh import Layout, make_mesh
-from trellis.run.schema import FrozenMap
 
 # Names of activations that no parameter has.
 _ACTIVATIONS = ("batch", "pos", "key_pos")
@@ -59,23 +59,28 @@ class MeshSizes:
     """Devices along each mesh axis. They multiply to the number of devices; one may be -1 and takes what is left."""
 
     replica: int = 1
-    """Whole copies of the model, across slow links: gradients meet once a step."""
+    """Whole copies of the model, across slow links: gradients meet once a step. Raise it across hosts or slices whose
+    links are slow."""
     stage: int = 1
-    """Stages of a pipeline: slices of the layers, and outside of them of the batch."""
+    """Stages of a pipeline: slices of the layers, and outside of them of the batch. Raise it where a model does not fit
+    otherwise and links are slow."""
     data: int = -1
-    """Slices of the batch; with FSDP, of parameters too."""
+    """Slices of the batch; with FSDP, of parameters too. Set it to divide devices between the batch and other axes."""
     data_y: int = 1
-    """More of the same along a second dimension of a TPU's torus."""
+    """More of the same along a second dimension of a TPU's torus. Set it on TPU slices, to the second side of the
+    slice."""
     data_z: int = 1
-    """More of the same along a third."""
+    """More of the same along a third. Set it on TPU slices, to the third side of the slice."""
     expert: int = 1
-    """Slices of a layer's experts, and of the batch."""
+    """Slices of a layer's experts, and of the batch. Raise it for mixtures of experts that do not fit one device."""
     context: int = 1
-    """Slices of a sequence's positions."""
+    """Slices of a sequence's positions. Raise it for sequences whose activations do not fit one device."""
     context_y: int = 1
-    """More of the same across slower links, or along a second dimension of a TPU's torus."""
+    """More of the same across slower links, or along a second dimension of a TPU's torus. Raise it where mesh.context
+    alone would cross hosts."""
     model: int = 1
-    """Slices of heads, feed-forward width and vocabulary: tensor parallelism."""
+    """Slices of heads, feed-forward width and vocabulary: tensor parallelism. Raise it where FSDP's gathers take longer
+    than its products: large models, small batches."""
 
     def __post_init__(self):
         sizes = dataclasses.asdict(self)
@@ -122,31 +127,38 @@ class LayoutChoice:
 
     preset: Preset = "auto"
     """A pair of maps. auto slices parameters over data (FSDP), widths over model (tensor and sequence), positions over
-    context; hybrid is the same with a replica on each host. On the two processors of a CPU auto is data,
-    which is the faster there; each keeps a copy of the state. Key and value heads that their mesh axis does not divide
-    stay whole."""
+    context; hybrid is the same with a replica on each host. On the two processors of a CPU auto is data, which is the
+    faster there; each keeps a copy of the state. Key and value heads that their mesh axis does not divide stay whole.
+    Choose another where a plan says that it is faster; `trellis plan --search` tries them."""
     params: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
-    """Entries that replace the preset's for parameters at rest: the name of an axis, and mesh axes or nothing."""
+    """Entries that replace the preset's for parameters at rest: the name of an axis, and mesh axes or nothing. Add
+    entries to slice what the preset leaves whole."""
     compute: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
-    """Entries that replace the preset's for everything in use."""
+    """Entries that replace the preset's for everything in use. Add entries to slice what the preset leaves whole."""
     gather: Literal["joint", "per_axis"] = "joint"
-    """Whether a parameter sliced over several mesh axes is gathered over all at once or one after the other."""
+    """Whether a parameter sliced over several mesh axes is gathered over all at once or one after the other. Choose
+    per_axis for FSDP over two sides of a TPU's torus."""
     strict: bool = False
-    """Refuse operations that would gather a sliced axis on their own (sort, cumsum, top_k)."""
+    """Refuse operations that would gather a sliced axis on their own (sort, cumsum, top_k). Set true to find where an
+    operation gathers without being asked."""
     mode: Literal["explicit", "auto"] = "explicit"
-    """Who places communication: the types, or the compiler."""
+    """Who places communication: the types, or the compiler. Choose auto to compare with what the compiler places by
+    itself."""
     context: Kind = "ring"
     """How attention reaches keys of other slices along mesh.context: ring passes keys and values from device to device
-    beside the kernels, gather gathers them, exchange swaps slices of positions for slices of heads and back."""
+    beside the kernels, gather gathers them, exchange swaps slices of positions for slices of heads and back. Choose
+    exchange where there are many more heads than devices, gather for short sequences."""
     context_y: Kind | None = None
-    """The same along mesh.context_y; as along mesh.context where it is not given. Rings come first, exchanges last."""
+    """The same along mesh.context_y; as along mesh.context where it is not given. Rings come first, exchanges last. Set
+    it where the two axes have links of different speed."""
     overlap: tuple[Literal["mlp", "heads"], ...] = ()
     """Products that hide their communication, in rings: mlp for those into and out of the feed-forward width, heads for
-    the queries', keys', values' and output projections. Needs positions sliced over the same mesh axis."""
+    the queries', keys', values' and output projections. Needs positions sliced over the same mesh axis. Name both where
+    tensor parallelism waits for its links."""
 
     pipeline_microbatches: int | None = None
     """With mesh.stage: parts of the batch that follow each other through the stages. None: the most that divide the
-    batch, at most 4 a stage. More of them leave stages idle for less of the time."""
+    batch, at most 4 a stage. More of them leave stages idle for less of the time. Raise it where stages wait."""
 
     def __post_init__(self):
         for which in ("params", "compute"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from trellis.errors import UserError, did_you_mean
-from trellis.run.schema import REQUIRED, build, fields_of, members, plain, show, tag_of, variant_in, variants
+from trellis.run.schema import REQUIRED, Field, build, fields_of, members, plain, show, tag_of, variant_in, variants
 
 
 def resolve(
@@ -114,19 +114,38 @@ def _put(kind: Any, data: Any, names: list[str], text: str, option: str, root: A
 
 def _unknown(option: str, head: str, cls: type, root: Any) -> UserError:
     parent = option[: option.index(f".{head}")] if f".{head}" in option else ""
-    elsewhere = {name for name in _names(root) if name.endswith(f".{option}")}
+    elsewhere = {name for name, _ in every_field(root) if name.endswith(f".{option}")}
     known = elsewhere or {f"{parent}.{name}".lstrip(".") for name in fields_of(cls)}
     fix = did_you_mean(option, known, shown="--{}")
     rule = f"`{parent or cls.__name__}` has known fields only."
     return UserError(rule, seen=f"`{head}`", where=f"--{option}", fix=fix)
 
 
-def _names(kind: Any, path: str = "") -> Iterator[str]:
+def every_field(kind: Any, path: str = "") -> Iterator[tuple[str, Field]]:
+    """Dotted name and field of all there is to set, in every variant; fields of several variants come several times."""
     for member in members(kind):
         if isinstance(member, type) and hasattr(member, "__dataclass_fields__"):
             for name, field in fields_of(member).items():
-                yield f"{path}.{name}" if path else name
-                yield from _names(field.type, f"{path}.{name}" if path else name)
+                dotted = f"{path}.{name}" if path else name
+                yield dotted, field
+                yield from every_field(field.type, dotted)
+
+
+def choices(kind: Any) -> tuple[str, ...]:
+    """The words that a field of a type takes, where they can be listed.
+
+    >>> choices(Literal["none", "full"] | None), choices(bool), choices(int)
+    (('none', 'full', 'null'), ('true', 'false'), ())
+    """
+    found: list[str] = list(variants(kind))
+    for member in members(kind):
+        if typing.get_origin(member) is Literal:
+            found += map(str, typing.get_args(member))
+        elif member is bool:
+            found += ["true", "false"]
+        elif member is type(None) and found:
+            found.append("null")
+    return tuple(found)
 
 
 def read(kind: Any, text: str) -> Any:

@@ -16,23 +16,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Union
 
 from trellis.errors import UserError, did_you_mean, shortened
+from trellis.frozen import FrozenMap
 
 REQUIRED = dataclasses.MISSING
-
-
-class FrozenMap(dict):
-    """A dictionary that cannot be changed, so that a configuration has a hash and stays what it was."""
-
-    def __hash__(self) -> int:  # ty: ignore[incompatible-method-override]
-        return hash(tuple(self.items()))
-
-    def _refuse(self, *_: object, **__: object) -> typing.NoReturn:
-        raise TypeError("a configuration is frozen: build another with dataclasses.replace")
-
-    __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = __ior__ = _refuse
-
-    def __reduce__(self):
-        return FrozenMap, (dict(self),)
 
 
 class Field(NamedTuple):
@@ -46,14 +32,20 @@ class Field(NamedTuple):
 
 @functools.cache
 def fields_of(cls: Any) -> dict[str, Field]:
-    """The fields of a dataclass, with types resolved and the strings under them as docs."""
-    hints, docs = typing.get_type_hints(cls), _docs(cls)
+    """The fields of a dataclass, with types resolved; docs are the strings under them, or in their types."""
+    hints, said = typing.get_type_hints(cls), typing.get_type_hints(cls, include_extras=True)
+    docs = {name: _said(hint) for name, hint in said.items()} | _docs(cls)
     found = {}
     for field in dataclasses.fields(cls):
         made = field.default_factory
         default = field.default if made is dataclasses.MISSING else made()
-        found[field.name] = Field(field.name, hints[field.name], default, docs.get(field.name, ""))
+        found[field.name] = Field(field.name, hints[field.name], default, docs[field.name])
     return found
+
+
+def _said(hint: Any) -> str:
+    """What a type says that it is: `Annotated[int, "Tokens in the vocabulary."]`, shared by several dataclasses."""
+    return next((said for said in getattr(hint, "__metadata__", ()) if isinstance(said, str)), "")
 
 
 def _docs(cls: type) -> dict[str, str]:

@@ -23,7 +23,7 @@ from trellis.optim import learning_rates, make_optimizer
 from trellis.run.config import Remat, Run
 from trellis.run.layouts import make_layout
 from trellis.train.compilation import options_for
-from trellis.train.state import TrainState, abstract_state, cast, new_state
+from trellis.train.state import TrainState, abstract_state, new_state
 from trellis.train.step import StepOptions, make_step
 
 # Bytes that one channel of a microbatch takes on a CPU device, about.
@@ -74,8 +74,16 @@ class Assembled:
         return batch if self.run.data.mask_documents else batch.without_documents()
 
 
-def assemble(run: Run, devices: Sequence[Any]) -> Assembled:
+def assemble(
+    run: Run, devices: Sequence[Any], *, padding: int | None = None, chunk_bytes: int | None = None
+) -> Assembled:
     """Everything that a run trains with, on devices: real, simulated or only described.
+
+    Args:
+        run: the run.
+        devices: where it trains.
+        padding: what the vocabulary is padded to a multiple of; None for what the layout asks.
+        chunk_bytes: what the float32 logits of a chunk of the loss take; None for what suits the devices.
 
     Raises:
         UserError: the mesh does not fit the devices, or the batch or a width does not divide.
@@ -86,10 +94,10 @@ def assemble(run: Run, devices: Sequence[Any]) -> Assembled:
     optimizer = make_optimizer(
         run.optimizer, run.schedule, steps=run.steps, clip_norm=run.clip_norm, exclude=run.weight_decay_exclude
     )
-    multiple = vocab_multiple(layout)
+    multiple = padding or vocab_multiple(layout)
 
     def make_model(key: jax.Array) -> Any:
-        return cast(run.model.init(key=key, vocab_multiple=multiple), run.precision.params)
+        return run.precision.at_rest(run.model.init(key=key, vocab_multiple=multiple))
 
     with layout:
         shapes = abstract_state(make_model, optimizer, average=run.ema is not None)
@@ -101,6 +109,7 @@ def assemble(run: Run, devices: Sequence[Any]) -> Assembled:
             policy=keep_of(run.remat),
             z_loss=run.z_loss,
             ema=run.ema,
+            chunk_bytes=chunk_bytes,
             skip_nonfinite=run.skip_nonfinite > 0,
         )
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
@@ -205,7 +214,7 @@ def fast_microbatches(run: Run, layout: Layout, model: Any) -> int:
     """
     ways = lambda name: math.prod(layout.mesh.shape[axis] for axis in layout.assign((name,))[0])
     on_cpu = layout.mesh.devices.flat[0].platform == "cpu" and not rehearses(layout.mesh)
-    if not on_cpu or ways("layers") > 1 or getattr(model, "shares_wanted", False):
+    if not on_cpu or ways("layers") > 1 or model.looks_ahead:
         return 1
     rows = math.gcd(*(entry.size for entry in run.batch_sizes())) // ways("batch")
     wanted = rows * run.data.sequence_length * jnp.dtype(run.precision.compute).itemsize / _PART_BYTES

@@ -15,8 +15,9 @@ from trellis.files import cache_folder
 # once, which starts the backward pass's copies and exponentials in the forward pass: on two cores a step has a fifth
 # more in memory and is up to a sixth slower (docs/cpu-speed.md).
 DEFAULTS: Mapping[str, Mapping[str, str]] = {"cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}}
-# ... for up to so many CPU devices. In that order eight devices, freshly compiled, waited for each other's all-gathers
-# for ever (JAX 0.10.2: all threads blocked, each in another collective); in XLA's own they do not.
+# ... for up to so many CPU devices. That order leaves a collective that stands behind a loop with collectives free to
+# run beside it, and all of them meet under one key: devices wait for each other for ever, or XLA aborts (JAX 0.10.2,
+# docs/published-bugs.md, 21). The steps of recipes have no such pair on two devices, and do on eight.
 MOST_DEVICES = 2
 
 # How the names of options that only one platform's compiler knows begin; jf is an old name of TPUs.

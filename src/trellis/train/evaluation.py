@@ -13,7 +13,7 @@ import numpy as np
 
 from trellis.data import Batch, Batches, Loader, TokenStore, count_bytes
 from trellis.nn.loss import TokenLoss
-from trellis.train.state import TrainState, in_use
+from trellis.train.state import TrainState
 from trellis.train.step import StepOptions, batch_loss
 
 # Batches that may wait on the devices. The training loop's own come on top: on several CPU devices XLA hangs where one
@@ -57,7 +57,7 @@ class Evaluator:
         plain = dataclasses.replace(options, z_loss=0.0, policy=None)
 
         def add(sums: TokenLoss, model: Any, batch: Batch) -> TokenLoss:
-            found = batch_loss(in_use(model, options.precision), batch.named(), plain)
+            found, _ = batch_loss(options.precision.in_use(model), batch.named(), plain)
             return jax.tree.map(jnp.add, sums, found)
 
         self._add = jax.jit(add)

@@ -9,12 +9,13 @@ from typing import Any
 
 from trellis.files import cache_folder, write_json
 from trellis.hardware.peak import matmul_peak
-from trellis.nn.parameters import Role, parameters
+from trellis.models import LanguageModel
+from trellis.nn import Role, parameters
 from trellis.train.assemble import Assembled
 from trellis.train.metrics import Work
 
 
-def matmul_parameters(model: Any) -> int:
+def matmul_parameters(model: LanguageModel) -> int:
     """Parameters that multiply activations, of a model or its abstract tree.
 
     Weights, by their declared role; of experts those that a token meets. The unembedding counts without its padding
@@ -28,7 +29,7 @@ def matmul_parameters(model: Any) -> int:
     return count + config.vocab * math.prod(size for name, size in head.shape.items() if name != "vocab")
 
 
-def flops_per_token(model: Any, length: int, *, causal: bool = True) -> float:
+def flops_per_token(model: LanguageModel, length: int, *, causal: bool = True) -> float:
     """Floating-point operations of training on one token: forward once, backward twice.
 
     Six for each parameter that multiplies activations, and attention's two products over `length` keys, of which a
@@ -41,8 +42,7 @@ def flops_per_token(model: Any, length: int, *, causal: bool = True) -> float:
         causal: whether only the causal half of attention counts.
     """
     config = model.config
-    head_dim = getattr(config, "head_dim", config.embed // config.heads)
-    attention = 12 * config.layers * config.heads * head_dim * length
+    attention = 12 * config.layers * config.heads * config.head_dim * length
     return 6 * matmul_parameters(model) + attention / (2 if causal else 1)
 
 

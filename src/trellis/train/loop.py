@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from trellis.checkpoint.checkpoints import Checkpoints
+from trellis.checkpoints.checkpoints import Checkpoints
 from trellis.errors import UserError
 from trellis.figures.numbers import duration
 from trellis.run.schema import plain
@@ -21,13 +21,17 @@ from trellis.train.distributed import is_first
 from trellis.train.drain import Drain, Record
 from trellis.train.metrics import Meter, Work
 from trellis.train.profile import Profiler
-from trellis.train.progress import Progress
+from trellis.train.progress import Progress, forecast
 from trellis.train.stopping import LossNotFinite, Signals, explain, explained_abort, leave_at_once
 from trellis.train.timeline import Timeline
 from trellis.train.trackers import Tracker, open_trackers
 
 # How many steps may be dispatched before the first of them is finished. (More than 32 hang XLA on several CPU devices.)
 _AHEAD = 4
+# From how many steps, after the first, a run's time is told.
+_PACED = 3
+# Seconds. Runs that are shorter spend their time elsewhere.
+_WORTH_TELLING = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +125,7 @@ class _Loop:
         self._stop = self._run.steps if until is None else min(self._run.steps, until)
         self._not_finite = 0
         self._unchecked: deque[Record] = deque()
+        self._paces: list[float] = []
         self._lines: list[dict] = []
         self._trackers: list[Tracker] = []
         self._timeline = Timeline(folder / "timeline.jsonl" if is_first() else None)
@@ -211,6 +216,7 @@ class _Loop:
         """
         for record in records:
             self._meter.add(record, int(record.values.pop("tokens")))
+            self._foretell(record)
             self._unchecked.append(record)
             evaluated = "validation_loss" in record.values
             if evaluated or _due(record.step, self._run.logging.every) or record.step >= self._stop:
@@ -222,6 +228,20 @@ class _Loop:
                     self._progress.update(line)
         while self._unchecked and self._unchecked[0].step <= certain:
             self._check(self._unchecked.popleft())
+
+    def _foretell(self, record: Record) -> None:
+        """Says how long the run takes, once a few steps are made: the first, which compiles, is not among them."""
+        if len(self._paces) > _PACED:
+            return
+        self._paces.append(record.seconds)
+        if len(self._paces) <= _PACED:
+            return
+        rule, left = self._run.evaluation, range(record.step + 1, self._stop + 1)
+        evaluated = self._feed.evaluate is not None and rule.batches is not None
+        times = sum(_due(step, rule.every) or step == self._run.steps for step in left) if evaluated else 0
+        seconds = forecast(self._paces[1:], len(left), times * (rule.batches or 0))
+        if seconds >= _WORTH_TELLING:
+            self._note(f"takes    about {duration(seconds)} more: {len(left)} steps, {times} evaluations")
 
     def _check(self, record: Record) -> None:
         """Stops the run when the loss was not finite more often in a row than is allowed."""

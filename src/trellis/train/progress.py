@@ -1,17 +1,19 @@
 """What a run shows while it trains: one line that rewrites itself on a terminal, plain lines elsewhere."""
 
 import shutil
+import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from trellis.figures.numbers import count, duration, size
+from trellis.figures.terminal import sparkline
 
 
 class Progress:
-    """A progress bar with loss, tokens per second, MFU, memory and time left.
+    """A curve of the loss, and with it loss, tokens per second, MFU, memory and time left.
 
     Args:
         total: the run's number of steps.
@@ -25,15 +27,17 @@ class Progress:
         # Time left follows the last hundred lines, from the first on: compiling is not part of the pace.
         self._times: deque[tuple[int, float]] = deque(maxlen=100)
         self._shown: float | None = None
+        self._losses: list[float | None] = []
         self._bar = ""
 
     def update(self, line: Mapping[str, float | int | None]) -> None:
         """Shows a line of metrics, as `Meter.line` makes them."""
         now = time.monotonic()
         self._times.append((int(line["step"]), now))
+        self._losses.append(line.get("loss"))
         text = self.describe(line)
         if self._tty:
-            self._bar = self._draw(line["step"], text)
+            self._bar = self._draw(text)
             self._stream.write("\r\x1b[K" + self._bar)
             self._stream.flush()
         due = self._shown is None or now - self._shown >= self._every
@@ -84,10 +88,22 @@ class Progress:
             return None
         return (self._total - step) * (end - start) / (last - first)
 
-    def _draw(self, step: float, text: str) -> str:
+    def _draw(self, text: str) -> str:
+        """The line, and before it the curve of the loss so far, as far as there is room."""
         width = shutil.get_terminal_size().columns - 1
         room = min(30, width - len(text) - 2)
-        if room < 5:
-            return text[:width]
-        filled = round(room * min(1.0, step / max(1, self._total)))
-        return "━" * filled + "╌" * (room - filled) + "  " + text
+        return f"{sparkline(self._losses, room)}  {text}" if room >= 5 else text[:width]
+
+
+def forecast(step_seconds: Sequence[float], steps: int, validation_batches: int) -> float:
+    """Seconds that the rest of a run takes, from a few of its steps. A forward pass is a third of a step.
+
+    >>> forecast([0.5, 0.5, 2.0], steps=100, validation_batches=30)
+    55.0
+
+    Args:
+        step_seconds: of steps that were made; one that was held up does not count for more than another.
+        steps: still to be made.
+        validation_batches: still to be evaluated.
+    """
+    return statistics.median(step_seconds) * (steps + validation_batches / 3)

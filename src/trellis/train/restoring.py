@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trellis.checkpoint.checkpoints import Checkpoints
+from trellis.checkpoints.checkpoints import Checkpoints
 from trellis.data import Tokenizer, load_tokenizer
 from trellis.errors import UserError
 from trellis.hub.folder import At
@@ -17,7 +17,7 @@ from trellis.run.config import Run
 from trellis.run.layouts import LayoutChoice, MeshSizes
 from trellis.train.assemble import Assembled
 from trellis.train.corpus import open_corpus
-from trellis.train.state import TrainState, in_use
+from trellis.train.state import TrainState
 
 
 def restore_model(assembled: Assembled, folder: Path, *, step: int | None = None) -> tuple[TrainState, int]:
@@ -72,7 +72,7 @@ def _no_checkpoint(folder: Path) -> UserError:
 def model_in_use(assembled: Assembled, state: TrainState) -> Any:
     """The model of a state as it is used: the moving average where there is one, in the type to compute in."""
     model = state.model if state.average is None else state.average
-    return in_use(model, assembled.options.precision)
+    return assembled.options.precision.in_use(model)
 
 
 def for_use(run: Run, devices: int) -> Run:

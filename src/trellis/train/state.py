@@ -1,16 +1,13 @@
 """The training state: everything that a step changes, and nothing else."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 
-from trellis.named import is_named
 from trellis.named.jit import named_jit
-from trellis.run.config import Precision
-from trellis.run.schema import FrozenMap
 
 
 class TrainState(eqx.Module):
@@ -64,26 +61,3 @@ def _make(init, optimizer, average: bool):
         )
 
     return make
-
-
-def in_use(model, precision: Precision):
-    """The parameters of a model, or of its average, in the types that they are used in."""
-    return cast(model, precision.compute, precision.exceptions)
-
-
-def cast(model, dtype, exceptions: Mapping[str, str] = FrozenMap()):
-    """The parameters in another floating-point type.
-
-    Args:
-        model: a tree of named arrays.
-        dtype: the type.
-        exceptions: parts of parameters' paths, and the types that these get instead.
-    """
-
-    def leaf(path, x):
-        if not is_named(x) or not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        return x.astype(next((other for part, other in exceptions.items() if part in name), dtype))
-
-    return jax.tree_util.tree_map_with_path(leaf, model, is_leaf=is_named)

@@ -15,18 +15,17 @@ import optax
 from trellis.data.batch import Batch
 from trellis.mesh.layout import current_layout
 from trellis.mesh.reshard import place
+from trellis.models import LanguageModel, Measured
 from trellis.named import Keep, NamedArray, is_named
 from trellis.named.reshape import split_axis, transpose
-from trellis.nn.loss import TokenLoss, next_token_loss
-from trellis.nn.moe import Routed, summary
+from trellis.nn import Precision, TokenLoss, next_token_loss
 from trellis.nn.positions import dealt
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
 from trellis.optim import all_finite, select
 from trellis.optim.averaging import average as moving_average
-from trellis.run.config import Precision
-from trellis.train.stages import pipelined, stages_of
-from trellis.train.state import TrainState, in_use
+from trellis.train.stages import in_stages, pipelined, stages_of
+from trellis.train.state import TrainState
 
 Metrics = dict[str, jax.Array]
 
@@ -43,6 +42,7 @@ class StepOptions:
         policy: what each layer keeps for the backward pass.
         z_loss: weight of the squared log-normalizer in the loss.
         ema: decay of the moving average of the parameters.
+        chunk_bytes: what the float32 logits of a chunk of the loss take; None for what suits the device.
         skip_nonfinite: leave parameters as they were where the loss or the gradient is not finite.
     """
 
@@ -52,38 +52,38 @@ class StepOptions:
     policy: Keep | None = None
     z_loss: float = 0.0
     ema: float | None = None
+    chunk_bytes: int | None = None
     skip_nonfinite: bool = False
 
 
-def batch_loss(model, batch: Batch, options: StepOptions, key=None) -> TokenLoss:
-    """Summed loss of a batch and what is reported beside it: the first result of `measured_loss`."""
-    return measured_loss(model, batch, options, key)[0]
-
-
-def measured_loss(model, batch: Batch, options: StepOptions, key=None, shares: NamedArray | None = None):
-    """Summed loss of a batch in the parameters' type, and what is measured of its routing.
-
-    A model with experts adds its routers' losses to what is minimized.
+def batch_loss(
+    model: LanguageModel, batch: Batch, options: StepOptions, key=None, ahead=None
+) -> tuple[TokenLoss, Measured]:
+    """Summed loss of a batch in the parameters' type, and what the model measured besides.
 
     Args:
         model: parameters in the type they are used in.
         batch: named arrays.
         options: how it is computed.
         key: for dropout; None for none.
-        shares: `f32["layers routes"]`, experts' shares of the tokens of the whole batch, where this is a part of it.
-
-    Returns:
-        `TokenLoss`, and `Routed` or, of a model without experts, None.
+        ahead: of a model that looks ahead: the sum of `measured.ahead` over the batch that this is a part of.
     """
     layout, batch = dealt(batch)
     with layout:
-        return _measured_loss(model, batch, options, key, shares)
+        return _measured_loss(model, batch, options, key, ahead)
 
 
-def _measured_loss(model, batch: Batch, options: StepOptions, key, shares):
+def _measured_loss(model, batch: Batch, options: StepOptions, key, ahead):
     counted = batch.loss_mask.astype(jnp.float32)
-    about = dict(segment_ids=batch.segment_ids, positions=batch.positions, policy=options.policy, key=key)
-    hidden, routed = _hidden(model, batch.tokens, counted, shares, about)
+    hidden, measured = model(
+        batch.tokens,
+        segment_ids=batch.segment_ids,
+        positions=batch.positions,
+        policy=options.policy,
+        key=key,
+        counted=counted,
+        ahead=ahead,
+    )
     sums = next_token_loss(
         hidden,
         model.unembedding,
@@ -92,14 +92,9 @@ def _measured_loss(model, batch: Batch, options: StepOptions, key, shares):
         bias=model.unembedding_bias,
         vocab_size=model.config.vocab,
         z_loss=options.z_loss,
+        chunk_bytes=options.chunk_bytes,
     )
-    return (sums if routed is None else sums._replace(total=sums.total + model.penalty(routed))), routed
-
-
-def _hidden(model, tokens, counted, shares, about: dict) -> tuple[NamedArray, Routed | None]:
-    if not hasattr(model, "routed"):
-        return model(tokens, **about), None
-    return model.routed(tokens, counted, shares=shares, **about)
+    return sums.plus(measured.penalty), measured
 
 
 def make_step(
@@ -114,18 +109,15 @@ def make_step(
 
     Returns:
         `step(state, batch) -> (state, metrics)`; metrics are float32 scalars: `loss` (nats a token), `z_loss`,
-        `accuracy`, `grad_norm`, `tokens`, and `learning_rate`; of a model with experts also those of
-        `trellis.nn.moe.summary`.
+        `accuracy`, `grad_norm`, `tokens`, `learning_rate`, and what the model measures of itself.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
-        sums, routed, gradients = measured_gradients(state.model, batch.named(), options, key)
+        sums, measured, gradients = loss_and_gradients(state.model, batch.named(), options, key)
         with jax.numpy_dtype_promotion("standard"):  # Optax raises floats to integer powers
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.model)
-        model = optax.apply_updates(state.model, updates)
-        if routed is not None:
-            model = model.balanced(routed.load)
+        model = measured.update(optax.apply_updates(state.model, updates))
         average = state.average
         if options.ema is not None:
             average = moving_average(average, model, options.ema, state.step)
@@ -135,9 +127,8 @@ def make_step(
             "accuracy": sums.correct / sums.tokens,
             "grad_norm": optax.tree.norm(gradients),
             "tokens": sums.tokens,
+            **measured.metrics(sums.tokens),
         }
-        if routed is not None:
-            metrics |= summary(routed, sums.tokens)
         if learning_rate is not None:
             metrics["learning_rate"] = jnp.asarray(learning_rate(state.step), jnp.float32)
         new = model, optimizer_state, average
@@ -149,38 +140,23 @@ def make_step(
     return step
 
 
-def loss_and_gradients(model, batch: Batch, options: StepOptions, key=None):
-    """Sums of the loss over a batch, and the gradient of its mean over all counted tokens.
+def loss_and_gradients(model: LanguageModel, batch: Batch, options: StepOptions, key=None):
+    """Sums of the loss over a batch, what the model measured, and the gradient of the mean over all counted tokens.
 
     Microbatches are weighted by their tokens: each one's sum is divided by the count of the whole batch. With
     "pending" accumulation the gradients of all microbatches are added up as partial sums on each device, and summed
     over devices once.
     """
-    sums, _, gradients = measured_gradients(model, batch, options, key)
-    return sums, gradients
-
-
-def measured_gradients(model, batch: Batch, options: StepOptions, key=None):
-    """`loss_and_gradients`, and between the two what is measured of the batch's routing (None without experts)."""
     tokens = batch.loss_mask.astype(jnp.float32).sum().array
     scale = 1.0 / jnp.maximum(tokens, 1.0)
 
-    def mean_loss(params, part, key, shares=None):
-        sums, routed = measured_loss(params, part, options, key, shares)
-        return sums.total * scale, (sums, routed)
+    def mean_loss(params, part, key, ahead=None, scale=scale):
+        sums, measured = batch_loss(params, part, options, key, ahead)
+        return sums.total * scale, (sums, measured)
 
-    to_use = lambda params: in_use(params, options.precision)
+    to_use = lambda params: options.precision.in_use(params)
     if (axis := stages_of(model)) is not None:
-
-        def of_part(params, part, index):
-            mine = None if key is None else jax.random.fold_in(key, index)
-            return mean_loss(params, part.named(), mine)
-
-        use, pull = jax.vjp(lambda params: _copied(to_use(params)), model)
-        cut = lambda batch, count: _parts(batch, count)[1]
-        (sums, routed), total = pipelined(use, batch, cut, of_part, axis)
-        (gradients,) = pull(jax.tree.map(lambda g, p: g.astype(p.dtype), total, use))
-        return sums, routed, gradients
+        return _through_stages(model, batch, to_use, mean_loss, options, key, axis)
     if options.microbatches == 1:
         (_, found), gradients = jax.value_and_grad(lambda p: mean_loss(to_use(p), batch, key), has_aux=True)(model)
         return *found, gradients
@@ -189,42 +165,58 @@ def measured_gradients(model, batch: Batch, options: StepOptions, key=None):
     else:
         use, pull = jax.vjp(to_use, model)
     parts = _parts(batch, options.microbatches)
-    shares = _shares(use, parts) if getattr(model, "shares_wanted", False) else None
-    sums, routed, total = _accumulate(jax.value_and_grad(mean_loss, has_aux=True), use, parts, key, shares)
+    ahead = _look_ahead(use, parts) if model.looks_ahead else None
+    sums, measured, total = _accumulate(jax.value_and_grad(mean_loss, has_aux=True), use, parts, key, ahead)
     (gradients,) = pull(jax.tree.map(lambda g, p: g.astype(p.dtype), total, use))
-    return sums, routed, gradients
+    return sums, measured, gradients
 
 
-def _accumulate(value_and_grad, params, parts, key, shares):
-    """Sums over microbatches of the loss, the routing and float32 gradients; partial sums stay partial."""
+def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, options: StepOptions, key, axis: str):
+    """The same of a model whose layers are spread over stages."""
+    copied = _copied if options.accumulation == "pending" else lambda params: params
+    use, pull = jax.vjp(lambda params: in_stages(copied(to_use(params)), axis), model)
+    scale = 1.0 / jnp.maximum(batch.loss_mask.astype(jnp.float32).sum().array, 1.0)
+
+    def shared(numbers):
+        keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+        return keys, jnp.broadcast_to(scale, numbers.shape)
+
+    loss = lambda params, part, shared: mean_loss(params, part.named(), shared[0], scale=shared[1])
+    cut = lambda batch, count: _parts(batch, count)[1]
+    (sums, measured), total = pipelined(use, batch, cut, shared, loss, options.microbatches, axis)
+    (gradients,) = pull(jax.tree.map(lambda g, p: g.astype(p.dtype), total, use))
+    return sums, measured, gradients
+
+
+def _accumulate(value_and_grad, params, parts, key, ahead):
+    """Sums over microbatches of the loss, the measures and float32 gradients; partial sums stay partial."""
     zeros = jax.tree.map(_zero_gradient, params)
 
     def body(carry, part):
         sums, gradients = carry
         index, arrays = part
         mine = None if key is None else jax.random.fold_in(key, index)
-        (_, (more, routed)), new = value_and_grad(params, arrays.named(), mine, shares)
+        (_, (more, measured)), new = value_and_grad(params, arrays.named(), mine, ahead)
         gradients = jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, new)
-        return (jax.tree.map(jnp.add, sums, more), gradients), routed
+        return (jax.tree.map(jnp.add, sums, more), gradients), measured
 
     zero = jnp.zeros((), jnp.float32)
     start = TokenLoss(zero, zero, zero, zero, zero)
-    (sums, gradients), routed = jax.lax.scan(body, (start, zeros), parts)
-    return sums, jax.tree.map(lambda x: x.sum(0), routed), gradients
+    (sums, gradients), measured = jax.lax.scan(body, (start, zeros), parts)
+    return sums, jax.tree.map(lambda x: x.sum(0), measured), gradients
 
 
-def _shares(params, parts) -> NamedArray:
-    """`f32["layers routes"]`: experts' shares of the tokens of all microbatches, by a forward pass over them."""
+def _look_ahead(params: LanguageModel, parts):
+    """What the losses of microbatches depend on of the whole batch, by a forward pass over all of them."""
 
     def body(_, part):
         layout, one = dealt(part[1].named())
         about = dict(segment_ids=one.segment_ids, positions=one.positions)
         with layout:
-            return None, params.routed(one.tokens, one.loss_mask.astype(jnp.float32), **about)[1].load
+            return None, params(one.tokens, counted=one.loss_mask.astype(jnp.float32), **about).measured.ahead
 
-    _, loads = jax.lax.scan(body, None, parts)
-    load = jax.tree.map(lambda x: x.sum(0), loads)
-    return load / load.sum("routes")
+    _, found = jax.lax.scan(body, None, parts)
+    return jax.tree.map(lambda x: x.sum(0), found)
 
 
 def _parts(batch: Batch, count: int) -> tuple[jax.Array, Batch]:

@@ -14,7 +14,9 @@ from typing import NoReturn
 
 import jax
 
+from trellis.checkpoints.room import NoRoom
 from trellis.errors import UserError
+from trellis.files import no_room
 
 # What the runtimes write when another process of the run is gone.
 _PEER = re.compile(
@@ -41,6 +43,13 @@ def explain(error: BaseException, last_good: str) -> BaseException:
         error: what was raised.
         last_good: words that name the last good checkpoint.
     """
+    if isinstance(error, NoRoom) or no_room(error):
+        return RunStopped(
+            "The disk of a run has room for what it writes.",
+            seen=error.seen if isinstance(error, NoRoom) else no_room(error),
+            where=last_good,
+            fix="free some space, then run the same command again; it continues after that checkpoint",
+        )
     if isinstance(error, jax.errors.JaxRuntimeError):
         first = str(error).splitlines()[0]
         if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):

@@ -4,6 +4,8 @@ import json
 import time
 from pathlib import Path
 
+from trellis.files import no_room
+
 
 class Timeline:
     """`timeline.jsonl`: one object an event, `time` (Unix seconds), `event`, `step`, and what else there is to say.
@@ -20,5 +22,9 @@ class Timeline:
     def add(self, event: str, step: int | None, **more: object) -> None:
         """Notes an event: started, resumed, compiled, evaluation, checkpoint, interrupted, stopped, finished."""
         if self._path is not None:
-            with open(self._path, "a") as file:
-                file.write(json.dumps({"time": time.time(), "event": event, "step": step, **more}) + "\n")
+            try:
+                with open(self._path, "a") as file:
+                    file.write(json.dumps({"time": time.time(), "event": event, "step": step, **more}) + "\n")
+            except OSError as error:  # a run does not end for want of a note; what it needs to write tells it
+                if not no_room(error):
+                    raise

@@ -162,7 +162,7 @@ SIZES = dict(
         ),
         (
             lambda: Routing(capacity=0.0),
-            "`capacity` is more than 0.\n  seen:  capacity=0.0\n  where: model.routing.capacity\n"
+            "`capacity` is more than 0, and at most 1000.\n  seen:  capacity=0.0\n  where: model.routing.capacity\n"
             "  fix:   use 1.25 for a quarter more than an even load, or leave it out",
         ),
     ],

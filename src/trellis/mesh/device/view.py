@@ -102,10 +102,14 @@ def _constants(closed: ClosedJaxpr):
 
 
 def _plain(x):
-    """A constant without the mesh that it was made on, along with its type."""
-    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
-        return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    """A constant or a literal without the mesh that it was made on, along with its type."""
+    if isinstance(x, jax.core.Tracer):
+        raise DeviceViewError(
+            "a pipeline's stages are given all arrays that they read as arguments, got one of "
+            f"{jax.typeof(x).str_short()} that a function brings along: put it into the model, or into what its layers "
+            "get"
+        )
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x)), impl=jax.random.key_impl(x))
     return np.asarray(x)
 

@@ -1,22 +1,19 @@
 """No pending sum is lost: a check of a manual program's equations, after tracing and before anything runs.
 
-JAX refuses most nonlinear operations on a pending sum on its own. It forgets some (0.10.2 and 0.12: cumsum, argmax,
-`where` with a constant; 0.10.2 also max over a dimension and lookups by index): there the result of a forgotten
-reduction would be a wrong number. And it knows nothing of pending sums where some mesh axes are left to the
-surrounding program.
+JAX refuses most nonlinear operations on a pending sum on its own. Some it lets through: it carries the sum on in the
+type of a `pad` with ones, a `sort` or a cast to whole numbers, which each device would do to its own part, and loses
+it in others (0.10.2 and 0.12: cumsum, argmax, `where` with a constant; 0.10.2 also max over a dimension and lookups by
+index). And it knows nothing of pending sums where some mesh axes are left to the surrounding program. So the check has
+its own list of what is linear. It also follows which values were settled, and refuses to sum one of these again.
 """
 
-import linecache
-import os
-import re
-import traceback
+import dataclasses
 
 import jax
-from jax.extend.core import JaxprEqn
 
-from trellis.frames import in_a_library
 from trellis.mesh.manual.ops import marked
-from trellis.notation import PendingSumError, Shape
+from trellis.mesh.manual.refusals import eqn_line, refusal
+from trellis.notation import PendingSumError
 from trellis.notation.binding import Bindings
 from trellis.program.manual import COLLECTIVES, SUMS, axes_over
 from trellis.program.reading import ENTER, LEAVE, Body, Operation, Program, Value
@@ -24,14 +21,34 @@ from trellis.program.reading import ENTER, LEAVE, Body, Operation, Program, Valu
 Axes = frozenset[str]
 _NONE: Axes = frozenset()
 
-# What keeps a sum of terms a sum of terms, one operand at a time or alike in all.
+# Sums that JAX's types do not tell from sums of what is settled.
+_SECOND_SUMS = {"psum", "psum_invariant"}
+# What moves slices between devices and combines none.
+_MOVES = set(COLLECTIVES) - SUMS - {"pmax", "pmin"}
+# What keeps a sum of terms a sum of terms, in its one operand or alike in all.
 _LINEAR = {
-    "add", "add_any", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "split",
-    "concatenate", "pad", "reduce_sum", "copy", "copy_p", "reduce_precision", "pvary", "optimization_barrier",
-    "convert_element_type", ENTER, LEAVE,
+    "add", "add_any", "sub", "neg", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice",
+    "split", "concatenate", "pad", "reduce_sum", "copy", "copy_p", "reduce_precision", "pvary", "convert_element_type",
 }  # fmt: skip
+# What holds for each operand as it is.
+_ALIKE = {"optimization_barrier", ENTER, LEAVE}
+# What is not linear, though JAX's types carry the sum on.
+_CARRIED_IN_VAIN = {"sort", "top_k"}
 # Calls of jitted functions, whose programs are traced once: lines inside may be an earlier call's.
-_SHARED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
+_SHARED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "linear"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """What is known of a value along mesh axes.
+
+    Attributes:
+        pending: each device holds a part of the sum.
+        settled: each device holds the same sum over devices.
+    """
+
+    pending: Axes = _NONE
+    settled: Axes = _NONE
 
 
 def check_pending(program: Program, bindings: Bindings) -> list[Axes]:
@@ -42,43 +59,138 @@ def check_pending(program: Program, bindings: Bindings) -> list[Axes]:
         bindings: those of the call, for messages.
 
     Raises:
-        PendingSumError: an operation other than a sum takes a pending sum.
+        PendingSumError: an operation other than a sum takes a pending sum, or a sum is taken twice.
     """
-    return _pending(program, [_NONE] * len(program.inputs), bindings)
+    return [held.pending for held in _Check(bindings).body(program, [Held()] * len(program.inputs))]
 
 
-def _pending(body: Body, inputs: list[Axes], bindings: Bindings) -> list[Axes]:
-    held: dict[Value, Axes] = dict(zip(body.inputs, inputs, strict=True))
-    of = lambda value: held.get(value, _NONE) | _typed(value)
-    for operation in body.operations:
-        operands = [of(value) for value in operation.operands]
-        held.update(zip(operation.results, _outputs(operation, operands, bindings), strict=True))
-    return [of(value) for value in body.results]
+class _Check:
+    def __init__(self, bindings: Bindings):
+        self.bindings = bindings
+
+    def body(self, body: Body, given: list[Held]) -> list[Held]:
+        """What the results hold, where the inputs hold what is given (and what JAX's types say)."""
+        held: dict[Value, Held] = dict(zip(body.inputs, given, strict=True))
+
+        def of(value: Value) -> Held:
+            known = held.get(value, Held())
+            return Held(known.pending | _typed(value), known.settled)
+
+        for operation in body.operations:
+            operands = [of(value) for value in operation.operands]
+            held.update(zip(operation.results, self.operation(operation, operands), strict=True))
+        return [of(value) for value in body.results]
+
+    def operation(self, operation: Operation, operands: list[Held]) -> list[Held]:
+        name = operation.name
+        if name == "name":
+            begun, ended = marked(operation.params["name"])
+            return [Held((operands[0].pending | begun) - ended, operands[0].settled)]
+        if name in _ALIKE:
+            return operands
+        if operation.bodies:
+            return self.inner(operation, operands)
+        if name in _SECOND_SUMS:
+            self.refuse_second_sum(operation, operands)
+        pending = self.pending(operation, [held.pending for held in operands])
+        settled = _same_sum(operation, operands) | (set(axes_over(operation)) if name in SUMS else _NONE)
+        return [Held(pending, settled - pending - _typed(value)) for value in operation.results]
+
+    def pending(self, operation: Operation, operands: list[Axes]) -> Axes:
+        """The axes along which the results are pending, where JAX's types do not say so."""
+        axes = _NONE.union(*operands)
+        if not axes or not operation.results:
+            return _NONE
+        name = operation.name
+        rest = axes - set(axes_over(operation)) if name in SUMS else axes
+        if any(map(_typed, operation.operands)):
+            # Where JAX's types carried the sum into the operation and not out of it, it was lost.
+            carried = all(rest <= _typed(value) for value in operation.results)
+            if carried and name not in _CARRIED_IN_VAIN and _alike(operation, operands):
+                return _NONE
+        elif _linear(operation, operands, axes):
+            return rest
+        raise PendingSumError(refusal(name, axes, _line_of(operation), self.bindings))
+
+    def refuse_second_sum(self, operation: Operation, operands: list[Held]) -> None:
+        sizes = jax.sharding.get_abstract_mesh().shape
+        settled = _NONE.union(*(held.settled for held in operands))
+        twice = sorted(a for a in settled.intersection(axes_over(operation)) if sizes.get(a, 1) > 1)
+        # A gradient sums the shares of what was the same on all devices: these may be equal.
+        if twice and "transpose" not in operation.scope:
+            raise PendingSumError(
+                f"a sum over devices is of values that differ between them, got {operation.name} over "
+                f"'{twice[0]}' of one that was summed over it already, in `{self.bindings.function}`"
+                f"{_line_of(operation)}: leave the second sum out"
+            )
+
+    def inner(self, operation: Operation, operands: list[Held]) -> list[Held]:
+        """Through the bodies of a loop, of branches, or of a call that does not take its operands as they are."""
+        name, outs = operation.name, None
+        known = dict(zip(operation.operands, operands, strict=True))
+        loop, typed = name in ("scan", "while"), any(map(_typed, operation.operands))
+        for body in operation.bodies:
+            entering = operation.entering(body)
+            given = [known[outer] for _, outer in entering] or [Held()] * len(body.inputs)
+            if loop:  # what is carried may be another sum in the next turn
+                given = [Held(held.pending) for held in given]
+            got = self.body(body, given)
+            if name == "while" and body is operation.bodies[0]:
+                continue
+            # Marks of pending sums (unlike JAX's types) do not pass through programs that call others their own way.
+            if entering and len(got) == len(operation.results):
+                pairs = zip(outs or got, got, strict=True)
+                outs = [Held(a.pending | b.pending, a.settled & b.settled) for a, b in pairs]
+            elif any(held.pending for held in operands) and not typed:
+                raise self.refused(operation, operands)
+            if loop and not typed:
+                # A loop carries a sum that is pending from the first turn on, or never.
+                first = operation.params["num_consts" if name == "scan" else "body_nconsts"]
+                count = operation.params["num_carry"] if name == "scan" else len(got)
+                before, after = given[first : first + count], got[:count]
+                if [held.pending for held in before] != [held.pending for held in after]:
+                    raise self.refused(operation, [*after, *operands])
+        return outs or [Held()] * len(operation.results)
+
+    def refused(self, operation: Operation, held: list[Held]) -> PendingSumError:
+        axes = _NONE.union(*(each.pending for each in held))
+        return PendingSumError(refusal(operation.name, axes, _line_of(operation), self.bindings))
 
 
-def _outputs(operation: Operation, operands: list[Axes], bindings: Bindings) -> list[Axes]:
-    name, none = operation.name, [_NONE] * len(operation.results)
-    if name == "name":
-        begun, ended = marked(operation.params["name"])
-        return [(operands[0] | begun) - ended]
-    if operation.bodies:
-        return _inner(operation, operands, bindings)
-    axes = _NONE.union(*operands)
-    if not axes or not operation.results:
-        return none
-    over = set(axes_over(operation))
-    rest = axes - over if name in SUMS else axes
-    rounded = name == "convert_element_type" and not jax.numpy.issubdtype(
-        operation.params["new_dtype"], jax.numpy.inexact
-    )
-    if not rounded and all(rest <= _typed(value) for value in operation.results):
-        return none
-    moved = name in COLLECTIVES and name not in (*SUMS, "pmax", "pmin") and not axes & over
-    linear = (name in _LINEAR and not rounded) or name in SUMS or moved
-    # Where JAX's types carried the sum into the operation and not out of it, it was lost.
-    if linear and all(part == axes for part in operands) and not any(map(_typed, operation.operands)):
-        return [rest] * len(none)
-    raise PendingSumError(refusal(name, axes, _line_of(operation), bindings))
+def _alike(operation: Operation, operands: list[Axes]) -> bool:
+    """Whether an operation of several operands takes sums of as many terms, and one that rounds stays in floats."""
+    if operation.name == "convert_element_type":
+        return bool(jax.numpy.issubdtype(operation.params["new_dtype"], jax.numpy.inexact))
+    if operation.name == "pad":
+        return operands[0] == operands[1] or (bool(operands[0]) and _is_zero(operation.operands[1]))
+    return operation.name != "concatenate" or all(part == operands[0] for part in operands)
+
+
+def _linear(operation: Operation, operands: list[Axes], axes: Axes) -> bool:
+    """Whether an operation gives a sum of terms of sums of terms that are pending along `axes`, by our own marks."""
+    name = operation.name
+    if name in ("mul", "div"):  # by one number, the same on all devices
+        first, second = operation.operands
+        if name == "mul" and operands[1]:
+            first, second = second, first
+        one = operands.count(axes) == 1 and (name == "mul" or bool(operands[0]))
+        return one and not second.shape and not axes & _varying(second)
+    if name in _MOVES:
+        return not axes.intersection(axes_over(operation))
+    if name == "pad":
+        return _alike(operation, operands)
+    return (name in _LINEAR or name in SUMS) and all(part == axes for part in operands) and _alike(operation, operands)
+
+
+def _same_sum(operation: Operation, operands: list[Held]) -> Axes:
+    """The axes along which a result is made of a settled sum and of nothing that differs between devices."""
+    known = _NONE.union(*(held.settled for held in operands))
+    pairs = list(zip(operands, operation.operands, strict=True))
+    return frozenset(a for a in known if all(a in held.settled or a not in _varying(value) for held, value in pairs))
+
+
+def _is_zero(value: Value) -> bool:
+    return value.literal is not None and not jax.numpy.any(jax.numpy.asarray(value.literal.val))
 
 
 def _typed(value: Value) -> Axes:
@@ -87,26 +199,17 @@ def _typed(value: Value) -> Axes:
     return mat.unreduced if mat is not None else _NONE
 
 
-def _inner(operation: Operation, operands: list[Axes], bindings: Bindings) -> list[Axes]:
-    """Through the bodies of a loop, of branches, or of a call that does not take its operands as they are."""
-    name, outputs = operation.name, [_NONE] * len(operation.results)
-    marks = dict(zip(operation.operands, operands, strict=True))
-    refuse = lambda axes: PendingSumError(refusal(name, _NONE.union(*axes), _line_of(operation), bindings))
-    typed = any(map(_typed, operation.operands))
-    for body in operation.bodies:
-        entering = operation.entering(body)
-        given = [marks[outer] for _, outer in entering] or [_NONE] * len(body.inputs)
-        got = _pending(body, given, bindings)
-        # The marks of pending sums (unlike JAX's types) do not pass through programs that call others their own way.
-        if entering and len(got) == len(outputs):
-            outputs = [a | b for a, b in zip(outputs, got, strict=True)]
-        elif any(operands) and not typed:
-            raise refuse(operands)
-        if name == "scan" and not typed:
-            first, count = operation.params["num_consts"], operation.params["num_carry"]
-            if got[:count] != given[first : first + count]:
-                raise refuse([*got[:count], *operands])
-    return outputs
+def _varying(value: Value) -> Axes:
+    mat = getattr(value.aval, "mat", None)
+    return mat.varying if mat is not None else _NONE
+
+
+def _line_of(operation: Operation) -> str:
+    """Where the user's code made an operation, as ` (file.py:12: the line)`."""
+    equation, frame = operation.equation, operation.frame
+    while frame.equation is not None and frame.equation.primitive.name in _SHARED:
+        equation, frame = frame.equation, frame.outer
+    return eqn_line(equation)
 
 
 def met_line(program: Program, value: Value, sliced) -> str:
@@ -122,63 +225,3 @@ def met_line(program: Program, value: Value, sliced) -> str:
         if operation.name == "pvary" and axes & _varying(operation.results[0]) - _varying(operation.operands[0]):
             line = _line_of(operation)
     return line
-
-
-def _varying(value: Value) -> Axes:
-    mat = getattr(value.aval, "mat", None)
-    return mat.varying if mat is not None else _NONE
-
-
-def refusal(operation: str, axes, line: str, bindings: Bindings) -> str:
-    """The text of a refusal, with the `reshard` that was forgotten."""
-    candidates = [s for s in dict.fromkeys(bindings.pending) if not axes or set(axes) & set(s.pending)]
-    axes = axes or {a for s in candidates for a in s.pending}
-    along = f" along {', '.join(sorted(axes))}" if axes else ""
-    fixes = " or ".join(f'reshard("{s} -> {settled(s, axes)}", ...)' for s in candidates[-3:])
-    return (
-        f"a pending sum may only be added to sums pending alike, reshaped or settled, got {operation} of a sum "
-        f"pending{along}, in `{bindings.function}`{line}: write {fixes or 'a reshard that settles it'} before"
-    )
-
-
-def settled(shape: Shape, axes=None) -> Shape:
-    """The shape without its pending sums (those over `axes`)."""
-    rest = tuple(a for a in shape.pending if axes and a not in axes)
-    return Shape(shape.dims, rest, shape.copied, shape.ellipsis)
-
-
-def _line_of(operation: Operation) -> str:
-    """Where the user's code made an operation, as ` (file.py:12: the line)`."""
-    equation, frame = operation.equation, operation.frame
-    while frame.equation is not None and frame.equation.primitive.name in _SHARED:
-        equation, frame = frame.equation, frame.outer
-    return _equation_line(equation)
-
-
-def _equation_line(equation: JaxprEqn) -> str:
-    for frame in getattr(equation.source_info.traceback, "frames", ()):
-        if not in_a_library(frame.file_name):
-            return _line(frame.file_name, frame.line_num)
-    return ""
-
-
-def error_line(error: BaseException) -> str:
-    """Where the user's code was when an error was raised, in the same form."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not in_a_library(f.filename)]
-    return _line(frames[-1].filename, frames[-1].lineno) if frames else ""
-
-
-def located(error: Exception) -> str:
-    """An error's text with the line of the user's program at its place: `rule, got values, in place (line): fix`."""
-    text, line = str(error), error_line(error)
-    if not line or line in text:
-        return text
-    places = list(re.finditer(r", in [^:]+(?=: )", text))
-    end = places[-1].end() if places else len(text)
-    return text[:end] + line + text[end:]
-
-
-def _line(file: str, number: int) -> str:
-    text = linecache.getline(file, number).strip()
-    text = text if len(text) <= 80 else text[:77] + "..."
-    return f" ({os.path.basename(file)}:{number}{f': {text}' if text else ''})"

@@ -55,7 +55,8 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
         manual = tuple(a for a in mesh.axis_names if a in mesh.manual_axes)
         mentioned = {a for s in (*lefts, result) for a in (*s.mesh_axes, *s.pending, *s.copied)}
         out = product(*(_local(x, shape, lefts, where, mentioned) for shape, x in zip(lefts, arrays, strict=True)))
-        return mark_pending(out, tuple(a for a in manual if a in pending), result)
+        out = mark_pending(out, tuple(a for a in manual if a in pending), result)
+        return out if bindings is None else bindings.made(out, result)
     if mode == "explicit":
         for shape, x in zip(lefts, arrays, strict=True):
             if (held := held_shape(shape, x)) != shape:
@@ -68,24 +69,25 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
 
 
 @functools.lru_cache(maxsize=4096)
-def parse_einsum(text: str) -> tuple[list[Shape], Shape]:
-    """The operands' shapes and the result's. NotationError: not one product of named dimensions."""
+def parse_einsum(text: str, verb: str = "einsum") -> tuple[list[Shape], Shape]:
+    """The operands' shapes and the result's. NotationError: not one operation of named dimensions."""
+    an = "an" if verb == "einsum" else "a"
     left, arrow, right = text.partition("->")
     if not arrow or "->" in right:
         raise NotationError(
-            f"an einsum has one '->', got {text.count('->')}, in einsum('{text}'): "
+            f"{an} {verb} has one '->', got {text.count('->')}, in {verb}('{text}'): "
             f"write 'batch in, in out -> batch out'"
         )
     lefts, result = [parse(part.strip()) for part in left.split(",")], parse(right.strip())
     for shape in (*lefts, result):
         if any(isinstance(dim.name, int) for dim in shape.dims):
             raise NotationError(
-                f"an einsum goes by names, got '{shape}', in einsum('{text}'): give each dimension a name"
+                f"{an} {verb} goes by names, got '{shape}', in {verb}('{text}'): give each dimension a name"
             )
     known = {dim.name for shape in lefts for dim in shape.dims}
     if absent := [dim.name for dim in result.dims if dim.name not in known]:
         raise NotationError(
-            f"a result's names come from its operands, got '{absent[0]}', in einsum('{text}'): correct the name"
+            f"a result's names come from its operands, got '{absent[0]}', in {verb}('{text}'): correct the name"
         )
     return lefts, result
 
@@ -93,7 +95,6 @@ def parse_einsum(text: str) -> tuple[list[Shape], Shape]:
 def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
     """The product must be one that devices do on their own; gives the axes along which its result is pending."""
     slices: dict[str, tuple[tuple[str, ...], Shape]] = {}
-    owner: dict[str, tuple[str, Shape]] = {}
     for shape in lefts:
         if shape.pending:
             settled = Shape(shape.dims, (), shape.copied, shape.ellipsis)
@@ -108,15 +109,7 @@ def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
                     f"a name is sliced alike in all operands, got '{Dim(dim.name, axes)}' and '{dim}', in {where}: "
                     f"{_align(first, shape, dim.name)}"
                 )
-            for axis in dim.axes:
-                name, other = owner.setdefault(axis, (dim.name, shape))
-                if name != dim.name:
-                    raise NotationError(
-                        f"a mesh axis slices one name in a product, got '{axis}' on '{name}' and on '{dim.name}', "
-                        "where "
-                        f"each device would multiply blocks that do not belong together, in {where}: "
-                        f'gather one, as in reshard("{shape} -> {_without(shape, axis)} ~{axis}", ...)'
-                    )
+    owner = one_axis_one_name(lefts, where)
     for shape in lefts:
         for axis in shape.copied:
             if axis not in owner:
@@ -152,6 +145,22 @@ def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
             f'and settle it with reshard("{right} -> {settled}", ...)'
         )
     return pending
+
+
+def one_axis_one_name(lefts: list[Shape], where: str) -> dict[str, str]:
+    """A mesh axis slices one name in an operation; gives the name of each. NotationError: it slices two."""
+    owner: dict[str, str] = {}
+    for shape in lefts:
+        for dim in shape.dims:
+            for axis in dim.axes:
+                name = owner.setdefault(axis, dim.name)
+                if name != dim.name:
+                    raise NotationError(
+                        f"a mesh axis slices one name in a product, got '{axis}' on '{name}' and on '{dim.name}', "
+                        "where each device would multiply blocks that do not belong together, "
+                        f'in {where}: gather one, as in reshard("{shape} -> {_without(shape, axis)} ~{axis}", ...)'
+                    )
+    return owner
 
 
 def _align(first: Shape, second: Shape, name: str) -> str:

@@ -14,6 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from trellis.mesh import permute as _permute
+from trellis.mesh.linear import linear
 from trellis.notation import Shape
 from trellis.notation.binding import live, partly_manual
 
@@ -175,14 +176,9 @@ def _has_states(x) -> bool:
 def _pair(forward, backward):
     """A linear operation and its gradient, where JAX's own gradient would move more, or does not know the states."""
 
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
     def op(x, dim: int, axes: Axes):
-        return forward(x, dim, axes)
+        return linear(lambda _, x: forward(x, dim, axes), lambda _, gradient: backward(gradient, dim, axes))((), x)
 
-    op.defvjp(
-        lambda x, dim, axes: (op(x, dim, axes), None),
-        lambda dim, axes, _, g: (backward(g, dim, axes),),
-    )
     return op
 
 

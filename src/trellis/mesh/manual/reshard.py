@@ -46,7 +46,7 @@ def manual_reshard(before: Shape, after: Shape, x):
         # The ledger reads the names off this scope: JAX's types have none.
         with jax.named_scope(f"reshard[{step.before} -> {step.after}]"):
             x = _perform(step, x, where)
-    return x
+    return x if bindings is None else bindings.made(x, after)
 
 
 _LEFT = "the left side of a text is what the array is"
@@ -62,6 +62,11 @@ def check_slice(x, shape: Shape, where: str, rule: str = _LEFT, mentioned: set[s
     Raises:
         TransitionError: a sum is pending, a copy is made or a value differs along an axis, and the text says nothing.
     """
+    bindings = live()
+    if bindings is not None and (known := bindings.held(x, shape)) is not None:
+        raise TransitionError(
+            f"{rule}, got a slice '{known}' for '{shape}', in {where}: write '{known}', or reshard it from there"
+        )
     x = ops.without_single_axes(x)
     state = state_of(x)
     sliced, states = set(shape.mesh_axes), {*shape.pending, *shape.copied}

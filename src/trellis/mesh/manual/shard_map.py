@@ -1,18 +1,19 @@
 """Manual mode: `shard_map` that reads its shardings from the function's annotations."""
 
+import dataclasses
 import functools
 import inspect
-import re
 import typing
 from collections.abc import Callable
 
 import jax
-from jax.sharding import PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
-from trellis.mesh.manual.check import check_pending, error_line, located, met_line, refusal
-from trellis.mesh.manual.einsum import einsum_plain
-from trellis.mesh.manual.ops import vary
-from trellis.mesh.manual.reshard import TransitionError, check_slice, known_axes, manual_reshard
+from trellis.mesh.manual.check import check_pending, met_line
+from trellis.mesh.manual.refusals import raise_in_notation
+from trellis.mesh.manual.reshard import TransitionError, check_slice
+from trellis.mesh.meshes import MeshError, mesh_text, same_mesh
 from trellis.notation import (
     ArrayType,
     Bindings,
@@ -20,14 +21,13 @@ from trellis.notation import (
     PendingSumError,
     Shape,
     TypeMismatch,
-    parse,
     spec_of,
     typeof,
 )
-from trellis.notation.annotation import array_types, hints_of
-from trellis.notation.binding import bind_shape, binding, check_array, held_shape, live, real_axes
+from trellis.notation.annotation import DType, array_types, hints_of
+from trellis.notation.binding import bind_shape, binding, check_array, held_shape, real_axes
 from trellis.notation.checked import Leaf, is_typed_leaf, typed_leaves
-from trellis.notation.state import mesh_of, state_of
+from trellis.notation.state import mesh_of, mode_of, state_of
 from trellis.notation.struct import check_divides
 from trellis.notation.typeof import is_array, is_named
 from trellis.program.reading import Program
@@ -130,6 +130,13 @@ class _Call:
                 f"a manual function takes its arrays as arguments, got one from outside of it, in `{self.name}`: "
                 f"pass it as an annotated argument ({str(error).split('Got input with ')[-1]})"
             ) from error
+        except ValueError as error:
+            if "all of type `Explicit`" not in str(error):
+                raise
+            raise MeshError(
+                f"JAX's types carry pending sums and copies on explicit mesh axes only, got ({mesh_text(self.shape)}) "
+                f"with auto ones, in `{self.name}`: make the mesh without axis_type, or use jax.lax.psum inside"
+            ) from error
         return self.rebuild(grouped)
 
     # Before.
@@ -144,7 +151,7 @@ class _Call:
                     f'write its type, as in f32["batch/data embed"]'
                 )
             return None
-        leaves = typed_leaves(value, hint, place)
+        leaves = [_number(leaf) for leaf in typed_leaves(value, hint, place)]
         for leaf in leaves:
             if leaf.kind is None and is_array(leaf.value):
                 raise NotationError(
@@ -185,8 +192,8 @@ class _Call:
         left = [a for a in shown.axis_names if a not in (*self.manual, *single)]
         self.partly = bool(left)
 
-    def spec(self, kind: ArrayType, place: str, rank: int | None = None) -> PartitionSpec:
-        """How JAX slices an array of this type over the manual axes."""
+    def spec(self, kind: ArrayType, place: str, array=None) -> PartitionSpec:
+        """How JAX slices an array of this type over the manual axes; of an argument, leading dimensions as it is."""
         for axis in (*kind.shape.mesh_axes, *kind.shape.pending, *kind.shape.copied):
             if axis not in self.shape.shape:
                 raise NotationError(
@@ -212,12 +219,13 @@ class _Call:
                 )
             axes.append(mine)
         if kind.shape.ellipsis:
-            if rank is None:
+            if array is None:
                 raise NotationError(
                     f"a manual function's result has all its dimensions named, got {kind}, in {place}: "
                     f"write them instead of '...'"
                 )
-            axes = [()] * (rank - len(axes)) + axes
+            lead = state_of(array).axes[: len(array.shape) - len(axes)]
+            axes = [*(self.manual_only(mine) for mine in lead), *axes]
         return spec_of(axes, shape.pending, shape.copied)
 
     def manual_only(self, axes) -> tuple[str, ...]:
@@ -230,15 +238,42 @@ class _Call:
         for leaf in leaves:
             if leaf.kind is None:
                 continue
+            if not is_array(leaf.value):
+                check_array(leaf.value, leaf.kind, leaf.place, self.bindings)
             array = _plain(leaf.value)
-            spec = self.spec(leaf.kind, leaf.place, len(array.shape))
+            spec = self.spec(leaf.kind, leaf.place, array)
             check_array(leaf.value, leaf.kind, leaf.place, self.bindings, strict=True)
             named = leaf.kind.shape.dims
             for dim, size in zip(named, array.shape[len(array.shape) - len(named) :], strict=True):
                 check_divides(dim.name, size, self.manual_only(dim.axes), self.shape.shape, leaf.place)
-            arrays.append(self.without_single_axes(array))
+            arrays.append(self.without_single_axes(self.on_mesh(array, spec, leaf)))
             specs.append(spec)
         return arrays, specs
+
+    def on_mesh(self, array, spec: PartitionSpec, leaf: Leaf):
+        """An array that is on no mesh is whole on every device: each takes its slice.
+
+        Raises:
+            MeshError: it is on another mesh.
+            TypeMismatch: it is to be a pending sum, which only an array on the mesh can be.
+        """
+        mesh = jax.typeof(array).sharding.mesh
+        if mode_of(self.shape) != "explicit" or same_mesh(mesh, self.shape):
+            return array
+        if not mesh.empty:
+            raise MeshError(
+                f"a manual function takes arrays of its mesh, ({mesh_text(self.shape)}), got {typeof(leaf.value)} of "
+                f"another mesh ({mesh_text(mesh)}), in {leaf.place}: move it there first, with jax.device_put"
+            )
+        if spec.unreduced:
+            raise TypeMismatch(
+                f"an array that is on no mesh is whole on every device, got {typeof(leaf.value)} for {leaf.kind}, in "
+                f"{leaf.place}: take '+{sorted(spec.unreduced)[0]}' out of the annotation"
+            )
+        whole = spec_of([()] * len(array.shape))
+        place = lambda spec: spec if self.mesh is None else NamedSharding(self.mesh, spec)
+        array = jax.reshard(array, place(whole)) if isinstance(array, jax.core.Tracer) else array
+        return jax.reshard(array, place(spec))
 
     def without_single_axes(self, array):
         """JAX's types may mention mesh axes of size 1, ours do not."""
@@ -289,6 +324,11 @@ class _Call:
             for leaf in out["leaves"]:
                 if leaf.kind is not None and not is_array(leaf.value):
                     check_array(leaf.value, leaf.kind, leaf.place, self.bindings)
+                if leaf.kind is not None and (known := self.bindings.held(_plain(leaf.value), self.real(leaf.kind))):
+                    raise TypeMismatch(
+                        f"a result is what its annotation says, got a slice '{known}' for {leaf.kind}, "
+                        f"in {leaf.place}: reshard it, or correct the annotation"
+                    )
             return [_plain(leaf.value) for leaf in out["leaves"] if leaf.kind is not None]
 
         with binding(self.bindings):
@@ -323,11 +363,16 @@ class _Call:
     def slice(self, leaf: Leaf, array):
         """One device's slice, in the argument's own form."""
         if not is_named(leaf.value):
-            return array
+            return self.bindings.made(array, self.real(leaf.kind))
         lead = len(leaf.value.names) - len(leaf.kind.shape.dims)
         shape = real_axes(leaf.kind.shape, self.shape)
-        slices = ((),) * lead + tuple(self.manual_only(dim.axes) for dim in shape.dims)
+        leading = state_of(leaf.value.array).axes[:lead]
+        slices = tuple(map(self.manual_only, leading)) + tuple(self.manual_only(dim.axes) for dim in shape.dims)
         return type(leaf.value)(array, leaf.value.names, slices)
+
+    def real(self, kind: ArrayType) -> Shape:
+        """An annotated type without mesh axes of size 1."""
+        return real_axes(kind.shape, self.shape)
 
     def check_result(self, leaf: Leaf) -> None:
         """Names, dtype and sizes of a result; its sharding is checked in `leave`."""
@@ -374,6 +419,14 @@ class _Call:
             raise
 
 
+def _number(leaf: Leaf) -> Leaf:
+    """A Python number where a scalar goes, as an array."""
+    if leaf.kind is None or leaf.kind.shape.dims or not isinstance(leaf.value, bool | int | float):
+        return leaf
+    dtype = None if leaf.kind.dtype == "shaped" else DType(leaf.kind.dtype).jax
+    return dataclasses.replace(leaf, value=jnp.asarray(leaf.value, dtype))
+
+
 def _plain(x):
     return x.array if is_named(x) else x
 
@@ -381,79 +434,3 @@ def _plain(x):
 def _like(value, array):
     """A whole result in the form that the function returned its slice in."""
     return type(value)(array, value.names) if is_named(value) else array
-
-
-_REFUSED = re.compile(r"unreduced|reduced")
-# How JAX 0.10 to 0.12 name the operation that they refuse.
-_OPERATION = (r"rule for (\w+)", r"(\w+) is a non-linear operation", r"`(\w+)`", r"passed to (\w+)")
-
-
-def raise_in_notation(error: Exception, bindings: Bindings) -> None:
-    """Turns JAX's refusal of an operation on a pending sum or a copy into one in the notation; passes by any other "
-    "error."""
-    text = str(error)
-    line = error_line(error)
-    if isinstance(error, NotImplementedError) and (not text or text.startswith("Please file an issue")):
-        raise NotationError(
-            f"JAX cannot map over an operation that begins or ends a pending sum or a copy, got one under vmap, "
-            f"in `{bindings.function}`{line}: write the mapped dimension in the text, or use jax.lax.map"
-        ) from error
-    if isinstance(error, NotationError):
-        if (told := located(error)) != text:
-            raise type(error)(told).with_traceback(error.__traceback__) from error.__cause__
-        return
-    if cast := re.search(r"Unsupported pcast from=(\w+), to='(\w+)'", text):
-        raise TypeMismatch(
-            f"a cast changes how devices hold a value, got pcast to '{cast[2]}' of one that is {cast[1]}, "
-            f"in `{bindings.function}`{line}: write the reshard that was forgotten before it, or leave the cast out"
-        ) from error
-    if not _REFUSED.search(text):
-        return
-    if "Inputs cannot be replicated on the same axes" in text:
-        raise TypeMismatch(
-            f"a copy '~x' is for products with an operand that x slices, got an elementwise operation of one with a "
-            f"value that is the same on all devices, in `{bindings.function}`{line}: use the value from before the "
-            f"reshard to '~'"
-        ) from error
-    found = next(filter(None, (re.search(words, text) for words in _OPERATION)), None)
-    axes = re.findall(r"U:\(?([\w,]+)", text)
-    axes = {axis for group in axes for axis in group.split(",") if axis}
-    operation = (
-        found.group(1) if found else "mul" if "bilinear" in text or "should be reduced" in text else "an operation"
-    )
-    if not axes and not bindings.pending:
-        return
-    raise PendingSumError(refusal(operation, axes, line, bindings)) from error
-
-
-def shift(text: str, x, axis: str, *, by: int = 1):
-    """Passes each device's slice to the device `by` places further along a mesh axis, around the ring (gradient: back).
-
-    Device `i` ends up with the slice of device `i - by`. One collective permute.
-
-    Args:
-        text: the type of `x`, in which some dimension is sliced over `axis`.
-        x: a plain array in manual mode.
-        axis: the mesh axis of the ring.
-
-    Raises:
-        TransitionError: no dimension is sliced over `axis`, or `x` is not of that type.
-    """
-    where = f"shift('{text}', over='{axis}')"
-    shape = parse(text)
-    if axis not in shape.mesh_axes:
-        raise TransitionError(
-            f"a shift moves slices around a ring, got '{shape}', which '{axis}' does not slice, in {where}: "
-            f"write which dimension '{axis}' slices"
-        )
-    mesh = jax.sharding.get_abstract_mesh()
-    known_axes((shape,), mesh, where)
-    bind_shape(shape, x, where, live())
-    size = mesh.shape[axis]
-    x = check_slice(x, real_axes(shape, mesh), where, mentioned={*shape.mesh_axes, *shape.pending, *shape.copied})
-    if size == 1:
-        return x
-    return jax.lax.ppermute(x, axis, [(i, (i + by) % size) for i in range(size)])
-
-
-__all__ = ["PendingSumError", "TransitionError", "einsum_plain", "manual_reshard", "shard_map", "shift", "vary"]

@@ -27,11 +27,12 @@ from trellis.mesh.reshard import scope_name
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import Axis, NamesError
 from trellis.named.contract import einsum
-from trellis.named.control import scan, vmap
 from trellis.named.create import arange
-from trellis.named.elementwise import ELEMENTWISE
+from trellis.named.elementwise import where
 from trellis.named.placing import move, settle
 from trellis.named.reshape import broadcast_to, merge_axes, split_axis, transpose
+from trellis.named.scan import scan
+from trellis.named.vmap import map_as_it_is
 from trellis.notation import Dim, Shape, spec_of
 from trellis.notation.state import mode_of, state_of
 
@@ -134,19 +135,20 @@ def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each
     def run(passed, tick, entering):
         here = arange(Axis(layers.name, plan.stages))
         moved = [plan.pass_on(x) for x in passed]
-        ready = [ELEMENTWISE["where"](here == 0, new, old) for new, old in zip(entering, moved, strict=True)]
+        ready = [where(here == 0, new, old) for new, old in zip(entering, moved, strict=True)]
 
         def one_stage(here, ready, copied, each):
-            return vmap(lambda ready, copied: work(here, ready, copied, tick, each), COPIES)(ready, copied)
+            return map_as_it_is(lambda ready, copied: work(here, ready, copied, tick, each), COPIES)(ready, copied)
 
-        done = vmap(one_stage, layers.name)(here, ready, copied, each)
+        done = map_as_it_is(one_stage, layers.name)(here, ready, copied, each)
         return done, done[:carried]
 
     with plan.around:
         first = [x[TICK, 0] for x in entering]
         start = [broadcast_to(x, {layers.name: plan.stages, **x.shape}) for x in first]
         _, left = scan(run, TICK)(start, arange(Axis(TICK, plan.microbatches + plan.stages - 1)), entering)
-    return jax.tree.unflatten(jax.tree.structure(x, is_leaf=is_named), [plan.collect(x) for x in left])
+    collected = [transpose(plan.collect(y), was.names) for y, was in zip(left, flat(x), strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(x, is_leaf=is_named), collected)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,8 +180,8 @@ class _Plan:
         (over,) = outside.without(axis).assign((BATCH,))
         copies = math.prod(outside.mesh.shape[a] for a in over)
         count = microbatches_of(outside, axis, batch)
-        inside = outside.without(axis, *over)
-        around = inside.with_compute({layers.name: axis, COPIES: over})
+        inside = dataclasses.replace(outside.without(axis, *over), cut=(BATCH,))
+        around = dataclasses.replace(inside, cut=()).with_compute({layers.name: axis, COPIES: over})
         return _Plan(layers.name, axis, stages, copies, count, outside, around, inside)
 
     def cut(self, x: NamedArray) -> NamedArray:

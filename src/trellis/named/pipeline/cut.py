@@ -85,8 +85,9 @@ def after(function: Callable, result: Any, *args) -> Any:
         met.append(fold)
         if len(met) > 1:
             raise NamesError(
-                f"a pipeline's layers are one stack, got a second one of {fold.stack.axis.size} '{fold.stack.axis.name}'"
-                " after the first: make one stack of groups of layers, or take its name out of the layout's compute"
+                f"a pipeline's layers are one stack, got a second one of {fold.stack.axis.size} "
+                f"'{fold.stack.axis.name}' after the first: make one stack of groups of layers, or take its name out "
+                "of the layout's compute"
             )
         return result
 

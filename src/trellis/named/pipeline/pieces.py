@@ -1,4 +1,4 @@
-"""The pieces of a pipeline's program: what enters, a stage, what leaves, and the gradient of each, as traced programs."""
+"""The pieces of a pipeline: what enters, a stage, what leaves, and the gradient of each, as traced programs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from trellis._compat import split_vjp
-from trellis.named.array import NamedArray, is_named
+from trellis.named.array import is_named
 from trellis.named.axis import NamesError
 from trellis.named.pipeline.cut import Fold, after, before
 from trellis.named.pipeline.traced import Traced
@@ -22,7 +22,7 @@ class Source:
     """What is to be run as a pipeline.
 
     Attributes:
-        function: `function(params, part, index) -> (loss, sums)` of one microbatch, in which the layers run.
+        function: `function(params, part) -> (loss, sums)` of one microbatch, in which the layers run.
         rebuild: parameters, from the list of those outside of the layers.
         outer: types of these, as they are used.
         block: the tree of the parameters of one stage's group of layers.
@@ -47,11 +47,12 @@ class Source:
         return self.count // self.groups
 
 
-def struct(array, axes=None, shape=None, without: str | None = None) -> jax.ShapeDtypeStruct:
-    """A type like that of an array, of another shape, sliced otherwise, and without a mesh axis among its copies."""
-    state, mesh = state_of(array), jax.typeof(array).sharding.mesh
+def struct(array, mesh: jax.sharding.AbstractMesh, axes=None, shape=None) -> jax.ShapeDtypeStruct:
+    """A type like that of an array on a mesh with fewer axes, of another shape, sliced otherwise."""
+    state = state_of(array)
     axes, shape = (state.axes if axes is None else axes), (array.shape if shape is None else shape)
-    spec = spec_of(axes, state.pending, state.copied - {without})
+    known = frozenset(mesh.axis_names)
+    spec = spec_of(axes, state.pending & known, state.copied & known)
     return jax.ShapeDtypeStruct(shape, array.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
 
 
@@ -62,23 +63,24 @@ class Pieces:
     """The traced pieces; each is of whole arrays, for one microbatch.
 
     Attributes:
-        enter: `(outer, part, index) -> carried`, for the first stage.
-        context: `(outer, part, index) -> (args, each)`, what all layers get, and what each gets.
+        enter: `(outer, part) -> carried`, for the first stage.
+        context: `(outer, part) -> (args, each)`, what all layers get, and what each gets.
         stage: `(chunk, carried, args, each, start) -> (carried, kept)`, the second what the backward pass needs.
         stage_back: `(chunk, carried, args, each, start, kept, d_carried) -> (d_chunk, d_carried)`.
-        leave: `(outer, part, index, carried) -> (sums, d_outer, d_carried)`.
-        enter_back: `(outer, part, index, d_carried) -> d_outer`.
+        leave: `(outer, part, carried) -> (sums, d_outer, d_carried)`.
+        enter_back: `(outer, part, d_carried) -> d_outer`.
     """
 
     def __init__(self, source: Source):
         self.source = source
         self.outer, self.chunk, self.part = source.outer, source.chunk, source.part
-        self.index = jax.ShapeDtypeStruct((), jnp.int32)
+        mesh = self.chunk[0].sharding.mesh
+        self.start = jax.ShapeDtypeStruct((), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, jax.P()))
         self.fold: Fold
-        x = Traced.of(lambda *args: self._before(*args).x, self.outer, self.part, self.index)
+        x = Traced.of(lambda *args: self._before(*args).x, self.outer, self.part)
         self.enter = without_dead(x)
         pair = lambda *args: (lambda fold: (fold.args, fold.each))(self._before(*args))
-        self.context = without_dead(Traced.of(pair, self.outer, self.part, self.index))
+        self.context = without_dead(Traced.of(pair, self.outer, self.part))
         self._check_context()
         self.args, self.each = self.context.out
         self.carried = (self.enter.out, self._made())
@@ -90,26 +92,27 @@ class Pieces:
 
     # What is traced.
 
-    def _before(self, outer, part, index) -> Fold:
-        self.fold = before(self.source.function, self.source.rebuild(outer), part, index)
+    def _before(self, outer, part) -> Fold:
+        self.fold = before(self.source.function, self.source.rebuild(outer), part)
         return self.fold
 
     def _stage(self, chunk, carried, args, each, start):
         fold, (x, made) = self.fold, carried
-        layers = dataclasses.replace(
-            fold.stack, block=jax.tree.unflatten(self.source.block, chunk), axis=fold.stack.axis.resize(self.source.rows)
-        )
-        mine = jax.tree.map(lambda e: self._rows(e, start), each, is_leaf=is_named)
+        layers, mine = self._layers(chunk, each, start)
         if not fold.makes:
             return layers.fold(x, *args, each=mine, call=fold.call, policy=fold.policy), made
         x, new = layers.scan(x, *args, each=mine, call=fold.call, policy=fold.policy)
         put = lambda all_, y: jax.lax.dynamic_update_slice_in_dim(all_, y.astype(all_.dtype), start, 0)
         return x, jax.tree.map(put, made, new)
 
-    def _finish(self, outer, carried, part, index):
-        return after(
-            self.source.function, carried if self.fold.makes else carried[0], self.source.rebuild(outer), part, index
-        )
+    def _layers(self, chunk, each, start):
+        """One stage's group of layers, and its rows of what each layer gets."""
+        block = jax.tree.unflatten(self.source.block, chunk)
+        layers = dataclasses.replace(self.fold.stack, block=block, axis=self.fold.stack.axis.resize(self.source.rows))
+        return layers, jax.tree.map(lambda e: self._rows(e, start), each, is_leaf=is_named)
+
+    def _finish(self, outer, carried, part):
+        return after(self.source.function, carried if self.fold.makes else carried[0], self.source.rebuild(outer), part)
 
     def _trace_gradients(self) -> None:
         rebuilt = {}
@@ -123,25 +126,23 @@ class Pieces:
         def backward(chunk, carried, args, each, start, kept, d_carried):
             return rebuilt["pull"]((chunk, carried), kept)(d_carried)
 
-        stage = (self.chunk, self.carried, self.args, self.each, self.index)
+        stage = (self.chunk, self.carried, self.args, self.each, self.start)
         self.stage = Traced.of(forward, *stage)
         kept = self.stage.out[1]
         self.back_needs_input = any(rebuilt["needs"][len(self.chunk) :])
         self.stage_back = without_dead(Traced.of(backward, *stage, kept, self.carried))
 
-        def leave(outer, part, index, carried):
-            finish = lambda outer, carried: self._finish(outer, carried, part, index)
+        def leave(outer, part, carried):
+            finish = lambda outer, carried: self._finish(outer, carried, part)
             (_, sums), (d_outer, d_carried) = jax.value_and_grad(finish, argnums=(0, 1), has_aux=True)(outer, carried)
             return sums, d_outer, d_carried
 
-        def enter_back(outer, part, index, d_x):
-            _, pull = jax.vjp(lambda outer: self._before(outer, part, index).x, outer)
+        def enter_back(outer, part, d_x):
+            _, pull = jax.vjp(lambda outer: self._before(outer, part).x, outer)
             return pull(d_x)[0]
 
-        self.leave = without_dead(Traced.of(leave, self.outer, self.part, self.index, self.carried))
-        self.enter_back = without_dead(
-            Traced.of(enter_back, self.outer, self.part, self.index, self.enter.out)
-        )
+        self.leave = without_dead(Traced.of(leave, self.outer, self.part, self.carried))
+        self.enter_back = without_dead(Traced.of(enter_back, self.outer, self.part, self.enter.out))
 
     def _check_context(self) -> None:
         """What all layers get is made again on every stage; of parameters its gradient would have to come back."""
@@ -157,19 +158,14 @@ class Pieces:
         """Types of what all layers make beside what they carry, each under the layers' name."""
         if not self.fold.makes:
             return None
-        one = jax.eval_shape(
-            lambda chunk, x, args, each, start: self._scan(chunk, x, args, each, start),
-            self.chunk, self.enter.out, self.args, self.each, self.index,
-        )  # fmt: skip
-        return jax.tree.map(lambda y: struct(y, shape=(self.source.count, *y.shape[1:])), one)
+        fold, mesh = self.fold, self.start.sharding.mesh
 
-    def _scan(self, chunk, x, args, each, start):
-        fold = self.fold
-        layers = dataclasses.replace(
-            fold.stack, block=jax.tree.unflatten(self.source.block, chunk), axis=fold.stack.axis.resize(self.source.rows)
-        )
-        mine = jax.tree.map(lambda e: self._rows(e, start), each, is_leaf=is_named)
-        return layers.scan(x, *args, each=mine, call=fold.call, policy=fold.policy)[1]
+        def scanned(chunk, x, args, each, start):
+            layers, mine = self._layers(chunk, each, start)
+            return layers.scan(x, *args, each=mine, call=fold.call, policy=fold.policy)[1]
+
+        one = jax.eval_shape(scanned, self.chunk, self.enter.out, self.args, self.each, self.start)
+        return jax.tree.map(lambda y: struct(y, mesh, shape=(self.source.count, *y.shape[1:])), one)
 
     def _rows(self, x, start):
         """One group's rows of what each layer gets."""

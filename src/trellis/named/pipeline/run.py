@@ -14,9 +14,8 @@ from jax import lax
 
 from trellis.mesh.device.view import View
 from trellis.mesh.permute import permute
-from trellis.named.pipeline.pieces import NAMES, Pieces
+from trellis.named.pipeline.pieces import Pieces
 from trellis.named.pipeline.schedule import Schedule, Unit
-from trellis.named.pipeline.traced import spec_at
 from trellis.notation import spec_of
 from trellis.notation.state import State, state_of
 
@@ -59,21 +58,13 @@ def run(pieces: Pieces, schedule: Schedule, axis: str, arrays: Arrays):
 
     Gradients lie as the arrays promise: copies have partial sums.
     """
-    consts = [list(piece.closed.consts) for piece in pieces.all().values()]
-    const_specs = [[spec_at(v.aval) for v in piece.closed.jaxpr.constvars] for piece in pieces.all().values()]
     specs = jax.tree.map(lambda x: spec_of(*_fields(state_of(x))), arrays)
     gradients = [[spec_of(*_gradient(state_of(x))) for x in group] for group in (arrays.outer, arrays.layers)]
-    sums = pieces.leave.out[0]
+    sums = jax.tree.map(lambda _: jax.P(), pieces.leave.out[0])
     mesh = jax.typeof(arrays.layers[0]).sharding.mesh
     device = _Device(pieces, schedule, axis, View(dict(mesh.shape)), [_copied(x, axis) for x in arrays.outer])
-    run = jax.shard_map(
-        device.run,
-        mesh=mesh,
-        in_specs=(const_specs, *specs),
-        out_specs=(jax.tree.map(lambda _: jax.P(), sums), *gradients),
-        check_vma=False,
-    )
-    return run(consts, *arrays)
+    run = jax.shard_map(device.run, mesh=mesh, in_specs=tuple(specs), out_specs=(sums, *gradients), check_vma=False)
+    return run(*arrays)
 
 
 def _fields(state: State):
@@ -105,10 +96,10 @@ class _Device:
     view: View
     pending: Sequence[bool]
 
-    def run(self, consts, outer, layers, parts):
+    def run(self, outer, layers, parts):
         schedule = self.schedule
         groups = [x.reshape(schedule.groups, -1, *x.shape[1:]) for x in layers]
-        program = _Program(self, dict(zip(NAMES, consts, strict=True)), outer, groups, parts)
+        program = _Program(self, outer, groups, parts)
         carry = program.start()
         joint = lambda carry, tick: program.backward(*program.forward(carry, tick), tick)
         carry = _ticks(lambda carry, tick: program.forward(carry, tick)[0], 0, schedule.forward_only, carry)
@@ -130,9 +121,9 @@ def _ticks(body, start: int, stop: int, carry):
 class _Program:
     """The ticks' two halves, on one device."""
 
-    def __init__(self, device: _Device, consts, outer, layers, parts):
+    def __init__(self, device: _Device, outer, layers, parts):
         self.pieces, self.schedule, self.axis, self.view = device.pieces, device.schedule, device.axis, device.view
-        self.consts, self.outer, self.layers, self.parts = consts, outer, layers, parts
+        self.outer, self.layers, self.parts = outer, layers, parts
         self.stage = lax.axis_index(self.axis)
         self.last = self.stage == self.schedule.stages - 1
         self.places = jnp.asarray(self.schedule.places())[self.stage]
@@ -154,17 +145,17 @@ class _Program:
         entered, made = carry.arrived
         entered = lax.cond(
             (self.stage == 0) & (unit.group == 0),
-            lambda: self._call("enter", self.outer, part, unit.microbatch),
+            lambda: self._call("enter", self.outer, part),
             lambda: entered,
         )
         carried = (entered, made)
-        args, each = self._call("context", self.outer, part, unit.microbatch)
+        args, each = self._call("context", self.outer, part)
         out, kept = self._call("stage", self._chunk(unit), carried, args, each, self._start(unit))
         place = jnp.where(unit.works, self.places[unit.number], self.schedule.slots)
         put = lambda all_, one: lax.dynamic_update_index_in_dim(all_, one.astype(all_.dtype), place, 0)
         kept = jax.tree.map(put, carry.kept, (carried, kept))
         leaves = unit.works & self.last & (unit.group == self.schedule.groups - 1)
-        sums, d_outer, d_out = self._if(leaves, "leave", self.outer, part, unit.microbatch, out)
+        sums, d_outer, d_out = self._if(leaves, "leave", self.outer, part, out)
         return carry._replace(
             arrived=self._sent(out, 1),
             kept=kept,
@@ -180,7 +171,7 @@ class _Program:
         if d_out is not None:
             own = self.last & (unit.group == self.schedule.groups - 1)
             d_carried = jax.tree.map(lambda mine, sent: jnp.where(own, mine, sent), d_out, d_carried)
-        args, each = self._call("context", self.outer, part, unit.microbatch)
+        args, each = self._call("context", self.outer, part)
         pick = lambda x: lax.dynamic_index_in_dim(x, self.places[unit.number], 0, keepdims=False)
         carried, kept = jax.tree.map(pick, carry.kept)
         d_chunk, d_carried = self._call(
@@ -188,7 +179,7 @@ class _Program:
         )
         add = lambda total, d: total.at[unit.group].add(jnp.where(unit.works, d, 0).astype(total.dtype))
         enters = unit.works & (self.stage == 0) & (unit.group == 0)
-        d_outer = self._if(enters, "enter_back", self.outer, part, unit.microbatch, d_carried[0])
+        d_outer = self._if(enters, "enter_back", self.outer, part, d_carried[0])
         return carry._replace(
             returned=self._sent(d_carried, -1),
             d_layers=[add(total, d) for total, d in zip(carry.d_layers, d_chunk, strict=True)],
@@ -199,7 +190,7 @@ class _Program:
 
     def _call(self, name: str, *args):
         piece = getattr(self.pieces, name)
-        return piece(self.view, self.consts[name], *args)
+        return piece(self.view, *args)
 
     def _if(self, here, name: str, *args):
         """What a piece gives on the device where it belongs, and zeros elsewhere."""

@@ -6,7 +6,7 @@ forward half and a backward half, and what a stage makes in one reaches its neig
 
     tick           0    1    2    3    4    5    6    7          4 microbatches, 2 stages, 1 group
     stage 0  F     0    1    2    3    .                         fills in S - 1 ticks, and drains in as many:
-             B               .    0    1    2    3               (M V + S - 1) ticks of both halves are (S - 1) more than
+             B               .    0    1    2    3               M V + S - 1 ticks of both halves are S - 1 more than
     stage 1  F     .    0    1    2    3                         the M V that have work
              B          0    1    2    3    .
 

@@ -15,6 +15,7 @@ class Settings(NamedTuple):
         chunk: tokens a chunk; None for what suits an accelerator.
         total_type: in which the gradient of the unembedding is summed over chunks of tokens.
         vocab_axes: mesh axes that slice the vocabulary, none of them the tokens'.
+        chunk_bytes: what a chunk's float32 logits take on an accelerator; None for what suits it.
     """
 
     z_loss: float
@@ -24,6 +25,7 @@ class Settings(NamedTuple):
     chunk: int | None
     total_type: jnp.dtype
     vocab_axes: Axes = ()
+    chunk_bytes: int | None = None
 
 
 def capped(logits, softcap: float | None):

@@ -37,6 +37,10 @@ class TokenLoss(NamedTuple):
     correct: jax.Array
     tokens: jax.Array
 
+    def plus(self, penalty: jax.Array | None) -> "TokenLoss":
+        """The same with something more to minimize, summed over tokens; None for nothing."""
+        return self if penalty is None else self._replace(total=self.total + penalty)
+
 
 def linear_cross_entropy(
     x: jax.Array,
@@ -49,6 +53,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     vocab_first: bool = False,
     chunk: int | None = None,
+    chunk_bytes: int | None = None,
     bias: jax.Array | None = None,
 ) -> TokenLoss:
     """Summed cross entropy of next-token logits `x @ unembed`, and what is reported beside it.
@@ -72,6 +77,7 @@ def linear_cross_entropy(
         vocab_size: the true size of a vocabulary that is padded: later columns get no probability and no gradient.
         vocab_first: the layout of `unembed`.
         chunk: tokens per chunk on each device; not for an unembedding that is gathered in chunks.
+        chunk_bytes: what a chunk's float32 logits take on an accelerator, instead of the loss's own choice.
         bias: `vocab`, added to the logits; sharded as `unembed` is.
 
     Raises:
@@ -88,14 +94,16 @@ def linear_cross_entropy(
     weights = jnp.ones_like(targets, jnp.float32) if weights is None else weights.astype(jnp.float32)
     platform = platform_of(x)
     total_type = jnp.dtype("float32") if platform == "cpu" else unembed.dtype
-    settings = Settings(z_loss, logit_softcap, vocab_size, vocab_first, chunk or CHUNK.get(platform), total_type)
+    mine = chunk or CHUNK.get(platform)
+    settings = Settings(z_loss, logit_softcap, vocab_size, vocab_first, mine, total_type, chunk_bytes=chunk_bytes)
     states = [state_of(a) for a in (x, unembed, targets)]
     if states[0].mode != "explicit":
         return _local(x, head, targets, weights, settings)
     batch, pos, _ = states[0].axes
     across, vocab, chunks = states[1].axes, (), None
     if set(batch + pos) & set(across[0] + across[1]):
-        chunks = _vocab_chunks(states, x, unembed, targets, plain=vocab_first and bias is None and chunk is None)
+        plain = vocab_first and bias is None and chunk is None
+        chunks = _vocab_chunks(states, x, unembed, targets, chunk_bytes, plain=plain)
     else:
         vocab = _vocab_axes(states, x, unembed, vocab_first)
         settings = settings._replace(vocab_axes=vocab)
@@ -121,7 +129,7 @@ def linear_cross_entropy(
     )(x, head, targets, weights)
 
 
-def _vocab_chunks(states: list[State], x, unembed, targets, *, plain: bool) -> VocabChunks:
+def _vocab_chunks(states: list[State], x, unembed, targets, chunk_bytes: int | None, *, plain: bool) -> VocabChunks:
     """How an unembedding that is sliced over mesh axes of the tokens is gathered."""
     (batch, pos, embed), sides = states[0].axes, states[1].axes
     shown = _check_states(states, x, unembed)
@@ -136,7 +144,8 @@ def _vocab_chunks(states: list[State], x, unembed, targets, *, plain: bool) -> V
     sizes = jax.typeof(x).sharding.mesh.shape
     devices, parts = (math.prod(sizes[a] for a in axes) for axes in (sides[dim], batch + pos))
     local = unembed.shape[0] // (1 if dim else devices)
-    return cut(dim, sides[dim], devices, local, targets.size // parts)
+    tokens = targets.size // parts
+    return cut(dim, sides[dim], devices, local, tokens, chunk_bytes)
 
 
 def _bias_spec(bias, vocab: Axes) -> PartitionSpec:

@@ -19,16 +19,16 @@ LOGITS_BYTES, MOST_CHUNKS = 1 << 28, 8
 
 def chunk_size(count: int, columns: int, settings: Settings) -> int:
     """Tokens a chunk, of `count` tokens and `columns` of the vocabulary on a device."""
-    return min(settings.chunk or accelerator_chunk(count, columns), count)
+    return min(settings.chunk or accelerator_chunk(count, columns, settings.chunk_bytes or LOGITS_BYTES), count)
 
 
-def accelerator_chunk(count: int, columns: int) -> int:
+def accelerator_chunk(count: int, columns: int, logits_bytes: int = LOGITS_BYTES) -> int:
     """Tokens a chunk on an accelerator, of `count` tokens and `columns` of the vocabulary on a device.
 
     >>> accelerator_chunk(4096, 128_256), accelerator_chunk(65536, 128_256), accelerator_chunk(4096, 1024)
     (512, 8192, 4096)
     """
-    few = max(LOGITS_BYTES // (4 * columns), 1)
+    few = max(logits_bytes // (4 * columns), 1)
     return -(-count // min(max(-(-count // few), 1), MOST_CHUNKS))
 
 
@@ -144,7 +144,7 @@ def _chunk(x, targets, weights, head, settings: Settings, *, gradient: bool):
         d_logits = d_logits * slope
     d_bias = tuple(jnp.sum(d_logits, axis=0) for _ in bias)
     d_logits = d_logits.astype(x.dtype)
-    wide = jnp.float32 if platform_of(x) == "cpu" else None  # the faster product there: `trellis.named.product.cpu_dot`
+    wide = jnp.float32 if platform_of(x) == "cpu" else None  # the faster product there: `trellis.named.backend.cpu_dot`
     d_x = jnp.einsum(to_x, d_logits, unembed, preferred_element_type=wide)
     return sums, d_x.astype(x.dtype), d_logits, d_bias
 

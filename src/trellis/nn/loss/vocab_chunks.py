@@ -46,15 +46,15 @@ class VocabChunks(NamedTuple):
         return -(-self.local // self.rows)
 
 
-def cut(dim: int, axes: Axes, devices: int, local: int, tokens: int) -> VocabChunks:
-    """Chunks whose float32 logits, of so many tokens, take about `CHUNK_BYTES`.
+def cut(dim: int, axes: Axes, devices: int, local: int, tokens: int, chunk_bytes: int | None = None) -> VocabChunks:
+    """Chunks whose float32 logits, of so many tokens, take about `chunk_bytes`, or `CHUNK_BYTES` if None.
 
     >>> chunks = cut(0, ("data",), 256, local=504, tokens=4096)
     >>> chunks.number, chunks.rows
     (16, 32)
     """
     wide = local if dim else local * devices
-    rows = -(-local // -(-4 * tokens * wide // CHUNK_BYTES))
+    rows = -(-local // -(-4 * tokens * wide // (chunk_bytes or CHUNK_BYTES)))
     return VocabChunks(dim, axes, devices, local, min(-(-rows // TILE) * TILE, local))
 
 

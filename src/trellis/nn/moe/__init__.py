@@ -1,16 +1,20 @@
 """Mixtures of experts: routing, its losses, tokens on their way to experts, and the products."""
 
+from trellis.nn.moe.config import Routing, Way
 from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_experts
+from trellis.nn.moe.experts import Experts
 from trellis.nn.moe.grouped import grouped_matmul
-from trellis.nn.moe.measures import Routed, measure, shift, summary
-from trellis.nn.moe.mixing import Way, mix
+from trellis.nn.moe.measures import Routed, measure, shift
+from trellis.nn.moe.mixing import mix
 from trellis.nn.moe.routing import Choices, check_count, choose, limit, score
 from trellis.nn.moe.rows import local_experts
 
 __all__ = [
     "Choices",
+    "Experts",
     "ExpertsError",
     "Routed",
+    "Routing",
     "Way",
     "check_count",
     "choose",
@@ -23,5 +27,4 @@ __all__ = [
     "mix",
     "score",
     "shift",
-    "summary",
 ]

@@ -74,7 +74,9 @@ def _multiply(rows, weights, sizes):
 
 
 def _weights_gradient(rows, d, weights, sizes, block: int):
-    if weights.shape[0] == 1:  # rows of nobody have gradients of zeros
+    # A TPU's kernel leaves rows of nobody unwritten, NaN as well as any other number: neither side may have them.
+    if weights.shape[0] == 1:
+        rows, d = (_own(x, jnp.arange(x.shape[0]) < sizes[0]) for x in (rows, d))
         return jnp.matmul(rows.T, d, preferred_element_type=jnp.float32)[None].astype(weights.dtype)
     block = min(block, rows.shape[0])
     blocks, group_of, first_of = _walk(sizes, block)
@@ -84,15 +86,18 @@ def _weights_gradient(rows, d, weights, sizes, block: int):
     def body(i, total):
         group, first = group_of(i), first_of(i)
         own = first + jnp.arange(block) < ends[group]
-        x = lax.dynamic_slice_in_dim(rows, first, block)
-        x = jnp.where(own[:, None], x, jnp.zeros((), x.dtype))
-        more = jnp.matmul(x.T, lax.dynamic_slice_in_dim(d, first, block), preferred_element_type=jnp.float32)
+        x, y = (_own(lax.dynamic_slice_in_dim(a, first, block), own) for a in (rows, d))
+        more = jnp.matmul(x.T, y, preferred_element_type=jnp.float32)
         return lax.dynamic_update_index_in_dim(total, lax.dynamic_index_in_dim(total, group, 0, False) + more, group, 0)
 
     zeros = _zeros(weights.shape, jnp.float32, rows, weights, d, sizes)
     with loop_turns(rows.shape[0] - block, block, groups=weights.shape[0]):
         total = lax.fori_loop(0, blocks, body, zeros)
     return total.astype(weights.dtype)
+
+
+def _own(rows, own):
+    return jnp.where(own[:, None], rows, jnp.zeros((), rows.dtype))
 
 
 def _walk(sizes, block: int):

@@ -1,26 +1,62 @@
 """What a router's choices come to over a batch: its load, and the losses that keep it even."""
 
-from typing import NamedTuple
-
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 from trellis.named import Axis, NamedArray, exp, logsumexp, maximum, one_hot, sign
+from trellis.nn.moe.config import Routing
 from trellis.nn.moe.routing import Choices
 
 
-class Routed(NamedTuple):
-    """Sums over the tokens of a batch that count. Of parts of a batch they add up to those of the batch.
+class Routed(eqx.Module):
+    """Sums over the tokens of a batch that count, of a layer or of a model.
+
+    Those of parts of a batch add up to those of the batch.
 
     Attributes:
-        load: `f32["routes"]`, how many tokens chose each expert; no gradient.
-        balance: the load-balancing loss of each token, summed.
-        z: the squared log-normalizer of each token's scores, summed.
+        load: `f32["... routes"]`, how many tokens chose each expert; no gradient.
+        balance: the load-balancing loss of each token, summed; of a model the mean of its layers.
+        z: the squared log-normalizer of each token's scores, likewise.
+        routing: what these losses weigh, and what follows from the load.
     """
 
     load: NamedArray
     balance: jax.Array
     z: jax.Array
+    routing: Routing = eqx.field(static=True, default=Routing())
+
+    @property
+    def penalty(self) -> jax.Array:
+        """What the router's losses add to the loss, summed over tokens."""
+        return self.routing.balance * self.balance + self.routing.z_loss * self.z
+
+    @property
+    def ahead(self) -> NamedArray:
+        """The load, whose shares in the whole batch the load-balancing loss of its parts depends on."""
+        return self.load
+
+    def metrics(self, tokens: jax.Array) -> dict[str, jax.Array]:
+        """What is reported of a step's routing, float32 scalars.
+
+        `router_balance` (the load-balancing loss, 1 where the load is even) and `router_z`, means over tokens and
+        layers; `router_load_max` and `router_load_min`, the loads of the fullest and the emptiest expert of any layer,
+        in mean loads.
+
+        Args:
+            tokens: how many tokens were counted.
+        """
+        load = self.load / self.load.mean("routes")
+        return {
+            "router_balance": self.balance / tokens,
+            "router_z": self.z / tokens,
+            "router_load_max": load.max().array,
+            "router_load_min": load.min().array,
+        }
+
+    def update(self, model):
+        """The model after a step: `model.balanced(load)`, where its experts have biases."""
+        return model if self.routing.bias_rate is None else model.balanced(self.load)
 
 
 def measure(
@@ -70,23 +106,3 @@ def shift(bias: NamedArray, load: NamedArray, rate: float) -> NamedArray:
     """
     less = sign(load.mean("routes") - load)
     return bias + less.transpose(bias.names).astype(bias.dtype) * rate
-
-
-def summary(routed: Routed, tokens: jax.Array) -> dict[str, jax.Array]:
-    """What is reported of a step's routing, float32 scalars.
-
-    `router_balance` (the load-balancing loss, 1 where the load is even) and `router_z`, means over tokens and layers;
-    `router_load_max` and `router_load_min`, the loads of the fullest and the emptiest expert of any layer, in mean
-    loads.
-
-    Args:
-        routed: sums over a batch.
-        tokens: how many tokens were counted.
-    """
-    load = routed.load / routed.load.mean("routes")
-    return {
-        "router_balance": routed.balance / tokens,
-        "router_z": routed.z / tokens,
-        "router_load_max": load.max().array,
-        "router_load_min": load.min().array,
-    }

@@ -2,15 +2,15 @@
 
 import dataclasses
 import math
-from typing import Literal
 
 import jax
 
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import Axes, mark_pending, vary
 from trellis.mesh.platform import platform_of
-from trellis.named import Axis, NamedArray, einsum, one_hot, save, settle, silu
+from trellis.named import Axis, NamedArray, dot_each, einsum, one_hot, save, settle, silu
 from trellis.named.placing import move
+from trellis.nn.moe.config import Way
 from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_experts
 from trellis.nn.moe.grouped import grouped_matmul
 from trellis.nn.moe.routing import Choices
@@ -18,7 +18,6 @@ from trellis.nn.moe.rows import local_experts
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
 
-Way = Literal["auto", "dense", "grouped", "gather", "ragged", "slots"]
 RAGGED = ("tpu", "cuda")  # platforms that have a ragged all-to-all
 TOKENS = ("batch", "pos", "embed")
 
@@ -155,8 +154,8 @@ def _dense(x, choices: Choices, gate, up, down):
     experts = gate.axis("experts")
     hot = one_hot(choices.ids, Axis("experts", experts.size))
     weights = einsum("... choices experts, ... choices -> ... experts", hot, choices.weights).astype(x.dtype)
-    text = "batch pos embed, experts embed mlp -> batch pos experts mlp"
-    hidden = silu(einsum(text, x, gate)) * einsum(text, x, up)
+    gated, upped = dot_each(x, (gate, up), over="embed")  # "batch pos experts mlp"
+    hidden = silu(gated) * upped
     return einsum("batch pos experts mlp, experts mlp embed -> batch pos embed", hidden * weights, down)
 
 

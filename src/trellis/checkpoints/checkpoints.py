@@ -1,0 +1,350 @@
+"""Checkpoints: asynchronous, sharded, whole or not at all, and restored onto any mesh.
+
+A checkpoint of step 100 is the folder `step-00000100`: the arrays in `state/` (written by Orbax, each process its
+part), a copy of `run.yaml`, the checksums of every process, and `manifest.json`, which is written last. A folder
+without a manifest is no checkpoint: a later start removes it.
+"""
+
+import functools
+import logging
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from trellis.checkpoints.entries import entries, rebuild
+from trellis.checkpoints.manifest import (
+    MANIFEST,
+    DamagedCheckpoint,
+    commit,
+    read_manifest,
+    verify,
+    wait_for,
+    write_checksums,
+)
+from trellis.checkpoints.matching import check_fit, check_names, clear_padding
+from trellis.checkpoints.room import NoRoom, explained, tell_once
+from trellis.errors import UserError
+
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What a checkpoint held: the state on the target's mesh, the step it was saved after, and the data position."""
+
+    state: Any
+    step: int
+    data: dict = field(default_factory=dict)
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: where they lie; every process of the run must see the same folder.
+        keep_latest: how many of the newest are kept.
+        keep_every: also keep those of steps that this divides; None keeps no others.
+        copy: files copied into each checkpoint, `run.yaml` above all.
+        report: receives a line where a checkpoint is damaged or cut off; the default prints to stderr.
+        timeout: seconds that one process waits for the others' files.
+        read_only: change nothing in the folder: a run may be training there.
+        host_bytes: how much of a state may be in the host's memory at a time (whole gigabytes, one array at least); a
+            save then returns when most of it is written. None copies all of it first and writes behind the training.
+
+    Use as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep_latest: int = 2,
+        keep_every: int | None = None,
+        copy: tuple[Path, ...] = (),
+        report: Callable[[str], None] | None = None,
+        timeout: float = 600.0,
+        read_only: bool = False,
+        host_bytes: int | None = None,
+    ):
+        if keep_latest < 1:
+            raise UserError(
+                "A run keeps at least its newest checkpoint.",
+                seen=f"keep_latest={keep_latest}",
+                where="checkpoint.keep_latest",
+                fix="use 1 or more",
+            )
+        self.folder = Path(folder).absolute()
+        self._keep_latest, self._keep_every = keep_latest, keep_every
+        self._copy, self._timeout, self._read_only, self._host_bytes = copy, timeout, read_only, host_bytes
+        self._report = report or (lambda line: print(line, file=sys.stderr, flush=True))
+        self._writer: Any = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        tell_once()
+        if jax.process_index() == 0 and not read_only:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._remove_unfinished()
+        _barrier("checkpoints: open")
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """The steps of the finished checkpoints, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(m[1]) for m in found if m and (self.folder / m[0] / MANIFEST).exists())
+
+    def latest(self) -> int | None:
+        """The step of the newest finished checkpoint."""
+        return max(self.steps(), default=None)
+
+    def path(self, step: int) -> Path:
+        """The folder of the checkpoint of `step`."""
+        return self.folder / f"step-{step:08d}"
+
+    def save(self, step: int, state: Any, *, data: Mapping | None = None) -> bool:
+        """Starts to write a checkpoint and returns once the state may be donated.
+
+        Waits first for the checkpoint before it. What fails in the background is raised by the next call.
+
+        Args:
+            step: how many steps made this state.
+            state: any tree of arrays, typed random keys and named arrays among them.
+            data: what to store beside it, as JSON: the data position, counters.
+
+        Returns:
+            False where a checkpoint of this step exists already, and nothing was written.
+        """
+        self.wait()
+        folder = self.path(step)
+        if (folder / MANIFEST).exists():
+            return False
+        found = entries(state)
+        ocp = _orbax()
+        # Layers are stored one by one, so that whoever needs one reads one.
+        chunks = {name: ocp.SaveArgs(shard_axes=(0,) if entry.is_stacked else ()) for name, entry in found.items()}
+        args = ocp.args.PyTreeSave({name: entry.leaf for name, entry in found.items()}, save_args=chunks)
+        try:
+            self._checkpointer().save(folder / "state", args=args)
+        except Exception as error:
+            raise explained(error, folder) from error
+        content = {"step": step, "data": dict(data or {}), "entries": {n: e.describe() for n, e in found.items()}}
+        # Not a daemon: a process that ends in good order finishes its checkpoint.
+        self._thread = threading.Thread(target=self._finish, args=(folder, content), name=f"checkpoint {step}")
+        self._thread.start()
+        return True
+
+    def wait(self) -> None:
+        """Returns when the checkpoint under way is finished on every process; raises what stopped it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def close(self) -> None:
+        """Finishes the checkpoint under way and lets go of its threads."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+    def restore(
+        self,
+        target: Any,
+        *,
+        step: int | None = None,
+        partial: bool = False,
+        resizable: Mapping[str, int] | None = None,
+        verify: bool = True,
+    ) -> Restored | None:
+        """Reads the newest checkpoint that is whole, onto the target's mesh.
+
+        Each process reads only what its devices hold. A damaged checkpoint is reported, set aside under another
+        name, and the one before it is used.
+
+        Args:
+            target: the state to fill: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays.
+            step: take this checkpoint and no other.
+            partial: let the checkpoint hold entries that the target has not.
+            resizable: axis name to its true size. Such an axis may have another length in the checkpoint (a
+                vocabulary padded for another mesh): what lies beyond the true size is cut off or filled with zeros.
+            verify: compare the files with their checksums first; False where the same checkpoint was just verified.
+
+        Returns:
+            The state, its step and data position; None where there is no checkpoint.
+
+        Raises:
+            UserError: a checkpoint does not fit the target, or is asked for and absent, or all are damaged.
+        """
+        known = self.steps()
+        wanted = known[::-1] if step is None else [s for s in known if s == step]
+        if step is not None and not wanted:
+            raise UserError(
+                "Only a finished checkpoint can be restored.",
+                seen=f"step {step}",
+                where=str(self.folder),
+                fix=f"use one of the steps {known}" if known else "there is none: train first",
+            )
+        for candidate in wanted:
+            folder = self.path(candidate)
+            manifest, damage = _verify_together(folder) if verify else (read_manifest(folder), None)
+            if damage is None:
+                return self._read(folder, manifest, target, partial, dict(resizable or {}))
+            if step is None:
+                self._set_aside(folder, damage)
+        if wanted:
+            raise UserError(
+                "A run resumes from a checkpoint that is whole.",
+                seen=damage,
+                where=str(self.folder),
+                fix="restore a copy of the folder, or start a new run",
+            )
+        return None
+
+    def read(self, step: int, name: str, layer: int | None = None) -> np.ndarray:
+        """One array of a checkpoint, as it is stored, or one layer of it; nothing else comes into memory.
+
+        Its files are taken to be whole: `restore` verifies them.
+
+        Args:
+            step: the checkpoint's.
+            name: the entry's, as in model.blocks.mlp.up.
+            layer: a position of its first dimension; None for all of it.
+        """
+        import tensorstore
+
+        base = {"driver": "ocdbt", "base": f"file://{self.path(step)}/state/", "path": f"{name.replace('.', '/')}/"}
+        stored = tensorstore.open({"driver": "zarr", "kvstore": base}, read=True).result()
+        return (stored if layer is None else stored[layer]).read().result()
+
+    def _read(self, folder: Path, manifest: dict, target: Any, partial: bool, resizable: dict[str, int]) -> Restored:
+        ocp = _orbax()
+        wanted = entries(target)
+        check_names(folder, manifest["entries"], wanted, partial)
+        args = {}
+        for name, entry in wanted.items():
+            resized = check_fit(folder, name, manifest["entries"][name], entry, resizable)
+            args[name] = ocp.ArrayRestoreArgs(
+                sharding=_sharding(entry.leaf), global_shape=entry.shape, dtype=entry.leaf.dtype, strict=not resized
+            )
+        arrays = self._checkpointer().restore(
+            folder / "state",
+            args=ocp.args.PyTreeRestore(dict.fromkeys(args, 0), restore_args=args, partial_restore=True),
+        )
+        arrays = {name: clear_padding(arrays[name], manifest["entries"][name], resizable) for name in args}
+        return Restored(state=rebuild(target, arrays), step=manifest["step"], data=manifest["data"])
+
+    def _finish(self, folder: Path, content: dict) -> None:
+        """What happens behind the training: the end of Orbax's writing, checksums, the manifest, old ones removed."""
+        try:
+            self._checkpointer().wait_until_finished()
+            wait_for([folder / "state"], self._timeout)
+            process = jax.process_index()
+            if process == 0:
+                for source in self._copy:
+                    shutil.copy(source, folder / source.name)
+            write_checksums(folder, process)
+            if process == 0:
+                commit(folder, content, jax.process_count(), self._timeout)
+                self._apply_rule()
+            else:
+                wait_for([folder / MANIFEST], self._timeout)
+        except BaseException as error:  # the main thread raises it again
+            self._failure = explained(error, folder)
+            if isinstance(self._failure, NoRoom) and jax.process_index() == 0:
+                shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint takes room, and is of no use
+
+    def _apply_rule(self) -> None:
+        for step in self.steps()[: -self._keep_latest]:
+            if self._keep_every is None or step % self._keep_every:
+                # The manifest goes first: what is half removed is no checkpoint.
+                (self.path(step) / MANIFEST).unlink()
+                shutil.rmtree(self.path(step))
+
+    def _remove_unfinished(self) -> None:
+        for path in self.folder.iterdir():
+            if _NAME.fullmatch(path.name) and not (path / MANIFEST).exists():
+                shutil.rmtree(path)
+
+    def _set_aside(self, folder: Path, damage: str) -> None:
+        aside = folder.with_name(f"damaged-{folder.name}")
+        if jax.process_index() == 0:
+            done = "passed over" if self._read_only else f"set aside as {aside.name}"
+            self._report(f"checkpoint {folder.name} is damaged and is {done}: {damage}")
+            if not self._read_only:
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+        _barrier(f"checkpoints: set aside {folder.name}")
+
+    def _checkpointer(self) -> Any:
+        if self._writer is None:
+            ocp = _orbax()
+            at_once = None if self._host_bytes is None else -(-self._host_bytes // 10**9)
+            options = {"use_ocdbt": True, "use_zarr3": False, "save_device_host_concurrent_gb": at_once}
+            self._writer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(**options))
+        return self._writer
+
+
+@functools.cache
+def _orbax() -> Any:
+    """Orbax, imported where it is first used: it takes more than a second."""
+    import orbax.checkpoint as ocp
+
+    # It raises what each of its threads logs with a traceback; writes that end after the first that failed find its
+    # event loop closed, and say that with a traceback, too.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    before = sys.unraisablehook
+
+    def hook(ignored: Any) -> None:
+        if not (ignored.exc_type is RuntimeError and str(ignored.exc_value) == "Event loop is closed"):
+            before(ignored)
+
+    sys.unraisablehook = hook
+
+    return ocp
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
+
+
+def _verify_together(folder: Path) -> tuple[dict, str | None]:
+    """A checkpoint's manifest and what is wrong with it. Each process reads its share of the files; all agree."""
+    manifest, damage = {}, None
+    try:
+        manifest = read_manifest(folder)
+        verify(folder, manifest, share=jax.process_index(), of=jax.process_count())
+    except DamagedCheckpoint as error:
+        damage = str(error)
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        bad = multihost_utils.process_allgather(np.array(damage is not None))
+        if bad.any() and damage is None:
+            damage = f"{folder}: found by process {int(np.argmax(bad))}"
+    return manifest, damage
+
+
+def _sharding(leaf: Any) -> Any:
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if sharding is not None else jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -1,0 +1,40 @@
+"""Checkpoints that the disk has no room for."""
+
+import logging
+from pathlib import Path
+
+from trellis.errors import UserError
+from trellis.files import no_room
+
+
+class NoRoom(UserError):
+    """A checkpoint could not be written for want of space. What was written before it is whole. Exit code 3."""
+
+    exit_code = 3
+
+
+def explained(error: BaseException, folder: Path) -> BaseException:
+    """What to tell of an error that ended the writing of a checkpoint: `NoRoom`, or the error itself."""
+    reason = no_room(error)
+    if not reason:
+        return error
+    told = NoRoom(
+        "The disk of a run has room for its checkpoints.",
+        seen=reason,
+        where=str(folder),
+        fix="free some space, then run the same command again; it continues after the last good checkpoint",
+    )
+    told.__cause__ = error
+    return told
+
+
+class _ToldElsewhere(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and no_room(record.exc_info[1]))
+
+
+def tell_once() -> None:
+    """Where there is no room, many tasks of Orbax end with the same error. asyncio is not to log each of them."""
+    logger = logging.getLogger("asyncio")
+    if not any(isinstance(filter, _ToldElsewhere) for filter in logger.filters):
+        logger.addFilter(_ToldElsewhere())

@@ -1,0 +1,34 @@
+"""`trellis compare`."""
+
+import argparse
+from pathlib import Path
+
+from trellis.commands.command import Command
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `trellis compare`."""
+    parser.add_argument("folders", metavar="RUN", nargs="+", help="the runs' folders")
+    parser.add_argument("--page", metavar="FILE.html", default="compare.html", help="the page (default: compare.html)")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """`trellis compare`."""
+    from trellis.files import write_whole
+    from trellis.pages.compare import page, text
+    from trellis.pages.read import read_folder
+
+    runs = [read_folder(Path(folder)) for folder in args.folders]
+    print(text(runs))
+    write_whole(Path(args.page), page(runs))
+    print(f"\npage     {args.page}")
+    return 0
+
+
+COMMAND = Command(
+    name="compare",
+    summary="runs side by side",
+    description="What differs in the files of runs, and their curves over steps, tokens and time: here and as a page.",
+    arguments=arguments,
+    execute=execute,
+)

@@ -1,0 +1,110 @@
+"""`trellis completion`: what a shell completes, from the commands' own declarations and the fields of a run."""
+
+import argparse
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trellis.commands.command import Command
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+@dataclass(slots=True, kw_only=True)
+class Words:
+    """What may follow a command.
+
+    Attributes:
+        summary: one line about the command.
+        first: words that its first argument may be.
+        options: each option with the words that its value may be; none where these cannot be listed.
+    """
+
+    summary: str
+    first: list[str] = field(default_factory=list)
+    options: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `trellis completion`."""
+    parser.add_argument("shell", choices=SHELLS, help="the shell that is to complete")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """`trellis completion`."""
+    found = words()
+    print(_fish(found) if args.shell == "fish" else _bash(found, zsh=args.shell == "zsh"))
+    return 0
+
+
+def words() -> dict[str, Words]:
+    """Every command with what may follow it."""
+    from trellis.commands.line import commands
+    from trellis.recipes import RECIPES
+    from trellis.run.config import Run
+    from trellis.run.overrides import choices, every_field
+
+    fields: dict[str, tuple[str, ...]] = {}
+    for name, declared in every_field(Run):
+        option = f"--{name}"  # a field of several variants takes what any of them takes
+        fields[option] = tuple(dict.fromkeys((*fields.get(option, ()), *choices(declared.type))))
+    found = {}
+    for name, command in commands().items():
+        parser = argparse.ArgumentParser(add_help=False)
+        command.arguments(parser)
+        mine = Words(summary=command.summary, options={"--help": ()})
+        for action in parser._actions:  # argparse has no public way to list what was declared
+            said = tuple(map(str, action.choices or ()))
+            mine.options |= dict.fromkeys(action.option_strings, said)
+            mine.first += said if not action.option_strings else ()
+        if command.recipe is not None:
+            mine.first += RECIPES
+            mine.options |= fields
+        found[name] = mine
+    found["recipes"].first += RECIPES
+    return found
+
+
+def _bash(found: Mapping[str, Words], *, zsh: bool) -> str:
+    values = {option: said for mine in found.values() for option, said in mine.options.items() if said}
+    lines = ["autoload -U +X compinit && compinit", "autoload -U +X bashcompinit && bashcompinit"] if zsh else []
+    lines += [
+        "_trellis() {",
+        '    local cur="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" words=""',
+        '    case "$before" in',
+        *(f"        {option}) words={shlex.quote(' '.join(said))} ;;" for option, said in values.items()),
+        "    esac",
+        '    if [ -z "$words" ] && [ "$COMP_CWORD" -eq 1 ]; then',
+        f"        words={shlex.quote(' '.join(found))}",
+        '    elif [ -z "$words" ]; then',
+        '        case "${COMP_WORDS[1]}" in',
+        *(f"            {name}) words={shlex.quote(' '.join((*m.first, *m.options)))} ;;" for name, m in found.items()),
+        "        esac",
+        "    fi",
+        '    COMPREPLY=($(compgen -W "$words" -- "$cur"))',
+        "}",
+        "complete -o default -F _trellis trellis",
+    ]
+    return "\n".join(lines)
+
+
+def _fish(found: Mapping[str, Words]) -> str:
+    lines = []
+    for name, mine in found.items():
+        after = f"complete -c trellis -n '__fish_seen_subcommand_from {name}'"
+        lines.append(f"complete -c trellis -n __fish_use_subcommand -f -a {name} -d {shlex.quote(mine.summary)}")
+        if mine.first:
+            lines.append(f"{after} -a {shlex.quote(' '.join(mine.first))}")
+        for option, said in mine.options.items():
+            takes = f" -x -a {shlex.quote(' '.join(said))}" if said else ""
+            lines.append(f"{after} -l {option.removeprefix('--')}{takes}")
+    return "\n".join(lines)
+
+
+COMMAND = Command(
+    name="completion",
+    summary="words for a shell to complete",
+    description='Prints what makes a shell complete commands, options and fields: eval "$(trellis completion bash)".',
+    arguments=arguments,
+    execute=execute,
+)

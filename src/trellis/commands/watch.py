@@ -1,0 +1,49 @@
+"""`trellis watch`."""
+
+import argparse
+from pathlib import Path
+
+from trellis.commands.command import Command
+from trellis.errors import UserError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `trellis watch`."""
+    parser.add_argument("folder", metavar="RUN", help="the run's folder")
+    parser.add_argument("--port", type=int, default=8321, metavar="N", help="0 takes a free one (default: 8321)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="0.0.0.0 shows it to the network (default: this machine)"
+    )
+    parser.add_argument("--every", type=int, default=10, metavar="SECONDS", help="a page is read anew (default: 10)")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """`trellis watch`."""
+    from trellis.pages.serve import serve
+
+    for name, value, least, most in (("port", args.port, 0, 65535), ("every", args.every, 1, 86400)):
+        if not least <= value <= most:
+            rule = f"`--{name}` is from {least} to {most}."
+            raise UserError(rule, seen=value, where=f"--{name}", fix="leave it out")
+    server = serve(Path(args.folder), host=args.host, port=args.port, every=args.every)
+    port = server.server_address[1]
+    print(f"watching {args.folder} at http://{args.host}:{port}, until Ctrl-C")
+    print(
+        f"from another machine: ssh -N -L {port}:127.0.0.1:{port} THIS_MACHINE, then http://127.0.0.1:{port}",
+        flush=True,
+    )
+    with server:
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+COMMAND = Command(
+    name="watch",
+    summary="the page of a run while it trains, in a browser",
+    description="Serves the page of a run, read anew while it trains; from another machine through ssh.",
+    arguments=arguments,
+    execute=execute,
+)

@@ -1,0 +1,101 @@
+"""A family of models as Hugging Face has it: its configuration there, and where each parameter is."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trellis.errors import UserError
+from trellis.hub.keys import Key
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family.
+
+    Attributes:
+        config: our configuration's class.
+        model_type: what `config.json` calls it.
+        architecture: the class in `transformers`.
+        keys: where each parameter is, by its path in the model.
+        to_hub: the fields of `config.json`, from a configuration and the longest sequence.
+        from_hub: our fields, from those of `config.json`.
+        fixed: fields of `config.json` that must have these values, since our model has no others.
+        zeros: tensors that a folder has in any case: zeros where our model has no such parameter.
+        elsewhere: from a tensor's key to another key, and what to take of that tensor, for folders that hold it there.
+    """
+
+    config: type
+    model_type: str
+    architecture: str
+    keys: Mapping[str, Key]
+    to_hub: Callable[[Any, int], dict]
+    from_hub: Callable[[Mapping], dict]
+    fixed: Mapping[str, Any]
+    zeros: Sequence[Key] = ()
+    elsewhere: Callable[[str], tuple[str, Callable]] | None = None
+
+    def to_config_json(self, config: Any, *, positions: int, dtype: str) -> dict:
+        """The contents of `config.json`.
+
+        Args:
+            config: our configuration.
+            positions: the longest sequence, where our configuration does not say.
+            dtype: of the weights.
+        """
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "torch_dtype": dtype,
+            **self.to_hub(config, positions),
+            **self.fixed,
+        }
+
+    def from_config_json(self, hub: Mapping, where: str) -> Any:
+        """Our configuration, from the contents of `config.json`.
+
+        Args:
+            hub: the contents.
+            where: the file, for messages.
+
+        Raises:
+            UserError: something about this model is not known here, or a field is absent.
+        """
+        for field, value in self.fixed.items():
+            if hub.get(field, value) != value:
+                raise UserError(
+                    f"A {self.model_type} has {field} {value} here.",
+                    seen=f"{field}: {hub[field]}",
+                    where=where,
+                    fix="use a model without it",
+                )
+        try:
+            return self.config(**self.from_hub(hub))
+        except KeyError as error:
+            raise UserError(
+                f"The configuration of a {self.model_type} is complete.",
+                seen=f"no {error.args[0]}",
+                where=where,
+                fix="take the folder's config.json as `save_pretrained` writes it",
+            ) from None
+
+
+def family_in(families: Mapping[str, Family], hub: Mapping, where: str) -> Family:
+    """The family that `config.json` names.
+
+    Args:
+        families: by their `model_type`.
+        hub: the contents of `config.json`.
+        where: the file, for messages.
+
+    Raises:
+        UserError: it is not known here.
+    """
+    family = families.get(hub.get("model_type", ""))
+    if family is None:
+        raise UserError(
+            "A model that is imported is of a family that is known here.",
+            seen=f"model_type: {hub.get('model_type')}",
+            where=where,
+            fix=f"use one of: {', '.join(families)}",
+        )
+    return family

@@ -1,0 +1,110 @@
+"""Refusals of manual programs, in the notation: the rule, what was seen, the line of the user's program, the fix."""
+
+import linecache
+import os
+import re
+import traceback
+
+from trellis.frames import in_a_library
+from trellis.notation import NotationError, PendingSumError, Shape, TypeMismatch
+from trellis.notation.binding import Bindings
+
+_REFUSED = re.compile(r"unreduced|reduced")
+# How JAX 0.10 to 0.12 name the operation that they refuse.
+_OPERATION = (r"rule for (\w+)", r"(\w+) is a non-linear operation", r"`(\w+)`", r"passed to (\w+)")
+
+
+def raise_in_notation(error: Exception, bindings: Bindings) -> None:
+    """Turns JAX's refusal of an operation on a pending sum or a copy into one in the notation; passes by any other "
+    "error."""
+    text = str(error)
+    line = error_line(error)
+    if isinstance(error, NotImplementedError) and (not text or text.startswith("Please file an issue")):
+        raise NotationError(
+            f"JAX cannot map over an operation that begins or ends a pending sum or a copy, got one under vmap, "
+            f"in `{bindings.function}`{line}: write the mapped dimension in the text, or use jax.lax.map"
+        ) from error
+    if isinstance(error, NotationError):
+        if (told := located(error)) != text:
+            raise type(error)(told).with_traceback(error.__traceback__) from error.__cause__
+        return
+    if cast := re.search(r"Unsupported pcast from=(\w+), to='(\w+)'", text):
+        raise TypeMismatch(
+            f"a cast changes how devices hold a value, got pcast to '{cast[2]}' of one that is {cast[1]}, "
+            f"in `{bindings.function}`{line}: write the reshard that was forgotten before it, or leave the cast out"
+        ) from error
+    if "argument to VJP function" in text and (along := re.findall(r"U:\(?([\w,]+)", text)):
+        raise PendingSumError(
+            f"a gradient is taken of a settled value, got that of a sum pending along {along[0]}, in "
+            f"`{bindings.function}`{line}: write a reshard that settles it before"
+        ) from error
+    if "branches must have equal output types" in text:
+        types = re.findall(r"has type (\S+)", text)
+        raise TypeMismatch(
+            f"the branches of a cond give one type, got {' and '.join(types) or 'several'}, in "
+            f"`{bindings.function}`{line}: reshard the result of one to what the other gives"
+        ) from error
+    if not _REFUSED.search(text):
+        return
+    if "Inputs cannot be replicated on the same axes" in text:
+        raise TypeMismatch(
+            f"a copy '~x' is for products with an operand that x slices, got an elementwise operation of one with a "
+            f"value that is the same on all devices, in `{bindings.function}`{line}: use the value from before the "
+            f"reshard to '~'"
+        ) from error
+    found = next(filter(None, (re.search(words, text) for words in _OPERATION)), None)
+    axes = re.findall(r"U:\(?([\w,]+)", text)
+    axes = {axis for group in axes for axis in group.split(",") if axis}
+    operation = (
+        found.group(1) if found else "mul" if "bilinear" in text or "should be reduced" in text else "an operation"
+    )
+    raise PendingSumError(refusal(operation, axes, line, bindings)) from error
+
+
+def refusal(operation: str, axes, line: str, bindings: Bindings) -> str:
+    """The text of a refusal, with the `reshard` that was forgotten."""
+    candidates = [s for s in dict.fromkeys(bindings.pending) if not axes or set(axes) & set(s.pending)]
+    axes = axes or {a for s in candidates for a in s.pending}
+    along = f" along {', '.join(sorted(axes))}" if axes else ""
+    fixes = " or ".join(f'reshard("{s} -> {settled(s, axes)}", ...)' for s in candidates[-3:])
+    return (
+        f"a pending sum may only be added to sums pending alike, reshaped or settled, got {operation} of a sum "
+        f"pending{along}, in `{bindings.function}`{line}: write {fixes or 'a reshard that settles it'} before"
+    )
+
+
+def settled(shape: Shape, axes=None) -> Shape:
+    """The shape without its pending sums (those over `axes`)."""
+    rest = tuple(a for a in shape.pending if axes and a not in axes)
+    return Shape(shape.dims, rest, shape.copied, shape.ellipsis)
+
+
+def eqn_line(eqn) -> str:
+    """Where the user's code made an equation, as ` (file.py:12: the line)`."""
+    frames = getattr(eqn.source_info.traceback, "frames", ())
+    for frame in frames:
+        if not in_a_library(frame.file_name):
+            return _line(frame.file_name, frame.line_num)
+    return ""
+
+
+def error_line(error: BaseException) -> str:
+    """Where the user's code was when an error was raised, in the same form."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not in_a_library(f.filename)]
+    return _line(frames[-1].filename, frames[-1].lineno) if frames else ""
+
+
+def located(error: Exception) -> str:
+    """An error's text with the line of the user's program at its place: `rule, got values, in place (line): fix`."""
+    text, line = str(error), error_line(error)
+    if not line or line in text:
+        return text
+    places = list(re.finditer(r", in [^:]+(?=: )", text))
+    end = places[-1].end() if places else len(text)
+    return text[:end] + line + text[end:]
+
+
+def _line(file: str, number: int) -> str:
+    text = linecache.getline(file, number).strip()
+    text = text if len(text) <= 80 else text[:77] + "..."
+    return f" ({os.path.basename(file)}:{number}{f': {text}' if text else ''})"

@@ -1,0 +1,37 @@
+"""Rings by hand: slices passed to the neighbour."""
+
+import jax
+
+from trellis.mesh.manual.reshard import TransitionError, check_slice, known_axes
+from trellis.notation import parse
+from trellis.notation.binding import bind_shape, live, real_axes
+
+
+def shift(text: str, x, axis: str, *, by: int = 1):
+    """Passes each device's slice to the device `by` places further along a mesh axis, around the ring (gradient: back).
+
+    Device `i` ends up with the slice of device `i - by`. One collective permute.
+
+    Args:
+        text: the type of `x`, in which some dimension is sliced over `axis`.
+        x: a plain array in manual mode.
+        axis: the mesh axis of the ring.
+
+    Raises:
+        TransitionError: no dimension is sliced over `axis`, or `x` is not of that type.
+    """
+    where = f"shift('{text}', over='{axis}')"
+    shape = parse(text)
+    if axis not in shape.mesh_axes:
+        raise TransitionError(
+            f"a shift moves slices around a ring, got '{shape}', which '{axis}' does not slice, in {where}: "
+            f"write which dimension '{axis}' slices"
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    known_axes((shape,), mesh, where)
+    bind_shape(shape, x, where, live())
+    size = mesh.shape[axis]
+    x = check_slice(x, real_axes(shape, mesh), where, mentioned={*shape.mesh_axes, *shape.pending, *shape.copied})
+    if size == 1:
+        return x
+    return jax.lax.ppermute(x, axis, [(i, (i + by) % size) for i in range(size)])

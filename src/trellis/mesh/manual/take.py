@@ -1,0 +1,99 @@
+"""Lookups in the notation, of plain arrays: `take("vocab/m embed, batch/d -> batch/d embed +m", table, ids)`."""
+
+import jax
+import jax.numpy as jnp
+
+from trellis.mesh.manual.einsum import one_axis_one_name, parse_einsum
+from trellis.mesh.manual.ops import mark_pending, vary
+from trellis.mesh.manual.reshard import check_slice, known_axes
+from trellis.notation import NotationError, Shape
+from trellis.notation.binding import bind_shape, live, real_axes
+from trellis.notation.state import state_of
+
+
+def take_plain(text: str, table, ids):
+    """Rows of a table, written with names and shardings.
+
+    Each device looks up its own positions in the rows that it has, and nothing is moved: the rows are partial sums
+    over the mesh axes that slice the dimension looked up. Negative positions count from the end; outside they read
+    zeros.
+
+    Args:
+        text: the table's shape, the positions' shape, `->`, and the result's: the positions' names stand in the place
+            of the one that is looked up.
+        table: a plain array.
+        ids: a plain array of whole numbers.
+
+    Raises:
+        NotationError: the text is not such a lookup; says what it is to be.
+        TypeMismatch: an array is not what the text says.
+    """
+    where = f"take('{text}')"
+    lefts, result = parse_einsum(text, "take")
+    if len(lefts) != 2:
+        raise NotationError(f"a lookup has a table and positions, got {len(lefts)} shapes, in {where}: write two")
+    mesh = jax.sharding.get_abstract_mesh()
+    mesh = None if mesh.empty else mesh
+    if mesh is not None:
+        known_axes((*lefts, result), mesh, where)
+    for shape, x in zip(lefts, (table, ids), strict=True):
+        bind_shape(shape, x, where, live())
+    if mesh is not None:
+        lefts, result = [real_axes(shape, mesh) for shape in lefts], real_axes(result, mesh)
+    rows, positions = lefts
+    gone = [dim for dim in rows.dims if dim.name not in result.names]
+    if len(gone) != 1:
+        raise NotationError(
+            f"a lookup takes one name of its table away, got {', '.join(str(d.name) for d in gone) or 'none'}, in "
+            f"{where}: leave the name that is looked up out on the right"
+        )
+    (name,) = gone
+    i = rows.dims.index(name)
+    right = Shape((*rows.dims[:i], *positions.dims, *rows.dims[i + 1 :]), tuple(sorted(name.axes)))
+    if right != result:
+        raise NotationError(
+            f"a lookup moves nothing, and its rows are partial sums over the axes that slice the name looked up, got "
+            f"'{result}' on the right, in {where}: write '-> {right}'"
+        )
+    one_axis_one_name(lefts, where)
+    if mesh is not None and state_of(table).mode == "manual":
+        mentioned = {a for s in (*lefts, result) for a in (*s.mesh_axes, *s.pending, *s.copied)}
+        table, ids = (check_slice(x, s, where, mentioned=mentioned) for x, s in zip((table, ids), lefts, strict=True))
+        # A copy meets slices: from here on it differs along that axis, and its gradient is summed there.
+        table = vary(table, tuple(a for a in rows.copied if a in positions.mesh_axes))
+    return mark_pending(rows_here(table, ids, i, name.axes), name.axes, result) if name.axes else _rows(table, ids, i)
+
+
+def rows_here(table, ids, axis: int, sliced: tuple[str, ...], lookup=None):
+    """The rows that this device has, zeros for those of other devices.
+
+    Args:
+        table: one device's slice along `axis`, over the mesh axes `sliced`.
+        ids: positions in the whole table.
+        axis: the dimension looked up.
+        sliced: the mesh axes, major to minor.
+        lookup: `lookup(table, ids)`, where it is not rows along `axis`.
+    """
+    count, first = table.shape[axis], jnp.int32(0)
+    whole = count
+    for mesh_axis in sliced:
+        first = first * jax.lax.axis_size(mesh_axis) + jax.lax.axis_index(mesh_axis)
+        whole *= jax.lax.axis_size(mesh_axis)
+    local = from_start(ids, whole) - first * count
+    # Rows of other devices are out of range here, and so are positions before this device's first.
+    local = jnp.where(local < 0, count, local)
+    return _rows(table, local, axis) if lookup is None else lookup(table, local)
+
+
+def from_start(ids, size: int):
+    """Positions counted from 0, as 32-bit integers; those that are outside at either end are `size`."""
+    if jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
+        return jnp.minimum(ids.astype(jnp.uint32), jnp.uint32(size)).astype(jnp.int32)
+    ids = ids.astype(jnp.int32)
+    ids = jnp.where(ids < 0, ids + size, ids)
+    return jnp.where((ids < 0) | (ids >= size), size, ids)
+
+
+def _rows(table, ids, axis: int):
+    ids = ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
+    return jnp.take(table, ids, axis=axis, mode="fill", fill_value=0)

@@ -1,0 +1,93 @@
+"""Fields that configurations of several families share: the type of each, what it is, and what must hold of them.
+
+class LlamaConfig:
+    vocab: fields.Vocab
+    embed: fields.Embed
+"""
+
+import dataclasses
+from typing import Annotated
+
+from trellis import UserError
+from trellis.nn import Scaling
+
+Vocab = Annotated[int, "Tokens in the vocabulary. Set it to the tokenizer's size."]
+Embed = Annotated[int, "Width of the residual stream. Raise it for a larger model; cost grows with its square."]
+Layers = Annotated[int, "Number of blocks. Raise it for a deeper model; cost grows with it."]
+Heads = Annotated[int, "Query heads. Raise it with the width, so that heads keep theirs."]
+WholeHeads = Annotated[
+    int, "Attention heads, each embed / heads wide. Raise it with the width, so that heads keep theirs."
+]
+KVHeads = Annotated[int, "Key and value heads; divides heads. Lower it for a smaller cache when generating."]
+HeadDim = Annotated[int, "Width of one head. Leave it at 64 or 128, which kernels are made for."]
+Mlp = Annotated[int, "Width of the feed-forward block. Raise it for a larger model without more attention."]
+RopeTheta = Annotated[float, "Base of the rotary frequencies. Raise it for long sequences, as to 500,000."]
+RopeScaling = Annotated[
+    Scaling | None,
+    "How rotary frequencies are changed for long contexts. Set it for longer sequences than in training.",
+]
+RMSNormEps = Annotated[float, "Added to the mean square before the root. Set it as an imported model has it."]
+LayerNormEps = Annotated[float, "Added to the variance before the root. Set it as an imported model has it."]
+TieEmbeddings = Annotated[
+    bool,
+    "Whether the unembedding is the embedding. Set true for small models with many tokens.",
+]
+
+
+# What may be 0, which turns it off.
+_FROM_ZERO = ("dropout",)
+
+
+def check_sizes(config) -> None:
+    """The numbers of a configuration are positive: whole ones are sizes, others bases and what is added to a root.
+
+    Raises:
+        UserError: naming the first that is not.
+    """
+    for field in dataclasses.fields(config):
+        size = getattr(config, field.name)
+        if isinstance(size, bool) or field.name in _FROM_ZERO or not isinstance(size, int | float) or size > 0:
+            continue
+        raise UserError(
+            "A model's sizes are positive." if isinstance(size, int) else f"`{field.name}` is positive.",
+            seen=f"{field.name}={size}",
+            where=f"model.{field.name}",
+            fix="use 1 or more" if isinstance(size, int) else "use a positive number, as in the model's recipe",
+        )
+
+
+def check_key_heads(config) -> None:
+    """Each key head serves the same number of query heads, and heads have pairs of elements.
+
+    Raises:
+        UserError: with both numbers.
+    """
+    if config.heads % config.kv_heads:
+        raise UserError(
+            "Each key head serves the same number of query heads.",
+            seen=f"heads={config.heads}, kv_heads={config.kv_heads}",
+            where="model.kv_heads",
+            fix=f"make kv_heads a divisor of {config.heads}",
+        )
+    if config.head_dim % 2:
+        raise UserError(
+            "Rotary positions turn pairs of elements.",
+            seen=f"head_dim={config.head_dim}",
+            where="model.head_dim",
+            fix=f"use an even size, {config.head_dim + 1} for example",
+        )
+
+
+def check_heads_divide(config) -> None:
+    """Heads divide the width between them.
+
+    Raises:
+        UserError: with both numbers.
+    """
+    if config.embed % config.heads:
+        raise UserError(
+            "Heads divide the width between them.",
+            seen=f"embed={config.embed}, heads={config.heads}",
+            where="model.heads",
+            fix=f"use a divisor of {config.embed}",
+        )

@@ -1,0 +1,107 @@
+"""Llama's Hugging Face folders."""
+
+from collections.abc import Mapping
+
+from trellis import UserError
+from trellis.hub import Family, Key
+from trellis.models.llama.llama import LlamaConfig
+from trellis.nn import LinearScaling, Llama3Scaling
+
+KEYS = {
+    "embedding": Key("model.embed_tokens.weight", "vocab embed"),
+    "layers.block.attention_norm.scale": Key("model.layers.{}.input_layernorm.weight", "embed"),
+    "layers.block.attention.q": Key("model.layers.{}.self_attn.q_proj.weight", "(heads head_dim) embed"),
+    "layers.block.attention.k": Key("model.layers.{}.self_attn.k_proj.weight", "(kv_heads head_dim) embed"),
+    "layers.block.attention.v": Key("model.layers.{}.self_attn.v_proj.weight", "(kv_heads head_dim) embed"),
+    "layers.block.attention.out": Key("model.layers.{}.self_attn.o_proj.weight", "embed (heads head_dim)"),
+    "layers.block.mlp_norm.scale": Key("model.layers.{}.post_attention_layernorm.weight", "embed"),
+    "layers.block.mlp.gate": Key("model.layers.{}.mlp.gate_proj.weight", "mlp embed"),
+    "layers.block.mlp.up": Key("model.layers.{}.mlp.up_proj.weight", "mlp embed"),
+    "layers.block.mlp.down": Key("model.layers.{}.mlp.down_proj.weight", "embed mlp"),
+    "norm.scale": Key("model.norm.weight", "embed"),
+    "head": Key("lm_head.weight", "vocab embed"),
+}
+
+
+def to_hub(config, positions: int) -> dict:
+    rope: dict = {"rope_type": "default"}
+    match config.rope_scaling:
+        case LinearScaling(factor=factor):
+            rope = {"rope_type": "linear", "factor": factor}
+        case Llama3Scaling() as s:
+            rope = {
+                "rope_type": "llama3",
+                "factor": s.factor,
+                "low_freq_factor": s.low_freq_factor,
+                "high_freq_factor": s.high_freq_factor,
+                "original_max_position_embeddings": s.original_context,
+            }
+    return {
+        "vocab_size": config.vocab,
+        "hidden_size": config.embed,
+        "intermediate_size": config.mlp,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": config.norm_eps,
+        # Where transformers 4 and 5 look.
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if config.rope_scaling is None else rope,
+        "rope_parameters": {"rope_theta": config.rope_theta, **rope},
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+
+
+def from_hub(hub: Mapping) -> dict:
+    heads = hub["num_attention_heads"]
+    rope = {**(hub.get("rope_scaling") or {}), **(hub.get("rope_parameters") or {})}
+    return {
+        "vocab": hub["vocab_size"],
+        "embed": hub["hidden_size"],
+        "layers": hub["num_hidden_layers"],
+        "heads": heads,
+        "kv_heads": hub.get("num_key_value_heads") or heads,
+        "head_dim": hub.get("head_dim") or hub["hidden_size"] // heads,
+        "mlp": hub["intermediate_size"],
+        "rope_theta": float(rope.get("rope_theta", hub.get("rope_theta", 10000.0))),
+        "rope_scaling": _scaling(rope),
+        "norm_eps": hub.get("rms_norm_eps", 1e-6),
+        "tie_embeddings": hub.get("tie_word_embeddings", False),
+    }
+
+
+def _scaling(rope: Mapping) -> LinearScaling | Llama3Scaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(factor=rope["factor"])
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor=rope["factor"],
+            low_freq_factor=rope["low_freq_factor"],
+            high_freq_factor=rope["high_freq_factor"],
+            original_context=rope["original_max_position_embeddings"],
+        )
+    raise UserError(
+        "Rotary frequencies are scaled in a way that is known.",
+        seen=f"rope_type: {kind}",
+        where="config.json",
+        fix="use a model with the type default, linear or llama3",
+    )
+
+
+# What Llama and its descendants have in common.
+GATED = {"hidden_act": "silu", "attention_bias": False}
+
+FAMILY = Family(
+    config=LlamaConfig,
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    keys=KEYS,
+    to_hub=to_hub,
+    from_hub=from_hub,
+    fixed=GATED | {"mlp_bias": False},
+)

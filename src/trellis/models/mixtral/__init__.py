@@ -1,0 +1,5 @@
+"""Mixtral."""
+
+from trellis.models.mixtral.mixtral import Mixtral, MixtralConfig
+
+__all__ = ["Mixtral", "MixtralConfig"]

@@ -1,0 +1,126 @@
+"""Mixtral (Jiang et al., 2024, arXiv:2401.04088): Llama's model, whose feed-forward blocks are mixtures of experts.
+
+Written for one device, in named tensors; a layout makes it parallel. Axes beside those of `llama.py`:
+
+    experts    the experts' weights
+    routes     the experts as the router sees them: each token's scores, whole on every device
+    choices    the experts that a token goes to
+"""
+
+import dataclasses
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from trellis import Axis, NamedArray, Stacked, ones
+from trellis.models import fields
+from trellis.models.llama import Attention, Llama
+from trellis.models.protocol import Output
+from trellis.nn import RMSNorm, Table, Weight, attend
+from trellis.nn.moe import Experts, Routed, Routing, check_count, shift
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MixtralConfig:
+    """What defines a Mixtral."""
+
+    family: Literal["mixtral"] = "mixtral"
+    vocab: fields.Vocab
+    embed: fields.Embed
+    layers: fields.Layers
+    heads: fields.Heads
+    kv_heads: fields.KVHeads
+    head_dim: fields.HeadDim
+    mlp: int
+    """Width of one expert. Lower it for more and finer experts at the same cost."""
+    experts: int
+    """Experts of each block. Raise it for more parameters at the same cost of a token."""
+    experts_per_token: int
+    """How many of them each token goes to. Raise it for more computation a token."""
+    rope_theta: fields.RopeTheta
+    rope_scaling: fields.RopeScaling = None
+    norm_eps: fields.RMSNormEps = 1e-5
+    tie_embeddings: fields.TieEmbeddings
+    routing: Routing = Routing()
+    """How tokens are kept evenly over experts, and how they get there."""
+    positions = None  # sequences may have any length
+
+    def __post_init__(self):
+        fields.check_sizes(self)
+        fields.check_key_heads(self)
+        check_count(self.experts_per_token, self.experts, "model.experts_per_token")
+
+    def init(self, *, key, vocab_multiple: int = 1) -> "Mixtral":
+        """The model with fresh parameters, its vocabulary padded to a multiple."""
+        plain = Llama.init(self, key=key, vocab_multiple=vocab_multiple, block=Block.init)
+        return Mixtral(plain.embedding, plain.layers, plain.norm, plain.head, self)
+
+
+class Block(eqx.Module):
+    """One layer: attention, then experts, each on a norm and added to the stream."""
+
+    attention_norm: RMSNorm
+    attention: Attention
+    mlp_norm: RMSNorm
+    mlp: Experts
+
+    @staticmethod
+    def init(config: MixtralConfig, *, key) -> "Block":
+        embed, mlp, experts = Axis("embed", config.embed), Axis("mlp", config.mlp), Axis("experts", config.experts)
+        attention_key, mlp_key = jax.random.split(key)
+        return Block(
+            attention_norm=RMSNorm.init(embed, config.norm_eps),
+            attention=Attention.init(config, key=attention_key),
+            mlp_norm=RMSNorm.init(embed, config.norm_eps),
+            mlp=Experts.init(
+                embed, mlp, experts, config.experts_per_token, config.routing,
+                key=mlp_key, out_scale=(2 * config.layers) ** -0.5,
+            ),
+        )  # fmt: skip
+
+    def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
+        x = x + self.attention(self.attention_norm(x), rope, segment_ids, attention)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def measured(self, x: NamedArray, shares: NamedArray | None, rope, segment_ids, counted: NamedArray):
+        """The stream after this layer, and what is measured of its routing."""
+        x = x + self.attention(self.attention_norm(x), rope, segment_ids)
+        out, routed = self.mlp.measured(self.mlp_norm(x), counted, shares)
+        return x + out, routed
+
+
+class Mixtral(eqx.Module):
+    """The model: tokens to hidden states, as Llama, and what is measured of its routing."""
+
+    embedding: Table
+    layers: Stacked
+    norm: RMSNorm
+    head: Weight | None
+    config: MixtralConfig = eqx.field(static=True)
+    unembedding_bias = None
+    unembedding = Llama.unembedding
+    start = Llama.start
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the load-balancing loss counts experts' shares over the whole batch."""
+        return self.config.routing.balance > 0 and self.config.routing.balance_over == "batch"
+
+    def __call__(
+        self, tokens: NamedArray, *, segment_ids=None, positions=None, policy=None, key=None, counted=None, ahead=None
+    ) -> Output:
+        """Tokens to hidden states, and the routing's measures: the load of each layer, of the rest the mean."""
+        x, _, (rope, segment_ids) = self.start(tokens, segment_ids, positions, key)
+        counted = ones(tokens.axes) if counted is None else counted
+        each = () if ahead is None else (ahead / ahead.sum("routes"),)
+        call = lambda layer, x, *rest: layer.measured(x, *(rest if each else (None, *rest)))
+        x, routed = self.layers.scan(x, rope, segment_ids, counted, each=each, call=call, policy=policy)
+        hidden, routing = self.norm(x), self.config.routing
+        return Output(hidden, Routed(routed.load, jnp.mean(routed.balance), jnp.mean(routed.z), routing))
+
+    def balanced(self, load: NamedArray) -> "Mixtral":
+        """The model with each expert's bias moved towards an even load, of which `f32["layers routes"]` was one."""
+        bias = lambda model: model.layers.block.mlp.bias
+        return eqx.tree_at(bias, self, shift(bias(self), load, self.config.routing.bias_rate))

@@ -1,0 +1,58 @@
+"""Mixtures of experts."""
+
+import dataclasses
+
+from trellis.models import MixtralConfig, Routing
+from trellis.nn import Precision
+from trellis.optim.config import AdamW, Cosine
+from trellis.run.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Remat, Run
+from trellis.run.data import Data, StoreSource
+
+
+def mixtral_8x7b() -> Run:
+    """The shape of Mixtral 8x7B, 47B parameters of which a token meets 13B, on 8 nodes of 8 H100 GPUs.
+
+    Each node has all experts, one a GPU, and tokens are exchanged inside it; FSDP runs across nodes and GPUs. The
+    router keeps float32.
+
+    trellis plan mixtral_8x7b --on 8x8xH100
+    trellis train mixtral_8x7b --data.source.path tokens
+    """
+    return Run(
+        name="mixtral_8x7b",
+        model=MixtralConfig(
+            vocab=32_000,
+            embed=4096,
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            mlp=14_336,
+            experts=8,
+            experts_per_token=2,
+            rope_theta=1_000_000.0,
+            norm_eps=1e-5,
+            tie_embeddings=False,
+            routing=Routing(balance=0.02, z_loss=0.001),
+        ),
+        data=Data(source=StoreSource(path="tokens"), sequence_length=8192),
+        batch_size=128,
+        steps=100_000,
+        optimizer=AdamW(learning_rate=3e-4),
+        schedule=Cosine(warmup_steps=2000),
+        precision=Precision(exceptions={"router": "float32"}),
+        remat=Remat(policy="full"),
+        mesh=MeshSizes(data=8, expert=8),
+        layout=LayoutChoice(preset="fsdp"),
+        checkpoints=CheckpointRule(every=1000, keep_every=10_000),
+        evaluation=Evaluation(every=1000, batches=32),
+    )
+
+
+def mixtral_8x7b_v5p_64() -> Run:
+    """mixtral_8x7b on a v5p slice of 64 chips, 4 x 4 x 4: two experts a chip along one dimension of the torus, FSDP
+    along the other two.
+
+    trellis plan mixtral_8x7b_v5p_64 --on v5p:4x4x4
+    """
+    return dataclasses.replace(mixtral_8x7b(), name="mixtral_8x7b_v5p_64", mesh=MeshSizes(data=4, data_y=4, expert=4))

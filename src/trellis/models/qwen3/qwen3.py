@@ -1,0 +1,45 @@
+"""Qwen3 (Yang et al., 2025, arXiv:2505.09388): Llama's model, with a norm on each head's queries and keys."""
+
+import dataclasses
+from typing import Literal
+
+from trellis import Axis
+from trellis.models import fields
+from trellis.models.llama import Block, Llama
+from trellis.nn import RMSNorm
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3Config:
+    """What defines a Qwen3."""
+
+    family: Literal["qwen3"] = "qwen3"
+    vocab: fields.Vocab
+    embed: fields.Embed
+    layers: fields.Layers
+    heads: fields.Heads
+    kv_heads: fields.KVHeads
+    head_dim: fields.HeadDim
+    mlp: fields.Mlp
+    rope_theta: fields.RopeTheta
+    rope_scaling: fields.RopeScaling = None
+    norm_eps: fields.RMSNormEps = 1e-6
+    tie_embeddings: fields.TieEmbeddings
+    positions = None  # sequences may have any length
+    experts = experts_per_token = 1
+
+    def __post_init__(self):
+        fields.check_sizes(self)
+        fields.check_key_heads(self)
+
+    def init(self, *, key, vocab_multiple: int = 1) -> Llama:
+        """The model with fresh parameters, its vocabulary padded to a multiple."""
+        return Llama.init(self, key=key, vocab_multiple=vocab_multiple, block=block)
+
+
+def block(config: Qwen3Config, *, key) -> Block:
+    """Llama's block, whose attention norms queries and keys over `head_dim` before it turns them."""
+    plain = Block.init(config, key=key)
+    head_dim = Axis("head_dim", config.head_dim)
+    q_norm, k_norm = (RMSNorm.init(head_dim, config.norm_eps) for _ in range(2))
+    return dataclasses.replace(plain, attention=dataclasses.replace(plain.attention, q_norm=q_norm, k_norm=k_norm))

@@ -1,0 +1,150 @@
+"""Functions along a name, which keep it: cumulative sums, sorting, softmax.
+
+JAX refuses most of them, or their gradients, on a sliced dimension: that one is gathered first, and the ledger shows
+it. `softmax` and `log_softmax` run on slices.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from trellis.named.array import NamedArray
+from trellis.named.axis import Axis, Name, Names, NamesError
+from trellis.named.operand import operand
+from trellis.named.placing import locally, settle, settle_selected, whole
+from trellis.named.reduce import mask_of, names_of
+from trellis.notation import typeof
+from trellis.notation.state import state_of
+
+
+def lift_along(fn: Callable, *, name: str | None = None, gather: bool = True) -> Callable[..., NamedArray]:
+    """Makes a function along one dimension, `fn(array, axis=...)`, one along a name.
+
+    Args:
+        fn: gives an array of the same shape.
+        name: what errors call it.
+        gather: JAX refuses it on a sliced dimension, so that one axis is gathered first.
+    """
+
+    @functools.wraps(fn)
+    def lifted(x: NamedArray, along: Name, **kwargs) -> NamedArray:
+        return apply_along(fn, x, along, name=name, gather=gather, **kwargs)
+
+    return lifted
+
+
+def apply_along(
+    fn: Callable, x: NamedArray, along: Name, *, name: str | None = None, gather=True, local=False, **kwargs
+) -> NamedArray:
+    """Applies a function of arrays along a name.
+
+    Args:
+        local: each device runs the slices that it has of the other dimensions, where JAX refuses a gradient on them.
+
+    Raises:
+        NamesError: the name is absent, or sliced in manual mode or under a strict layout.
+        PendingSumError: `x` holds partial sums.
+    """
+    what = name or fn.__name__
+    x = operand(x, what)
+    along = _one(x, along, what)
+    if gather or state_of(x.array).mode == "manual":
+        x = whole(x, (along,), what)
+    run = functools.partial(fn, axis=x.index(along), **kwargs)
+    return settle(x.with_array(locally(run, x.array) if local else run(x.array)))
+
+
+def _one(x: NamedArray, along: Name, what: str) -> str:
+    (name,) = names_of(x, along if isinstance(along, str | Axis) else (along,), what)
+    return name
+
+
+def cumsum(x: NamedArray, along: Name, *, reverse: bool = False) -> NamedArray:
+    """Sums of all values up to each position along a name; with `reverse`, from it on."""
+    return apply_along(_reversible(jnp.cumsum, reverse), x, along, name="cumsum")
+
+
+def cumprod(x: NamedArray, along: Name, *, reverse: bool = False) -> NamedArray:
+    """Products of all values up to each position along a name; with `reverse`, from it on."""
+    return apply_along(_reversible(jnp.cumprod, reverse), x, along, name="cumprod")
+
+
+def cummax(x: NamedArray, along: Name, *, reverse: bool = False) -> NamedArray:
+    """Largest of all values up to each position along a name; with `reverse`, from it on."""
+    return apply_along(lambda a, axis: jax.lax.cummax(a, axis, reverse=reverse), x, along, name="cummax")
+
+
+def _reversible(fn: Callable, reverse: bool) -> Callable:
+    return (lambda a, axis: jnp.flip(fn(jnp.flip(a, axis), axis=axis), axis)) if reverse else fn
+
+
+def sort(x: NamedArray, along: Name, *, descending: bool = False) -> NamedArray:
+    """The values in order along a name."""
+    return apply_along(jnp.sort, x, along, local=True, descending=descending)
+
+
+def argsort(x: NamedArray, along: Name, *, descending: bool = False) -> NamedArray:
+    """The positions along a name that put it in order; equal values keep theirs."""
+    return apply_along(jnp.argsort, x, along, local=True, descending=descending)
+
+
+def flip(x: NamedArray, along: Name) -> NamedArray:
+    """The values along a name, last first."""
+    return apply_along(jnp.flip, x, along)
+
+
+def softmax(x: NamedArray, over: Names, *, where: NamedArray | None = None) -> NamedArray:
+    """`exp(x)` over its sum over names.
+
+    Args:
+        x: any named array.
+        over: one name or several.
+        where: a mask whose names are among the array's: what it leaves out counts nothing and gets 0.
+    """
+    return _normalized(jax.nn.softmax, x, over, where)
+
+
+def log_softmax(x: NamedArray, over: Names, *, where: NamedArray | None = None) -> NamedArray:
+    """The logarithm of `softmax`; with a mask, minus infinity where that leaves a value out."""
+    return _normalized(jax.nn.log_softmax, x, over, where)
+
+
+def _normalized(fn: Callable, x: NamedArray, over: Names, where: NamedArray | None) -> NamedArray:
+    what = fn.__name__
+    x = operand(x, what)
+    names = names_of(x, over, what)
+    if state_of(x.array).mode == "manual":
+        x = whole(x, names, what)
+    mask = None if where is None else mask_of(x, where, what)
+    return x.with_array(fn(x.array, axis=tuple(x.index(n) for n in names), where=mask))
+
+
+def top_k(x: NamedArray, along: Name, k: int, *, new_name: Name | None = None) -> tuple[NamedArray, NamedArray]:
+    """The k largest values along a name, and their positions.
+
+    Args:
+        x: any named array.
+        along: the name.
+        k: how many.
+        new_name: the name of the dimension of length k; the old one if not given.
+
+    Raises:
+        NamesError: k is larger than the axis, or an axis given for `new_name` has another size.
+    """
+    x = operand(x, "top_k")
+    name = _one(x, along, "top_k")
+    if not 0 <= k <= x.shape[name]:
+        raise NamesError(f"top_k picks at most all of an axis, got k={k} for {typeof(x)} along '{name}': lower k")
+    if isinstance(new_name, Axis) and new_name.size != k:
+        raise NamesError(f"top_k gives an axis of k values, got k={k} and {new_name}, in top_k: pass one size")
+    x = whole(x, (name,), "top_k")
+    i = x.index(name)
+
+    def largest(array):
+        return tuple(jnp.moveaxis(a, -1, i) for a in jax.lax.top_k(jnp.moveaxis(array, i, -1), k))
+
+    short = new_name.name if isinstance(new_name, Axis) else new_name or name
+    names = tuple(short if n == name else n for n in x.names)
+    return tuple(settle_selected(NamedArray(a, names, x.slices), (short,)) for a in locally(largest, x.array))

@@ -1,0 +1,186 @@
+"""What one platform's compiler wants, behind one small interface; the algebra is the same everywhere.
+
+`product`, `broadcast`, `rounded_once` and `written_out` are what `contract`, `elementwise` and the loops call for. On
+accelerators they are plain JAX. On a CPU they are written so that XLA's CPU compiler makes fast programs of them; each
+says what it found there.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from trellis.mesh.layout import current_layout
+from trellis.mesh.linear import linear
+from trellis.mesh.platform import platform_of, unrolls_loops
+from trellis.notation import spec_of
+from trellis.notation.state import sharding_on, state_of
+
+Dims = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def written_out(length: int, carried) -> bool:
+    """Whether a loop of this length is written out.
+
+    On a CPU a loop copies every value that it keeps into and out of a stack; up to 16 bodies are written out instead.
+
+    Args:
+        carried: the tree of arrays that the loop carries.
+    """
+    return length <= 16 and unrolls_loops(carried)
+
+
+def rounded_once(fn: Callable) -> Callable:
+    """A function that, of bfloat16 arrays on a CPU, computes in float32 and rounds its result, or results.
+
+    XLA's CPU compiler rounds after every operation that a GELU, say, consists of: a fifth of the time of a step of a
+    small GPT-2, and less exact.
+    """
+
+    @functools.wraps(fn)
+    def rounded(*args, **kwargs):
+        if any(getattr(a, "dtype", None) != jnp.bfloat16 or platform_of(a) != "cpu" for a in args):
+            return fn(*args, **kwargs)
+        results = fn(*(a.astype(jnp.float32) for a in args), **kwargs)
+        return jax.tree.map(lambda result: result.astype(jnp.bfloat16), results)
+
+    return rounded
+
+
+def sums_wide(a: jax.Array, shape: tuple[int, ...]) -> bool:
+    """Whether the gradient of `a`, broadcast to this shape, is better summed in float32: bfloat16 on a CPU."""
+    return 0 < a.ndim and a.shape != shape and a.dtype == jnp.bfloat16 and platform_of(a) == "cpu"
+
+
+def broadcast(a: jax.Array, shape: tuple[int, ...], spec=None) -> jax.Array:
+    """The array broadcast to a shape of as many dimensions.
+
+    In bfloat16 on a CPU it goes through float32, which changes nothing but that its gradient is summed there: of a
+    bfloat16 sum XLA's CPU compiler makes a loop ten times as slow.
+    """
+    wide = a.astype(jnp.float32) if sums_wide(a, shape) else a
+    sharding = None if spec is None else sharding_on(a, spec)
+    return lax.broadcast_in_dim(wide, shape, range(a.ndim), out_sharding=sharding).astype(a.dtype)
+
+
+def product(a: jax.Array, b: jax.Array, numbers, *, preferred_element_type=None, spec=None) -> jax.Array:
+    """`jax.lax.dot_general`; on a CPU, products without batch dimensions are `cpu_dot` and get another gradient.
+
+    The gradient of `x @ w` with respect to `w` sums over the long dimension. As JAX writes it, it is `(d^T x)^T`,
+    which XLA's CPU compiler turns into a transposed copy of `d`, made by running whatever elementwise program computes
+    `d` (a GELU's derivative, say) once per element in strided order: as slow as the product itself. Here `d` is settled
+    first, the narrower of `x` and `d` is copied transposed, and the product is an ordinary one.
+
+    Args:
+        a, b: plain arrays.
+        numbers: dimension numbers as `dot_general` takes them.
+        preferred_element_type: likewise.
+        spec: how the result is sharded, where the operands do not say it.
+    """
+    summed, batch = numbers
+    one_type = a.dtype == b.dtype and preferred_element_type in (None, a.dtype)
+    floats = jnp.issubdtype(a.dtype, jnp.floating)
+    # JAX 0.10.2 to 0.12.0 cannot map over the copies (`~`) that a derivative of our own would take.
+    mapped = bool((layout := current_layout()) and layout.mapped)
+    here = state_of(a).mode in ("none", "explicit") and platform_of(a) == "cpu"
+    if any(batch) or not one_type or not floats or mapped or not here:
+        sharding = None if spec is None else sharding_on(a, spec)
+        return lax.dot_general(a, b, numbers, preferred_element_type=preferred_element_type, out_sharding=sharding)
+    summed = tuple(tuple(int(i) for i in dims) for dims in summed)
+    try:
+        return _cpu_product(a, b, summed, spec)
+    except ValueError as error:  # mapped over a name that is whole, where `layout.mapped` is empty
+        if "dangerous when PartitionSpec" not in str(error):
+            raise
+        sharding = None if spec is None else sharding_on(a, spec)
+        return lax.dot_general(a, b, numbers, out_sharding=sharding)
+
+
+def cpu_dot(a: jax.Array, b: jax.Array, numbers, *, spec=None) -> jax.Array:
+    """A product in the type of its operands that sums in float32.
+
+    Of a bfloat16 result XLA's CPU compiler makes a float32 product of operands that it converts first; only a float32
+    result reaches the processor's bfloat16 instructions, at twice the speed. So the result is made in float32 and
+    rounded afterwards, which is the same number.
+
+    Args:
+        a, b: plain arrays of one type.
+        numbers: as `dot_general` takes them.
+        spec: how the result is sharded, where the operands do not say it.
+    """
+    wide = jnp.float32 if a.dtype == jnp.bfloat16 else None
+    sharding = None if spec is None else sharding_on(a, spec)
+    return lax.dot_general(a, b, numbers, preferred_element_type=wide, out_sharding=sharding).astype(a.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _cpu_product(a, b, summed: Dims, spec):
+    return cpu_dot(a, b, (summed, ((), ())), spec=spec)
+
+
+def _derivative(summed: Dims, spec, operands, changes):
+    # Written out, so that checkpoint policies for products see it.
+    out = cpu_dot(*operands, (summed, ((), ())), spec=spec)
+    changes = [None if isinstance(change, SymbolicZero) else change for change in changes]
+
+    def change_of_product(operands, changes):
+        (a, b), (d_a, d_b) = operands, changes
+        terms = [(d_a, b)] * (d_a is not None) + [(a, d_b)] * (d_b is not None)
+        return functools.reduce(jnp.add, [cpu_dot(*term, (summed, ((), ())), spec=spec) for term in terms])
+
+    def gradients(operands, d):
+        d = lax.optimization_barrier(d)
+        wanted = [change is not None for change in changes]
+        return [fn(*operands, d, summed) if w else None for fn, w in zip((_gradient_a, _gradient_b), wanted)]
+
+    return out, linear(change_of_product, gradients)(operands, changes)
+
+
+_cpu_product.defjvp(_derivative, symbolic_zeros=True)
+
+
+def _gradient_a(a, b, d, summed: Dims):
+    b_free, rows = _free(b, summed[1]), len(_free(a, summed[0]))
+    to_a = dict(zip(*summed[::-1], strict=True))
+    made = _free(a, summed[0]) + tuple(to_a[i] for i in sorted(summed[1]))
+    return _dot(d, b, tuple(range(rows, d.ndim)), b_free, like=a, made=made)
+
+
+def _gradient_b(a, b, d, summed: Dims):
+    a_free, b_free = _free(a, summed[0]), _free(b, summed[1])
+    rows, columns = tuple(range(len(a_free))), tuple(range(len(a_free), d.ndim))
+    if _size(a, summed[0]) <= _size(d, columns):
+        turned = lax.optimization_barrier(jnp.transpose(a, summed[0] + a_free))
+        return _dot(turned, d, _last(turned, rows), rows, like=b, made=summed[1] + b_free)
+    turned = lax.optimization_barrier(jnp.transpose(d, columns + rows))
+    to_b = dict(zip(*summed, strict=True))
+    made = b_free + tuple(to_b[i] for i in sorted(summed[0]))
+    return _dot(turned, a, _last(turned, rows), a_free, like=b, made=made)
+
+
+def _free(x, dims) -> tuple[int, ...]:
+    return tuple(i for i in range(x.ndim) if i not in dims)
+
+
+def _last(x, dims) -> tuple[int, ...]:
+    return tuple(range(x.ndim - len(dims), x.ndim))
+
+
+def _size(x, dims) -> int:
+    return math.prod(x.shape[i] for i in dims)
+
+
+def _dot(x, y, x_dims, y_dims, *, like, made: tuple[int, ...]):
+    """A product in the type that the gradient of `like` has; `made` says which of its dimensions come out, in order."""
+    numbers = ((tuple(x_dims), tuple(y_dims)), ((), ()))
+    state = state_of(like)
+    order = [made.index(i) for i in range(like.ndim)]
+    if state.mode != "explicit":
+        return jnp.transpose(cpu_dot(x, y, numbers), order)
+    # What was copied (`~`) gets its gradient as a pending sum, and the other way round.
+    spec = spec_of([state.axes[i] for i in made], state.copied, state.pending)
+    return jnp.transpose(cpu_dot(x, y, numbers, spec=spec), order)

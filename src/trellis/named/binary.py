@@ -1,0 +1,170 @@
+"""Elementwise functions of two arrays: those of `jax.numpy`, by name.
+
+They broadcast where one operand's names contain the other's (`outer` asks for all combinations), bring both operands
+to where the layout has the result's names, and refuse partial sums. Numbers and plain scalars are taken, too.
+"""
+
+import jax.numpy as jnp
+
+from trellis.named.array import NamedArray
+from trellis.named.elementwise import by_name
+
+
+def arctan2(y, x) -> NamedArray:
+    """The angle of the point `(x, y)`."""
+    return by_name(jnp.arctan2, y, x)
+
+
+def bitwise_and(x, y) -> NamedArray:
+    """The bits that both have."""
+    return by_name(jnp.bitwise_and, x, y)
+
+
+def bitwise_or(x, y) -> NamedArray:
+    """The bits that one has or the other."""
+    return by_name(jnp.bitwise_or, x, y)
+
+
+def bitwise_xor(x, y) -> NamedArray:
+    """The bits that one of the two has."""
+    return by_name(jnp.bitwise_xor, x, y)
+
+
+def copysign(x, y) -> NamedArray:
+    """`x` with the sign of `y`."""
+    return by_name(jnp.copysign, x, y)
+
+
+def equal(x, y) -> NamedArray:
+    """`x == y`."""
+    return by_name(jnp.equal, x, y)
+
+
+def float_power(x, y) -> NamedArray:
+    """`x ** y` in floats."""
+    return by_name(jnp.float_power, x, y)
+
+
+def floor_divide(x, y) -> NamedArray:
+    """`x // y`."""
+    return by_name(jnp.floor_divide, x, y)
+
+
+def fmax(x, y) -> NamedArray:
+    """The larger one; where one is NaN, the other."""
+    return by_name(jnp.fmax, x, y)
+
+
+def fmin(x, y) -> NamedArray:
+    """The smaller one; where one is NaN, the other."""
+    return by_name(jnp.fmin, x, y)
+
+
+def fmod(x, y) -> NamedArray:
+    """The remainder of `x / y`, with the sign of `x`."""
+    return by_name(jnp.fmod, x, y)
+
+
+def gcd(x, y) -> NamedArray:
+    """The greatest common divisor."""
+    return by_name(jnp.gcd, x, y)
+
+
+def greater(x, y) -> NamedArray:
+    """`x > y`."""
+    return by_name(jnp.greater, x, y)
+
+
+def greater_equal(x, y) -> NamedArray:
+    """`x >= y`."""
+    return by_name(jnp.greater_equal, x, y)
+
+
+def heaviside(x, y) -> NamedArray:
+    """0 where `x` is negative, 1 where positive, `y` where it is 0."""
+    return by_name(jnp.heaviside, x, y)
+
+
+def hypot(x, y) -> NamedArray:
+    """`sqrt(x ** 2 + y ** 2)`."""
+    return by_name(jnp.hypot, x, y)
+
+
+def lcm(x, y) -> NamedArray:
+    """The least common multiple."""
+    return by_name(jnp.lcm, x, y)
+
+
+def left_shift(x, y) -> NamedArray:
+    """`x << y`."""
+    return by_name(jnp.left_shift, x, y)
+
+
+def less(x, y) -> NamedArray:
+    """`x < y`."""
+    return by_name(jnp.less, x, y)
+
+
+def less_equal(x, y) -> NamedArray:
+    """`x <= y`."""
+    return by_name(jnp.less_equal, x, y)
+
+
+def logaddexp(x, y) -> NamedArray:
+    """`log(exp(x) + exp(y))`, without overflow."""
+    return by_name(jnp.logaddexp, x, y)
+
+
+def logaddexp2(x, y) -> NamedArray:
+    """`log2(2 ** x + 2 ** y)`, without overflow."""
+    return by_name(jnp.logaddexp2, x, y)
+
+
+def logical_and(x, y) -> NamedArray:
+    """Whether both are true."""
+    return by_name(jnp.logical_and, x, y)
+
+
+def logical_or(x, y) -> NamedArray:
+    """Whether one is true."""
+    return by_name(jnp.logical_or, x, y)
+
+
+def logical_xor(x, y) -> NamedArray:
+    """Whether one of the two is true."""
+    return by_name(jnp.logical_xor, x, y)
+
+
+def maximum(x, y) -> NamedArray:
+    """The larger one."""
+    return by_name(jnp.maximum, x, y)
+
+
+def minimum(x, y) -> NamedArray:
+    """The smaller one."""
+    return by_name(jnp.minimum, x, y)
+
+
+def mod(x, y) -> NamedArray:
+    """The remainder of `x / y`, with the sign of `y`."""
+    return by_name(jnp.mod, x, y)
+
+
+def not_equal(x, y) -> NamedArray:
+    """`x != y`."""
+    return by_name(jnp.not_equal, x, y)
+
+
+def power(x, y) -> NamedArray:
+    """`x ** y`."""
+    return by_name(jnp.power, x, y)
+
+
+def remainder(x, y) -> NamedArray:
+    """The remainder of `x / y`, with the sign of `y`; the same as `mod`."""
+    return by_name(jnp.remainder, x, y)
+
+
+def right_shift(x, y) -> NamedArray:
+    """`x >> y`."""
+    return by_name(jnp.right_shift, x, y)

@@ -1,0 +1,61 @@
+"""`grad` and `value_and_grad` of functions that give a named scalar."""
+
+from collections.abc import Callable
+
+import jax
+
+from trellis.named.array import NamedArray, is_named
+from trellis.named.axis import NamesError
+from trellis.notation import typeof
+
+
+def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable:
+    """`jax.value_and_grad`, of a function whose value may be a named array without names, such as `loss.sum()`.
+
+    Gradients of named arrays are named arrays.
+
+    >>> import jax.numpy as jnp
+    >>> from trellis.named import named
+    >>> value, gradient = value_and_grad(lambda x: (x * x).sum())(named(jnp.arange(3.0), "embed"))
+    >>> print(f"{value:.1f} {gradient.tolist()}")
+    5.0 [0.0, 2.0, 4.0]
+
+    Args:
+        fn: gives one number, or with `has_aux` a number and anything else.
+        argnums: the arguments that are differentiated.
+        has_aux: whether it gives something beside the number.
+
+    Raises:
+        NamesError: the value has names left.
+    """
+    names: list[bool] = []
+
+    def plain(*args, **kwargs):
+        out = fn(*args, **kwargs)
+        value, aux = out if has_aux else (out, None)
+        if is_named(value) and value.names:
+            raise NamesError(
+                f"a gradient is that of one number, got {typeof(value)}, in the gradient of "
+                f"`{getattr(fn, '__name__', 'the function')}`: sum over its names, or take their mean"
+            )
+        names.append(is_named(value))
+        return value.array if is_named(value) else value, aux
+
+    differentiated = jax.value_and_grad(plain, argnums, has_aux=True)
+
+    def call(*args, **kwargs):
+        (value, aux), gradients = differentiated(*args, **kwargs)
+        value = NamedArray(value, ()) if names.pop() else value
+        return ((value, aux) if has_aux else value), gradients
+
+    return call
+
+
+def grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable:
+    """`jax.grad`, of a function whose value may be a named array without names (see `value_and_grad`)."""
+
+    def call(*args, **kwargs):
+        value, gradients = value_and_grad(fn, argnums, has_aux)(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return call

@@ -1,0 +1,193 @@
+"""What every operation asks of its operands: names as many as dimensions, the mesh in force, no pending sums.
+
+One rule for arrays that are not on the mesh: a NumPy array, one made before the layout, or one of a single device is
+whole on every device. The first operation that meets it places it as the layout says of its names (each device takes
+its slice, nothing moves), and its gradient is whole like itself. An array of another mesh is refused.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import concrete_or_error
+from jax.sharding import NamedSharding, PartitionSpec
+
+from trellis._compat import is_tracer
+from trellis.mesh.layout import current_layout
+from trellis.mesh.meshes import MeshError, mesh_text, same_mesh
+from trellis.mesh.reshard import scope_name
+from trellis.named.array import NamedArray, check_rank
+from trellis.named.axis import NamesError
+from trellis.notation import Dim, PendingSumError, Shape, spec_of, typeof
+from trellis.notation.state import mode_of, state_of
+
+
+def operand(x, what: str, *, pending: bool = False) -> NamedArray:
+    """An operand, checked and on the mesh in force.
+
+    Args:
+        x: what the caller passed.
+        what: the operation, for messages.
+        pending: whether the operation takes partial sums (it is linear).
+
+    Raises:
+        NamesError: not a named array, or one whose array has other dimensions than names.
+        MeshError: an array of another mesh.
+        PendingSumError: partial sums in an operation that is not linear.
+    """
+    if not isinstance(x, NamedArray):
+        raise NamesError(
+            f"an operation by name takes named arrays, got {typeof(x)} in {what}: name its dimensions with "
+            "named(array, '...')"
+        )
+    check_rank(x, what)
+    array = on_mesh(x.array, x.names, what)
+    x = x if array is x.array else NamedArray(array, x.names, x.slices)
+    if not pending:
+        refuse_pending(x, what)
+    return x
+
+
+def on_mesh(array, names: tuple[str, ...], what: str) -> jax.Array:
+    """A plain array on the mesh in force; one that lies on none is placed as the layout says of these names.
+
+    Raises:
+        MeshError: it lies on another mesh.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    mode = mode_of(here)
+    if mode == "none" and is_tracer(array):
+        _refuse_after_its_mesh(array, names, what)
+    if mode in ("none", "manual"):
+        return jnp.asarray(array) if isinstance(array, np.ndarray | np.generic) else array
+    layout = current_layout()
+    if layout is not None and not same_mesh(layout.mesh.abstract_mesh, here):
+        raise MeshError(
+            f"a layout holds on its own mesh, got one for ({mesh_text(layout.mesh)}) where the mesh in force is "
+            f"({mesh_text(here)}), in {what}: make a layout for the mesh in force, or leave jax.set_mesh out"
+        )
+    mesh = jax.typeof(array).sharding.mesh
+    if mesh.empty:
+        return _placed(array, names, here, mode)
+    devices = getattr(getattr(array, "sharding", None), "mesh", None) if layout is not None else None
+    if not same_mesh(mesh, here) or (
+        devices is not None and isinstance(array, jax.Array) and _elsewhere(devices, layout)
+    ):
+        raise MeshError(
+            f"an operation takes arrays of the mesh in force, which is ({mesh_text(here)}), got "
+            f"{_shown(array, names)} of another mesh ({mesh_text(mesh)}), in {what}: move it there first, with "
+            "shard(x) or shard(x, 'compute')"
+        )
+    return array
+
+
+def _refuse_after_its_mesh(array, names: tuple[str, ...], what: str) -> None:
+    """Outside of `jit` JAX differentiates what lies on a mesh only while that mesh is in force."""
+    mesh = jax.typeof(array).sharding.mesh
+    if mesh.empty:
+        return
+    try:
+        concrete_or_error(None, array)
+    except jax.errors.ConcretizationTypeError:
+        return
+    raise MeshError(
+        f"a gradient of arrays of a mesh is taken while that mesh is in force, got {_shown(array, names)} of the mesh "
+        f"({mesh_text(mesh)}) and none in force, in {what}: take it inside `with layout:`"
+    )
+
+
+def _shown(array, names: tuple[str, ...]) -> str:
+    return typeof(NamedArray(array, names)) if names else typeof(array)
+
+
+def _elsewhere(devices, layout) -> bool:
+    return not is_tracer(devices) and isinstance(devices, jax.sharding.Mesh) and devices != layout.mesh
+
+
+def _placed(array, names: tuple[str, ...], here, mode: str) -> jax.Array:
+    layout = current_layout()
+    axes = ((),) * len(names) if layout is None else layout.assign(names)
+    if layout is not None:
+        layout.check(names, array.shape)
+    if isinstance(array, jax.Array) and not is_tracer(array) and array.committed:
+        mesh = jax.sharding.get_mesh() if layout is None else layout.mesh
+        array = jax.device_put(array, NamedSharding(mesh, PartitionSpec()))  # it was on one device
+    if mode == "auto":
+        array = jnp.asarray(array)
+        return array if layout is None else jax.lax.with_sharding_constraint(array, layout.sharding(names))
+    text = f"{Shape(tuple(map(Dim, names)))} -> {Shape(tuple(map(Dim, names, axes)))}"
+    with jax.named_scope(scope_name(text)):
+        if is_tracer(array) and any(axes):
+            array = jax.reshard(array, spec_of([() for _ in axes]))  # so that its gradient is whole, too
+        return jax.reshard(array, spec_of(axes))
+
+
+def check_sizes(operands: list[NamedArray], what: str) -> None:
+    """A name has one size in an operation.
+
+    Raises:
+        NamesError: with the full types of all operands.
+    """
+    sizes: dict[str, int] = {}
+    for x in operands:
+        for name, size in x.shape.items():
+            if sizes.setdefault(name, size) != size:
+                raise NamesError(
+                    f"a name has one size in an operation, got {name}={sizes[name]} and {name}={size} "
+                    f"in {what} of {types_of(operands)}: rename one of them, or slice it"
+                )
+
+
+def union(operands: list[NamedArray]) -> tuple[str, ...]:
+    """All names: those of the operand that has most first, then the others' in order."""
+    first = max(operands, key=lambda x: len(x.names))
+    names = list(first.names)
+    for x in operands:
+        names += [name for name in x.names if name not in names]
+    return tuple(names)
+
+
+def check_contained(operands: list[NamedArray], names: tuple[str, ...], what: str) -> None:
+    """An operation broadcasts where one operand's names contain the others'.
+
+    Raises:
+        NamesError: no operand has all the names, so that the result would be an outer product nobody asked for.
+    """
+    if not any(len(x.names) == len(names) for x in operands):
+        raise NamesError(
+            f"an operation broadcasts where one operand's names contain the other's, got {types_of(operands)} in "
+            f"{what}: rename one of them, or ask for all combinations with outer({what}, ...)"
+        )
+
+
+def refuse_pending(x: NamedArray, what: str) -> None:
+    """Only linear operations make sense on partial sums.
+
+    Raises:
+        PendingSumError: `x` holds some; the message says which reshard was forgotten.
+    """
+    if state_of(x.array).pending:
+        settled = Shape(x.type.dims, (), x.type.copied)
+        raise PendingSumError(
+            f"only linear operations take partial sums, got {what} of {typeof(x)}: write "
+            f'reshard("{x.type} -> {settled}", ...) before, or settle(...)'
+        )
+
+
+def refuse_cut(names, what: str) -> None:
+    """Within a pipeline a layer sees a part of the batch: along it nothing may be computed.
+
+    Raises:
+        NamesError: one of the names is cut.
+    """
+    layout = current_layout()
+    cut = [n for n in names if n in layout.cut] if layout is not None and layout.cut else []
+    if cut:
+        raise NamesError(
+            f"within a pipeline a layer computes each row of '{cut[0]}' on its own, got {what} along '{cut[0]}', of "
+            f"which it sees a microbatch: move it out of the layers, or take the layers out of the layout's compute"
+        )
+
+
+def types_of(operands: list[NamedArray]) -> str:
+    """Their types, for messages."""
+    return " and ".join(map(typeof, operands))

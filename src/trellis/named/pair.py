@@ -1,0 +1,77 @@
+"""The product of two named arrays."""
+
+import jax.numpy as jnp
+
+from trellis.mesh.manual.ops import mark_pending
+from trellis.named import backend
+from trellis.named.array import NamedArray
+from trellis.named.narrow import TYPES, Kind, product, rounded
+from trellis.named.operand import refuse_cut
+from trellis.named.placing import Assignment, assign, bring_to_product, move, settle
+from trellis.notation import Dim, Shape, spec_of
+from trellis.notation.state import state_of
+
+Words = tuple[str, ...]
+
+
+class Pair:
+    """A product of two named arrays.
+
+    Attributes:
+        x, y: the operands, as they came.
+        summed: the names that are summed.
+        out: the names of the result, in order.
+        dtype: of the result and its accumulation, None for the operands'.
+        kind: of narrow numbers that it is made in, or None.
+        where: what `compute` assigns to the names of both operands.
+    """
+
+    def __init__(self, x: NamedArray, y: NamedArray, summed: Words, out: Words, dtype=None, kind: Kind | None = None):
+        refuse_cut(summed, "a product summed")
+        self.x, self.y, self.summed, self.out, self.dtype, self.kind = x, y, summed, out, dtype, kind
+        self.where: Assignment | None = assign([x, y], tuple(dict.fromkeys((*x.names, *y.names))))
+
+    def multiply(self, x: NamedArray) -> NamedArray:
+        """The product of the moved `x`, by `dot_general`, with partial sums over the mesh axes of summed names."""
+        y, where = bring_to_product(self.y, self.where), self.where
+        narrow = [self._narrow(a, where) for a in (self.x, self.y)] if self.kind else []
+        shared = [n for n in x.names if n in y.names]
+        batch = [n for n in shared if n not in self.summed]
+        if _comes_first(y, x, shared, self.out):
+            x, y, narrow = y, x, narrow[::-1]
+        order = (*batch, *free(x, shared), *free(y, shared))
+        numbers = tuple(([x.index(n) for n in group], [y.index(n) for n in group]) for group in (self.summed, batch))
+        pending = tuple(axis for n in self.summed for axis in where[n]) if where else ()
+        mode = state_of(x.array).mode
+        sliced = where and mode == "explicit" and any(where.values())
+        spec = spec_of([where[n] for n in order], pending) if sliced else None
+        if self.kind:
+            dtype = self.dtype or jnp.result_type(x.array, y.array)
+            array = product(x.array, y.array, *narrow, numbers, kind=self.kind, dtype=dtype, spec=spec)
+        else:
+            array = backend.product(x.array, y.array, numbers, preferred_element_type=self.dtype, spec=spec)
+        if mode == "manual" and pending:
+            array = mark_pending(array, pending, Shape(tuple(Dim(n, where[n]) for n in order), tuple(sorted(pending))))
+        if order != self.out:
+            array = jnp.transpose(array, [order.index(n) for n in self.out])
+        slices = tuple(where[n] for n in self.out) if where and (x.slices or y.slices) else ()
+        result = NamedArray(array, self.out, slices)
+        return settle(result) if mode == "auto" else result
+
+    def _narrow(self, x: NamedArray, where: Assignment | None):
+        """A factor in narrow numbers, rounded where it is and then moved, and its scale."""
+        array, scale = rounded(x.array, TYPES[self.kind].forward)
+        if where is None:
+            return array, scale
+        return move(NamedArray(array, x.names), tuple(where[n] for n in x.names), frozenset()).array, scale
+
+
+def free(x: NamedArray, shared) -> list[str]:
+    """The names of a factor that the other one has not."""
+    return [n for n in x.names if n not in shared]
+
+
+def _comes_first(y: NamedArray, x: NamedArray, shared, out: Words) -> bool:
+    """Whether the result wants the free names of `y` before those of `x`: swapping spares a transpose."""
+    mine, other = free(y, shared), free(x, shared)
+    return bool(mine and other) and out.index(mine[0]) < out.index(other[0])

@@ -1,0 +1,129 @@
+"""Taking arrays apart along a name, and putting them together."""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from trellis.named.array import NamedArray
+from trellis.named.axis import Axis, Name, NamesError, name_of
+from trellis.named.index import positions, single
+from trellis.named.operand import check_contained, check_sizes, operand, refuse_cut, types_of, union
+from trellis.named.placing import assign, bring, settle, spread, whole
+from trellis.named.reshape import rename
+from trellis.notation import TypeMismatch, typeof
+from trellis.notation.state import state_of
+
+
+def unbind(x: NamedArray, name: Name) -> tuple[NamedArray, ...]:
+    """One array for each position of a name, without it: `q, k, v = unbind(qkv, "qkv")`."""
+    x = operand(x, "unbind")
+    name = x.names[x.index(name)]
+    refuse_cut((name,), "unbind")
+    x, i = whole(x, (name,), "unbind"), x.index(name)
+    names, slices = (kept[:i] + kept[i + 1 :] for kept in (x.names, x.slices))
+    return tuple(single(NamedArray(array, names, slices)) for array in positions(x.array, i))
+
+
+def split(x: NamedArray, name: Name, sizes: int | Sequence[int]) -> tuple[NamedArray, ...]:
+    """Pieces along a name: so many equal ones for an integer, or of the given sizes.
+
+    Raises:
+        NamesError: the sizes do not add up to the dimension's.
+    """
+    x = operand(x, "split")
+    name = x.names[x.index(name)]
+    refuse_cut((name,), "split")
+    size = x.shape[name]
+    count = sizes if isinstance(sizes, int) else None
+    pieces = list(sizes) if count is None else [size // count] * count if count > 0 else []
+    if sum(pieces) != size or any(piece < 0 for piece in pieces):
+        shown = f"{count} equal pieces" if count is not None else pieces
+        raise NamesError(
+            f"the pieces of a dimension add up to it, got {shown} for {name}={size} in {typeof(x)}: give sizes that do"
+        )
+    x = whole(x, (name,), "split")
+    return tuple(x.with_array(part) for part in jax.lax.split(x.array, pieces, x.index(name)))
+
+
+def _joined(name: str, arrays: list[NamedArray], what: str, sizes_differ: bool):
+    renamed = [rename(x, {name: f"{name}_{i}"}) if sizes_differ else x for i, x in enumerate(arrays)]
+    check_sizes(renamed, what)
+    names = union(arrays)
+    check_contained(arrays, names, what)
+    if len({x.dtype for x in arrays}) > 1:
+        raise TypeMismatch(
+            f"arrays that are joined have one dtype, got {types_of(arrays)}, in {what}: cast with .astype"
+        )
+    where = assign(arrays, names)
+    if where is not None and sizes_differ:
+        arrays = [whole(x, (name,), what) for x in arrays]
+        where = {**assign(arrays, names), name: ()}
+    moved = [bring(x, where) for x in arrays]
+    sizes = {n: s for x in moved for n, s in zip(x.names, x.array.shape, strict=True)}
+    plain = [spread(x, names, where, {**sizes, name: x.shape.get(name, 1)}) for x in moved]
+    slices = tuple(where[n] for n in names) if where and any(x.slices for x in arrays) else ()
+    return plain, names, slices
+
+
+def _several(arrays: Sequence[NamedArray], what: str) -> list[NamedArray]:
+    if isinstance(arrays, NamedArray) or not arrays:
+        seen = typeof(arrays) if isinstance(arrays, NamedArray) else "none"
+        raise NamesError(f"{what} takes a list of named arrays, got {seen}: pass one array or more in a list")
+    return [operand(x, what) for x in arrays]
+
+
+def concatenate(arrays: Sequence[NamedArray], name: Name) -> NamedArray:
+    """Joins arrays along a name that all of them have. A sliced one is gathered first."""
+    arrays = _several(arrays, "concatenate")
+    name = [x.names[x.index(name.name if isinstance(name, Axis) else name)] for x in arrays][0]
+    refuse_cut((name,), "concatenate")
+    plain, names, slices = _joined(name, arrays, "concatenate", True)
+    return settle(NamedArray(jnp.concatenate(plain, axis=names.index(name)), names, slices))
+
+
+def stack(arrays: Sequence[NamedArray], name: Name) -> NamedArray:
+    """Puts arrays side by side under a new leading name."""
+    arrays = _several(arrays, "stack")
+    if isinstance(name, Axis) and name.size != len(arrays):
+        raise NamesError(
+            f"stack makes an axis of as many as it is given, got {name} for {len(arrays)} arrays: correct it"
+        )
+    name = name_of(name, "stack")
+    if any(name in x.names for x in arrays):
+        raise NamesError(
+            f"stack makes a new dimension, got '{name}' in {typeof(arrays[0])}: choose another name, or concatenate"
+        )
+    plain, names, slices = _joined(name, arrays, "stack", False)
+    return settle(NamedArray(jnp.stack(plain), (name, *names), ((), *slices) if slices else ()))
+
+
+def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> NamedArray:
+    """Adds `(before, after)` elements of `value` along names: `pad(x, {"pos": (1, 0)})`. Sliced ones are gathered.
+
+    Raises:
+        NamesError: a name is absent, or a width is negative.
+        PendingSumError: `x` holds partial sums and `value` is not 0.
+    """
+    zero = isinstance(value, int | float) and value == 0
+    x = operand(x, "pad with another value than 0", pending=zero)
+    widths = {x.names[x.index(name)]: tuple(width) for name, width in widths.items()}
+    refuse_cut(widths, "pad")
+    if wrong := [n for n, w in widths.items() if len(w) != 2 or min(w) < 0]:
+        raise NamesError(
+            f"padding adds elements before and after, got {wrong[0]}: {widths[wrong[0]]} for {typeof(x)}, in pad: "
+            f"write {{'{wrong[0]}': (1, 0)}}"
+        )
+    x = whole(x, tuple(widths), "pad")
+    fill = jnp.asarray(value, x.dtype)
+    out = jax.lax.pad(x.array, fill, [(*widths.get(n, (0, 0)), 0) for n in x.names])
+    return x.with_array(out) if state_of(out).pending else settle(x.with_array(out))
+
+
+def roll(x: NamedArray, shift: int, name: Name) -> NamedArray:
+    """Shifts elements along a name, around the end. A sliced one is gathered first."""
+    x = operand(x, "roll")
+    name = x.names[x.index(name)]
+    refuse_cut((name,), "roll")
+    x = whole(x, (name,), "roll")
+    return settle(x.with_array(jnp.roll(x.array, shift, axis=x.index(name))))

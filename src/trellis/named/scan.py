@@ -1,0 +1,189 @@
+"""`scan`, `fold` and `map` over a name."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from trellis.mesh.reshard import place
+from trellis.named.array import is_named
+from trellis.named.axis import Name, name_of
+from trellis.named.index import positions
+from trellis.named.mapped import entered, front, inside, is_mapped, length_of, named_leaves, restore
+from trellis.named.operand import refuse_cut, refuse_pending
+from trellis.named.placing import whole
+from trellis.named.saving import Keep, checkpoint
+from trellis.notation import TypeMismatch, typeof
+from trellis.notation.state import State, mode_of, state_of
+
+
+def scan(
+    fn: Callable, axis: Name, *, reverse: bool = False, unroll: int = 1, policy: Keep | Callable | None = None
+) -> Callable:
+    """A loop along a name that carries a value: `carry, ys = scan(f, "layers")(carry, xs)`.
+
+    `fn(carry, x) -> (carry, y)` sees one position of every array in `xs` that
+    has the name, and everything else whole. It is compiled once. A sliced name
+    is gathered first.
+
+    Args:
+        fn: the body. It gives a carry of the names, dtypes and sharding that it takes.
+        axis: the name. Given as an axis, no argument needs to have it.
+        reverse: from the last position to the first.
+        unroll: how many bodies one iteration of the compiled loop holds.
+        policy: what each iteration keeps for the backward pass (`Keep`, or a policy of `jax.checkpoint`).
+
+    Raises:
+        NamesError: no argument has the name, or with different sizes.
+        TypeMismatch: the body gives another carry than it takes.
+    """
+    return loop(fn, axis, reverse, unroll, policy, once=jax.jit)
+
+
+def loop(fn: Callable, axis: Name, reverse: bool, unroll: int, policy, *, once: Callable) -> Callable:
+    """`scan`.
+
+    Args:
+        once: what is done to the body where the loop is written out: `jax.jit`, so that it is traced once, or nothing.
+    """
+    name = name_of(axis, "scan")
+
+    def scanned(carry, *xs):
+        carry, xs = entered(carry, "scan"), entered(xs, "scan")
+        length = length_of(xs, axis, "scan")
+        refuse_cut((name,), "scan")
+        gathered = lambda x: whole(x, (name,), "scan") if is_named(x) and name in x.names else x
+        tree = front(jax.tree.map(gathered, xs, is_leaf=is_named), name)
+        leaves, structure = jax.tree.flatten(tree, is_leaf=is_mapped)
+        moving = [x.x if is_mapped(x) else None for x in leaves]
+        still = [None if is_mapped(x) else x for x in leaves]
+
+        def body(carry, moving):
+            slots = [s if m is None else m for m, s in zip(moving, still, strict=True)]
+            carry = _pinned(carry)
+            new, y = fn(carry, *inside(jax.tree.unflatten(structure, slots)))
+            _check_carry(carry, new, name, body)
+            for each in named_leaves(y):
+                refuse_pending(each, "stacking the results of a loop")
+            return _pinned(new), entered(y, "scan")
+
+        def run(carry):
+            one = checkpoint(body, policy)
+            if 0 < length <= unroll:
+                return _written_out(once(one), carry, moving, length, reverse)
+            return jax.lax.scan(one, carry, moving, length=length, reverse=reverse, unroll=unroll)
+
+        try:
+            carry, ys = run(carry)
+        except _Elsewhere as elsewhere:
+            if elsewhere.body is not body:  # of another loop, inside this one
+                raise
+            carry, ys = run(elsewhere.moved(carry))
+        return carry, restore(ys, name, "scan")
+
+    return scanned
+
+
+class _Elsewhere(TypeMismatch):
+    """A body gives its carry the names and sizes that it takes, but elsewhere on the mesh: the loop starts there."""
+
+    def __init__(self, message: str, body: Callable, states: list[State]):
+        super().__init__(message)
+        self.body, self.states = body, states
+
+    def moved(self, carry):
+        """The carry where the body puts it."""
+        leaves, structure = jax.tree.flatten(carry, is_leaf=is_named)
+        return structure.unflatten([self._move(x, s) for x, s in zip(leaves, self.states, strict=True)])
+
+    def _move(self, x, state: State):
+        array = x.array if is_named(x) else x
+        if state.mode != "explicit" or state == state_of(array):
+            return x
+        names = x.names if is_named(x) else None
+        moved = place(array, state.axes, state.pending, state.copied, names=names)
+        return x.with_array(moved) if is_named(x) else moved
+
+
+def _written_out(one, carry, moving, length: int, reverse: bool):
+    """What `jax.lax.scan` computes, without a loop: what the body keeps for the backward pass is kept as it is, where
+    an unrolled `lax.scan` stacks it and takes it apart again."""
+    leaves, structure = jax.tree.flatten(moving)
+    parts = [positions(x, 0) for x in leaves]
+    ys = {}
+    for i in reversed(range(length)) if reverse else range(length):
+        carry, ys[i] = one(carry, jax.tree.unflatten(structure, [part[i] for part in parts]))
+    return carry, jax.tree.map(lambda *y: jnp.stack(y), *(ys[i] for i in range(length)))
+
+
+def _check_carry(before, after, name: str, body: Callable) -> None:
+    """A body gives what it takes, in a compiled loop and written out alike.
+
+    Raises:
+        TypeMismatch: the trees differ, or the names, sizes, dtype or sharding of a value.
+    """
+    flat = lambda tree: jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)
+    (old, _), (new, _) = flat(before), flat(after)
+    bare = lambda tree: jax.tree.structure(jax.tree.map(lambda x: 0, tree, is_leaf=is_named))
+    if bare(before) != bare(after):
+        raise TypeMismatch(
+            f"a loop's body gives a carry like the one it takes, got {bare(after)} for {bare(before)}, in a loop over "
+            f"'{name}': return the same structure"
+        )
+    moved = []
+    for (path, x), (_, y) in zip(old, new, strict=True):
+        at = jax.tree_util.keystr(path)
+        message = (
+            f"a loop's body gives a carry like the one it takes, got {typeof(y)} for {typeof(x)}, in a loop over "
+            f"'{name}'{f' at {at}' if at else ''}: rename, cast or reshard what the body gives, or start from that"
+        )
+        if not _alike(x, y):
+            raise TypeMismatch(message)
+        states = [state_of(z.array if is_named(z) else z) for z in (x, y)]
+        if states[0] != states[1] and {s.mode for s in states} == {"explicit"}:
+            moved.append(message)
+    if moved:
+        raise _Elsewhere(moved[0], body, [state_of(y.array if is_named(y) else y) for _, y in new])
+
+
+def _alike(x, y) -> bool:
+    names = [(a.names, a.slices) if is_named(a) else None for a in (x, y)]
+    first, second = (jax.typeof(z.array if is_named(z) else z) for z in (x, y))
+    if names[0] != names[1] or first.shape != second.shape:
+        return False
+    return first.dtype == second.dtype or getattr(first, "weak_type", False)
+
+
+def _pinned(tree):
+    """The same values with their shardings written down once more, for the compiler; so are their gradients.
+
+    Arguments of a loop's body carry no sharding in what JAX 0.10.2 to 0.12.0 hands to XLA. Where one is summed to
+    partial sums (the gradient of a bias on sliced positions) and gathered too, XLA gathers it first and then sums
+    whole values over devices: twice the gradient on two devices, without an error.
+    """
+
+    def pin(x):
+        sharding = jax.typeof(x).sharding
+        return jax.reshard(x, sharding) if mode_of(sharding.mesh) == "explicit" else x
+
+    return jax.tree.map(pin, tree)
+
+
+def fold(
+    fn: Callable, axis: Name, *, reverse: bool = False, unroll: int = 1, policy: Keep | Callable | None = None
+) -> Callable:
+    """A `scan` that keeps only the last value: `x = fold(block, "layers")(x, params)`."""
+
+    def folded(carry, *xs):
+        return scan(lambda c, *x: (fn(c, *x), None), axis, reverse=reverse, unroll=unroll, policy=policy)(carry, *xs)[0]
+
+    return folded
+
+
+def map(fn: Callable, axis: Name, *, policy: Keep | Callable | None = None) -> Callable:
+    """One position after the other, without a carried value (where `vmap` would need too much memory)."""
+
+    def mapped(*xs):
+        return scan(lambda _, *x: (None, fn(*x)), axis, policy=policy)(None, *xs)[1]
+
+    return mapped

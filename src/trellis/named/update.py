@@ -1,0 +1,223 @@
+"""Updates by name: `x.at["pos", 3].set(value)`."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from trellis.mesh.layout import current_layout
+from trellis.mesh.reshard import place
+from trellis.named.array import NamedArray
+from trellis.named.axis import NamesError
+from trellis.named.index import index
+from trellis.named.operand import check_contained, check_sizes, operand, union
+from trellis.named.placing import from_slices, settle, transpose_array, whole, widen
+from trellis.named.selection import on_mesh, selection
+from trellis.notation import TypeMismatch, spec_of, typeof
+from trellis.notation.state import state_of
+
+
+def at(x: NamedArray) -> "At":
+    """`at(x)["pos", 3].set(value)`, also `x.at["pos", 3].set(value)`."""
+    return At(operand(x, "an update"))
+
+
+class At:
+    """The places of an array that an update is for: `x.at`, until it is indexed."""
+
+    def __init__(self, x: NamedArray):
+        self.x = x
+
+    def __getitem__(self, key) -> "Place":
+        return Place(self.x, key)
+
+
+class Place:
+    """Places of an array, selected as in indexing, to be read or updated.
+
+    An update gives a new array. Its value is a number or a named array whose names are among those of the places,
+    which are the names that `x[...]` would have. A dimension that is indexed is gathered first, and so are the
+    positions and the values along their own names. Positions outside, of those that are values of the program, are
+    left alone.
+    """
+
+    def __init__(self, x: NamedArray, key):
+        self.x, self.key = x, key
+
+    def get(self) -> NamedArray:
+        """The values at the places: `x[...]`."""
+        return index(self.x, self.key)
+
+    def set(self, value) -> NamedArray:
+        """The array with these values at the places."""
+        return self._update("set", value)
+
+    def add(self, value) -> NamedArray:
+        """The array with the values added at the places; at a place that is met twice, both."""
+        return self._update("add", value)
+
+    def subtract(self, value) -> NamedArray:
+        """The array with the values subtracted at the places; at a place that is met twice, both."""
+        return self._update("add", -value)
+
+    def multiply(self, value) -> NamedArray:
+        """The array with the places multiplied by the values."""
+        return self._update("multiply", value)
+
+    mul = multiply
+
+    def divide(self, value) -> NamedArray:
+        """The array with the places divided by the values."""
+        return self._update("divide", value)
+
+    def power(self, value) -> NamedArray:
+        """The array with the places raised to the power of the values."""
+        return self._update("power", value)
+
+    def min(self, value) -> NamedArray:
+        """The array with the smaller of place and value at the places."""
+        return self._update("min", value)
+
+    def max(self, value) -> NamedArray:
+        """The array with the larger of place and value at the places."""
+        return self._update("max", value)
+
+    def _update(self, method: str, value) -> NamedArray:
+        what = f"at[...].{method}"
+        found = selection(self.x, self.key, what)
+        arrays = {n: on_mesh(v, n, what) for n, v in found.items() if isinstance(v, NamedArray)}
+        numbers = {n: v for n, v in found.items() if isinstance(v, int)}
+        slices = {n: v for n, v in found.items() if isinstance(v, slice) and v != slice(0, self.x.shape[n], 1)}
+        x = _one_piece(whole(self.x, (*arrays, *numbers, *slices), what), (*arrays, *numbers, *slices))
+        return settle(_Update(x, arrays, numbers, slices, what).run(method, value))
+
+
+def _one_piece(x: NamedArray, names) -> NamedArray:
+    """In auto mode, the array whole along the names that are updated: where XLA 0.10.2 has just reshaped a sliced
+    dimension, its update writes to the wrong device."""
+    layout = current_layout()
+    if layout is None or state_of(x.array).mode != "auto":
+        return x
+    axes = [() if n in names else mine for n, mine in zip(x.names, layout.assign(x.names), strict=True)]
+    return x.with_array(place(x.array, tuple(axes), names=x.names))
+
+
+class _Update:
+    """One update. Dimensions stand in this order in the program that runs it: those that positions share with the
+    array (`aligned`, mapped over), those with positions, those with a number, the others."""
+
+    def __init__(self, x: NamedArray, arrays, numbers, slices, what: str):
+        self.x, self.what, self.slices = x, what, slices
+        self.numbers = list(numbers.values())
+        ids = list(arrays.values())
+        self.id_names = union(ids) if ids else ()
+        if ids:
+            check_sizes(ids, what)
+            check_contained(ids, self.id_names, what)
+        rest = [n for n in x.names if n not in arrays and n not in numbers]
+        self.aligned = [n for n in rest if n in self.id_names and n not in slices]
+        self.own = [n for n in self.id_names if n not in self.aligned]
+        if clash := [n for n in self.own if n in rest]:
+            raise NamesError(
+                f"positions have names that the array has not where it is sliced, got '{clash[0]}' in {typeof(x)}, "
+                f"in {what}: rename it"
+            )
+        check_sizes([NamedArray(x.array, tuple(f"{n} updated" if n in arrays else n for n in x.names)), *ids], what)
+        self.free = [n for n in rest if n not in self.aligned]
+        self.order = [*self.aligned, *arrays, *numbers, *self.free]
+        self.ids = ids
+
+    def run(self, method: str, value) -> NamedArray:
+        x = self.x
+        state = state_of(x.array)
+        axes = dict(zip(x.names, x.slices or state.axes, strict=True))
+        plain = place(x.array, state.axes, (), (), names=x.names) if state.mode == "explicit" else x.array
+        names = [*self.aligned, *self.own, *self.free]
+        arrays = [self._whole(widen(i, self.id_names), self.id_names, i, axes) for i in self.ids]
+        if isinstance(value, NamedArray):
+            arrays.append(self._values(operand(value, self.what), names, axes))
+        elif getattr(value, "ndim", 0):
+            raise NamesError(
+                f"an update takes a number or a named array, got {typeof(value)}, in {self.what}: name its dimensions"
+            )
+        program = self._program(method, value, names)
+        if state.mode == "explicit" and any(axes.values()):
+            specs = tuple(spec_of(state_of(a).axes) for a in (plain, *arrays))
+            here = jax.sharding.get_abstract_mesh()
+            mesh = getattr(getattr(x.array, "sharding", None), "mesh", None) if here.empty else None
+            program = jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=specs[0])
+        return x.with_array(program(plain, *arrays))
+
+    def _whole(self, array, names, x: NamedArray, axes):
+        """Positions and values, sliced as the array is along the names that it has, whole along others."""
+        state = state_of(array)
+        if state.mode == "manual":
+            from_slices([self.x, x], tuple(dict.fromkeys((*self.x.names, *x.names))))
+            return array
+        keep = [*self.aligned, *self.free]
+        wanted = [axes.get(n, ()) if n in keep and array.shape[i] > 1 else () for i, n in enumerate(names)]
+        return place(array, wanted, (), (), names=tuple(names)) if state.mode == "explicit" else array
+
+    def _values(self, value: NamedArray, names: list[str], axes):
+        if extra := [n for n in value.names if n not in names]:
+            raise NamesError(
+                f"an update has names of its place, got '{extra[0]}' in {typeof(value)} for "
+                f"'{' '.join(names)}', in {self.what}: rename or select"
+            )
+        sizes = {n: s for i in self.ids for n, s in i.shape.items() if n in self.own}
+        sizes |= {n: len(range(v.start, v.stop, v.step)) for n, v in self.slices.items()}
+        sizes = {n: sizes.get(n) or self.x.shape.get(n) for n in names}
+        kinds = [jnp.inexact, jnp.integer, jnp.bool_]
+        rank = lambda a: next((i for i, kind in enumerate(kinds) if jnp.issubdtype(a.dtype, kind)), -1)
+        if rank(value) < rank(self.x):
+            raise TypeMismatch(
+                f"an update keeps the dtype of its array, got {typeof(value)} for {typeof(self.x)}, in {self.what}: "
+                "cast the value with .astype"
+            )
+        if wrong := [n for n, s in value.shape.items() if s != sizes[n]]:
+            raise NamesError(
+                f"a name has one size in an operation, got {wrong[0]}={value.shape[wrong[0]]} in {typeof(value)} for a "
+                f"place of {wrong[0]}={sizes[wrong[0]]}, in {self.what}: slice it"
+            )
+        kept = tuple(n for n in names if n in value.names)
+        value = value.with_array(value.array.astype(self.x.dtype))
+        array = transpose_array(value.array, [kept.index(n) for n in value.names])
+        moved = self._whole(array, kept, value, axes)
+        return widen(NamedArray(moved, kept), tuple(names))
+
+    def _program(self, method: str, value, names: list[str]):
+        x, count, mapped = self.x, len(self.ids), len(self.aligned)
+        layout = current_layout()
+        how = dict(out_sharding=PartitionSpec()) if layout is not None and layout.mapped else {}
+        turn = [x.names.index(n) for n in self.order]
+        back = [self.order.index(n) for n in x.names]
+        basic = (*self.numbers, *(_as_key(self.slices[n]) if n in self.slices else slice(None) for n in self.free))
+        id_turn = [self.id_names.index(n) for n in (*self.aligned, *self.own)]
+
+        def program(array, *rest):
+            ids, given = rest[:count], rest[count:]
+            shape = jnp.broadcast_shapes(*(i.shape for i in ids)) if ids else ()
+            ids = [jnp.transpose(jnp.broadcast_to(i, shape), id_turn) for i in ids]
+
+            def one(array, *ids_and_value):
+                ids, given = ids_and_value[:count], ids_and_value[count:]
+                place = array.at[(*ids, *basic)]
+                return getattr(place, method)(given[0] if given else value, mode="drop", **how)
+
+            run = one
+            for _ in range(mapped):
+                run = jax.vmap(run)
+            if given:
+                whole = [*array_shape(given[0], mapped, array, turn)]
+                given = [jnp.broadcast_to(given[0], whole)]
+            return jnp.transpose(run(jnp.transpose(array, turn), *ids, *given), back)
+
+        def array_shape(value, mapped: int, array, turn):
+            """The value's shape, full along what is mapped."""
+            return [array.shape[turn[i]] if i < mapped else n for i, n in enumerate(value.shape)]
+
+        return program
+
+
+def _as_key(value: slice) -> slice:
+    """A slice as NumPy reads it: one that goes backwards to the first position has no end."""
+    return slice(value.start, None if value.stop < 0 else value.stop, value.step)

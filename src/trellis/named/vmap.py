@@ -1,0 +1,221 @@
+"""`vmap` over a name.
+
+Where the layout slices the name, devices map over their own slices. What is mapped over brings its slices along;
+everything else is whole to the function. A parameter that rests sliced over the same mesh axes is gathered once, and
+held as one copy for each device: then its gradient is summed over the devices as one reduce-scatter, whatever the
+function does with it, and gradients taken inside, for each example, are right as well.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from trellis._compat import keep_mapped_axes_sharded
+from trellis.mesh.layout import current_layout
+from trellis.mesh.meshes import MeshError
+from trellis.mesh.reshard import place
+from trellis.named.array import NamedArray, is_named
+from trellis.named.axis import Name, NamesError, name_of
+from trellis.named.mapped import Mapped, entered, front, inside, is_mapped, length_of, named_leaves, restore
+from trellis.named.operand import types_of
+from trellis.notation import spec_of
+from trellis.notation.state import mode_of, sharding_on, state_of
+from trellis.notation.struct import check_divides
+from trellis.notation.typeof import is_array
+
+Axes = tuple[str, ...]
+
+
+def vmap(fn: Callable, axis: Name) -> Callable:
+    """Maps a function over a name.
+
+    Arrays that have the name are mapped, everything else is passed whole. Inside
+    `fn` the name is gone; the results get it back as their first dimension.
+    Keys along the name (`random.split(key, "batch", 8)`) are plain keys inside.
+
+    >>> import jax.numpy as jnp
+    >>> from trellis.named import named
+    >>> x = named(jnp.ones((2, 3)), "batch embed")
+    >>> vmap(lambda row: row.sum("embed"), "batch")(x).shape
+    {'batch': 2}
+
+    Args:
+        fn: takes and gives trees of arrays.
+        axis: the name. Given as an axis, no argument needs to have it.
+
+    Raises:
+        NamesError: no argument has the name, or with different sizes, or a result has it already.
+    """
+    name = name_of(axis, "vmap")
+
+    def mapped(*args, **kwargs):
+        tree = entered((args, kwargs), "vmap", pending=False)
+        length = length_of(tree, axis, "vmap")
+        if mode_of(jax.sharding.get_abstract_mesh()) == "manual":
+            return _in_manual(fn, name, length, tree)
+        axes = _axes_of(tree, name)
+        layout = current_layout()
+        with layout.without(*axes) if layout is not None and axes else contextlib.nullcontext():
+            return _Map(fn, name, length, axes).run(tree)
+
+    return mapped
+
+
+def map_as_it_is(fn: Callable, name: str) -> Callable:
+    """`vmap` over a name as the arrays are, for programs that say themselves how devices share it."""
+
+    def mapped(*args):
+        tree = (args, {})
+        return restore(_plainly(fn, front(tree, name), length_of(tree, name, "vmap")), name, "vmap")
+
+    return mapped
+
+
+def _in_manual(fn: Callable, name: str, length: int, tree):
+    having = [x for x in named_leaves(tree) if name in x.names]
+    sliced = {x.slices[x.index(name)] if x.slices else () for x in having} or {()}
+    if len(sliced) > 1:
+        raise NamesError(
+            f"in manual mode a name is sliced alike in all operands, got {types_of(having)}, in vmap over '{name}': "
+            "reshard one of them"
+        )
+    (axes,) = sliced
+    length //= math.prod(jax.sharding.get_abstract_mesh().shape[a] for a in axes)
+    return restore(_plainly(fn, front(tree, name), length), name, "vmap", axes)
+
+
+def _plainly(fn: Callable, tree, length: int):
+    """The mapped function on a marked tree, over the leading dimension of what is marked."""
+    in_axes = jax.tree.map(lambda x: 0 if is_mapped(x) else None, tree, is_leaf=is_mapped)
+
+    def call(tree, _=None):
+        args, kwargs = inside(tree)
+        return fn(*args, **kwargs)
+
+    try:
+        if any(axis == 0 for axis in jax.tree.leaves(in_axes)):
+            return jax.vmap(call, in_axes=(in_axes,), axis_size=length)(tree)
+        return jax.vmap(call, in_axes=(in_axes, 0))(tree, jnp.zeros(length, jnp.int8))  # an axis that no argument has
+    except Exception as error:
+        if "Mapped away dimension" in str(error):
+            seen = str(error).split(": ")[-1]
+            raise MeshError(
+                f"vmap goes over a dimension that its arrays have sliced alike, got {seen} of one "
+                "mapped array and another: call it while their layout is in force, or place one with shard(x, {...})"
+            ) from error
+        if type(error).__name__ != "ShardingTypeError":  # a private name of JAX's
+            raise
+        raise MeshError(
+            "JAX maps an operation over slices where it knows how these are sliced, got one where it does not "
+            f"({str(error).splitlines()[0]}), in vmap: use operations by name, where(...) instead of cond, or take "
+            "that name out of the layout's compute"
+        ) from error
+
+
+def _axes_of(tree, name: str) -> Axes:
+    """The mesh axes that slice the name: those that `compute` gives it among all names, or that the arrays have."""
+    having = [x for x in named_leaves(tree) if name in x.names]
+    layout = current_layout()
+    if layout is not None:
+        names = (name, *dict.fromkeys(n for x in having for n in x.names if n != name))
+        return layout.assign(names)[0]
+    return next((a for x in having if (a := state_of(x.array).axes[x.index(name)])), ())
+
+
+class _Map:
+    """One call of a mapped function, outside of manual mode.
+
+    Attributes:
+        axes: the mesh axes that slice the name.
+    """
+
+    def __init__(self, fn: Callable, name: str, length: int, axes: Axes):
+        self.fn, self.name, self.length, self.axes = fn, name, length, axes
+
+    def run(self, tree):
+        explicit = mode_of(jax.sharding.get_abstract_mesh()) == "explicit"
+        marked = front(self.sliced(tree) if explicit else tree, self.name)
+        if not (explicit and self.axes):
+            return restore(_plainly(self.fn, marked, self.length), self.name, "vmap")
+        keep_mapped_axes_sharded()
+        leaves, structure = jax.tree.flatten(marked, is_leaf=lambda x: is_mapped(x) or is_named(x))
+        sizes = jax.sharding.get_abstract_mesh().shape
+        self.parts = math.prod(sizes[a] for a in self.axes)
+        check_divides(self.name, self.length, self.axes, sizes, f"'{'/'.join((self.name, *self.axes))}'")
+        moving = [self.cut(x.x) if is_mapped(x) else None for x in leaves]
+        copies = [self.copy(x) if not is_mapped(x) and self.has_gradient(x) else None for x in leaves]
+        still = [None if m is not None or c is not None else x for m, c, x in zip(moving, copies, leaves, strict=True)]
+
+        def part(moving, copies):
+            """One device's share: mapped over what it has of the name."""
+            slots = [
+                Mapped(m) if m is not None else c if c is not None else x
+                for m, c, x in zip(moving, copies, still, strict=True)
+            ]
+            return _plainly(self.fn, jax.tree.unflatten(structure, slots), self.length // self.parts)
+
+        counted = jax.reshard(jnp.zeros(self.parts, jnp.int8), spec_of([self.axes]))
+        result = jax.vmap(lambda moving, copies, _: part(moving, copies))(moving, copies, counted)
+        return restore(jax.tree.map(self.joined, result), self.name, "vmap")
+
+    def sliced(self, tree):
+        """Every array with its name sliced over the mesh axes, and nothing else over them."""
+
+        def move(x):
+            if not is_array(x) or not (is_named(x) or hasattr(x, "ndim")):
+                return x
+            array, names = (x.array, x.names) if is_named(x) else (x, (None,) * x.ndim)
+            state = state_of(array)
+            if state.mode != "explicit":
+                return x
+            free = lambda mine: tuple(a for a in mine if a not in self.axes)
+            wanted = [self.axes if n == self.name else free(mine) for n, mine in zip(names, state.axes, strict=True)]
+            mine = self.name in names
+            copied = state.copied - set(self.axes)
+            if not mine and self.has_gradient(x):
+                copied |= set(self.axes)
+            moved = place(array, wanted, state.pending, copied, names=tuple(n or f"_{i}" for i, n in enumerate(names)))
+            return x.with_array(moved) if is_named(x) else moved
+
+        return jax.tree.map(move, tree, is_leaf=is_named)
+
+    def has_gradient(self, x) -> bool:
+        """Whether a value that is not mapped is held as one copy for each device."""
+        array = x.array if is_named(x) else x
+        if not (is_array(array) and hasattr(array, "ndim") and jnp.issubdtype(array.dtype, jnp.inexact)):
+            return False
+        return bool(self.axes) and state_of(array).mode == "explicit"
+
+    def cut(self, x):
+        """The leading dimension as devices and what each of them has."""
+        return _each(x, lambda a: self._reshaped(a, (self.parts, a.shape[0] // self.parts, *a.shape[1:]), [()]))
+
+    def joined(self, a):
+        """Devices and what each of them has as one leading dimension."""
+        return self._reshaped(a, (a.shape[0] * a.shape[1], *a.shape[2:]), [], skip=2)
+
+    def _reshaped(self, a, shape, extra, skip: int = 1):
+        state = state_of(a)
+        if state.mode == "none":  # a value of the function's own, which is whole on every device
+            return jax.lax.reshape(a, shape)
+        spec = spec_of([self.axes, *extra, *state.axes[skip:]], state.pending, state.copied)
+        return jax.lax.reshape(a, shape, out_sharding=sharding_on(a, spec))
+
+    def copy(self, x):
+        """A value held as copies along the mesh axes as one array, with a leading dimension of the devices."""
+
+        def spread(a):
+            state = state_of(a)
+            spec = spec_of([self.axes, *state.axes], state.pending, state.copied - set(self.axes))
+            dims = tuple(range(1, a.ndim + 1))
+            return jax.lax.broadcast_in_dim(a, (self.parts, *a.shape), dims, out_sharding=sharding_on(a, spec))
+
+        return _each(x, spread)
+
+
+def _each(x, fn: Callable):
+    """A function of the plain array, whose rank changes, on a plain or named array."""
+    return NamedArray.tree_unflatten((x.names, x.slices), (fn(x.array),)) if is_named(x) else fn(x)

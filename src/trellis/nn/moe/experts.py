@@ -1,0 +1,98 @@
+"""A mixture of experts as a layer, and how its tokens are routed."""
+
+import equinox as eqx
+import jax
+
+from trellis.named import Axis, NamedArray
+from trellis.nn.initializers import constant, weight
+from trellis.nn.moe.config import Routing
+from trellis.nn.moe.measures import Routed, measure
+from trellis.nn.moe.mixing import mix
+from trellis.nn.moe.routing import Choices, choose, limit, score
+from trellis.nn.parameters import Bias, Weight
+
+PLAIN = Routing()
+
+
+class Experts(eqx.Module):
+    """A mixture of SwiGLU blocks: each token goes to the few that its router picks, and gets their weighted sum.
+
+    >>> axes = [tr.Axis("embed", 8), tr.Axis("mlp", 16), tr.Axis("experts", 4)]
+    >>> layer = Experts.init(*axes, per_token=2, key=jax.random.key(0))
+    >>> x = tr.random.normal(jax.random.key(1), {"batch": 2, "pos": 6, "embed": 8})
+    >>> out, routed = layer.measured(x, tr.ones({"batch": 2, "pos": 6}))
+    >>> out.shape, float(routed.load.sum().array)
+    ({'batch': 2, 'pos': 6, 'embed': 8}, 24.0)
+
+    Attributes:
+        router: `"embed routes"`; `routes` are the experts as the router sees them, whole on every device.
+        bias: `"routes"`, added where experts are picked; None without `routing.bias_rate`.
+        gate, up: `"experts embed mlp"`.
+        down: `"experts mlp embed"`.
+        per_token: how many experts each token goes to.
+        routing: how tokens are kept evenly over experts, and how they get there.
+    """
+
+    router: Weight
+    bias: Bias | None
+    gate: Weight
+    up: Weight
+    down: Weight
+    per_token: int = eqx.field(static=True)
+    routing: Routing = eqx.field(static=True)
+
+    @staticmethod
+    def init(
+        embed: Axis,
+        mlp: Axis,
+        experts: Axis,
+        per_token: int,
+        routing: Routing = PLAIN,
+        *,
+        key,
+        out_scale: float = 1.0,
+    ) -> "Experts":
+        """Fresh experts.
+
+        Args:
+            embed: what goes in and comes out.
+            mlp: the width of one expert.
+            experts: how many there are.
+            per_token: how many each token goes to.
+            routing: how tokens are kept evenly over experts, and how they get there.
+            key: a PRNG key.
+            out_scale: factor on the deviation of the weights that lead out.
+        """
+        routes, keys = experts.alias("routes"), jax.random.split(key, 4)
+        return Experts(
+            router=weight(keys[0], (embed, routes), over="embed"),
+            bias=None if routing.bias_rate is None else constant(routes, 0.0),
+            gate=weight(keys[1], (experts, embed, mlp), over="embed"),
+            up=weight(keys[2], (experts, embed, mlp), over="embed"),
+            down=weight(keys[3], (experts, mlp, embed), over="mlp", scale=out_scale),
+            per_token=per_token,
+            routing=routing,
+        )
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        return self._mixed(x, choose(score(x, self.router), self.per_token, bias=self.bias))
+
+    def measured(
+        self, x: NamedArray, counted: NamedArray, shares: NamedArray | None = None
+    ) -> tuple[NamedArray, Routed]:
+        """The result, and what is measured of the routing.
+
+        Args:
+            x: `"batch pos embed"`.
+            counted, shares: as in `measure`.
+        """
+        scores = score(x, self.router)
+        choices = choose(scores, self.per_token, bias=self.bias)
+        routed = measure(scores, choices, counted, shares=shares, over=self.routing.balance_over)
+        return self._mixed(x, choices), routed
+
+    def _mixed(self, x: NamedArray, choices: Choices) -> NamedArray:
+        routing = self.routing
+        if routing.capacity is not None:
+            choices = limit(choices, self.router.shape["routes"], routing.capacity)
+        return mix(x, choices, self.gate, self.up, self.down, way=routing.way, slack=routing.slack)

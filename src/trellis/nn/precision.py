@@ -1,0 +1,58 @@
+"""In which types a model is kept, and in which it computes."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from trellis.frozen import FrozenMap
+from trellis.named import is_named
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """In which types numbers are kept and computed. Sums over a batch and the loss are float32 always.
+
+    The gradient with respect to the model at rest is in the type at rest, where the model is put to use inside the
+    function that is differentiated.
+
+    >>> policy = Precision(compute="bfloat16", exceptions={"norm": "float32"})
+    >>> model = {"norm": tr.ones({"embed": 2}), "up": tr.ones({"embed": 2, "mlp": 4})}
+    >>> {name: str(x.dtype) for name, x in policy.in_use(model).items()}
+    {'norm': 'float32', 'up': 'bfloat16'}
+    """
+
+    params: DType = "float32"
+    """Parameters and optimizer state. Choose bfloat16 where parameters and optimizer do not fit otherwise; small
+    updates are then lost."""
+    compute: DType = "bfloat16"
+    """Activations, and parameters in use. Choose float32 on CPUs without bfloat16 products, and to see whether rounding
+    is at fault."""
+    exceptions: Mapping[str, DType] = dataclasses.field(default_factory=FrozenMap)
+    """Computed in another type: a part of a parameter's name, and the type, as in norm: float32. Name parts that are
+    sensitive, such as a router."""
+
+    def __post_init__(self):
+        object.__setattr__(self, "exceptions", FrozenMap(self.exceptions))
+
+    def at_rest(self, model: Any) -> Any:
+        """The parameters, named arrays anywhere in a tree, in the type that they are kept in."""
+        return _cast(model, self.params, FrozenMap())
+
+    def in_use(self, model: Any) -> Any:
+        """The parameters in the types that they are used in."""
+        return _cast(model, self.compute, self.exceptions)
+
+
+def _cast(model: Any, dtype: str, exceptions: Mapping[str, str]) -> Any:
+    def leaf(path, x):
+        if not is_named(x) or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return x.astype(next((other for part, other in exceptions.items() if part in name), dtype))
+
+    return jax.tree_util.tree_map_with_path(leaf, model, is_leaf=is_named)

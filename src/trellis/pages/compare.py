@@ -1,0 +1,186 @@
+"""Runs side by side: what differs in their files, and their curves over steps, tokens and time."""
+
+import bisect
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trellis.errors import UserError
+from trellis.figures.html import join, section, table, tag
+from trellis.figures.numbers import count, duration
+from trellis.figures.terminal import sparkline
+from trellis.figures.text import aligned
+from trellis.pages.charts import Chart, Series, draw
+from trellis.pages.read import RunFolder
+from trellis.pages.style import CSS
+
+MOST_RUNS = 8
+_POINTS = 300
+_SCALES = {"steps": "steps", "tokens": "tokens", "seconds": "seconds of training"}
+_SHOWN = {"loss": "Loss", "validation_loss": "Validation loss"}
+# The first two curves of a page have their colours from its style sheet.
+_MORE_COLOURS = "".join(
+    f".curve.s{i},.dots.s{i}{{stroke:var(--k{i})}}i.s{i}{{background:var(--k{i})}}" for i in range(2, MOST_RUNS)
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A run's numbers by steps, tokens and seconds of training, each a list as long as `lines`."""
+
+    name: str
+    lines: list[dict[str, Any]]
+    steps: list[float]
+    tokens: list[float]
+    seconds: list[float]
+
+
+def curves(runs: Sequence[RunFolder]) -> list[Curve]:
+    """The curves of runs, whose names are told apart by a number where they are the same.
+
+    Raises:
+        UserError: there are too few or too many, or one of them has no step yet.
+    """
+    if not 2 <= len(runs) <= MOST_RUNS:
+        fix = f"give 2 to {MOST_RUNS} folders, as in `trellis compare runs/a runs/b`"
+        raise UserError(f"2 to {MOST_RUNS} runs are compared.", seen=len(runs), where="trellis compare", fix=fix)
+    found = []
+    for number, run in enumerate(runs, start=1):
+        if not run.lines:
+            raise UserError("Runs are compared by their steps.", seen="no step yet", where=run.name, fix="wait for one")
+        name = run.name if [r.name for r in runs].count(run.name) == 1 else f"{run.name} ({number})"
+        spent, before, seconds = 0.0, 0, []
+        for line in run.lines:
+            spent += (line["step"] - before) * (line.get("step_seconds") or 0.0)
+            before = line["step"]
+            seconds.append(spent)
+        steps, tokens = ([float(line.get(key) or 0) for line in run.lines] for key in ("step", "tokens"))
+        found.append(Curve(name=name, lines=run.lines, steps=steps, tokens=tokens, seconds=seconds))
+    return found
+
+
+def differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
+    """The fields in which the runs' files differ, by dotted name, with each run's value; `-` where it has none.
+
+    A run's name is left out.
+    """
+    import yaml
+
+    flat = [dict(_flat(yaml.safe_load(run.run) or {})) for run in runs]
+    names = list(dict.fromkeys(name for fields in flat for name in fields))
+    rows = [(name, [str(fields.get(name, "-")) for fields in flat]) for name in names if name != "name"]
+    return [(name, values) for name, values in rows if len(set(values)) > 1]
+
+
+def _flat(value: Any, path: str = ""):
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, "null" if value is None else value
+
+
+def text(runs: Sequence[RunFolder]) -> str:
+    """The comparison for a terminal."""
+    found = curves(runs)
+    header = ("run", "steps", "tokens", "time", "tok/s", "loss", "validation", "bits/byte", "training loss")
+    rows = []
+    for curve in found:
+        rate = curve.tokens[-1] / curve.seconds[-1] if curve.seconds[-1] else 0.0
+        rows.append(
+            (
+                curve.name,
+                f"{curve.steps[-1]:,.0f}",
+                count(curve.tokens[-1]),
+                duration(curve.seconds[-1]),
+                count(rate),
+                *(_last(curve, name) for name in ("loss", "validation_loss", "bits_per_byte")),
+                sparkline([line.get("loss") for line in curve.lines]),
+            )
+        )
+    lines = [aligned(header, rows, right=range(1, 8))]
+    reached = _together(found)
+    if reached:
+        lines += ["", reached]
+    differ = differences(runs)
+    if not differ:
+        return "\n".join([*lines, "", "their run.yaml are the same but for the name"])
+    shown = [(name, *(_short(value) for value in values)) for name, values in differ]
+    return "\n".join([*lines, "", "what differs in run.yaml", "", aligned(("field", *(c.name for c in found)), shown)])
+
+
+def _together(found: Sequence[Curve]) -> str:
+    """The losses where all runs were: at the last number of tokens that each of them has read."""
+    tokens = min(curve.tokens[-1] for curve in found)
+    at = [_at(curve.tokens, [line.get("loss") for line in curve.lines], tokens) for curve in found]
+    if any(value is None for value in at):
+        return ""
+    return f"loss after {count(tokens)} tokens: " + ", ".join(
+        f"{c.name} {v:.4f}" for c, v in zip(found, at, strict=True)
+    )
+
+
+def page(runs: Sequence[RunFolder]) -> str:
+    """The comparison as one HTML page that needs nothing else."""
+    found = curves(runs)
+    drawn = []
+    for name, title in _SHOWN.items():
+        for scale, words in _SCALES.items():
+            ends = [getattr(curve, scale) for curve in found]
+            grid = _grid(min(x[0] for x in ends), max(x[-1] for x in ends))
+            series = tuple(Series(curve.name, _resampled(curve, scale, name, grid)) for curve in found)
+            chart = Chart(f"{title} over {words}", series)
+            if chart.known:
+                drawn.append(draw(chart, grid, len(drawn)))  # ty: ignore[invalid-argument-type]
+    differ = differences(runs)
+    what = (
+        table([(name, *values) for name, values in differ], head=("field", *(c.name for c in found)))
+        if differ
+        else tag("p", "Their run.yaml are the same but for the name.", class_="note")
+    )
+    body = join(
+        tag("header", tag("h1", " · ".join(curve.name for curve in found))),
+        tag("div", section("Curves", tag("div", *drawn, class_="curves"), wide=True), class_="grid2"),
+        tag("div", section("What differs in run.yaml", what, wide=True), class_="grid2"),
+        tag("footer", f"written {time.strftime('%Y-%m-%d %H:%M:%S')} by `trellis compare`"),
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>runs side by side · Trellis</title><style>{CSS}{_MORE_COLOURS}.grid2{{margin-bottom:14px}}</style>"
+        f"</head>\n<body><main>{body}</main></body></html>\n"
+    )
+
+
+def _grid(first: float, last: float) -> list[float]:
+    last = max(last, first + 1)
+    return [first + (last - first) * i / (_POINTS - 1) for i in range(_POINTS)]
+
+
+def _resampled(curve: Curve, scale: str, name: str, grid: Sequence[float]) -> list[float | None]:
+    pairs = zip(getattr(curve, scale), (line.get(name) for line in curve.lines), strict=True)
+    known = [(x, value) for x, value in pairs if value is not None]
+    xs, values = [x for x, _ in known], [value for _, value in known]
+    return [_at(xs, values, x) for x in grid]
+
+
+def _at(xs: Sequence[float], values: Sequence[float | None], x: float) -> float | None:
+    """The value at a place, on the straight line between its neighbours; None outside of where there are any."""
+    if not xs or not xs[0] <= x <= xs[-1]:
+        return None
+    right = bisect.bisect_left(xs, x)
+    after = values[right]
+    if xs[right] == x or after is None or (before := values[right - 1]) is None:
+        return after
+    share = (x - xs[right - 1]) / (xs[right] - xs[right - 1])
+    return before + share * (after - before)
+
+
+def _last(curve: Curve, name: str) -> str:
+    found = next((line[name] for line in reversed(curve.lines) if line.get(name) is not None), None)
+    return "" if found is None else f"{found:.4f}"
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= 40 else f"{value[:37]}..."

@@ -1,0 +1,60 @@
+"""The page of a run, served while it trains."""
+
+import http
+import http.server
+from pathlib import Path
+
+from trellis.errors import UserError
+from trellis.figures.html import tag
+from trellis.pages.read import read_folder
+from trellis.pages.run import page, state
+
+
+def serve(folder: Path, *, host: str, port: int, every: int) -> http.server.ThreadingHTTPServer:
+    """A server of one page, made from the folder's files at each request; call its `serve_forever`.
+
+    Args:
+        folder: the run's folder. It may have no step yet.
+        host: the address to listen at.
+        port: its port; 0 takes a free one.
+        every: seconds after which a browser reads the page of a run that trains anew.
+
+    Raises:
+        UserError: there is no such folder, or the address cannot be used.
+    """
+    if not folder.is_dir():
+        fix = "give the folder of a run, as in `trellis watch runs/NAME-DATE`"
+        raise UserError("A run that is watched has a folder.", seen="no such folder", where=str(folder), fix=fix)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path != "/":
+                self.send_error(http.HTTPStatus.NOT_FOUND)
+                return
+            body = _current(folder, every).encode()
+            self.send_response(http.HTTPStatus.OK)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    try:
+        return http.server.ThreadingHTTPServer((host, port), Handler)
+    except OSError as error:
+        fix = "use --port 0, or another --host"
+        seen = error.strerror or str(error)
+        raise UserError("An address is free and this machine's.", seen=seen, where=f"{host}:{port}", fix=fix) from None
+
+
+def _current(folder: Path, every: int) -> str:
+    again = tag("meta", http_equiv="refresh", content=every)
+    try:
+        run = read_folder(folder)
+    except UserError:
+        return f"<!doctype html><html><head>{again}</head><body>{tag('p', 'no step yet')}</body></html>"
+    text = page(run)
+    return text.replace("<head>", f"<head>{again}", 1) if state(run) == "training" else text

@@ -1,0 +1,79 @@
+"""What a program computed on each device, held against what it should have computed."""
+
+import dataclasses
+import math
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from trellis.proof.functions import BOUND
+from trellis.proof.placing import cut
+
+# A float32 that something small was added to is itself rounded by so much.
+_ROUNDING = 2.4e-7
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One result of a program.
+
+    Attributes:
+        name: its path.
+        type: in the notation, or its shape.
+        error: the largest deviation on any device, as a share of the largest entry (of a result that was there before,
+            of its largest change).
+        bound: what the error may be.
+        devices: those whose error is larger.
+    """
+
+    name: str
+    type: str
+    error: float
+    bound: float
+    devices: tuple[int, ...]
+
+    @property
+    def right(self) -> bool:
+        """Whether it is what it should be, on every device."""
+        return not self.devices
+
+
+def compare(
+    name: str,
+    found: np.ndarray,
+    want: np.ndarray,
+    sharding: NamedSharding,
+    *,
+    type: str = "",
+    before: np.ndarray | None = None,
+    outliers: float = 0.0,
+    bound: float = BOUND,
+) -> Output:
+    """Compares a result on all devices with the whole array that it should be.
+
+    Args:
+        name: its path.
+        found: `device dim ...`, or one row where all devices hold the same.
+        want: `dim ...`.
+        sharding: where it lies.
+        type: in the notation; its shape if empty.
+        before: what the result was made from by a small change, if it was; deviations are shares of the change then.
+        outliers: which share of the entries may deviate. Rounding decides about the sign of what is nearly zero, and
+            where an update is such a sign, about a few of its entries.
+        bound: what the deviation may be.
+    """
+    parts = cut(want, sharding)
+    if want.dtype.kind == "f":
+        change = want if before is None else want.astype(np.float64) - before
+        scale = max(float(np.max(np.abs(change), initial=0.0)), 1e-30)
+        off = np.abs(found.astype(np.float64) - parts) - _ROUNDING * np.abs(parts)
+        off = np.where(np.isfinite(off) | (found == parts), np.nan_to_num(off), np.inf) / scale
+    else:
+        off = (found != parts) * 1.0
+    rows = off.reshape(len(off), -1)
+    allowed = min(int(outliers * rows.shape[1]), rows.shape[1] - 1)
+    worst = np.partition(rows, -1 - allowed, axis=1)[:, -1 - allowed] if rows.shape[1] else np.zeros(len(rows))
+    bad = np.flatnonzero(~(worst <= bound))
+    count = math.prod(sharding.mesh.devices.shape)
+    devices = range(count) if len(rows) == 1 and len(bad) else (int(d) for d in bad)
+    return Output(name, type or str(list(want.shape)), float(worst.max(initial=0.0)), bound, tuple(devices))

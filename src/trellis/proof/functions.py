@@ -1,0 +1,58 @@
+"""The proof of any function of JAX with shardings."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trellis.proof.proof import Proof
+
+# A right program differs by the order of its sums, about 1e-6 of a result's largest entry; a wrong sum by over 1e-2.
+BOUND = 1e-4
+
+
+def prove(
+    fn: Callable,
+    *args: Any,
+    on: str,
+    reference: Callable | None = None,
+    options: Mapping[str, str] | None = None,
+    bound: float = BOUND,
+    explain: bool = True,
+    seed: int = 0,
+) -> "Proof":
+    """Compiles a function for hardware that is not here, executes the compiled program here, and compares.
+
+    It is held against its own meaning, the program on whole arrays before a compiler has seen it, or against another
+    function that says what it should be. Floats are held in float32, whatever their types, so that a difference is an
+    error and not rounding.
+
+    Args:
+        fn: any function of JAX, jitted or not, whose results are arrays.
+        *args: its arguments: arrays, named arrays, trees of them. Their shardings say where they lie, on a mesh of any
+            devices, of which the target has as many; inside `with layout:` the layout comes along. A
+            `jax.ShapeDtypeStruct` of floats stands for numbers at random. Leaves that are not arrays are passed as they
+            are.
+        on: the hardware, as in `v5e:2x2` or `4xH100`.
+        reference: computes the same on one device from the same arguments, without shardings; None for `fn`'s own
+            meaning.
+        options: of the compiler.
+        bound: what deviations may be, as a share of a result's largest entry.
+        explain: look for what made it wrong where it is: the pass of the compiler, and the first value.
+        seed: of the numbers at random.
+
+    Raises:
+        UserError: the mesh does not fill the target, its compiler is not installed or refuses the program.
+        NotInterpreted: the compiled program has something that the interpreter does not know.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jax.sharding import NamedSharding, PartitionSpec as P
+    >>> mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    >>> x = jax.device_put(jnp.ones((8, 256)), NamedSharding(mesh, P("data", "model")))
+    >>> prove(lambda x: jnp.sum(x * x, axis=1), x, on="v5e:2x2").proven
+    True
+    """
+    from trellis.proof.programs import proof_of  # the planner and the models, which `import trellis` does without
+
+    return proof_of(
+        fn, *args, on=on, reference=reference, options=options or {}, bound=bound, explain=explain, seed=seed
+    )

@@ -1,0 +1,5 @@
+"""What opaque kernels compute: references in numpy that stand for them when a program is executed here."""
+
+from trellis.proof.interpreter.kernels.cudnn import KERNELS as CUDNN
+from trellis.proof.interpreter.kernels.grouped import KERNELS as GROUPED
+from trellis.proof.interpreter.kernels.splash import KERNELS as SPLASH

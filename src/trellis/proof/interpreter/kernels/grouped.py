@@ -1,0 +1,52 @@
+"""libtpu's kernels for `jax.lax.ragged_dot`: sorted rows with one weight for each group of them."""
+
+import base64
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from trellis.inspect.hlo import Instruction
+from trellis.proof.interpreter.values import NotInterpreted, each
+
+
+def _metadata(name: str, instruction: Instruction, machine) -> Callable:
+    """Where groups begin, from their sizes, and which tile is of which group, which only the other kernel reads."""
+    kind = machine.type(instruction)
+
+    def one(sizes: np.ndarray) -> tuple[np.ndarray, ...]:
+        begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+        return begins, *(np.zeros(t.shape, np.int32) for t in kind[1:])
+
+    return lambda values, team: each(one, values[:1], team)
+
+
+def _product(name: str, instruction: Instruction, machine) -> Callable:
+    """Rows past the last group are not written: NaN here."""
+    kind = machine.type(instruction)
+    operands = machine.operand_types(instruction)
+    if len(operands) != 7 or isinstance(kind, tuple):
+        raise NotInterpreted(f"the kernel {name} with {len(operands)} operands")
+    found = re.search(r"dot_dimension_numbers<\[1\], \[([01])\]", _body(instruction))
+    if found is None:
+        raise NotInterpreted(f"the kernel {name} with another product inside")
+
+    def one(_, begins, *rest: np.ndarray) -> np.ndarray:
+        rows, weights = rest[-2:]
+        weights = weights if found[1] == "0" else weights.swapaxes(1, 2)
+        out = np.full(kind.shape, np.nan, rows.dtype)
+        for group, (first, last) in enumerate(zip(begins[:-1], begins[1:])):
+            out[first:last] = rows[first:last] @ weights[group]
+        return out
+
+    return lambda values, team: each(one, values, team)
+
+
+def _body(instruction: Instruction) -> str:
+    """The kernel's own program, which is in the call as text."""
+    found = re.search(r'"body":"([^"]*)"', instruction.attributes)
+    code = re.sub(r"[^A-Za-z0-9+/]", "", found[1].replace("\\n", "")) if found else ""
+    return base64.b64decode(code + "=" * (-len(code) % 4)).decode(errors="replace")
+
+
+KERNELS: dict[str, Callable] = {"ragged-dot-metadata": _metadata, "ragged-dot-none": _product}

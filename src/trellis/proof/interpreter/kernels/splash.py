@@ -1,0 +1,92 @@
+"""JAX's splash attention kernels for TPUs (`jax.experimental.pallas.ops.tpu.splash_attention`).
+
+Operands follow each other as tables of blocks (which block of keys is next, and whether it is hidden, seen or both),
+q, k, v, the documents of queries and of keys, in the backward kernels the log of the sums of exponentials, the output's
+gradient and its product with the output, and the queries' positions. The mask is a function inside of the kernel:
+queries' positions stand for a causal one, and the tables have to agree with it.
+"""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from trellis.inspect.hlo import Instruction
+from trellis.proof.interpreter.kernels import attention
+from trellis.proof.interpreter.values import NotInterpreted, Value, each
+
+_NAME = re.compile(r"splash_mha_(fwd|dq|dkv)(_segmented)?_(?:no_)?residuals")
+_TAIL = {"fwd": (), "dq": ("log_sum", "d_out", "mean"), "dkv": ("log_sum", "d_out", "mean")}
+
+
+def kernel(name: str, instruction: Instruction, machine) -> Callable:
+    """One of the three kernels, by its name.
+
+    Raises:
+        NotInterpreted: a kernel of another name, or one with a mask or sinks as operands.
+    """
+    found = _NAME.match(name)
+    if found is None:
+        raise NotInterpreted(f"the kernel {name}")
+    phase, kind = found[1], machine.type(instruction)
+    names = ("q", "k", "v", *(("query_ids", "key_ids") if found[2] else ()), *_TAIL[phase])
+    block = re.search(r"block_kv\W+(\d+)", instruction.attributes)
+
+    def one(*values: np.ndarray) -> tuple[np.ndarray, ...]:
+        first = next(i for i, v in enumerate(values) if v.dtype.kind == "f")
+        own = dict(zip(names, values[first:]))
+        rest = values[first + len(names) :]
+        if len(rest) > 1 or any(v.dtype != np.int32 or v.ndim != 2 for v in rest):
+            raise NotInterpreted(f"the kernel {name} with a mask or sinks as operands")
+        seen = _seen(own, rest, phase)
+        if first and phase == "fwd" and block:
+            _check(values[0], values[1], seen[0, 0], int(block[1]))
+        return _results(kind, phase, own, seen & _together(own, phase))
+
+    return lambda values, team: each(one, values, team)
+
+
+def _seen(own: dict[str, np.ndarray], rest, phase: str) -> np.ndarray:
+    """Which keys each query sees by its position: `1 1 pos key_pos`."""
+    length, key_length = own["q"].shape[2], own["k"].shape[2]
+    if not rest:
+        return np.ones((1, 1, length, key_length), bool)
+    positions = rest[0][0] if phase == "dkv" else rest[0][:, 0]
+    return (positions[:, None] >= np.arange(key_length))[None, None]
+
+
+def _together(own: dict[str, np.ndarray], phase: str) -> np.ndarray:
+    """Which keys are of each query's document: `batch 1 pos key_pos`."""
+    if "query_ids" not in own:
+        return np.ones((1, 1, 1, 1), bool)
+    along_lanes = (own["query_ids"][:, :, 0], own["key_ids"][:, 0])
+    queries, keys = (own["query_ids"][:, 0], own["key_ids"][:, :, 0]) if phase == "dkv" else along_lanes
+    return queries[:, None, :, None] == keys[:, None, None, :]
+
+
+def _check(following: np.ndarray, blocks: np.ndarray, seen: np.ndarray, width: int) -> None:
+    """Holds a mask against the forward kernel's tables: 0 for blocks that are hidden, 2 for those that are seen."""
+    height = len(seen) // blocks.shape[1]
+    for (head, row, column), kind in np.ndenumerate(blocks):
+        at = int(following[head, row, column]) * width
+        part = seen[row * height : (row + 1) * height, at : at + width]
+        if kind and (part.all() != (kind == 2) or not part.any()):
+            raise NotInterpreted("a splash mask that is neither causal nor everything")
+
+
+def _results(kind: tuple, phase: str, own: dict[str, np.ndarray], seen: np.ndarray) -> Value:
+    """The kernel's results; those that are only its working memory are NaN."""
+    q, k, v = own["q"], own["k"], own["v"]
+    scores = attention.scores_of(q, k, seen)
+    last = len(kind) - 1
+    if phase == "fwd":
+        out, log_sum = attention.forward(scores, v)
+        found = {3: out, 4: log_sum[..., None]}
+    else:
+        log_sum, mean = own["log_sum"][:, :, 0], own["mean"][:, :, 0]
+        d_q, d_k, d_v, _ = attention.backward(q, k, v, scores, log_sum, own["d_out"], mean)
+        found = {last: d_q} if phase == "dq" else {last - 1: d_k, last: d_v}
+    return tuple(np.broadcast_to(found.get(i, np.array(np.nan, q.dtype)), t.shape) for i, t in enumerate(kind))
+
+
+KERNELS: dict[str, Callable] = {"splash_": kernel}

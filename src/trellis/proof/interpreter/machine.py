@@ -1,0 +1,210 @@
+"""An interpreter of optimized HLO: what a compiler made for devices that are not here, executed on this machine.
+
+All devices' programs run in step, one operation after the other, with numpy; a collective is a function over what the
+devices hold. It knows no JAX and shares no code with XLA, so that what it finds is not XLA's own opinion.
+"""
+
+import functools
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from trellis.inspect.hlo import Instruction, Program, parse_program
+from trellis.proof.interpreter import collectives, control, custom, elementwise, moving, products, reducing
+from trellis.proof.interpreter.layouts import ArrayType, Type, parse_type
+from trellis.proof.interpreter.values import NO_DATA, Failed, Faulty, NotInterpreted, Team, Value, held_as
+from trellis.proof.interpreter.whole import mesh_of
+
+OPERATIONS: Mapping[str, Callable] = {
+    **elementwise.OPERATIONS,
+    **products.OPERATIONS,
+    **moving.OPERATIONS,
+    **reducing.OPERATIONS,
+    **collectives.OPERATIONS,
+    **control.OPERATIONS,
+    **custom.OPERATIONS,
+}
+
+Observer = Callable[[Instruction, Value, Team], None]
+
+
+class Interpreter:
+    """A program, ready to run as often as one likes.
+
+    Args:
+        program: its text, printed with large constants, or what `parse_program` made of it.
+        num_devices: the devices that it was compiled for; None reads the text's `num_partitions`.
+        wide: the type that floats of every width are held in.
+        observe: called with each operation's result.
+
+    Raises:
+        NotInterpreted: when something runs that the interpreter does not know.
+        Faulty: when devices would wait for each other for ever.
+    """
+
+    def __init__(
+        self,
+        program: str | Program,
+        num_devices: int | None = None,
+        *,
+        wide: type | np.dtype = np.float32,
+        observe: Observer | None = None,
+    ):
+        if num_devices is None and isinstance(program, str):
+            found = re.search(r"\bnum_partitions=(\d+)", program)
+            num_devices = int(found[1]) if found else 1
+        self.mesh = mesh_of(program) if isinstance(program, str) else {}  # of a program that is not partitioned yet
+        self.program = parse_program(program) if isinstance(program, str) else program
+        self.num_devices = num_devices or 1
+        self.wide = np.dtype(wide)
+        self.observe = observe
+        self._plans: dict[str, list] = {}
+        self._scalars: set[str] = set()
+        self.opaque: set[str] = set()  # kernels that a reference stood for
+
+    def __call__(self, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Runs the program.
+
+        Args:
+            arguments: for each parameter an array `device dim ...`, or with one row where all devices hold the same.
+
+        Returns:
+            Its results, likewise.
+        """
+        parameters = self.parameters(self.program.entry)
+        if len(parameters) != len(arguments):
+            raise ValueError(f"the program has {len(parameters)} parameters, got {len(arguments)} arguments")
+        given = []
+        for parameter, value in zip(parameters, arguments):
+            shape, dtype = self.type(parameter).shape, self.dtype(parameter)
+            if value.shape[1:] != shape or len(value) not in (1, self.num_devices):
+                raise ValueError(
+                    f"{parameter.name} is {parameter.type} on {self.num_devices} devices, got {value.shape}"
+                )
+            given.append(elementwise.converted(value, dtype))
+        team = Team(np.arange(self.num_devices))
+        depth = sys.getrecursionlimit()
+        sys.setrecursionlimit(max(depth, 10_000))  # computations within computations
+        try:
+            # Products here are small: threads of a BLAS library would wait for each other most of the time.
+            with np.errstate(all="ignore"), threadpool_limits(1, user_api="blas"):
+                found = self.run(self.program.entry, given, team)
+        finally:
+            sys.setrecursionlimit(depth)
+        return list(found) if isinstance(found, tuple) else [found]
+
+    def parameters(self, computation: str) -> list[Instruction]:
+        """A computation's parameters, in order."""
+        found = [i for i in self.program.computations[computation] if i.op == "parameter"]
+        return sorted(found, key=lambda i: int(i.literal))
+
+    def run(self, computation: str, arguments: Sequence[Value], team: Team) -> Value:
+        """A computation on some devices."""
+        values: dict[str, Value] = {}
+        root = None
+        for instruction, function, operands, gone in self._plan(computation):
+            if function is None:
+                found = arguments[int(instruction.literal)]
+            else:
+                found = self._step(computation, instruction, function, [values[name] for name in operands], team)
+            values[instruction.name] = found
+            if instruction.root:
+                root = found
+            for name in gone:
+                del values[name]
+        return root
+
+    def _step(
+        self, computation: str, instruction: Instruction, function: Callable, operands: list, team: Team
+    ) -> Value:
+        try:
+            found = function(operands, team)
+        except (NotInterpreted, Faulty, Failed):
+            raise
+        except Exception as error:
+            raise Failed(f"{instruction.op} {instruction.name} of {instruction.type}: {error}") from error
+        kind = self.type(instruction)
+        if isinstance(kind, ArrayType) and kind.dtype not in NO_DATA and computation not in self._scalars:
+            if found.shape[1:] != kind.shape:
+                raise Failed(f"{instruction.op} {instruction.name} is {instruction.type}, made {found.shape[1:]}")
+        if self.observe is not None and computation not in self._scalars:
+            self.observe(instruction, found, team)
+        return found
+
+    def _plan(self, computation: str) -> list[tuple[Instruction, Callable | None, list[str], list[str]]]:
+        """The operations of a computation: how each is made, from what, and what nobody needs after it."""
+        if computation not in self._plans:
+            instructions = self.program.computations[computation]
+            used = [self._inputs(i, computation) for i in instructions]
+            last = {name: index for index, names in enumerate(used) for name in names}
+            plan = []
+            for index, (instruction, names) in enumerate(zip(instructions, used)):
+                gone = [name for name in dict.fromkeys(names) if last[name] == index]
+                if instruction.name not in last:
+                    gone.append(instruction.name)
+                function = None if instruction.op == "parameter" else self.prepared(instruction)
+                plan.append((instruction, function, names, gone))
+            self._plans[computation] = plan
+        return self._plans[computation]
+
+    def _inputs(self, instruction: Instruction, computation: str) -> list[str]:
+        """Names of what an operation reads."""
+        if instruction.op in ("constant", "parameter"):
+            return []
+        names = list(instruction.operands)
+        return names + custom.more_inputs(instruction, {i.name: i for i in self.program.computations[computation]})
+
+    def prepared(self, instruction: Instruction) -> Callable:
+        """What an operation does, with its attributes read once: from its operands' values and the team to its own."""
+        make = OPERATIONS.get(instruction.op)
+        if make is None:
+            endings = [m for ending, m in control.ENDINGS.items() if instruction.op.endswith(ending)]
+            if not endings:
+                raise NotInterpreted(f"the operation {instruction.op}, as {instruction.name}")
+            make = endings[0]
+        return make(instruction, self)
+
+    # ------------------------------------------------------------- what operations ask
+
+    @staticmethod
+    def type(instruction: Instruction) -> Type:
+        """An operation's type."""
+        return parse_type(instruction.type)
+
+    def operand_types(self, instruction: Instruction) -> list[Type]:
+        """The types of an operation's operands."""
+        return [self.type(self.program.by_name[name]) for name in instruction.operands]
+
+    def held(self, dtype: str) -> np.dtype:
+        """What an element type is held in."""
+        return held_as(dtype, self.wide)
+
+    def dtype(self, instruction: Instruction) -> np.dtype:
+        """What an operation's elements are held in; of several arrays, the first's."""
+        kind = self.type(instruction)
+        while isinstance(kind, tuple):
+            kind = kind[0]
+        return self.held(kind.dtype)
+
+    @staticmethod
+    def integers(instruction: Instruction, name: str) -> tuple[int, ...]:
+        """An attribute's integers, as of `dimensions={0,2}`."""
+        return tuple(int(n) for n in re.findall(r"-?\d+", instruction.attribute(name) or ""))
+
+    @functools.cache  # noqa: B019 -- an interpreter lives as long as its program
+    def combiner(self, computation: str) -> Callable:
+        """A computation of scalars as a function of arrays: numpy's own where it is one operation."""
+        self._scalars.add(computation)
+        inner = [i for i in self.program.computations[computation] if i.op not in ("convert", "bitcast", "copy")]
+        made = [i for i in inner if i.op != "parameter"]
+        if len(inner) == 3 and len(made) == 1 and made[0].op in elementwise.COMMUTATIVE:
+            return elementwise.BINARY[made[0].op]
+        alone = Team(np.arange(1))
+
+        def combine(*arrays: np.ndarray) -> Value:
+            return self.run(computation, arrays, alone)
+
+        return combine

@@ -1,0 +1,158 @@
+"""Operations that combine elements by a computation of their own: reductions, windows, scatters, maps."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from trellis.inspect.hlo import Instruction
+from trellis.proof.interpreter.moving import Lookup
+from trellis.proof.interpreter.products import Window
+from trellis.proof.interpreter.values import each
+
+Combiner = Callable[..., np.ndarray | tuple]
+
+
+def summed(x: np.ndarray, axes: tuple[int, ...] | int, combine: Combiner) -> np.ndarray:
+    """One array's elements along axes, combined; sums of floats are made in float64."""
+    if combine is np.add and x.dtype.kind == "f":
+        return np.add.reduce(x, axes, dtype=np.float64).astype(x.dtype)
+    return combine.reduce(x, axes)
+
+
+def _reduce(instruction: Instruction, machine) -> Callable:
+    dims = machine.integers(instruction, "dimensions")
+    combine = machine.combiner(instruction.called()["to_apply"][0])
+    several = isinstance(machine.type(instruction), tuple)
+
+    def run(values, team):
+        count = len(values) // 2
+        found = folded(values[:count], values[count:], dims, combine)
+        return found if several else found[0]
+
+    return run
+
+
+def folded(arrays, starts, dims, combine: Combiner) -> tuple[np.ndarray, ...]:
+    """Arrays' elements along dimensions, combined with each other and with a start for each.
+
+    Args:
+        arrays: `device dim ...` each.
+        starts: `device` each.
+        dims: which dimensions are combined, the first behind the devices being 0.
+        combine: of the accumulated values and of the next ones.
+    """
+    rank = arrays[0].ndim - 1 - len(dims)
+    starts = [s.reshape(len(s), *[1] * rank) for s in starts]
+    axes = tuple(1 + d for d in dims)
+    if len(arrays) == 1 and isinstance(combine, np.ufunc):
+        if 0 in (arrays[0].shape[a] for a in axes):
+            kept = [n for a, n in enumerate(arrays[0].shape) if a not in axes]
+            return (np.broadcast_to(starts[0], (len(starts[0]), *kept[1:])),)
+        return (combine(starts[0], summed(arrays[0], axes, combine)).astype(arrays[0].dtype, copy=False),)
+    kept = [a for a in range(arrays[0].ndim) if a not in axes]
+    devices = max(len(x) for x in (*arrays, *starts))
+    rows = [x.transpose(*kept, *axes) for x in arrays]
+    rows = [x.reshape(*x.shape[: len(kept)], -1) for x in rows]
+    rows = [np.broadcast_to(x, (devices, *x.shape[1:])) for x in rows]
+    while (length := rows[0].shape[-1]) > 1:
+        half = length // 2
+        pairs = combine(*(x[..., :half] for x in rows), *(x[..., half : 2 * half] for x in rows))
+        pairs = pairs if isinstance(pairs, tuple) else (pairs,)
+        rows = [np.concatenate([p, x[..., 2 * half :]], -1) for p, x in zip(pairs, rows)]
+    if not length:
+        return tuple(np.broadcast_to(s, x.shape[:-1]) for s, x in zip(starts, rows))
+    found = combine(*starts, *(x[..., 0] for x in rows))
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _reduce_window(instruction: Instruction, machine) -> Callable:
+    operands = machine.operand_types(instruction)
+    count = len(operands) // 2
+    shape = operands[0].shape
+    window = Window(instruction.attribute("window") or "", len(shape))
+    combine = machine.combiner(instruction.called()["to_apply"][0])
+    kind = machine.type(instruction)
+    result = kind[0].shape if isinstance(kind, tuple) else kind.shape
+
+    def run(values, team):
+        arrays, starts = list(values[:count]), values[count:]
+        for d in range(len(shape)):
+            if window.size[d] == 1 and result[d] == arrays[0].shape[1 + d]:
+                continue
+            places, _ = window.pairs(d, arrays[0].shape[1 + d], window.size[d], result[d])
+            arrays = [_windows(x, s, d, places) for x, s in zip(arrays, starts)]
+            arrays = list(folded(arrays, starts, (d + 1,), combine))
+        return tuple(arrays) if isinstance(kind, tuple) else arrays[0]
+
+    return run
+
+
+def _windows(x: np.ndarray, start: np.ndarray, dim: int, places: np.ndarray) -> np.ndarray:
+    """What each place along a dimension sees, in a dimension behind it; the start where there is nothing."""
+    found = np.take(x, np.maximum(places, 0), 1 + dim)
+    outside = (places < 0).reshape(*places.shape, *[1] * (x.ndim - 2 - dim))
+    return np.where(outside, start.reshape(len(start), *[1] * (found.ndim - 1)), found).astype(x.dtype)
+
+
+def _scatter(instruction: Instruction, machine) -> Callable:
+    ints = lambda name: machine.integers(instruction, name)
+    operands = machine.operand_types(instruction)
+    count = (len(operands) - 1) // 2
+    batch = ints("input_batching_dims"), ints("scatter_indices_batching_dims")
+    window, gone = ints("update_window_dims"), (*ints("inserted_window_dims"), *batch[0])
+    updates = operands[count + 1].shape
+    shown = iter([updates[d] for d in window])
+    sizes = [1 if d in gone else next(shown) for d in range(len(operands[0].shape))]
+    vector = int(instruction.attribute("index_vector_dim") or 0)
+    lookup = Lookup(operands[0].shape, sizes, gone, batch, ints("scatter_dims_to_operand_dims"), vector)
+    order = [*(d for d in range(len(updates)) if d not in window), *window]
+    combine = machine.combiner(instruction.called()["to_apply"][0])
+    several = isinstance(machine.type(instruction), tuple)
+
+    def one(*arrays):
+        """All results in one array, one after the other."""
+        targets, index, news = arrays[:count], arrays[count], arrays[count + 1 :]
+        numbers, inside = lookup.places(index, clip=False)
+        numbers = np.broadcast_to(numbers, [updates[d] for d in order])
+        numbers = numbers[inside].reshape(-1)
+        out = [np.array(x).reshape(-1) for x in targets]
+        news = [x.transpose(order)[inside].reshape(-1) for x in news]
+        _written(out, numbers, news, combine)
+        return np.stack([x.reshape(operands[0].shape) for x in out])
+
+    def run(values, team):
+        found = each(one, values, team)
+        return tuple(found[:, i] for i in range(count)) if several else found[:, 0]
+
+    return run
+
+
+def _written(out: list[np.ndarray], numbers: np.ndarray, news: list[np.ndarray], combine: Combiner) -> None:
+    """Combines elements in place with new ones, one after the other where several meet one."""
+    if len(out) == 1 and isinstance(combine, np.ufunc):
+        combine.at(out[0], numbers, news[0])
+        return
+    # The first that meets each element, then the second, ...: in one round no element is met twice.
+    order = np.argsort(numbers, kind="stable")
+    first = np.searchsorted(numbers[order], numbers[order], side="left")
+    turn = np.empty(len(numbers), np.int64)
+    turn[order] = np.arange(len(numbers)) - first
+    for step in range(int(turn.max(initial=-1)) + 1):
+        mine = turn == step
+        at = numbers[mine]
+        found = combine(*(x[at][None] for x in out), *(x[mine][None] for x in news))
+        for x, new in zip(out, found if isinstance(found, tuple) else (found,)):
+            x[at] = new[0]
+
+
+def _map(instruction: Instruction, machine) -> Callable:
+    combine = machine.combiner(instruction.called()["to_apply"][0])
+    return lambda values, team: combine(*values)
+
+
+OPERATIONS: dict[str, Callable] = {
+    "map": _map,
+    "reduce": _reduce,
+    "reduce-window": _reduce_window,
+    "scatter": _scatter,
+}

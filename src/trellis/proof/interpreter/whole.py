@@ -1,0 +1,132 @@
+"""Programs that are not partitioned yet: whole arrays, and within a `shard_map` each device's parts of them.
+
+Outside of manual regions a value is whole and the same on all devices. Shardy's custom calls cut it into parts where a
+region begins, and put the parts together again, or sum them up, where it ends.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from trellis.inspect.hlo import Instruction
+from trellis.proof.interpreter.values import NotInterpreted, Value
+
+_MESHES = re.compile(r"xla\.sdy\.meshes=\{(\w+) = #sdy\.mesh<\[([^\]]*)\](, device_ids=)?")
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    """The axes of a program's mesh, from its head; nothing where it names no mesh, or numbers its devices otherwise.
+
+    >>> mesh_of('HloModule f, frontend_attributes={xla.sdy.meshes={mesh = #sdy.mesh<["data"=2, "model"=4]>}}')
+    {'data': 2, 'model': 4}
+    """
+    found = _MESHES.search(text[:200_000].replace("\\", ""))
+    if found is None or found[3]:
+        return {}
+    return {name: int(size) for name, size in re.findall(r'"([^"]+)"=(\d+)', found[2])}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sharding:
+    """For each dimension the mesh axes that cut it, and those along which the array is a pending sum."""
+
+    dims: tuple[tuple[str, ...], ...]
+    pending: tuple[str, ...]
+
+
+def _shardings(instruction: Instruction, name: str) -> list[_Sharding]:
+    """The shardings of a region's operands or results, by its manual axes only."""
+    text = instruction.attributes.replace("\\", "")
+    found = re.search(rf'{re.escape(name)}="#sdy\.sharding_per_value<\[(.*?)\]>"', text)
+    manual = re.search(r"manual_axes\{([^}]*)\}", text)
+    if found is None or manual is None or '":(' in found[1]:
+        raise NotInterpreted(f"the shardings of {instruction.name}")
+    axes = re.findall(r'"([^"]+)"', manual[1])
+    mine = lambda part: tuple(a for a in re.findall(r'"([^"]+)"', part) if a in axes)
+    return [
+        _Sharding(tuple(mine(dim) for dim in re.findall(r"\{([^}]*)\}", dims)), mine(rest))
+        for dims, rest in re.findall(r"<@\w+, \[([^\]]*)\]([^<>]*)>", found[1])
+    ]
+
+
+def _places(mesh: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """Each device's place along each mesh axis."""
+    sizes = tuple(mesh.values())
+    return dict(zip(mesh, np.indices(sizes).reshape(len(sizes), -1)))
+
+
+def _pieces(shape: Sequence[int], sharding: _Sharding, mesh: Mapping[str, int]) -> list[tuple[slice, ...]]:
+    """Which part of an array each device has."""
+    places, count = _places(mesh), math.prod(mesh.values())
+    dims = []
+    for size, axes in zip(shape, sharding.dims):
+        at, parts = np.zeros(count, int), 1
+        for axis in axes:
+            at, parts = at * mesh[axis] + places[axis], parts * mesh[axis]
+        dims.append([slice(p * (size // parts), (p + 1) * (size // parts)) for p in at])
+    return list(zip(*dims)) if dims else [()] * count
+
+
+def _first(mesh: Mapping[str, int], axes: Sequence[str]) -> np.ndarray:
+    """The devices that are first along some axes."""
+    places = _places(mesh)
+    return np.logical_and.reduce([places[axis] == 0 for axis in axes]) if axes else np.ones(1, bool)
+
+
+def _begin(instruction: Instruction, machine) -> Callable:
+    shardings, mesh = _shardings(instruction, "xla.sdy.in_shardings"), machine.mesh
+
+    def one(x: np.ndarray, sharding: _Sharding, index: int) -> np.ndarray:
+        if not any(sharding.dims) and not sharding.pending:
+            return x
+        parts = np.stack([x[min(d, len(x) - 1)][piece] for d, piece in enumerate(_pieces(x.shape[1:], sharding, mesh))])
+        if not sharding.pending:
+            return parts
+        holds = _first(mesh, sharding.pending).reshape(-1, *[1] * (parts.ndim - 1))
+        return np.where(holds, parts, np.zeros((), parts.dtype))
+
+    return _each(one, shardings, machine, instruction)
+
+
+def _end(instruction: Instruction, machine) -> Callable:
+    shardings, mesh = _shardings(instruction, "xla.sdy.out_shardings"), machine.mesh
+    kind = machine.type(instruction)
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+
+    def one(x: np.ndarray, sharding: _Sharding, index: int) -> np.ndarray:
+        shape = kinds[index].shape
+        if len(x) == 1 and not any(sharding.dims) and not sharding.pending:
+            return x
+        rows = np.broadcast_to(x, (math.prod(mesh.values()), *x.shape[1:]))
+        out = np.zeros(shape, x.dtype)
+        cut = {axis for axes in sharding.dims for axis in axes}
+        others = [axis for axis in mesh if axis not in cut and axis not in sharding.pending]
+        counts = np.broadcast_to(_first(mesh, others), len(rows))
+        for device, piece in enumerate(_pieces(shape, sharding, mesh)):
+            if counts[device]:
+                out[piece] += rows[device]
+        return out[None]
+
+    return _each(one, shardings, machine, instruction)
+
+
+def _each(one: Callable, shardings: list[_Sharding], machine, instruction: Instruction) -> Callable:
+    """The same for every operand; the devices are all there are."""
+    kind = machine.type(instruction)
+
+    def run(values, team) -> Value:
+        if len(team) != machine.num_devices:
+            raise NotInterpreted(f"{instruction.name} on some of the devices")
+        found = tuple(one(v, sharding, index) for index, (v, sharding) in enumerate(zip(values, shardings)))
+        return found if isinstance(kind, tuple) else found[0]
+
+    return run
+
+
+TARGETS: Mapping[str, Callable] = {
+    "xla.sdy.GlobalToLocalShape": _begin,
+    "xla.sdy.LocalToGlobalShape": _end,
+}

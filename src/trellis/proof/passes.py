@@ -1,0 +1,94 @@
+"""A program as it was after every pass of its compiler that changed it, and which of them made it wrong.
+
+XLA writes the program down after each pass when it is told to, libtpu as well. Each of these is executed in turn, by
+halves, until a program that is right and the next one, which is wrong, are found.
+"""
+
+import dataclasses
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trellis.inspect.hlo import parse_program
+from trellis.proof.interpreter import Failed, NotInterpreted
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """A program between two passes.
+
+    Attributes:
+        number: which of the compiler's programs it is.
+        name: of the pass that made it, with that of its pipeline.
+        text: the program.
+    """
+
+    number: int
+    name: str
+    text: str
+
+
+_FILE = re.compile(r"\.(\d{4})\.(.+)\.after_(.+?)(?:\.before_.+)?\.txt$")
+
+
+def snapshots(lowered: Any, options: Mapping[str, str]) -> list[Snapshot]:
+    """Compiles a lowered program again, and returns it as it was after each pass that changed it.
+
+    Args:
+        lowered: what `jax.jit(f).trace(...).lower(...)` returned.
+        options: the compiler's.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, "xla_dump_hlo_pass_re": ".*"}
+        lowered.compile(compiler_options={**options, **dump, "xla_dump_large_constants": True})
+        files = {int(found[1]): (found, path) for path in Path(folder).iterdir() if (found := _FILE.search(path.name))}
+        largest: dict[str, int] = {}  # a step's program, not those of small functions beside it
+        for _, path in files.values():
+            module = path.name.split(".")[0]
+            largest[module] = largest.get(module, 0) + path.stat().st_size
+        mine = max(largest, key=lambda module: largest[module], default="")
+        return [
+            Snapshot(number, f"{found[3]} in {found[2]}", path.read_text(encoding="utf-8", errors="replace"))
+            for number, (found, path) in sorted(files.items())
+            if path.name.split(".")[0] == mine
+        ]
+
+
+def partitioned(found: Sequence[Snapshot], shapes: Sequence[tuple[int, ...]]) -> int:
+    """The first of the programs that is one device's, whose parameters have the given shapes; their number if none."""
+    wanted = [f"[{','.join(map(str, shape))}]" for shape in shapes]
+    for index, snapshot in enumerate(found):
+        program = parse_program(snapshot.text)
+        parameters = [i for i in program.computations[program.entry] if i.op == "parameter"]
+        parameters.sort(key=lambda i: int(i.literal))
+        have = [re.search(r"\[[\d,]*\]", i.type) for i in parameters]
+        if [h[0] if h else "" for h in have] == wanted:
+            return index
+    return len(found)
+
+
+def first_wrong(
+    found: Sequence[Snapshot], right: Callable[[Snapshot], bool]
+) -> tuple[Snapshot | None, Snapshot | None]:
+    """The last program that is right and the next one, which is wrong; None for the former where all are wrong, and
+    for the latter where none is.
+
+    Args:
+        found: programs that one pass after the other made, one device's all of them.
+        right: whether one is; it raises `NotInterpreted` or `Failed` where that is not known.
+    """
+    low, high = -1, len(found)
+    while high - low > 1:
+        middle = (low + high) // 2
+        for index in sorted(range(low + 1, high), key=lambda i: abs(i - middle)):
+            try:
+                good = right(found[index])
+            except (NotInterpreted, Failed):
+                continue
+            low, high = (index, high) if good else (low, index)
+            break
+        else:
+            break
+    return (found[low] if low >= 0 else None), (found[high] if high < len(found) else None)

@@ -1,0 +1,208 @@
+"""A compiled program, executed here and held against what it should compute."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from trellis.errors import UserError
+from trellis.hardware.chips import Target
+from trellis.plan.compile import Compiled, compile_lowered
+from trellis.proof.comparing import BOUND, Output, compare
+from trellis.proof.finding import Finding, Suspect, find
+from trellis.proof.interpreter import Faulty, Interpreter
+from trellis.proof.placing import cut, sharding_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """One result that a program should have.
+
+    Attributes:
+        name: its path.
+        value: the whole array.
+        type: in the notation, or empty.
+        before: what it is made from by a small change, if it is.
+        outliers: which share of its entries may deviate: see `compare`.
+    """
+
+    name: str
+    value: np.ndarray
+    type: str = ""
+    before: np.ndarray | None = None
+    outliers: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A program to be proven, with numbers to run it on.
+
+    Attributes:
+        name: of the run or the function.
+        target: the hardware that it is compiled for.
+        mesh: the target's devices.
+        lowered: `jax.stages.Lowered`, for these devices.
+        options: of the compiler.
+        given: its arguments as whole arrays, flat.
+        places: where each of them lies.
+        wanted: its results.
+    """
+
+    name: str
+    target: Target
+    mesh: Mesh
+    lowered: Any
+    options: Mapping[str, str]
+    given: Sequence[np.ndarray]
+    places: Sequence[NamedSharding]
+    wanted: Sequence[Wanted]
+
+    def compile(self, *, progress: bool = False) -> Compiled:
+        """What the target's compiler makes of it.
+
+        Raises:
+            UserError: the compiler refuses it, or it does not fit a device.
+        """
+        given = {"name": self.name, "options": self.options, "progress": progress}
+        try:
+            compiled = compile_lowered(self.lowered, self.target, **given)
+        except RuntimeError as error:
+            raise self._refused(str(error)[:1000], "see what the compiler says") from error
+        if not compiled.text:
+            raise self._refused(f"{self.name} does not fit a device", "prove it on a larger target")
+        return compiled
+
+    def _refused(self, seen: str, fix: str) -> UserError:
+        where = f"the compiler for {self.target.name}"
+        return UserError("A program is executed after it was compiled.", seen=seen, where=where, fix=fix)
+
+    def parts(self, compiled: Compiled) -> list[np.ndarray]:
+        """The arguments that the compiled program has, as devices hold them."""
+        return [cut(self.given[i], self.places[i]) for i in compiled.kept]
+
+    def compare(self, found: Sequence[np.ndarray], places: Sequence[NamedSharding], bound: float) -> tuple[Output, ...]:
+        """Holds results, `device dim ...` each, against what they should be."""
+        return tuple(
+            compare(
+                wanted.name,
+                result,
+                wanted.value,
+                place,
+                type=wanted.type,
+                before=wanted.before,
+                outliers=wanted.outliers,
+                bound=bound,
+            )
+            for wanted, result, place in zip(self.wanted, found, places)
+        )
+
+    def execute(self, compiled: Compiled, *, text: str | None = None, bound: float = BOUND) -> "Proof":
+        """Executes the compiled program, or another one of the same arguments and results, and compares."""
+        interpreter = Interpreter(text or compiled.text, self.mesh.size)
+        found, fault = (), ""
+        try:
+            found = tuple(interpreter(self.parts(compiled)))
+        except Faulty as error:
+            fault = str(error)
+        outputs = self.compare(found, self.results(compiled), bound)
+        kernels = tuple(sorted(interpreter.opaque))
+        return Proof(self.name, self.target.name, dict(self.mesh.shape), outputs, kernels, fault, compiled, found)
+
+    def results(self, compiled: Compiled) -> list[NamedSharding]:
+        """Where the compiled program's results lie.
+
+        Raises:
+            UserError: one of them is a pending sum, or its type does not say.
+        """
+        for wanted, axes in zip(self.wanted, compiled.results):
+            if axes is None:
+                raise UserError(
+                    "Results that are compared lie where their types say, and are no pending sums.",
+                    seen=f"`{wanted.name}` of {self.name}",
+                    where="prove",
+                    fix="settle it with reshard before it is returned, or give it an out_sharding",
+                )
+        return [sharding_of(axes, self.mesh) for axes in compiled.results]
+
+    def why(self, compiled: Compiled, bound: float = BOUND) -> Finding:
+        """Looks for what made the compiled program wrong."""
+        whole = [NamedSharding(self.mesh, PartitionSpec())] * len(self.wanted)
+        places = self.results(compiled)
+        right = lambda found, places: all(output.right for output in self.compare(found, places, bound))
+        return find(
+            Suspect(
+                lowered=self.lowered,
+                options=self.options,
+                compiled=compiled.text,
+                wholes=[self.given[i][None] for i in compiled.kept],
+                parts=self.parts(compiled),
+                devices=self.mesh.size,
+                is_right=lambda found: right(found, places),
+                are_right=lambda found: right(found, whole),
+            )
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What executing a compiled program showed.
+
+    Attributes:
+        name: of the run or the function.
+        target: the hardware that it was compiled for.
+        mesh: mesh axes and their sizes.
+        outputs: every result, in the program's order.
+        kernels: opaque kernels that a reference stood for.
+        fault: why the program could not run to its end, if it could not: devices that wait for each other.
+        compiled: what was executed.
+        results: what it computed, `device dim ...` each.
+        rounded: how far the same step compiled for one device is from the plain one, where this had to be asked.
+        finding: what made it wrong, where it is.
+        fitted: how the run was changed for the target, a sentence each.
+        seconds: what took how long.
+    """
+
+    name: str
+    target: str
+    mesh: Mapping[str, int]
+    outputs: tuple[Output, ...]
+    kernels: tuple[str, ...]
+    fault: str
+    compiled: Compiled
+    results: tuple[np.ndarray, ...]
+    rounded: float | None = None
+    finding: Finding | None = None
+    fitted: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def proven(self) -> bool:
+        """Whether every result is right on every device."""
+        return not self.fault and all(output.right for output in self.outputs)
+
+    @property
+    def error(self) -> float:
+        """The largest deviation of any result."""
+        return math.inf if self.fault else max((output.error for output in self.outputs), default=0.0)
+
+    @property
+    def largest(self) -> list[Output]:
+        """The results by their deviations, the largest first."""
+        return sorted(self.outputs, key=lambda output: -output.error)
+
+
+class Watch:
+    """How long the parts of something take."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def note(self, part: str) -> None:
+        """The end of a part."""
+        now = time.monotonic()
+        self.seconds[part], self._last = now - self._last, now

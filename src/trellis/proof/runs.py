@@ -1,0 +1,140 @@
+"""The proof of a run: its own train step on hardware that is not here, held against the plain step on one device."""
+
+import dataclasses
+import math
+from collections.abc import Collection
+
+import jax
+
+from trellis.hardware.chips import Target
+from trellis.notation.typeof import typeof
+from trellis.plan.adapt import adapt
+from trellis.plan.compile import compiler_devices, platform_of
+from trellis.plan.prepared import Prepared, prepare
+from trellis.proof.comparing import BOUND
+from trellis.proof.one_device import Reference, on_one_device
+from trellis.proof.proof import Proof, Subject, Wanted, Watch
+from trellis.proof.shrinking import shrunk
+from trellis.run.config import Run
+from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
+from trellis.train.assemble import assemble, vocab_multiple
+from trellis.train.compilation import options_for
+
+# Of the entries of a parameter so many may deviate: see `compare`.
+_OUTLIERS = 1e-5
+# So far may a step with constants in bfloat16 be from one in float32.
+ROUNDED = 2e-2
+
+
+def prove_run(
+    run: Run,
+    target: Target,
+    given: Collection[str] = (),
+    *,
+    explain: bool = True,
+    progress: bool = False,
+    seed: int = 0,
+) -> Proof:
+    """Proves a run's train step on a target, with the run's sizes shrunk.
+
+    The step is held against the plain one in float32. Where constants that the run has in bfloat16 (those of a GELU,
+    for one) keep the two apart, it is held against the same step compiled for one device of the target, as narrowly;
+    and that against the plain one, as far as a rounded constant may reach.
+
+    Args:
+        run: the run.
+        target: the hardware.
+        given: dotted names of the run's fields that the user set, which are not fitted to the target.
+        explain: look for what made it wrong where it is, which takes another minute.
+        progress: show on stderr how long it has been compiling.
+        seed: of all numbers.
+
+    Raises:
+        UserError: the run does not fit the target, or its compiler is not installed or refuses an option.
+        NotInterpreted: the compiled program has something that the interpreter does not know.
+    """
+    watch = Watch()
+    trial = small_trial(run, target, given)
+    watch.note("tracing")
+    reference = on_one_device(trial.prepared.run, padding=trial.padding, seed=seed)
+    watch.note("one device")
+    subject = trial.subject(reference)
+    compiled = subject.compile(progress=progress)
+    watch.note("compiling")
+    proof = subject.execute(compiled)
+    watch.note("executing")
+    if not proof.proven and proof.error < ROUNDED:
+        alone = trial.alone().subject(reference)
+        single = alone.execute(alone.compile(progress=progress), bound=ROUNDED)
+        watch.note("compiled for one device")
+        if single.proven:
+            results = [result[0] for result in single.results]
+            subject = trial.subject(dataclasses.replace(reference, results=results))
+            proof = dataclasses.replace(subject.execute(compiled), rounded=single.error)
+    if explain and not proof.proven:
+        proof = dataclasses.replace(proof, finding=subject.why(compiled, BOUND))
+        watch.note("looking for the reason")
+    return dataclasses.replace(proof, fitted=tuple(trial.fitted), seconds=watch.seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A run's step with shrunk sizes.
+
+    Attributes:
+        prepared: the step, with abstract arguments on the compiler's devices.
+        target: the hardware.
+        padding: what its vocabulary is padded to a multiple of.
+        chunk_bytes: of the loss.
+        fitted: how the run was changed for the target.
+    """
+
+    prepared: Prepared
+    target: Target
+    padding: int
+    chunk_bytes: int | None
+    fitted: tuple[str, ...]
+
+    def alone(self) -> "Trial":
+        """The same step on one of the target's devices."""
+        run = dataclasses.replace(self.prepared.run, mesh=MeshSizes(data=1), layout=LayoutChoice(preset="single"))
+        devices = [self.prepared.layout.mesh.devices.flat[0]]
+        made = assemble(run, devices, padding=self.padding, chunk_bytes=self.chunk_bytes)
+        batch = made.abstract_batch()
+        prepared = Prepared(run, made.layout, made.step, made.abstract, batch, math.prod(batch.shape))
+        return dataclasses.replace(self, prepared=prepared)
+
+    def subject(self, reference: Reference) -> Subject:
+        """What is to be proven: the step has the reference's results."""
+        prepared, target = self.prepared, self.target
+        leaves = jax.tree.leaves(prepared.state, is_leaf=lambda x: hasattr(x, "names"))
+        types = [*map(typeof, leaves), *[""] * (len(reference.names) - len(leaves))]
+        wanted = [
+            Wanted(name, value, type, before, _OUTLIERS if name.startswith(("model.", "average.")) else 0.0)
+            for name, value, type, before in zip(reference.names, reference.results, types, reference.before)
+        ]
+        return Subject(
+            name=prepared.run.name,
+            target=target,
+            mesh=prepared.layout.mesh,
+            lowered=prepared.lowered(platform_of(target)),
+            options=options_for(target.chip.kind, prepared.run.compiler_options, target.num_devices),
+            given=reference.given,
+            places=[leaf.sharding for leaf in jax.tree.leaves((prepared.state, prepared.batch))],
+            wanted=wanted,
+        )
+
+
+def small_trial(run: Run, target: Target, given: Collection[str] = ()) -> Trial:
+    """A run's step with shrunk sizes on a target's devices.
+
+    Args:
+        run: the run.
+        target: the hardware.
+        given: dotted names of the fields that the user set, which are not fitted to the target.
+    """
+    devices = compiler_devices(target)
+    run, fitted = adapt(run, target, given)
+    small = shrunk(run, make_layout(run.mesh, run.layout, devices))
+    prepared = prepare(small.run, target, devices, chunk_bytes=small.chunk_bytes)
+    return Trial(prepared, target, vocab_multiple(prepared.layout), small.chunk_bytes, tuple(fitted))

@@ -1,0 +1,176 @@
+"""A run with its sizes shrunk so that its step takes seconds to execute here, and every structure of it stays.
+
+Loops stay loops (layers, microbatches, chunks of the loss, stages), what is sliced stays sliced into as many parts,
+what is padded stays padded, key heads stay shared, and sizes that decide between two ways decide alike.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from trellis.mesh import Layout
+from trellis.nn.loss.token_chunks import accelerator_chunk
+from trellis.nn.loss.vocab_chunks import cut
+from trellis.run.config import Run
+from trellis.train.assemble import vocab_multiple
+
+# Sizes that are enough for what is in them: a width for several tiles of every device, a sequence for two blocks of an
+# attention kernel, layers for a first, a middle and a last one.
+EMBED, HEAD_DIM, MLP, VOCAB, POS, LAYERS = 256, 64, 384, 1024, 256, 3
+MOST_CHUNKS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrunk:
+    """A run of smaller sizes.
+
+    Attributes:
+        run: it.
+        chunk_bytes: of the loss, so that it has several chunks where the large one has; None for one chunk.
+    """
+
+    run: Run
+    chunk_bytes: int | None
+
+
+def shrunk(run: Run, layout: Layout) -> Shrunk:
+    """The run with sizes shrunk for a layout, whose mesh stays as it is.
+
+    Args:
+        run: the run; its mesh fits the layout's devices.
+        layout: its layout on these.
+    """
+    ways = Ways(layout)
+    rows, few = _rows(run, ways), _few(run, ways)
+    pos = min(run.data.sequence_length, math.lcm(max(POS, 128 * ways.context), ways("pos")))
+    model = _model(run, ways, pos, tokens=rows * pos if few else 0)
+    if not few:
+        rows = max(rows, model.embed * ways("pos") // pos + 1)
+    parts = min(run.parts, 2)
+    small = dataclasses.replace(
+        run,
+        model=model,
+        data=dataclasses.replace(run.data, sequence_length=pos),
+        batch_size=rows * ways("batch") * parts,
+        microbatches=parts,
+    )
+    return Shrunk(small, _chunk_bytes(run, small, ways, few=few))
+
+
+class Ways:
+    """Into how many parts a layout cuts the axes of a name, at rest or in use."""
+
+    def __init__(self, layout: Layout):
+        self._layout = layout
+        self.padding = vocab_multiple(layout)
+
+    def __call__(self, name: str, *which: str) -> int:
+        parts = (self._layout.assign((name,), kind)[0] for kind in which or ("params", "compute"))
+        return math.lcm(*(self._size(axes) for axes in parts))
+
+    @property
+    def context(self) -> int:
+        """Parts of the positions that attention sees."""
+        return self._size(self._layout.assign(("batch", "pos", "heads", "head_dim"))[1])
+
+    def _size(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self._layout.mesh.shape[axis] for axis in axes)
+
+
+def multiple(least: int, of: int) -> int:
+    """The smallest multiple that is no less.
+
+    >>> multiple(100, 16)
+    112
+    """
+    return -(-least // of) * of
+
+
+def _kept(size: int, ways: int, most: int) -> int:
+    """A size with at most so many entries on each device, and at least one."""
+    return ways * max(1, min(size // ways, most))
+
+
+def _model(run: Run, ways: Ways, pos: int, tokens: int) -> Any:
+    """The model's configuration with smaller sizes, where it has them.
+
+    Args:
+        run: the run.
+        ways: into how many parts its axes are cut.
+        pos: the new length of a sequence.
+        tokens: of a device, where there are to be no more of them than `embed`.
+    """
+    model = run.model
+    has = {field.name for field in dataclasses.fields(model)}.__contains__
+    heads, kv_heads = _heads(model, ways)
+    sizes = {"heads": heads, "layers": _kept(model.layers, ways("layers"), 2 if ways("layers") > 1 else LAYERS)}
+    embed = multiple(max(min(model.embed, EMBED), 2 * ways("embed"), tokens), ways("embed"))
+    if has("head_dim"):
+        sizes |= {"head_dim": min(model.head_dim, HEAD_DIM), "kv_heads": kv_heads}
+    else:
+        each = min(model.embed // model.heads, HEAD_DIM)
+        embed = multiple(embed, math.lcm(each * ways("heads"), ways("embed")))
+        sizes["heads"] = embed // each
+        if has("rotary_dim"):
+            sizes["rotary_dim"] = min(model.rotary_dim, each)
+    sizes["embed"] = min(embed, model.embed)
+    sizes["mlp"] = min(model.mlp, multiple(MLP, 64 * ways("mlp")))
+    sizes["vocab"] = _vocab(model.vocab, ways)
+    if has("experts"):
+        sizes["experts"] = _kept(model.experts, ways("experts"), 2)
+        sizes["experts"] = max(sizes["experts"], min(model.experts, 4))
+        sizes["experts_per_token"] = min(model.experts_per_token, sizes["experts"])
+    if has("positions"):
+        sizes["positions"] = pos if model.positions == run.data.sequence_length else 2 * pos
+    return dataclasses.replace(model, **sizes)
+
+
+def _heads(model: Any, ways: Ways) -> tuple[int, int]:
+    """Heads and key heads: two key heads a device where there are so many, each shared where it is."""
+    keys = getattr(model, "kv_heads", model.heads)
+    groups = model.heads // keys
+    small_keys = _kept(keys, ways("kv_heads"), 2)
+    small = next(n for n in range(min(groups, 2), groups + 1) if small_keys * n % ways("heads") == 0 or n == groups)
+    return small_keys * small, small_keys
+
+
+def _vocab(vocab: int, ways: Ways) -> int:
+    """A vocabulary with several tiles a device for each chunk of the loss, padded if the large one is."""
+    small = multiple(VOCAB, 8 * MOST_CHUNKS * max(ways.padding, ways("vocab")))
+    return min(small - (5 if vocab % ways.padding else 0), vocab)
+
+
+def _rows(run: Run, ways: Ways) -> int:
+    """Sequences of a device in a microbatch: one where there is one, else two, or what the pipeline needs."""
+    largest = max(entry.size for entry in run.batch_sizes())
+    rows = min(largest // (ways("batch") * run.parts), 2)
+    stages, asked = ways("layers", "compute"), run.layout.pipeline_microbatches
+    while asked and rows * stages % asked:
+        rows += 1
+    return max(rows, 1)
+
+
+def _few(run: Run, ways: Ways) -> bool:
+    """Whether a device has no more tokens in a microbatch than `embed`: then the loss takes another way."""
+    largest = max(entry.size for entry in run.batch_sizes())
+    return largest * run.data.sequence_length <= run.model.embed * ways("batch") * ways("pos") * run.parts
+
+
+def _chunk_bytes(run: Run, small: Run, ways: Ways, *, few: bool) -> int | None:
+    """Bytes of a chunk's logits with which the small run's loss has as many chunks as the large one's, or three."""
+    at_rest, in_use = ways("vocab", "params"), ways("vocab", "compute")
+
+    def sizes(run: Run) -> tuple[int, int]:
+        """Tokens of a device, and the columns of the vocabulary that it sees."""
+        tokens = max(b.size for b in run.batch_sizes()) * run.data.sequence_length // run.parts
+        return tokens // (ways("batch") * ways("pos")), multiple(run.model.vocab, ways.padding) // in_use
+
+    tokens, columns = sizes(run)
+    if few and in_use == 1 and at_rest * ways("embed", "params") > 1:
+        number = cut(0, (), at_rest, columns // at_rest, tokens).number
+    else:
+        number = -(-tokens // accelerator_chunk(tokens, columns))
+    if number == 1:
+        return None
+    tokens, columns = sizes(small)
+    return -(-4 * tokens * columns // min(number, MOST_CHUNKS))

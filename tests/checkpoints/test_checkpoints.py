@@ -1,0 +1,259 @@
+"""Checkpoints are whole or absent, come back to the bit on any mesh, and damage is found."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from trellis.checkpoints.checkpoints import Checkpoints
+from trellis.errors import UserError
+from trellis.named import NamedArray
+
+
+def mesh_of(**axes):
+    count = int(np.prod(list(axes.values())))
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes), devices=jax.devices()[:count]
+    )
+
+
+def put(mesh, spec, value):
+    return jax.device_put(value, NamedSharding(mesh, spec))
+
+
+def state_on(mesh, first="data", second="model", rows=16):
+    first, second = (axis if axis in mesh.shape else None for axis in (first, second))
+    table = np.arange(rows * 8, dtype=np.float32).reshape(rows, 8) + 1
+    bias = np.arange(8, dtype=np.float32).astype(jnp.bfloat16)
+    return {
+        "params": {
+            "table": NamedArray(put(mesh, P(first, second), table), ("vocab", "embed")),
+            "bias": NamedArray(put(mesh, P(second), bias), ("embed",)),
+        },
+        "moments": (put(mesh, P(first), np.linspace(0, 1, 16, dtype=np.float32)), None),
+        "step": put(mesh, P(), np.int32(7)),
+        "key": put(mesh, P(), jax.random.key(3)),
+    }
+
+
+def abstract(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def values(tree):
+    raw = jax.tree.map(lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, tree)
+    return [np.asarray(x) for x in jax.tree.leaves(raw)]
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(values(a), values(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture
+def wide():
+    return mesh_of(data=4, model=2)
+
+
+def test_a_state_comes_back_to_the_bit(tmp_path, wide):
+    state = state_on(wide)
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore(abstract(state)) is None
+        assert checkpoints.save(5, state, data={"tokens": 640})
+        checkpoints.wait()
+        assert checkpoints.latest() == 5
+        assert not checkpoints.save(5, state), "a finished checkpoint is not written twice"
+        found = checkpoints.restore(abstract(state))
+    assert (found.step, found.data) == (5, {"tokens": 640})
+    same(found.state, state)
+    key = found.state["key"]
+    assert jax.random.key_impl(key) == jax.random.key_impl(state["key"])
+    for got, want in zip(jax.tree.leaves(found.state), jax.tree.leaves(state), strict=True):
+        assert got.sharding == want.sharding
+
+
+@pytest.mark.parametrize("axes", [{"data": 1}, {"model": 8}, {"data": 2, "model": 4}])
+def test_a_state_comes_back_onto_another_mesh(tmp_path, wide, axes):
+    other = state_on(mesh_of(**axes), first="model", second="data")
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state_on(wide))
+        checkpoints.wait()
+        found = checkpoints.restore(abstract(other))
+    same(found.state, other)
+    for got, want in zip(jax.tree.leaves(found.state), jax.tree.leaves(other), strict=True):
+        assert got.sharding == want.sharding
+
+
+def test_one_layer_can_be_read_alone(tmp_path, wide):
+    import tensorstore
+
+    stack = np.arange(3 * 16 * 8, dtype=np.float32).reshape(3, 16, 8)
+    with Checkpoints(tmp_path, host_bytes=stack.nbytes) as checkpoints:
+        checkpoints.save(2, {"up": NamedArray(put(wide, P(None, "data", "model"), stack), ("layers", "embed", "mlp"))})
+        checkpoints.wait()
+        np.testing.assert_array_equal(checkpoints.read(2, "up"), stack)
+        np.testing.assert_array_equal(checkpoints.read(2, "up", 1), stack[1])
+    where = {"driver": "ocdbt", "base": f"file://{checkpoints.path(2)}/state/", "path": "up/"}
+    stored = tensorstore.open({"driver": "zarr", "kvstore": where}).result()
+    assert stored.chunk_layout.read_chunk.shape == (1, 4, 4), "a device's part of a layer"
+
+
+def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path, wide):
+    state = {"w": put(wide, P("data", "model"), np.ones((512, 512), np.float32))}
+    burn = jax.jit(lambda s: jax.tree.map(lambda x: x * 3 + 1, s), donate_argnums=0)
+    target = abstract(state)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(0, state)
+        for _ in range(4):
+            state = burn(state)
+        jax.block_until_ready(state)
+        checkpoints.wait()
+        found = checkpoints.restore(target, step=0)
+    np.testing.assert_array_equal(np.asarray(found.state["w"]), np.ones((512, 512), np.float32))
+
+
+def test_the_rule_keeps_the_latest_and_every_kth(tmp_path, wide):
+    state = {"w": put(wide, P("data"), np.arange(8, dtype=np.float32))}
+    with Checkpoints(tmp_path, keep_latest=2, keep_every=4) as checkpoints:
+        for step in range(1, 8):
+            checkpoints.save(step, state)
+        checkpoints.wait()
+        assert checkpoints.steps() == [4, 6, 7]
+
+
+def test_what_was_left_unfinished_is_removed(tmp_path, wide):
+    state = {"w": put(wide, P("data"), np.arange(8, dtype=np.float32))}
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state)
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [1]
+        assert not (tmp_path / "step-00000002").exists()
+        assert checkpoints.restore(abstract(state)).step == 1
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def largest(folder):
+    return max((p for p in (folder / "state").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+@pytest.mark.parametrize(
+    "harm, words",
+    [
+        (lambda f: flip(largest(f)), "does not hold the bytes that were written (checksum)"),
+        (lambda f: largest(f).write_bytes(largest(f).read_bytes()[:-1]), "were written"),
+        (lambda f: largest(f).unlink(), "is missing"),
+        (lambda f: (f / "manifest.json").write_text("{"), "JSONDecodeError"),
+        (
+            lambda f: (f / "manifest.json").write_text(
+                (f / "manifest.json").read_text().replace('"step": 2', '"step": 9')
+            ),
+            "manifest.json does not hold what was written (checksum)",
+        ),
+    ],
+    ids=["a bit", "cut short", "gone", "manifest cut", "manifest changed"],
+)
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(tmp_path, wide, harm, words):
+    state, lines = state_on(wide), []
+    with Checkpoints(tmp_path, report=lines.append) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state)
+        checkpoints.wait()
+        harm(checkpoints.path(2))
+        found = checkpoints.restore(abstract(state))
+        assert found.step == 1
+        same(found.state, state)
+        assert checkpoints.save(2, state), "the step can be saved anew"
+    assert len(lines) == 1 and words in lines[0]
+    assert lines[0].startswith("checkpoint step-00000002 is damaged and is set aside as damaged-step-00000002: ")
+    assert (tmp_path / "damaged-step-00000002").is_dir()
+
+
+def test_all_damaged_is_an_error(tmp_path, wide):
+    state = state_on(wide)
+    with Checkpoints(tmp_path, report=lambda _: None) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        flip(largest(checkpoints.path(1)))
+        with pytest.raises(UserError, match="A run resumes from a checkpoint that is whole") as error:
+            checkpoints.restore(abstract(state))
+    assert error.value.fix == "restore a copy of the folder, or start a new run"
+
+
+def test_a_copy_of_the_run_lies_in_each_checkpoint(tmp_path, wide):
+    run = tmp_path / "run.yaml"
+    run.write_text("steps: 3\n")
+    with Checkpoints(tmp_path / "checkpoints", copy=(run,)) as checkpoints:
+        checkpoints.save(3, state_on(wide))
+    folder = tmp_path / "checkpoints" / "step-00000003"
+    assert (folder / "run.yaml").read_text() == "steps: 3\n"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert "run.yaml" in manifest["files"]
+    assert manifest["entries"]["params/table"] == {"shape": [16, 8], "dtype": "float32", "names": ["vocab", "embed"]}
+    assert manifest["entries"]["key"] == {"shape": [2], "dtype": "uint32", "key": "threefry2x32"}
+
+
+@pytest.mark.parametrize("saved_rows, rows", [(16, 24), (24, 16), (16, 14)])
+def test_only_the_padding_of_an_axis_may_change(tmp_path, wide, saved_rows, rows):
+    saved = {"table": state_on(wide, rows=saved_rows)["params"]["table"]}
+    other = mesh_of(model=2)
+    target = abstract({"table": state_on(other, first="model", second=None, rows=rows)["params"]["table"]})
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, saved)
+        checkpoints.wait()
+        with pytest.raises(UserError, match="only the padding of a vocabulary may change"):
+            checkpoints.restore(target)
+        with pytest.raises(UserError, match=r"saved float32\[\d+x8\] \(vocab embed\), wanted float32\[\d+x8\]"):
+            checkpoints.restore(target, resizable={"vocab": 15 if rows == 14 else 17})
+        true_size = 13
+        table = checkpoints.restore(target, resizable={"vocab": true_size}).state["table"]
+    assert table.array.shape == (rows, 8) and table.names == ("vocab", "embed")
+    np.testing.assert_array_equal(np.asarray(table.array)[:true_size], np.asarray(saved["table"].array)[:true_size])
+    assert not np.asarray(table.array)[true_size:].any()
+
+
+def test_what_does_not_fit_is_refused(tmp_path, wide):
+    state = state_on(wide)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        target = abstract(state)
+        with pytest.raises(UserError, match="not in the checkpoint: extra; not in the state: step"):
+            checkpoints.restore({**{k: v for k, v in target.items() if k != "step"}, "extra": target["step"]})
+        half = dict(target, step=jax.ShapeDtypeStruct((), jnp.float32, sharding=target["step"].sharding))
+        with pytest.raises(UserError, match=r"saved int32\[scalar\], wanted float32\[scalar\]") as error:
+            checkpoints.restore(half)
+        assert error.value.where.startswith("step in ")
+        renamed = dict(target, params=dict(target["params"], bias=NamedArray(target["params"]["bias"].array, ("mlp",))))
+        with pytest.raises(UserError, match=r"\(embed\), wanted bfloat16\[8\] \(mlp\)"):
+            checkpoints.restore(renamed)
+        with pytest.raises(UserError, match="Only a finished checkpoint can be restored") as error:
+            checkpoints.restore(target, step=3)
+        assert error.value.fix == "use one of the steps [1]"
+        part = checkpoints.restore({"params": target["params"]}, partial=True)
+    same(part.state, {"params": state["params"]})
+
+
+def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path, wide):
+    checkpoints = Checkpoints(tmp_path, copy=(tmp_path / "absent.yaml",))
+    checkpoints.save(1, {"w": put(wide, P(), np.float32(1))})
+    with pytest.raises(FileNotFoundError, match="absent.yaml"):
+        checkpoints.wait()
+    checkpoints.close()
+    assert checkpoints.steps() == []
+
+
+def test_a_run_keeps_its_newest_checkpoint(tmp_path):
+    with pytest.raises(UserError, match="keeps at least its newest checkpoint"):
+        Checkpoints(tmp_path, keep_latest=0)

@@ -1,0 +1,57 @@
+"""A shell completes commands, their options, the fields of a run and the values that can be listed."""
+
+import shlex
+import shutil
+import subprocess
+
+import pytest
+
+from tests.train.small import trellis
+from trellis.commands.completion import SHELLS
+from trellis.commands.line import commands
+from trellis.recipes import RECIPES
+
+
+@pytest.fixture
+def complete(capsys):
+    script = trellis(capsys, "completion", "bash")[1]
+
+    def completed(*words: str) -> list[str]:
+        """What bash offers for the last of the words."""
+        typed = shlex.join(["trellis", *words])
+        ask = f'COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _trellis; echo "${{COMPREPLY[@]}}"'
+        done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    return completed
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash to complete in")
+def test_what_bash_completes(complete):
+    assert complete("tr") == ["train"]
+    assert set(complete("")) == set(commands())
+    assert complete("train", "star") == ["starter"]
+    assert complete("train", "tiny", "--unt") == ["--until"]
+    assert complete("train", "tiny", "--optimizer.learning") == ["--optimizer.learning_rate"]
+    assert complete("plan", "--data.source.val") == ["--data.source.validation"]
+    assert complete("train", "tiny", "--remat.policy", "o") == ["offload"]
+    assert complete("train", "tiny", "--data.mask_documents", "") == ["true", "false"]
+    assert set(complete("train", "--optimizer", "")) == {"adamw", "lion", "muon", "adafactor"}
+    assert complete("data", "ins") == ["inspect"]
+    assert set(RECIPES) <= set(complete("recipes", ""))
+    assert complete("report", "--optimizer") == [], "a command that is not about a recipe takes no fields"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_each_shell_has_its_words(shell, capsys):
+    code, out, err = trellis(capsys, "completion", shell)
+    assert (code, err) == (0, "")
+    assert "mesh.model" in out and "starter" in out and "fsdp_tensor" in out
+    assert ("bashcompinit" in out) == (shell == "zsh")
+    assert ("complete -c trellis" in out) == (shell == "fish")
+    assert out.count("complete -o default -F _trellis trellis") == (shell != "fish")
+
+
+def test_another_shell_is_refused(capsys):
+    code, _, err = trellis(capsys, "completion", "ksh")
+    assert code == 2 and "invalid choice: 'ksh'" in err

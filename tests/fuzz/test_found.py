@@ -1,0 +1,201 @@
+"""What random programs found, each in its smallest form."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trellis as tr
+from trellis import f32
+from trellis.mesh import MeshError
+
+
+def drawn(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("compute", [{"pos": "data"}, {"pos": "data", "mlp": "model"}, {"layers": "data"}])
+def test_a_lookup_along_two_sliced_names(compute):
+    x, ids = drawn(4, 6), np.array([0, 3, 1, 2], np.int32)
+
+    def loss(x, ids):
+        rows = x["pos", ids, "mlp", ids]
+        return (rows * rows).sum().array, rows
+
+    with tr.Layout(tr.make_mesh(data=2, model=2, context=2), compute=compute):
+        args = tr.shard(tr.named(x, "pos mlp"), "compute"), tr.shard(tr.named(ids, "layers"), "compute")
+        (_, rows), gradient = jax.value_and_grad(loss, has_aux=True)(*args)
+    np.testing.assert_array_equal(rows.array, x[ids, ids])
+    expected = np.zeros_like(x)
+    expected[ids, ids] = 2 * x[ids, ids]
+    np.testing.assert_allclose(gradient.array, expected, rtol=1e-6)
+
+
+def test_partial_sums_are_scaled_after_their_layout_has_ended():
+    x = drawn(4, 6)
+    with tr.Layout(tr.make_mesh(data=2, model=4), compute={"pos": "data"}):
+        placed = tr.shard(tr.named(x, "pos batch"), "compute")
+    made = tr.settle(3.0 * tr.dot(placed, placed, over="pos", settle=False))
+    np.testing.assert_allclose(made.array, 3.0 * (x * x).sum(0), rtol=1e-5)
+
+
+def test_positions_are_looked_up_in_jit_after_their_layout_has_ended():
+    x, places = drawn(6, 2), np.array([1, -5, 2, -6])
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], data=2), params={"heads": "data"}):
+        placed = tr.shard(tr.named(x, "heads layers"))
+    look = lambda x: x["heads", places]
+    for fn in (look, jax.jit(look)):
+        np.testing.assert_array_equal(fn(placed).array, x[places])
+
+
+def test_a_mapped_function_may_give_what_is_on_no_mesh():
+    x, constant = drawn(8, 3), np.linspace(-1.0, 1.0, 3, dtype=np.float32)
+    with tr.Layout(tr.make_mesh(data=4, context=2), compute={"layers": "data"}):
+        mapped = tr.vmap(lambda row: (tr.named(constant, "mlp"), row * 2.0), "layers")
+        same, twice = tr.named_jit(mapped)(tr.shard(tr.named(x, "layers mlp"), "compute"))
+    np.testing.assert_array_equal(same.array, np.broadcast_to(constant, (8, 3)))
+    np.testing.assert_array_equal(twice.array, x * 2.0)
+
+
+def test_the_gradient_of_a_product_of_all_elements_that_is_mapped_over_slices_is_refused_by_an_error_of_ours():
+    x = drawn(6, 6)
+    loss = lambda x: tr.vmap(lambda r: tr.prod(r.split_axis("pos", {"a": 3, "b": 2})), "heads")(x).sum().array
+    with tr.Layout(tr.make_mesh(jax.devices()[:6], data=3, model=2), compute={"heads": ("data", "model")}):
+        placed = tr.shard(tr.named(x, "pos heads"), "compute")
+        np.testing.assert_allclose(loss(placed), x.prod(0).sum(), rtol=1e-5)
+        with pytest.raises(MeshError, match="use operations by name"):
+            jax.grad(loss)(placed)
+
+
+@pytest.mark.parametrize("operation", [lambda h: h + 1.0, lambda h: (h > 0).astype(jnp.float32), jnp.tanh])
+def test_a_pending_sum_is_refused_in_the_notation_whatever_jax_says(operation):
+    @tr.shard_map
+    def slices(x: f32["vocab/context pos"]) -> f32["pos"]:
+        return tr.reshard("pos +context -> pos", operation(tr.einsum("vocab/context pos -> pos +context", x)))
+
+    @tr.shard_map
+    def of_names(x: f32["vocab/context pos"]) -> f32["pos"]:
+        return tr.named(operation(x.sum("vocab").array), "pos")
+
+    with jax.set_mesh(tr.make_mesh(jax.devices()[:2], context=2)):
+        for fn, x in ((slices, drawn(4, 2)), (of_names, tr.named(drawn(4, 2), "vocab pos"))):
+            with pytest.raises(tr.PendingSumError, match="a pending sum may only be added to sums pending alike"):
+                fn(x)
+
+
+def test_a_sum_over_devices_by_hand_on_auto_axes_says_which_mesh_it_wants():
+    @tr.shard_map
+    def total(x: f32["vocab/model mlp"]) -> f32["mlp"]:
+        return tr.all_reduce("mlp +model -> mlp", tr.einsum("vocab/model mlp -> mlp +model", x))
+
+    with (
+        tr.Layout(tr.make_mesh(axis_type="auto", model=8), compute={}),
+        pytest.raises(MeshError, match="on explicit mesh axes only, got .*model=8.* in `.*total`"),
+    ):
+        total(tr.shard(tr.named(drawn(8, 4), "vocab mlp"), {"vocab": "model"}).array)
+
+
+def test_gradients_of_a_users_module_on_a_layout():
+    class Own(eqx.Module):
+        w: tr.NamedArray
+
+        def __call__(self, x):
+            return tr.tanh(x * self.w) + self.w
+
+    w, x = drawn(4), drawn(8, 4, seed=1)
+    expected = jax.grad(lambda w: ((jnp.tanh(jnp.asarray(x) * w[None]) + w[None]) ** 2).sum())(jnp.asarray(w))
+    with tr.Layout(tr.make_mesh(data=4, model=2), params={"embed": "data"}, compute={"batch": "data"}):
+        own = Own(tr.shard(tr.named(w, "embed")))
+        placed = tr.shard(tr.named(x, "batch embed"), "compute")
+        gradient = eqx.filter_jit(eqx.filter_grad(lambda m, x: (m(x) ** 2).sum().array))(own, placed)
+    np.testing.assert_allclose(gradient.w.array, expected, rtol=1e-5)
+
+
+def test_a_lookup_in_a_mapped_mask():
+    """Along a sliced name, mapped over another one that is whole: JAX cannot map what begins a pending sum."""
+    x, mask = drawn(4, 3), np.array([False, True, True, False])
+    with tr.Layout(tr.make_mesh(data=4, context=2), compute={"vocab": "context"}):
+        placed = tr.shard(tr.named(x, "vocab mlp"), "compute")
+        kept = tr.vmap(lambda column: column["vocab", mask], "mlp")(placed)
+    np.testing.assert_array_equal(kept.array, x[mask].T)
+
+
+def test_the_ledger_of_a_forward_derivative_of_whole_numbers():
+    x = drawn(8, 4)
+    with tr.Layout(tr.make_mesh(data=8), compute={"embed": "data"}):
+        placed = tr.shard(tr.named(x, "embed mlp"), "compute")
+        best = lambda x: (x.argmax("mlp"), x.sum("embed"))
+        table = tr.ledger(jax.jit(lambda x: jax.jvp(best, (x,), (x,))), placed)
+    assert {row.kind for row in table.rows} == {"all-reduce"}
+
+
+def test_mapping_arrays_of_a_mesh_after_their_layout_has_ended():
+    with tr.Layout(tr.make_mesh(model=8), params={"mlp": "model"}):
+        x = tr.shard(tr.named(drawn(4, 8), "embed mlp"))
+    keys = tr.random.split(jax.random.key(0), "mlp", 8)
+    with pytest.raises(MeshError, match="sliced alike, got .*: call it while their layout is in force"):
+        tr.vmap(lambda key, row: row, "mlp")(keys, x)
+
+
+def test_an_update_in_auto_mode_of_a_dimension_that_was_just_made():
+    """XLA writes it to the wrong device where the dimension is sliced."""
+    x = drawn(3, 4)
+    expected = x.reshape(12).copy()
+    expected[1] = 7.0
+    update = lambda x: x.rearrange("vocab mlp -> embed=(vocab mlp)").at["embed", -11].set(7.0)
+    mesh = tr.make_mesh(jax.devices()[:4], axis_type="auto", data=2, replica=2)
+    with tr.Layout(mesh, compute={"embed": "data"}):
+        np.testing.assert_array_equal(jax.jit(update)(tr.named(x, "vocab mlp")).array, expected)
+
+
+def test_own_positions_of_rows_that_are_sliced_at_rest_only():
+    x, ids = drawn(4, 6), np.random.default_rng(1).integers(0, 4, size=(6, 4)).astype(np.int32)
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], model=2), params={"batch": "model"}, compute={}):
+        placed = tr.shard(tr.named(x, "pos batch")), tr.shard(tr.named(ids, "batch pos"), "compute")
+        found = tr.take_along(placed[0], "pos", placed[1])
+    np.testing.assert_array_equal(tr.rearrange(found, "pos batch -> pos batch").array, np.take_along_axis(x, ids.T, 0))
+
+
+@pytest.mark.parametrize("unroll", [1, 2, 6])
+def test_a_loop_stacks_what_is_on_no_mesh(unroll):
+    x, constant = drawn(6, 4), np.linspace(-1.0, 1.0, 24, dtype=np.float32).reshape(6, 4)
+    body = lambda carry, row: (carry, tr.named(constant, "vocab heads"))
+    with tr.Layout(tr.make_mesh(data=2, model=4), compute={"vocab": "data", "heads": "model"}):
+        start, rows = tr.shard((tr.named(x, "vocab heads"), tr.named(x, "out heads")), "compute")
+        _, stacked = jax.jit(tr.scan(body, "out", unroll=unroll))(start, rows)
+    np.testing.assert_array_equal(stacked.array, np.broadcast_to(constant, (6, 6, 4)))
+
+
+def test_a_product_with_what_is_on_no_mesh_after_the_layout_has_ended():
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], replica=2), params={"mlp": "replica"}):
+        x = tr.shard(tr.named(drawn(6, 8), "vocab mlp"))
+    with pytest.raises(MeshError, match=r"got f32\[mlp=8\], which is on none, .*: call it inside `with layout:`"):
+        tr.dot(x, tr.named(jnp.ones(8), "mlp"), over="mlp")
+
+
+def test_an_outer_product_that_is_mapped_over_a_whole_name_and_its_gradient():
+    x, y = drawn(2, 4, 4), drawn(4, 6, seed=1)
+    one = lambda y, x: tr.einsum("mlp layers, vocab -> vocab mlp layers", x, y)
+    loss = lambda x, y: (tr.vmap(one, "pos")(y, x) ** 2).sum().array
+    expected = jax.grad(lambda x, y: (jnp.einsum("mpl,pv->pvml", x, y) ** 2).sum(), argnums=(0, 1))(x, y)
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], context=2), compute={"layers": "context"}):
+        args = tr.shard((tr.named(x, "mlp pos layers"), tr.named(y, "pos vocab")), "compute")
+        gradients = jax.grad(loss, argnums=(0, 1))(*args)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_branches_by_hand_that_give_two_shardings_are_refused_in_the_notation():
+    @tr.shard_map
+    def slices(x: f32["batch"]) -> f32["batch/data"]:
+        more = lambda x: tr.reshard("batch -> batch/data/model", x)
+        return jax.lax.cond(jnp.bool_(True), more, lambda x: tr.reshard("batch -> batch/data", x), x)
+
+    with (
+        jax.set_mesh(tr.make_mesh(jax.devices()[:6], data=3, model=2)),
+        pytest.raises(
+            tr.TypeMismatch, match=r"the branches of a cond give one type, got float32\[1\].* and float32\[2\]"
+        ),
+    ):
+        slices(drawn(6))

@@ -1,0 +1,116 @@
+"""No operation that is not linear takes a pending sum, and none sums twice what is settled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trellis as tr
+from trellis.mesh.manual.reshard import TransitionError
+from trellis.notation import PendingSumError
+
+
+def _pending_by_name():
+    x, w = tr.shard((tr.ones({"b": 2, "e": 16}), tr.ones({"e": 16, "o": 3})), "compute")
+    return tr.dot(x, w, over="e", settle=False)
+
+
+NOT_LINEAR = {
+    "pad with fives": lambda y: tr.pad(y, {"o": (1, 1)}, value=5.0),
+    "add one": lambda y: y + 1,
+    "sort": lambda y: tr.sort(y, "o"),
+    "max": lambda y: y.max("o"),
+    "argmax": lambda y: tr.argmax(y, "o"),
+    "exp": lambda y: tr.exp(y),
+    "square": lambda y: y * y,
+    "integers": lambda y: y.astype(jnp.int32),
+    "where": lambda y: tr.where(y.rename(o="p")["p", 0] * 0 == 0, y["o", 0], 0.0),
+    "divide by itself": lambda y: 1 / y,
+    "compare": lambda y: y > 1,
+    "concatenate": lambda y: tr.concatenate([y, tr.ones({"b": 2, "o": 3})], "o"),
+    "cumprod": lambda y: tr.cumprod(y, "o"),
+    "softmax": lambda y: tr.softmax(y, "o"),
+    "set": lambda y: y.at["o", 0].set(1.0),
+    "seen": lambda y: np.asarray(y),
+    "indices": lambda y: tr.take(tr.ones({"v": 4}), "v", y),
+    "vmap": lambda y: tr.vmap(lambda r: tr.exp(r), "b")(y),
+}
+
+
+@pytest.mark.parametrize("what", NOT_LINEAR)
+@pytest.mark.parametrize("jit", [False, True])
+def test_refused_by_name(what, jit):
+    with tr.Layout(tr.make_mesh(m=8), compute={"e": "m"}):
+        f = lambda: NOT_LINEAR[what](_pending_by_name())
+        with pytest.raises(PendingSumError, match=r"\+m"):
+            jax.jit(f)() if jit else f()
+
+
+LINEAR = {
+    "pad with zeros": (lambda y: tr.pad(y, {"o": (1, 1)}), [0, 16, 16, 16, 0]),
+    "add": (lambda y: y + y, [32] * 3),
+    "subtract": (lambda y: y - y, [0] * 3),
+    "negate": (lambda y: -y, [-16] * 3),
+    "by a number": (lambda y: y * 2.0, [32] * 3),
+    "over a number": (lambda y: y / 2.0, [8] * 3),
+    "to bfloat16": (lambda y: y.astype(jnp.bfloat16), [16] * 3),
+}
+
+
+@pytest.mark.parametrize("what", LINEAR)
+def test_linear_operations_carry_the_sum_on(what):
+    f, expected = LINEAR[what]
+    with tr.Layout(tr.make_mesh(m=8), compute={"e": "m"}):
+        y = f(_pending_by_name())
+        assert "+m" in tr.typeof(y)
+        np.testing.assert_array_equal(np.asarray(tr.settle(y))[0].astype(np.float32), expected)
+
+
+def _manual(then, result="b o"):
+    def program(x: tr.f32["b e/m"], w: tr.f32["e/m o"]) -> None:
+        return then(tr.einsum("b e/m, e/m o -> b o +m", x, w))
+
+    program.__annotations__["return"] = tr.f32[result]
+    with tr.Layout(tr.make_mesh(m=8)):
+        return tr.shard_map(program)(np.ones((2, 16), np.float32), np.ones((16, 3), np.float32))
+
+
+def _settled(y):
+    return tr.reshard("b o +m -> b o", y)
+
+
+PLAIN = {
+    "jnp.pad with fives": lambda y: jnp.pad(y, ((0, 0), (1, 1)), constant_values=5.0)[:, 1:4],
+    "jnp.sort": lambda y: jnp.sort(y, -1),
+    "jnp.exp": jnp.exp,
+    "jnp.where": lambda y: jnp.where(jnp.ones_like(y, dtype=bool), y, 1.0),
+    "jnp.cumsum, maximum": lambda y: jnp.maximum(y, 0.0),
+    "jnp.argmax": lambda y: jnp.argmax(y, -1, keepdims=True) + jnp.zeros((2, 3), jnp.int32),
+    "int cast": lambda y: y.astype(jnp.int32).astype(jnp.float32),
+    "top_k": lambda y: jax.lax.top_k(y, 3)[0],
+    "square": lambda y: y * y,
+    "concatenate": lambda y: jnp.concatenate([y[:, :1], jnp.ones((2, 2))], 1),
+    "under jit": jax.jit(lambda y: jnp.sort(y, -1)),
+    "under checkpoint": jax.checkpoint(lambda y: jnp.tanh(y)),
+    "in a scan": lambda y: jax.lax.scan(lambda c, _: (jnp.tanh(c), None), y, None, length=2)[0],
+    "in a cond": lambda y: jax.lax.cond(True, jnp.sin, jnp.cos, y),
+}
+
+
+@pytest.mark.parametrize("what", PLAIN)
+def test_plain_operations_of_manual_mode_are_held_too(what):
+    """JAX forgets the sum of some: then the text that settles it says so."""
+    told = "a pending sum may only be added to sums pending alike|which is not pending along m"
+    with pytest.raises((PendingSumError, TransitionError), match=told):
+        _manual(lambda y: _settled(PLAIN[what](y)))
+
+
+def test_nothing_is_summed_twice():
+    with pytest.raises(PendingSumError, match="of one that was summed over it already.*leave the second sum out"):
+        _manual(lambda y: jax.lax.psum(tr.all_reduce("b o +m -> b o", y), "m"))
+    np.testing.assert_array_equal(_manual(_settled), np.full((2, 3), 16.0))
+
+
+def test_linear_plain_operations_carry_the_sum_on():
+    out = _manual(lambda y: tr.reshard("b q +m -> b q", jax.lax.pad(y.T.T + y, 0.0, ((0, 0, 0), (1, 1, 0)))), "b q")
+    np.testing.assert_array_equal(out[0], [0, 32, 32, 32, 0])

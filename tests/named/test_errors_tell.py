@@ -1,0 +1,115 @@
+"""What goes wrong is told in the notation, in four parts, and what can go right does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trellis as tr
+from trellis.mesh import MeshError
+from trellis.named import NamesError
+from trellis.notation import NotationError, PendingSumError, TypeMismatch
+
+KEY = jax.random.key(0)
+
+
+def _x():
+    return tr.named(jnp.arange(6.0).reshape(2, 3), "h w")
+
+
+@pytest.mark.parametrize(
+    "use, said",
+    [
+        (lambda: tr.zeros("a b"), "new axes have names and sizes, got 'a b', in zeros"),
+        (lambda: tr.Stacked.init(lambda k: k, "layers", key=KEY), "got 'layers'"),
+        (lambda: _x().sum(0), "dimensions go by name, got 0"),
+        (lambda: _x().sum(axis=0), None),
+        (lambda: tr.softmax(_x(), 1), "dimensions go by name, got 1"),
+        (lambda: tr.dot(_x(), _x(), over="k"), "k"),
+        (lambda: tr.vmap(lambda x: x, "k")(_x()), "no array with it"),
+        (lambda: tr.random.split(KEY, "k"), "pass a name and a count"),
+        (lambda: tr.Layout(tr.make_mesh(data=8), compute={"b": "nosuch"}), "nosuch"),
+        (lambda: tr.Layout(tr.make_mesh(data=8), compute={"b": "data/data"}), "once"),
+        (lambda: tr.checkpoint(lambda x: x, "hidden"), "a policy is a Keep"),
+        (lambda: iter(_x()), "not iterated by position"),
+        (lambda: _x()[0], "indexing goes by name"),
+        (lambda: _x() @ _x(), None),
+    ],
+)
+def test_mistakes_are_told(use, said):
+    with pytest.raises((NamesError, TypeMismatch, NotationError, MeshError, TypeError)) as error:
+        use()
+    if said is not None:
+        assert said in str(error.value)
+        assert isinstance(error.value, tr.TrellisError)
+
+
+def test_what_stood_in_the_way_works():
+    x, mask = _x(), tr.named(jnp.array([True, False, True]), "w")
+    whole = tr.softmax(x, ("h", "w"))
+    np.testing.assert_allclose(whole.sum(), 1.0, rtol=1e-6)
+    masked = tr.softmax(x, "w", where=mask)
+    np.testing.assert_allclose(masked, jax.nn.softmax(x.array, axis=1, where=mask.array))
+    drawn = tr.random.randint(KEY, {"a": 100}, 0, 3)
+    assert set(drawn.tolist()) == {0, 1, 2}
+    assert tr.Keep("hid").names == ("hid",)
+    order = tr.random.permutation(KEY, tr.Axis("w", 3))
+    assert sorted(x["w", order]["h", 0].tolist()) == [0, 1, 2]
+    mesh = tr.make_mesh(a=4, b=2)
+    for entry, axes in ((None, ()), ("a/b", ("a", "b")), (("b", "a"), ("b", "a")), ("a", ("a",))):
+        assert tr.Layout(mesh, compute={"w": entry}).assign(("w",)) == (axes,)
+    layers = tr.ones({"layers": 3})
+    folded = tr.fold(lambda x, _: tr.sin(x), "layers", policy=jax.checkpoint_policies.nothing_saveable)
+    assert jax.grad(lambda x: folded(x, layers).sum().array)(x).names == ("h", "w")
+    named = jax.jacfwd(lambda a: x * a)(jnp.ones(()))
+    np.testing.assert_allclose(named.array, x.array)
+
+
+@pytest.mark.parametrize("compute", [{"w": "m"}, {"h": "m"}, {"w": "m", "h": "d"}])
+@pytest.mark.parametrize("name", ["prod", "sort", "cumsum", "max", "argsort_values", "top_k", "median_like", "cumprod"])
+def test_gradients_on_sliced_names(name, compute):
+    functions = {
+        "prod": lambda x: tr.prod(x + 1, "w"),
+        "sort": lambda x: tr.sort(x, "w") ** 2,
+        "cumsum": lambda x: tr.cumsum(x, "w") ** 2,
+        "cumprod": lambda x: tr.cumprod(x + 1, "w"),
+        "max": lambda x: x.max("w") ** 2,
+        "argsort_values": lambda x: tr.take_along(x, "w", tr.argsort(x, "w")["w", 0:2]) ** 2,
+        "top_k": lambda x: tr.top_k(x, "w", 2)[0] ** 2,
+        "median_like": lambda x: tr.sort(x, "w")["w", 2] ** 2,
+    }
+    f = lambda x: functions[name](x).sum().array
+    plain = tr.named(jnp.asarray(np.random.default_rng(0).random((4, 4), np.float32)), "h w")
+    expected = jax.grad(f)(plain)
+    with tr.Layout(tr.make_mesh(d=4, m=2), compute=compute):
+        np.testing.assert_allclose(jax.grad(f)(tr.shard(plain, "compute")), expected, rtol=1e-4)
+
+
+def test_pending_scalars_say_what_to_write():
+    with tr.Layout(tr.make_mesh(m=8), compute={"e": "m"}):
+        x = tr.shard(tr.ones({"e": 16}), "compute")
+        y = tr.dot(x, x, over="e", settle=False)
+        with pytest.raises(PendingSumError, match=r'float\(\).*reshard\("\+m -> "'):
+            float(y)
+
+
+def test_manual_functions_take_numpy_leading_dimensions_and_numbers():
+    @tr.shard_map
+    def scaled(x: tr.f32["... i"], by: tr.f32[""] = 2.0) -> tr.f32["b/data i"]:
+        return x * by
+
+    with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}):
+        x = tr.shard(tr.ones({"b": 8, "i": 4}), "compute").array
+        np.testing.assert_array_equal(scaled(x), np.full((8, 4), 2.0))
+        np.testing.assert_array_equal(scaled(x, np.float32(3)), np.full((8, 4), 3.0))
+
+
+def test_manual_sums_by_name_become_pending():
+    @tr.shard_map
+    def total(x: tr.f32["b/data i"]) -> tr.f32["i"]:
+        local = tr.named(x, "b/data i").sum("b")
+        assert tr.typeof(local) == "f32[i=4 +data]"
+        return tr.reshard("i +data -> i", local).array
+
+    with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}):
+        np.testing.assert_array_equal(total(np.ones((8, 4), np.float32)), np.full(4, 8.0))

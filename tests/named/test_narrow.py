@@ -1,0 +1,162 @@
+"""Products in eight bits: their numbers to the bit, on every layout, and what a gather of them moves."""
+
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import trellis as tr
+from trellis.mesh.topology import target_devices
+
+LAYOUTS = {
+    "one device": None,
+    "data": ({"data": 8}, {}, {"batch": "data"}),
+    "FSDP": ({"data": 8}, {"embed": "data"}, {"batch": "data"}),
+    "tensor": ({"data": 4, "model": 2}, {"embed": "data", "mlp": "model"}, {"batch": "data", "mlp": "model"}),
+    "sequence": (
+        {"data": 4, "model": 2},
+        {"embed": "data", "mlp": "model"},
+        {"batch": "data", "mlp": "model", "pos": "model"},
+    ),
+}
+
+
+def layout_of(name: str, axis_type: str = "explicit"):
+    if LAYOUTS[name] is None:
+        return contextlib.nullcontext()
+    sizes, params, compute = LAYOUTS[name]
+    return tr.Layout(tr.make_mesh(axis_type=axis_type, **sizes), params=params, compute=compute)
+
+
+def drawn():
+    draw = lambda key, **axes: tr.random.normal(jax.random.key(key), axes)
+    return draw(0, embed=32, mlp=64) * 0.2, draw(1, mlp=64, embed=32) * 0.2, draw(2, batch=16, pos=8, embed=32)
+
+
+def loss_of(kind):
+    def loss(weights, x):
+        up, down = (tr.Narrow(w, kind) for w in weights)
+        h = tr.gelu(tr.einsum("batch pos embed, embed mlp -> batch pos mlp", x, up))
+        y = tr.dot(h, down, over="mlp")
+        return ((y - x) ** 2).mean().array
+
+    return loss
+
+
+def to_numpy(tree):
+    return [np.asarray(jax.device_get(leaf)) for leaf in jax.tree.leaves(tree)]
+
+
+def emulated(x: np.ndarray, kind: str, gradient: bool = False):
+    """A narrow array as the numbers that it stands for, in float64, by `ml_dtypes` alone, and its scale."""
+    if kind == "int8":
+        scale = np.float32(np.abs(x).max()) / np.float32(127)
+        return np.round(np.clip(x / scale, -127, 127)).astype(np.float64), scale
+    dtype = ml_dtypes.float8_e5m2 if gradient else ml_dtypes.float8_e4m3fn
+    scale = np.float32(np.abs(x).max()) / np.float32(ml_dtypes.finfo(dtype).max)
+    return (x / scale).astype(dtype).astype(np.float64), scale
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_values_and_gradients_are_those_of_ml_dtypes(kind):
+    """A sum of 32 products of few bits is exact in float32, so that the product has one right value."""
+    w, _, x = drawn()
+    x = x["batch", 0]
+    out, pull = jax.vjp(lambda x, w: tr.dot(x, tr.Narrow(w, kind), over="embed"), x, w)
+    gradient = tr.random.normal(jax.random.key(3), out.shape)
+    dx, dw = pull(gradient)
+    (qx, sx), (qw, sw) = emulated(np.asarray(x.array), kind), emulated(np.asarray(w.array), kind)
+    qg, sg = emulated(np.asarray(gradient.array), kind, gradient=True)
+    for found, product, scale in ((out, qx @ qw, sx * sw), (dx, qg @ qw.T, sg * sw), (dw, qx.T @ qg, sx * sg)):
+        np.testing.assert_array_equal(found.array, product.astype(np.float32) * scale)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("axis_type", ["explicit", "auto"])
+def test_every_layout_gives_one_device_s_numbers(kind, axis_type):
+    up, down, x = drawn()
+    step = jax.value_and_grad(loss_of(kind), (0, 1))
+    wanted = to_numpy(step((up, down), x))
+    for name in list(LAYOUTS)[1:]:
+        with layout_of(name, axis_type):
+            found = to_numpy(tr.named_jit(step)(tr.shard((up, down)), tr.shard(x, "compute")))
+        for a, b in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6 * np.abs(b).max(), err_msg=name)
+
+
+def test_narrow_weights_are_gathered_narrow_and_their_gradients_settle_wide():
+    up, down, x = drawn()
+    with layout_of("sequence"):
+        moved = tr.ledger(jax.value_and_grad(loss_of("fp8")), tr.shard((up, down)), tr.shard(x, "compute"))
+    gathers = [row for row in moved.rows if row.kind == "all-gather" and row.direction == "forward"]
+    # One byte an element of which a device sends 3/4 over data, twice, and 1/2 over model, once.
+    assert sorted(row.wire for row in gathers) == [16 * 8 * 32 // 4 // 2] + 2 * [32 * 64 // 2 * 3 // 4]
+    assert all(row.dtype == "f8_e4m3fn" for row in gathers)
+    scatters = [row for row in moved.rows if row.kind == "reduce-scatter" and "data" in row.axes]
+    assert len(scatters) == 2 and all(row.wire == 4 * 32 * 64 // 2 * 3 // 4 for row in scatters)
+
+
+def test_the_compiler_s_program_for_v5e_multiplies_and_gathers_int8():
+    mesh = tr.make_mesh(target_devices("v5e:2x2"), data=4)
+
+    def abstract(spec, dtype, **axes):
+        sharding = jax.NamedSharding(mesh, jax.P(*spec))
+        return tr.NamedArray(jax.ShapeDtypeStruct(tuple(axes.values()), dtype, sharding=sharding), tuple(axes))
+
+    up = abstract(["data", None], jnp.bfloat16, embed=512, mlp=1024)
+    down = abstract([None, "data"], jnp.bfloat16, mlp=1024, embed=512)
+    x = abstract(["data", None, None], jnp.bfloat16, batch=8, pos=128, embed=512)
+    with tr.Layout(mesh, params={"embed": "data"}, compute={"batch": "data"}):
+        step = jax.grad(lambda weights, x: loss_of("int8")(weights, x).astype(jnp.float32))
+        text = tr.named_jit(step).lower((up, down), x).compile().as_text()
+    products = re.findall(r"= (\w+)\[[\d,]*\]\S* convolution\(", text)
+    assert products == 5 * ["s32"]  # two forward; of the first layer only the weight has a gradient
+    gathered = re.findall(r"= (\w+)\[[\d,]*\]\S* all-gather(?:-start)?\(", text)
+    assert gathered == 2 * ["s8"]
+
+
+def test_an_array_of_zeros_stays_zeros_and_what_is_not_finite_shows():
+    w = tr.ones({"embed": 4, "mlp": 2})
+    zeros = tr.dot(tr.zeros({"batch": 2, "embed": 4}), tr.Narrow(w, "fp8"), over="embed")
+    assert not zeros.array.any()
+    x = tr.named(np.array([[1, np.inf, 1, 1]], np.float32), "batch embed")
+    for kind in ("fp8", "int8"):
+        assert not np.isfinite(tr.dot(x, tr.Narrow(w, kind), over="embed").array).any()
+
+
+def test_scales_keep_small_and_large_numbers():
+    x, w = tr.full({"batch": 2, "embed": 4}, 1e-6), tr.full({"embed": 4, "mlp": 2}, 1e5)
+    for kind in ("fp8", "int8"):
+        np.testing.assert_allclose(tr.dot(x, tr.Narrow(w, kind), over="embed").array, 0.4, rtol=1e-6)
+
+
+def test_a_second_derivative_is_refused():
+    w, _, x = drawn()
+    loss = lambda x: (tr.dot(x, tr.Narrow(w, "fp8"), over="embed") ** 2.0).mean().array
+    for second in (jax.hessian(loss), jax.jacfwd(jax.jacfwd(loss)), jax.jacrev(jax.jacrev(loss))):
+        with pytest.raises(tr.NamesError, match="a narrow product has first derivatives, got a second one"):
+            second(x["batch", 0]["pos", 0])
+
+
+def test_a_narrow_product_has_two_factors_of_one_kind():
+    w, down, x = drawn()
+    with pytest.raises(tr.NamesError, match="a narrow product is one of two factors, of one kind"):
+        tr.dot(x, tr.Narrow(w, "fp8"), tr.Narrow(down.rename(embed="out"), "int8"), over=("embed", "mlp"))
+    with pytest.raises(tr.NamesError, match="a narrow product is one of two factors"):
+        tr.einsum("batch pos embed, embed mlp, mlp -> batch pos", x, tr.Narrow(w, "fp8"), tr.ones({"mlp": 64}))
+
+
+def test_in_manual_mode_a_narrow_product_is_refused():
+    mesh = tr.make_mesh(data=8)
+
+    @tr.shard_map
+    def product(x: tr.f32["batch/data embed"], w: tr.f32["embed mlp"]) -> tr.f32["batch/data mlp"]:
+        x, w = tr.named(x, "batch/data embed"), tr.named(w, "embed mlp")
+        return tr.dot(x, tr.Narrow(w, "fp8"), over="embed").array
+
+    with jax.set_mesh(mesh), pytest.raises(tr.NamesError, match="manual mode"):
+        product(jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, jax.P("data"))), jnp.ones((4, 2)))

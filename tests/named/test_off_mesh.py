@@ -1,0 +1,137 @@
+"""Arrays that are on no mesh, or on another: one rule, in every operation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trellis as tr
+from trellis.mesh import MeshError
+
+KINDS = ["explicit", "auto"]
+
+
+def _layout(kind: str, **maps) -> tr.Layout:
+    return tr.Layout(tr.make_mesh(data=4, model=2, axis_type=kind), **maps)
+
+
+def _batches(kind: str):
+    """The same ids from NumPy, from before the layout, and from JAX on one device."""
+    ids = np.arange(8, dtype=np.int32)
+    return {
+        "numpy": tr.named(ids, "batch"),
+        "jax": tr.named(jnp.asarray(ids), "batch"),
+        "put": tr.named(jax.device_put(ids, jax.devices()[0]), "batch"),
+    }[kind]
+
+
+@pytest.mark.parametrize("source", ["numpy", "jax", "put"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sliced", [{}, {"vocab": "model"}, {"embed": "model"}])
+def test_lookups_repeat_no_rows(kind, source, sliced):
+    ids = _batches(source)
+    table = np.arange(64.0, dtype=np.float32).reshape(16, 4)
+    with _layout(kind, compute={"batch": "data", **sliced}):
+        held = tr.shard(tr.named(jnp.asarray(table), "vocab embed"), "compute")
+        for rows in (tr.take(held, "vocab", ids), held["vocab", ids], tr.named(table, "vocab embed")["vocab", ids]):
+            assert rows.shape == {"batch": 8, "embed": 4}
+            np.testing.assert_array_equal(rows, table[:8])
+        if kind == "explicit":
+            assert tr.typeof(tr.take(held, "vocab", ids)).startswith("f32[batch/data=8 embed")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plain_table_takes_sharded_ids(kind):
+    table = np.arange(64.0, dtype=np.float32).reshape(16, 4)
+    with _layout(kind, compute={"batch": "data"}):
+        ids = tr.shard(_batches("jax"), "compute")
+        np.testing.assert_array_equal(tr.take(tr.named(table, "vocab embed"), "vocab", ids), table[:8])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("maps", [dict(params={"e": "data"}), dict(params={"e": "data"}, compute={"o": "model"})])
+def test_gradients_of_a_batch_from_numpy(kind, maps):
+    x = np.arange(128.0, dtype=np.float32).reshape(8, 16) / 100
+    loss = lambda w, x: (tr.dot(x, w, over="e") ** 2).sum().array
+    expected = 2 * x.T @ (x @ np.ones((16, 8), np.float32))
+    with _layout(kind, **{**maps, "compute": {"b": "data", **maps.get("compute", {})}}):
+        w = tr.shard(tr.ones({"e": 16, "o": 8}))
+        x = tr.named(x, "b e")
+        for gradient in (jax.grad(loss), jax.jit(jax.grad(loss)), tr.named_jit(jax.grad(loss))):
+            np.testing.assert_allclose(gradient(w, x), expected, rtol=1e-5)
+        if kind == "explicit":
+            assert tr.typeof(jax.grad(loss)(w, x)) == "f32[e/data=16 o=8]"
+            assert tr.typeof(jax.grad(loss, 1)(w, x)).startswith("f32[b")
+
+
+@pytest.mark.parametrize("jit", [jax.jit, tr.named_jit])
+def test_programs_of_plain_inputs_share_the_work(jit):
+    """Where no input is on the mesh, the first operation places it: no device does the whole."""
+    x, w = tr.named(np.ones((8, 16), np.float32), "b e"), tr.named(np.ones((16, 4), np.float32), "e o")
+    with _layout("explicit", compute={"b": "data", "o": "model"}):
+        out = jit(lambda x, w: tr.dot(x, w, over="e"))(x, w)
+        assert tr.typeof(out) == "f32[b/data=8 o/model=4]"
+        np.testing.assert_array_equal(out, np.full((8, 4), 16.0))
+        assert {s.data.shape for s in out.array.addressable_shards} == {(2, 2)}
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x + 1,
+        lambda x: x.sum("b"),
+        lambda x: tr.sort(x, "b"),
+        lambda x: x["b", 1:5],
+        lambda x: x["b", tr.named(np.array([1, 2]), "k")],
+        lambda x: x.at["b", 2].set(0),
+        lambda x: tr.dot(x, x.rename(e="f"), over="b"),
+        lambda x: tr.concatenate([x, x], "b"),
+        lambda x: tr.stack([x, x], "s"),
+        lambda x: tr.merge_axes(x, ("b", "e"), "f"),
+        lambda x: tr.vmap(lambda row: row.sum("e"), "b")(x),
+        lambda x: tr.scan(lambda c, row: (c + row, c), "b")(tr.zeros({"e": 4}), x)[1],
+        lambda x: tr.where(x > 3, x, tr.zeros({"e": 4})),
+        lambda x: tr.cumsum(x, "b"),
+        lambda x: tr.softmax(x, "e"),
+        lambda x: tr.pad(x, {"b": (2, 2)}),
+        lambda x: tr.roll(x, 1, "b"),
+        lambda x: tr.rearrange(x, "b (e f) -> f b e", f=2),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_operation_is_the_same_as_without_a_layout(use, kind):
+    x = tr.named(np.arange(32.0, dtype=np.float32).reshape(8, 4), "b e")
+    expected = use(x)
+    with _layout(kind, compute={"b": "data", "e": "model"}):
+        for run in (use, jax.jit(use)):
+            out = run(x)
+            assert out.shape == expected.shape
+            np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
+def test_arrays_of_another_mesh_are_refused():
+    with tr.Layout(tr.make_mesh(model=8), compute={"b": "model"}):
+        x = tr.shard(tr.ones({"b": 8}), "compute")
+    with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}):
+        for use in (lambda x: x + 1, lambda x: x.sum(), lambda x: x["b", 0], tr.named_jit(lambda x: x + 1)):
+            with pytest.raises(MeshError, match=r"mesh in force.*data=8.*of another mesh \(model=8\).*shard"):
+                use(x)
+
+
+def test_after_the_layout_has_ended():
+    """A value can be used, and a gradient says where it is to be taken."""
+    with _layout("explicit", params={"e": "data"}, compute={"b": "data"}):
+        w, x = tr.shard(tr.ones({"e": 16})), tr.shard(tr.ones({"b": 8, "e": 16}), "compute")
+    np.testing.assert_array_equal(tr.dot(x, w, over="e"), np.full(8, 16.0))
+    np.testing.assert_array_equal(w["e", 3:5], [1, 1])
+    with pytest.raises(MeshError, match="take it inside `with layout:`"):
+        jax.grad(lambda w: tr.dot(x, w, over="e").sum().array)(w)
+
+
+def test_manual_functions_take_numpy():
+    @tr.shard_map
+    def total(x: tr.f32["b/data e"]) -> tr.f32["e"]:
+        return tr.reshard("e +data -> e", tr.einsum("b/data e -> e +data", x))
+
+    with _layout("explicit", compute={"b": "data"}):
+        np.testing.assert_array_equal(total(np.ones((8, 4), np.float32)), np.full(4, 8.0))

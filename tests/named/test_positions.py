@@ -1,0 +1,129 @@
+"""What an index means: lists, masks, negative positions and those outside, alike on every layout."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trellis as tr
+from trellis.named import NamesError
+
+LAYOUTS = [
+    None,
+    ("explicit", {}),
+    ("explicit", {"w": "model"}),
+    ("explicit", {"w": ("data", "model"), "b": "data"}),
+    ("explicit", {"b": "data", "k": "model"}),
+    ("auto", {"w": "model", "b": "data"}),
+]
+
+
+@pytest.fixture(params=LAYOUTS, ids=str)
+def layout(request):
+    if request.param is None:
+        yield None
+        return
+    kind, compute = request.param
+    with tr.Layout(tr.make_mesh(data=4, model=2, axis_type=kind), compute=compute) as layout:
+        yield layout
+
+
+def _table():
+    return np.arange(32.0, dtype=np.float32).reshape(8, 4), "w b"
+
+
+def test_lists_masks_and_arrays_select(layout):
+    plain, names = _table()
+    x = tr.named(jnp.asarray(plain), names)
+    for key in ([0, 1], (0, 1), range(2), np.array([0, 1]), jnp.array([0, 1])):
+        np.testing.assert_array_equal(x["w", key], plain[:2])
+        assert x["w", key].names == ("w", "b")
+    np.testing.assert_array_equal(x["w", []], plain[:0])
+    mask = np.arange(8) > 2
+    for key in (mask, jnp.asarray(mask), mask.tolist(), tr.named(mask, "w"), tr.arange(tr.Axis("w", 8)) > 2):
+        np.testing.assert_array_equal(x["w", key], plain[3:])
+    np.testing.assert_array_equal(x["w", np.zeros(8, bool)], plain[:0])
+
+
+def test_masks_inside_jit_say_why_not(layout):
+    x = tr.named(jnp.arange(8.0), "w")
+    with pytest.raises(NamesError, match="known outside of jit only.*where\\(mask, x, 0\\)"):
+        jax.jit(lambda x: x["w", x > 2])(x)
+
+
+def test_negative_positions_count_from_the_end(layout):
+    plain, names = _table()
+    x = tr.named(jnp.asarray(plain), names)
+    np.testing.assert_array_equal(x["w", -1], plain[-1])
+    np.testing.assert_array_equal(x["w", [-1, -8]], plain[[-1, -8]])
+    for ids in (np.array([-1, 2], np.int32), jnp.array([-1, 2])):
+        ids = tr.named(ids, "k")
+        for look in (lambda x, ids: tr.take(x, "w", ids), lambda x, ids: x["w", ids]):
+            np.testing.assert_array_equal(look(x, ids), plain[[-1, 2]])
+            np.testing.assert_array_equal(jax.jit(look)(x, ids), plain[[-1, 2]])
+
+
+def test_positions_outside(layout):
+    """Refused where they are known, zeros where they are values of the program; nothing is written there."""
+    plain, names = _table()
+    x = tr.named(jnp.asarray(plain), names)
+    for key in (8, -9, [0, 8], np.array([-9]), tr.named(np.array([8]), "k")):
+        with pytest.raises(NamesError, match="a position is inside its dimension.*use -8 to 7"):
+            x["w", key]
+        with pytest.raises(NamesError, match="a position is inside its dimension"):
+            x.at["w", key].add(1.0)
+    ids = tr.named(jnp.array([8, 1, -9, -1]), "k")
+    expected = np.stack([0 * plain[0], plain[1], 0 * plain[0], plain[-1]])
+    for look in (lambda x, ids: tr.take(x, "w", ids), lambda x, ids: x["w", ids]):
+        np.testing.assert_array_equal(jax.jit(look)(x, ids), expected)
+        gradient = jax.grad(lambda x, look=look: look(x, ids).sum().array)(x)
+        np.testing.assert_array_equal(gradient, np.isin(np.arange(8), (1, 7))[:, None] * np.ones((8, 4)))
+    added = plain.copy()
+    added[[1, 7]] += 1
+    np.testing.assert_array_equal(jax.jit(lambda x, ids: x.at["w", ids].add(1.0))(x, ids), added)
+
+
+def test_updates_by_sharded_ids(layout):
+    plain, names = _table()
+    ids = tr.named(jnp.array([1, 3, 3, 0]), "k")
+    x = tr.named(jnp.asarray(plain), names)
+    if layout is not None:
+        x, ids = tr.shard((x, ids), "compute")
+    expected = plain.copy()
+    np.add.at(expected, [1, 3, 3, 0], 2.0)
+    np.testing.assert_array_equal(x.at["w", ids].add(2.0), expected)
+    np.testing.assert_array_equal(x.at["w", ids].get(), plain[[1, 3, 3, 0]])
+
+
+def test_take_along_each_rows_own_positions(layout):
+    plain, names = _table()
+    ids = np.array([[0, 1, 2, 3], [7, 6, -1, 0]], np.int32)
+    x = tr.named(jnp.asarray(plain), names)
+    found = tr.take_along(x, "w", tr.named(jnp.asarray(ids), "k b"))
+    np.testing.assert_array_equal(found.transpose(("k", "b")), np.take_along_axis(plain, ids, 0))
+
+
+def test_a_layout_changes_no_slice(layout):
+    plain, names = _table()
+    x = tr.named(jnp.asarray(plain), names)
+    for key in (slice(None), slice(1, 5), slice(None, None, -1), slice(6, 1, -2), slice(-3, None), slice(5, 2)):
+        np.testing.assert_array_equal(x["w", key], plain[key])
+
+
+def test_manual_lookups():
+    """In manual mode each device looks up what it has of the positions, in a table that is whole."""
+    plain, names = _table()
+
+    @tr.shard_map
+    def rows(table: tr.f32["w b"], ids: tr.i32["k/data"]) -> tr.f32["k/data b"]:
+        return tr.take("w b, k/data -> k/data b", table, ids)
+
+    @tr.shard_map
+    def sums(table: tr.f32["w/data b"], ids: tr.i32["k"]) -> tr.f32["k b"]:
+        return tr.reshard("k b +data -> k b", tr.take("w/data b, k -> k b +data", table, ids))
+
+    with tr.Layout(tr.make_mesh(data=8)):
+        ids = np.array([-1, 0, 3, 3, 8, -9, 7, 1], np.int32)
+        expected = np.where(((ids >= -8) & (ids < 8))[:, None], plain[ids % 8], 0)
+        np.testing.assert_array_equal(rows(plain, ids), expected)
+        np.testing.assert_array_equal(sums(plain, ids), expected)

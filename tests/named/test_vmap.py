@@ -1,0 +1,118 @@
+"""`vmap` over a name: a loss per example, under every layout of its parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trellis as tr
+from trellis.mesh import MeshError
+from trellis.named import NamesError
+
+LAYOUTS = {
+    "data": dict(compute={"b": "data"}),
+    "fsdp": dict(params={"e": "data"}, compute={"b": "data"}),
+    "fsdp, other name": dict(params={"o": "data"}, compute={"b": "data"}),
+    "fsdp over two": dict(params={"e": ("data", "model")}, compute={"b": ("data", "model")}),
+    "tensor": dict(compute={"b": "data", "o": "model"}),
+    "fsdp and tensor": dict(params={"e": "data", "o": "model"}, compute={"b": "data", "o": "model"}),
+    "model only": dict(compute={"e": "model"}),
+    "nothing": dict(),
+}
+W = np.linspace(-1, 1, 128, dtype=np.float32).reshape(16, 8)
+X = np.linspace(0, 1, 128, dtype=np.float32).reshape(8, 16)
+
+
+def _loss(x, w):
+    """The loss of one example, as if there were no others."""
+    return (tr.tanh(tr.dot(x, w, over="e")) ** 2).sum()
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("batch", ["sharded", "numpy"])
+def test_a_loss_per_example(layout, kind, batch):
+    each, total = np.sum(np.tanh(X @ W) ** 2, 1), lambda w: (jnp.tanh(X @ w) ** 2).sum()
+    expected = jax.grad(total)(W)
+    with tr.Layout(tr.make_mesh(data=4, model=2, axis_type=kind), **LAYOUTS[layout]):
+        w, x = tr.shard(tr.named(jnp.asarray(W), "e o")), tr.named(X, "b e")
+        x = tr.shard(x, "compute") if batch == "sharded" else x
+        losses = tr.vmap(_loss, "b")
+        mean = lambda w, x: losses(x, w).sum().array
+        for use in (lambda f: f, jax.jit):
+            np.testing.assert_allclose(use(losses)(x, w), each, rtol=1e-5)
+            gradient = use(jax.grad(mean))(w, x)
+            np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
+        per_example = tr.vmap(lambda x, w: jax.grad(lambda w: _loss(x, w).array)(w), "b")(x, w)
+        assert per_example.shape == {"b": 8, "e": 16, "o": 8}
+        np.testing.assert_allclose(per_example.sum("b"), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gathered_parameters_gradient_is_one_reduce_scatter():
+    with tr.Layout(tr.make_mesh(data=8), params={"e": "data"}, compute={"b": "data"}):
+        w, x = tr.shard(tr.ones({"e": 16, "o": 8})), tr.shard(tr.ones({"b": 8, "e": 16}), "compute")
+        step = jax.jit(jax.grad(lambda w, x: tr.vmap(_loss, "b")(x, w).sum().array))
+        moved = tr.ledger(step, w, x)
+        assert tr.typeof(step(w, x)) == "f32[e/data=16 o=8]"
+        kinds = sorted({row.kind for row in moved.rows if row.payload > 64})
+        assert kinds == ["all-gather", "reduce-scatter"]
+
+
+@pytest.mark.parametrize("layout", ["data", "fsdp", "fsdp and tensor", None])
+def test_keys_for_each_example(layout):
+    import contextlib
+
+    def draw():
+        keys = tr.random.split(jax.random.key(0), "b", 8)
+
+        def one(key, x):
+            first, second = jax.random.split(key)
+            names = tr.random.split(key, "k", 2)
+            assert names.names == ("k",)
+            return tr.random.dropout(first, x, 0.5) + tr.random.normal(second, {"e": 16})
+
+        return tr.vmap(one, "b")(keys, tr.named(X, "b e"))
+
+    expected = draw()
+    here = contextlib.nullcontext()
+    if layout is not None:
+        here = tr.Layout(tr.make_mesh(data=4, model=2), **LAYOUTS[layout])
+    with here:
+        np.testing.assert_allclose(draw(), expected, rtol=1e-6)
+        np.testing.assert_allclose(jax.jit(draw)(), expected, rtol=1e-6)
+
+
+def test_over_a_bare_axis():
+    three = tr.Axis("k", 3)
+    x = tr.ones({"e": 2})
+    assert tr.vmap(lambda x: x * 2, three)(x).shape == {"k": 3, "e": 2}
+    assert tr.scan(lambda c, x: (c + x, c), three)(x, x)[1].shape == {"k": 3, "e": 2}
+    assert tr.fold(lambda c, x: c + x, three)(x, x).tolist() == [4.0, 4.0]
+    assert tr.map(lambda x: x, three)(x).shape == {"k": 3, "e": 2}
+    with tr.Layout(tr.make_mesh(data=8), compute={"k": "data"}):
+        out = tr.vmap(lambda x: x * 2, tr.Axis("k", 16))(x)
+        assert tr.typeof(out) == "f32[k/data=16 e=2]"
+    with pytest.raises(NamesError, match="k=3"):
+        tr.vmap(lambda x: x, three)(tr.ones({"k": 4}))
+
+
+def test_in_manual_mode():
+    @tr.shard_map
+    def losses(w: tr.f32["e o"], x: tr.f32["b/data e"]) -> tr.f32["b/data"]:
+        w, x = tr.named(w, "e o"), tr.named(x, "b/data e")
+        return tr.vmap(_loss, "b")(x, w).array
+
+    with tr.Layout(tr.make_mesh(data=8)):
+        np.testing.assert_allclose(losses(W, X), np.sum(np.tanh(X @ W) ** 2, 1), rtol=1e-5)
+
+
+def test_gradients_of_what_devices_do_by_themselves():
+    """Right, or refused where JAX cannot map the gradient over slices."""
+    grad = lambda along: jax.grad(lambda x: tr.vmap(lambda row: along(row, "e"), "b")(x).sum().array)
+    total = grad(lambda x, n: (tr.cumsum(x, n) ** 2).sum(n))
+    expected = total(tr.named(X, "b e"))
+    with tr.Layout(tr.make_mesh(data=4, model=2), compute={"b": "data", "e": "model"}):
+        np.testing.assert_allclose(total(tr.named(X, "b e")), expected, rtol=1e-5)
+        for along in (tr.prod, lambda x, n: tr.sort(x, n).max(n)):
+            with pytest.raises(MeshError, match="JAX maps an operation over slices where it knows how these are"):
+                grad(along)(tr.named(X, "b e"))

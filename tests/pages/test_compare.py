@@ -1,0 +1,109 @@
+"""Runs side by side, in the terminal and as a page; a run's page, served while it trains."""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.train.small import trellis
+from trellis.errors import UserError
+from trellis.pages.compare import MOST_RUNS, curves, differences, page, text
+from trellis.pages.read import read_folder
+from trellis.pages.serve import serve
+
+
+def make(folder: Path, *, rate: float, steps: int, tokens: int, seconds: float, ended: bool = True) -> Path:
+    """A run's folder: its loss falls from 4 by `rate` a step."""
+    folder.mkdir()
+    lines = [
+        {"step": i, "tokens": i * tokens, "loss": 4 - rate * i, "step_seconds": seconds}
+        | ({"validation_loss": 5.0, "bits_per_byte": 2.0} if i == steps else {})
+        for i in range(1, steps + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "run.yaml").write_text(f"name: {folder.name}\noptimizer: {{learning_rate: {rate}}}\nbatch_size: 8\n")
+    events = [{"time": 0, "event": "started", "step": 0}, {"time": 9, "event": "finished", "step": steps}]
+    (folder / "timeline.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events[: 1 + ended]))
+    return folder
+
+
+@pytest.fixture
+def two(tmp_path):
+    return [
+        make(tmp_path / "slow", rate=0.1, steps=10, tokens=100, seconds=2.0),
+        make(tmp_path / "fast", rate=0.2, steps=5, tokens=400, seconds=1.0),
+    ]
+
+
+def test_what_the_terminal_shows(two):
+    said = text([read_folder(folder) for folder in two])
+    rows = {line.split()[0]: line.split() for line in said.splitlines() if line}
+    assert rows["slow"] == ["slow", "10", "1.00k", "20", "s", "50", "3.0000", "5.0000", "2.0000", "█▇▆▆▅▄▃▃▂▁"]
+    assert rows["fast"] == ["fast", "5", "2.00k", "5", "s", "400", "3.0000", "5.0000", "2.0000", "█▆▅▃▁"]
+    # After 1,000 tokens one is at its end, and the other half way between its second and its third step.
+    assert "loss after 1.00k tokens: slow 3.0000, fast 3.5000" in said
+    assert "optimizer.learning_rate  0.1   0.2" in said and "batch_size" not in said
+
+
+def test_differences_name_what_one_run_lacks(two):
+    (two[0] / "run.yaml").write_text("name: slow\noptimizer: {learning_rate: 0.2, beta: 1}\nbatch_size: 8\n")
+    assert differences([read_folder(folder) for folder in two]) == [("optimizer.beta", ["1", "-"])]
+
+
+def test_the_page_has_each_curve_over_steps_tokens_and_time(two):
+    runs = [read_folder(folder) for folder in two]
+    made = page(runs)
+    for words in ("Loss over steps", "Loss over tokens", "Loss over seconds of training", "Validation loss over steps"):
+        assert words in made
+    assert "optimizer.learning_rate" in made and made.count('class="curve s1"') >= 3
+    assert [curve.seconds[-1] for curve in curves(runs)] == [20.0, 5.0]
+
+
+def test_too_few_and_too_many_are_refused(two):
+    run = read_folder(two[0])
+    for count in (1, MOST_RUNS + 1):
+        with pytest.raises(UserError, match=f"2 to {MOST_RUNS} runs are compared"):
+            text([run] * count)
+    assert [curve.name for curve in curves([run, run])] == ["slow (1)", "slow (2)"]
+
+
+def test_the_command(two, tmp_path, capsys):
+    code, out, err = trellis(capsys, "compare", *two, "--page", tmp_path / "both.html")
+    assert (code, err) == (0, "") and out.endswith(f"page     {tmp_path / 'both.html'}\n")
+    assert (tmp_path / "both.html").read_text().startswith("<!doctype html>")
+    code, _, err = trellis(capsys, "compare", two[0], tmp_path / "absent")
+    assert code == 2 and "no such folder" in err
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url) as answer:
+        return answer.read().decode()
+
+
+def test_a_run_is_served_while_it_trains(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with serve(folder, host="127.0.0.1", port=0, every=7) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/"
+        assert "no step yet" in get(url) and 'content="7"' in get(url)
+        folder.rmdir()
+        make(folder, rate=0.1, steps=10, tokens=100, seconds=2.0, ended=False)
+        assert "training" in get(url) and 'http-equiv="refresh" content="7"' in get(url)
+        (folder / "timeline.jsonl").write_text('{"time": 9, "event": "finished", "step": 10}\n')
+        assert "refresh" not in get(url), "a page that stays as it is is not read again"
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            get(url + "run.yaml")
+        server.shutdown()
+
+
+def test_what_cannot_be_served_is_refused(tmp_path, capsys):
+    code, _, err = trellis(capsys, "watch", tmp_path / "absent")
+    assert code == 2 and "A run that is watched has a folder." in err
+    code, _, err = trellis(capsys, "watch", tmp_path, "--port", 70000)
+    assert code == 2 and "`--port` is from 0 to 65535." in err
+    code, _, err = trellis(capsys, "watch", tmp_path, "--host", "256.0.0.1", "--port", 0)
+    assert code == 2 and "An address is free and this machine's." in err and "where: 256.0.0.1:0" in err

@@ -1,0 +1,103 @@
+"""Compiled programs with one mistake each, as compilers make them: in groups, operations, orders, tables and scales."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from trellis.inspect.hlo import replica_groups, source_target_pairs
+
+_MESH = r"mesh\[[^\]]*\](?:, device_ids=\([^)]*\)(?:\))?)? \{[^}]*\}"
+_GROUPS = re.compile(r"replica_groups=(\{\{[\d,{}]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|" + _MESH + ")")
+_PAIRS = re.compile(r"source_target_pairs=(\{\{[\d,{} ]*\}\})")
+_COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+_ONCE = re.compile(r"^(\s*(?:ROOT )?)%([\w.\-]+) = (\w+\[[^ ]*) all-reduce\(%([\w.\-]+)\)(, .*)$")
+_TABLE = re.compile(r"= [su]32\[(\d+)\]\S* constant\(\{([\d, ]+)\}\)")
+_SCALED = re.compile(r"= f32\[\d[^ ]* multiply\((%[\w.\-]+), (%[\w.\-]+)\)")
+
+Mutation = tuple[str, str]  # what it is, and the program that has it
+
+
+def mutations(text: str, random: np.random.Generator, most: int) -> list[Mutation]:
+    """So many mistakes at random in a program's text, spread over their kinds."""
+    by_kind: dict[str, list[Callable[[], str]]] = defaultdict(list)
+    for kind, make in _candidates(text.split("\n"), random):
+        by_kind[kind].append(make)
+    order = []
+    for kind, makers in by_kind.items():
+        random.shuffle(makers)
+        order += [(place, kind, make) for place, make in enumerate(makers)]
+    return [(kind, make()) for _, kind, make in sorted(order, key=lambda entry: entry[:2])[:most]]
+
+
+def _candidates(lines: list[str], random: np.random.Generator) -> Iterator[tuple[str, Callable[[], str]]]:
+    channels: dict[str, list[int]] = {}
+    for number, line in enumerate(lines):
+        if found := _COLLECTIVE.search(line):
+            channel = re.search(r"channel_id=(\d+)", line)
+            channels.setdefault(f"{found[1]} {channel[1] if channel else number}", []).append(number)
+        if (table := _TABLE.search(line)) and len(set(_numbers(table[2]))) > 1:
+            yield "slices shifted by one shard", lambda n=number, t=table: _shifted(lines, n, t)
+        if _SCALED.search(line):
+            yield "a factor dropped", lambda n=number: _with(lines, {n: _unscaled(lines[n])})
+        if _ONCE.match(line):
+            yield "a sum taken twice", lambda n=number: _with(lines, {n: _doubled(lines[n])})
+    for key, numbers in channels.items():
+        yield from _of_collective(lines, key.split()[0], numbers, random)
+
+
+def _of_collective(lines, kind: str, numbers: list[int], random) -> Iterator[tuple[str, Callable[[], str]]]:
+    line = lines[numbers[0]]
+    if pairs := _PAIRS.search(line):
+        moved = source_target_pairs(pairs[1])
+        targets = [b for _, b in moved]
+        turned = [(a, b) for (a, _), b in zip(moved, targets[1:] + targets[:1])]
+        if turned != moved:
+            yield "a permute redirected", lambda: _regrouped(lines, numbers, _PAIRS, "source_target_pairs=", turned)
+    found = _GROUPS.search(line)
+    groups = replica_groups(found[1]) if found else []
+    if not groups or len(groups[0]) == 1:
+        return
+    change = lambda new: lambda: _regrouped(lines, numbers, _GROUPS, "replica_groups=", new)
+    if len(groups) > 1:
+        swapped = [list(group) for group in groups]
+        swapped[0][-1], swapped[1][-1] = swapped[1][-1], swapped[0][-1]
+        yield "members of two groups swapped", change(swapped)
+    if kind == "all-reduce":
+        yield "a sum left out", change([[device] for group in groups for device in group])
+        if len(groups[0]) > 2:
+            half = len(groups[0]) // 2
+            yield "groups halved", change([part for group in groups for part in (group[:half], group[half:])])
+    else:
+        yield "the order of a group reversed", change([group[::-1] for group in groups])
+
+
+def _with(lines: list[str], changed: dict[int, str]) -> str:
+    return "\n".join(changed.get(number, line) for number, line in enumerate(lines))
+
+
+def _regrouped(lines, numbers: list[int], pattern: re.Pattern, name: str, groups) -> str:
+    """A collective of other groups, wherever it is repeated."""
+    written = name + "{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in groups) + "}"
+    return _with(lines, {number: pattern.sub(written, lines[number]) for number in numbers})
+
+
+def _doubled(line: str) -> str:
+    head, name, type_, operand, rest = _ONCE.match(line).groups()
+    first = f"  %{name}.once = {type_} all-reduce(%{operand}){rest}"
+    return f"{first}\n{head}%{name} = {type_} all-reduce(%{name}.once){rest}"
+
+
+def _unscaled(line: str) -> str:
+    return re.sub(r"multiply\((%[\w.\-]+), %[\w.\-]+\)", r"maximum(\1, \1)", line)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _shifted(lines: list[str], number: int, table: re.Match) -> str:
+    values = _numbers(table[2])
+    turned = ", ".join(map(str, values[1:] + values[:1]))
+    return _with(lines, {number: lines[number].replace("{" + table[2] + "}", "{" + turned + "}")})

@@ -1,0 +1,123 @@
+"""Runs and functions that are proven, and some that are not."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import trellis as tr
+from trellis.commands.line import main
+from trellis.errors import UserError
+from trellis.hardware.chips import target
+from trellis.mesh import make_mesh
+from trellis.proof.runs import prove_run
+from trellis.recipes import load_run
+
+
+@pytest.fixture
+def four():
+    return make_mesh(jax.devices()[:4], x=4)
+
+
+def gradient(w, parts):
+    """Sums of gradients over parts of a batch: each is settled in the loop and made pending again.
+
+    XLA moves that sum out of the loop and leaves the cast where it was, so that it sums twice: docs/published-bugs.md.
+    """
+    copies = jax.reshard(w, P(None, None, reduced={"x"}))
+
+    def loss(copies, part):
+        whole = jax.reshard(copies, P(None, None))
+        local = lambda w, x: jax.lax.psum(jnp.sum(jnp.tanh(x @ w)), "x")
+        return jax.shard_map(local, in_specs=(P(None, None), P("x", None)), out_specs=P())(whole, part)
+
+    zero = jax.lax.broadcast_in_dim(jnp.float32(0), w.shape, (), out_sharding=P(None, None, unreduced={"x"}))
+    total, _ = jax.lax.scan(lambda total, part: (total + jax.grad(loss)(copies, part), None), zero, parts)
+    return jax.reshard(total, P(None, None))
+
+
+def given(mesh):
+    """A weight, and three parts of a batch."""
+    spec = lambda *axes: NamedSharding(mesh, P(*axes))
+    w = jax.device_put(jax.random.normal(jax.random.key(1), (8, 16)), spec(None, None))
+    return w, jax.device_put(jax.random.normal(jax.random.key(0), (3, 8, 8)), spec(None, "x", None))
+
+
+def alone(w, parts):
+    """The same on one device."""
+    return jax.grad(lambda w: sum(jnp.sum(jnp.tanh(part @ w)) for part in parts))(w)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_a_sum_that_the_compiler_takes_twice_is_found(four, on):
+    proof = tr.prove(gradient, *given(four), on=on, reference=alone)
+    (output,) = proof.outputs
+    assert not proof.proven and output.error > 0.1 and output.devices
+    assert "while-loop-all-reduce-code-motion" in proof.finding.culprit
+    assert proof.finding.right and proof.finding.wrong and proof.finding.place.source
+    off = {"xla_disable_hlo_passes": "while-loop-all-reduce-code-motion"}
+    assert tr.prove(gradient, *given(four), on=on, reference=alone, options=off).proven
+
+
+def test_a_function_is_held_against_another(four):
+    w, parts = given(four)
+    right = tr.prove(lambda w, x: jnp.tanh(x[0] @ w), w, parts, on="v5e:2x2", reference=lambda w, x: jnp.tanh(x[0] @ w))
+    assert right.proven
+    wrong = tr.prove(
+        lambda w, x: jnp.tanh(x[0] @ w), w, parts, on="v5e:2x2", reference=lambda w, x: x[0] @ w, explain=False
+    )
+    assert not wrong.proven and wrong.outputs[0].devices == (0, 1, 2, 3)
+
+
+def test_named_arrays_under_a_layout():
+    params, compute = {"embed": "data", "mlp": "model"}, {"batch": "data", "mlp": "model"}
+    layout = tr.Layout(make_mesh(jax.devices()[:4], data=2, model=2), params, compute)
+
+    def loss(up, x):
+        return (tr.einsum("batch embed, embed mlp -> batch mlp", x, up) ** 2).mean().array
+
+    with layout:
+        up = tr.shard(tr.random.normal(jax.random.key(0), {"embed": 256, "mlp": 512}), "params")
+        x = tr.shard(tr.random.normal(jax.random.key(2), {"batch": 16, "embed": 256}))
+        proof = tr.prove(jax.value_and_grad(loss), up, x, on="v5e:2x2")
+    assert proof.proven
+    assert [output.type for output in proof.outputs] == ["f32[]", "f32[embed/data=256 mlp/model=512]"]
+
+
+def test_what_cannot_be_proven_says_why(four):
+    with pytest.raises(UserError, match="A mesh has as many devices as the target"):
+        tr.prove(jnp.sin, given(four)[0], on="v5e:2x4")
+    with pytest.raises(UserError, match="have shardings"):
+        tr.prove(jnp.sin, jnp.ones(3), on="v5e:2x2")
+    with pytest.raises(UserError, match="A reference returns what the function returns"):
+        tr.prove(jnp.sin, given(four)[0], on="v5e:2x2", reference=lambda w: (w, w))
+
+
+RUN = {"mesh.data": "2", "mesh.model": "2", "layout.preset": "auto", "microbatches": "2"}
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return prove_run(load_run("tiny", RUN), target("v5e:2x2"), tuple(RUN))
+
+
+def test_a_step_is_proven(tiny):
+    assert tiny.proven and tiny.error < 1e-5
+    names = [output.name for output in tiny.outputs]
+    assert {"model.embedding", "model.layers.block.attention.q", "loss"} <= set(names)
+    assert any(name.startswith("optimizer.") and name.endswith("attention.q") for name in names)
+
+
+def test_the_command(capsys):
+    options = [f"--{name}={value}" for name, value in RUN.items()]
+    assert main(["prove", "tiny", "--on", "v5e:2x2", "--json", *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["proven"] and found["error"] < 1e-5 and found["mesh"] == {"data": 2, "model": 2}
+    assert main(["prove", "tiny", "--on", "v5e:2x2", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "PROVEN: " in shown and "kept from before" in shown and "attention.q" in shown
+    assert main(["prove", "tiny", "--on", "v5e:2x2", "--mesh.data=3"]) == 2

@@ -1,0 +1,93 @@
+"""A disk that fills up while a run saves: one clear error, the last good checkpoint stays, the run goes on after it.
+
+The disk is a tmpfs in a mount namespace of its own, where that is allowed; elsewhere the kernel's limit on the size of
+files stands in.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from tests.data.test_full_disk import available_wrapper
+from tests.train.small import curve
+from trellis.checkpoints import checkpoints
+from trellis.commands import line
+from trellis.files import no_room
+
+SCRIPT = """
+import pathlib, resource, sys
+from trellis.commands.line import main
+
+disk, run, out, kind = sys.argv[1:]
+disk, out = pathlib.Path(disk), pathlib.Path(out)
+words = ["train", run, "--run-dir", str(disk / "run"), "--checkpoints.every", "1", "--layout.preset", "single"]
+if kind == "disk":
+    (disk / "filler").write_bytes(bytes(2_000_000))  # what is left has room for two checkpoints
+    codes = [main(words)]
+    (disk / "filler").unlink()
+else:
+    codes = [main([*words, "--until", "2"])]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    codes = [main(words)]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+left = sorted(path.name for path in (disk / "run" / "checkpoints").iterdir())
+codes.append(main(words))
+(out / "metrics.jsonl").write_text((disk / "run" / "metrics.jsonl").read_text())
+print("codes", *codes, "left", *left)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("kind", ["disk", "limit"])
+def test_a_run_whose_disk_is_full_loses_nothing(kind, run_file, tmp_path, capsys):
+    disk, out = tmp_path / "disk", tmp_path / "out"
+    disk.mkdir(), out.mkdir()
+    wrapper = available_wrapper(disk) if kind == "disk" else []
+    kind = "disk" if wrapper else "limit"
+    command = [sys.executable, "-c", SCRIPT, str(disk), str(run_file), str(out), kind]
+    if wrapper:
+        command = [*wrapper, "sh", "-c", f'mount -t tmpfs -o size=3200k tmpfs "{disk}" && exec "$@"', "sh", *command]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "codes 3 0 left step-" in done.stdout
+    assert "Traceback" not in done.stderr
+    told = done.stderr[done.stderr.index("trellis: ") :]
+    assert told.startswith("trellis: The disk of a run has room for what it writes.\n  seen:  ")
+    assert ("No space left on device" if kind == "disk" else "File too large") in told
+    assert f"\n  where: last good checkpoint: {disk}/run/checkpoints/step-0000000" in told
+    assert "\n  fix:   free some space, then run the same command again; it continues after that checkpoint" in told
+    whole = tmp_path / "whole"
+    assert line.main(["train", str(run_file), "--run-dir", str(whole), "--layout.preset", "single"]) == 0
+    assert curve(out) == curve(whole)
+
+
+def test_a_checkpoint_without_room_is_told_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(folder, process):
+        raise OSError(28, "No space left on device", str(folder))
+
+    with checkpoints.Checkpoints(tmp_path) as saved:
+        saved.save(1, {"x": jnp.ones(2)})
+        saved.wait()
+        monkeypatch.setattr(checkpoints, "write_checksums", full)
+        saved.save(2, {"x": jnp.ones(2)})
+        with pytest.raises(checkpoints.NoRoom) as error:
+            saved.wait()
+        assert saved.steps() == [1] and not saved.path(2).exists()
+    assert error.value.exit_code == 3
+    assert str(error.value) == (
+        "The disk of a run has room for its checkpoints.\n  seen:  No space left on device\n"
+        f"  where: {tmp_path / 'step-00000002'}\n"
+        "  fix:   free some space, then run the same command again; it continues after the last good checkpoint"
+    )
+
+
+def test_other_errors_are_not_taken_for_a_full_disk():
+    wrapped = RuntimeError("while saving")
+    wrapped.__cause__ = ValueError("RESOURCE_EXHAUSTED: Failed writing: [OS error 28: ENOSPC No space left on device]")
+    assert no_room(wrapped) == "No space left on device"
+    assert not no_room(RuntimeError("No space left on device"))
+    assert not no_room(PermissionError(13, "Permission denied", "x"))
