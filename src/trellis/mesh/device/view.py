@@ -131,6 +131,8 @@ _CALLS = frozenset("jit pjit closed_call core_call remat2 checkpoint custom_jvp_
 
 def _bound(equation: JaxprEqn, args: list) -> list:
     params = rules.without_sharding(equation.primitive.get_bind_params(equation.params))
+    if "out_avals" in params:  # a kernel's, which say on which mesh they are
+        params["out_avals"] = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in params["out_avals"])
     out = equation.primitive.bind(*args, **params)
     return list(out) if equation.primitive.multiple_results else [out]
 
