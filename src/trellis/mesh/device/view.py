@@ -51,7 +51,7 @@ class View:
     def jaxpr(self, jaxpr: Jaxpr, consts: Sequence, args: Sequence) -> list:
         """The same of a jaxpr and its constants' parts."""
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-        read = lambda v: _plain(v.val) if isinstance(v, Literal) else values[v]
+        read = lambda v: np.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else values[v]
         last = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if not isinstance(v, Literal)}
         kept = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
         for number, equation in enumerate(jaxpr.eqns):
@@ -102,7 +102,7 @@ def _constants(closed: ClosedJaxpr):
 
 
 def _plain(x):
-    """A constant or a literal without the mesh that it was made on, along with its type."""
+    """A constant without the mesh that it was made on, along with its type."""
     if isinstance(x, jax.core.Tracer):
         raise DeviceViewError(
             "a pipeline's stages are given all arrays that they read as arguments, got one of "
