@@ -33,12 +33,19 @@ def mesh_text(mesh) -> str:
     return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
 
 
+ALONE = "alone"
+"""The one axis, of size 1, of a mesh of which no other is left: of none JAX would not know what its devices are."""
+
+
 def without_axis(mesh: Mesh, axis: str) -> Mesh:
     """The devices that are first along one mesh axis, as a mesh of the other axes."""
     at = mesh.axis_names.index(axis)
     left = [i for i in range(len(mesh.axis_names)) if i != at]
+    first = mesh.devices.take([0], at)
+    if not left:
+        return Mesh(first, (ALONE,), axis_types=mesh.axis_types)
     names, types = (tuple(values[i] for i in left) for values in (mesh.axis_names, mesh.axis_types))
-    return Mesh(mesh.devices.take(0, at), names, axis_types=types)
+    return Mesh(first.squeeze(at), names, axis_types=types)
 
 
 @contextlib.contextmanager

@@ -49,10 +49,8 @@ def _at(state: State, axes: Sequence[Axes], *, pending=None) -> State:
     return dataclasses.replace(state, axes=tuple(axes), pending=state.pending if pending is None else pending)
 
 
-def _out(equation, index: int = 0) -> State:
-    from trellis.program.sizes import state_at
-
-    return state_at(equation.outvars[index].aval)
+def _out(view, equation, index: int = 0) -> State:
+    return view.state(equation.outvars[index].aval)
 
 
 def _gathered(view, x, state: State, dims) -> tuple[jax.Array, State]:
@@ -81,7 +79,7 @@ def elementwise(view, equation, args, states) -> Result:
         if len(shape) == rank:
             mine = [axes[d] if shape[d] == outs[0][d] else () for d in range(rank)]
             args = [*args[:n], _like(view, args[n], state, mine), *args[n + 1 :]]
-    return _bind(equation, args), [_at(_out(equation, i), axes) for i in range(len(outs))]
+    return _bind(equation, args), [_at(_out(view, equation, i), axes) for i in range(len(outs))]
 
 
 def _dot_general(view, equation, args, states) -> Result:
@@ -104,7 +102,7 @@ def _dot_general(view, equation, args, states) -> Result:
         axes[1] = list(after.axes)
     made = [axes[0][d] for d in left_batch] + [axes[0][d] for d in free[0]] + [axes[1][d] for d in free[1]]
     pending = {a for d in left_sum for a in axes[0][d]} | states[0].pending | states[1].pending
-    return _bind(equation, sides), [_at(_out(equation), made, pending=frozenset(pending))]
+    return _bind(equation, sides), [_at(_out(view, equation), made, pending=frozenset(pending))]
 
 
 def _reduction(combine: Callable | None) -> Callable:
@@ -116,8 +114,8 @@ def _reduction(combine: Callable | None) -> Callable:
         across = tuple(a for i in over for a in state.axes[i])
         (x,) = _bind(equation, args)
         if combine is None:
-            return [x], [_at(_out(equation), made, pending=state.pending | set(across))]
-        return [combine(x, across) if across else x], [_at(_out(equation), made)]
+            return [x], [_at(_out(view, equation), made, pending=state.pending | set(across))]
+        return [combine(x, across) if across else x], [_at(_out(view, equation), made)]
 
     return rule
 
@@ -133,7 +131,7 @@ def _along(find: Callable) -> Callable:
         dims = find(equation)
         both = [_gathered(view, x, s, dims) for x, s in zip(args, states, strict=True)]
         results = _bind(equation, [x for x, _ in both])
-        return results, [_at(_out(equation, i), both[0][1].axes) for i in range(len(results))]
+        return results, [_at(_out(view, equation, i), both[0][1].axes) for i in range(len(results))]
 
     return rule
 
@@ -142,21 +140,21 @@ def _argument(view, equation, args, states) -> Result:
     over = equation.params["axes"]
     x, state = _gathered(view, args[0], states[0], over)
     made = [axes for i, axes in enumerate(state.axes) if i not in over]
-    return _bind(equation, [x]), [_at(_out(equation), made)]
+    return _bind(equation, [x]), [_at(_out(view, equation), made)]
 
 
 def _transpose(view, equation, args, states) -> Result:
     made = [states[0].axes[i] for i in equation.params["permutation"]]
-    return _bind(equation, args), [_at(_out(equation), made)]
+    return _bind(equation, args), [_at(_out(view, equation), made)]
 
 
 def _squeeze(view, equation, args, states) -> Result:
     made = [axes for i, axes in enumerate(states[0].axes) if i not in equation.params["dimensions"]]
-    return _bind(equation, args), [_at(_out(equation), made)]
+    return _bind(equation, args), [_at(_out(view, equation), made)]
 
 
 def _broadcast_in_dim(view, equation, args, states) -> Result:
-    out, shape = _out(equation), equation.params["shape"]
+    out, shape = _out(view, equation), equation.params["shape"]
     to, (x,), (state,) = equation.params["broadcast_dimensions"], args, states
     source = equation.invars[0].aval.shape
     x = _like(view, x, state, [out.axes[d] if n == shape[d] else () for n, d in zip(source, to, strict=True)])
@@ -164,7 +162,7 @@ def _broadcast_in_dim(view, equation, args, states) -> Result:
 
 
 def _reshape(view, equation, args, states) -> Result:
-    out, (x,), (state,) = _out(equation), args, states
+    out, (x,), (state,) = _out(view, equation), args, states
     kept = {a for axes in out.axes for a in axes}
     x, state = _gathered(view, x, state, [i for i, axes in enumerate(state.axes) if not set(axes) <= kept])
     here = {a for axes in state.axes for a in axes}
@@ -174,7 +172,7 @@ def _reshape(view, equation, args, states) -> Result:
 
 
 def _iota(view, equation, args, states) -> Result:
-    out, dim = _out(equation), equation.params["dimension"]
+    out, dim = _out(view, equation), equation.params["dimension"]
     shape = view.local(equation.params["shape"], out.axes)
     (x,) = _bind(equation, args, shape=shape)
     if out.axes[dim]:
@@ -188,7 +186,7 @@ def _slice(view, equation, args, states) -> Result:
     cut = [i for i, n in enumerate(shape) if (p["start_indices"][i], p["limit_indices"][i], steps[i]) != (0, n, 1)]
     x, state = _gathered(view, args[0], states[0], cut)
     limits = [p["limit_indices"][i] if i in cut else x.shape[i] for i in range(len(shape))]
-    return _bind(equation, [x], limit_indices=tuple(limits)), [_at(_out(equation), state.axes)]
+    return _bind(equation, [x], limit_indices=tuple(limits)), [_at(_out(view, equation), state.axes)]
 
 
 def _dynamic_slice(view, equation, args, states) -> Result:
@@ -197,7 +195,7 @@ def _dynamic_slice(view, equation, args, states) -> Result:
     x, state = _gathered(view, args[0], states[0], cut)
     local = tuple(sizes[i] if i in cut else x.shape[i] for i in range(len(shape)))
     starts = [a if i in cut else jnp.zeros_like(a) for i, a in enumerate(args[1:])]
-    return _bind(equation, [x, *starts], slice_sizes=local), [_at(_out(equation), state.axes)]
+    return _bind(equation, [x, *starts], slice_sizes=local), [_at(_out(view, equation), state.axes)]
 
 
 def _dynamic_update_slice(view, equation, args, states) -> Result:
@@ -206,7 +204,7 @@ def _dynamic_update_slice(view, equation, args, states) -> Result:
     x, state = _gathered(view, args[0], states[0], cut)
     update = _like(view, args[1], states[1], state.axes)
     starts = [a if i in cut else jnp.zeros_like(a) for i, a in enumerate(args[2:])]
-    return _bind(equation, [x, update, *starts]), [_at(_out(equation), state.axes)]
+    return _bind(equation, [x, update, *starts]), [_at(_out(view, equation), state.axes)]
 
 
 def _concatenate(view, equation, args, states) -> Result:
@@ -214,19 +212,19 @@ def _concatenate(view, equation, args, states) -> Result:
     made = max((s.axes for s in states), key=lambda axes: sum(map(len, axes)))
     made = tuple(() if i == dim else axes for i, axes in enumerate(made))
     args = [_like(view, x, s, made) for x, s in zip(args, states, strict=True)]
-    return _bind(equation, args), [_at(_out(equation), made)]
+    return _bind(equation, args), [_at(_out(view, equation), made)]
 
 
 def _pad(view, equation, args, states) -> Result:
     padded = [i for i, config in enumerate(equation.params["padding_config"]) if tuple(config) != (0, 0, 0)]
     x, state = _gathered(view, args[0], states[0], padded)
-    return _bind(equation, [x, args[1]]), [_at(_out(equation), state.axes)]
+    return _bind(equation, [x, args[1]]), [_at(_out(view, equation), state.axes)]
 
 
 def _split(view, equation, args, states) -> Result:
     x, state = _gathered(view, args[0], states[0], (equation.params["axis"],))
     results = _bind(equation, [x])
-    return results, [_at(_out(equation, i), state.axes) for i in range(len(results))]
+    return results, [_at(_out(view, equation, i), state.axes) for i in range(len(results))]
 
 
 def _gather(view, equation, args, states) -> Result:
@@ -246,18 +244,18 @@ def _gather(view, equation, args, states) -> Result:
     kept, batch = iter([state.axes[i] for i in range(len(shape)) if i not in gone]), iter(at.axes[:-1])
     rank = len(equation.outvars[0].aval.shape)
     made = [next(kept) if i in numbers.offset_dims else next(batch) for i in range(rank)]
-    return _bind(equation, [x, ids], slice_sizes=local), [_at(_out(equation), made)]
+    return _bind(equation, [x, ids], slice_sizes=local), [_at(_out(view, equation), made)]
 
 
 def _random_bits(view, equation, args, states) -> Result:
-    out = _out(equation)
+    out = _out(view, equation)
     p = equation.params
     return [random_bits(args[0], p["bit_width"], p["shape"], out.axes, view.sizes)], [out]
 
 
 def _reshard(view, equation, args, states) -> Result:
     """Moved here, within the name scope that says how, instead of by the caller."""
-    return [moved(args[0], states[0], _out(equation), view.sizes)], [_out(equation)]
+    return [moved(args[0], states[0], _out(view, equation), view.sizes)], [_out(view, equation)]
 
 
 _dimension = lambda equation: (equation.params["dimension"],)

@@ -9,6 +9,8 @@ conditions and permutes around it, and kernels within: a pipeline's stages do.
 No gradient is taken of it. Take the gradient first, of the program of whole arrays, whose types promise what it moves.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -70,10 +72,12 @@ class View:
             return _CONTROL[name](self, equation, args)
         if (inner := _called(equation)) is not None:
             return self.run(inner, *args)
+        if name in ("psum", *rules.COLLECTIVES) and not self._moves(equation):
+            return list(args)
         if name in rules.COLLECTIVES:
             return rules.COLLECTIVES[name](equation, args)
-        states = [state_at(v.aval) for v in equation.invars]
-        outs = [state_at(v.aval) for v in equation.outvars]
+        states = [self.state(v.aval) for v in equation.invars]
+        outs = [self.state(v.aval) for v in equation.outvars]
         if name != "reshard" and not any(_placed(s) for s in (*states, *outs)):
             return _bound(equation, args)
         rule = rules.RULES.get(name)
@@ -88,11 +92,28 @@ class View:
 
     def local(self, shape: Sequence[int], axes: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
         """The shape of one device's part."""
-        return tuple(n // int(np.prod([self.sizes[a] for a in mine])) for n, mine in zip(shape, axes, strict=True))
+        return tuple(n // math.prod(self.sizes.get(a, 1) for a in mine) for n, mine in zip(shape, axes, strict=True))
+
+    def state(self, aval) -> State:
+        """Where a value lies by its type, along mesh axes that are more than one device."""
+        return self.real(state_at(aval))
+
+    def real(self, state: State) -> State:
+        """The same without mesh axes of one device, which need not be axes of the mesh that this runs on."""
+        real = lambda axes: tuple(a for a in axes if self.sizes.get(a, 1) > 1)
+        axes = tuple(map(real, state.axes))
+        return dataclasses.replace(
+            state, axes=axes, pending=frozenset(real(state.pending)), copied=frozenset(real(state.copied))
+        )
+
+    def _moves(self, equation: JaxprEqn) -> bool:
+        """Whether a collective is along a mesh axis of this program's mesh."""
+        axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+        return any(a in self.sizes for a in (axes if isinstance(axes, tuple) else (axes,)))
 
     def _constant(self, value, aval):
         """A device's part of a constant."""
-        state, value = state_at(aval), _plain(value)
+        state, value = self.state(aval), _plain(value)
         whole = State(state.mode, ((),) * len(state.axes))
         return moved(jnp.asarray(value), whole, state, self.sizes) if _placed(state) else value
 
@@ -176,11 +197,13 @@ def _shard_map(view: View, equation: JaxprEqn, args: list) -> list:
             f"{', '.join(sorted(manual))} of {', '.join(p['mesh'].axis_names)}, at "
             f"{source_of(equation) or 'an unknown line'}: leave out its `axes`"
         )
-    wanted = [_specified(spec, v.aval) for spec, v in zip(p["in_specs"], equation.invars, strict=True)]
-    args = [moved(x, state_at(v.aval), s, view.sizes) for x, v, s in zip(args, equation.invars, wanted, strict=True)]
+    wanted = [view.real(_specified(spec, v.aval)) for spec, v in zip(p["in_specs"], equation.invars, strict=True)]
+    args = [moved(x, view.state(v.aval), s, view.sizes) for x, v, s in zip(args, equation.invars, wanted, strict=True)]
     results = view.jaxpr(p["jaxpr"], (), args)
-    made = [_specified(spec, v.aval) for spec, v in zip(p["out_specs"], equation.outvars, strict=True)]
-    return [moved(x, s, state_at(v.aval), view.sizes) for x, s, v in zip(results, made, equation.outvars, strict=True)]
+    made = [view.real(_specified(spec, v.aval)) for spec, v in zip(p["out_specs"], equation.outvars, strict=True)]
+    return [
+        moved(x, s, view.state(v.aval), view.sizes) for x, s, v in zip(results, made, equation.outvars, strict=True)
+    ]
 
 
 def _specified(spec, aval) -> State:

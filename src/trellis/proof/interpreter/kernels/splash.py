@@ -89,7 +89,9 @@ def _results(kind: tuple, phase: str, own: dict[str, np.ndarray], seen: np.ndarr
         d_q, d_k, d_v, _ = attention.backward(q, k, v, scores, log_sum, own["d_out"], mean)
         found = {last: d_q} if phase == "dq" else {last - 1: d_k, last: d_v}
     made = (found.get(i, np.array(np.nan, q.dtype)) for i in range(len(kind)))
-    return tuple(np.broadcast_to(x[0] if x.ndim > len(t.shape) else x, t.shape) for x, t in zip(made, kind, strict=True))
+    return tuple(
+        np.broadcast_to(x[0] if x.ndim > len(t.shape) else x, t.shape) for x, t in zip(made, kind, strict=True)
+    )
 
 
 KERNELS: dict[str, Callable] = {"splash_": kernel}
