@@ -20,7 +20,7 @@ HOME = {
     "CHANGELOG.md": "changes.md",
 }
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
-FACES = ("trellis", "trellis.nn", "trellis.data", "trellis.inspect", "trellis.collectives", "trellis.optim")
+FACES = re.findall(r"^\| `(trellis[\w.]*)` \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
 
 
 def on_files(files: Files, config) -> Files:
