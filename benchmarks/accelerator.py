@@ -8,9 +8,9 @@ First come checks: attention, the loss and a train step against float32 on the C
 step against the ledger. Then rows: steps with the settings that the planner's search finds for the device (1B and 8B),
 the recipes and the explicit trainer as they are, PyTorch's step of the same model where torch is installed, attention
 and the loss alone, other compiler options. Each row is a process of its own with a limit of time: what runs out of
-memory or hangs loses that row only, and says so in a line. A row is saved when it ends, as a line of `rows.jsonl` in the
-folder; what is saved is not done again (`--again NAME` does, `--failed` what failed). `table.txt` has all of it beside
-published figures. Nothing is downloaded.
+memory or hangs loses that row only, and says so in a line. A row is saved when it ends, as a line of `rows.jsonl` in
+the folder; what is saved is not done again (`--again NAME` does, `--failed` what failed). `table.txt` has all of it
+beside published figures. Nothing is downloaded.
 """
 
 import argparse
@@ -116,7 +116,14 @@ def reason(log: str, code: int) -> str:
         return f"out of memory: {short:.200}"
     if code < 0:
         return f"ended by signal {-code}"
-    said = next((line for line in reversed(lines) if line.partition(":")[0].rpartition(".")[2].endswith(("Error", "Exception"))), "")
+    said = next(
+        (
+            line
+            for line in reversed(lines)
+            if line.partition(":")[0].rpartition(".")[2].endswith(("Error", "Exception"))
+        ),
+        "",
+    )
     return f"{said or (lines[-1] if lines else f'exit code {code}'):.300}"
 
 
@@ -125,7 +132,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="of the rows; benchmarks/results/accelerator if not given")
     parser.add_argument("--minutes", type=float, default=30.0, help="for this start; a row that does not fit waits")
-    parser.add_argument("--on", default="1xH200", help="what the search plans for: one device, as `trellis plan` has it")
+    parser.add_argument(
+        "--on", default="1xH200", help="what the search plans for: one device, as `trellis plan` has it"
+    )
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help="these rows, in the table's spelling")
     parser.add_argument("--again", nargs="+", metavar="NAME", default=[], help="these, although they are saved")
     parser.add_argument("--failed", action="store_true", help="those that failed, too")

@@ -7,15 +7,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from timing import seconds_of
+from timing import products_dtype, seconds_of
 
-from trellis import nn
-from trellis.hardware.chips import chip_of, published_peak
-from trellis.nn.attention import dot_product_attention
+from trellis.nn import dot_product_attention, linear_cross_entropy
+from trellis.plan import Chip, local_target
 
 WORKS = ("machine", "attention_alone", "loss_alone")
 
-PACKAGES = ("trellis", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "libtpu", "torch")
+PACKAGES = (
+    "trellis",
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "jax-cuda12-plugin",
+    "nvidia-cudnn-cu13",
+    "libtpu",
+    "torch",
+)
 QUERY = ("driver_version", "memory.total", "power.limit", "clocks.max.sm", "clocks.sm", "temperature.gpu")
 
 
@@ -34,15 +42,15 @@ def machine(findings: Any, *, size: int, megabytes: int) -> None:
         products[dtype] = 2.0 * size**3 / seconds_of(square, a, b)
     x = jnp.ones((megabytes * 2**18,), jnp.float32)
     copies = 2.0 * x.nbytes / seconds_of(jax.jit(lambda x: x + 1.0), x)
-    peak, chip = published_peak(device.device_kind), chip_of(device.device_kind)
-    findings.tell(products=products, copies=copies, published=peak, bandwidth=chip.hbm_bandwidth if chip else None)
+    chip = _chip()
+    findings.tell(products=products, copies=copies)
     with contextlib.suppress(TypeError, KeyError):
         findings.tell(memory=device.memory_stats()["bytes_limit"])
-    share = lambda rate, of: f" ({rate / of:.0%} of the published)" if of else ""
+    share = lambda rate, of: f" ({rate / getattr(chip, of):.0%} of the published)" if chip else ""
     findings.tell(
         said=f"{device.device_kind}; products {products['bfloat16'] / 1e12:,.1f} TFLOP/s in bfloat16"
-        f"{share(products['bfloat16'], peak)}, {products['float32'] / 1e12:,.1f} in float32; memory "
-        f"{copies / 1e9:,.0f} GB/s{share(copies, chip and chip.hbm_bandwidth)}"
+        f"{share(products['bfloat16'], 'bf16_flops')}, {products['float32'] / 1e12:,.1f} in float32; memory "
+        f"{copies / 1e9:,.0f} GB/s{share(copies, 'hbm_bandwidth')}"
     )
 
 
@@ -61,13 +69,13 @@ def attention_alone(findings: Any, *, shapes: list[tuple[int, ...]]) -> None:
     rows = []
     for batch, pos, heads, kv_heads, head_dim in shapes:
         sizes = [(batch, pos, count, head_dim) for count in (heads, kv_heads, kv_heads)]
-        q, k, v = (jax.random.normal(jax.random.key(n), size, jnp.bfloat16) for n, size in enumerate(sizes))
+        q, k, v = (jax.random.normal(jax.random.key(n), size, products_dtype()) for n, size in enumerate(sizes))
 
         def weighted(q, k, v):
             return dot_product_attention(q, k, v).astype(jnp.float32).sum()
 
         forward = 2.0 * batch * heads * pos * (pos + 1) * head_dim  # two products over pairs that see each other
-        moved = 2.0 * (q.size * 2 + k.size * 2)
+        moved = 2.0 * (q.nbytes + k.nbytes)
         programs = {"forward": (dot_product_attention, 1.0, 1.0), "both": (jax.grad(weighted, (0, 1, 2)), 3.5, 3.0)}
         for which, (fn, times, reads) in programs.items():  # backward: five products more, scores anew
             seconds = seconds_of(jax.jit(fn), q, k, v)
@@ -81,15 +89,15 @@ def loss_alone(findings: Any, *, shapes: list[tuple[int, int, int]]) -> None:
     """The product with the unembedding and the cross entropy in bfloat16, with both gradients."""
     rows = []
     for tokens, embed, vocab in shapes:
-        x = jax.random.normal(jax.random.key(0), (1, tokens, embed), jnp.bfloat16)
-        table = (jax.random.normal(jax.random.key(1), (vocab, embed)) * embed**-0.5).astype(jnp.bfloat16)
+        x = jax.random.normal(jax.random.key(0), (1, tokens, embed), products_dtype())
+        table = (jax.random.normal(jax.random.key(1), (vocab, embed)) * embed**-0.5).astype(x.dtype)
         targets = jax.random.randint(jax.random.key(2), (1, tokens), 0, vocab)
 
         def loss(x, table, targets):
-            return nn.linear_cross_entropy(x, table, targets, vocab_first=True).total
+            return linear_cross_entropy(x, table, targets, vocab_first=True).total
 
         seconds = seconds_of(jax.jit(jax.value_and_grad(loss, (0, 1))), x, table, targets)
-        moved = 2.0 * (x.size + table.size) * 2
+        moved = 2.0 * (x.nbytes + table.nbytes)
         what = f"{tokens:,} tokens, embed {embed}, vocabulary {vocab:,}"
         rows.append({"what": what, **_bound(6.0 * tokens * embed * vocab, moved, seconds)})
         findings.tell(rows=rows)
@@ -98,9 +106,15 @@ def loss_alone(findings: Any, *, shapes: list[tuple[int, int, int]]) -> None:
 
 def _bound(flops: float, num_bytes: float, seconds: float) -> dict[str, float | None]:
     """Seconds, and what the published rates allow at best."""
-    chip = chip_of(jax.devices()[0].device_kind)
+    chip = _chip()
     least = max(flops / chip.bf16_flops, num_bytes / chip.hbm_bandwidth) if chip else None
     return {"seconds": seconds, "flops": flops, "least": least}
+
+
+def _chip() -> Chip | None:
+    """The device's published rates; None where it is not in the table."""
+    chip = local_target(jax.devices()[:1]).chip
+    return None if chip.name == "cpu" else chip
 
 
 def _say(findings: Any) -> None:
@@ -108,5 +122,7 @@ def _say(findings: Any) -> None:
     said = []
     for row in findings.values["rows"]:
         share = f", {row['least'] / row['seconds']:.0%} of the bound" if row["least"] else ""
-        said.append(f"{row['what']}: {row['seconds'] * 1e3:.2f} ms, {row['flops'] / row['seconds'] / 1e12:,.2f} TFLOP/s{share}")
+        said.append(
+            f"{row['what']}: {row['seconds'] * 1e3:.2f} ms, {row['flops'] / row['seconds'] / 1e12:,.2f} TFLOP/s{share}"
+        )
     findings.tell(said="; ".join(said))

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from random_batch import random_batch
+from timing import products_dtype
 
 import trellis as tr
 from trellis import nn
 from trellis.inspect import collectives, compare
-from trellis.nn.attention import AttentionError, dot_product_attention
+from trellis.nn import AttentionError, dot_product_attention
 from trellis.recipes import load_run
-from trellis.train.assemble import assemble
+from trellis.train import assemble
 
 WORKS = ("check_attention", "check_loss", "check_step", "check_ledger")
 
@@ -33,7 +34,7 @@ def check_attention(findings: Any, *, batch: int, pos: int, head_dims: tuple[int
     for head_dim in head_dims:
         keys = jax.random.split(jax.random.key(head_dim), 4)
         sizes = [(batch, pos, heads, head_dim) for heads in (4, 2, 2, 4)]
-        arrays = [jax.random.normal(key, size).astype(jnp.bfloat16) for key, size in zip(keys, sizes)]
+        arrays = [jax.random.normal(key, size).astype(products_dtype()) for key, size in zip(keys, sizes)]
         for mask, options in masks.items():
             right = _attention(host, "reference", [a.astype(jnp.float32) for a in arrays], options)
             for implementation in ATTENTION[device.platform]:
@@ -83,12 +84,12 @@ def check_loss(findings: Any, *, tokens: int, embed: int, vocab: int) -> None:
     _hold(findings, {name: (error, KERNEL_ERROR) for name, error in errors.items()})
 
 
-def check_step(findings: Any, *, recipe: str, options: dict) -> None:
+def check_step(findings: Any, *, recipe: str, options: dict, types: tuple[str, ...]) -> None:
     """Losses and gradient norms of three steps, against those of the CPU in float32."""
     run = load_run(recipe, options)
     right = _losses(dataclasses.replace(run, precision=nn.Precision(compute="float32")), jax.devices("cpu")[:1])
     errors = {}
-    for compute in ("bfloat16", "float32"):
+    for compute in types:
         got = _losses(dataclasses.replace(run, precision=nn.Precision(compute=compute)), jax.devices()[:1])
         for step, (one, other) in enumerate(zip(got, right), 1):
             for what, a, b, limit in zip(("loss", "grad norm"), one, other, (LOSS_ERROR, NORM_ERROR)):

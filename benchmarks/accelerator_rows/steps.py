@@ -1,8 +1,6 @@
 """Train steps: of recipes, of what the planner's search found, of the explicit trainer."""
 
 import contextlib
-import dataclasses
-import gc
 import importlib.util
 import statistics
 import time
@@ -14,23 +12,15 @@ import jax
 import numpy as np
 from profiles import profile_of
 from random_batch import random_batch
+from texts import gibibytes, milliseconds
 from timing import step_times
 from work import STARTED
 
 import trellis as tr
-from trellis.figures import numbers
-from trellis.hardware.chips import target
-from trellis.hardware.local import local_target
 from trellis.inspect import compiled_memory
-from trellis.notation import abstract
-from trellis.plan import quick_plan, search
-from trellis.plan.quick import plan_program
-from trellis.program import trace
+from trellis.plan import local_target, plan_step, quick_plan, search, target
 from trellis.recipes import load_run
-from trellis.train.assemble import assemble
-from trellis.train.compilation import CompiledStep
-from trellis.train.flops import flops_per_token, known_peak
-from trellis.train.metrics import Work
+from trellis.train import CompiledStep, assemble, flops_per_token, known_peak
 
 WORKS = ("search_settings", "train_found", "train_recipe", "train_explicit")
 
@@ -62,7 +52,7 @@ def search_settings(
     findings.tell(recipe=recipe, on=on, planned=len(candidates), settings=settings)
     if not settings:
         raise AssertionError(f"none of {len(candidates)} planned settings fits {on}")
-    said = (f"{_words(s['options'])} ({numbers.count(s['tokens_per_second'])} tokens/s)" for s in settings)
+    said = (f"{_words(s['options'])} ({s['tokens_per_second']:,.0f} tokens/s)" for s in settings)
     findings.tell(said=f"{len(candidates)} planned for {on}; {'; then '.join(said)}")
 
 
@@ -73,9 +63,7 @@ def _words(options: dict) -> str:
     return f"batch {options['batch_size']} in {parts}, {options['precision.params']} at rest, keeps {remat}"
 
 
-def train_found(
-    findings: Any, *, settings: str, rank: int, options: dict | None = None, profile: bool = False
-) -> None:
+def train_found(findings: Any, *, settings: str, rank: int, options: dict | None = None, profile: bool = False) -> None:
     """A step with the settings of a rank of a search."""
     found = findings.of(settings)
     if len(found["settings"]) < rank:
@@ -103,8 +91,7 @@ def train_recipe(findings: Any, *, recipe: str, options: dict, profile: bool = F
         rows = made.abstract_batch().shape[0]
         findings.tell(recipe=recipe, options=options, model=run.name)
         _measure(findings, step, rows * length, costs, run.precision.compute, lambda: program.programs[0])
-        where = local_target(devices)
-        _against_plan(findings, quick_plan(run, where) if _known(devices) else None)
+        _against_plan(findings, lambda where: quick_plan(run, where))
         if profile:
             profile_of(findings, step, program.programs[0].as_text())
 
@@ -140,28 +127,14 @@ def train_explicit(findings: Any, *, preset: str) -> None:
             state, metrics = compiled(state, batch)
             return metrics
 
-        findings.tell(model=preset)
         costs = [causal, causal + attention / 2]
         _measure(findings, step, rows * length, costs, training.dtype, lambda: compiled)
-        plan = None
-        if _known(devices):
-            like = abstract(explicit.State, model.sizes(), mesh)
-            traced = trace(lambda state, batch: jitted(state, batch, model, training), like, batch)
-            work = causal * rows * length
-            plan = plan_program(
-                traced, local_target(devices), name=f"explicit {preset}", tokens=rows * length, model_flops=work
-            )
-        _against_plan(findings, plan)
+        whole = jax.jit(lambda state, batch: jitted(state, batch, model, training), donate_argnums=0)
+        asked = dict(name=preset, tokens=rows * length, model_flops=causal * rows * length)
+        _against_plan(findings, lambda where: plan_step(whole, state, batch, where, **asked))
 
 
-def _known(devices: list) -> bool:
-    """Whether the rates of the devices are in the table of chips: a plan with a guess in their place says nothing."""
-    return local_target(devices).chip.name != "cpu"
-
-
-def _measure(
-    findings: Any, step: Callable, tokens: int, costs: list[float], dtype: str, compiled: Callable
-) -> None:
+def _measure(findings: Any, step: Callable, tokens: int, costs: list[float], dtype: str, compiled: Callable) -> None:
     """Time to the first step, speed, utilisation and memory of a step.
 
     Args:
@@ -178,12 +151,12 @@ def _measure(
         raise AssertionError(f"the first loss is {first}")
     times = step_times(step, seconds=SECONDS if jax.default_backend() != "cpu" else 0.2)
     seconds = statistics.median(times)
-    device = jax.devices()[0]
-    used = Work(flops_per_token=costs[0], noncausal_flops_per_token=costs[1], peak_flops=known_peak([device], dtype))
-    speed = tokens / seconds
+    device, speed = jax.devices()[0], tokens / seconds
+    peak = known_peak([device], dtype)
+    used = [speed * cost / peak for cost in costs] if peak else [None, None]
     findings.tell(
         step_seconds=seconds, steps=len(times), slowest=max(times), tokens=tokens, tokens_per_second=speed,
-        loss=float(step()["loss"]), flops_per_token=costs[0], **used.utilisation(speed),
+        loss=float(step()["loss"]), flops_per_token=costs[0], mfu=used[0], mfu_noncausal=used[1],
     )  # fmt: skip
     memory = {"compiled_peak": compiled_memory(compiled()).peak}
     with contextlib.suppress(TypeError, KeyError):  # a device that does not count
@@ -192,10 +165,17 @@ def _measure(
     _say(findings)
 
 
-def _against_plan(findings: Any, plan: Any) -> None:
-    """What the plan said of it."""
-    if plan is not None:
-        findings.tell(plan_seconds=plan.seconds, plan_peak=plan.memory.peak, waits_for=plan.times.by_bound())
+def _against_plan(findings: Any, plan: Callable) -> None:
+    """What the planner says of it, where the device's rates are known: with guesses in their place it says nothing.
+
+    Args:
+        findings: where it goes.
+        plan: makes it, for a target.
+    """
+    where = local_target(jax.devices()[:1])
+    if where.chip.name != "cpu":
+        made = plan(where)
+        findings.tell(plan_seconds=made.seconds, plan_peak=made.memory.peak, waits_for=made.times.by_bound())
     _say(findings)
 
 
@@ -203,10 +183,9 @@ def _say(findings: Any) -> None:
     """One line of it all."""
     v = findings.values
     mfu = f", MFU {v['mfu']:.1%} ({v['mfu_noncausal']:.1%} non-causal)" if v.get("mfu") else ""
-    planned = (f" (plan {numbers.seconds(v['plan_seconds'])})", f" (plan {numbers.size(v['plan_peak'])})")
-    plans = planned if "plan_seconds" in v else ("", "")
-    peak = numbers.size(v.get("measured_peak", v["compiled_peak"]))
+    step = milliseconds(v["step_seconds"], v.get("plan_seconds"))
+    memory = gibibytes(v.get("measured_peak", v["compiled_peak"]), v.get("plan_peak"))
     findings.tell(
-        said=f"{v['tokens_per_second']:,.0f} tokens/s{mfu}, step {numbers.seconds(v['step_seconds'])}{plans[0]}, "
-        f"{peak}{plans[1]}, first step after {v['first_step_seconds']:.0f} s"
+        said=f"{v['tokens_per_second']:,.0f} tokens/s{mfu}, step {step}, {memory}, first step after "
+        f"{v['first_step_seconds']:.0f} s"
     )

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from trellis.figures import numbers
-from trellis.figures.text import aligned
+from tables import aligned
+from texts import gibibytes, milliseconds, percent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +44,18 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
     parts = ["checks and rates\n\n" + "\n".join(_line(x) for x in lines if not _trains(x))]
     rows = []
     for size in SIZES:
-        mine = [_speed(line) for line in lines if _trains(line) and size in line["row"].replace(",", " ").split("_")[-1].split()]
+        mine = [
+            _speed(line)
+            for line in lines
+            if _trains(line) and size in line["row"].replace(",", " ").split("_")[-1].split()
+        ]
         rows += mine
         if mine:
-            rows += [(size, f"{p.who}, published", p.on, _count(p.tokens), _share(p.mfu), "", "", "") for p in PUBLISHED
-                     if p.model == size]  # fmt: skip
+            others = (p for p in PUBLISHED if p.model == size)
+            rows += [(f"{p.who}, published", p.on, _count(p.tokens), percent(p.mfu), "", "", "") for p in others]
     if rows:
-        header = ("size", "who", "on", "tokens/s/device", "MFU (non-causal)", "step (plan)", "memory (plan)", "first step")
-        parts.append(aligned(header, rows, right=(3, 4, 5, 6, 7)))
+        header = ("what", "on", "tokens/s/device", "MFU (non-causal)", "step", "memory", "first step")
+        parts.append(aligned(header, rows, right=(2, 3, 4, 5, 6)))
     for line in lines:
         if profile := line["values"].get("profile"):
             parts.append(f"{line['row']}, a step's time: {_kinds(profile)}\n" + "\n".join(_longest(profile)))
@@ -71,22 +75,22 @@ def _line(line: dict[str, Any]) -> str:
 
 def _speed(line: dict[str, Any]) -> tuple[str, ...]:
     v = line["values"]
-    beside = lambda value, plan: f"{value} ({plan})" if plan else value
     memory = v.get("measured_peak") or v.get("compiled_peak")
     return (
-        "",
         line["row"] + (f": {v['settings']}" if "settings" in v else ""),
         line["device"],
         _count(v["tokens_per_second"]),
-        beside(_share(v.get("mfu")), _share(v.get("mfu_noncausal"))),
-        beside(numbers.seconds(v["step_seconds"]), v.get("plan_seconds") and numbers.seconds(v["plan_seconds"])),
-        beside(numbers.size(memory) if memory else "", v.get("plan_peak") and numbers.size(v["plan_peak"])),
+        f"{percent(v.get('mfu'))} ({percent(v.get('mfu_noncausal'))})" if v.get("mfu") else "",
+        milliseconds(v["step_seconds"], v.get("plan_seconds")),
+        gibibytes(memory, v.get("plan_peak")) if memory else "",
         f"{v['first_step_seconds']:.0f} s",
     )
 
 
 def _kinds(profile: dict[str, Any]) -> str:
-    return ", ".join(f"{kind} {share:.1%}" for kind, share in profile["kinds"].items()) + f", idle {profile['idle']:.1%}"
+    return (
+        ", ".join(f"{kind} {share:.1%}" for kind, share in profile["kinds"].items()) + f", idle {profile['idle']:.1%}"
+    )
 
 
 def _longest(profile: dict[str, Any]) -> list[str]:
@@ -95,7 +99,3 @@ def _longest(profile: dict[str, Any]) -> list[str]:
 
 def _count(value: float | None) -> str:
     return f"{value:,.0f}" if value else ""
-
-
-def _share(value: float | None) -> str:
-    return f"{value:.1%}" if value else ""

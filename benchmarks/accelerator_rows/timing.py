@@ -29,6 +29,11 @@ def seconds_of(fn: Callable, *args: Any, at_least: float = 1.0) -> float:
     return statistics.median(group(calls) for _ in range(5))
 
 
+def products_dtype() -> str:
+    """The type that kernels are tried in: XLA's CPU cannot run all of them in bfloat16."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
 def step_times(step: Callable[[], Any], *, seconds: float, fewest: int = 5, most: int = 40) -> list[float]:
     """Seconds of each of several steps that are dispatched one behind the other, as in training.
 

@@ -1,4 +1,4 @@
-"""The same Llama in PyTorch: `torch.compile`, flash attention, fused AdamW, weights in float32, products in bfloat16."""
+"""The same Llama in PyTorch: `torch.compile`, flash attention, fused AdamW, weights in float32, bfloat16 products."""
 
 import statistics
 import time
@@ -22,6 +22,8 @@ def train_torch(findings: Any, *, recipe: str, options: dict, steps: int = 10) -
     device = torch.device("cuda" if cuda else "cpu")
     if cuda:
         torch.backends.cuda.matmul.allow_tf32 = True
+    else:
+        torch.set_num_threads(1)
     torch.manual_seed(0)
     config, rows, length = run.model, run.batch_sizes()[0].size, run.data.sequence_length
     model = llama(config).to(device)
@@ -55,8 +57,8 @@ def train_torch(findings: Any, *, recipe: str, options: dict, steps: int = 10) -
     memory = f", {peak / 2**30:.1f} GiB" if peak else ""
     how = "compiled" if cuda else "eager"
     findings.tell(
-        said=f"torch {torch.__version__}, {how}: {speed:,.0f} tokens/s, step {seconds * 1e3:.0f} ms{memory}, first step "
-        f"after {findings.values['first_step_seconds']:.0f} s"
+        said=f"torch {torch.__version__}, {how}: {speed:,.0f} tokens/s, step {seconds * 1e3:.1f} ms{memory}, first "
+        f"step after {findings.values['first_step_seconds']:.0f} s"
     )
 
 

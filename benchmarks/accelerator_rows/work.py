@@ -60,8 +60,8 @@ def main() -> None:
     from rows import all_rows
 
     row = next(row for row in all_rows(args.toy, args.on) if row.name == args.name)
-    # A step may have nearly all of the memory; JAX would keep a quarter from it.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # as `trellis train` does; JAX would keep a quarter
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.95")
     if row.on_cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
     if args.toy:
