@@ -20,7 +20,7 @@ from trellis.train import checks, loop
 from trellis.train.assemble import assemble
 from trellis.train.compilation import CompiledStep
 from trellis.train.digests import digest
-from trellis.train.guard import Guard, guard_ledger, replays
+from trellis.train.guard import Guard, replays
 from trellis.train.progress import Progress
 from trellis.train.stopping import CopiesDiffer
 
@@ -106,7 +106,7 @@ def test_a_flipped_bit_is_found_and_named_for_every_array_of_a_layout(layout):
 def test_a_comparison_moves_four_bytes_an_array_and_device():
     assembled = assemble(small("hybrid"), jax.devices())
     arrays = len(entries({"state": assembled.abstract, "batch": assembled.abstract_batch()}))
-    moved = guard_ledger(assembled)
+    moved = Guard(assembled).ledger()
     assert {row.kind for row in moved} == {"all-gather"}
     assert moved.total() == 7 * 4 * arrays
 

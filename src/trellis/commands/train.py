@@ -153,11 +153,11 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
 
 def _write_ledger(folder: Path, ledger: "Ledger", assembled: "Assembled") -> None:
     """`ledger.txt`: what moves in a step, and below it what moves to compare copies."""
-    from trellis.train.guard import guard_ledger
+    from trellis.train.guard import Guard
 
     text, every = f"{ledger}\n", assembled.run.guard.every
     if every is not None:
-        text += f"\nguard: after every {every} steps and before each checkpoint\n{guard_ledger(assembled)}\n"
+        text += f"\nguard: after every {every} steps and before each checkpoint\n{Guard(assembled).ledger()}\n"
     (folder / "ledger.txt").write_text(text)
 
 

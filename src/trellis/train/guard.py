@@ -59,7 +59,7 @@ class Guard:
     """
 
     def __init__(self, assembled: Assembled):
-        self._rule = assembled.run.guard
+        self._assembled, self._rule = assembled, assembled.run.guard
         self._mesh = assembled.layout.mesh
         self._replays = replays(self._rule, assembled.abstract, self._mesh)
         self._names: list[str] = []
@@ -130,6 +130,13 @@ class Guard:
                 fix=f"{fix}leave out a device that is named again, or --guard.replay false where steps are random",
             )
 
+    def ledger(self) -> Ledger:
+        """What moves for a comparison."""
+        leaves = list(_leaves(self._assembled.abstract, self._assembled.abstract_batch()).values())
+        specs = tuple(leaf.sharding.spec for leaf in leaves)
+        with self._assembled.layout:
+            return ledger(lambda leaves: digest_table(leaves, self._mesh, specs), leaves)
+
     def _due(self, made: int) -> bool:
         return self._rule.every is not None and made % self._rule.every == 0
 
@@ -150,14 +157,6 @@ def replays(rule: GuardRule, abstract: Any, mesh: Mesh) -> bool:
     """
     whole = [math.prod(mesh.shape[axis] for axis in state_of(e.leaf).sliced) for e in entries(abstract).values()]
     return rule.every is not None and rule.replay and max(whole) == mesh.size
-
-
-def guard_ledger(assembled: Assembled) -> Ledger:
-    """What moves for a comparison."""
-    leaves = list(_leaves(assembled.abstract, assembled.abstract_batch()).values())
-    specs = tuple(leaf.sharding.spec for leaf in leaves)
-    with assembled.layout:
-        return ledger(lambda leaves: digest_table(leaves, assembled.layout.mesh, specs), leaves)
 
 
 def differences(table: np.ndarray, names: Sequence[str], specs: Sequence[P], mesh: Mesh) -> list[Difference]:
