@@ -23,6 +23,17 @@ def same_trace(a, b) -> bool:
     return is_tracer(a) and is_tracer(b) and getattr(a, "_trace", a) is getattr(b, "_trace", b)
 
 
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many inputs of a `scan` are constants, and how many it carries from turn to turn, by its parameters.
+
+    JAX 0.10.2 says both numbers; 0.11.0 to 0.12.0 have a tree of constants, carries and stacks in their place.
+    """
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carries, _ = params["ft_in"].unpack()
+    return len(constants), len(carries)
+
+
 @contextlib.contextmanager
 def cudnn_assumed(version: int = 91000) -> Iterator[None]:
     """Lets cuDNN attention be traced, and compiled for a GPU that is not here, as if cuDNN were installed.
