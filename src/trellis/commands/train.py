@@ -106,6 +106,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     from trellis.train.loop import Feed, train
     from trellis.train.restoring import model_in_use
     from trellis.train.state import TrainState
+    from trellis.train.structure import StructureCheck
     from trellis.train.summary import describe, ledger_sums, sections, step_program
 
     assembled = assemble(run, devices)
@@ -131,12 +132,13 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         evaluate=Evaluator(corpus.validation, assembled.options, sharding) if corpus.validation else None,
         sample=None if corpus.tokenizer is None else sampled,
     )
-    work = work_of(assembled)
+    work, check = work_of(assembled), StructureCheck(assembled, ledger, folder)
     with assembled.layout:
-        outcome = train(assembled, feed, folder, until=until, work=work)
+        outcome = train(assembled, feed, folder, until=until, work=work, compiled=check)
     if is_first() and outcome.programs:
         compiled = outcome.programs[-1]
         found["compiled"] = dataclasses.asdict(compiled_memory(compiled))
+        found["structure"] = check.found
         if ledger.auto:  # the types did not say what moves, but the compiled program does
             ledger = collectives(compiled, assembled.layout.mesh)
             (folder / "ledger.txt").write_text(f"{ledger}\n")

@@ -15,6 +15,7 @@ from trellis.inspect.ledger import ledger
 from trellis.inspect.memory import Memory, NotEnoughMemory, live_bytes, live_memory, memory
 from trellis.inspect.pictures import Picture, show
 from trellis.inspect.rows import Ledger, Row
+from trellis.inspect.structure import Structure, structure_of
 
 hide_frames(__file__)
 
@@ -26,6 +27,7 @@ __all__ = [
     "NotEnoughMemory",
     "Picture",
     "Row",
+    "Structure",
     "collectives",
     "compare",
     "compiled_memory",
@@ -37,4 +39,5 @@ __all__ = [
     "products",
     "scheduled_cycles",
     "show",
+    "structure_of",
 ]
