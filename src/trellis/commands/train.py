@@ -94,9 +94,9 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     """Trains a run in a folder on devices, to its end or until a step, and returns the exit code."""
     from trellis.data import Loader
     from trellis.inspect import collectives, compiled_memory
+    from trellis.inspect.graph import step_svg
     from trellis.inspect.ledger import ledger_of
     from trellis.models.generate import Sampling, sample
-    from trellis.pages.graph import step_svg
     from trellis.train.assemble import assemble
     from trellis.train.checks import check_marks, check_state, check_step
     from trellis.train.corpus import open_corpus
