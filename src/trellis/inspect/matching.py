@@ -1,6 +1,7 @@
 """Rows of a ledger and the arrays that a compiled program moves, each matched with the others."""
 
 import dataclasses
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -23,6 +24,7 @@ class Part:
         elements: of the array, counted as a row's payload.
         dtype: of the array, as XLA writes it.
         source: `file.py:line (function)`.
+        cut: into how many parts of one size its groups cut the devices along these axes, as a rule one.
     """
 
     collective: Collective
@@ -30,17 +32,19 @@ class Part:
     elements: int
     dtype: str
     source: str
+    cut: int = 1
 
     @property
     def key(self) -> Key:
         """What it is, for a row that asks for it."""
-        return Key(self.collective.kind, frozenset(self.axes), self.elements, _whole(self.dtype))
+        return Key(self.collective.kind, frozenset(self.axes), self.elements, _whole(self.dtype), self.cut)
 
     @property
     def what(self) -> str:
         """In words: `all-reduce over data of 64 elements, 2 times, at train.py:18 (loss)`."""
         kind, times = self.collective.kind, self.collective.times
-        over = f"over {', '.join(self.axes)}" if self.axes else f"in groups {_listed(self.collective.groups)}"
+        along = self.axes and self.cut == 1
+        over = f"over {', '.join(self.axes)}" if along else f"in groups {_listed(self.collective.groups)}"
         often = f", {times} times" if times > 1 else ""
         return f"{kind} {over} of {self.elements} elements{often}, at {self.source or self.collective.name}"
 
@@ -51,11 +55,13 @@ class Match:
 
     Attributes:
         row: it.
+        key: what it asks for.
         ways: how many of its runs are done in which way: "" as the type asks.
         missing: how many of its runs nothing was found for.
     """
 
     row: Row
+    key: Key
     ways: Counter[str]
     missing: int
 
@@ -77,9 +83,12 @@ class Match:
         return f"{row.kind} over {row.axis} of {row.dtype}[{row.what}]{often}, at {row.source}"
 
 
-def _key(row: Row) -> Key:
+def _key(row: Row, sizes: Mapping[str, int]) -> Key:
     bits = item_bits("pred" if row.dtype.startswith("bool") else row.dtype)
-    return Key(row.kind, frozenset(row.axes), row.payload * 8 // bits, _whole(row.dtype))
+    cut = 1
+    if row.kind == "all-gather":  # each device gets all but its own part
+        cut = math.prod(sizes[axis] for axis in row.axes) * (row.payload - row.wire) // row.payload
+    return Key(row.kind, frozenset(row.axes), row.payload * 8 // bits, _whole(row.dtype), max(cut, 1))
 
 
 def _whole(dtype: str) -> bool:
@@ -130,18 +139,18 @@ class Stock:
 
         All rows are looked for in one way before any is in the next, which is less likely.
         """
-        matches = [Match(row, Counter(), row.times) for row in rows]
+        matches = [Match(row, _key(row, sizes), Counter(), row.times) for row in rows]
         for chosen in (_same_loop_and_line, _same_loop, _same_line):
             for match in matches:
-                self.take(match, "", ((_key(match.row), 1),), chosen)
+                self.take(match, "", ((match.key, 1),), chosen)
         self.take_turns(matches)
         for match in matches:
-            self.take(match, "", ((_key(match.row), 1),))
+            self.take(match, "", ((match.key, 1),))
         self.take_equal(matches)
         self.take_added(matches)
         for way, recipes in WAYS.items():
             for match in matches:
-                for recipe in recipes(_key(match.row), sizes):
+                for recipe in recipes(match.key, sizes):
                     self.take(match, way, recipe)
         self.take_joined(matches)
         for match in matches:  # copies in any of these ways
@@ -175,9 +184,9 @@ class Stock:
         weights: Counter[tuple[Key, str]] = Counter()
         for match in matches:
             if match.row.role == "weights":
-                weights[_key(match.row), match.row.direction] += match.row.times
+                weights[match.key, match.row.direction] += match.row.times
         for match in matches:
-            key = _key(match.row)
+            key = match.key
             there = sum(item.part.collective.times for item in self.items.get(key, ()))
             if match.missing and match.row.kind in COPIES and there:
                 short = weights[key, match.row.direction] - there if match.row.role == "weights" else 0
@@ -186,7 +195,7 @@ class Stock:
     def take_joined(self, matches: list[Match]) -> None:
         """Arrays that are parts of a longer one, over the same devices."""
         for match in matches:
-            kind, axes, elements, whole = _key(match.row)
+            kind, axes, elements, whole, _ = match.key
             kinds = (kind, "all-reduce") if kind == "reduce-scatter" else (kind,)
             for key, items in self.items.items():
                 if key.kind not in kinds or (key.axes, key.whole) != (axes, whole):
@@ -200,7 +209,7 @@ class Stock:
     def take_turns(self, matches: list[Match]) -> None:
         """Sums that a loop does not do in each turn, but that are done once after its last one."""
         for match in matches:
-            for item in self.items.get(_key(match.row), ()):
+            for item in self.items.get(match.key, ()):
                 if match.missing == match.row.times and match.row.kind == "all-reduce" and item.unused:
                     if match.row.times % item.runs == 0 and item.runs < match.row.times:
                         item.left = 0
@@ -209,7 +218,7 @@ class Stock:
     def take_added(self, matches: list[Match]) -> None:
         """Numbers that are added before they are summed over devices, where one sum does for several."""
         for match in matches:
-            key = _key(match.row)
+            key = match.key
             if match.missing and key.kind == "all-reduce" and key.elements == 1 and key in self.items:
                 match.done("a sum with others", match.missing)
 

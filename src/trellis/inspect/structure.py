@@ -14,6 +14,7 @@ devices is a fault, and so is a sum over devices that hold the sum already.
 """
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -109,8 +110,9 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
     stock = Stock(part for part in parts if part.axes)
     matches = stock.meet(ledger, {axis: size for axis, size in mesh.shape.items() if size > 1})
     decided = tuple(match for match in matches if not (match.missing and set(match.row.axes) & set(ledger.auto)))
-    strange = tuple(part for part in parts if not part.axes)
-    return Structure(decided, len(found), tuple(stock.rest()), strange, tuple(_twice(program, parts)))
+    besides = [(part, runs) for part, runs in stock.rest() if part.cut == 1]
+    strange = [part for part in parts if not part.axes] + [part for part, _ in stock.rest() if part.cut > 1]
+    return Structure(decided, len(found), tuple(besides), tuple(strange), tuple(_twice(program, parts)))
 
 
 def _parts(program: Program, collective: Collective, mesh: Mesh | AbstractMesh) -> list[Part]:
@@ -122,11 +124,12 @@ def _parts(program: Program, collective: Collective, mesh: Mesh | AbstractMesh) 
         axes = axes_of_pairs(groups, mesh.shape)
     else:
         axes = axes_of(groups, mesh.shape, ordered=kind != "all-reduce")
+    cut = 1 if kind == "permute" else math.prod(mesh.shape[axis] for axis in axes) // collective.size
     lengths = [(collective.payload(array) * 8 // item_bits(array.dtype), array.dtype) for array in collective.arrays]
     if kind == "all-to-all":  # the pieces of one array
         lengths = [(sum(length for length, _ in lengths), lengths[0][1])]
     source = program.source(collective.origin, in_a_library)
-    return [Part(collective, axes, *each, source) for each in lengths]
+    return [Part(collective, axes, *each, source, cut) for each in lengths]
 
 
 def _twice(program: Program, parts: Iterable[Part]) -> Iterator[Part]:

@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 
 class Key(NamedTuple):
-    """A collective: kind, mesh axes, elements as a row's payload counts them, and whether these are integers."""
+    """A collective: kind, mesh axes, elements as a row's payload counts them, whether these are integers, and into how
+    many parts the axes are cut, where not all devices along them take part together."""
 
     kind: str
     axes: frozenset[str]
     elements: int
     whole: bool = False
+    cut: int = 1
 
 
 Recipe = tuple[tuple[Key, int], ...]  # collectives that do a communication together, each so many times
@@ -31,7 +33,7 @@ def _as(kind: str, other: str) -> Way:
 
 def _in_steps(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
     """Over some mesh axes after the others: arrays shrink as they are scattered, and grow as they are gathered."""
-    kind, axes, elements, whole = key
+    kind, axes, elements, whole, _ = key
     if kind not in ("all-to-all", "permute"):
         for blocks, parts in _blocks(axes, elements, sizes):
             lengths = [elements] * len(blocks) if kind == "all-reduce" else parts
@@ -40,7 +42,7 @@ def _in_steps(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
 
 def _summed_in_steps(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
     """A reduce-scatter over some mesh axes after the others, where some of them are all-reduces."""
-    kind, axes, elements, whole = key
+    kind, axes, elements, whole, _ = key
     if kind == "reduce-scatter":
         for blocks, parts in _blocks(axes, elements, sizes):
             *first, last = zip(blocks, parts)
@@ -51,7 +53,7 @@ def _summed_in_steps(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
 
 def _permutes(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
     """Each device's part to each of the others in turn."""
-    kind, axes, elements, whole = key
+    kind, axes, elements, whole, _ = key
     size = math.prod(sizes[axis] for axis in axes)
     if kind in ("all-gather", "all-to-all"):
         yield ((Key("permute", axes, elements // size, whole), size - 1),)
@@ -59,7 +61,7 @@ def _permutes(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
 
 def _exchanged(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
     """A gather whose result is sliced along another mesh axis: each device gets what it keeps."""
-    kind, axes, elements, whole = key
+    kind, axes, elements, whole, _ = key
     if kind == "all-gather":
         for other in sizes.keys() - axes:
             yield ((key._replace(kind="all-to-all"), 1), (Key("permute", axes | {other}, elements, whole), 1))
@@ -67,7 +69,7 @@ def _exchanged(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
 
 def _gathered(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
     """Everything to every device, which takes what it needs."""
-    kind, axes, elements, whole = key
+    kind, axes, elements, whole, _ = key
     if kind in ("all-to-all", "permute"):
         size = math.prod(sizes[axis] for axis in axes)
         yield ((Key("all-gather", axes, elements * size, whole), 1),)

@@ -35,14 +35,21 @@ class StructureCheck:
             program: a `jax.stages.Compiled`.
             step: how many steps were made before it.
         """
-        started = time.monotonic()
-        text = program.as_text()
         try:
-            found = structure_of(self._ledger_at(step), text, self._assembled.layout.mesh)
-        except ValueError as error:  # a form of text that no compiler wrote before
-            return f"matched  nothing: the compiled program cannot be read ({error:.200})"
-        self.found.append(found.as_dict() | {"step": step, "seconds": time.monotonic() - started})
-        return self._line(found, time.monotonic() - started) if found.right else self._fault(found, text)
+            return self._check(program.as_text(), step)
+        except Exception as error:  # a form of text that no compiler wrote before, a full disk: no reason to stop
+            return (
+                f"matched  nothing of the ledger with the compiled program: {str(error) or type(error).__name__:.300}"
+            )
+
+    def _check(self, text: str, step: int) -> str:
+        started = time.monotonic()
+        found = structure_of(self._ledger_at(step), text, self._assembled.layout.mesh)
+        seconds = time.monotonic() - started
+        self.found.append(found.as_dict() | {"step": step, "seconds": seconds})
+        with open(self._folder / "ledger.txt", "a", encoding="utf-8") as file:
+            file.write(f"\nstep {step + 1}: {found}\n")
+        return self._line(found, seconds) if found.right else self._fault(found, text)
 
     def _ledger_at(self, step: int) -> Ledger:
         """The ledger of a step, whose batch may be larger than the first one's."""
