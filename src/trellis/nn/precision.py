@@ -40,8 +40,8 @@ class Precision:
     sensitive, such as a router."""
 
     products: Mapping[str, Literal["fp8", "int8"]] = dataclasses.field(default_factory=FrozenMap)
-    """Products in eight bits: a part of a weight's name, and fp8 or int8, as in mlp: int8. Choose it where the plan says
-    that it pays: on chips with units for it, and where gathered weights are what a step waits for."""
+    """Products in eight bits: a part of a weight's name, and fp8 or int8, as in mlp: int8. Choose it where the plan
+    says that it pays: on chips with units for it, and where gathered weights are what a step waits for."""
 
     def __post_init__(self):
         object.__setattr__(self, "exceptions", FrozenMap(self.exceptions))
