@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import jax
@@ -17,6 +17,7 @@ class Record:
     Attributes:
         step: how many steps had been made after this one.
         values: the metrics, those that were added for the same step (an evaluation) among them.
+        arrays: of what was added, that which is no scalar.
         dispatched: when the step was handed to the device.
         done: when the device had finished it.
         idle_from: when the device had finished what it was given before; None for the first.
@@ -31,6 +32,7 @@ class Record:
     done: float = 0.0
     idle_from: float | None = None
     released: float = 0.0
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -64,12 +66,14 @@ class Drain:
 
     Args:
         max_ahead: how many steps may be dispatched and unfinished.
+        finished: called by the thread with a step's record when the device has finished it, and again when it has
+            finished what was added for it.
 
     A failure on the device is raised by the next call of any method.
     """
 
-    def __init__(self, max_ahead: int = 4):
-        self._max_ahead = max_ahead
+    def __init__(self, max_ahead: int = 4, finished: Callable[[Record], None] = lambda record: None):
+        self._max_ahead, self._finished = max_ahead, finished
         self._pending: deque[_Pending] = deque()
         self._unfinished = 0
         self._records: deque[Record] = deque()
@@ -100,7 +104,7 @@ class Drain:
             self._raise()
 
     def add(self, metrics: Mapping[str, jax.Array]) -> None:
-        """Adds metrics to the step pushed last, such as an evaluation that was dispatched after it."""
+        """Adds to the step pushed last what was dispatched after it: an evaluation's scalars, small arrays."""
         with self._change:
             self._raise()
             self._pending[-1].later.update(metrics)
@@ -154,16 +158,19 @@ class Drain:
                     if self._closed:
                         return
                     item = self._pending[0]
-                _fetch(item.record.values, item.first)
+                _fetch(item.record, item.first)
                 item.record.done = item.record.done or time.perf_counter()
                 item.record.idle_from = idle_from
+                self._finished(item.record)
                 with self._change:
                     self._unfinished -= 1
                     self._change.notify_all()
                     self._change.wait_for(lambda item=item: self._closed or item.sealed)
                     if not item.sealed:
                         return
-                _fetch(item.record.values, item.later)
+                if item.later:
+                    _fetch(item.record, item.later)
+                    self._finished(item.record)
                 if not item.later:
                     item.record.released = item.record.done
                 idle_from = item.record.released = item.record.released or time.perf_counter()
@@ -181,9 +188,13 @@ def _ready(arrays: Mapping[str, jax.Array]) -> bool:
     return all(array.is_ready() for array in arrays.values() if isinstance(array, jax.Array))
 
 
-def _fetch(values: dict[str, float], arrays: dict[str, jax.Array]) -> None:
+def _fetch(record: Record, arrays: dict[str, jax.Array]) -> None:
     for array in arrays.values():
         if isinstance(array, jax.Array):
             array.copy_to_host_async()
     for name, array in arrays.items():
-        values[name] = float(np.asarray(array))
+        found = np.asarray(array)
+        if found.ndim:
+            record.arrays[name] = found
+        else:
+            record.values[name] = float(found)
