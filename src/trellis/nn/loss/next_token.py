@@ -6,6 +6,7 @@ import jax
 from jax import lax
 
 from trellis.mesh.layout import current_layout
+from trellis.mesh.linear import linear
 from trellis.mesh.platform import platform_of
 from trellis.named import NamedArray
 from trellis.named.placing import move
@@ -102,7 +103,7 @@ def _in_chunks(count: int, unembedding: NamedArray, tokens, vocab) -> bool:
     return few and bool(rows) != bool(columns) and set(rows + columns) <= set(tokens)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def gradients_together(hidden: jax.Array, unembedding: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both as they are; their gradients are made together, before the layers' backward passes begin.
 
@@ -112,4 +113,5 @@ def gradients_together(hidden: jax.Array, unembedding: jax.Array) -> tuple[jax.A
     return hidden, unembedding
 
 
-gradients_together.defvjp(lambda *arrays: (arrays, None), lambda _, gradients: lax.optimization_barrier(gradients))
+_together = linear(lambda _, tangents: tangents, lambda _, gradients: lax.optimization_barrier(gradients))
+gradients_together.defjvp(lambda arrays, tangents: (arrays, _together((), tangents)))
