@@ -26,10 +26,12 @@ def _spread(value: Value, dims: Dims) -> tuple[str, str]:
 def attention(s: Scope):
     """Causal attention of grouped queries, with rotary positions or without, of random keys and values."""
     dims = (*_dims(s, "batch", "pos", "heads"), ("head_dim", HEAD))
-    s.require(s.setting.mode != "types")
+    sizes = dict(dims)
+    # Positions in slices are cut into two pieces a device.
+    pieces = 2 * s.setting.parts("pos", "compute")
+    s.require(s.setting.mode != "types" and (pieces == 2 or sizes["pos"] % pieces == 0))
     x = s.pick(lambda v: set(v.dims) <= set(dims))
     result = s.value(dims)
-    sizes = dict(dims)
     groups = s.one([d for d in range(1, sizes["heads"] + 1) if sizes["heads"] % d == 0])
     shape = (sizes["batch"], sizes["pos"], sizes["heads"] // groups, HEAD)
     axes = dict(zip(("batch", "key_pos", "kv_heads", "head_dim"), shape, strict=True))
@@ -68,7 +70,9 @@ def next_token(s: Scope):
     w = s.pick(lambda v: set(v.dims) <= {vocab, embed})
     x = s.pick(lambda v: set(v.dims) <= {*tokens, embed})
     ids, targets, table, hidden = (s.fresh("t") for _ in range(4))
-    wide, plain_wide = _spread(w, (vocab, embed))
+    key, shape = f"jax.random.key({s.between(0, 99)})", (vocab[1], embed[1])
+    wide = f"tr.random.normal({key}, {dict((vocab, embed))}) * tr.tanh({w.var})"
+    plain_wide = f"jax.random.normal({key}, {shape}) * jnp.tanh({aligned(w, ['vocab', 'embed'])})"
     ours, plain = [], []
     for name in (ids, targets):
         key = f"jax.random.key({s.between(0, 99)})"
@@ -78,13 +82,13 @@ def next_token(s: Scope):
     tied = f"nn.tied({wide}, {ids})" if s.chance(0.6) else wide
     ours += [
         f"{table} = {tied}",
-        f"{hidden} = nn.Embedding({table})({ids}) + {x.var}",
+        f"{hidden} = nn.Embedding({table})({ids}) + tr.tanh({x.var})",
         f'{result.var} = tr.named(nn.next_token_loss({hidden}, {table}, {targets}).total, "")',
     ]
     logits = f"jnp.einsum('bpe,ve->bpv', {hidden}, {table})"
     plain += [
         f"{table} = {plain_wide}",
-        f"{hidden} = {table}[{ids}] + {aligned(x, ['batch', 'pos', 'embed'])}",
+        f"{hidden} = {table}[{ids}] + jnp.tanh({aligned(x, ['batch', 'pos', 'embed'])})",
         f"{result.var} = -jnp.sum(jnp.take_along_axis(jax.nn.log_softmax({logits}), {targets}[..., None], axis=-1))",
     ]
     return Statement("language model", (result,), tuple(ours), tuple(plain))

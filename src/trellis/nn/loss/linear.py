@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from trellis.errors import TrellisError
 from trellis.mesh.manual.ops import Axes, vary
 from trellis.mesh.platform import platform_of
 from trellis.mesh.reshard import place
@@ -17,7 +18,7 @@ from trellis.nn.loss.vocab_chunks import VocabChunks, cut, summed_by_vocab
 from trellis.notation.state import State, state_of
 
 
-class LossError(ValueError):
+class LossError(TrellisError, ValueError):
     """Shapes or shardings that the loss cannot take."""
 
 
