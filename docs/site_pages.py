@@ -13,9 +13,14 @@ from pathlib import Path
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-HOME = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CONTRIBUTING.md": "contributing.md"}
+HOME = {
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changes.md",
+}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
-FACES = ("trellis", "trellis.nn", "trellis.data", "trellis.inspect", "trellis.collectives", "trellis.optim")
+FACES = re.findall(r"^\| `(trellis[\w.]*)` \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
 
 
 def on_files(files: Files, config) -> Files:

@@ -174,7 +174,7 @@ def whole(x: NamedArray, names: tuple[str, ...], what: str) -> NamedArray:
     if layout is not None and layout.dealt and "pos" in names and state.mode != "manual":
         raise NamesError(
             f"{what} goes by the order of 'pos', which is dealt out over devices here, got {typeof(x)}: "
-            f"write it as trellis.named.dealing.in_order(f, x)"
+            f"write it as trellis.in_order(f, x)"
         )
     sliced = [n for n, axes in zip(x.names, x.slices or state.axes, strict=True) if axes and n in names]
     if not sliced:

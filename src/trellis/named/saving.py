@@ -94,7 +94,7 @@ def only(*names: str, offload: tuple[str, ...] = ()) -> Keep:
 def checkpoint(fn: Callable, policy: Keep | Callable | None) -> Callable:
     """The function with its intermediate values kept as the policy says (None: as JAX would).
 
-    With `saved` this is explicit activation checkpointing: what is marked with
+    With `Keep(names=None)` this is explicit activation checkpointing: what is marked with
     `save` is kept, and nothing else.
 
     Args:
@@ -109,6 +109,6 @@ def checkpoint(fn: Callable, policy: Keep | Callable | None) -> Callable:
     if not isinstance(policy, Keep) and not callable(policy):
         raise TypeMismatch(
             f"a policy is a Keep or one of jax.checkpoint's, got {policy!r}, in checkpoint: pass Keep(('hidden',)), "
-            "saving.nothing or jax.checkpoint_policies.dots_saveable"
+            "Keep() or jax.checkpoint_policies.dots_saveable"
         )
     return jax.checkpoint(fn, policy=policy.policy() if isinstance(policy, Keep) else policy, prevent_cse=False)
