@@ -107,7 +107,7 @@ def per_example(s: Scope):
     text, i = s.names_text(over, row), x.axis(name)
     closed = s.chance(0.4)
     params, args, axes = ("row", x.var, f"({i},)") if closed else (f"row, {w.var}", f"{x.var}, {w.var}", f"({i}, None)")
-    ours = f"tr.vmap(lambda {params}: tr.square(tr.tanh(tr.dot(row, {w.var}, over={text}))).sum(), \"{name}\")({args})"
+    ours = f'tr.vmap(lambda {params}: tr.square(tr.tanh(tr.dot(row, {w.var}, over={text}))).sum(), "{name}")({args})'
     product = f'jnp.einsum("{numbers}", row, {w.var})'
     plain = f"jax.vmap(lambda {params}: jnp.sum(jnp.square(jnp.tanh({product}))), in_axes={axes})({args})"
     return step("loss per example", result, ours, plain)

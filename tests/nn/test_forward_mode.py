@@ -1,7 +1,6 @@
-"""Forward mode of what has a gradient of its own: attention, the gate of SwiGLU, the loss; on one device and in slices."""
+"""Forward mode of attention, the gate of SwiGLU and the loss, which have gradients of their own: in slices, too."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 

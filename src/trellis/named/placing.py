@@ -231,7 +231,7 @@ def locally(fn, array):
 
 
 def own_mesh(array):
-    """The mesh of an array for `shard_map`, where none is in force: its own, of which JAX asks a traced value's type."""
+    """The mesh of an array for `shard_map`, where none is in force: its own, or that of a traced value's type."""
     if not jax.sharding.get_abstract_mesh().empty:
         return None
     own = jax.typeof(array) if is_tracer(array) else array
