@@ -70,7 +70,6 @@ UNARY = {
     "tr.floor({} * 1.5)": "jnp.floor({} * 1.5)",
     "tr.trunc({} * 1.5)": "jnp.trunc({} * 1.5)",
     "tr.rint({} * 1.5)": "jnp.rint({} * 1.5)",
-    "tr.fix({} * 1.5)": "jnp.trunc({} * 1.5)",
     "tr.sign({})": "jnp.sign({})",
     "+{}": "+{}",
 }

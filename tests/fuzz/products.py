@@ -117,7 +117,8 @@ def narrow(s: Scope):
         f" * ({scale}({x.var}) * {scale}({w.var})))",
     )
     text = s.names_text(over, _dims([x, w]))
-    ours = f'{result.var} = tr.stop_gradient(tr.dot({x.var}, tr.Narrow({w.var}, "{kind}"), over={text}))'
+    fixed = [f"tr.stop_gradient({v.var})" for v in (x, w)]
+    ours = f'{result.var} = tr.dot({fixed[0]}, tr.Narrow({fixed[1]}, "{kind}"), over={text})'
     return Statement("narrow product", (result,), (ours,), plain)
 
 

@@ -26,8 +26,9 @@ def draw(s: Scope):
     key = f"jax.random.key({s.between(0, 99)})"
     value = s.value(dims, dtype)
     if s.chance(0.1):
-        ours, plain = (t.replace("{key}", f"{{of}}.random.fold_in({{key}}, {s.between(0, 9)})") for t in (ours, plain))
-        ours, plain = ours.replace("{of}", "tr"), plain.replace("{of}", "jax")
+        number = s.between(0, 9)
+        ours = ours.replace("{key}", f"tr.random.fold_in({{key}}, {number})")
+        plain = plain.replace("{key}", f"jax.random.fold_in({{key}}, {number})")
     ours, plain = (t.format(key=key, axes=axes_text(dims), shape=value.shape) for t in (ours, plain))
     return step("random", value, f"tr.random.{ours}", f"jax.random.{plain}")
 

@@ -10,7 +10,15 @@ from trellis._compat import is_tracer
 from trellis.named import backend
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
-from trellis.named.operand import check_contained, check_sizes, on_one_mesh, operand, refuse_pending, union
+from trellis.named.operand import (
+    check_contained,
+    check_sizes,
+    on_one_mesh,
+    operand,
+    refuse_others,
+    refuse_pending,
+    union,
+)
 from trellis.named.placing import assign, bring, spread, widen
 from trellis.notation import spec_of, typeof
 from trellis.notation.state import sharding_on, state_of
@@ -43,9 +51,11 @@ def by_name(fn: Callable, *args, name: str | None = None, **kwargs) -> NamedArra
         NamesError: a plain array with dimensions, a name with two sizes, or no operand that has all the names.
         PendingSumError: an operand holds partial sums.
     """
+    what = name or getattr(fn, "__name__", "the function")
+    refuse_others(args, what)
     if not any(isinstance(a, NamedArray) for a in args):
         return fn(*args, **kwargs)
-    arrays, names, slices = together(args, name or getattr(fn, "__name__", "the function"))
+    arrays, names, slices = together(args, what)
     return NamedArray(_broadcasting(fn, arrays)(*arrays, **kwargs), names, slices)
 
 

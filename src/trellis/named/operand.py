@@ -6,6 +6,8 @@ its slice, nothing moves), and its gradient is whole like itself. An array of an
 in force, as after a layout has ended, the mesh is that of the other operands.
 """
 
+import numbers
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,6 +48,20 @@ def operand(x, what: str, *, pending: bool = False) -> NamedArray:
     if not pending:
         refuse_pending(x, what)
     return x
+
+
+def refuse_others(args, what: str) -> None:
+    """An operation takes arrays and numbers, not what holds some: a `Narrow` weight, a list, None.
+
+    Raises:
+        NamesError: another object.
+    """
+    for a in args:
+        if not hasattr(a, "dtype") and not isinstance(a, numbers.Number):
+            raise NamesError(
+                f"an operation by name takes named arrays and numbers, got {type(a).__name__} in {what}: pass an array "
+                "(a Narrow weight is a factor of dot, dot_each and einsum; elsewhere, pass its .weight)"
+            )
 
 
 def on_mesh(array, names: tuple[str, ...], what: str) -> jax.Array:

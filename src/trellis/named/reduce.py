@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from trellis.mesh.manual.ops import mark_pending
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError, once
-from trellis.named.operand import check_sizes, on_one_mesh, operand, refuse_cut
+from trellis.named.operand import check_sizes, on_one_mesh, operand, refuse_cut, refuse_others
 from trellis.named.placing import bring, locally, settle, spread, whole
 from trellis.notation import typeof
 from trellis.notation.state import state_of
@@ -64,6 +64,7 @@ def reduction(
         PendingSumError: `x` holds partial sums.
     """
     what = name or fn.__name__
+    refuse_others((x,), what)
     if not isinstance(x, NamedArray) and over is None and where is None:
         return fn(x, **kwargs)
     x = operand(x, what)
@@ -107,6 +108,7 @@ def sum(x, over: Names | None = None, *, where: NamedArray | None = None, dtype=
 
     Linear: partial sums stay partial sums. In manual mode a sum over a sliced name is one.
     """
+    refuse_others((x,), "sum")
     if not isinstance(x, NamedArray):
         return jnp.sum(x, dtype=dtype)
     x = operand(x, "sum", pending=where is None)

@@ -9,7 +9,7 @@ from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.index import index
-from trellis.named.operand import check_contained, check_sizes, on_one_mesh, operand, union
+from trellis.named.operand import check_contained, check_sizes, on_one_mesh, operand, refuse_others, union
 from trellis.named.placing import from_slices, own_mesh, settle, transpose_array, whole, widen
 from trellis.named.selection import on_mesh, selection
 from trellis.notation import TypeMismatch, spec_of, typeof
@@ -87,6 +87,7 @@ class Place:
         arrays = {n: on_mesh(v, n, what) for n, v in found.items() if isinstance(v, NamedArray)}
         numbers = {n: v for n, v in found.items() if isinstance(v, int)}
         slices = {n: v for n, v in found.items() if isinstance(v, slice) and v != slice(0, self.x.shape[n], 1)}
+        refuse_others((value,), what)
         given = [operand(value, what)] if isinstance(value, NamedArray) else []
         x, *rest = on_one_mesh([self.x, *arrays.values(), *given], what)
         arrays = dict(zip(arrays, rest, strict=False))

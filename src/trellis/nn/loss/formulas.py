@@ -32,7 +32,7 @@ class Settings(NamedTuple):
 
 
 def changes(sums, gradients, tangents, axes: Axes = ()):
-    """The tangents of a loss's sums: of the total by its gradients, which are made together with it; the others have none.
+    """The tangents of a loss's sums: of the total, by its gradients, which are made together with it; of others none.
 
     Args:
         sums: `(total, its parts)`.
