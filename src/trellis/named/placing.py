@@ -140,6 +140,10 @@ def settle(x: NamedArray) -> NamedArray:
     """Moves an array to what `compute` says of its names; pending sums are summed on the way.
 
     Without a layout they are summed, and nothing else moves. In manual mode `reshard` says where a sum goes.
+
+    Names: those of `x`.
+    Gradient: an all-gather where a sum was scattered, else nothing moves.
+    Moves: an all-reduce of a pending sum, a reduce-scatter where the layout slices the result over that mesh axis.
     """
     layout = current_layout()
     state = state_of(x.array)
