@@ -102,7 +102,8 @@ class Trial:
         devices = [self.prepared.layout.mesh.devices.flat[0]]
         made = assemble(run, devices, padding=self.padding, chunk_bytes=self.chunk_bytes)
         batch = made.abstract_batch()
-        prepared = Prepared(run, made.layout, made.step, made.abstract, batch, math.prod(batch.shape))
+        parts = made.options.microbatches
+        prepared = Prepared(run, made.layout, made.step, made.abstract, batch, math.prod(batch.shape), parts)
         return dataclasses.replace(self, prepared=prepared)
 
     def subject(self, reference: Reference) -> Subject:
