@@ -252,3 +252,10 @@ def test_refused_placements(arrays):
             "q float32[4,24,4,8], k float32[4,24,2@model,8], v float32[4,24,2@model,8], in attention: "
             "shard kv_heads like heads, or leave both whole"
         )
+
+
+def test_a_chunk_of_all_positions_adds_its_gradients_without_a_scatter():
+    """XLA of JAX 0.11.2 ends the process over a scatter of everything inside of `shard_map`."""
+    q, kv = jnp.ones((1, chunked_module.CHUNK, 2, 8)), jnp.ones((1, chunked_module.CHUNK, 1, 8))
+    summed = lambda q, k, v: attention(q, k, v, implementation="chunked").sum()
+    assert "scatter" not in str(jax.make_jaxpr(jax.grad(summed, (0, 1, 2)))(q, kv, kv))
