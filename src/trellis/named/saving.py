@@ -14,6 +14,10 @@ def save(x, name: str):
 
     The mark is free: without a policy that names it, it changes nothing.
 
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+
     Args:
         x: an array, a named array or a tree of them.
         name: what policies call it.

@@ -3,6 +3,7 @@
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from trellis.errors import TrellisError
 from trellis.mesh.layout import current_layout
 from trellis.mesh.platform import platform_of
 from trellis.nn.attention.chunked import ChunkedTiles, chunked_attention
@@ -20,7 +21,7 @@ from trellis.program.said import kernel_work
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "cudnn", "splash")
 
 
-class AttentionError(ValueError):
+class AttentionError(TrellisError, ValueError):
     """Arguments that no attention, or not this implementation of it, can take."""
 
 
@@ -65,7 +66,8 @@ def dot_product_attention(
         logit_softcap: scores become `cap * tanh(scores / cap)`.
         upcast: sum and soften scores in float32 whatever the arrays' dtype. Accelerators' kernels always do.
         implementation: "auto" takes cuDNN's on NVIDIA GPUs and splash on TPUs where these can compute what is asked,
-            and "chunked" elsewhere and in a pipeline's stages; "reference", "chunked", "cudnn", "splash" insist.
+            and "chunked" elsewhere and in evaluation through a pipeline's stages; "reference", "chunked", "cudnn" and
+            "splash" insist.
         save_name: the name under which `jax.checkpoint` policies can save what the backward pass needs, so that the
             kernel does not run again (cuDNN's has no such name: saving its output does not save its second run).
 
@@ -168,7 +170,8 @@ def _choose(q, k, place, pattern, logit_softcap, upcast, implementation) -> str:
     }
     layout = current_layout()
     if layout is not None and layout.mapped:  # so it is in JAX 0.10.2
-        refuses = dict.fromkeys(refuses, lambda: "kernels do not run mapped over mesh axes, as in a pipeline's stages")
+        why = "kernels do not run mapped over mesh axes, as evaluation through a pipeline's stages is"
+        refuses = dict.fromkeys(refuses, lambda: why)
     if implementation != "auto":
         if reason := refuses[implementation]():
             raise AttentionError(

@@ -45,8 +45,7 @@ def pipeline_axis(layers: Axis) -> str | None:
     """The mesh axis that the layout in force spreads these layers over in use, if it does.
 
     Raises:
-        NamesError: several axes, a size that does not divide the layers, a mesh that is not in explicit mode, or a
-            layout with overlapped products.
+        NamesError: several axes, a size that does not divide the layers, or a mesh that is not in explicit mode.
     """
     layout = current_layout()
     axes = layout.assign((layers.name,))[0] if layout is not None else ()
@@ -63,12 +62,25 @@ def pipeline_axis(layers: Axis) -> str | None:
         )
     if mode_of(layout.mesh) != "explicit":
         raise NamesError(f"a pipeline needs a mesh in explicit mode, got {written} in auto mode: change the mode")
-    if layout.overlap:
-        raise NamesError(
-            f"rings of overlapped products do not run within a pipeline's stages, got {written} with overlap "
-            f"{', '.join(layout.overlap)}: take overlap out of the layout"
-        )
     return axes[0]
+
+
+def microbatches_of(layout: Layout, axis: str, batch: int) -> int:
+    """Into how many parts a batch is cut.
+
+    Raises:
+        NamesError: the layout says a number that does not cut every slice of the batch into equal parts.
+    """
+    (over,) = layout.without(axis).assign((BATCH,))
+    copies = math.prod(layout.mesh.shape[a] for a in over)
+    fits = [n for n in range(1, batch + 1) if batch % (n * copies) == 0]
+    count = layout.pipeline_microbatches or max((n for n in fits if n <= 4 * layout.mesh.shape[axis]), default=0)
+    if count not in fits:
+        raise NamesError(
+            f"a pipeline's microbatches cut every slice of the batch into equal parts, got {count} for "
+            f"{BATCH}={batch} in {copies} slices: use one of {', '.join(map(str, fits)) or 'no sizes, this batch'}"
+        )
+    return count
 
 
 def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each):
@@ -161,14 +173,8 @@ class _Plan:
         stages = outside.mesh.shape[axis]
         (over,) = outside.without(axis).assign((BATCH,))
         copies = math.prod(outside.mesh.shape[a] for a in over)
-        fits = [n for n in range(1, batch + 1) if batch % (n * copies) == 0]
-        count = outside.pipeline_microbatches or max((n for n in fits if n <= 4 * stages), default=0)
-        if count not in fits:
-            raise NamesError(
-                f"a pipeline's microbatches cut every slice of the batch into equal parts, got {count} for "
-                f"{BATCH}={batch} in {copies} slices: use one of {', '.join(map(str, fits)) or 'no sizes, this batch'}"
-            )
-        inside = dataclasses.replace(outside.without(axis, *over), cut=(BATCH,))
+        count = microbatches_of(outside, axis, batch)
+        inside = dataclasses.replace(outside.without(axis, *over), cut=(BATCH,), overlap=())
         around = dataclasses.replace(inside, cut=()).with_compute({layers.name: axis, COPIES: over})
         return _Plan(layers.name, axis, stages, copies, count, outside, around, inside)
 
