@@ -11,7 +11,17 @@ from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.operand import check_contained, check_sizes, types_of, union
-from trellis.named.placing import Assignment, assign, bring, one_axis_one_name, settle_selected, whole, widen
+from trellis.named.placing import (
+    Assignment,
+    assign,
+    bring,
+    missing_axes,
+    move,
+    one_axis_one_name,
+    settle_selected,
+    whole,
+    widen,
+)
 from trellis.notation import spec_of
 from trellis.notation.state import sharding_on, state_of
 
@@ -50,13 +60,13 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     if where is None or mode == "auto" or not any(where.values()):
         table = x.array
         if mode == "explicit" and plan.aligned:  # mapped over, so that both are to be in one place
-            table, ids = bring(_renamed(x, plan), where).array, [i.with_array(bring(i, where).array) for i in ids]
+            table, ids = _brought(x, plan, where).array, [i.with_array(bring(i, where).array) for i in ids]
         elif mode == "explicit" and held.copied and not held.pending:
             # Nothing is sliced here, so that the copies have no other operand to sum their gradients with: whole rows.
             table = place(table, held.axes, (), frozenset(), names=x.names)
         array = plan.rows(table, *(plan.widened(i) for i in ids), where={} if mode == "explicit" else None)
         return settle_selected(NamedArray(array, plan.out), plan.looked_up)
-    table = bring(_renamed(x, plan), where)
+    table = _brought(x, plan, where)
     ids = [NamedArray(bring(i, where).array, i.names) for i in ids]
     pending = where[plan.renamed[0]] if len(looked_up) == 1 else ()
     layout = current_layout()
@@ -147,6 +157,12 @@ def _renamed(x: NamedArray, plan: _Plan) -> NamedArray:
     """The table, with the looked up names called what no other array calls them."""
     names = dict(zip(plan.looked_up, plan.renamed, strict=True))
     return NamedArray(x.array, tuple(names.get(n, n) for n in x.names), x.slices)
+
+
+def _brought(x: NamedArray, plan: _Plan, where: Assignment) -> NamedArray:
+    """The table where the lookup wants it, which the ledger shows by its own names."""
+    table = _renamed(x, plan)
+    return move(x, tuple(where[n] for n in table.names), missing_axes(table, where))
 
 
 def _where(x: NamedArray, ids: list[NamedArray], plan: _Plan) -> Assignment | None:
