@@ -136,7 +136,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     )
     work = work_of(assembled)
     with assembled.layout:
-        outcome = train(assembled, feed, folder, until=until, work=work)
+        outcome = train(assembled, feed, folder, until=until, work=work, first_collective=_first(ledger))
     if is_first() and outcome.programs:
         compiled = outcome.programs[-1]
         found["compiled"] = dataclasses.asdict(compiled_memory(compiled))
@@ -159,6 +159,12 @@ def _write_ledger(folder: Path, ledger: "Ledger", assembled: "Assembled") -> Non
     if every is not None:
         text += f"\nguard: after every {every} steps and before each checkpoint\n{Guard(assembled).ledger()}\n"
     (folder / "ledger.txt").write_text(text)
+
+
+def _first(ledger: "Ledger") -> str | None:
+    """Words for the first communication of a step."""
+    row = next(iter(ledger), None)
+    return row and f"the {row.kind} along {row.axis} of {row.dtype}[{row.what}] at {row.source}"
 
 
 def write_sections(folder: Path, found: dict[str, Any]) -> None:

@@ -134,8 +134,10 @@ def dot_each(
     for group in _alike(x, pairs):
         found = _overlapped(x, [pairs[i] for i in group], settle)
         moved = bring_to_product(x, pairs[group[0]].where) if found is None else x
+        narrow = {pairs[i].kind: pairs[i] for i in group if pairs[i].kind}
+        narrow = {kind: pair.narrow(x) for kind, pair in narrow.items()}
         for n, i in enumerate(group):
-            results[i] = pairs[i].multiply(moved) if found is None else found[n]
+            results[i] = pairs[i].multiply(moved, narrow.get(pairs[i].kind)) if found is None else found[n]
     results = {i: settle_to_layout(r) if settle else r for i, r in results.items()}
     return tuple(results[i] for i in range(len(factors)))
 

@@ -57,6 +57,14 @@ class Narrow:
     weight: NamedArray
     kind: Kind
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(NamedArray, name):
+            raise AttributeError(f"a narrow weight has no {name!r}")
+        raise NamesError(
+            f"a narrow weight is a factor of einsum, dot or dot_each, got .{name} of {typeof(self.weight)}, whose "
+            f"products are {self.kind}: take it out of the mark (`.weight`), or leave it without one"
+        )
+
 
 def marked(operands: tuple, what: str) -> tuple[tuple[NamedArray, ...], Kind | None]:
     """The operands of a product without their marks, and the kind of product that they ask for.
