@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -63,6 +63,42 @@ def keep_mapped_axes_sharded() -> None:
         return original(ctx, mesh, manual_axes, aval.sharding.spec if typed else spec, aval)
 
     module._shardy_shard_map_sharding = sharding
+
+
+def loop_counts(name: str, params: Mapping[str, Any], results: int) -> tuple[int, int]:
+    """How many constants stand before the carried values of a loop's body, and how many values it carries.
+
+    A scan's parameters have two numbers in JAX 0.10.2, and a flat tree of three parts in 0.12. What is neither a scan
+    nor a `while` carries nothing.
+
+    Args:
+        name: the primitive's.
+        params: the equation's.
+        results: how many results the equation has.
+    """
+    if name == "while":
+        return params["body_nconsts"], results
+    if name != "scan":
+        return 0, 0
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = params["ft_in"].unpack()
+    return len(list(constants)), len(list(carried))
+
+
+# In JAX 0.12 the collectives that XLA's partitioner inserts have the name and source line of what made their operand;
+# in 0.10.2 those of the move that asked for them.
+_COLLECTIVES_TAKE_THE_NAME_OF_THEIR_OPERAND = jax.__version_info__ >= (0, 11)
+
+
+def move(array, sharding):
+    """`jax.reshard` in explicit mode, whose name scope and source line reach the compiled program in any JAX.
+
+    A move to where the array is moves nothing, and is the operand that gives its name.
+    """
+    if _COLLECTIVES_TAKE_THE_NAME_OF_THEIR_OPERAND:
+        array = jax.reshard(array, jax.typeof(array).sharding)
+    return jax.reshard(array, sharding)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

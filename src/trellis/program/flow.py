@@ -53,14 +53,12 @@ def roles(program: Program) -> dict[Operation, str]:
                 needed.update(operation.inputs)
         for operation in body.operations:
             for inner in operation.bodies:
-                carried = {"scan": operation.params.get("num_carry"), "while": len(inner.results)}
-                count = carried.get(operation.name)
-                marks = (
-                    [result in needed for result in operation.results]
-                    if count is None
-                    else [index < count for index in range(len(inner.results))]
+                asked = (
+                    inner.results[: operation.carries[1]]
+                    if operation.name in ("scan", "while")
+                    else [value for value, outer in zip(inner.results, operation.results) if outer in needed]
                 )
-                read(inner, {value for value, mark in zip(inner.results, marks) if mark})
+                read(inner, set(asked))
             inputs = operation.inputs
             if inputs and weights.issuperset(inputs):
                 found[operation] = "weights"

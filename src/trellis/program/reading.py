@@ -15,6 +15,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AxisType
 
+from trellis._compat import loop_counts
 from trellis.notation.state import State
 from trellis.program.scopes import direction_of
 from trellis.program.sizes import local_bytes, local_shape, state_at
@@ -166,6 +167,14 @@ class Operation:
     def label(self) -> str:
         """What a person would call it: the class and the attribute on its line, or the function that it is in."""
         return label_of(self.equation) or self.frame.label
+
+    @property
+    def carries(self) -> tuple[int, int]:
+        """Of the inputs of a loop's body, the first that a turn takes from the one before, and how many it so takes.
+
+        They are as many as the body's first results, and the loop's: none where it is no loop.
+        """
+        return loop_counts(self.name, self.params, len(self.results))
 
     def entering(self, body: "Body") -> list[tuple[Value, Value]]:
         """Each input of a body, and the operand that it has in the first turn."""
