@@ -291,7 +291,7 @@ class _Walk:
         """A loop or a branch: its body's highest point stands on what is around it."""
         name = operation.name
         body = max(operation.bodies, key=lambda body: len(body.operations)) if name == "cond" else operation.bodies[-1]
-        first, carried = operation.carries
+        first, carried = operation.carries or (0, 0)
         for value in operation.results[carried:]:
             self.make(value, self.room(operation, value))
         entering = operation.entering(body)

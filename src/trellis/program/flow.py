@@ -53,12 +53,13 @@ def roles(program: Program) -> dict[Operation, str]:
                 needed.update(operation.inputs)
         for operation in body.operations:
             for inner in operation.bodies:
-                asked = (
-                    inner.results[: operation.carries[1]]
-                    if operation.name in ("scan", "while")
-                    else [value for value, outer in zip(inner.results, operation.results) if outer in needed]
+                loop = operation.carries
+                marks = (
+                    [result in needed for result in operation.results]
+                    if loop is None
+                    else [index < loop[1] for index in range(len(inner.results))]
                 )
-                read(inner, set(asked))
+                read(inner, {value for value, mark in zip(inner.results, marks) if mark})
             inputs = operation.inputs
             if inputs and weights.issuperset(inputs):
                 found[operation] = "weights"

@@ -15,7 +15,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AxisType
 
-from trellis._compat import loop_counts
+from trellis._compat import scan_counts
 from trellis.notation.state import State
 from trellis.program.scopes import direction_of
 from trellis.program.sizes import local_bytes, local_shape, state_at
@@ -168,14 +168,6 @@ class Operation:
         """What a person would call it: the class and the attribute on its line, or the function that it is in."""
         return label_of(self.equation) or self.frame.label
 
-    @property
-    def carries(self) -> tuple[int, int]:
-        """Of the inputs of a loop's body, the first that a turn takes from the one before, and how many it so takes.
-
-        They are as many as the body's first results, and the loop's: none where it is no loop.
-        """
-        return loop_counts(self.name, self.params, len(self.results))
-
     def entering(self, body: "Body") -> list[tuple[Value, Value]]:
         """Each input of a body, and the operand that it has in the first turn."""
         skip, kept = 0, len(body.inputs)
@@ -188,6 +180,13 @@ class Operation:
         skip = 1 if self.name == "cond" else 0
         given = self.operands[skip:]
         return list(zip(body.inputs, given)) if len(given) == kept else []
+
+    @property
+    def carries(self) -> tuple[int, int] | None:
+        """Of a loop: inputs of its body before those that it carries from turn to turn, and how many it carries."""
+        if self.name == "scan":
+            return scan_counts(self.params)
+        return (self.params["body_nconsts"], len(self.results)) if self.name == "while" else None
 
     def __repr__(self) -> str:
         return f"<{self.name} at {self.source or 'an unknown line'}>"
