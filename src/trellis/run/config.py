@@ -115,6 +115,22 @@ class GuardRule:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlineRule:
+    """How long a step may take before the run ends itself. What is late by much does not come, as a rule."""
+
+    factor: float | None = 20.0
+    """In medians of the steps so far; null sets no deadline. Lower it to hear of a hanging process sooner; raise it
+    where steps differ much."""
+    seconds: float = 600.0
+    """The least deadline. Lower it where steps are short and machines are expensive; raise it where data may be away
+    for longer."""
+
+    def __post_init__(self):
+        at_least(2, factor=self.factor)
+        at_least(1, seconds=self.seconds)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """A trace of a few steps, for Perfetto or XProf."""
 
@@ -195,6 +211,8 @@ class Run:
     """What is written while the run runs."""
     guard: GuardRule = GuardRule()
     """When copies on several devices are compared."""
+    deadline: DeadlineRule = DeadlineRule()
+    """How long a step may take."""
     profile: Profile | None = None
     """A trace of some steps; null takes none. Set it where steps are slower than planned."""
     compiler_options: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
@@ -264,6 +282,14 @@ class Run:
                 where="layout.pipeline_microbatches",
                 fix="use --mesh.stage 2 or more; --microbatches cuts a batch without a pipeline",
             )
+        groups, stages, layers = self.layout.pipeline_groups, self.mesh.stage, self.model.layers
+        if groups > 1 and (stages == 1 or layers % (stages * groups)):
+            raise UserError(
+                "The stages of a pipeline hold their groups of layers, all of one size.",
+                seen=f"pipeline_groups={groups}, mesh.stage={stages}, model.layers={layers}",
+                where="layout.pipeline_groups",
+                fix="use --mesh.stage 2 or more, and numbers of stages and groups whose product divides the layers",
+            )
 
     def _check_batch(self) -> None:
         sizes = self.batch_sizes()
@@ -320,6 +346,7 @@ __all__ = [
     "BatchSize",
     "CheckpointRule",
     "Data",
+    "DeadlineRule",
     "Distributed",
     "Evaluation",
     "GuardRule",
