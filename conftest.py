@@ -47,7 +47,7 @@ def pytest_addoption(parser):
 
 
 # Seconds of processor that a test may take that is not marked `slow`, so that `make check` stays quick.
-QUICK = 10.0
+QUICK = 20.0
 
 
 @pytest.hookimpl(wrapper=True)
