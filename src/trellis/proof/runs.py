@@ -98,7 +98,8 @@ class Trial:
 
     def alone(self) -> "Trial":
         """The same step on one of the target's devices."""
-        run = dataclasses.replace(self.prepared.run, mesh=MeshSizes(data=1), layout=LayoutChoice(preset="single"))
+        single = LayoutChoice(preset="single")
+        run = dataclasses.replace(self.prepared.run, mesh=MeshSizes(data=1), layout=single, accumulation="pending")
         devices = [self.prepared.layout.mesh.devices.flat[0]]
         made = assemble(run, devices, padding=self.padding, chunk_bytes=self.chunk_bytes)
         batch = made.abstract_batch()
