@@ -342,13 +342,21 @@ def _promising(sketched: list[Candidate], target: Target, most: int) -> Iterator
     if not able:  # nothing fits: how far off the smallest are
         yield from sorted(sketched, key=lambda c: c.sketch.peak)[: min(most, 6)]
         return
+    plain, staged = ([c for c in able if (c.run.mesh.stage > 1) == several] for several in (False, True))
+    staged = _firsts(staged, room)[: most // 6 if plain else most]
+    first = _firsts(plain, room)[: most // 2]
+    rest = [c for c in plain if not any(c is f for f in first)]
+    yield from (first + rest)[: most - len(staged)]
+    yield from staged
+
+
+def _firsts(candidates: list[Candidate], room: float) -> list[Candidate]:
+    """Of each kind of parallelism the first that surely fits."""
     firsts: dict[tuple, Candidate] = {}
-    for c in able:
+    for c in candidates:
         if c.sketch.peak <= 0.75 * room:
             firsts.setdefault(_kind(c)[1:], c)
-    first = list(firsts.values())[: most // 2]
-    rest = [c for c in able if not any(c is f for f in first)]
-    yield from (first + rest)[:most]
+    return list(firsts.values())
 
 
 def _kind(candidate: Candidate) -> tuple:
