@@ -194,7 +194,7 @@ class Checkpoints:
             UserError: a checkpoint does not fit the target, or is asked for and absent, or all are damaged.
         """
         known = self.steps()
-        wanted = known[::-1] if step is None else [s for s in known if s == step]
+        wanted, damage = known[::-1] if step is None else [s for s in known if s == step], None
         if step is not None and not wanted:
             raise UserError(
                 "Only a finished checkpoint can be restored.",
@@ -209,12 +209,13 @@ class Checkpoints:
                 return self._read(folder, manifest, target, partial, dict(resizable or {}))
             if step is None:
                 self._set_aside(folder, damage)
-        if wanted:
+        aside = sorted(path.name for path in self.folder.glob("damaged-step-*"))
+        if wanted or aside:
             raise UserError(
                 "A run resumes from a checkpoint that is whole.",
-                seen=damage,
+                seen=damage or f"{', '.join(aside)} and no other",
                 where=str(self.folder),
-                fix="restore a copy of the folder, or start a new run",
+                fix="restore a copy of the folder, or start a new run in another one",
             )
         return None
 

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from trellis.errors import UserError
 from trellis.files import write_json
 
 MANIFEST = "manifest.json"
@@ -58,10 +59,11 @@ def commit(folder: Path, content: dict, processes: int, timeout: float) -> None:
     for path in sums:
         files.update(json.loads(path.read_text()))
     manifest = {"format": _FORMAT, **content, "processes": processes, "files": files}
-    write_json(folder / MANIFEST, {**manifest, "crc": _own_checksum(manifest)})
+    write_json(folder / MANIFEST, {**manifest, "crc": own_checksum(manifest)})
 
 
-def _own_checksum(manifest: dict) -> int:
+def own_checksum(manifest: dict) -> int:
+    """The checksum of a manifest without it."""
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
@@ -78,14 +80,24 @@ def wait_for(paths: Iterable[Path], timeout: float) -> None:
 
 
 def read_manifest(folder: Path) -> dict:
-    """A checkpoint's manifest. Raises `DamagedCheckpoint` where it cannot be read."""
+    """A checkpoint's manifest.
+
+    Raises:
+        DamagedCheckpoint: it cannot be read.
+        UserError: another version of Trellis wrote it.
+    """
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())
-        if manifest["format"] != _FORMAT:
-            raise DamagedCheckpoint(f"{path}: format {manifest['format']}, and this version reads {_FORMAT}")
-        if manifest.pop("crc") != _own_checksum(manifest):
+        if manifest.pop("crc") != own_checksum(manifest):
             raise DamagedCheckpoint(f"{path} does not hold what was written (checksum)")
+        if manifest["format"] != _FORMAT:
+            raise UserError(
+                "A checkpoint is read by the version of Trellis that wrote it, or one that knows its format.",
+                seen=f"format {manifest['format']}, and this version reads {_FORMAT}",
+                where=str(folder),
+                fix="use the version that wrote it, or move the checkpoint away to go on after the one before it",
+            )
         return manifest
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedCheckpoint(f"{path}: {type(error).__name__}: {error}") from error
