@@ -60,7 +60,7 @@ def refused(error: BaseException | None) -> str:
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-            return f"{os.strerror(error.errno)}: {error.filename!s:.200}"
+            return f"{error.strerror}: {error.filename!s:.200}"
         if isinstance(error, ValueError) and re.search(r'Error (reading|writing|opening) .*"', str(error)):
             return f"{error!s:.300}"  # TensorStore's words
         error = error.__cause__ or error.__context__

@@ -256,8 +256,8 @@ class Checkpoints:
         """What happens behind the training: the end of Orbax's writing, checksums, the manifest, old ones removed."""
         try:
             self._checkpointer().wait_until_finished()
-            wait_for([folder / "state"], self._timeout)
-            process = jax.process_index()
+            process, several = jax.process_index(), jax.process_count() > 1
+            wait_for([folder / "state"], self._timeout if several else 0.0)
             if process == 0:
                 for source in self._copy:
                     shutil.copy(source, folder / source.name)

@@ -1,5 +1,6 @@
 """The manifest of a checkpoint: its commit marker, what it holds, and a checksum of each of its files."""
 
+import errno
 import json
 import time
 import zlib
@@ -73,9 +74,8 @@ def wait_for(paths: Iterable[Path], timeout: float) -> None:
     missing = list(paths)
     while missing := [path for path in missing if not path.exists()]:
         if time.monotonic() > end:
-            raise TimeoutError(
-                f"after {timeout:g} s these files of a checkpoint are not there: " + ", ".join(str(p) for p in missing)
-            )
+            where = ", ".join(map(str, missing))
+            raise TimeoutError(errno.ETIMEDOUT, f"a file of a checkpoint is not there after {timeout:g} s", where)
         time.sleep(0.01)
 
 

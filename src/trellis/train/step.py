@@ -8,6 +8,7 @@ Everything that moves between devices follows from the layout in force.
 import dataclasses
 from collections.abc import Callable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -18,13 +19,13 @@ from trellis.mesh.reshard import place
 from trellis.models import LanguageModel, Measured
 from trellis.named import Keep, NamedArray, is_named
 from trellis.named.reshape import split_axis, transpose
-from trellis.nn import Precision, TokenLoss, next_token_loss
+from trellis.nn import Precision, TokenLoss, next_token_loss, tied
 from trellis.nn.positions import dealt
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
 from trellis.optim import all_finite, select
 from trellis.optim.averaging import average as moving_average
-from trellis.train.stages import in_stages, pipelined, stages_of
+from trellis.train.stages import dealt_out, in_stages, pipelined, stages_of
 from trellis.train.state import TrainState
 
 Metrics = dict[str, jax.Array]
@@ -75,6 +76,8 @@ def batch_loss(
 
 def _measured_loss(model, batch: Batch, options: StepOptions, key, ahead):
     counted = batch.loss_mask.astype(jnp.float32)
+    if model.config.tie_embeddings:
+        model = eqx.tree_at(lambda m: m.unembedding, model, tied(model.unembedding, batch.tokens))
     hidden, measured = model(
         batch.tokens,
         segment_ids=batch.segment_ids,
@@ -174,7 +177,7 @@ def loss_and_gradients(model: LanguageModel, batch: Batch, options: StepOptions,
 def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, options: StepOptions, key, axis: str):
     """The same of a model whose layers are spread over stages."""
     copied = _copied if options.accumulation == "pending" else lambda params: params
-    use, pull = jax.vjp(lambda params: in_stages(copied(to_use(params)), axis), model)
+    use, pull = jax.vjp(lambda params: in_stages(copied(dealt_out(to_use(params), axis)), axis), model)
     scale = 1.0 / jnp.maximum(batch.loss_mask.astype(jnp.float32).sum().array, 1.0)
 
     def shared(numbers):
