@@ -1,6 +1,7 @@
 """Checkpoints are whole or absent, come back to the bit on any mesh, and damage is found."""
 
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -275,3 +276,14 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path, wide):
 def test_a_run_keeps_its_newest_checkpoint(tmp_path):
     with pytest.raises(UserError, match="keeps at least its newest checkpoint"):
         Checkpoints(tmp_path, keep_latest=0)
+
+
+def test_a_folder_that_is_gone_is_told_by_the_system_and_leaves_no_thread(tmp_path, wide):
+    state, folder = state_on(wide), tmp_path / "checkpoints"
+    with Checkpoints(folder) as checkpoints:
+        folder.rmdir()
+        folder.write_text("")
+        before = threading.active_count()
+        with pytest.raises(NotADirectoryError):
+            checkpoints.save(1, state)
+        assert threading.active_count() == before

@@ -132,6 +132,8 @@ class Checkpoints:
         folder = self.path(step)
         if (folder / MANIFEST).exists():
             return False
+        if jax.process_index() == 0:
+            _try_to_write(self.folder)
         found = entries(state)
         ocp = _orbax()
         # Layers are stored one by one, so that whoever needs one reads one.
@@ -320,6 +322,13 @@ def _orbax() -> Any:
     sys.unraisablehook = hook
 
     return ocp
+
+
+def _try_to_write(folder: Path) -> None:
+    """Raises what the system says where nothing can be made in a folder. Threads of Orbax would wait minutes for it."""
+    probe = folder / ".probe"
+    probe.touch()
+    probe.unlink()
 
 
 def _barrier(name: str) -> None:
