@@ -108,6 +108,11 @@ class Found:
     frontier: tuple[Candidate, ...]
     winner: Candidate | None
 
+    def roomy(self, share: float) -> Candidate | None:
+        """The fastest that takes at most this share of a device's memory; None if none does."""
+        able = [c for c in self.candidates if c.plan is not None and c.peak <= share * self.target.chip.hbm_bytes]
+        return min(able, key=lambda c: c.seconds, default=None)
+
 
 def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[tuple[Run, dict[str, str]]]:
     """The run with other meshes, layouts, microbatches and checkpoint policies that divide, and what differs.
