@@ -144,7 +144,7 @@ def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[t
             groups = target.shape[0] if target.chip.kind == "gpu" else target.num_slices
             kinds = [(1, preset) for preset in presets]
             if groups > 1 and ways % groups == 0:  # a copy of the model in each slice or host
-                kinds = [*(kinds if target.chip.kind == "gpu" else []), (groups, "hybrid")]
+                kinds = [*kinds, (groups, "hybrid")]
             for (replica, preset), micro, (policy, names) in itertools.product(kinds, (1, 2, 4, 8, 16), POLICIES):
                 if size % (ways * expert * micro):
                     continue

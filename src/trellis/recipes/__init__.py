@@ -43,7 +43,15 @@ from trellis.models.llama.recipes.torus import (
 )
 from trellis.models.mixtral.recipes import (
     mixtral_8x7b,
+    mixtral_8x7b_b200_32,
     mixtral_8x7b_v5p_64,
+    mixtral_8x7b_v6e_64,
+)
+from trellis.models.qwen3_moe.recipes import (
+    qwen3_30b_a3b,
+    qwen3_30b_a3b_b200_8,
+    qwen3_30b_a3b_v5p_64,
+    qwen3_30b_a3b_v6e_64,
 )
 from trellis.recipes.load import RECIPES, hardware_of, load_run
 from trellis.recipes.starter import starter, tiny

@@ -13,6 +13,9 @@ from trellis.optim.config import AdamW
 from trellis.run.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Remat, Run
 
 K128, M1 = 131_072, 1_048_576
+# What attention makes is kept, since it takes most of the time; its operands too, where there is room.
+RESULTS = Remat(policy="saved", names=("attention",))
+OPERANDS = Remat(policy="saved", names=("query", "key", "value", "attention"))
 
 
 def _long(base: Run, name: str, length: int, **changes) -> Run:
@@ -42,7 +45,7 @@ def llama_8b_128k_v5p_64() -> Run:
     """
     return _long(
         llama_8b(), "llama_8b_128k_v5p_64", K128, batch_size=16, mesh=MeshSizes(data=16, context=4),
-        remat=Remat(policy="full"), compiler_options=FrozenMap(V5P),
+        remat=OPERANDS, compiler_options=FrozenMap(V5P),
     )  # fmt: skip
 
 
@@ -53,7 +56,7 @@ def llama_8b_128k_v6e_256() -> Run:
     """
     return _long(
         llama_8b(), "llama_8b_128k_v6e_256", K128, batch_size=32, mesh=MeshSizes(data=32, context=8),
-        remat=Remat(policy="full"), compiler_options=FrozenMap(V6E),
+        remat=OPERANDS, compiler_options=FrozenMap(V6E),
     )  # fmt: skip
 
 
@@ -64,7 +67,7 @@ def llama_8b_128k_h100_32() -> Run:
     """
     return _long(
         llama_8b(), "llama_8b_128k_h100_32", K128, batch_size=8, mesh=MeshSizes(data=8, context=4),
-        remat=Remat(policy="full"),
+        remat=OPERANDS,
     )  # fmt: skip
 
 
@@ -75,7 +78,7 @@ def llama_8b_1m_v5p_64() -> Run:
     """
     return _long(
         llama_8b(), "llama_8b_1m_v5p_64", M1, batch_size=4, mesh=MeshSizes(data=4, context=16),
-        remat=Remat(policy="full"), compiler_options=FrozenMap(V5P),
+        remat=RESULTS, compiler_options=FrozenMap(V5P),
     )  # fmt: skip
 
 
@@ -86,7 +89,7 @@ def llama_8b_1m_v6e_256() -> Run:
     """
     return _long(
         llama_8b(), "llama_8b_1m_v6e_256", M1, batch_size=8, mesh=MeshSizes(data=8, context=32),
-        remat=Remat(policy="full"), compiler_options=FrozenMap(V6E),
+        remat=RESULTS, compiler_options=FrozenMap(V6E),
     )  # fmt: skip
 
 
@@ -97,7 +100,7 @@ def llama_8b_1m_h100_64() -> Run:
     """
     return _long(
         llama_8b(), "llama_8b_1m_h100_64", M1, batch_size=4, mesh=MeshSizes(data=4, context=16),
-        remat=Remat(policy="full"),
+        remat=RESULTS,
     )  # fmt: skip
 
 
@@ -108,7 +111,7 @@ def llama_70b_128k_v5p_512() -> Run:
     """
     return _long(
         llama_70b(), "llama_70b_128k_v5p_512", K128, batch_size=64, mesh=MeshSizes(data=64, context=8),
-        remat=Remat(policy="full"), compiler_options=FrozenMap(V5P),
+        remat=RESULTS, compiler_options=FrozenMap(V5P),
     )  # fmt: skip
 
 
@@ -119,7 +122,7 @@ def llama_70b_128k_h200_256() -> Run:
     """
     return _long(
         llama_70b(), "llama_70b_128k_h200_256", K128, batch_size=32, mesh=MeshSizes(data=32, context=8),
-        remat=Remat(policy="full"),
+        remat=OPERANDS,
     )  # fmt: skip
 
 
@@ -130,7 +133,7 @@ def llama_70b_1m_v5p_512() -> Run:
     """
     return _long(
         llama_70b(), "llama_70b_1m_v5p_512", M1, batch_size=16, mesh=MeshSizes(data=16, context=32),
-        remat=Remat(policy="full"), compiler_options=FrozenMap(V5P),
+        remat=RESULTS, compiler_options=FrozenMap(V5P),
     )  # fmt: skip
 
 
@@ -141,7 +144,7 @@ def llama_70b_1m_h200_256() -> Run:
     """
     return _long(
         llama_70b(), "llama_70b_1m_h200_256", M1, batch_size=8, mesh=MeshSizes(data=8, context=32),
-        remat=Remat(policy="full"),
+        remat=RESULTS,
     )  # fmt: skip
 
 
@@ -151,8 +154,8 @@ def llama_70b_128k_v6e_256() -> Run:
     trellis plan llama_70b_128k_v6e_256 --on v6e:16x16
     """
     return _long(
-        llama_70b(), "llama_70b_128k_v6e_256", K128, batch_size=32, mesh=MeshSizes(data=32, context=8),
-        remat=Remat(policy="full"), compiler_options=FrozenMap(V6E),
+        llama_70b(), "llama_70b_128k_v6e_256", K128, batch_size=16, mesh=MeshSizes(data=16, context=16),
+        remat=RESULTS, compiler_options=FrozenMap(V6E),
     )  # fmt: skip
 
 
@@ -162,6 +165,6 @@ def llama_70b_1m_v6e_256() -> Run:
     trellis plan llama_70b_1m_v6e_256 --on v6e:16x16
     """
     return _long(
-        llama_70b(), "llama_70b_1m_v6e_256", M1, batch_size=8, mesh=MeshSizes(data=8, context=32),
-        remat=Remat(policy="full"), compiler_options=FrozenMap(V6E),
+        llama_70b(), "llama_70b_1m_v6e_256", M1, batch_size=2, mesh=MeshSizes(data=2, context=32, model=4),
+        remat=RESULTS, compiler_options=FrozenMap(V6E),
     )  # fmt: skip
