@@ -19,11 +19,9 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from trellis.figures.text import aligned
-from trellis.hardware.chips import target
-from trellis.plan.compile import compile_run
-from trellis.plan.quick import plan_of
-from trellis.plan.verdict import judge
+from tables import aligned
+
+from trellis.plan import compile_run, judge, plan_of, target
 from trellis.recipes import load_run
 
 RESULTS = Path(__file__).parent / "results" / "compiled_vs_maxtext.txt"

@@ -20,34 +20,14 @@ import sys
 import tempfile
 import time
 
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.data.synthetic import claim, read_zeros, rows_of, write_random  # noqa: E402
+from trellis.data import Batches, Shuffle, open_store  # noqa: E402
+
 SHAPES = ((8, 2048), (512, 4096))
-VOCABULARY, CHUNK = 32_768, 1 << 21
-
-
-def generate(folder: pathlib.Path, num_tokens: int):
-    """A store of random documents of 1,000 tokens on average, written as `trellis tokenize` writes."""
-    import numpy as np
-
-    from trellis.data import open_store
-    from trellis.data.blocks import Block, Encoded
-    from trellis.data.storage import open_folder
-    from trellis.data.store.writer import StoreWriter
-    from trellis.data.tokenizer import train_bpe
-
-    rng = np.random.default_rng(0)
-    writer = StoreWriter.open(open_folder(folder), "benchmark", restart=False, on_error="fail", stamps="")
-    writer.describe(train_bpe(iter([["a"]]), 257), chunk_tokens=CHUNK, chunk_offsets=1 << 16, has_loss_mask=False,
-                    files=[{"name": "generated", "size": None}])  # fmt: skip
-    step = 1 << 22
-    for at in range(0, num_tokens, step):
-        size = min(step, num_tokens - at)
-        ends = np.unique(np.append(rng.integers(1, size, max(1, size // 1000)), size))
-        tokens = rng.integers(0, 256, size).astype(np.uint16)
-        tokens[ends - 1] = 256
-        encoded = Encoded(tokens, np.diff(ends, prepend=0).astype(np.uint32), None, 4 * size, 0, [])
-        writer.append(Block("records", None, "generated", 0, (at, 0)), encoded)
-    writer.finish(1)
-    return open_store(folder)
+CHUNK = 1 << 21
 
 
 def drop_from_cache(folder: pathlib.Path) -> None:
@@ -80,8 +60,6 @@ def milliseconds(batches, steps, *, before=lambda: None) -> dict[str, float]:
 
 
 def local(store, rounds: int) -> dict:
-    from trellis.data import Batches
-
     found = {}
     for rows, length in SHAPES:
         batches = Batches(store, sequence_length=length, batch_size=rows)
@@ -97,12 +75,9 @@ def local(store, rounds: int) -> dict:
 
 def over_http(folder: pathlib.Path, rounds: int) -> dict:
     """The same through a web server in a process of its own."""
-    from trellis.data import Batches, Shuffle
-
-    root = pathlib.Path(__file__).parents[1]
     code = "import pathlib, sys, time; from tests.data.web import serve; "
     code += "c = serve(pathlib.Path(sys.argv[1])); w = c.__enter__(); print(w.url, flush=True); time.sleep(3600)"
-    server = subprocess.Popen([sys.executable, "-c", code, str(folder)], cwd=root, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen([sys.executable, "-c", code, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         url = server.stdout.readline().strip()
         found = {}
@@ -126,30 +101,18 @@ def over_http(folder: pathlib.Path, rounds: int) -> dict:
 
 def simulated(folder: pathlib.Path, num_tokens: int) -> dict:
     """Opening, ordering, seeking and reading a store of which only the metadata exist."""
-    import numpy as np
-
-    from trellis.data import Batches
-    from trellis.data.storage import LocalFolder
-
-    class Zeros(LocalFolder):
-        def read(self, name, start=None, stop=None):
-            return super().read(name, start, stop) if "/c/" not in name else bytes(stop - start)
-
-    path = folder / "zarr.json"
-    metadata = json.loads(path.read_text())
-    metadata["attributes"]["trellis"] |= {"num_tokens": num_tokens, "num_documents": num_tokens // 1000}
-    path.write_text(json.dumps(metadata))
+    claim(folder, num_tokens)
     began = time.perf_counter()
     store = open_store(folder, check=False)
     opened = time.perf_counter()
-    store._folder.__class__ = Zeros
+    read_zeros(store)
     batches = Batches(store, sequence_length=4096, batch_size=512)
     last = num_tokens // 4096 // 512 - 1
     made = time.perf_counter()
     orders = []
     for step in (0, last // 2, last):
         start = time.perf_counter()
-        batches._rows._order(np.arange(step * 512, step * 512 + 512))
+        rows_of(batches, step, 512)
         orders.append((time.perf_counter() - start) * 1e3)
     read = milliseconds(batches, [0, last // 3, last // 2, last])
     return {"open_ms": round((opened - began) * 1e3, 2), "batches_ms": round((made - opened) * 1e3, 2),
@@ -169,7 +132,7 @@ def main():
         for tokens in map(int, args.tokens):
             folder = pathlib.Path(name) / "store"
             began = time.perf_counter()
-            generate(folder, tokens)
+            write_random(folder, tokens, CHUNK)
             print(f"{tokens:,} tokens generated in {time.perf_counter() - began:.1f} s", flush=True)
             results["local"][f"{tokens:.0e}"] = local(open_store(folder, check=False), args.rounds)
             print(json.dumps(results["local"][f"{tokens:.0e}"]), flush=True)

@@ -28,10 +28,9 @@ import jax
 import jax.numpy as jnp
 
 import trellis as tr
-from trellis.hardware.chips import chips
-from trellis.inspect.hlo import parse_program
-from trellis.mesh.topology import slice_devices
+from trellis.inspect import parse_program
 from trellis.nn.moe import choose, mix, score
+from trellis.plan import chips
 
 EXPERTS, CHOICES = 8, 2
 WAYS = ("dense", "grouped", "gather", "ragged", "slots")
@@ -107,7 +106,7 @@ def on_cpu(rounds: int) -> None:
 
 def on_tpu(chosen: str, ways: list[str]) -> None:
     sizes = dict(batch=8, pos=2048, embed=4096, mlp=14_336)
-    devices = slice_devices(chosen)
+    devices = tr.target_devices(chosen)
     mesh = tr.make_mesh(devices, expert=len(devices))
     tokens = sizes["batch"] * sizes["pos"] // len(devices)
     flops = 3 * 2 * 3 * tokens * CHOICES * sizes["embed"] * sizes["mlp"]

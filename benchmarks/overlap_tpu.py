@@ -31,10 +31,9 @@ from jax.sharding import NamedSharding
 import trellis as tr
 from trellis import bf16
 from trellis.collectives import Ring, feed_forward, gather_matmul, matmul_scatter
-from trellis.hardware.chips import chips
-from trellis.inspect.hlo import parse_program
-from trellis.mesh.topology import slice_devices
+from trellis.inspect import parse_program
 from trellis.nn import swiglu
+from trellis.plan import chips
 
 SLICES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
 
@@ -279,7 +278,7 @@ def main() -> None:
     print(f"JAX {jax.__version__}, compiled on {platform.machine()} for TPUs that are not here; times in us")
     for name in options.slices:
         chip = chips()[name.partition(":")[0]]
-        devices = slice_devices(name)
+        devices = tr.target_devices(name)
         for title in options.products:
             product = PRODUCTS[title]
             for part in options.parts:

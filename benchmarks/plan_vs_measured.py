@@ -22,15 +22,12 @@ import numpy as np
 
 jax.config.update("jax_num_cpu_devices", 1)
 
-from trellis.data.batch import Batch  # noqa: E402
-from trellis.figures.text import aligned  # noqa: E402
-from trellis.hardware.local import local_target  # noqa: E402
-from trellis.hardware.measure import measure_machine  # noqa: E402
-from trellis.plan.prepared import prepare  # noqa: E402
-from trellis.plan.quick import plan_of  # noqa: E402
+from tables import aligned  # noqa: E402
+
+from trellis.data import Batch  # noqa: E402
+from trellis.plan import local_target, measure_machine, plan_of, prepare  # noqa: E402
 from trellis.recipes import load_run  # noqa: E402
-from trellis.train.assemble import assemble  # noqa: E402
-from trellis.train.compilation import CompiledStep, options_for  # noqa: E402
+from trellis.train import CompiledStep, assemble, options_for  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "plan_vs_measured.txt"
 

@@ -16,10 +16,9 @@ import dataclasses
 import statistics
 from pathlib import Path
 
-from trellis.figures.text import aligned
-from trellis.hardware.chips import MEMORY_EFFICIENCY, target
-from trellis.plan.quick import quick_plan
-from trellis.plan.roofline import filled
+from tables import aligned
+
+from trellis.plan import quick_plan, target
 from trellis.recipes import load_run
 
 RESULTS = Path(__file__).parent / "results" / "plan_vs_published.txt"
@@ -61,13 +60,12 @@ def plain_seconds(plan, run) -> float:
     chip, model = plan.target.chip, run.model
     rows = plan.tokens / run.data.sequence_length / plan.target.num_devices
     scores = rows * model.heads * run.data.sequence_length**2 * model.layers
-    memory = scores * SCORE_BYTES / (chip.hbm_bandwidth * MEMORY_EFFICIENCY)
-    products = (
-        8 * 2 * scores * model.head_dim / (chip.bf16_flops * chip.matmul_efficiency * filled(model.head_dim, chip))
-    )
+    memory = scores * SCORE_BYTES / chip.streaming_bandwidth
+    filled = model.head_dim / (model.head_dim + chip.fill)  # of the rate, with so few terms of a sum
+    products = 8 * 2 * scores * model.head_dim / (chip.bf16_flops * chip.matmul_efficiency * filled)
     kernels = sum(line.seconds for line in plan.times.lines if line.kind == "attention")
     logits = plan.tokens / plan.target.num_devices * model.vocab * LOGIT_BYTES
-    return memory + products - kernels + logits / (chip.hbm_bandwidth * MEMORY_EFFICIENCY)
+    return memory + products - kernels + logits / chip.streaming_bandwidth
 
 
 LLAMA2_7B = {

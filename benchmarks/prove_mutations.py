@@ -6,18 +6,15 @@ Recipes with shrunk sizes are compiled for targets, each compiled program is alt
 
 import collections
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 
 jax.config.update("jax_platforms", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.proof.mutations import mutations  # noqa: E402
-from trellis.hardware.chips import target  # noqa: E402
-from trellis.proof.interpreter import Failed, NotInterpreted  # noqa: E402
-from trellis.proof.one_device import on_one_device  # noqa: E402
-from trellis.proof.runs import small_trial  # noqa: E402
-from trellis.recipes import load_run  # noqa: E402
+from tests.proof.mutations import outcomes  # noqa: E402
 
 CASES = [
     ("tiny", "v5e:2x2", {"mesh.data": "2", "mesh.model": "2", "layout.preset": "auto"}),
@@ -31,25 +28,13 @@ CASES = [
 
 def measured(recipe: str, on: str, options: dict[str, str], each: int) -> collections.Counter:
     """Of each kind of mistake, how many were made, how many change no result, and how many were found."""
-    trial = small_trial(load_run(recipe, options), target(on), tuple(options))
-    subject = trial.subject(on_one_device(trial.prepared.run, padding=trial.padding))
-    compiled = subject.compile()
-    right = subject.execute(compiled)
-    assert right.proven, f"{recipe} on {on} is not proven as it is"
     counts: collections.Counter = collections.Counter()
-    for kind, text in mutations(compiled.text, np.random.default_rng(0), each):
-        try:
-            proof = subject.execute(compiled, text=text)
-        except (Failed, NotInterpreted, ValueError):  # no program: it is not counted
-            continue
-        counts[kind, "made"] += 1
-        if not proof.proven:
-            counts[kind, "found"] += 1
-        elif all(np.array_equal(a, b, equal_nan=True) for a, b in zip(proof.results, right.results)):
-            counts[kind, "no result changes"] += 1
-        else:
-            counts[kind, "within the bound"] += 1
-            print(f"  within the bound: {kind}, {recipe} on {on}, {proof.error:.1e} of {right.error:.1e}", flush=True)
+    for seen in outcomes(recipe, on, options, np.random.default_rng(0), each):
+        counts[seen.kind, "made"] += 1
+        counts[seen.kind, seen.result] += 1
+        if seen.result == "within the bound":
+            what = f"{seen.kind}, {recipe} on {on}, {seen.error:.1e} of {seen.right_error:.1e}"
+            print(f"  within the bound: {what}", flush=True)
     return counts
 
 

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from trellis import nn
-from trellis.data.batch import Batch
+from trellis.data import Batch
 from trellis.models import LlamaConfig
-from trellis.train.step import StepOptions, batch_loss
+from trellis.train import StepOptions, batch_loss
 
 CONFIG = LlamaConfig(
     vocab=512, embed=64, layers=32, heads=4, kv_heads=2, head_dim=16, mlp=128, rope_theta=1e4, tie_embeddings=True

@@ -6,6 +6,8 @@ text, since a site has no source tree beside it.
 
 import argparse
 import functools
+import importlib
+import inspect
 import posixpath
 import re
 from pathlib import Path
@@ -13,9 +15,31 @@ from pathlib import Path
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-HOME = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CONTRIBUTING.md": "contributing.md"}
+HOME = {
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changes.md",
+}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
-FACES = ("trellis", "trellis.nn", "trellis.data", "trellis.inspect", "trellis.collectives", "trellis.optim")
+GROUPS = [
+    f"trellis.named.{name}"
+    for name in "contract elementwise unary activations binary reduce along index update pieces reshape rearrange "
+    "create random placing saving".split()
+]
+OPERATIONS = """# Named operations
+
+Each is `tr.NAME`, and most are methods, `x.NAME`, too; `help(tr.NAME)` says the same. Three lines say what an operation
+does with names and devices:
+
+- **Names:** those of the result.
+- **Gradient:** what it is, and what moves for it beyond the call itself.
+- **Moves:** the collectives of a call under a layout. A name "is sliced" by `compute`, the layout's map of what is in
+  use; an array "rests in slices" that `params` has and `compute` has not.
+
+Where an operation frees a mesh axis and the layout gives it to a name that is left, the result is sliced over it, and
+its gradient is gathered. What a program moves is in its [ledger](../inspect.md); tests hold these lines against it."""
+FACES = re.findall(r"^\| `(trellis[\w.]*)` \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
 
 
 def on_files(files: Files, config) -> Files:
@@ -27,7 +51,7 @@ def on_files(files: Files, config) -> Files:
         "reference/fields.md": fields_page(),
         "reference/recipes.md": recipes_page(),
     }
-    made |= {f"reference/{name}.md": f"# {name}\n\n::: {name}\n" for name in FACES}
+    made |= {f"reference/{name}.md": face_page(name) for name in FACES} | {"reference/operations.md": operations_page()}
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))
     return files
@@ -81,6 +105,48 @@ def fields_page() -> str:
     text = help_text(RECIPES["starter"]())
     intro = "Every field is a line of YAML and an option of the command line; values are those of `starter`."
     return f"# Fields of a run\n\n{intro}\n\n```text\n{text}\n```\n"
+
+
+def operations() -> dict[str, list[str]]:
+    """The named operations by the module that defines them: public functions that say what they move."""
+    import trellis
+
+    public = [*vars(trellis).values(), *(getattr(trellis.random, name) for name in trellis.random.__all__)]
+    found: dict[str, list[str]] = {}
+    for value in public:
+        if inspect.isfunction(value) and "\nMoves: " in (inspect.getdoc(value) or ""):
+            found.setdefault(value.__module__, []).append(value.__name__)
+    return {
+        module: sorted(set(names)) for module, names in sorted(found.items(), key=lambda item: GROUPS.index(item[0]))
+    }
+
+
+def face_page(face: str) -> str:
+    """A public module: what it says of itself, and each of its names; operations have a page of their own."""
+    module = importlib.import_module(face)
+    elsewhere = {name for names in operations().values() for name in names} if face == "trellis" else set()
+    about = "Operations of named arrays are on [their own page](operations.md)." if elsewhere else ""
+    named = [(name, getattr(module, name)) for name in module.__all__ if name not in elsewhere]
+    objects = [value for _, value in named if inspect.isroutine(value) or inspect.isclass(value)]
+    values = [f"`{name}`" for name, value in named if value not in objects]
+    parts = [f"# {face}", inspect.cleandoc(module.__doc__ or ""), about]
+    parts += [f"Besides: {', '.join(values)}."] if values else []
+    return "\n\n".join([*parts, *(reference(value.__module__, value.__name__, 2) for value in objects)]) + "\n"
+
+
+def reference(module: str, name: str, level: int) -> str:
+    """The docstring of a name, found where it is defined: a function may have the name of its module."""
+    return f"::: {module}.{name}\n    options: {{heading_level: {level}, show_root_heading: true}}"
+
+
+def operations_page() -> str:
+    """Every named operation, by what it says of itself."""
+    parts = [OPERATIONS]
+    for module, names in operations().items():
+        title, _, rest = (importlib.import_module(module).__doc__ or "").strip().partition("\n")
+        parts.append(f"## {re.split('[:.]', title)[0]}\n\n{title}\n{rest}")
+        parts += [reference(module, name, 3) for name in names]
+    return "\n\n".join(parts) + "\n"
 
 
 def recipes_page() -> str:

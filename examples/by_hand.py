@@ -30,8 +30,6 @@ jax.config.update("jax_num_cpu_devices", 8)
 import trellis as tr  # noqa: E402
 from trellis import Stack, f32, i32, struct  # noqa: E402
 from trellis.inspect import live_bytes, memory  # noqa: E402
-from trellis.notation import abstract  # noqa: E402
-from trellis.notation.struct import specs  # noqa: E402
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1 to 3: products
@@ -241,7 +239,7 @@ def plain_loss(w: Weights, tokens, targets):
 
 
 def initial(mesh) -> Weights:
-    like = abstract(Weights, SIZES, mesh)
+    like = tr.struct_shapes(Weights, SIZES, mesh)
 
     def draw(key):
         paths, tree = jax.tree.flatten_with_path(like)
@@ -292,10 +290,9 @@ def save(path: Path, weights: Weights) -> None:
 
 def restore(path: Path, mesh) -> Weights:
     """Each leaf where the annotations say on this mesh, which may be another one than it was saved from."""
-    stored, shape = load_file(path), abstract(Weights, SIZES, mesh)
-    places = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs(Weights, mesh))
-    leaves = [jax.device_put(stored[n], place) for n, place in zip(names(shape), jax.tree.leaves(places))]
-    return jax.tree.unflatten(jax.tree.structure(shape), leaves)
+    stored, like = load_file(path), tr.struct_shapes(Weights, SIZES, mesh)
+    leaves = [jax.device_put(stored[n], leaf.sharding) for n, leaf in zip(names(like), jax.tree.leaves(like))]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def a_transformer(steps: int = 40) -> list[float]:

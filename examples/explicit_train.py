@@ -25,9 +25,6 @@ import jax.numpy as jnp
 
 import trellis as tr
 from trellis import Stack, f32, i32, struct
-from trellis.named import saving
-from trellis.notation import abstract
-from trellis.notation.struct import types
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sizes
@@ -121,7 +118,7 @@ class Batch:
 
 def initial(model: Model, seed: int, mesh) -> State:
     """The first state; each device draws its own slices and no array is whole anywhere."""
-    like = abstract(Weights, model.sizes(), mesh)
+    like = tr.struct_shapes(Weights, model.sizes(), mesh)
     shrunk = (2 * model.layers) ** -0.5  # what adds to the stream starts smaller in deeper models
     fan_in = {
         "embedding": 1.0,
@@ -286,7 +283,7 @@ def loss_of(weights: Weights, batch: Batch, model: Model, dtype) -> jax.Array:
         return x + feed_forward(normalize(x, layer.mlp_norm, model.norm_eps), layer), None
 
     # Kept for the backward pass: what `save` marks, and each layer's input. The rest is computed again.
-    block = jax.checkpoint(block, policy=saving.saved.policy(), prevent_cse=False)
+    block = jax.checkpoint(block, policy=tr.Keep(names=None).policy(), prevent_cse=False)
     x, _ = jax.lax.scan(block, embed(batch.tokens, weights.embedding, dtype), weights.layers)
     losses = token_losses(normalize(x, weights.norm, model.norm_eps), weights.head, batch.targets) * batch.loss_mask
     total = tr.all_reduce("+data -> ", tr.einsum("batch/data pos -> +data", losses))
@@ -305,7 +302,7 @@ def loss_and_gradients(weights: Weights, batch: Batch, model: Model, dtype: str 
 def square_norm(tree: Weights):
     """The sum of squares over all weights. Norms' scales are the same along `model`, the others are sliced there."""
     parts: dict[str, list] = {}
-    for kind, x in zip(jax.tree.leaves(types(Weights)), jax.tree.leaves(tree), strict=True):
+    for kind, x in zip(jax.tree.leaves(tr.struct_types(Weights)), jax.tree.leaves(tree), strict=True):
         pending = " ".join(f"+{axis}" for axis in sorted(kind.shape.mesh_axes))
         parts.setdefault(pending, []).append(tr.einsum(f"{kind.shape}, {kind.shape} -> {pending}", x, x))
     (by_data, by_both) = (sum(parts[key][1:], parts[key][0]) for key in ("+data", "+data +model"))
@@ -337,7 +334,7 @@ def adamw(state: State, gradients: Weights, training: Training) -> tuple[State, 
             direction = direction + training.weight_decay * w
         return w - rate * direction, mean, square
 
-    new = jax.tree.map(leaf, types(Weights), state.weights, gradients, state.mean, state.square)
+    new = jax.tree.map(leaf, tr.struct_types(Weights), state.weights, gradients, state.mean, state.square)
     weights, mean, square = jax.tree.transpose(jax.tree.structure(gradients), jax.tree.structure((0, 0, 0)), new)
     return State(step=state.step + 1, weights=weights, mean=mean, square=square), norm
 
@@ -368,11 +365,9 @@ def batch_of(read) -> Batch:
 
 def train(options, model: Model, training: Training, store, mesh, peak, rows: int, length: int) -> list[float]:
     """Trains from the newest checkpoint of the folder, or from the start; gives the losses."""
-    from trellis.checkpoints.checkpoints import Checkpoints
     from trellis.data import Batches, Loader
-    from trellis.pages.graph import step_svg
-    from trellis.run.config import Profile
-    from trellis.train.profile import Profiler
+    from trellis.inspect import step_svg
+    from trellis.train import Checkpoints, Profile, Profiler
 
     batches = Batches(store, sequence_length=length, batch_size=rows, seed=options.seed)
     place = jax.NamedSharding(mesh, tr.parse("batch/data pos").spec)
@@ -381,7 +376,7 @@ def train(options, model: Model, training: Training, store, mesh, peak, rows: in
     profile = Profiler(options.folder / "profile", Profile(start=3, steps=2) if options.profile else None)
     losses, began = [], time.perf_counter()
     with Checkpoints(options.folder / "checkpoints") as checkpoints:
-        found = checkpoints.restore(abstract(State, model.sizes(), mesh))
+        found = checkpoints.restore(tr.struct_shapes(State, model.sizes(), mesh))
         state = initial(model, options.seed, mesh) if found is None else found.state
         if found is not None:
             print(f"goes on after step {found.step}")
@@ -435,7 +430,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.devices)
     from trellis.data import check_vocabulary, embedded_stores, open_store
-    from trellis.train.flops import known_peak
+    from trellis.train import known_peak
 
     model, rows, length, rate = PRESETS[options.preset]
     options.folder.mkdir(parents=True, exist_ok=True)

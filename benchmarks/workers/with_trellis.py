@@ -12,15 +12,19 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from serve import arguments, serve  # noqa: E402
 
-from trellis.data.batch import Batch  # noqa: E402
+from trellis.data import Batch  # noqa: E402
 from trellis.models import GPT2Config, LlamaConfig  # noqa: E402
 from trellis.nn import Precision  # noqa: E402
-from trellis.optim.config import AdamW, Constant  # noqa: E402
-from trellis.run.config import Run  # noqa: E402
-from trellis.run.data import Data, EmbeddedSource  # noqa: E402
-from trellis.train.assemble import assemble  # noqa: E402
-from trellis.train.compilation import CompiledStep, use_persistent_cache  # noqa: E402
-from trellis.train.devices import find_devices  # noqa: E402
+from trellis.optim import AdamW, Constant  # noqa: E402
+from trellis.train import (  # noqa: E402
+    CompiledStep,
+    Data,
+    EmbeddedSource,
+    Run,
+    assemble,
+    find_devices,
+    use_persistent_cache,
+)
 
 imported = time.perf_counter() - start
 

@@ -1,4 +1,7 @@
-"""Trellis: pretrain language models on a mesh. The whole public API; implementation files are private.
+"""Trellis: pretrain language models on a mesh. The language: arrays with names, operations, layouts, types, the ledger.
+
+The other public modules are `trellis.nn`, `models`, `data`, `optim`, `train`, `recipes`, `inspect`, `plan` and
+`collectives`; what none of them lists in `__all__` is private.
 
 `from trellis import *` leaves Python's own names alone: `trellis.sum`, `max`, `map` and the like are written out.
 """
@@ -9,6 +12,7 @@ from trellis.mesh import (
     Layout,
     MeshError,
     ReshardError,
+    TopologyError,
     all_gather,
     all_reduce,
     all_to_all,
@@ -19,6 +23,8 @@ from trellis.mesh import (
     reshard,
     shard_map,
     shift,
+    slice_names,
+    target_devices,
 )
 from trellis.named import (
     Axis,
@@ -44,6 +50,7 @@ from trellis.named import (
     argmin,
     argsort,
     astype,
+    at,
     bitwise_and,
     bitwise_or,
     bitwise_xor,
@@ -95,6 +102,7 @@ from trellis.named import (
     heaviside,
     hypot,
     imag,
+    in_order,
     index,
     invert,
     isfinite,
@@ -219,6 +227,9 @@ from trellis.notation import (
     key,
     parse,
     struct,
+    struct_shapes,
+    struct_specs,
+    struct_types,
     typeof,
     u8,
     u32,
@@ -238,6 +249,7 @@ __all__ = [
     "ReshardError",
     "Stack",
     "Stacked",
+    "TopologyError",
     "TrellisError",
     "TypeMismatch",
     "UserError",
@@ -258,6 +270,7 @@ __all__ = [
     "argmin",
     "argsort",
     "astype",
+    "at",
     "bf16",
     "bitwise_and",
     "bitwise_or",
@@ -318,6 +331,7 @@ __all__ = [
     "i32",
     "i8",
     "imag",
+    "in_order",
     "index",
     "invert",
     "isfinite",
@@ -403,6 +417,7 @@ __all__ = [
     "silu",
     "sin",
     "sinh",
+    "slice_names",
     "soft_sign",
     "softmax",
     "softplus",
@@ -416,12 +431,16 @@ __all__ = [
     "std",
     "stop_gradient",
     "struct",
+    "struct_shapes",
+    "struct_specs",
+    "struct_types",
     "subtract",
     "swish",
     "take",
     "take_along",
     "tan",
     "tanh",
+    "target_devices",
     "top_k",
     "transpose",
     "tril",

@@ -23,6 +23,17 @@ def same_trace(a, b) -> bool:
     return is_tracer(a) and is_tracer(b) and getattr(a, "_trace", a) is getattr(b, "_trace", b)
 
 
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many inputs of a `scan` are constants, and how many it carries from turn to turn, by its parameters.
+
+    JAX 0.10.2 says both numbers; 0.11.0 to 0.12.0 have a tree of constants, carries and stacks in their place.
+    """
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carries, _ = params["ft_in"].unpack()
+    return len(constants), len(carries)
+
+
 @contextlib.contextmanager
 def cudnn_assumed(version: int = 91000) -> Iterator[None]:
     """Lets cuDNN attention be traced, and compiled for a GPU that is not here, as if cuDNN were installed.
@@ -173,6 +184,47 @@ def cudnn_backward(q, k, v, out, log_sum, d_out, *, mask, causal: bool, window: 
     """The gradients of a tile, of which `out` and `log_sum` are the result and the log of the sums over all keys."""
     rest, settings = _cudnn_settings(q, mask, causal, window, scale)
     return _cudnn()._dot_product_attention_bwd_p_wrapper.bind(q, k, v, *rest, log_sum, out, d_out, **settings)[:3]
+
+
+@contextlib.contextmanager
+def within_equation(equation) -> Iterator[None]:
+    """What is traced inside has the source line and the name scopes of an equation.
+
+    `jax.core.eval_jaxpr` does so by a private module, in JAX 0.10.2 to 0.12.0; where it is not, scopes are lost.
+    """
+    import importlib
+
+    try:
+        info = importlib.import_module("jax._src.source_info_util")
+        stack = info.current_name_stack() + equation.source_info.name_stack
+        context = info.user_context(equation.source_info.traceback, name_stack=stack)
+    except (ImportError, AttributeError):
+        context = contextlib.nullcontext()
+    with context:
+        yield
+
+
+def split_vjp(pull) -> tuple[list, Any, list[bool]]:
+    """A function that `jax.vjp` gave, taken apart: what it keeps, how it is put together again, and what it needs.
+
+    The function knows which of its residuals are arguments of the differentiated function, in JAX 0.10.2 to 0.12.0.
+
+    Returns:
+        The residuals that are not arguments; `rebuild(arguments, residuals)`; which leaves of the arguments it needs.
+    """
+    unneeded = lambda x: type(x).__name__ == "NotNeeded"
+    leaves, structure = jax.tree.flatten(pull.args_res, is_leaf=unneeded)
+    absent = [unneeded(x) for x in leaves]
+    kind, function, in_tree, out_tree = type(pull), pull.fun, pull.in_tree, pull.out_tree
+
+    def rebuild(arguments, residuals):
+        given = jax.tree.leaves(arguments)
+        found = [old if missing else new for old, new, missing in zip(leaves, given, absent, strict=True)]
+        return kind(function, in_tree, out_tree, jax.tree.unflatten(structure, found), list(residuals))
+
+    # Of the leaves that are not needed only the mark stays: their arrays belong to the trace that is over.
+    leaves = [x if missing else None for x, missing in zip(leaves, absent, strict=True)]
+    return list(pull.opaque_residuals), rebuild, [not missing for missing in absent]
 
 
 def full_text(program: jax.stages.Compiled | jax.stages.Lowered) -> str:

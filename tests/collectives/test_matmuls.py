@@ -11,7 +11,7 @@ import trellis as tr
 from tests.mesh.told import told
 from trellis import bf16, f32
 from trellis.collectives import Ring, RingError, feed_forward, gather_matmul, matmul_reduce, matmul_scatter
-from trellis.notation import abstract
+from trellis.notation import struct_shapes
 
 SIZES = {"batch": 8, "pos": 16, "embed": 32, "mlp": 16}
 RINGS = [
@@ -39,7 +39,7 @@ def mesh():
 
 def coded(mesh, text, scale=1.0):
     """Numbers that say which row and column they are, so that a slice in the wrong place is a wrong sum."""
-    like = abstract(f32[text], SIZES, mesh)
+    like = struct_shapes(f32[text], SIZES, mesh)
     rows = jnp.arange(like.size, dtype=jnp.float32).reshape(like.shape)
     return jax.device_put(scale * (jnp.sin(rows) + rows % 7), like.sharding)
 
@@ -207,7 +207,7 @@ def test_refused_before_anything_is_compiled(mesh, product, ring, message):
         return verb(f"{x}, {weight} -> {result}", a, b, ring=ring)
 
     ours.__annotations__["return"] = result_type
-    a, b = (abstract(f32[t], sizes, mesh) for t in (x, weight))
+    a, b = (struct_shapes(f32[t], sizes, mesh) for t in (x, weight))
     with pytest.raises(RingError) as caught:
         jax.eval_shape(tr.shard_map(ours), a, b)
     assert message in told(caught, by_line=True)

@@ -129,8 +129,12 @@ def test_every_field_takes_a_value_or_refuses_it(section, attempt, monkeypatch):
     assert not {given: wrong for given, wrong in found.items() if wrong}
 
 
+# What no trace depends on.
+UNTRACED = ("name", "distributed", "logging", "guard", "profile")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("section", [s for s in SECTIONS if s not in ("name", "distributed", "logging", "profile")])
+@pytest.mark.parametrize("section", [s for s in SECTIONS if s not in UNTRACED])
 def test_what_a_field_takes_can_be_assembled_and_traced(section, attempt, monkeypatch):
     taken: list[Run] = []
 

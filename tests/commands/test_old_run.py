@@ -13,7 +13,7 @@ import pytest
 from tests.train.small import trellis
 from trellis.train.trackers import read_lines
 
-ARCHIVE = Path(__file__).parents[1] / "checkpoint" / "earlier" / "run-of-0.1.tar.gz"
+ARCHIVE = Path(__file__).parents[1] / "checkpoints" / "earlier" / "run-of-0.1.tar.gz"
 
 
 @pytest.mark.slow

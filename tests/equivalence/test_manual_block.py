@@ -13,7 +13,7 @@ import pytest
 import trellis as tr
 from trellis import Stack, f32
 from trellis.nn.rope import rotary_tables
-from trellis.notation import specs
+from trellis.notation import struct_specs
 
 from .block import BATCH, CONFIG, POS, inputs, parameters
 from .test_block import GRADIENT_BOUND, LOSS_BOUND, one_device, relative
@@ -129,8 +129,8 @@ def arrays(mesh):
     put = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
     axis, whole = tr.Axis("head_dim", CONFIG.head_dim), jax.sharding.PartitionSpec()
     rope = tuple(put(t.array, whole) for t in rotary_tables(tr.arange(tr.Axis("pos", POS)), axis, CONFIG.rope_theta))
-    place = specs(f32["batch/data pos/model embed"], mesh)
-    layers = jax.tree.map(put, flat(parameters()), specs(Stack["layers", Layer], mesh))
+    place = struct_specs(f32["batch/data pos/model embed"], mesh)
+    layers = jax.tree.map(put, flat(parameters()), struct_specs(Stack["layers", Layer], mesh))
     return layers, *(put(x.array, place) for x in inputs()), rope
 
 

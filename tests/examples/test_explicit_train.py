@@ -17,8 +17,8 @@ from trellis.data.store.seqax import write_flat_tokens
 from trellis.mesh.manual.reshard import TransitionError
 from trellis.models import Llama, LlamaConfig
 from trellis.named import named_jit
-from trellis.notation import PendingSumError, TypeMismatch, abstract
-from trellis.notation.struct import specs
+from trellis.notation import PendingSumError, TypeMismatch, struct_shapes
+from trellis.notation.struct import struct_specs
 from trellis.optim import make_optimizer
 from trellis.optim.config import AdamW, Cosine
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
@@ -93,7 +93,7 @@ def flat(model: Llama):
 
 def put(mesh, weights):
     place = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
-    return jax.tree.map(place, weights, specs(explicit.Weights, mesh))
+    return jax.tree.map(place, weights, struct_specs(explicit.Weights, mesh))
 
 
 @pytest.fixture(scope="module")
@@ -206,10 +206,10 @@ def without(place: tuple, folder: pathlib.Path):
 
 
 def trace(module, mesh):
-    weights = abstract(module.Weights, SMALL.sizes(), mesh)
+    weights = struct_shapes(module.Weights, SMALL.sizes(), mesh)
     state = module.State(step=jax.ShapeDtypeStruct((), jnp.int32), weights=weights, mean=weights, square=weights)
     sizes = {"batch": ROWS, "pos": LENGTH}
-    read = abstract(module.Batch, sizes, mesh)
+    read = struct_shapes(module.Batch, sizes, mesh)
     jax.eval_shape(lambda s, b: module.train_step(s, b, SMALL, TRAINING), state, read)
 
 

@@ -137,20 +137,6 @@ def test_a_proof_is_brought_in_when_it_is_asked_for():
     assert loaded.strip() == "['trellis.proof.functions']"
 
 
-def test_every_public_name_is_the_same_whatever_is_imported():
-    """A module of the name of a function takes its place in the package when it is first imported."""
-    code = """
-import importlib, pkgutil, trellis
-before = {name: getattr(trellis, name) for name in trellis.__all__}
-for module in pkgutil.walk_packages(trellis.__path__, "trellis."):
-    if not module.name.endswith("__main__"):
-        importlib.import_module(module.name)
-print([name for name, value in before.items() if getattr(trellis, name) is not value])
-"""
-    changed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert changed.strip() == "[]"
-
-
 def defined(file: pathlib.Path) -> set[str]:
     """The public names that a file defines."""
     nodes = ast.parse(file.read_text()).body

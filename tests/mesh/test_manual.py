@@ -14,7 +14,17 @@ from trellis.mesh.manual.shard_map import shard_map
 from trellis.mesh.manual.shift import shift
 from trellis.named import einsum as named_einsum
 from trellis.named import named, tanh
-from trellis.notation import NotationError, PendingSumError, Stack, TypeMismatch, abstract, f32, i32, struct, typeof
+from trellis.notation import (
+    NotationError,
+    PendingSumError,
+    Stack,
+    TypeMismatch,
+    f32,
+    i32,
+    struct,
+    struct_shapes,
+    typeof,
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +34,7 @@ def mesh():
 
 def put(mesh, shape, text, seed=0):
     """A random array, sliced as the text says."""
-    where = abstract(f32[text], {str(i): i for i in ()} | dict(zip(_names(text), shape, strict=True)), mesh)
+    where = struct_shapes(f32[text], {str(i): i for i in ()} | dict(zip(_names(text), shape, strict=True)), mesh)
     return jax.device_put(jax.random.normal(jax.random.key(seed), shape), where.sharding)
 
 
@@ -52,7 +62,7 @@ def forward_pass(x: f32["batch/d in"], w: Weights) -> f32["batch/d"]:
 def test_the_published_fully_sharded_example():
     mesh = make_mesh(d=8)
     with jax.set_mesh(mesh):
-        tree = abstract(Weights, {"in": 8, "hidden1": 8, "hidden2": 8}, mesh)
+        tree = struct_shapes(Weights, {"in": 8, "hidden1": 8, "hidden2": 8}, mesh)
         keys = iter(jax.random.split(jax.random.key(0), 3))
         w = jax.tree.map(lambda a: jax.device_put(jax.random.normal(next(keys), a.shape), a.sharding), tree)
         x = put(mesh, (32, 8), "batch/d in", 7)
@@ -98,7 +108,7 @@ def net_program(x: f32["batch/d embed"], net: Net) -> f32["batch/d"]:
 
 def test_a_scanned_checkpointed_network_and_its_gradient(mesh):
     with jax.set_mesh(mesh):
-        tree = abstract(Net, {"layers": 3, "embed": 8, "hidden": 16}, mesh)
+        tree = struct_shapes(Net, {"layers": 3, "embed": 8, "hidden": 16}, mesh)
         keys = iter(jax.random.split(jax.random.key(1), 3))
         net = jax.tree.map(lambda a: jax.device_put(jax.random.normal(next(keys), a.shape) * 0.3, a.sharding), tree)
         x = put(mesh, (8, 8), "batch/d embed", 2)
@@ -182,7 +192,7 @@ def test_containers_static_arguments_and_optional_arrays(mesh):
 
     with jax.set_mesh(mesh):
         xs = [put(mesh, (8, 4), "batch/d embed", i) for i in range(2)]
-        tree = abstract(Net, {"layers": 3, "embed": 4, "hidden": 2}, mesh)
+        tree = struct_shapes(Net, {"layers": 3, "embed": 4, "hidden": 2}, mesh)
         net = jax.tree.map(lambda a: jax.device_put(jnp.ones(a.shape), a.sharding), tree)
         out = program(xs, 3, net=net)
     np.testing.assert_allclose(out["a"][0], 3 * np.asarray(xs[0]))
@@ -199,7 +209,7 @@ def test_leading_dimensions_and_integers(mesh):
     with jax.set_mesh(mesh):
         x = put(mesh, (2, 3, 4), "a b embed/m")
         ids = jax.device_put(
-            jnp.arange(8, dtype=jnp.int32).reshape(4, 2), abstract(i32["b/d 2"], {"b": 4}, mesh).sharding
+            jnp.arange(8, dtype=jnp.int32).reshape(4, 2), struct_shapes(i32["b/d 2"], {"b": 4}, mesh).sharding
         )
         y, more = double(x, ids)
     np.testing.assert_allclose(y, 2 * np.asarray(x))
@@ -238,7 +248,7 @@ def test_shift_passes_slices_around_the_ring(mesh):
 
     whole = np.arange(32, dtype=np.float32).reshape(8, 4)
     with jax.set_mesh(mesh):
-        x = jax.device_put(whole, abstract(f32["b/d e"], {"b": 8, "e": 4}, mesh).sharding)
+        x = jax.device_put(whole, struct_shapes(f32["b/d e"], {"b": 8, "e": 4}, mesh).sharding)
         np.testing.assert_array_equal(ring(x), np.roll(whole, 2, axis=0))
         gradient = jax.grad(lambda y: jnp.sum(ring(y) * x))(x)
     np.testing.assert_array_equal(gradient, np.roll(whole, -2, axis=0))
@@ -300,7 +310,7 @@ def test_auto_mode_around_a_manual_function():
 def test_an_axis_of_size_one_needs_no_other_program():
     mesh = make_mesh(d=8, m=1)
     with jax.set_mesh(mesh):
-        tree = abstract(Net, {"layers": 3, "embed": 8, "hidden": 16}, mesh)
+        tree = struct_shapes(Net, {"layers": 3, "embed": 8, "hidden": 16}, mesh)
         net = jax.tree.map(lambda a: jax.device_put(jnp.full(a.shape, 0.1), a.sharding), tree)
         x = put(mesh, (8, 8), "batch/d embed", 2)
         y = shard_map(net_program)(x, net)

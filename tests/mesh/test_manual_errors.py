@@ -11,7 +11,7 @@ from trellis.mesh.manual.reshard import TransitionError
 from trellis.mesh.manual.shard_map import shard_map
 from trellis.mesh.manual.shift import shift
 from trellis.named import named
-from trellis.notation import NotationError, TypeMismatch, abstract, bf16, f32
+from trellis.notation import NotationError, TypeMismatch, bf16, f32, struct_shapes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,7 +23,9 @@ def mesh():
 
 def put(shape, text):
     names = [word.split("/")[0] for word in text.split()]
-    return jax.device_put(jnp.ones(shape), abstract(f32[text], dict(zip(names, shape)), make_mesh(d=4, m=2)).sharding)
+    return jax.device_put(
+        jnp.ones(shape), struct_shapes(f32[text], dict(zip(names, shape)), make_mesh(d=4, m=2)).sharding
+    )
 
 
 def product(then, result="batch/d out", axes=None):

@@ -9,7 +9,7 @@ import pytest
 from trellis.mesh import make_mesh, reshard
 from trellis.mesh.manual.einsum import einsum_plain as einsum
 from trellis.mesh.manual.shard_map import shard_map
-from trellis.notation import NotationError, PendingSumError, abstract, f32
+from trellis.notation import NotationError, PendingSumError, f32, struct_shapes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,7 +21,9 @@ def mesh():
 
 def put(shape, text):
     names = [word.split("/")[0] for word in text.split()]
-    return jax.device_put(jnp.ones(shape), abstract(f32[text], dict(zip(names, shape)), make_mesh(d=4, m=2)).sharding)
+    return jax.device_put(
+        jnp.ones(shape), struct_shapes(f32[text], dict(zip(names, shape)), make_mesh(d=4, m=2)).sharding
+    )
 
 
 def product(then, result="batch/d out", axes=None):

@@ -7,7 +7,18 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from trellis.notation import NotationError, Stack, abstract, bf16, f32, key, shaped, specs, struct, types
+from trellis.notation import (
+    NotationError,
+    Stack,
+    bf16,
+    f32,
+    key,
+    shaped,
+    struct,
+    struct_shapes,
+    struct_specs,
+    struct_types,
+)
 
 
 @struct
@@ -31,7 +42,7 @@ MESH = AbstractMesh((4, 2, 1), ("data", "model", "stage"), axis_types=(AxisType.
 
 
 def test_the_abstract_tree():
-    tree = abstract(Net, SIZES, MESH, name="net")
+    tree = struct_shapes(Net, SIZES, MESH, name="net")
     assert isinstance(tree, Net)
     assert tree.name == "net"
     assert tree.layers.scale == 1.0
@@ -45,13 +56,13 @@ def test_the_abstract_tree():
 
 
 def test_without_a_mesh_and_the_specs_alone():
-    assert abstract(Net, SIZES, name="net").table == jax.ShapeDtypeStruct((32, 8), jnp.bfloat16)
-    tree = specs(Net, name="net")
+    assert struct_shapes(Net, SIZES, name="net").table == jax.ShapeDtypeStruct((32, 8), jnp.bfloat16)
+    tree = struct_specs(Net, name="net")
     assert tree.layers.down == PartitionSpec("stage", "model", "data")
-    assert specs(Net, MESH, name="net").layers.down == PartitionSpec(None, "model", "data")
-    assert types(Net, name="net").layers.up == f32["layers/stage embed/data mlp/model"]
-    assert abstract(f32["embed/data"], SIZES, MESH).sharding.spec == PartitionSpec("data")
-    assert abstract(Stack["a b", f32["embed"]], {**SIZES, "a": 2, "b": 3}).shape == (2, 3, 8)
+    assert struct_specs(Net, MESH, name="net").layers.down == PartitionSpec(None, "model", "data")
+    assert struct_types(Net, name="net").layers.up == f32["layers/stage embed/data mlp/model"]
+    assert struct_shapes(f32["embed/data"], SIZES, MESH).sharding.spec == PartitionSpec("data")
+    assert struct_shapes(Stack["a b", f32["embed"]], {**SIZES, "a": 2, "b": 3}).shape == (2, 3, 8)
 
 
 def test_a_struct_is_a_frozen_pytree():
@@ -71,45 +82,45 @@ def fields(**annotations):
     ("build", "message"),
     [
         (
-            lambda: abstract(fields(w=f32["embed/data"]), {"embed": 6}, MESH),
+            lambda: struct_shapes(fields(w=f32["embed/data"]), {"embed": 6}, MESH),
             "a mesh axis divides what it slices, got embed=6 over data=4, in `Some.w`: make embed 4 or 8, or slice "
             "it over "
             "other axes",
         ),
         (
-            lambda: abstract(fields(w=f32["embed/data/model"]), {"embed": 6}, MESH),
+            lambda: struct_shapes(fields(w=f32["embed/data/model"]), {"embed": 6}, MESH),
             "a mesh axis divides what it slices, got embed=6 over data/model=8, in `Some.w`: make embed 8, or slice it",
         ),
         (
-            lambda: abstract(fields(w=f32["embed mlp"]), {"embed": 6}),
+            lambda: struct_shapes(fields(w=f32["embed mlp"]), {"embed": 6}),
             "an abstract tree needs the length of each name, got embed, in `Some.w`: add mlp=... to the sizes",
         ),
         (
-            lambda: abstract(fields(w=f32["embed/expert"]), {"embed": 6}, MESH),
+            lambda: struct_shapes(fields(w=f32["embed/expert"]), {"embed": 6}, MESH),
             "a sharding uses axes of its mesh, got 'expert' where the mesh has data, model, stage, in `Some.w`: use "
             "one of "
             "these, or add 'expert' to the mesh (size 1 will do)",
         ),
         (
-            lambda: abstract(fields(w=f32["... embed"]), {"embed": 6}),
+            lambda: struct_shapes(fields(w=f32["... embed"]), {"embed": 6}),
             "an abstract array has all its dimensions named, got '... embed', in `Some.w`: write them instead of '...'",
         ),
         (
-            lambda: abstract(fields(w=shaped["embed"]), {"embed": 6}),
+            lambda: struct_shapes(fields(w=shaped["embed"]), {"embed": 6}),
             "an abstract tree needs each dtype, got 'shaped', in an annotation: write f32, bf16, ... instead",
         ),
         (
-            lambda: abstract(fields(w=list[f32["embed"]]), {"embed": 6}),
+            lambda: struct_shapes(fields(w=list[f32["embed"]]), {"embed": 6}),
             'an abstract tree needs to know what a field holds, got list[f32["embed"]], in `Some.w`: annotate an '
             "array, a "
             "struct, a tuple of these or Stack[...], or pass a static field's value by name",
         ),
         (
-            lambda: abstract(fields(w=f32["embed"], size=int), {"embed": 6}),
+            lambda: struct_shapes(fields(w=f32["embed"], size=int), {"embed": 6}),
             "an abstract tree needs to know what a field holds, got <class 'int'>, in `Some.size`",
         ),
         (
-            lambda: abstract(fields(w=f32["embed"] | bf16["embed"]), {"embed": 6}),
+            lambda: struct_shapes(fields(w=f32["embed"] | bf16["embed"]), {"embed": 6}),
             "an abstract tree needs one type for each field, got ",
         ),
     ],

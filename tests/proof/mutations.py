@@ -1,12 +1,18 @@
 """Compiled programs with one mistake each, as compilers make them: in groups, operations, orders, tables and scales."""
 
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from trellis.hardware.chips import target
 from trellis.inspect.hlo import replica_groups, source_target_pairs
+from trellis.proof.interpreter import Failed, NotInterpreted
+from trellis.proof.one_device import on_one_device
+from trellis.proof.runs import small_trial
+from trellis.recipes import load_run
 
 _MESH = r"mesh\[[^\]]*\](?:, device_ids=\([^)]*\)(?:\))?)? \{[^}]*\}"
 _GROUPS = re.compile(r"replica_groups=(\{\{[\d,{}]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|" + _MESH + ")")
@@ -17,6 +23,43 @@ _TABLE = re.compile(r"= [su]32\[(\d+)\]\S* constant\(\{([\d, ]+)\}\)")
 _SCALED = re.compile(r"= f32\[\d[^ ]* multiply\((%[\w.\-]+), (%[\w.\-]+)\)")
 
 Mutation = tuple[str, str]  # what it is, and the program that has it
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a proof says of a program with a mistake.
+
+    Attributes:
+        kind: what the mistake is.
+        result: "found", "no result changes", or "within the bound".
+        error: of the program with the mistake, against one device.
+        right_error: of the program as it was compiled.
+    """
+
+    kind: str
+    result: str
+    error: float
+    right_error: float
+
+
+def outcomes(recipe: str, on: str, options: dict[str, str], random: np.random.Generator, most: int):
+    """Proofs of a recipe with shrunk sizes, compiled for a target and altered in so many ways.
+
+    Texts that are no programs are left out.
+    """
+    trial = small_trial(load_run(recipe, options), target(on), tuple(options))
+    subject = trial.subject(on_one_device(trial.prepared.run, padding=trial.padding))
+    compiled = subject.compile()
+    right = subject.execute(compiled)
+    assert right.proven, f"{recipe} on {on} is not proven as it is"
+    for kind, text in mutations(compiled.text, random, most):
+        try:
+            proof = subject.execute(compiled, text=text)
+        except (Failed, NotInterpreted, ValueError):
+            continue
+        same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(proof.results, right.results, strict=True))
+        result = "found" if not proof.proven else "no result changes" if same else "within the bound"
+        yield Outcome(kind, result, proof.error, right.error)
 
 
 def mutations(text: str, random: np.random.Generator, most: int) -> list[Mutation]:

@@ -121,3 +121,11 @@ def test_the_command(capsys):
     shown = capsys.readouterr().out
     assert "PROVEN: " in shown and "kept from before" in shown and "attention.q" in shown
     assert main(["prove", "tiny", "--on", "v5e:2x2", "--mesh.data=3"]) == 2
+
+
+@pytest.mark.slow
+def test_a_pipeline_with_kernels_in_its_stages_is_proven():
+    options = {"mesh.stage": "2", "data.sequence_length": "256", "layout.pipeline_microbatches": "4"}
+    proof = prove_run(load_run("tiny", options), target("v5e:2x2"), tuple(options))
+    assert proof.proven and proof.error < 1e-5
+    assert {name.split("_")[0] for name in proof.kernels} == {"splash"}

@@ -12,7 +12,7 @@ import pytest
 import trellis as tr
 from tests.mesh.told import told
 from trellis import Axis, f32
-from trellis.notation import abstract
+from trellis.notation import struct_shapes
 
 
 @tr.struct
@@ -27,8 +27,8 @@ def test_13_the_abstract_tree_of_a_checkpoint(mesh):
         "over other axes"
     )
     with pytest.raises(tr.NotationError, match=re.escape(message)):
-        abstract(Weights, {"vocab": 51, "embed": 8}, mesh)
-    assert abstract(Weights, {"vocab": 52, "embed": 8}, mesh).table.shape == (52, 8)
+        struct_shapes(Weights, {"vocab": 51, "embed": 8}, mesh)
+    assert struct_shapes(Weights, {"vocab": 52, "embed": 8}, mesh).table.shape == (52, 8)
 
 
 def test_13_manual():

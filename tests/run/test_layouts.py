@@ -1,4 +1,5 @@
 import dataclasses
+import os
 
 import jax
 import pytest
@@ -262,6 +263,18 @@ def test_every_preset_can_be_named():
 )
 def test_cpu_devices_by_default(fields, cores, count):
     assert default_count(dataclasses.replace(tiny(), **fields), cores) == count
+
+
+@pytest.mark.parametrize("mine", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_a_run_takes_nearly_all_of_a_gpus_memory_unless_told_otherwise(monkeypatch, mine):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(mine, "0.5")
+    find_devices(tiny())
+    assert {name: value for name, value in os.environ.items() if name.endswith("MEM_FRACTION")} == {mine: "0.5"}
+    monkeypatch.delenv(mine)
+    find_devices(tiny())
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.95"
 
 
 def test_devices_are_those_asked_for():

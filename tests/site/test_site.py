@@ -1,5 +1,7 @@
 """The site builds without a warning, its notebooks run, and the tutorial's commands do what it says."""
 
+import importlib
+import inspect
 import json
 import os
 import re
@@ -8,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.house.test_faces import FACES
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = ("first-run", "what-it-did", "own-text", "more-devices", "plan-for-a-pod")
@@ -21,7 +25,14 @@ def test_the_site_builds_without_a_warning(tmp_path):
     ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
     assert "all-gather" in (tmp_path / "notebooks/named_tensors.html").read_text()
-    assert "train_bpe" in (tmp_path / "reference/trellis.data.html").read_text()
+    reference = {page.stem: page.read_text() for page in (tmp_path / "reference").glob("*.html")}
+    assert {*FACES} < {*reference}
+    for face in FACES:
+        module = importlib.import_module(face)
+        page = reference[face] + (reference["operations"] if face == "trellis" else "")
+        public = [getattr(module, name) for name in module.__all__]
+        documented = [f"{v.__module__}.{v.__name__}" for v in public if inspect.isroutine(v) or inspect.isclass(v)]
+        assert not [path for path in documented if f'id="{path}"' not in page], face
     assert "--batch_size" in (tmp_path / "reference/fields.html").read_text()
 
 

@@ -41,10 +41,16 @@ def run_of(steps: int, every: int | None = None, **changes) -> Run:
 
 
 def toy(
-    mesh: jax.sharding.Mesh, run: Run, *, pause: float = 0.0, spoil_at: int | None = None
+    mesh: jax.sharding.Mesh, run: Run, *, pause: float = 0.0, spoil_at: int | None = None, whole: bool = False
 ) -> tuple[Assembled, Feed]:
-    """Fits a two-layer network to a fixed function. `spoil_at`: the step of this index has a loss that is no number."""
-    specs = {"w1": P("data", "model"), "w2": P("model", "data")}
+    """Fits a two-layer network to a fixed function.
+
+    Args:
+        pause: seconds before each batch.
+        spoil_at: the step of this index has a loss that is no number.
+        whole: every device keeps all parameters.
+    """
+    specs = {"w1": P(), "w2": P()} if whole else {"w1": P("data", "model"), "w2": P("model", "data")}
     at = lambda spec: NamedSharding(mesh, spec)
     shardings = {"params": {k: at(s) for k, s in specs.items()}, "velocity": {k: at(s) for k, s in specs.items()}}
     shardings = {**shardings, "key": at(P()), "step": at(P())}

@@ -15,7 +15,9 @@ from trellis.commands.command import Command
 from trellis.errors import UserError
 
 if TYPE_CHECKING:
+    from trellis.inspect import Ledger
     from trellis.run.config import Run
+    from trellis.train.assemble import Assembled
 
 # Of the sample at the end of a run.
 _SAMPLE_TOKENS = 200
@@ -94,11 +96,11 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     """Trains a run in a folder on devices, to its end or until a step, and returns the exit code."""
     from trellis.data import Loader
     from trellis.inspect import collectives, compiled_memory
+    from trellis.inspect.graph import step_svg
     from trellis.inspect.ledger import ledger_of
     from trellis.models.generate import Sampling, sample
-    from trellis.pages.graph import step_svg
     from trellis.train.assemble import assemble
-    from trellis.train.checks import check_marks, check_state, check_step
+    from trellis.train.checks import check_guard, check_marks, check_state, check_step
     from trellis.train.corpus import open_corpus
     from trellis.train.distributed import is_first
     from trellis.train.evaluation import Evaluator
@@ -116,8 +118,9 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     ledger = ledger_of(program)
     found = sections(assembled, program, ledger, corpus.num_tokens)
     check_step(found["memory"], assembled)
+    check_guard(found["memory"], assembled)
     if is_first():
-        (folder / "ledger.txt").write_text(f"{ledger}\n")
+        _write_ledger(folder, ledger, assembled)
         write_sections(folder, found)
         print(f"{describe(found)}\nfolder   {folder}", flush=True)
 
@@ -139,13 +142,23 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         found["compiled"] = dataclasses.asdict(compiled_memory(compiled))
         if ledger.auto:  # the types did not say what moves, but the compiled program does
             ledger = collectives(compiled, assembled.layout.mesh)
-            (folder / "ledger.txt").write_text(f"{ledger}\n")
+            _write_ledger(folder, ledger, assembled)
             found["ledger"] = ledger_sums(ledger)
         write_sections(folder, found)
         if run.profile is not None:
             (folder / "profile").mkdir(exist_ok=True)
             (folder / "profile" / "step.svg").write_text(step_svg(compiled.as_text()))
     return outcome.exit_code
+
+
+def _write_ledger(folder: Path, ledger: "Ledger", assembled: "Assembled") -> None:
+    """`ledger.txt`: what moves in a step, and below it what moves to compare copies."""
+    from trellis.train.guard import Guard
+
+    text, every = f"{ledger}\n", assembled.run.guard.every
+    if every is not None:
+        text += f"\nguard: after every {every} steps and before each checkpoint\n{Guard(assembled).ledger()}\n"
+    (folder / "ledger.txt").write_text(text)
 
 
 def write_sections(folder: Path, found: dict[str, Any]) -> None:

@@ -78,6 +78,11 @@ class Chip:
     device_kinds: tuple[str, ...] = ()
 
     @property
+    def streaming_bandwidth(self) -> float:
+        """Bytes a second that streaming code moves through memory."""
+        return self.hbm_bandwidth * MEMORY_EFFICIENCY
+
+    @property
     def device_kind(self) -> str:
         """What JAX calls the device."""
         maker = "TPU" if self.kind == "tpu" else "NVIDIA"

@@ -11,6 +11,8 @@ from trellis.inspect.compiled import (
     products,
     scheduled_cycles,
 )
+from trellis.inspect.graph import step_svg
+from trellis.inspect.hlo import parse_program
 from trellis.inspect.ledger import ledger
 from trellis.inspect.memory import Memory, NotEnoughMemory, live_bytes, live_memory, memory
 from trellis.inspect.pictures import Picture, show
@@ -34,7 +36,9 @@ __all__ = [
     "live_bytes",
     "live_memory",
     "memory",
+    "parse_program",
     "products",
     "scheduled_cycles",
     "show",
+    "step_svg",
 ]

@@ -291,11 +291,10 @@ class _Walk:
         """A loop or a branch: its body's highest point stands on what is around it."""
         name = operation.name
         body = max(operation.bodies, key=lambda body: len(body.operations)) if name == "cond" else operation.bodies[-1]
-        carried = {"scan": operation.params.get("num_carry"), "while": len(operation.results)}.get(name, 0)
+        first, carried = operation.carries or (0, 0)
         for value in operation.results[carried:]:
             self.make(value, self.room(operation, value))
         entering = operation.entering(body)
-        first = {"scan": operation.params.get("num_consts"), "while": operation.params.get("body_nconsts")}.get(name, 0)
         carries = [
             self.carry(operation, inner, outer, last)
             for (inner, outer), last in zip(entering[first : first + carried], body.results)

@@ -7,6 +7,7 @@ from trellis.mesh.manual.shard_map import shard_map
 from trellis.mesh.manual.shift import shift
 from trellis.mesh.meshes import MeshError, make_mesh
 from trellis.mesh.reshard import ReshardError, all_gather, all_reduce, all_to_all, reduce_scatter, reshard
+from trellis.mesh.topology import TopologyError, slice_names, target_devices
 
 hide_frames(__file__)
 
@@ -14,6 +15,7 @@ __all__ = [
     "Layout",
     "MeshError",
     "ReshardError",
+    "TopologyError",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -24,4 +26,6 @@ __all__ = [
     "reshard",
     "shard_map",
     "shift",
+    "slice_names",
+    "target_devices",
 ]

@@ -1,7 +1,8 @@
 """Meshes: devices arranged so that the axes that talk least cross the slow links."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -30,6 +31,29 @@ def same_mesh(mesh, other) -> bool:
 def mesh_text(mesh) -> str:
     """A mesh for messages: `data=4, model=2`."""
     return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
+ALONE = "alone"
+"""The one axis, of size 1, of a mesh of which no other is left: of none JAX would not know what its devices are."""
+
+
+def without_axis(mesh: Mesh, axis: str) -> Mesh:
+    """The devices that are first along one mesh axis, as a mesh of the other axes."""
+    at = mesh.axis_names.index(axis)
+    left = [i for i in range(len(mesh.axis_names)) if i != at]
+    first = mesh.devices.take([0], at)
+    if not left:
+        return Mesh(first, (ALONE,), axis_types=mesh.axis_types)
+    names, types = (tuple(values[i] for i in left) for values in (mesh.axis_names, mesh.axis_types))
+    return Mesh(first.squeeze(at), names, axis_types=types)
+
+
+@contextlib.contextmanager
+def on_another(mesh: Mesh) -> Iterator[None]:
+    """What is traced inside is a program for another mesh, of another size, whatever mesh is in force."""
+    nothing = jax.sharding.AbstractMesh((), ())  # from one size to another JAX goes by way of no mesh
+    with jax.sharding.use_abstract_mesh(nothing), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        yield
 
 
 def make_mesh(devices: Sequence | None = None, *, axis_type: str = "explicit", **sizes: int) -> Mesh:

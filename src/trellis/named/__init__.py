@@ -93,6 +93,7 @@ from trellis.named.create import (
     triu,
     zeros,
 )
+from trellis.named.dealing import in_order
 from trellis.named.elementwise import (
     add,
     astype,
@@ -300,6 +301,7 @@ __all__ = [
     "heaviside",
     "hypot",
     "imag",
+    "in_order",
     "index",
     "invert",
     "is_named",

@@ -11,82 +11,161 @@ from trellis.named.elementwise import by_name
 
 
 def relu(x) -> NamedArray:
-    """`max(x, 0)`."""
+    """`max(x, 0)`.
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     return by_name(rounded_once(jax.nn.relu), x)
 
 
 def relu6(x) -> NamedArray:
-    """`min(max(x, 0), 6)`."""
+    """`min(max(x, 0), 6)`.
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     return by_name(rounded_once(jax.nn.relu6), x)
 
 
 def sigmoid(x) -> NamedArray:
-    """`1 / (1 + exp(-x))`."""
+    """`1 / (1 + exp(-x))`.
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     return by_name(rounded_once(jax.nn.sigmoid), x)
 
 
 def silu(x) -> NamedArray:
-    """`x * sigmoid(x)` (Hendrycks and Gimpel, 2016, arXiv:1606.08415; also called swish)."""
+    """`x * sigmoid(x)` (Hendrycks and Gimpel, 2016, arXiv:1606.08415; also called swish).
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     return by_name(rounded_once(jax.nn.silu), x)
 
 
 def swish(x) -> NamedArray:
-    """`x * sigmoid(x)`; the same as `silu`."""
+    """`x * sigmoid(x)`; the same as `silu`.
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     return by_name(rounded_once(jax.nn.swish), x)
 
 
 def elu(x, alpha: float = 1.0) -> NamedArray:
-    """`x` where positive, else `alpha * (exp(x) - 1)` (Clevert et al., 2015, arXiv:1511.07289)."""
+    """`x` where positive, else `alpha * (exp(x) - 1)` (Clevert et al., 2015, arXiv:1511.07289).
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     return by_name(rounded_once(lambda a: jax.nn.elu(a, alpha)), x, name="elu")
 
 
 def selu(x) -> NamedArray:
-    """`elu`, scaled to keep mean and variance (Klambauer et al., 2017, arXiv:1706.02515)."""
+    """`elu`, scaled to keep mean and variance (Klambauer et al., 2017, arXiv:1706.02515).
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     return by_name(rounded_once(jax.nn.selu), x)
 
 
 def celu(x, alpha: float = 1.0) -> NamedArray:
-    """`elu` with a continuous derivative (Barron, 2017, arXiv:1704.07483)."""
+    """`elu` with a continuous derivative (Barron, 2017, arXiv:1704.07483).
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     return by_name(rounded_once(lambda a: jax.nn.celu(a, alpha)), x, name="celu")
 
 
 def softplus(x) -> NamedArray:
-    """`log(1 + exp(x))`."""
+    """`log(1 + exp(x))`.
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     return by_name(rounded_once(jax.nn.softplus), x)
 
 
 def soft_sign(x) -> NamedArray:
-    """`x / (1 + |x|)`."""
+    """`x / (1 + |x|)`.
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     return by_name(rounded_once(jax.nn.soft_sign), x)
 
 
 def log_sigmoid(x) -> NamedArray:
-    """`log(sigmoid(x))`."""
+    """`log(sigmoid(x))`.
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     return by_name(rounded_once(jax.nn.log_sigmoid), x)
 
 
 def hard_sigmoid(x) -> NamedArray:
-    """`min(max(x + 3, 0), 6) / 6`."""
+    """`min(max(x + 3, 0), 6) / 6`.
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     return by_name(rounded_once(jax.nn.hard_sigmoid), x)
 
 
 def hard_tanh(x) -> NamedArray:
-    """`min(max(x, -1), 1)`."""
+    """`min(max(x, -1), 1)`.
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     return by_name(rounded_once(jax.nn.hard_tanh), x)
 
 
 def hard_silu(x) -> NamedArray:
-    """`x * hard_sigmoid(x)` (Howard et al., 2019, arXiv:1905.02244)."""
+    """`x * hard_sigmoid(x)` (Howard et al., 2019, arXiv:1905.02244).
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     return by_name(rounded_once(jax.nn.hard_silu), x)
 
 
 def mish(x) -> NamedArray:
-    """`x * tanh(softplus(x))` (Misra, 2019, arXiv:1908.08681)."""
+    """`x * tanh(softplus(x))` (Misra, 2019, arXiv:1908.08681).
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     return by_name(rounded_once(jax.nn.mish), x)
 
 
 def gelu(x, approximate: bool = True) -> NamedArray:
     """`x` times the chance that a normal number is below it (Hendrycks and Gimpel, 2016, arXiv:1606.08415).
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
 
     Args:
         approximate: by a tanh, as GPT-2 does; else by the error function.
@@ -95,10 +174,20 @@ def gelu(x, approximate: bool = True) -> NamedArray:
 
 
 def leaky_relu(x, negative_slope: float = 0.01) -> NamedArray:
-    """`x` where positive, else `negative_slope * x`."""
+    """`x` where positive, else `negative_slope * x`.
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     return by_name(rounded_once(lambda a: jax.nn.leaky_relu(a, negative_slope)), x, name="leaky_relu")
 
 
 def squareplus(x, b: float = 4.0) -> NamedArray:
-    """`(x + sqrt(x ** 2 + b)) / 2` (Barron, 2021, arXiv:2112.11687)."""
+    """`(x + sqrt(x ** 2 + b)) / 2` (Barron, 2021, arXiv:2112.11687).
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     return by_name(rounded_once(lambda a: jax.nn.squareplus(a, b)), x, name="squareplus")

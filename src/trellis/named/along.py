@@ -62,17 +62,32 @@ def _one(x: NamedArray, along: Name, what: str) -> str:
 
 
 def cumsum(x: NamedArray, along: Name, *, reverse: bool = False) -> NamedArray:
-    """Sums of all values up to each position along a name; with `reverse`, from it on."""
+    """Sums of all values up to each position along a name; with `reverse`, from it on.
+
+    Names: those of `x`.
+    Gradient: cumulative sums from the other end; an all-gather where the name is sliced.
+    Moves: an all-gather along the name where it is sliced.
+    """
     return apply_along(_reversible(jnp.cumsum, reverse), x, along, name="cumsum")
 
 
 def cumprod(x: NamedArray, along: Name, *, reverse: bool = False) -> NamedArray:
-    """Products of all values up to each position along a name; with `reverse`, from it on."""
+    """Products of all values up to each position along a name; with `reverse`, from it on.
+
+    Names: those of `x`.
+    Gradient: through every product that a value enters; an all-gather where the name is sliced.
+    Moves: an all-gather along the name where it is sliced.
+    """
     return apply_along(_reversible(jnp.cumprod, reverse), x, along, name="cumprod")
 
 
 def cummax(x: NamedArray, along: Name, *, reverse: bool = False) -> NamedArray:
-    """Largest of all values up to each position along a name; with `reverse`, from it on."""
+    """Largest of all values up to each position along a name; with `reverse`, from it on.
+
+    Names: those of `x`.
+    Gradient: to the values that the result repeats; an all-gather where the name is sliced.
+    Moves: an all-gather along the name where it is sliced.
+    """
     return apply_along(lambda a, axis: jax.lax.cummax(a, axis, reverse=reverse), x, along, name="cummax")
 
 
@@ -81,22 +96,41 @@ def _reversible(fn: Callable, reverse: bool) -> Callable:
 
 
 def sort(x: NamedArray, along: Name, *, descending: bool = False) -> NamedArray:
-    """The values in order along a name."""
+    """The values in order along a name.
+
+    Names: those of `x`.
+    Gradient: back to where each value came from; an all-gather where the name is sliced.
+    Moves: an all-gather along the name where it is sliced.
+    """
     return apply_along(jnp.sort, x, along, local=True, descending=descending)
 
 
 def argsort(x: NamedArray, along: Name, *, descending: bool = False) -> NamedArray:
-    """The positions along a name that put it in order; equal values keep theirs."""
+    """The positions along a name that put it in order; equal values keep theirs.
+
+    Names: those of `x`.
+    Gradient: none; the result is positions.
+    Moves: an all-gather along the name where it is sliced.
+    """
     return apply_along(jnp.argsort, x, along, local=True, descending=descending)
 
 
 def flip(x: NamedArray, along: Name) -> NamedArray:
-    """The values along a name, last first."""
+    """The values along a name, last first.
+
+    Names: those of `x`.
+    Gradient: back to where each value came from; an all-gather where the name is sliced.
+    Moves: an all-gather along the name where it is sliced.
+    """
     return apply_along(jnp.flip, x, along)
 
 
 def softmax(x: NamedArray, over: Names, *, where: NamedArray | None = None) -> NamedArray:
     """`exp(x)` over its sum over names.
+
+    Names: those of `x`.
+    Gradient: elementwise, less a sum over the names; an all-reduce where one of them is sliced.
+    Moves: an all-reduce of the largest values and one of the sums, where a name in `over` is sliced.
 
     Args:
         x: any named array.
@@ -107,7 +141,12 @@ def softmax(x: NamedArray, over: Names, *, where: NamedArray | None = None) -> N
 
 
 def log_softmax(x: NamedArray, over: Names, *, where: NamedArray | None = None) -> NamedArray:
-    """The logarithm of `softmax`; with a mask, minus infinity where that leaves a value out."""
+    """The logarithm of `softmax`; with a mask, minus infinity where that leaves a value out.
+
+    Names: those of `x`.
+    Gradient: elementwise, less a sum over the names; an all-reduce where one of them is sliced.
+    Moves: an all-reduce of the largest values and one of the sums, where a name in `over` is sliced.
+    """
     return _normalized(jax.nn.log_softmax, x, over, where)
 
 
@@ -123,6 +162,10 @@ def _normalized(fn: Callable, x: NamedArray, over: Names, where: NamedArray | No
 
 def top_k(x: NamedArray, along: Name, k: int, *, new_name: Name | None = None) -> tuple[NamedArray, NamedArray]:
     """The k largest values along a name, and their positions.
+
+    Names: those of `x`; the name of the k values is `new_name`.
+    Gradient: to the values that were picked; nothing moves.
+    Moves: an all-gather along the name where it is sliced.
 
     Args:
         x: any named array.

@@ -31,6 +31,13 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
     Plain arrays in manual mode carry no names: there the text is the type, with
     mesh axes and states, `einsum("batch/d mlp/m, mlp/m embed -> batch/d embed +m", x, w)`.
 
+    Names: those on the right of the text.
+    Gradient: each operand's is a product with the others; a reduce-scatter for an operand that was gathered, an
+        all-reduce for one that was whole, an all-gather of the gradient of a result that was scattered.
+    Moves: operands to where the layout has their names: an all-gather of one that rests in slices. Where a summed name
+        is sliced, the result is settled: an all-reduce, or a reduce-scatter where the layout slices what is left over
+        that mesh axis.
+
     Args:
         equation: the operands' names in any order, and the result's in the order wanted.
         *operands: one or more named arrays.
@@ -70,6 +77,13 @@ def dot(*operands: NamedArray, over: Names, settle: bool = True, preferred_eleme
 
     The result has all other names, those of the first operand first.
 
+    Names: those of all operands that are not in `over`, the first's first.
+    Gradient: each operand's is a product with the others; a reduce-scatter for an operand that was gathered, an
+        all-reduce for one that was whole, an all-gather of the gradient of a result that was scattered.
+    Moves: operands to where the layout has their names: an all-gather of one that rests in slices. Where a summed name
+        is sliced, the result is settled: an all-reduce, or a reduce-scatter where the layout slices what is left over
+        that mesh axis.
+
     Args:
         *operands: two or more named arrays.
         over: the names that are summed. Each is a name of at least two operands (of both, where there are two).
@@ -94,6 +108,10 @@ def dot_each(
 
     What feeds several products is moved once for all of them, and its gradient is summed once: under tensor
     parallelism one all-reduce instead of one for each product; under a layout with `overlap` one ring.
+
+    Names: those of each product, as in `dot`.
+    Gradient: as `dot`; that of `x` is summed over the products first, so that it moves once.
+    Moves: as `dot`, but `x` once for all products.
 
     Args:
         x: what all products have in common.

@@ -36,7 +36,12 @@ def _make(fn: Callable, axes: Axes, what: str) -> NamedArray:
 
 
 def full(axes: Axes, value, dtype=None) -> NamedArray:
-    """An array of one value: `full({"batch": 4, "embed": 8}, 1.0)`."""
+    """An array of one value: `full({"batch": 4, "embed": 8}, 1.0)`.
+
+    Names: the given ones.
+    Gradient: none.
+    Moves: nothing; each device makes its own slice.
+    """
     if getattr(value, "ndim", 0):
         raise NamesError(f"full takes one value, got one of shape {value.shape}, in full: use broadcast_to")
     value = value.array if isinstance(value, NamedArray) else value
@@ -49,12 +54,22 @@ def full(axes: Axes, value, dtype=None) -> NamedArray:
 
 
 def zeros(axes: Axes, dtype=jnp.float32) -> NamedArray:
-    """An array of zeros: `zeros({"batch": 4, "embed": 8})`, or of axes."""
+    """An array of zeros: `zeros({"batch": 4, "embed": 8})`, or of axes.
+
+    Names: the given ones.
+    Gradient: none.
+    Moves: nothing; each device makes its own slice.
+    """
     return _make(lambda shape, spec: _constant(0, dtype, shape, spec), axes, "zeros")
 
 
 def ones(axes: Axes, dtype=jnp.float32) -> NamedArray:
-    """An array of ones: `ones({"batch": 4, "embed": 8})`, or of axes."""
+    """An array of ones: `ones({"batch": 4, "embed": 8})`, or of axes.
+
+    Names: the given ones.
+    Gradient: none.
+    Moves: nothing; each device makes its own slice.
+    """
     return _make(lambda shape, spec: _constant(1, dtype, shape, spec), axes, "ones")
 
 
@@ -70,7 +85,12 @@ def _one_axis(axis, what: str) -> Axis:
 
 
 def arange(axis: Axis, *, start=0, step=1, dtype=jnp.int32) -> NamedArray:
-    """`start, start + step, ...` along an axis."""
+    """`start, start + step, ...` along an axis.
+
+    Names: that of `axis`.
+    Gradient: none.
+    Moves: nothing; each device makes its own slice.
+    """
     axis = _one_axis(axis, "arange")
     iota = lambda shape, spec: jax.lax.broadcasted_iota(dtype, shape, 0, out_sharding=spec)
     values = _make(iota, axis, "arange")
@@ -81,7 +101,12 @@ def arange(axis: Axis, *, start=0, step=1, dtype=jnp.int32) -> NamedArray:
 
 
 def linspace(axis: Axis, *, start=0.0, stop=1.0, dtype=jnp.float32) -> NamedArray:
-    """Evenly spaced numbers along an axis, both ends included."""
+    """Evenly spaced numbers along an axis, both ends included.
+
+    Names: that of `axis`.
+    Gradient: none.
+    Moves: nothing; each device makes its own slice.
+    """
     axis = _one_axis(axis, "linspace")
     return operand(NamedArray(jnp.linspace(start, stop, axis.size, dtype=dtype), (axis.name,)), "linspace")
 
@@ -90,6 +115,10 @@ def one_hot(ids: NamedArray, axis: Axis, dtype=jnp.float32) -> NamedArray:
     """1 where the position along `axis` is the id, 0 elsewhere; `axis` is the last dimension.
 
     Made by comparison with a range, so that `axis` may be sliced. Ids outside of it have no 1.
+
+    Names: those of `ids`, then that of `axis`.
+    Gradient: none; whole numbers have none.
+    Moves: nothing.
     """
     ids, axis = operand(ids, "one_hot"), _one_axis(axis, "one_hot")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
@@ -102,13 +131,23 @@ def one_hot(ids: NamedArray, axis: Axis, dtype=jnp.float32) -> NamedArray:
 
 
 def tril(x: NamedArray, row: Name, column: Name, k: int = 0) -> NamedArray:
-    """Keeps elements with `column <= row + k`, zeros the others (a causal mask, from ones)."""
+    """Keeps elements with `column <= row + k`, zeros the others (a causal mask, from ones).
+
+    Names: those of `x`.
+    Gradient: of what is kept; nothing moves.
+    Moves: nothing.
+    """
     x = operand(x, "tril")
     return where(_ordered(greater_equal(_difference(x, row, column), -k), x), x, jnp.zeros((), x.dtype))
 
 
 def triu(x: NamedArray, row: Name, column: Name, k: int = 0) -> NamedArray:
-    """Keeps elements with `column >= row + k`, zeros the others."""
+    """Keeps elements with `column >= row + k`, zeros the others.
+
+    Names: those of `x`.
+    Gradient: of what is kept; nothing moves.
+    Moves: nothing.
+    """
     x = operand(x, "triu")
     return where(_ordered(less_equal(_difference(x, row, column), -k), x), x, jnp.zeros((), x.dtype))
 
@@ -137,7 +176,12 @@ def _range_like(x: NamedArray, name: Name) -> NamedArray:
 
 
 def from_numpy(array: np.ndarray, names: Names) -> NamedArray:
-    """A host array put where the layout in force says, each device receiving only its part."""
+    """A host array put where the layout in force says, each device receiving only its part.
+
+    Names: the given ones.
+    Gradient: none.
+    Moves: nothing between devices; each is sent its slice.
+    """
     x = named(np.asarray(array), names)
     layout = current_layout()
     if layout is None:

@@ -108,6 +108,10 @@ def outer(fn: Callable, *operands: NamedArray) -> NamedArray:
     Operations broadcast on their own only where one operand's names contain the other's; this asks for the rest:
     `outer(greater_equal, arange(pos), arange(key_pos))` is a causal mask, `"pos key_pos"`. Products have `einsum`.
 
+    Names: those of all operands, the first's first.
+    Gradient: elementwise; a reduce-scatter for an operand that was gathered, an all-reduce for one that was whole.
+    Moves: operands to where the layout has the result's names: an all-gather of one that rests in slices.
+
     Args:
         fn: a function by name, such as `greater_equal` or `add`.
         *operands: named arrays, each of which is broadcast to all names, in the order in which these appear.
@@ -130,36 +134,66 @@ def outer(fn: Callable, *operands: NamedArray) -> NamedArray:
 
 
 def add(x, y) -> NamedArray:
-    """`x + y`. Partial sums may be added to partial sums over the same mesh axes."""
+    """`x + y`. Partial sums may be added to partial sums over the same mesh axes.
+
+    Names: those of the operand that has all of them.
+    Gradient: elementwise; a reduce-scatter for an operand that was gathered, an all-reduce for one that was whole.
+    Moves: operands to where the layout has the result's names: an all-gather of one that rests in slices.
+    """
     return _sum_of_pending(x, y, "add") if _pending(x, y) else by_name(jnp.add, x, y)
 
 
 def subtract(x, y) -> NamedArray:
-    """`x - y`. Partial sums over the same mesh axes may be subtracted from each other."""
+    """`x - y`. Partial sums over the same mesh axes may be subtracted from each other.
+
+    Names: those of the operand that has all of them.
+    Gradient: elementwise; a reduce-scatter for an operand that was gathered, an all-reduce for one that was whole.
+    Moves: operands to where the layout has the result's names: an all-gather of one that rests in slices.
+    """
     return _sum_of_pending(x, negative(y), "subtract") if _pending(x, y) else by_name(jnp.subtract, x, y)
 
 
 def negative(x) -> NamedArray:
-    """`-x`; of partial sums, too."""
+    """`-x`; of partial sums, too.
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     return _scaled(x, -1) if _pending(x) else by_name(jnp.negative, x)
 
 
 def multiply(x, y) -> NamedArray:
-    """`x * y`. Partial sums may be multiplied by a number or another scalar."""
+    """`x * y`. Partial sums may be multiplied by a number or another scalar.
+
+    Names: those of the operand that has all of them.
+    Gradient: elementwise; a reduce-scatter for an operand that was gathered, an all-reduce for one that was whole.
+    Moves: operands to where the layout has the result's names: an all-gather of one that rests in slices.
+    """
     if not _pending(x, y):
         return by_name(jnp.multiply, x, y)
     return _scaled(x, y) if _pending(x) else _scaled(y, x)
 
 
 def divide(x, y) -> NamedArray:
-    """`x / y`. Partial sums may be divided by a number or another scalar."""
+    """`x / y`. Partial sums may be divided by a number or another scalar.
+
+    Names: those of the operand that has all of them.
+    Gradient: elementwise; a reduce-scatter for an operand that was gathered, an all-reduce for one that was whole.
+    Moves: operands to where the layout has the result's names: an all-gather of one that rests in slices.
+    """
     if not _pending(x):
         return by_name(jnp.true_divide, x, y)
     return _scaled(x, 1 / y)
 
 
 def clip(x, min=None, max=None) -> NamedArray:
-    """The values, none below `min` or above `max`."""
+    """The values, none below `min` or above `max`.
+
+    Names: those of `x`, which has the bounds' names.
+    Gradient: elementwise; a reduce-scatter for an operand that was gathered, an all-reduce for one that was whole.
+    Moves: operands to where the layout has the result's names: an all-gather of one that rests in slices.
+    """
     bounds = [b for b in (min, max) if b is not None]
     lower, upper = min is not None, max is not None
 
@@ -171,12 +205,21 @@ def clip(x, min=None, max=None) -> NamedArray:
 
 
 def where(condition, x, y) -> NamedArray:
-    """`x` where the condition is true, `y` elsewhere."""
+    """`x` where the condition is true, `y` elsewhere.
+
+    Names: those of the operand that has all of them.
+    Gradient: elementwise; a reduce-scatter for an operand that was gathered, an all-reduce for one that was whole.
+    Moves: operands to where the layout has the result's names: an all-gather of one that rests in slices.
+    """
     return by_name(jnp.where, condition, x, y)
 
 
 def astype(x, dtype) -> NamedArray:
     """The same values in another dtype. Partial sums stay partial sums, in another float.
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
 
     Raises:
         PendingSumError: partial sums as whole numbers: each would be rounded on its own.

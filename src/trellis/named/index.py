@@ -26,6 +26,10 @@ def index(x: NamedArray, key) -> NamedArray:
     A dimension that is sliced over devices is gathered first for an integer or a slice; one that is looked up stays
     where it is (see `take`).
 
+    Names: those of `x` in order; an integer's goes, positions put theirs in the place of the name.
+    Gradient: to the places that were read; as `take` for positions, else nothing moves.
+    Moves: an all-gather along a sliced name for an integer or a slice; as `take` for positions.
+
     Raises:
         NamesError: an absent name, a position outside, a mask inside `jit`.
         PendingSumError: `x` holds partial sums.
@@ -81,6 +85,12 @@ def take(x: NamedArray, name: Name, ids) -> NamedArray:
     Plain arrays in manual mode carry no names: there a text is the type, as in `einsum`, and each device looks up what
     it has, `take("vocab/m embed, batch/d -> batch/d embed +m", table, ids)`.
 
+    Names: those of `x`, with those of `ids` in the place of the name.
+    Gradient: rows are added where they were read; a reduce-scatter for an array that was gathered, an all-gather of the
+        gradient of rows that were scattered.
+    Moves: an all-gather of an array that rests in slices; an all-reduce or a reduce-scatter of the rows where the
+        layout slices the name in use.
+
     Args:
         x: the table, `"... name ..."`.
         name: the dimension looked up.
@@ -107,6 +117,10 @@ def take_along(x: NamedArray, name: Name, ids) -> NamedArray:
 
     Names that both have are aligned, as in `jnp.take_along_axis`: with `x` of `"batch vocab"` and `ids` of
     `"batch k"`, `take_along(x, "vocab", ids)` is `"batch k"`, of each batch's own row.
+
+    Names: those of `ids`, and those of `x` that they lack.
+    Gradient: values are added where they were read; an all-gather where the name is sliced.
+    Moves: where the name is sliced, an all-gather of positions, and a reduce-scatter of values.
 
     Args:
         x: any named array.

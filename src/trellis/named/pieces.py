@@ -16,7 +16,12 @@ from trellis.notation.state import state_of
 
 
 def unbind(x: NamedArray, name: Name) -> tuple[NamedArray, ...]:
-    """One array for each position of a name, without it: `q, k, v = unbind(qkv, "qkv")`."""
+    """One array for each position of a name, without it: `q, k, v = unbind(qkv, "qkv")`.
+
+    Names: those of `x` but the given one.
+    Gradient: put together again; nothing moves.
+    Moves: an all-gather along the name where it is sliced.
+    """
     x = operand(x, "unbind")
     name = x.names[x.index(name)]
     refuse_cut((name,), "unbind")
@@ -27,6 +32,10 @@ def unbind(x: NamedArray, name: Name) -> tuple[NamedArray, ...]:
 
 def split(x: NamedArray, name: Name, sizes: int | Sequence[int]) -> tuple[NamedArray, ...]:
     """Pieces along a name: so many equal ones for an integer, or of the given sizes.
+
+    Names: those of `x`.
+    Gradient: put together again; nothing moves.
+    Moves: an all-gather along the name where it is sliced.
 
     Raises:
         NamesError: the sizes do not add up to the dimension's.
@@ -74,7 +83,12 @@ def _several(arrays: Sequence[NamedArray], what: str) -> list[NamedArray]:
 
 
 def concatenate(arrays: Sequence[NamedArray], name: Name) -> NamedArray:
-    """Joins arrays along a name that all of them have. A sliced one is gathered first."""
+    """Joins arrays along a name that all of them have. A sliced one is gathered first.
+
+    Names: those of the arrays.
+    Gradient: each array gets its piece; an all-gather where the name is sliced.
+    Moves: an all-gather along the name where it is sliced.
+    """
     arrays = _several(arrays, "concatenate")
     name = [x.names[x.index(name.name if isinstance(name, Axis) else name)] for x in arrays][0]
     refuse_cut((name,), "concatenate")
@@ -83,7 +97,13 @@ def concatenate(arrays: Sequence[NamedArray], name: Name) -> NamedArray:
 
 
 def stack(arrays: Sequence[NamedArray], name: Name) -> NamedArray:
-    """Puts arrays side by side under a new leading name."""
+    """Puts arrays side by side under a new leading name.
+
+    Names: the new one, then those of the arrays.
+    Gradient: each array gets its part; a reduce-scatter for one that was gathered, an all-reduce for one that was
+        whole.
+    Moves: arrays to where the layout has their names: an all-gather of one that rests in slices.
+    """
     arrays = _several(arrays, "stack")
     if isinstance(name, Axis) and name.size != len(arrays):
         raise NamesError(
@@ -100,6 +120,10 @@ def stack(arrays: Sequence[NamedArray], name: Name) -> NamedArray:
 
 def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> NamedArray:
     """Adds `(before, after)` elements of `value` along names: `pad(x, {"pos": (1, 0)})`. Sliced ones are gathered.
+
+    Names: those of `x`.
+    Gradient: of what was there; an all-gather where the name is sliced.
+    Moves: an all-gather along the name where it is sliced.
 
     Raises:
         NamesError: a name is absent, or a width is negative.
@@ -121,7 +145,12 @@ def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> Na
 
 
 def roll(x: NamedArray, shift: int, name: Name) -> NamedArray:
-    """Shifts elements along a name, around the end. A sliced one is gathered first."""
+    """Shifts elements along a name, around the end. A sliced one is gathered first.
+
+    Names: those of `x`.
+    Gradient: rolled back; an all-gather where the name is sliced.
+    Moves: an all-gather along the name where it is sliced.
+    """
     x = operand(x, "roll")
     name = x.names[x.index(name)]
     refuse_cut((name,), "roll")

@@ -139,6 +139,10 @@ def settle(x: NamedArray) -> NamedArray:
     """Moves an array to what `compute` says of its names; pending sums are summed on the way.
 
     Without a layout they are summed, and nothing else moves. In manual mode `reshard` says where a sum goes.
+
+    Names: those of `x`.
+    Gradient: an all-gather where a sum was scattered, else nothing moves.
+    Moves: an all-reduce of a pending sum, a reduce-scatter where the layout slices the result over that mesh axis.
     """
     layout = current_layout()
     state = state_of(x.array)
@@ -173,7 +177,7 @@ def whole(x: NamedArray, names: tuple[str, ...], what: str) -> NamedArray:
     if layout is not None and layout.dealt and "pos" in names and state.mode != "manual":
         raise NamesError(
             f"{what} goes by the order of 'pos', which is dealt out over devices here, got {typeof(x)}: "
-            f"write it as trellis.named.dealing.in_order(f, x)"
+            f"write it as trellis.in_order(f, x)"
         )
     sliced = [n for n, axes in zip(x.names, x.slices or state.axes, strict=True) if axes and n in names]
     if not sliced:

@@ -27,59 +27,134 @@ from trellis.named.reduce import argmax
 from trellis.notation import typeof
 from trellis.notation.state import state_of
 
+__all__ = [
+    "bernoulli",
+    "categorical",
+    "cauchy",
+    "dropout",
+    "exponential",
+    "fold_in",
+    "gumbel",
+    "laplace",
+    "logistic",
+    "normal",
+    "permutation",
+    "rademacher",
+    "randint",
+    "shuffle",
+    "split",
+    "truncated_normal",
+    "uniform",
+]
+
 
 def normal(key, axes: Axes, dtype=jnp.float32, *, at: str = "compute") -> NamedArray:
-    """Normal numbers of mean 0 and deviation 1."""
+    """Normal numbers of mean 0 and deviation 1.
+
+    Names: the given ones.
+    Gradient: none.
+    Moves: nothing; each device draws its own slice.
+    """
     return _sample(jax.random.normal, key, axes, at, dtype=dtype)
 
 
 def uniform(key, axes: Axes, dtype=jnp.float32, minval=0.0, maxval=1.0, *, at: str = "compute") -> NamedArray:
-    """Numbers evenly between `minval` and `maxval`, the latter not included."""
+    """Numbers evenly between `minval` and `maxval`, the latter not included.
+
+    Names: the given ones.
+    Gradient: none.
+    Moves: nothing; each device draws its own slice.
+    """
     return _sample(jax.random.uniform, key, axes, at, dtype=dtype, minval=minval, maxval=maxval)
 
 
 def truncated_normal(key, axes: Axes, lower, upper, dtype=jnp.float32, *, at: str = "compute") -> NamedArray:
-    """Normal numbers, those only that lie between `lower` and `upper`."""
+    """Normal numbers, those only that lie between `lower` and `upper`.
+
+    Names: the given ones.
+    Gradient: none.
+    Moves: nothing; each device draws its own slice.
+    """
     return _sample(jax.random.truncated_normal, key, axes, at, lower=lower, upper=upper, dtype=dtype)
 
 
 def bernoulli(key, axes: Axes, p=0.5, *, at: str = "compute") -> NamedArray:
-    """True with probability `p`."""
+    """True with probability `p`.
+
+    Names: the given ones.
+    Gradient: none.
+    Moves: nothing; each device draws its own slice.
+    """
     return _sample(jax.random.bernoulli, key, axes, at, p=p)
 
 
 def randint(key, axes: Axes, minval, maxval, dtype=jnp.int32, *, at: str = "compute") -> NamedArray:
-    """Whole numbers evenly from `minval` to `maxval`, the latter not included."""
+    """Whole numbers evenly from `minval` to `maxval`, the latter not included.
+
+    Names: the given ones.
+    Gradient: none.
+    Moves: nothing; each device draws its own slice.
+    """
     return _sample(jax.random.randint, key, axes, at, minval=minval, maxval=maxval, dtype=dtype)
 
 
 def gumbel(key, axes: Axes, dtype=jnp.float32, *, at: str = "compute") -> NamedArray:
-    """Gumbel numbers: adding them to logits and taking the largest draws from `exp(logits)`."""
+    """Gumbel numbers: adding them to logits and taking the largest draws from `exp(logits)`.
+
+    Names: the given ones.
+    Gradient: none.
+    Moves: nothing; each device draws its own slice.
+    """
     return _sample(jax.random.gumbel, key, axes, at, dtype=dtype)
 
 
 def exponential(key, axes: Axes, dtype=jnp.float32, *, at: str = "compute") -> NamedArray:
-    """Exponential numbers of mean 1."""
+    """Exponential numbers of mean 1.
+
+    Names: the given ones.
+    Gradient: none.
+    Moves: nothing; each device draws its own slice.
+    """
     return _sample(jax.random.exponential, key, axes, at, dtype=dtype)
 
 
 def laplace(key, axes: Axes, dtype=jnp.float32, *, at: str = "compute") -> NamedArray:
-    """Laplace numbers of mean 0 and scale 1."""
+    """Laplace numbers of mean 0 and scale 1.
+
+    Names: the given ones.
+    Gradient: none.
+    Moves: nothing; each device draws its own slice.
+    """
     return _sample(jax.random.laplace, key, axes, at, dtype=dtype)
 
 
 def cauchy(key, axes: Axes, dtype=jnp.float32, *, at: str = "compute") -> NamedArray:
-    """Cauchy numbers of median 0 and scale 1."""
+    """Cauchy numbers of median 0 and scale 1.
+
+    Names: the given ones.
+    Gradient: none.
+    Moves: nothing; each device draws its own slice.
+    """
     return _sample(jax.random.cauchy, key, axes, at, dtype=dtype)
 
 
 def logistic(key, axes: Axes, dtype=jnp.float32, *, at: str = "compute") -> NamedArray:
-    """Logistic numbers of mean 0 and scale 1."""
+    """Logistic numbers of mean 0 and scale 1.
+
+    Names: the given ones.
+    Gradient: none.
+    Moves: nothing; each device draws its own slice.
+    """
     return _sample(jax.random.logistic, key, axes, at, dtype=dtype)
 
 
 def rademacher(key, axes: Axes, dtype=jnp.int32, *, at: str = "compute") -> NamedArray:
-    """-1 or 1, evenly."""
+    """-1 or 1, evenly.
+
+    Names: the given ones.
+    Gradient: none.
+    Moves: nothing; each device draws its own slice.
+    """
     return _sample(jax.random.rademacher, key, axes, at, dtype=dtype)
 
 
@@ -128,7 +203,12 @@ def plain_key(key, what: str):
 
 
 def categorical(key, logits: NamedArray, over: Name) -> NamedArray:
-    """Draws positions along a name in proportion to `exp(logits)` (the Gumbel-max method)."""
+    """Draws positions along a name in proportion to `exp(logits)` (the Gumbel-max method).
+
+    Names: those of `logits` but `over`.
+    Gradient: none; the result is positions.
+    Moves: an all-gather along `over` where it is sliced.
+    """
     logits = operand(logits, "random.categorical")
     logits.index(over)
     return argmax(logits + gumbel(key, logits.axes).astype(logits.dtype), over)
@@ -138,6 +218,10 @@ def permutation(key, axis: Axis) -> NamedArray:
     """The positions along an axis, each once, in random order: an index to shuffle by.
 
     `x["batch", permutation(key, x.axis("batch"))]` is `x` shuffled along its batch.
+
+    Names: that of `axis`.
+    Gradient: none.
+    Moves: nothing.
     """
     (axis,) = axes_of(axis, "random.permutation")
     order = jax.random.permutation(plain_key(key, "random.permutation"), axis.size).astype(jnp.int32)
@@ -145,7 +229,12 @@ def permutation(key, axis: Axis) -> NamedArray:
 
 
 def shuffle(key, x: NamedArray, along: Name) -> NamedArray:
-    """The array with its positions along a name in random order, the same one for all others."""
+    """The array with its positions along a name in random order, the same one for all others.
+
+    Names: those of `x`.
+    Gradient: back to where each value came from; an all-gather where the name is sliced.
+    Moves: an all-gather along the name where it is sliced.
+    """
     x = operand(x, "random.shuffle")
     key = plain_key(key, "random.shuffle")
     return apply_along(lambda a, axis: jax.random.permutation(key, a, axis), x, along, name="random.shuffle")
@@ -153,6 +242,10 @@ def shuffle(key, x: NamedArray, along: Name) -> NamedArray:
 
 def split(key, name: Name, count: int | None = None) -> NamedArray:
     """Keys along a name: one for each position, to be given to `vmap`, `scan` or a `Stacked`.
+
+    Names: the given one.
+    Gradient: none.
+    Moves: nothing; each device makes the keys of its slice.
 
     Args:
         key: a key.
@@ -173,13 +266,23 @@ def split(key, name: Name, count: int | None = None) -> NamedArray:
 
 
 def fold_in(key, data) -> jax.Array:
-    """A key for this number: `jax.random.fold_in`, of plain or named scalars."""
+    """A key for this number: `jax.random.fold_in`, of plain or named scalars.
+
+    Names: none; one key.
+    Gradient: none.
+    Moves: nothing.
+    """
     number = data.array if is_named(data) else data
     return jax.random.fold_in(plain_key(key, "random.fold_in"), number)
 
 
 def dropout(key, x: NamedArray, rate: float) -> NamedArray:
-    """Zeros each element with probability `rate`, scales the others to keep the mean."""
+    """Zeros each element with probability `rate`, scales the others to keep the mean.
+
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+    """
     if isinstance(rate, int | float) and not 0 <= rate < 1:
         raise NamesError(f"dropout's rate is from 0 to below 1, got {rate}, in random.dropout: lower it")
     x = operand(x, "random.dropout")

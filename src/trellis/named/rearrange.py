@@ -17,6 +17,11 @@ def rearrange(x: NamedArray, pattern: str, **sizes: int) -> NamedArray:
     `name=(a b)`. On the right a group becomes one dimension, named
     `new=(a b)`, or `a_b` if not named. `...` stands for the names not written.
 
+    Names: those on the right of the pattern.
+    Gradient: rearranged back; nothing moves.
+    Moves: as `split_axis` and `merge_axes`: nothing, or an all-gather of a name whose slices do not fall on whole
+        pieces.
+
     Raises:
         NamesError: sizes that do not multiply to the dimension's, or absent names.
     """

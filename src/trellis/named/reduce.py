@@ -105,6 +105,10 @@ def sum(x, over: Names | None = None, *, where: NamedArray | None = None, dtype=
     """Sum over names, all of them if none are given.
 
     Linear: partial sums stay partial sums. In manual mode a sum over a sliced name is one.
+
+    Names: those of `x` that are not in `over`.
+    Gradient: to every position that counts; nothing moves.
+    Moves: an all-reduce where a name in `over` is sliced.
     """
     if not isinstance(x, NamedArray):
         return jnp.sum(x, dtype=dtype)
@@ -122,12 +126,22 @@ def sum(x, over: Names | None = None, *, where: NamedArray | None = None, dtype=
 
 
 def mean(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
-    """Mean over names, all of them if none are given."""
+    """Mean over names, all of them if none are given.
+
+    Names: those of `x` that are not in `over`.
+    Gradient: to every position that counts; nothing moves.
+    Moves: an all-reduce where a name in `over` is sliced.
+    """
     return reduction(jnp.mean, x, over, where=where)
 
 
 def prod(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
-    """Product over names; sliced ones are gathered first (JAX has no gradient of it there)."""
+    """Product over names; sliced ones are gathered first (JAX has no gradient of it there).
+
+    Names: those of `x` that are not in `over`.
+    Gradient: the product of all others; nothing moves.
+    Moves: an all-gather of names in `over` that are sliced.
+    """
     return reduction(_product, x, over, where=where, name="prod", gather=True)
 
 
@@ -142,62 +156,126 @@ def _product(array, axis: tuple[int, ...] | None = None, where=None):
 
 
 def max(x, over: Names | None = None, *, where: NamedArray | None = None, initial=None) -> NamedArray:
-    """Largest value over names. Of no values it is `initial`, or the lowest of the dtype."""
+    """Largest value over names. Of no values it is `initial`, or the lowest of the dtype.
+
+    Names: those of `x` that are not in `over`.
+    Gradient: shared equally by the positions that attain it; an all-reduce, to count these, where a name in `over` is
+        sliced.
+    Moves: an all-reduce where a name in `over` is sliced.
+    """
     return reduction(jnp.max, x, over, where=where, initial=_least(x, where, initial, -1))
 
 
 def min(x, over: Names | None = None, *, where: NamedArray | None = None, initial=None) -> NamedArray:
-    """Smallest value over names. Of no values it is `initial`, or the highest of the dtype."""
+    """Smallest value over names. Of no values it is `initial`, or the highest of the dtype.
+
+    Names: those of `x` that are not in `over`.
+    Gradient: shared equally by the positions that attain it; an all-reduce, to count these, where a name in `over` is
+        sliced.
+    Moves: an all-reduce where a name in `over` is sliced.
+    """
     return reduction(jnp.min, x, over, where=where, initial=_least(x, where, initial, 1))
 
 
 def all(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
-    """Whether all values over names are true."""
+    """Whether all values over names are true.
+
+    Names: those of `x` that are not in `over`.
+    Gradient: none; the result is bools.
+    Moves: an all-reduce where a name in `over` is sliced.
+    """
     return reduction(jnp.all, x, over, where=where)
 
 
 def any(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
-    """Whether some value over names is true."""
+    """Whether some value over names is true.
+
+    Names: those of `x` that are not in `over`.
+    Gradient: none; the result is bools.
+    Moves: an all-reduce where a name in `over` is sliced.
+    """
     return reduction(jnp.any, x, over, where=where)
 
 
 def var(x, over: Names | None = None, *, where: NamedArray | None = None, ddof: int = 0) -> NamedArray:
-    """Variance over names: squares of differences from the mean, divided by their number less `ddof`."""
+    """Variance over names: squares of differences from the mean, divided by their number less `ddof`.
+
+    Names: those of `x` that are not in `over`.
+    Gradient: elementwise, through the mean, too; an all-reduce where a name in `over` is sliced.
+    Moves: an all-reduce where a name in `over` is sliced.
+    """
     return reduction(jnp.var, x, over, where=where, ddof=ddof)
 
 
 def std(x, over: Names | None = None, *, where: NamedArray | None = None, ddof: int = 0) -> NamedArray:
-    """Standard deviation over names: the root of `var`."""
+    """Standard deviation over names: the root of `var`.
+
+    Names: those of `x` that are not in `over`.
+    Gradient: elementwise, through the mean, too; an all-reduce where a name in `over` is sliced.
+    Moves: an all-reduce where a name in `over` is sliced.
+    """
     return reduction(jnp.std, x, over, where=where, ddof=ddof)
 
 
 def logsumexp(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
-    """`log(sum(exp(x)))` over names, without overflow."""
+    """`log(sum(exp(x)))` over names, without overflow.
+
+    Names: those of `x` that are not in `over`.
+    Gradient: the softmax of `x`; nothing moves.
+    Moves: an all-reduce where a name in `over` is sliced.
+    """
     return reduction(jax.nn.logsumexp, x, over, where=where)
 
 
 def nansum(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
-    """Sum over names of what is not NaN."""
+    """Sum over names of what is not NaN.
+
+    Names: those of `x` that are not in `over`.
+    Gradient: to every position that counts; nothing moves.
+    Moves: an all-reduce where a name in `over` is sliced.
+    """
     return reduction(jnp.nansum, x, over, where=where)
 
 
 def nanmean(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
-    """Mean over names of what is not NaN."""
+    """Mean over names of what is not NaN.
+
+    Names: those of `x` that are not in `over`.
+    Gradient: to every position that counts; nothing moves.
+    Moves: an all-reduce where a name in `over` is sliced.
+    """
     return reduction(jnp.nanmean, x, over, where=where)
 
 
 def nanmax(x, over: Names | None = None, *, where: NamedArray | None = None, initial=None) -> NamedArray:
-    """Largest value over names that is not NaN."""
+    """Largest value over names that is not NaN.
+
+    Names: those of `x` that are not in `over`.
+    Gradient: shared equally by the positions that attain it; an all-reduce, to count these, where a name in `over` is
+        sliced.
+    Moves: an all-reduce where a name in `over` is sliced.
+    """
     return reduction(jnp.nanmax, x, over, where=where, initial=_least(x, where, initial, -1))
 
 
 def nanmin(x, over: Names | None = None, *, where: NamedArray | None = None, initial=None) -> NamedArray:
-    """Smallest value over names that is not NaN."""
+    """Smallest value over names that is not NaN.
+
+    Names: those of `x` that are not in `over`.
+    Gradient: shared equally by the positions that attain it; an all-reduce, to count these, where a name in `over` is
+        sliced.
+    Moves: an all-reduce where a name in `over` is sliced.
+    """
     return reduction(jnp.nanmin, x, over, where=where, initial=_least(x, where, initial, 1))
 
 
 def count_nonzero(x, over: Names | None = None) -> NamedArray:
-    """How many values over names are not zero."""
+    """How many values over names are not zero.
+
+    Names: those of `x` that are not in `over`.
+    Gradient: none; the result is a count.
+    Moves: an all-reduce where a name in `over` is sliced.
+    """
     return reduction(jnp.count_nonzero, x, over)
 
 
@@ -214,12 +292,22 @@ def _least(x, where, initial, sign: int):
 
 
 def argmax(x: NamedArray, over: Name) -> NamedArray:
-    """Position of the largest value along a name, the first one of equals."""
+    """Position of the largest value along a name, the first one of equals.
+
+    Names: those of `x` but `over`.
+    Gradient: none; the result is positions.
+    Moves: an all-gather along `over` where it is sliced.
+    """
     return _position(jnp.argmax, x, over)
 
 
 def argmin(x: NamedArray, over: Name) -> NamedArray:
-    """Position of the smallest value along a name, the first one of equals."""
+    """Position of the smallest value along a name, the first one of equals.
+
+    Names: those of `x` but `over`.
+    Gradient: none; the result is positions.
+    Moves: an all-gather along `over` where it is sliced.
+    """
     return _position(jnp.argmin, x, over)
 
 

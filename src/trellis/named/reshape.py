@@ -18,6 +18,10 @@ from trellis.notation.state import sharding_on, state_of
 def rename(x: NamedArray, names: Mapping[Name, Name] | None = None, **more: Name) -> NamedArray:
     """The same array under other names: `rename(k, pos="key_pos")`. Nothing moves.
 
+    Names: the new ones.
+    Gradient: renamed back; nothing moves.
+    Moves: nothing.
+
     Raises:
         NamesError: an old name is absent, an axis has another size, or two dimensions would have one name.
     """
@@ -37,7 +41,12 @@ def rename(x: NamedArray, names: Mapping[Name, Name] | None = None, **more: Name
 
 
 def transpose(x: NamedArray, names: Names) -> NamedArray:
-    """The same array with its dimensions in the given order (`"... embed"` keeps the others' order in front)."""
+    """The same array with its dimensions in the given order (`"... embed"` keeps the others' order in front).
+
+    Names: the given ones.
+    Gradient: transposed back; nothing moves.
+    Moves: nothing.
+    """
     x = operand(x, "transpose", pending=True)
     words = names.split() if isinstance(names, str) else [names] if isinstance(names, Axis) else list(names)
     if words and words[0] == "...":
@@ -57,6 +66,10 @@ def split_axis(x: NamedArray, name: Name, into: Mapping[str, int] | Sequence[Axi
     """Splits one dimension into several, major to minor. One size may be -1.
 
     Where the dimension is sliced, its first part takes the slices.
+
+    Names: those of `x`, with the new ones in the place of the old.
+    Gradient: merged again; nothing moves.
+    Moves: nothing where the slices fall on whole pieces, else an all-gather of the name.
 
     Raises:
         NamesError: the sizes do not multiply to the dimension's, or a part has the name of another dimension.
@@ -103,6 +116,10 @@ def merge_axes(x: NamedArray, names: Sequence[Name], into: Name) -> NamedArray:
 
     They are brought side by side, where the first one stands. Where an inner one is sliced, it is gathered first.
 
+    Names: those of `x`, with `into` in the place of the first.
+    Gradient: split again; nothing moves.
+    Moves: nothing where the first name alone is sliced, else an all-gather of the others.
+
     Raises:
         NamesError: a name is absent, or `into` is the name of another dimension or an axis of another size.
     """
@@ -148,6 +165,11 @@ def _reshaped(x: NamedArray, state, names, axes, shape) -> NamedArray:
 
 def broadcast_to(x: NamedArray, axes: Axes) -> NamedArray:
     """The same values along all given axes, in their order.
+
+    Names: the given ones.
+    Gradient: summed over what is new; a reduce-scatter for an array that was gathered, an all-reduce for one that was
+        whole.
+    Moves: the array to where the layout has the result's names: an all-gather of one that rests in slices.
 
     Raises:
         NamesError: a dimension of `x` is not among them, or has another size.

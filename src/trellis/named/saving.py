@@ -14,6 +14,10 @@ def save(x, name: str):
 
     The mark is free: without a policy that names it, it changes nothing.
 
+    Names: those of `x`.
+    Gradient: elementwise; nothing moves.
+    Moves: nothing.
+
     Args:
         x: an array, a named array or a tree of them.
         name: what policies call it.
@@ -94,7 +98,7 @@ def only(*names: str, offload: tuple[str, ...] = ()) -> Keep:
 def checkpoint(fn: Callable, policy: Keep | Callable | None) -> Callable:
     """The function with its intermediate values kept as the policy says (None: as JAX would).
 
-    With `saved` this is explicit activation checkpointing: what is marked with
+    With `Keep(names=None)` this is explicit activation checkpointing: what is marked with
     `save` is kept, and nothing else.
 
     Args:
@@ -109,6 +113,6 @@ def checkpoint(fn: Callable, policy: Keep | Callable | None) -> Callable:
     if not isinstance(policy, Keep) and not callable(policy):
         raise TypeMismatch(
             f"a policy is a Keep or one of jax.checkpoint's, got {policy!r}, in checkpoint: pass Keep(('hidden',)), "
-            "saving.nothing or jax.checkpoint_policies.dots_saveable"
+            "Keep() or jax.checkpoint_policies.dots_saveable"
         )
     return jax.checkpoint(fn, policy=policy.policy() if isinstance(policy, Keep) else policy, prevent_cse=False)

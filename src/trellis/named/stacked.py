@@ -11,7 +11,8 @@ from trellis.named.array import is_named
 from trellis.named.axis import Axis, NamesError
 from trellis.named.backend import written_out
 from trellis.named.index import index
-from trellis.named.pipeline import fold_pipeline, pipeline_axis
+from trellis.named.pipeline import cut
+from trellis.named.pipeline.by_vmap import fold_pipeline, pipeline_axis
 from trellis.named.random import split
 from trellis.named.saving import Keep
 from trellis.named.scan import loop, scan
@@ -62,6 +63,8 @@ class Stacked(eqx.Module):
             call: `call(layer, x, *each, *args)` instead of `layer(x, *each, *args)`.
             policy: what each layer keeps for the backward pass.
         """
+        if (met := cut.meet(cut.Fold(self, x, args, tuple(each), call, policy, makes=False))) is not None:
+            return met[0]
         axis = pipeline_axis(self.axis)
         if axis is not None:
             stages = current_layout().mesh.shape[axis]
@@ -78,6 +81,8 @@ class Stacked(eqx.Module):
 
         Never a pipeline: where a layout spreads the layers over a mesh axis in use, they are gathered first.
         """
+        if (met := cut.meet(cut.Fold(self, x, args, tuple(each), call, policy, makes=True))) is not None:
+            return met[0]
         return self._run(_call(call), x, args, each, policy)
 
     def _run(self, body, x, args, each, policy):

@@ -17,7 +17,13 @@ from trellis.notation.state import state_of
 
 
 def at(x: NamedArray) -> "At":
-    """`at(x)["pos", 3].set(value)`, also `x.at["pos", 3].set(value)`."""
+    """`at(x)["pos", 3].set(value)`, also `x.at["pos", 3].set(value)`.
+
+    Names: those of `x`.
+    Gradient: to the array where it was kept, to the values where they were put; an all-gather where an indexed name is
+        sliced.
+    Moves: an all-gather along indexed names that are sliced.
+    """
     return At(operand(x, "an update"))
 
 

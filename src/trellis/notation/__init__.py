@@ -23,7 +23,7 @@ from trellis.notation.annotation import (
 from trellis.notation.binding import Bindings, PendingSumError, TypeMismatch
 from trellis.notation.checked import checked, checking
 from trellis.notation.shape import Dim, NotationError, Shape, parse, parse_transition, spec_of
-from trellis.notation.struct import abstract, specs, struct, types
+from trellis.notation.struct import struct, struct_shapes, struct_specs, struct_types
 from trellis.notation.transition import Step, kind_of, plan
 from trellis.notation.typeof import short_dtype, typeof
 

@@ -29,9 +29,9 @@ def struct(cls):
     >>> @struct
     ... class Weights:
     ...     layers: Stack["layers", Block]
-    >>> abstract(Weights, dict(layers=2, embed=8, mlp=16)).layers.up
+    >>> struct_shapes(Weights, dict(layers=2, embed=8, mlp=16)).layers.up
     ShapeDtypeStruct(shape=(2, 8, 16), dtype=float32)
-    >>> specs(Weights).layers.up
+    >>> struct_specs(Weights).layers.up
     P(None, 'data', 'model')
     """
     cls = dataclasses.dataclass(frozen=True)(cls)
@@ -50,7 +50,7 @@ def _holds_arrays(hint) -> bool:
     return isinstance(hint, type) and (issubclass(hint, jax.Array) or dataclasses.is_dataclass(hint))
 
 
-def abstract(cls, sizes: Mapping[str, int], mesh=None, **static):
+def struct_shapes(cls, sizes: Mapping[str, int], mesh=None, **static):
     """The abstract tree of a struct: `jax.ShapeDtypeStruct`s, with shardings where a mesh is given.
 
     Args:
@@ -78,7 +78,7 @@ def abstract(cls, sizes: Mapping[str, int], mesh=None, **static):
     return _build(cls, leaf, (), _name(cls), static)
 
 
-def specs(cls, mesh=None, **static):
+def struct_specs(cls, mesh=None, **static):
     """The `PartitionSpec`s of a struct, as its annotations say (without axes of size 1 where a mesh is given)."""
 
     def leaf(kind: ArrayType, place: str):
@@ -89,7 +89,7 @@ def specs(cls, mesh=None, **static):
     return _build(cls, leaf, (), _name(cls), static)
 
 
-def types(cls, **static):
+def struct_types(cls, **static):
     """The same tree with each array's annotated type (`ArrayType`) as its leaf."""
     return _build(cls, lambda kind, place: kind, (), _name(cls), static)
 

@@ -1,7 +1,36 @@
-"""Plans of a run for hardware that is not here."""
+"""Plans of a run for hardware that is not here: memory, communication and time, from types or from the compiler.
 
-from trellis.hardware.chips import chips as chips
-from trellis.hardware.chips import target as target
-from trellis.plan.quick import Plan as Plan
-from trellis.plan.quick import quick_plan as quick_plan
-from trellis.plan.search import search as search
+`quick_plan` needs no compiler; `compile_run` asks the target's own, and `judge` holds the two against each other. The
+parts of it are there for programs that plan several things of one step: `prepare`, `plan_of`. `plan_step` takes a train
+step of one's own.
+"""
+
+from trellis.hardware.chips import Chip, Target, chips, target
+from trellis.hardware.local import local_target
+from trellis.hardware.measure import Machine, measure_machine
+from trellis.plan.compile import Compiled, compile_run
+from trellis.plan.prepared import Prepared, prepare
+from trellis.plan.quick import Plan, plan_of, plan_step, quick_plan
+from trellis.plan.search import search
+from trellis.plan.verdict import Verdict, judge
+
+__all__ = [
+    "Chip",
+    "Compiled",
+    "Machine",
+    "Plan",
+    "Prepared",
+    "Target",
+    "Verdict",
+    "chips",
+    "compile_run",
+    "judge",
+    "local_target",
+    "measure_machine",
+    "plan_of",
+    "plan_step",
+    "prepare",
+    "quick_plan",
+    "search",
+    "target",
+]

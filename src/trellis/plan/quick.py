@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from trellis.hardware.chips import Target
 from trellis.hardware.described import described_devices
@@ -13,7 +14,7 @@ from trellis.inspect.work import Piece, work
 from trellis.plan.links import Links, links_of
 from trellis.plan.prepared import Prepared, prepare
 from trellis.plan.roofline import HIDING_OPTIONS, Times, times
-from trellis.program import Program
+from trellis.program import Program, trace
 from trellis.run.config import Run
 from trellis.train.compilation import options_for
 from trellis.train.flops import flops_per_token
@@ -127,6 +128,23 @@ def plan_of(
         options=options,
         load=load,
     )
+
+
+def plan_step(
+    step: Callable, state: Any, batch: Any, target: Target, *, name: str, tokens: int, model_flops: float
+) -> Plan:
+    """The same for any train step, of a model and a loop of one's own.
+
+    Args:
+        step: `step(state, batch)`, under `jax.jit` where it donates its state.
+        state: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+        batch: likewise.
+        target: the hardware.
+        name: of the plan.
+        tokens: tokens of a step.
+        model_flops: FLOPs of a step that count for MFU, over all devices.
+    """
+    return plan_program(trace(step, state, batch), target, name=name, tokens=tokens, model_flops=model_flops)
 
 
 def _made_once(piece: Piece) -> bool:

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from trellis.hardware.chips import MEMORY_EFFICIENCY, Chip
+from trellis.hardware.chips import Chip
 from trellis.inspect.rows import Ledger, Row
 from trellis.inspect.work import Piece
 from trellis.plan.links import Links
@@ -143,7 +143,7 @@ def waves(dims: tuple[int, int, int], count: float, chip: Chip) -> float:
 
 def work_line(piece: Piece, chip: Chip) -> Line:
     """The time of one piece of work."""
-    bandwidth = chip.hbm_bandwidth * MEMORY_EFFICIENCY
+    bandwidth = chip.streaming_bandwidth
     if chip.cache_bytes and piece.num_bytes <= chip.cache_bytes:
         bandwidth = chip.cache_bandwidth
     memory = piece.num_bytes / bandwidth

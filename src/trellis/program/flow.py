@@ -53,12 +53,11 @@ def roles(program: Program) -> dict[Operation, str]:
                 needed.update(operation.inputs)
         for operation in body.operations:
             for inner in operation.bodies:
-                carried = {"scan": operation.params.get("num_carry"), "while": len(inner.results)}
-                count = carried.get(operation.name)
+                loop = operation.carries
                 marks = (
                     [result in needed for result in operation.results]
-                    if count is None
-                    else [index < count for index in range(len(inner.results))]
+                    if loop is None
+                    else [index < loop[1] for index in range(len(inner.results))]
                 )
                 read(inner, {value for value, mark in zip(inner.results, marks) if mark})
             inputs = operation.inputs

@@ -15,6 +15,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AxisType
 
+from trellis._compat import scan_counts
 from trellis.notation.state import State
 from trellis.program.scopes import direction_of
 from trellis.program.sizes import local_bytes, local_shape, state_at
@@ -179,6 +180,13 @@ class Operation:
         skip = 1 if self.name == "cond" else 0
         given = self.operands[skip:]
         return list(zip(body.inputs, given)) if len(given) == kept else []
+
+    @property
+    def carries(self) -> tuple[int, int] | None:
+        """Of a loop: inputs of its body before those that it carries from turn to turn, and how many it carries."""
+        if self.name == "scan":
+            return scan_counts(self.params)
+        return (self.params["body_nconsts"], len(self.results)) if self.name == "while" else None
 
     def __repr__(self) -> str:
         return f"<{self.name} at {self.source or 'an unknown line'}>"

@@ -100,6 +100,21 @@ class Logging:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GuardRule:
+    """When the state's copies on several devices are compared."""
+
+    every: int | None = None
+    """Steps between comparisons, which also come before each checkpoint; null makes none. Set it, to 100 or so, for
+    long runs on many devices: memory and links do change bits."""
+    replay: bool = True
+    """Where a part of the state has no copy, as in pure FSDP, make these steps twice and compare their results. It
+    takes the time of a step and the memory of another state. Set it to false where there is no room for that."""
+
+    def __post_init__(self):
+        at_least(1, every=self.every)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """A trace of a few steps, for Perfetto or XProf."""
 
@@ -178,6 +193,8 @@ class Run:
     """When and on how much the validation loss is measured."""
     logging: Logging = Logging()
     """What is written while the run runs."""
+    guard: GuardRule = GuardRule()
+    """When copies on several devices are compared."""
     profile: Profile | None = None
     """A trace of some steps; null takes none. Set it where steps are slower than planned."""
     compiler_options: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
@@ -305,6 +322,7 @@ __all__ = [
     "Data",
     "Distributed",
     "Evaluation",
+    "GuardRule",
     "LayoutChoice",
     "Logging",
     "MeshSizes",

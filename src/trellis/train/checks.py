@@ -11,6 +11,7 @@ from trellis.figures.numbers import size
 from trellis.program import Program
 from trellis.run.config import Remat
 from trellis.train.assemble import Assembled
+from trellis.train.guard import replays
 from trellis.train.summary import device_bytes
 
 # What is counted of a step's memory may be twice what a compiler needs, but not more.
@@ -48,15 +49,49 @@ def check_step(memory: Mapping[str, int], assembled: Assembled) -> None:
     _check_room(sum(memory.values()) // _CERTAIN, assembled.layout.mesh.devices.flat)
 
 
-def _check_room(num_bytes: int, devices: Iterable[Any]) -> None:
+def check_guard(memory: Mapping[str, int], assembled: Assembled) -> None:
+    """Refuses to make steps twice where another state does not fit, or where the same step may give another result.
+
+    Args:
+        memory: bytes on each device at the step's highest point, by kind.
+        assembled: the run.
+    """
+    run, mesh = assembled.run, assembled.layout.mesh
+    if not replays(run.guard, assembled.abstract, mesh):
+        return
+    state = sum(device_bytes(leaf) for leaf in jax.tree.leaves(assembled.abstract))
+    fix = "use --guard.replay false, which compares copies alone, or more devices"
+    _check_room(
+        sum(memory.values()) // _CERTAIN + state,
+        mesh.devices.flat,
+        rule="A step that is made twice leaves room for another state.",
+        fix=fix,
+    )
+    option = "xla_gpu_deterministic_ops"
+    if mesh.devices.flat[0].platform == "gpu" and assembled.compiler_options.get(option, "").lower() != "true":
+        raise UserError(
+            "A step that is made twice gives the same bits: a GPU's compiler is told to order its sums.",
+            seen=f"guard.every={run.guard.every}, and parts of the state that are held once",
+            where="guard.replay",
+            fix=f"add --compiler_options.{option} true, or use --guard.replay false",
+        )
+
+
+def _check_room(
+    num_bytes: int,
+    devices: Iterable[Any],
+    *,
+    rule: str = "A run's state and its step fit into the memory that there is.",
+    fix: str = "use a smaller model or batch, or more devices; `trellis memory` shows what each device holds",
+) -> None:
     here = [device for device in devices if device.process_index == jax.process_index()]
     needed, room = num_bytes * len(here), memory_of_machine() if here[0].platform == "cpu" else _limit(here)
     if room is not None and needed > room:
         raise UserError(
-            "A run's state and its step fit into the memory that there is.",
+            rule,
             seen=f"{size(needed)} at least on {len(here)} x {here[0].device_kind}, which have {size(room)} together",
             where="the run",
-            fix="use a smaller model or batch, or more devices; `trellis memory` shows what each device holds",
+            fix=fix,
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from trellis.errors import UserError
-from trellis.hardware.platform import choose_platform
+from trellis.hardware.platform import choose_platform, claim_gpu_memory
 from trellis.run.config import Run
 
 # The processors' caches and memory are shared: past this many devices a CPU gains nothing and compiles for longer.
@@ -24,6 +24,7 @@ def find_devices(run: Run) -> list[Any]:
         UserError: there are fewer devices than asked for, or JAX has looked already.
     """
     choose_platform()
+    claim_gpu_memory()
     count = run.devices or default_count(run, _cores())
     try:
         jax.config.update("jax_num_cpu_devices", count)

@@ -17,6 +17,7 @@ class Record:
     Attributes:
         step: how many steps had been made after this one.
         values: the metrics, those that were added for the same step (an evaluation) among them.
+        arrays: of what was added, that which is no scalar.
         dispatched: when the step was handed to the device.
         done: when the device had finished it.
         idle_from: when the device had finished what it was given before; None for the first.
@@ -31,6 +32,7 @@ class Record:
     done: float = 0.0
     idle_from: float | None = None
     released: float = 0.0
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -100,7 +102,7 @@ class Drain:
             self._raise()
 
     def add(self, metrics: Mapping[str, jax.Array]) -> None:
-        """Adds metrics to the step pushed last, such as an evaluation that was dispatched after it."""
+        """Adds to the step pushed last what was dispatched after it: an evaluation's scalars, small arrays."""
         with self._change:
             self._raise()
             self._pending[-1].later.update(metrics)
@@ -154,7 +156,7 @@ class Drain:
                     if self._closed:
                         return
                     item = self._pending[0]
-                _fetch(item.record.values, item.first)
+                _fetch(item.record, item.first)
                 item.record.done = item.record.done or time.perf_counter()
                 item.record.idle_from = idle_from
                 with self._change:
@@ -163,7 +165,7 @@ class Drain:
                     self._change.wait_for(lambda item=item: self._closed or item.sealed)
                     if not item.sealed:
                         return
-                _fetch(item.record.values, item.later)
+                _fetch(item.record, item.later)
                 if not item.later:
                     item.record.released = item.record.done
                 idle_from = item.record.released = item.record.released or time.perf_counter()
@@ -181,9 +183,13 @@ def _ready(arrays: Mapping[str, jax.Array]) -> bool:
     return all(array.is_ready() for array in arrays.values() if isinstance(array, jax.Array))
 
 
-def _fetch(values: dict[str, float], arrays: dict[str, jax.Array]) -> None:
+def _fetch(record: Record, arrays: dict[str, jax.Array]) -> None:
     for array in arrays.values():
         if isinstance(array, jax.Array):
             array.copy_to_host_async()
     for name, array in arrays.items():
-        values[name] = float(np.asarray(array))
+        found = np.asarray(array)
+        if found.ndim:
+            record.arrays[name] = found
+        else:
+            record.values[name] = float(found)

@@ -19,10 +19,11 @@ from trellis.train.assemble import Assembled
 from trellis.train.compilation import CompiledStep
 from trellis.train.distributed import is_first
 from trellis.train.drain import Drain, Record
+from trellis.train.guard import Guard
 from trellis.train.metrics import Meter, Work
 from trellis.train.profile import Profiler
 from trellis.train.progress import Progress, forecast
-from trellis.train.stopping import LossNotFinite, Signals, explain, explained_abort, leave_at_once
+from trellis.train.stopping import LossNotFinite, Signals, StoppedTogether, explain, explained_abort, leave_at_once
 from trellis.train.timeline import Timeline
 from trellis.train.trackers import Tracker, open_trackers
 
@@ -90,8 +91,8 @@ def train(
         progress: where progress is shown; the default is stderr.
 
     Raises:
-        RunStopped: the loss was not finite too often, or memory did not suffice. The message names the last good
-            checkpoint.
+        RunStopped: the loss was not finite too often, copies of the state differed, or memory did not suffice. The
+            message names the last good checkpoint.
     """
     folder = Path(folder)
     run_file = folder / "run.yaml"
@@ -107,7 +108,7 @@ def train(
             return _Loop(assembled, feed, folder, saved, signals, until).go(work, progress)
         except BaseException as error:
             told = explain(error, _last_good(saved, others_live=jax.process_count() == 1))
-            if jax.process_count() > 1 and not isinstance(told, LossNotFinite):
+            if jax.process_count() > 1 and not isinstance(told, StoppedTogether):
                 leave_at_once(told)
             if told is error:
                 raise
@@ -128,6 +129,7 @@ class _Loop:
         self._paces: list[float] = []
         self._lines: list[dict] = []
         self._trackers: list[Tracker] = []
+        self._guard = Guard(assembled)
         self._timeline = Timeline(folder / "timeline.jsonl" if is_first() else None)
 
     def go(self, work: Work | None, progress: Progress | None) -> Outcome:
@@ -175,6 +177,7 @@ class _Loop:
             made = index + 1
             profile.before(index)
             compiled = len(step.programs)
+            replayed = self._guard.replay(step, state, batch, made)
             state, metrics = step(state, batch)
             if len(step.programs) > compiled:
                 seconds = time.perf_counter() - waited[1]
@@ -184,12 +187,15 @@ class _Loop:
             profile.after(index, metrics)
             exit_code = self._signals.exit_code(made)
             last = made >= self._stop or exit_code is not None
+            save = last or _due(made, run.checkpoints.every)
+            if compared := replayed | self._guard.digests(state, batch, made, save=save):
+                self._drain.add(compared)
             if self._feed.evaluate is not None and (made >= run.steps or _due(made, run.evaluation.every)):
                 self._drain.add(self._feed.evaluate(state))
                 self._timeline.add("evaluation", made)
             self._handle(self._drain.poll(), certain=made - _AHEAD - 1)
-            if last or _due(made, run.checkpoints.every):
-                # What is saved is known to be good: every loss up to it was looked at.
+            if save:
+                # What is saved is known to be good: every loss up to it was looked at, and its copies compared.
                 self._handle(self._drain.flush(), certain=made)
                 self._save(state, made)
             if last:
@@ -244,7 +250,8 @@ class _Loop:
             self._note(f"takes    about {duration(seconds)} more: {len(left)} steps, {times} evaluations")
 
     def _check(self, record: Record) -> None:
-        """Stops the run when the loss was not finite more often in a row than is allowed."""
+        """Stops the run when copies differ, or the loss was not finite more often in a row than is allowed."""
+        self._guard.check(record.arrays, record.step, lambda: _last_good(self._saved, others_live=True))
         loss, norm = record.values["loss"], record.values.get("grad_norm", 0.0)
         self._not_finite = 0 if math.isfinite(loss) and math.isfinite(norm) else self._not_finite + 1
         if self._not_finite > self._run.skip_nonfinite:

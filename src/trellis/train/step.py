@@ -24,6 +24,7 @@ from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
 from trellis.optim import all_finite, select
 from trellis.optim.averaging import average as moving_average
+from trellis.train.stages import in_stages, pipelined, stages_of
 from trellis.train.state import TrainState
 
 Metrics = dict[str, jax.Array]
@@ -149,11 +150,13 @@ def loss_and_gradients(model: LanguageModel, batch: Batch, options: StepOptions,
     tokens = batch.loss_mask.astype(jnp.float32).sum().array
     scale = 1.0 / jnp.maximum(tokens, 1.0)
 
-    def mean_loss(params, part, key, ahead=None):
+    def mean_loss(params, part, key, ahead=None, scale=scale):
         sums, measured = batch_loss(params, part, options, key, ahead)
         return sums.total * scale, (sums, measured)
 
     to_use = lambda params: options.precision.in_use(params)
+    if (axis := stages_of(model)) is not None:
+        return _through_stages(model, batch, to_use, mean_loss, options, key, axis)
     if options.microbatches == 1:
         (_, found), gradients = jax.value_and_grad(lambda p: mean_loss(to_use(p), batch, key), has_aux=True)(model)
         return *found, gradients
@@ -164,6 +167,23 @@ def loss_and_gradients(model: LanguageModel, batch: Batch, options: StepOptions,
     parts = _parts(batch, options.microbatches)
     ahead = _look_ahead(use, parts) if model.looks_ahead else None
     sums, measured, total = _accumulate(jax.value_and_grad(mean_loss, has_aux=True), use, parts, key, ahead)
+    (gradients,) = pull(jax.tree.map(lambda g, p: g.astype(p.dtype), total, use))
+    return sums, measured, gradients
+
+
+def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, options: StepOptions, key, axis: str):
+    """The same of a model whose layers are spread over stages."""
+    copied = _copied if options.accumulation == "pending" else lambda params: params
+    use, pull = jax.vjp(lambda params: in_stages(copied(to_use(params)), axis), model)
+    scale = 1.0 / jnp.maximum(batch.loss_mask.astype(jnp.float32).sum().array, 1.0)
+
+    def shared(numbers):
+        keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+        return keys, jnp.broadcast_to(scale, numbers.shape)
+
+    loss = lambda params, part, shared: mean_loss(params, part.named(), shared[0], scale=shared[1])
+    cut = lambda batch, count: _parts(batch, count)[1]
+    (sums, measured), total = pipelined(use, batch, cut, shared, loss, options.microbatches, axis)
     (gradients,) = pull(jax.tree.map(lambda g, p: g.astype(p.dtype), total, use))
     return sums, measured, gradients
 

@@ -32,8 +32,16 @@ class RunStopped(UserError):
     exit_code = 3
 
 
-class LossNotFinite(RunStopped):
-    """The loss was not finite too often. Every process of a run finds this at the same step."""
+class StoppedTogether(RunStopped):
+    """What every process of a run finds at the same step, so that none waits for another."""
+
+
+class LossNotFinite(StoppedTogether):
+    """The loss was not finite too often."""
+
+
+class CopiesDiffer(StoppedTogether):
+    """Devices that are to hold the same value do not, or a step made twice gave two results."""
 
 
 def explain(error: BaseException, last_good: str) -> BaseException:

@@ -145,8 +145,7 @@ class _Check:
                 raise self.refused(operation, operands)
             if loop and not typed:
                 # A loop carries a sum that is pending from the first turn on, or never.
-                first = operation.params["num_consts" if name == "scan" else "body_nconsts"]
-                count = operation.params["num_carry"] if name == "scan" else len(got)
+                first, count = operation.carries
                 before, after = given[first : first + count], got[:count]
                 if [held.pending for held in before] != [held.pending for held in after]:
                     raise self.refused(operation, [*after, *operands])

@@ -65,7 +65,8 @@ def dot_product_attention(
         logit_softcap: scores become `cap * tanh(scores / cap)`.
         upcast: sum and soften scores in float32 whatever the arrays' dtype. Accelerators' kernels always do.
         implementation: "auto" takes cuDNN's on NVIDIA GPUs and splash on TPUs where these can compute what is asked,
-            and "chunked" elsewhere and in a pipeline's stages; "reference", "chunked", "cudnn", "splash" insist.
+            and "chunked" elsewhere and in evaluation through a pipeline's stages; "reference", "chunked", "cudnn" and
+            "splash" insist.
         save_name: the name under which `jax.checkpoint` policies can save what the backward pass needs, so that the
             kernel does not run again (cuDNN's has no such name: saving its output does not save its second run).
 
@@ -168,7 +169,8 @@ def _choose(q, k, place, pattern, logit_softcap, upcast, implementation) -> str:
     }
     layout = current_layout()
     if layout is not None and layout.mapped:  # so it is in JAX 0.10.2
-        refuses = dict.fromkeys(refuses, lambda: "kernels do not run mapped over mesh axes, as in a pipeline's stages")
+        why = "kernels do not run mapped over mesh axes, as evaluation through a pipeline's stages is"
+        refuses = dict.fromkeys(refuses, lambda: why)
     if implementation != "auto":
         if reason := refuses[implementation]():
             raise AttentionError(

@@ -35,6 +35,8 @@ def kernel(name: str, instruction: Instruction, machine) -> Callable:
     def one(*values: np.ndarray) -> tuple[np.ndarray, ...]:
         first = next(i for i, v in enumerate(values) if v.dtype.kind == "f")
         own = dict(zip(names, values[first:]))
+        if own["q"].ndim == 3:  # of one sequence: the compiler has dropped the batch
+            own = {name: x[None] for name, x in own.items()}
         rest = values[first + len(names) :]
         if len(rest) > 1 or any(v.dtype != np.int32 or v.ndim != 2 for v in rest):
             raise NotInterpreted(f"the kernel {name} with a mask or sinks as operands")
@@ -86,7 +88,10 @@ def _results(kind: tuple, phase: str, own: dict[str, np.ndarray], seen: np.ndarr
         log_sum, mean = own["log_sum"][:, :, 0], own["mean"][:, :, 0]
         d_q, d_k, d_v, _ = attention.backward(q, k, v, scores, log_sum, own["d_out"], mean)
         found = {last: d_q} if phase == "dq" else {last - 1: d_k, last: d_v}
-    return tuple(np.broadcast_to(found.get(i, np.array(np.nan, q.dtype)), t.shape) for i, t in enumerate(kind))
+    made = (found.get(i, np.array(np.nan, q.dtype)) for i in range(len(kind)))
+    return tuple(
+        np.broadcast_to(x[0] if x.ndim > len(t.shape) else x, t.shape) for x, t in zip(made, kind, strict=True)
+    )
 
 
 KERNELS: dict[str, Callable] = {"splash_": kernel}

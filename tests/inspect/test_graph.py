@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from trellis.pages.graph import step_svg
+from trellis.inspect.graph import step_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -71,6 +71,24 @@ def pipeline_axis(layers: Axis) -> str | None:
     return axes[0]
 
 
+def microbatches_of(layout: Layout, axis: str, batch: int) -> int:
+    """Into how many parts a batch is cut.
+
+    Raises:
+        NamesError: the layout says a number that does not cut every slice of the batch into equal parts.
+    """
+    (over,) = layout.without(axis).assign((BATCH,))
+    copies = math.prod(layout.mesh.shape[a] for a in over)
+    fits = [n for n in range(1, batch + 1) if batch % (n * copies) == 0]
+    count = layout.pipeline_microbatches or max((n for n in fits if n <= 4 * layout.mesh.shape[axis]), default=0)
+    if count not in fits:
+        raise NamesError(
+            f"a pipeline's microbatches cut every slice of the batch into equal parts, got {count} for "
+            f"{BATCH}={batch} in {copies} slices: use one of {', '.join(map(str, fits)) or 'no sizes, this batch'}"
+        )
+    return count
+
+
 def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each):
     """Carries `x` through all layers, which the stages of a mesh axis hold in equal parts.
 
@@ -161,13 +179,7 @@ class _Plan:
         stages = outside.mesh.shape[axis]
         (over,) = outside.without(axis).assign((BATCH,))
         copies = math.prod(outside.mesh.shape[a] for a in over)
-        fits = [n for n in range(1, batch + 1) if batch % (n * copies) == 0]
-        count = outside.pipeline_microbatches or max((n for n in fits if n <= 4 * stages), default=0)
-        if count not in fits:
-            raise NamesError(
-                f"a pipeline's microbatches cut every slice of the batch into equal parts, got {count} for "
-                f"{BATCH}={batch} in {copies} slices: use one of {', '.join(map(str, fits)) or 'no sizes, this batch'}"
-            )
+        count = microbatches_of(outside, axis, batch)
         inside = dataclasses.replace(outside.without(axis, *over), cut=(BATCH,))
         around = dataclasses.replace(inside, cut=()).with_compute({layers.name: axis, COPIES: over})
         return _Plan(layers.name, axis, stages, copies, count, outside, around, inside)

@@ -1,0 +1,132 @@
+"""What `accelerator.py` checks and measures, in the order of worth. Nothing here needs JAX."""
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One thing that is checked or measured, in a process of its own.
+
+    Attributes:
+        name: unique; results are kept under it.
+        work: the function of `work.py` that does it.
+        given: its arguments.
+        limit: seconds after which it is ended.
+        on_cpu: needs no accelerator: JAX is told to leave it alone.
+    """
+
+    name: str
+    work: str
+    given: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    limit: float = 150.0
+    on_cpu: bool = False
+
+
+# The shapes that seqax publishes utilisations for, largest last.
+SIZES = ("84m", "270m", "540m", "1b", "2b")
+# The recipes with their own data's documents unmasked, as the published runs have it.
+PLAIN = {"data.mask_documents": "false"}
+SMALL_LLAMA = {
+    "model.vocab": "256", "model.embed": "64", "model.layers": "1", "model.heads": "4", "model.kv_heads": "2",
+    "model.head_dim": "16", "model.mlp": "128", "data.sequence_length": "64", "batch_size": "4",
+    "layout.preset": "auto",
+}  # fmt: skip
+
+# Without what a CPU's compiler changes: types that it has no products in, gathers that it makes once for both passes.
+ONCE = {"precision.compute": "float32", "remat.policy": "none"}
+
+# What a search may choose besides checkpointing and microbatches: sequences in a batch, and the type at rest.
+BATCHES = {"1b": (32, 64, 128), "8b": (2, 4, 8, 16)}
+# Compiler options tried on the best 1B, where time is left.
+FLAGS = {
+    "without Triton products": {"xla_gpu_enable_triton_gemm": "false"},
+    "without command buffers": {"xla_gpu_enable_command_buffer": ""},
+    "all tilings of products": {"xla_gpu_exhaustive_tiling_search": "true"},
+}
+RANKS = (1, 2, 3)
+
+
+def checks(toy: bool) -> list[Row]:
+    """What must hold before a figure means anything."""
+    small = {"data.sequence_length": "64", "batch_size": "4"} if toy else {"batch_size": "8"}
+    sizes = SMALL_LLAMA if toy else {"model.layers": "4", "model.kv_heads": "4", "layout.preset": "auto"}
+    step = {"recipe": "llama_84m", "options": sizes | small}
+    kernels = {"batch": 2, "pos": 64 if toy else 1024, "head_dims": (16,) if toy else (64, 128)}
+    loss = {"tokens": 64, "embed": 32, "vocab": 96} if toy else {"tokens": 2048, "embed": 1024, "vocab": 32_768}
+    return [
+        Row(name="machine", work="machine", given={"size": 256 if toy else 8192, "megabytes": 8 if toy else 1024}),
+        Row(name="check attention", work="check_attention", given=kernels),
+        Row(name="check loss", work="check_loss", given=loss),
+        Row(
+            name="check step",
+            work="check_step",
+            given=step | {"types": ("bfloat16",) if toy else ("bfloat16", "float32")},
+        ),
+        Row(name="check ledger", work="check_ledger", given={"recipe": "llama_84m", "options": sizes | small | ONCE}),
+    ]
+
+
+def planned(size: str, toy: bool, on: str) -> Row:
+    """The planner's search for one device, over batches and types at rest; on the host's CPU."""
+    recipe, options = ("llama_1b", PLAIN) if size == "1b" else ("llama_8b", PLAIN | {"data.sequence_length": "4096"})
+    given = {"recipe": recipe, "options": options | (SMALL_LLAMA if toy else {}), "on": on}
+    given |= {"batches": (4,) if toy else BATCHES[size], "types": ("float32",) if toy else ("float32", "bfloat16")}
+    return Row(name=f"plan {size}", work="search_settings", given=given | {"most": 2 if toy else 6}, on_cpu=True)
+
+
+def found(size: str, rank: int, **more: object) -> Row:
+    """A step with settings that the search found: 1 is the fastest, 2 and 3 the fastest with room to spare."""
+    given = {"settings": f"plan {size}", "rank": rank, **more}
+    return Row(name=f"{size}, search {rank}", work="train_found", given=given, limit=240)
+
+
+def recipe(size: str) -> Row:
+    """A step of a recipe as it is."""
+    return Row(
+        name=f"llama_{size}",
+        work="train_recipe",
+        given={"recipe": f"llama_{size}", "options": {}},
+    )
+
+
+def explicit(size: str, toy: bool) -> Row:
+    """A step of `examples/explicit_train.py`."""
+    return Row(name=f"explicit {size}", work="train_explicit", given={"preset": "tiny" if toy else size})
+
+
+def all_rows(toy: bool, on: str) -> list[Row]:
+    """Every row, in the order of worth.
+
+    Args:
+        toy: at sizes that a CPU does in seconds, one of each kind.
+        on: the hardware that is planned for, as in "1xH200".
+    """
+    attention = [(2, 64, 4, 2, 16)] if toy else [(64, 1024, 16, 16, 128), (8, 4096, 32, 8, 128), (4, 8192, 32, 8, 128)]
+    loss = [(128, 32, 96)] if toy else [(65_536, 2048, 32_768), (16_384, 4096, 128_256)]
+    torch = SMALL_LLAMA if toy else {}
+    alone = [
+        Row(name="attention alone", work="attention_alone", given={"shapes": attention}),
+        Row(name="loss alone", work="loss_alone", given={"shapes": loss}),
+    ]
+    peer = Row(name="torch 1b", work="train_torch", given={"recipe": "llama_1b", "options": torch}, limit=240)
+    first = [*checks(toy), planned("1b", toy, on), found("1b", 1, profile=True)]
+    if toy:
+        return [*first, explicit("84m", toy), *alone, peer]
+    return [
+        *first,
+        recipe("1b"),
+        planned("8b", toy, on),
+        found("8b", 1, profile=True),
+        explicit("1b", toy),
+        peer,
+        *alone,
+        *(found(size, rank) for rank in RANKS[1:] for size in ("1b", "8b")),
+        *(row for size in ("2b", "540m", "270m", "84m") for row in (recipe(size), explicit(size, toy))),
+        *(
+            dataclasses.replace(
+                found("1b", 1, options={f"compiler_options.{k}": v for k, v in flags.items()}), name=f"1b {name}"
+            )
+            for name, flags in FLAGS.items()
+        ),
+    ]

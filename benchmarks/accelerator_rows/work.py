@@ -1,0 +1,79 @@
+"""One row of `accelerator.py`, in a process of its own: `work.py FOLDER NAME OUT [--toy] --on TARGET`.
+
+What is found is written to OUT as soon as it is there, so that a row that is ended keeps what it had.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+STARTED = time.time()
+
+
+class Findings:
+    """What a row found so far, in a file.
+
+    Args:
+        path: the file.
+        folder: of all rows, for those that read another's.
+    """
+
+    def __init__(self, path: Path, folder: Path):
+        self.path, self.folder, self.values = path, folder, {}
+
+    def tell(self, **values: object) -> None:
+        """Adds values, and writes all of them."""
+        self.values |= values
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.values))
+        part.replace(self.path)
+
+    def of(self, row: str) -> dict:
+        """What another row found.
+
+        Raises:
+            LookupError: it did not end well, or has not run.
+        """
+        lines = (json.loads(line) for line in (self.folder / "rows.jsonl").read_text().splitlines())
+        for line in lines:
+            if line["row"] == row and line["outcome"] == "done":
+                return line["values"]
+        raise LookupError(f"needs what `{row}` finds, which did not end well")
+
+
+def main() -> None:
+    """Does the row's work."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("name")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--on", required=True)
+    args = parser.parse_args()
+    if sys.platform == "linux":  # ends with the process that started it, however that ended
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    from rows import all_rows
+
+    row = next(row for row in all_rows(args.toy, args.on) if row.name == args.name)
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # as `trellis train` does; JAX would keep a quarter
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.95")
+    if row.on_cpu:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    if args.toy:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    import alone
+    import checks
+    import steps
+    import with_torch
+
+    works = {name: getattr(module, name) for module in (alone, checks, steps, with_torch) for name in module.WORKS}
+    works[row.work](Findings(args.out, args.folder), **row.given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What comparing copies costs: the time of a comparison against the time of a step.
+
+    python benchmarks/guard.py [RECIPE] [--devices 2] [--layout.preset data] [--FIELD VALUE ...]
+
+Times alternate, so that what else the machine does meets both. Prints medians, the share of the time of a run at
+`guard.every: 100`, and the bytes that a device sends.
+"""
+
+import json
+import statistics
+import sys
+import time
+
+import jax
+import numpy as np
+
+from trellis.recipes import load_run
+from trellis.train import CompiledStep, Guard, assemble, find_devices
+
+ROUNDS, EVERY = 15, 100
+
+
+def main(words: list[str]) -> None:
+    recipe = words.pop(0) if words and not words[0].startswith("--") else "starter"
+    options = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    run = load_run(recipe, {"layout.preset": "data", **options, "guard.every": str(EVERY)})
+    assembled = assemble(run, find_devices(run))
+    step, guard = CompiledStep(assembled.step, assembled.compiler_options), Guard(assembled)
+    times: dict[str, list[float]] = {"step": [], "comparison": [], "replay": []}
+    ones = lambda x: jax.device_put(np.ones(x.shape, x.dtype), x.sharding)
+    with assembled.layout:
+        state, batch = assembled.init(), jax.tree.map(ones, assembled.abstract_batch())
+        for n in range(ROUNDS + 1):
+            begun = time.perf_counter()
+            replayed = jax.block_until_ready(guard.replay(step, state, batch, EVERY))
+            times["replay"].append(time.perf_counter() - begun)
+            begun = time.perf_counter()
+            state, _ = jax.block_until_ready(step(state, batch))
+            times["step"].append(time.perf_counter() - begun)
+            begun = time.perf_counter()
+            digests = jax.block_until_ready(guard.digests(state, batch, EVERY, save=False))
+            times["comparison"].append(time.perf_counter() - begun)
+            guard.check({k: np.asarray(v) for k, v in (digests | replayed).items()}, n, lambda: "")
+    medians = {name: statistics.median(found[1:]) for name, found in times.items()}
+    once = medians["comparison"] + (medians["replay"] if replayed else 0)
+    result = {
+        "recipe": recipe,
+        "mesh": dict(assembled.layout.mesh.shape),
+        "step_seconds": round(medians["step"], 4),
+        "comparison_seconds": round(medians["comparison"], 5),
+        "replay_seconds": round(medians["replay"], 4) if replayed else None,
+        f"percent_of_the_time_at_every_{EVERY}": round(100 * once / (EVERY * medians["step"]), 3),
+        "bytes_from_a_device": guard.ledger().total(),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

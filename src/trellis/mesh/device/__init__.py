@@ -1,0 +1,1 @@
+"""A program of whole arrays as the program of one device."""

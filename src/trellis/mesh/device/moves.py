@@ -1,0 +1,84 @@
+"""Transitions as collectives on one device's slices, where JAX does not track what varies (`check_vma=False`)."""
+
+import math
+
+import jax
+from jax import lax
+
+from trellis.notation import Dim, Shape
+from trellis.notation.state import State
+from trellis.notation.transition import Step, plan
+
+Axes = tuple[str, ...]
+
+
+def moved(x: jax.Array, before: State, after: State, sizes, scope: str | None = None) -> jax.Array:
+    """One device's part of an array that goes from one place to another.
+
+    Args:
+        x: what this device holds.
+        before, after: where the whole array lies.
+        sizes: those of the mesh axes; axes of size 1 move nothing.
+        scope: the transition in the notation, for the ledger.
+    """
+    shapes = [_shape(state, sizes) for state in (before, after)]
+    for step in plan(*shapes):
+        with jax.named_scope(scope or f"reshard[{step.before} -> {step.after}]"):
+            x = _perform(step, x, sizes)
+    return x
+
+
+def _shape(state: State, sizes) -> Shape:
+    real = lambda axes: tuple(a for a in axes if sizes[a] > 1)
+    dims = tuple(Dim(f"_{i}", real(axes)) for i, axes in enumerate(state.axes))
+    return Shape(dims, tuple(sorted(real(state.pending))), tuple(sorted(real(state.copied))))
+
+
+def _perform(step: Step, x: jax.Array, sizes) -> jax.Array:
+    match step.kind:
+        case "all-gather":
+            return lax.all_gather(x, step.axes, axis=step.dim, tiled=True)
+        case "reduce-scatter":
+            return lax.psum_scatter(x, step.axes, scatter_dimension=step.dim, tiled=True)
+        case "all-reduce":
+            return lax.psum(x, step.axes)
+        case "all-to-all":
+            return lax.all_to_all(x, step.axes, split_axis=step.to, concat_axis=step.dim, tiled=True)
+        case "permute":
+            before, after = (s.dims[step.dim].axes[-len(step.axes) :] for s in (step.before, step.after))
+            return _permuted(x, before, after, sizes)
+        case "slice":
+            return own(x, step.dim, step.axes)
+    return _cast(step, x)
+
+
+def _cast(step: Step, x: jax.Array) -> jax.Array:
+    """Copies are what they were. A value that is whole everywhere, as a pending sum: it on the first device."""
+    made = tuple(sorted(set(step.after.pending) - set(step.before.pending)))
+    if not made:
+        return x
+    first = lax.axis_index(made) == 0
+    return lax.select(lax.broadcast(first, x.shape), x, lax.full_like(x, 0))
+
+
+def own(x: jax.Array, dim: int, axes: Axes) -> jax.Array:
+    """This device's slice of a dimension that it holds whole."""
+    size = x.shape[dim] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
+
+
+def _permuted(x: jax.Array, before: Axes, after: Axes, sizes) -> jax.Array:
+    """The same slices on other devices: of `a/x/y` those of `a/y/x`."""
+
+    def holder(piece: int, order: Axes) -> int:
+        """The device that holds a piece, counted along `before`."""
+        place = {}
+        for axis in reversed(order):
+            piece, place[axis] = divmod(piece, sizes[axis])
+        device = 0
+        for axis in before:
+            device = device * sizes[axis] + place[axis]
+        return device
+
+    pieces = range(math.prod(sizes[a] for a in before))
+    return lax.ppermute(x, before, [(holder(p, before), holder(p, after)) for p in pieces])

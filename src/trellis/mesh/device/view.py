@@ -1,0 +1,223 @@
+"""A program of whole arrays (explicit mode), as the program of one device.
+
+In explicit mode the type of every value says how it lies on the mesh, forward and backward. So what one device does
+follows from the program, equation by equation: most are the same operation on a slice; an equation whose result lies
+elsewhere than its operands put it moves data, by the collectives of that transition; a `shard_map` is a device's
+program already and stands as it is. What comes out can stand in a `shard_map` over all mesh axes, with loops,
+conditions and permutes around it, and kernels within: a pipeline's stages do.
+
+No gradient is taken of it. Take the gradient first, of the program of whole arrays, whose types promise what it moves.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from trellis._compat import within_equation
+from trellis.errors import TrellisError
+from trellis.mesh.device import rules
+from trellis.mesh.device.moves import moved
+from trellis.notation.state import State
+from trellis.program.sizes import state_at
+from trellis.program.source import source_of
+
+
+class DeviceViewError(TrellisError, NotImplementedError):
+    """An operation of which no device's part is known."""
+
+
+class View:
+    """Runs jaxprs on one device's parts of their values.
+
+    Args:
+        sizes: the sizes of all mesh axes.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]):
+        self.sizes = dict(sizes)
+
+    def run(self, closed: ClosedJaxpr, *args: jax.Array) -> list[jax.Array]:
+        """The results' parts on this device, from those of the arguments.
+
+        Raises:
+            DeviceViewError: an operation of which no device's part is known.
+        """
+        return self.jaxpr(closed.jaxpr, [self._constant(c, v.aval) for c, v in _constants(closed)], args)
+
+    def jaxpr(self, jaxpr: Jaxpr, consts: Sequence, args: Sequence) -> list:
+        """The same of a jaxpr and its constants' parts."""
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        read = lambda v: np.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else values[v]
+        last = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if not isinstance(v, Literal)}
+        kept = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+        for number, equation in enumerate(jaxpr.eqns):
+            with within_equation(equation):
+                results = self.equation(equation, [read(v) for v in equation.invars])
+            values.update(zip(equation.outvars, results, strict=True))
+            for v in equation.invars:  # what is not read again is not held on to
+                if not isinstance(v, Literal) and last[v] == number and v not in kept:
+                    values.pop(v, None)
+        return [read(v) for v in jaxpr.outvars]
+
+    def equation(self, equation: JaxprEqn, args: list) -> list:
+        """One equation on parts of its operands."""
+        name = equation.primitive.name
+        if name in _CONTROL:
+            return _CONTROL[name](self, equation, args)
+        if (inner := _called(equation)) is not None:
+            return self.run(inner, *args)
+        if name in ("psum", *rules.COLLECTIVES) and not self._moves(equation):
+            return list(args)
+        if name in rules.COLLECTIVES:
+            return rules.COLLECTIVES[name](equation, args)
+        states = [self.state(v.aval) for v in equation.invars]
+        outs = [self.state(v.aval) for v in equation.outvars]
+        if name != "reshard" and not any(_placed(s) for s in (*states, *outs)):
+            return _bound(equation, args)
+        rule = rules.RULES.get(name)
+        if rule is None and name not in rules.ELEMENTWISE:
+            raise DeviceViewError(
+                f"a pipeline's stages are programs of one device, got `{name}` of sliced arrays, of which no device's "
+                f"part is known, at {source_of(equation) or 'an unknown line'}: gather its operands first, with "
+                "reshard, or write it in a shard_map"
+            )
+        results, natural = (rule or rules.elementwise)(self, equation, args, states)
+        return [moved(x, at, out, self.sizes) for x, at, out in zip(results, natural, outs, strict=True)]
+
+    def local(self, shape: Sequence[int], axes: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
+        """The shape of one device's part."""
+        return tuple(n // math.prod(self.sizes.get(a, 1) for a in mine) for n, mine in zip(shape, axes, strict=True))
+
+    def state(self, aval) -> State:
+        """Where a value lies by its type, along mesh axes that are more than one device."""
+        return self.real(state_at(aval))
+
+    def real(self, state: State) -> State:
+        """The same without mesh axes of one device, which need not be axes of the mesh that this runs on."""
+        real = lambda axes: tuple(a for a in axes if self.sizes.get(a, 1) > 1)
+        axes = tuple(map(real, state.axes))
+        return dataclasses.replace(
+            state, axes=axes, pending=frozenset(real(state.pending)), copied=frozenset(real(state.copied))
+        )
+
+    def _moves(self, equation: JaxprEqn) -> bool:
+        """Whether a collective is along a mesh axis of this program's mesh."""
+        axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+        return any(a in self.sizes for a in (axes if isinstance(axes, tuple) else (axes,)))
+
+    def _constant(self, value, aval):
+        """A device's part of a constant."""
+        state, value = self.state(aval), _plain(value)
+        whole = State(state.mode, ((),) * len(state.axes))
+        return moved(jnp.asarray(value), whole, state, self.sizes) if _placed(state) else value
+
+
+def _constants(closed: ClosedJaxpr):
+    return zip(closed.consts, closed.jaxpr.constvars, strict=True)
+
+
+def _plain(x):
+    """A constant without the mesh that it was made on, along with its type."""
+    if isinstance(x, jax.core.Tracer):
+        raise DeviceViewError(
+            "a pipeline's stages are given all arrays that they read as arguments, got one of "
+            f"{jax.typeof(x).str_short()} that a function brings along: put it into the model, or into what its layers "
+            "get"
+        )
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+    return np.asarray(x)
+
+
+def _placed(state: State) -> bool:
+    return bool(any(state.axes) or state.pending)
+
+
+def _called(equation: JaxprEqn) -> ClosedJaxpr | None:
+    """The program of a call: of a jitted function, of one with a gradient of its own, of a checkpointed one."""
+    if equation.primitive.name not in _CALLS:
+        return None
+    inner = next(equation.params[name] for name in ("jaxpr", "call_jaxpr") if name in equation.params)
+    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+
+
+_CALLS = frozenset("jit pjit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call".split())
+
+
+def _bound(equation: JaxprEqn, args: list) -> list:
+    params = rules.without_sharding(equation.primitive.get_bind_params(equation.params))
+    if "out_avals" in params:  # a kernel's, which say on which mesh they are
+        params["out_avals"] = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in params["out_avals"])
+    out = equation.primitive.bind(*args, **params)
+    return list(out) if equation.primitive.multiple_results else [out]
+
+
+# Control flow: the same, of parts.
+
+
+def _scan(view: View, equation: JaxprEqn, args: list) -> list:
+    p = equation.params
+    consts, carry, xs = _split(args, p["num_consts"], p["num_carry"])
+    closed = p["jaxpr"]
+
+    def body(carry, x):
+        results = view.run(closed, *consts, *carry, *x)
+        return results[: p["num_carry"]], results[p["num_carry"] :]
+
+    carry, ys = lax.scan(body, carry, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
+    return [*carry, *ys]
+
+
+def _while(view: View, equation: JaxprEqn, args: list) -> list:
+    p = equation.params
+    cond, body, carry = _split(args, p["cond_nconsts"], p["body_nconsts"])
+    goes_on = lambda carry: view.run(p["cond_jaxpr"], *cond, *carry)[0]
+    return lax.while_loop(goes_on, lambda carry: view.run(p["body_jaxpr"], *body, *carry), carry)
+
+
+def _cond(view: View, equation: JaxprEqn, args: list) -> list:
+    index, *operands = args
+    branches = [lambda *xs, b=branch: view.run(b, *xs) for branch in equation.params["branches"]]
+    return lax.switch(jnp.asarray(index, jnp.int32), branches, *operands)
+
+
+def _shard_map(view: View, equation: JaxprEqn, args: list) -> list:
+    """A device's program already; its operands lie as it says, or are brought there."""
+    p = equation.params
+    manual = set(p["newly_manual_axes"]) | set(p["mesh"].manual_axes)
+    if set(p["mesh"].axis_names) - manual - {a for a, n in view.sizes.items() if n == 1}:
+        raise DeviceViewError(
+            "a shard_map in a pipeline's stages is manual over all mesh axes, got "
+            f"{', '.join(sorted(manual))} of {', '.join(p['mesh'].axis_names)}, at "
+            f"{source_of(equation) or 'an unknown line'}: leave out its `axes`"
+        )
+    wanted = [view.real(_specified(spec, v.aval)) for spec, v in zip(p["in_specs"], equation.invars, strict=True)]
+    args = [moved(x, view.state(v.aval), s, view.sizes) for x, v, s in zip(args, equation.invars, wanted, strict=True)]
+    results = view.jaxpr(p["jaxpr"], (), args)
+    made = [view.real(_specified(spec, v.aval)) for spec, v in zip(p["out_specs"], equation.outvars, strict=True)]
+    return [
+        moved(x, s, view.state(v.aval), view.sizes) for x, s, v in zip(results, made, equation.outvars, strict=True)
+    ]
+
+
+def _specified(spec, aval) -> State:
+    parts = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec.partitions]
+    axes = (*parts, *[()] * (len(aval.shape) - len(parts)))
+    return State("explicit", tuple(axes), frozenset(spec.unreduced or ()), frozenset(spec.reduced or ()))
+
+
+def _split(args: list, *counts: int) -> list[list]:
+    parts, start = [], 0
+    for count in counts:
+        parts.append(args[start : start + count])
+        start += count
+    return [*parts, args[start:]]
+
+
+_CONTROL: dict[str, Callable] = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map}

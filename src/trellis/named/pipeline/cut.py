@@ -1,0 +1,104 @@
+"""A program cut at its stack of layers: what comes before, one stage's layers, and what comes after.
+
+The program is run as it is written, by tracing. The first time it stops where the layers begin, which gives what comes
+before; the second time it finds their result made already, and goes on, which gives what comes after.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trellis.named.axis import NamesError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fold:
+    """A call of `Stacked.fold` or `Stacked.scan`.
+
+    Attributes:
+        stack: the layers.
+        x: what the first layer gets.
+        args: what every layer gets.
+        each: arrays with the layers' name, of which every layer gets its position.
+        call: how a layer is called, or None.
+        policy: what each layer keeps for the backward pass.
+        makes: whether layers give `(x, y)`, as in a scan.
+    """
+
+    stack: Any
+    x: Any
+    args: tuple
+    each: tuple
+    call: Callable | None
+    policy: Any
+    makes: bool
+
+
+class _Reached(BaseException):
+    """The layers begin here."""
+
+    def __init__(self, fold: Fold):
+        self.fold = fold
+
+
+_met: contextvars.ContextVar["Callable[[Fold], Any] | None"] = contextvars.ContextVar("layers met", default=None)
+
+
+def meet(fold: Fold) -> tuple | None:
+    """What a stack of layers gives instead of running, as a tuple of one, or None where nothing is cut."""
+    found = _met.get()
+    return None if found is None else (found(fold),)
+
+
+def before(function: Callable, *args) -> Fold:
+    """The call of the layers in `function(*args)`.
+
+    Raises:
+        NamesError: it calls none.
+    """
+
+    def stop(fold: Fold):
+        raise _Reached(fold)
+
+    with _meeting(stop):
+        try:
+            function(*args)
+        except _Reached as reached:
+            return reached.fold
+    raise NamesError(
+        "a pipeline is cut at a stack of layers, got a program that calls none: call the model's `layers.fold`, or "
+        "take the layers out of the layout's compute"
+    )
+
+
+def after(function: Callable, result: Any, *args) -> Any:
+    """`function(*args)`, where the layers have given `result`.
+
+    Raises:
+        NamesError: it calls a second stack of layers.
+    """
+    met: list[Fold] = []
+
+    def give(fold: Fold):
+        met.append(fold)
+        if len(met) > 1:
+            raise NamesError(
+                f"a pipeline's layers are one stack, got a second one of {fold.stack.axis.size} "
+                f"'{fold.stack.axis.name}' after the first: make one stack of groups of layers, or take its name out "
+                "of the layout's compute"
+            )
+        return result
+
+    with _meeting(give):
+        return function(*args)
+
+
+@contextlib.contextmanager
+def _meeting(how: Callable[[Fold], Any]) -> Iterator[None]:
+    token = _met.set(how)
+    try:
+        yield
+    finally:
+        _met.reset(token)

@@ -1,0 +1,223 @@
+"""A pipeline's loss and gradients, one forward, one backward: what a stage does in each tick, on one device.
+
+All that a stage keeps for its backward passes are `Schedule.slots` of them, however many microbatches there are. The
+gradient is made here, not by differentiating the ticks, in which every forward pass would come before any backward one.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from trellis.mesh.device.view import View
+from trellis.mesh.permute import permute
+from trellis.named.pipeline.pieces import Pieces
+from trellis.named.pipeline.schedule import Schedule, Unit
+from trellis.notation import spec_of
+from trellis.notation.state import State, state_of
+
+
+class Arrays(NamedTuple):
+    """What a pipeline is given: parameters outside of the layers, those of the layers, and the microbatches.
+
+    Attributes:
+        outer: as they are used.
+        layers: `"layers ..."`, over the stages.
+        parts: a tree of `"microbatches ..."`, the same on all stages.
+    """
+
+    outer: list[jax.Array]
+    layers: list[jax.Array]
+    parts: Any
+
+
+class _Carried(NamedTuple):
+    """What a device has between two ticks.
+
+    Attributes:
+        arrived: from the stage before.
+        returned: the gradient of what was sent, from the stage after.
+        kept: what its forward passes left for their backward passes, each in its slot.
+        d_layers, d_outer: gradients so far, in float32.
+        sums: of the loss so far.
+    """
+
+    arrived: Any
+    returned: Any
+    kept: Any
+    d_layers: list[jax.Array]
+    d_outer: list[jax.Array]
+    sums: Any
+
+
+def run(pieces: Pieces, schedule: Schedule, axis: str, arrays: Arrays):
+    """The sums of the loss over all microbatches, and the gradients of `outer` and `layers`.
+
+    Gradients lie as the arrays promise: copies have partial sums.
+    """
+    specs = jax.tree.map(lambda x: spec_of(*_fields(state_of(x))), arrays)
+    gradients = [[spec_of(*_gradient(state_of(x))) for x in group] for group in (arrays.outer, arrays.layers)]
+    sums = jax.tree.map(lambda _: jax.P(), pieces.leave.out[0])
+    mesh = jax.typeof(arrays.layers[0]).sharding.mesh
+    device = _Device(pieces, schedule, axis, View(dict(mesh.shape)), [_copied(x, axis) for x in arrays.outer])
+    run = jax.shard_map(device.run, mesh=mesh, in_specs=tuple(specs), out_specs=(sums, *gradients), check_vma=False)
+    return run(*arrays)
+
+
+def _fields(state: State):
+    return state.axes, state.pending, state.copied
+
+
+def _gradient(state: State):
+    return state.axes, state.copied, state.pending
+
+
+def _copied(x: jax.Array, axis: str) -> bool:
+    return axis in state_of(x).copied
+
+
+@dataclasses.dataclass(frozen=True)
+class _Device:
+    """One device's program.
+
+    Attributes:
+        pieces, schedule: of the pipeline.
+        axis: the mesh axis of the stages.
+        view: runs the pieces on this device's parts.
+        pending: of each array outside of the layers, whether its gradient may stay a sum over the stages.
+    """
+
+    pieces: Pieces
+    schedule: Schedule
+    axis: str
+    view: View
+    pending: Sequence[bool]
+
+    def run(self, outer, layers, parts):
+        schedule = self.schedule
+        groups = [x.reshape(schedule.groups, -1, *x.shape[1:]) for x in layers]
+        program = _Program(self, outer, groups, parts)
+        carry = program.start()
+        joint = lambda carry, tick: program.backward(*program.forward(carry, tick), tick)
+        carry = _ticks(lambda carry, tick: program.forward(carry, tick)[0], 0, schedule.forward_only, carry)
+        carry = _ticks(joint, schedule.forward_only, schedule.forward_ends, carry)
+        carry = _ticks(
+            lambda carry, tick: program.backward(carry, None, tick), schedule.forward_ends, schedule.ends, carry
+        )
+        sums = jax.tree.map(lambda x: lax.psum(x, self.axis), carry.sums)
+        d_outer = [d if stays else lax.psum(d, self.axis) for d, stays in zip(carry.d_outer, self.pending, strict=True)]
+        return sums, d_outer, [d.reshape(-1, *d.shape[2:]) for d in carry.d_layers]
+
+
+def _ticks(body, start: int, stop: int, carry):
+    if start == stop:
+        return carry
+    return lax.scan(lambda carry, tick: (body(carry, tick), None), carry, jnp.arange(start, stop))[0]
+
+
+class _Program:
+    """The ticks' two halves, on one device."""
+
+    def __init__(self, device: _Device, outer, layers, parts):
+        self.pieces, self.schedule, self.axis, self.view = device.pieces, device.schedule, device.axis, device.view
+        self.outer, self.layers, self.parts = outer, layers, parts
+        self.stage = lax.axis_index(self.axis)
+        self.last = self.stage == self.schedule.stages - 1
+        self.places = jnp.asarray(self.schedule.places())[self.stage]
+
+    def start(self) -> _Carried:
+        """Before the first tick."""
+        slot = (self.pieces.carried, self.pieces.stage.out[1])
+        kept = jax.tree.map(lambda x: jnp.zeros((self.schedule.slots + 1, *self._local(x)), x.dtype), slot)
+        whole = lambda arrays: [jnp.zeros(x.shape, jnp.float32) for x in arrays]
+        zeros = lambda tree: jax.tree.map(self._zeros, tree)
+        carried = zeros(self.pieces.carried)
+        sums = zeros(self.pieces.leave.out[0])
+        return _Carried(carried, carried, kept, whole(self.layers), whole(self.outer), sums)
+
+    def forward(self, carry: _Carried, tick):
+        """The forward half of a tick, and the gradient of what leaves the last stage in it."""
+        unit = self.schedule.forward(tick, self.stage)
+        part = self._part(unit.microbatch)
+        entered, made = carry.arrived
+        entered = lax.cond(
+            (self.stage == 0) & (unit.group == 0),
+            lambda: self._call("enter", self.outer, part),
+            lambda: entered,
+        )
+        carried = (entered, made)
+        args, each = self._call("context", self.outer, part)
+        out, kept = self._call("stage", self._chunk(unit), carried, args, each, self._start(unit))
+        place = jnp.where(unit.works, self.places[unit.number], self.schedule.slots)
+        put = lambda all_, one: lax.dynamic_update_index_in_dim(all_, one.astype(all_.dtype), place, 0)
+        kept = jax.tree.map(put, carry.kept, (carried, kept))
+        leaves = unit.works & self.last & (unit.group == self.schedule.groups - 1)
+        sums, d_outer, d_out = self._if(leaves, "leave", self.outer, part, out)
+        return carry._replace(
+            arrived=self._sent(out, 1),
+            kept=kept,
+            sums=_added(carry.sums, sums),
+            d_outer=_added(carry.d_outer, d_outer),
+        ), d_out
+
+    def backward(self, carry: _Carried, d_out, tick) -> _Carried:
+        """The backward half; `d_out` is the gradient of what left in the same tick, or None where nothing leaves."""
+        unit = self.schedule.backward(tick, self.stage)
+        part = self._part(unit.microbatch)
+        d_carried = carry.returned
+        if d_out is not None:
+            own = self.last & (unit.group == self.schedule.groups - 1)
+            d_carried = jax.tree.map(lambda mine, sent: jnp.where(own, mine, sent), d_out, d_carried)
+        args, each = self._call("context", self.outer, part)
+        pick = lambda x: lax.dynamic_index_in_dim(x, self.places[unit.number], 0, keepdims=False)
+        carried, kept = jax.tree.map(pick, carry.kept)
+        d_chunk, d_carried = self._call(
+            "stage_back", self._chunk(unit), carried, args, each, self._start(unit), kept, d_carried
+        )
+        add = lambda total, d: total.at[unit.group].add(jnp.where(unit.works, d, 0).astype(total.dtype))
+        enters = unit.works & (self.stage == 0) & (unit.group == 0)
+        d_outer = self._if(enters, "enter_back", self.outer, part, d_carried[0])
+        return carry._replace(
+            returned=self._sent(d_carried, -1),
+            d_layers=[add(total, d) for total, d in zip(carry.d_layers, d_chunk, strict=True)],
+            d_outer=_added(carry.d_outer, d_outer),
+        )
+
+    # Parts of these.
+
+    def _call(self, name: str, *args):
+        piece = getattr(self.pieces, name)
+        return piece(self.view, *args)
+
+    def _if(self, here, name: str, *args):
+        """What a piece gives on the device where it belongs, and zeros elsewhere."""
+        out = getattr(self.pieces, name).out
+        return lax.cond(here, lambda: self._call(name, *args), lambda: jax.tree.map(self._zeros, out))
+
+    def _local(self, x) -> tuple[int, ...]:
+        return self.view.local(x.shape, state_of(x).axes)
+
+    def _zeros(self, x):
+        return jnp.zeros(self._local(x), x.dtype)
+
+    def _part(self, microbatch):
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, 0, keepdims=False), self.parts)
+
+    def _chunk(self, unit: Unit) -> list[jax.Array]:
+        return [lax.dynamic_index_in_dim(x, unit.group, 0, keepdims=False) for x in self.layers]
+
+    def _start(self, unit: Unit):
+        return (unit.group * self.schedule.stages + self.stage) * self.pieces.source.rows
+
+    def _sent(self, tree, by: int):
+        """To the next stage, or the one before."""
+        count = self.schedule.stages
+        routes = [(s, (s + by) % count) for s in range(count)]
+        return jax.tree.map(lambda x: permute(x, (self.axis,), routes), tree)
+
+
+def _added(total, more):
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)

@@ -1,0 +1,207 @@
+"""Copies that must be equal are: what devices hold is compared wherever the types say that it is the same."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from trellis.checkpoints.entries import entries, shown
+from trellis.inspect.ledger import ledger
+from trellis.inspect.rows import Ledger
+from trellis.notation.state import state_of
+from trellis.run.config import GuardRule
+from trellis.train.assemble import Assembled
+from trellis.train.digests import digest_table
+from trellis.train.stopping import CopiesDiffer
+
+# How many differences a message names.
+_NAMED = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Devices that do not hold what others do.
+
+    Attributes:
+        name: the array's.
+        devices: those in the minority; all of the group where there is none.
+        axes: the mesh axes along which they differ.
+        copies: how many devices were compared.
+    """
+
+    name: str
+    devices: tuple[Any, ...]
+    axes: tuple[str, ...]
+    copies: int
+
+    def __str__(self) -> str:
+        where = f"`{self.name}` on {_listed(self.devices)}"
+        if len(self.devices) < self.copies:
+            return f"{where} is not what it is on the other {self.copies - len(self.devices)} along {_words(self.axes)}"
+        return f"{where} is not the same along {_words(self.axes)}"
+
+
+class Guard:
+    """Compares the copies of a run's state and batches after steps N, 2N, ... and before each checkpoint.
+
+    Where a part of the state is held once, steps N, 2N, ... are made twice from the same state and batch, by the same
+    program, and their results are compared. Comparisons run on the devices behind the steps; nothing waits for them.
+
+    Args:
+        assembled: the run.
+    """
+
+    def __init__(self, assembled: Assembled):
+        self._assembled, self._rule = assembled, assembled.run.guard
+        self._mesh = assembled.layout.mesh
+        self._replays = replays(self._rule, assembled.abstract, self._mesh)
+        self._names: list[str] = []
+        self._specs: tuple[P, ...] = ()
+        self._copy: Callable | None = None
+
+    def replay(self, step: Callable, state: Any, batch: Any, made: int) -> dict[str, jax.Array]:
+        """Makes a step on a copy of the state, where it is to be made twice: its digests.
+
+        Args:
+            step: the compiled step, which donates its state.
+            state, batch: what the step is about to be given.
+            made: how many steps will have been made after it.
+        """
+        if not (self._replays and self._due(made)):
+            return {}
+        if self._copy is None:
+            same = jax.tree.map(lambda x: x.sharding, state)
+            self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=same)
+        again, _ = step(self._copy(state), batch)
+        return {"replayed": self._table(again, batch)}
+
+    def digests(self, state: Any, batch: Any, made: int, *, save: bool) -> dict[str, jax.Array]:
+        """The digests of a state and of the batch that led to it, on the devices still, where they are to be compared.
+
+        Args:
+            state: after `made` steps.
+            batch: of the last of these.
+            made: how many steps have been made.
+            save: whether the state is about to be saved.
+        """
+        if self._rule.every is None or not (save or self._due(made)):
+            return {}
+        return {"digests": self._table(state, batch)}
+
+    def check(self, arrays: dict[str, np.ndarray], step: int, last_good: Callable[[], str]) -> None:
+        """Compares digests that have arrived.
+
+        Args:
+            arrays: what `digests` and `replay` gave, on the host.
+            step: how many steps had been made.
+            last_good: gives words that name the last good checkpoint.
+
+        Raises:
+            CopiesDiffer: devices hold different values, or the step gave two results.
+        """
+        if "digests" not in arrays:
+            return
+        table, fix = arrays["digests"], "run the same command again, which goes on after that checkpoint; "
+        if found := differences(table, self._names, self._specs, self._mesh):
+            raise CopiesDiffer(
+                "What the layout keeps on several devices is the same on each of them, to the bit.",
+                seen=f"after step {step}: {_some([str(d) for d in found])}",
+                where=last_good(),
+                fix=f"{fix}leave out a device that is named again",
+            )
+        if "replayed" not in arrays:
+            return
+        twice = arrays["replayed"] != table
+        if twice.any():
+            devices = {
+                name: self._mesh.devices[twice[..., n]] for n, name in enumerate(self._names) if twice[..., n].any()
+            }
+            raise CopiesDiffer(
+                "A step that is made twice from one state and one batch gives one result, to the bit.",
+                seen=f"step {step} gave two: {_some([f'`{n}` on {_listed(at)}' for n, at in devices.items()])}",
+                where=last_good(),
+                fix=f"{fix}leave out a device that is named again, or --guard.replay false where steps are random",
+            )
+
+    def ledger(self) -> Ledger:
+        """What moves for a comparison."""
+        leaves = list(_leaves(self._assembled.abstract, self._assembled.abstract_batch()).values())
+        specs = tuple(leaf.sharding.spec for leaf in leaves)
+        with self._assembled.layout:
+            return ledger(lambda leaves: digest_table(leaves, self._mesh, specs), leaves)
+
+    def _due(self, made: int) -> bool:
+        return self._rule.every is not None and made % self._rule.every == 0
+
+    def _table(self, state: Any, batch: Any) -> jax.Array:
+        found = _leaves(state, batch)
+        self._names = list(found)
+        self._specs = tuple(leaf.sharding.spec for leaf in found.values())
+        return digest_table(list(found.values()), self._mesh, self._specs)
+
+
+def replays(rule: GuardRule, abstract: Any, mesh: Mesh) -> bool:
+    """Whether steps are made twice: a part of the state has no copy.
+
+    Args:
+        rule: the run's.
+        abstract: the state's types with shardings.
+        mesh: where it lies.
+    """
+    whole = [math.prod(mesh.shape[axis] for axis in state_of(e.leaf).sliced) for e in entries(abstract).values()]
+    return rule.every is not None and rule.replay and max(whole) == mesh.size
+
+
+def differences(table: np.ndarray, names: Sequence[str], specs: Sequence[P], mesh: Mesh) -> list[Difference]:
+    """Where a table of digests is not the same along mesh axes that do not slice an array.
+
+    Args:
+        table: `u32`, a dimension for each mesh axis, and the last for the arrays.
+        names: of the arrays.
+        specs: how they are sliced.
+        mesh: the mesh.
+    """
+    found = []
+    axes = mesh.axis_names
+    for n, (name, spec) in enumerate(zip(names, specs, strict=True)):
+        sliced = {a for part in spec if part is not None for a in ((part,) if isinstance(part, str) else part)}
+        order = [i for i, a in enumerate(axes) if a in sliced] + [i for i, a in enumerate(axes) if a not in sliced]
+        kept = tuple(range(len(sliced), len(axes)))  # the dimensions along which there are copies
+        values, devices = table[..., n].transpose(order), mesh.devices.transpose(order)
+        groups = np.ndindex(values.shape[: len(sliced)])
+        for held, group in ((values[index], devices[index]) for index in groups):
+            counts = collections.Counter(held.flat).most_common(2)
+            if len(counts) > 1:
+                clear = counts[0][1] > held.size / 2
+                minority = held != counts[0][0] if clear else np.ones_like(held, bool)
+                along = [axes[order[dim]] for i, dim in enumerate(kept) if (held != held.take([0], axis=i)).any()]
+                found.append(Difference(name=name, devices=tuple(group[minority]), axes=tuple(along), copies=held.size))
+    return found
+
+
+def _leaves(state: Any, batch: Any) -> dict[str, Any]:
+    """The arrays of a state and a batch, by the names that people read."""
+    found = {shown(name): entry.leaf for name, entry in entries(state).items()}
+    return found | {f"batch.{shown(name)}": entry.leaf for name, entry in entries(batch).items()}
+
+
+def _listed(devices: Sequence[Any]) -> str:
+    ids = ", ".join(str(d.id) for d in devices[:8]) + (" ..." if len(devices) > 8 else "")
+    processes = sorted({d.process_index for d in devices})
+    of = f" of process {', '.join(map(str, processes[:8]))}" if jax.process_count() > 1 else ""
+    return f"device{'s' if len(devices) > 1 else ''} {ids}{of}"
+
+
+def _words(axes: Sequence[str]) -> str:
+    return " and ".join(f"`{axis}`" for axis in axes)
+
+
+def _some(found: list[str]) -> str:
+    return "; ".join(found[:_NAMED]) + (f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else "")

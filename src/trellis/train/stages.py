@@ -1,0 +1,104 @@
+"""The gradient of a step whose layers are spread over stages: one forward, one backward.
+
+What a stage does with a microbatch is traced on the mesh without the stages, as a program of whole arrays, forward and
+backward: no sum that a gradient asks for can reach another stage, which has another microbatch. `run` puts these pieces
+into the program of one device, with the ticks around them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from trellis.data.batch import Batch
+from trellis.mesh.layout import Layout, current_layout
+from trellis.mesh.meshes import on_another, without_axis
+from trellis.mesh.reshard import place
+from trellis.named import Stacked, is_named
+from trellis.named.pipeline.by_vmap import microbatches_of, pipeline_axis
+from trellis.named.pipeline.pieces import Pieces, Source, struct
+from trellis.named.pipeline.run import Arrays, run
+from trellis.named.pipeline.schedule import Schedule
+from trellis.nn.positions import dealt
+from trellis.notation.state import state_of
+
+
+def stages_of(model) -> str | None:
+    """The mesh axis of the stages, where the layout in force spreads this model's layers over one.
+
+    Experts whose balance is that of the whole batch are no pipeline: each of its microbatches would need all others.
+    """
+    layout = current_layout()
+    if layout is None or model.looks_ahead:
+        return None
+    return pipeline_axis(model.layers.axis)
+
+
+def in_stages(params, axis: str):
+    """Parameters as the stages use them: layers where they are, all others whole along the stages, as copies.
+
+    The gradients of the copies are partial sums over the stages.
+    """
+    layers = params.layers.axis.name
+
+    def leaf(x):
+        if layers in x.names:
+            return x
+        state = state_of(x.array)
+        axes = tuple(tuple(a for a in mine if a != axis) for mine in state.axes)
+        return x.with_array(place(x.array, axes, (), state.copied | {axis}, names=x.names))
+
+    return jax.tree.map(leaf, params, is_leaf=is_named)
+
+
+def pipelined(params, batch: Batch, cut: Callable, shared: Callable, loss: Callable, times: int, axis: str):
+    """The sums of a batch's loss, and the gradients of parameters in use, in float32.
+
+    Args:
+        params: as they are used, by `in_stages`.
+        batch: named arrays.
+        cut: `cut(batch, count)`, microbatches as a tree of arrays `"microbatches ..."`.
+        shared: `shared(numbers)`, more that the loss of each microbatch is given, a tree of `"microbatches ..."`.
+        loss: `loss(params, part, shared) -> (loss, sums)` of one microbatch.
+        times: parts of the batch of which the layout says into how many microbatches each is cut.
+        axis: the mesh axis of the stages.
+    """
+    layout = current_layout()
+    around = dataclasses.replace(layout.without(axis), mapped=layout.mapped)
+    count = times * microbatches_of(layout, axis, batch.tokens.shape["batch"] // times)
+    with around:
+        dealing, batch = dealt(jax.tree.map(lambda x: _placed(x, around), batch, is_leaf=is_named))
+        parts = cut(batch, count), shared(jnp.arange(count))
+        with dealing:  # out here: no permute may stand in what one stage alone does
+            inside = dataclasses.replace(current_layout(), mesh=without_axis(layout.mesh, axis))
+    leaves, tree = jax.tree.flatten(params, is_leaf=_is_stack)
+    (at,) = [i for i, leaf in enumerate(leaves) if _is_stack(leaf)]
+    stack, outer = leaves[at], leaves[:at] + leaves[at + 1 :]
+    layers, block = jax.tree.flatten(stack.block)
+    schedule = Schedule(layout.mesh.shape[axis], 1, count)
+    rows = stack.axis.size // schedule.parts
+    here = inside.mesh.abstract_mesh
+    source = Source(
+        function=lambda params, part: loss(params, *part),
+        rebuild=lambda outer: jax.tree.unflatten(tree, [*outer[:at], stack, *outer[at:]]),
+        outer=[struct(x, here) for x in outer],
+        block=block,
+        chunk=[struct(x, here, ((), *state_of(x).axes[1:]), (rows, *x.shape[1:])) for x in layers],
+        part=jax.tree.map(lambda x: struct(x, here, state_of(x).axes[1:], x.shape[1:]), parts),
+        count=stack.axis.size,
+        groups=schedule.parts,
+    )
+    with on_another(inside.mesh), inside:
+        pieces = Pieces(source)
+    sums, d_outer, d_layers = run(pieces, schedule, axis, Arrays(outer, layers, parts))
+    d_stack = jax.tree.unflatten(jax.tree.structure(stack), d_layers)
+    return sums, jax.tree.unflatten(tree, [*d_outer[:at], d_stack, *d_outer[at:]])
+
+
+def _is_stack(x) -> bool:
+    return isinstance(x, Stacked)
+
+
+def _placed(x, layout: Layout):
+    return x.with_array(place(x.array, layout.assign(x.names), (), frozenset(), names=x.names))

@@ -1,0 +1,123 @@
+"""The benchmark of an accelerator at toy sizes: it ends, goes on where it stopped, and a row that fails is alone."""
+
+import doctest
+import gzip
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from trellis.inspect import parse_program
+
+HERE = pathlib.Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """The driver as a module, with its folder on the path as when it is started."""
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.syspath_prepend(str(HERE / "accelerator_rows"))
+    import accelerator
+
+    return accelerator
+
+
+def start(folder: pathlib.Path, *words: str) -> subprocess.Popen:
+    command = [sys.executable, str(HERE / "accelerator.py"), "--toy", "--folder", str(folder), *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+
+
+def saved(folder: pathlib.Path) -> list[dict]:
+    path = folder / "rows.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.slow
+def test_it_is_stopped_and_goes_on_to_its_end(tmp_path, accelerator):
+    with start(tmp_path) as first:
+        for line in first.stdout:
+            if line.startswith("[3/"):  # two rows are saved, and the third has begun
+                first.send_signal(signal.SIGTERM)
+                break
+        assert first.stdout.read().strip().endswith("stopped; the same command goes on")
+    assert first.returncode == 130
+    before = saved(tmp_path)
+    assert [line["row"] for line in before] == ["machine", "check attention"]
+
+    with start(tmp_path) as second:
+        told = second.stdout.read()
+    after = saved(tmp_path)
+    failed = {line["row"]: line["why"] for line in after if line["outcome"] != "done"}
+    assert second.returncode == 0 and not failed, failed
+    assert [line["row"] for line in after] == [row.name for row in accelerator.all_rows(True, "1xH200")]
+    assert after[:2] == before and "check attention ..." not in told
+
+    step = next(line for line in after if line["row"] == "1b, search 1")["values"]
+    assert step["tokens_per_second"] > 0 and step["mfu_noncausal"] > step["mfu"] > 0 and step["compiled_peak"] > 0
+    assert sum(step["profile"]["kinds"].values()) > 0 and step["profile"]["kinds"]["products"] > 0
+    table = (tmp_path / "table.txt").read_text()
+    assert table in told and "seqax, published" in table and "explicit 84m" in table and "torch 1b" in table
+
+    with start(tmp_path) as third:
+        assert third.stdout.read().strip() == table.strip()
+    assert saved(tmp_path) == after
+
+
+def test_a_row_that_fails_or_hangs_loses_itself_only(tmp_path, accelerator):
+    options = ["--toy", "--on", "1xH200"]
+    rows = {row.name: row for row in accelerator.all_rows(True, "1xH200")}
+    (tmp_path / "rows.jsonl").write_text("")
+    needs = accelerator.perform(rows["1b, search 1"], tmp_path, 100, options, "cpu")
+    assert needs["outcome"] == "failed"
+    assert needs["why"] == "LookupError: needs what `plan 1b` finds, which did not end well"
+    hangs = accelerator.perform(rows["machine"], tmp_path, 0.2, options, "cpu")
+    assert (hangs["outcome"], hangs["why"], hangs["values"]) == ("too long", "ended after 0 s", {})
+
+
+def test_a_line_that_was_cut_off_is_no_row(tmp_path, accelerator):
+    (tmp_path / "rows.jsonl").write_text('{"row": "machine", "outcome": "done"}\n{"row": "check lo')
+    rows = accelerator.Rows(tmp_path)
+    rows.add({"row": "check loss", "outcome": "failed"})
+    rows.add({"row": "check loss", "outcome": "done"})
+    assert saved(tmp_path) == [{"row": "machine", "outcome": "done"}, {"row": "check loss", "outcome": "done"}]
+
+
+def test_time_in_which_a_device_has_nothing_to_do(tmp_path, accelerator):
+    """A GPU's profile: kernels on two streams, one beside another, one behind a gap; the host's events do not count."""
+    from profiles import operations_of, shares
+
+    compiled = jax.jit(lambda x: jnp.sin(x @ x)).lower(jnp.ones((64, 64))).compile()
+    program = parse_program(compiled.as_text())
+    product = next(name for name, i in program.by_name.items() if i.op in ("dot", "custom-call"))
+    other = next(name for name, i in program.by_name.items() if i.op in ("sine", "fusion") and name != product)
+    named = lambda pid, tid, what, name: {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": name}}
+    ran = lambda tid, op, ts, dur, pid=1: {
+        "ph": "X", "pid": pid, "tid": tid, "name": "kernel", "ts": ts, "dur": dur, "args": {"hlo_op": op},
+    }  # fmt: skip
+    events = [
+        named(1, 0, "process_name", "/device:GPU:0"), named(2, 0, "process_name", "/host:CPU"),
+        named(1, 5, "thread_name", "Stream #5(Compute)"), named(1, 6, "thread_name", "Stream #6"),
+        named(1, 7, "thread_name", "XLA Ops"), named(2, 8, "thread_name", "python"),
+        ran(5, product, 0, 50), ran(6, other, 40, 20), ran(5, other, 80, 20), ran(7, product, 0, 100),
+        ran(8, "x", 0, 999, 2),
+    ]  # fmt: skip
+    with gzip.open(tmp_path / "perfetto_trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    found = shares(operations_of(tmp_path / "perfetto_trace.json.gz"), program)
+    assert found["seconds"] == pytest.approx(100e-6)
+    assert found["idle"] == pytest.approx(0.2)
+    assert found["kinds"] == pytest.approx({"products": 0.5, "elementwise": 0.4})
+
+
+def test_examples_in_its_docstrings(accelerator):
+    import texts
+
+    for module in (accelerator, texts):
+        tried = doctest.testmod(module)
+        assert tried.attempted and not tried.failed

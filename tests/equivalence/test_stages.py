@@ -1,0 +1,108 @@
+"""A step through stages, one forward, one backward: its loss and gradients, and what it keeps."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.equivalence.test_models import FAMILIES, assert_near, batch
+from trellis.data.batch import Batch
+from trellis.models import Routing
+from trellis.named import Keep, named_jit, shard
+from trellis.nn.attention.sharded import Placement
+from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
+from trellis.train.step import StepOptions, loss_and_gradients
+
+CONFIGS = {
+    "tied": dataclasses.replace(FAMILIES["llama"], layers=4),
+    "dropout": FAMILIES["gpt2"],
+    "experts": dataclasses.replace(FAMILIES["mixtral"], routing=Routing(z_loss=0.01)),
+}
+TENSOR = MeshSizes(stage=2, data=2, model=2), LayoutChoice(preset="auto", pipeline_microbatches=4)
+DEEP = MeshSizes(stage=4, data=2), LayoutChoice(preset="fsdp", pipeline_microbatches=4)
+ALONE = MeshSizes(stage=4, data=1), LayoutChoice(preset="fsdp", pipeline_microbatches=8)
+EXPERTS = MeshSizes(stage=2, data=2, expert=2), LayoutChoice(preset="expert", pipeline_microbatches=2)
+
+
+def found(jit, model, parts, options):
+    """The loss and the gradients; what is dropped follows from the number of the microbatch, as on one device."""
+    key = jax.random.key(2)
+    sums, measured, gradients = jit(lambda m, b: loss_and_gradients(m, b, options, key))(model, parts)
+    metrics = {name: float(x) for name, x in measured.metrics(sums.tokens).items()}
+    return (float(sums.total / sums.tokens), jax.device_get(gradients)), metrics
+
+
+@functools.cache
+def one_device(name: str, microbatches: int):
+    config = CONFIGS[name]
+    model = jax.jit(lambda key: config.init(key=key, vocab_multiple=8))(jax.random.key(0))
+    options = StepOptions(microbatches=microbatches)
+    return model, *found(jax.jit, model, Batch(**batch()).named(), options)
+
+
+def check(name, sizes, choice, parts, **options):
+    model, wanted, metrics = one_device(name, parts)
+    count = sizes.stage * sizes.data * sizes.model * sizes.expert
+    with make_layout(sizes, choice, jax.devices()[:count]):
+        placed = shard(model, "params"), shard(Batch(**batch()).named(), "compute")
+        got, measured = found(named_jit, *placed, StepOptions(**options))
+    assert_near(got, wanted)
+    assert measured == pytest.approx(metrics, rel=1e-5)
+
+
+@pytest.mark.parametrize("sizes, choice", [TENSOR, DEEP, ALONE], ids=["tensor", "deep", "alone"])
+def test_kernels_in_stages(monkeypatch, sizes, choice):
+    """A kernel stands in a `shard_map` of which JAX does not track what varies: its transpose sums over every mesh axis
+    that it does not name, and one of these would be the stages, with another microbatch each."""
+    ran, run = [], Placement.run
+
+    def untracked(self, *args, check=True, **more):
+        ran.append(self.mesh)
+        return run(self, *args, check=False, **more)
+
+    monkeypatch.setattr(Placement, "run", untracked)
+    check("tied", sizes, choice, 4)
+    assert ran and all("stage" not in mesh.axis_names for mesh in ran if mesh is not None)
+
+
+def test_what_is_dropped_is_what_one_device_drops_in_as_many_microbatches():
+    check("dropout", *TENSOR, 4)
+
+
+def test_experts_in_stages():
+    check("experts", *EXPERTS, 2)
+
+
+def test_parameters_gathered_once_a_microbatch_and_more_microbatches():
+    choice = dataclasses.replace(TENSOR[1], pipeline_microbatches=2)
+    check("tied", TENSOR[0], choice, 4, accumulation="sharded", microbatches=2)
+
+
+def test_what_is_kept_does_not_grow_with_microbatches():
+    """Four times the microbatches of the same size: the compiled step needs room for the longer batch, and no more."""
+
+    def temporaries(microbatches: int) -> int:
+        choice = dataclasses.replace(ALONE[1], pipeline_microbatches=microbatches)
+        with make_layout(ALONE[0], choice, jax.devices()[:4]):
+            rows = {name: jnp.tile(x[:1], (microbatches, 1)) for name, x in batch().items()}
+            placed = shard(one_device("tied", 4)[0], "params"), shard(Batch(**rows).named(), "compute")
+            step = named_jit(lambda m, b: loss_and_gradients(m, b, StepOptions(policy=Keep()))[2])
+            return step.lower(*placed).compile().memory_analysis().temp_size_in_bytes
+
+    few, many = temporaries(8), temporaries(32)
+    a_row = 16 * (4 * 4 + 4)  # tokens, targets, documents, positions and the mask
+    assert many - few < 4 * 24 * a_row
+    stream = 4 * 16 * CONFIGS["tied"].embed
+    assert many - few < 24 * stream // 2, "the streams of the further microbatches would take more"
+
+
+def test_of_microbatches_that_do_not_divide_the_batch_there_are_none():
+    choice = dataclasses.replace(TENSOR[1], pipeline_microbatches=3)
+    with make_layout(TENSOR[0], choice, jax.devices()):
+        model = shard(one_device("tied", 4)[0], "params")
+        with pytest.raises(ValueError, match="a pipeline's microbatches cut every slice of the batch into equal parts"):
+            found(named_jit, model, shard(Batch(**batch()).named(), "compute"), StepOptions())
+    assert np.isfinite(one_device("tied", 4)[1][0])

@@ -1,0 +1,193 @@
+"""What each operation's docstring says of names, gradients and movement, held against the ledger of calls of it."""
+
+import collections
+import inspect
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trellis as tr
+
+KINDS = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|permute")
+SECTIONS = re.compile(r"^Names: (.+)\nGradient: (.+)\nMoves: (.+?)(?:\n\n|\Z)", re.MULTILINE | re.DOTALL)
+# What takes a function or a text in place of arrays, and moves what that moves.
+TRANSFORMATIONS = """
+    abstract checkpoint fold grad in_order lift lift_along lift_reduction map named named_jit scan shard
+    value_and_grad vmap
+""".split()
+
+MESH = tr.make_mesh(x=8)
+# `rest` lies in slices of `b` and is gathered; under `FREE` a mesh axis that a sum frees slices `b`.
+LAYOUT = tr.Layout(MESH, params={"b": "x"}, compute={"a": "x"})
+FREE = tr.Layout(MESH, params={"b": "x"}, compute={"a": "x", "b": "x"})
+with LAYOUT:
+    X = tr.shard(tr.random.normal(jax.random.key(0), {"a": 8, "b": 8}), "compute")  # a/x b
+    Y = tr.shard(tr.ones({"a": 8, "c": 8}), "compute")  # a/x c
+    REST, WEIGHT = tr.shard((tr.ones({"b": 8}), tr.ones({"b": 8, "c": 8})))  # b/x and b/x c
+    WHOLE = tr.shard(tr.ones({"b": 8}), "compute")
+    PENDING = tr.dot(X, Y, over="a", settle=False)  # b c +x
+    IDS = tr.shard(tr.zeros({"a": 8}, jnp.int32), "compute")
+KEY = jax.random.key(0)
+
+
+def operations() -> dict[str, Callable]:
+    """Every public function of named arrays, those of `trellis.random`, too."""
+    mine = {name: f for name, f in vars(tr).items() if getattr(f, "__module__", "").startswith("trellis.named")}
+    mine |= {f"random.{name}": getattr(tr.random, name) for name in tr.random.__all__}
+    return {name: f for name, f in mine.items() if inspect.isfunction(f) and name not in TRANSFORMATIONS}
+
+
+OPERATIONS = operations()
+
+
+def claims(name: str) -> tuple[str, str, str]:
+    found = SECTIONS.search(inspect.getdoc(OPERATIONS[name]))
+    assert found, f"{name} does not say Names, Gradient and Moves"
+    return found.groups()
+
+
+def kinds(name: str, section: int) -> set[str]:
+    """The collectives that a claim names, also by what it refers to."""
+    text = claims(name)[section]
+    return {*KINDS.findall(text), *(k for other in re.findall(r"as `(\w+)`", text) for k in kinds(other, section))}
+
+
+GATHERED_OR_WHOLE = [(LAYOUT, lambda fn, x, y: fn(x, y), X, y) for y in (REST, WHOLE)]
+PRODUCTS = [
+    (LAYOUT, lambda fn, x, w: fn(x, w, over="b"), X, WEIGHT),
+    (LAYOUT, lambda fn, x, w: fn(x, w, over="b"), X, WHOLE),
+    (LAYOUT, lambda fn, x, y: fn(x, y, over="a"), X, Y),
+    (FREE, lambda fn, x, y: fn(x, y, over="a"), X, Y),
+]
+AXIS = tr.Axis("a", 8)
+# Calls that meet what the claims say: a layout, what is called, and its arrays. For what is absent see `calls`.
+CALLS = {
+    "astype": [(LAYOUT, lambda fn, x: fn(x, jnp.bfloat16), X)],
+    "at": [(LAYOUT, lambda fn, x: fn(x)["a", 3].set(1.0), X), (LAYOUT, lambda fn, x: fn(x)["b", 3].set(1.0), X)],
+    "broadcast_to": [(LAYOUT, lambda fn, x: fn(x, {"a": 8, "b": 8}), x) for x in (REST, WHOLE)],
+    "clip": [(LAYOUT, lambda fn, x, y: fn(x, y), X, y) for y in (REST, WHOLE)],
+    "concatenate": [(LAYOUT, lambda fn, x: fn([x, x], "a"), X), (LAYOUT, lambda fn, x: fn([x, x], "b"), X)],
+    "copysign": [(LAYOUT, lambda fn, x, y: fn(x, y), y, X) for y in (REST, WHOLE)],
+    "dot": PRODUCTS,
+    "dot_each": [(layout, lambda fn, x, w, f=f: f(lambda a, b, **how: fn(a, (b, b), **how), x, w), *xs)
+                 for layout, f, *xs in PRODUCTS],
+    "einsum": [
+        (LAYOUT, lambda fn, x, w: fn("a b, b c -> a c", x, w), X, WEIGHT),
+        (LAYOUT, lambda fn, x, w: fn("a b, b -> a", x, w), X, WHOLE),
+        (LAYOUT, lambda fn, x, y: fn("a b, a c -> b c", x, y), X, Y),
+        (FREE, lambda fn, x, y: fn("a b, a c -> b c", x, y), X, Y),
+    ],
+    "from_numpy": [(LAYOUT, lambda fn: fn(np.ones((8, 8)), "a b"))],
+    "full": [(LAYOUT, lambda fn: fn({"a": 8}, 1.0))],
+    "index": [
+        (LAYOUT, lambda fn, x: fn(x, ("a", 3)), X),
+        (LAYOUT, lambda fn, x: fn(x, ("a", slice(0, 8, 2))), X),
+        (LAYOUT, lambda fn, x: fn(x, ("b", IDS)), WEIGHT),
+        (LAYOUT, lambda fn, x: fn(x, ("a", IDS.rename(a="k"))), X),
+        (FREE, lambda fn, x: fn(x, ("a", IDS.rename(a="k"))), X),
+    ],
+    "merge_axes": [
+        (LAYOUT, lambda fn, x: fn(x, ("a", "b"), "ab"), X),
+        (LAYOUT, lambda fn, x: fn(x.transpose("b a"), ("b", "a"), "ba"), X),
+    ],
+    "one_hot": [(LAYOUT, lambda fn, i: fn(i, tr.Axis("c", 8)), IDS)],
+    "outer": [(LAYOUT, lambda fn, x, y: fn(tr.multiply, x, y), X.sum("b"), y) for y in (REST, WHOLE)],
+    "pad": [(LAYOUT, lambda fn, x: fn(x, {"a": (8, 0)}), X)],
+    "random.categorical": [(LAYOUT, lambda fn, x: fn(KEY, x, "a"), X)],
+    "random.dropout": [(LAYOUT, lambda fn, x: fn(KEY, x, 0.5), X)],
+    "random.fold_in": [(LAYOUT, lambda fn: fn(KEY, 3))],
+    "random.randint": [(LAYOUT, lambda fn: fn(KEY, {"a": 8}, 0, 3))],
+    "random.shuffle": [(LAYOUT, lambda fn, x: fn(KEY, x, "a"), X)],
+    "random.split": [(LAYOUT, lambda fn: fn(KEY, "a", 8))],
+    "random.truncated_normal": [(LAYOUT, lambda fn: fn(KEY, {"a": 8}, -1.0, 1.0))],
+    "rearrange": [
+        (LAYOUT, lambda fn, x: fn(x, "(u v) b -> u v b", u=2), X),
+        (LAYOUT, lambda fn, x: fn(x, "a b -> (b a)"), X),
+    ],
+    "rename": [(LAYOUT, lambda fn, x: fn(x, b="z"), X)],
+    "roll": [(LAYOUT, lambda fn, x: fn(x, 1, "a"), X)],
+    "save": [(LAYOUT, lambda fn, x: fn(x, "mark"), X)],
+    "settle": [(LAYOUT, lambda fn, x: fn(x), PENDING), (FREE, lambda fn, x: fn(x), PENDING)],
+    "split": [(LAYOUT, lambda fn, x: fn(x, "a", 2), X)],
+    "split_axis": [(LAYOUT, lambda fn, x: fn(x, "a", {"u": 2, "v": 4}), X)],
+    "stack": [(LAYOUT, lambda fn, x, y: fn([x, y], "s"), X, y) for y in (REST, WHOLE)],
+    "take": [
+        (LAYOUT, lambda fn, x: fn(x, "b", IDS), WEIGHT),
+        (LAYOUT, lambda fn, x: fn(x, "a", IDS.rename(a="k")), X),
+        (FREE, lambda fn, x: fn(x, "a", IDS.rename(a="k")), X),
+    ],
+    "take_along": [(LAYOUT, lambda fn, x: fn(x, "a", tr.zeros({"a": 8, "b": 8}, jnp.int32)), X)],
+    "top_k": [(LAYOUT, lambda fn, x: fn(x, "a", 2), X)],
+    "transpose": [(LAYOUT, lambda fn, x: fn(x, "b a"), X)],
+    "tril": [(LAYOUT, lambda fn, x: fn(x, "a", "b"), X)],
+    "triu": [(LAYOUT, lambda fn, x: fn(x, "a", "b"), X)],
+    "unbind": [(LAYOUT, lambda fn, x: fn(x, "a"), X)],
+    "where": [(LAYOUT, lambda fn, x, y: fn(x > 0, x, y), X, y) for y in (REST, WHOLE)],
+}  # fmt: skip
+
+
+def calls(name: str) -> list[tuple]:
+    """Those above; else of one array, of two, along `a`, or of a key or nothing and the axis `a`."""
+    if name in CALLS:
+        return CALLS[name]
+    needed = [p for p in inspect.signature(OPERATIONS[name]).parameters.values() if p.default is p.empty]
+    names = [p.name for p in inspect.signature(OPERATIONS[name]).parameters.values()]
+    cast = lambda x: x.astype(jnp.int32) if "whole numbers" in claims(name)[1] else x
+    if names[1:2] in (["over"], ["along"]):
+        return [(LAYOUT, lambda fn, x: fn(x, "a"), X)]
+    if names[0] == "key":
+        return [(LAYOUT, lambda fn: fn(KEY, AXIS))]
+    if names[0] in ("axis", "axes"):
+        return [(LAYOUT, lambda fn: fn(AXIS))]
+    if len(needed) == 2:
+        return [(LAYOUT, lambda fn, x, y: fn(x, y), cast(X), cast(y)) for y in (REST, WHOLE)]
+    return [(LAYOUT, lambda fn, x: fn(x), cast(X))]
+
+
+def moved(fn: Callable, *arrays) -> collections.Counter:
+    return collections.Counter(row.kind for row in tr.ledger(fn, *arrays).rows)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_an_operation_says_is_so(name: str):
+    names, gradient, _ = claims(name)
+    forward, backward = collections.Counter(), collections.Counter()
+    for layout, call, *arrays in calls(name):
+        with layout:
+            run = lambda *xs, call=call: call(OPERATIONS[name], *xs)
+            out = jax.eval_shape(run, *arrays)
+            if names == "those of `x`.":
+                assert all(part.names == arrays[0].names for part in jax.tree.leaves(out, is_leaf=is_named))
+            if gradient.startswith("none"):
+                assert not arrays or not differentiable(out) or not differentiable(arrays)
+                forward += moved(run, *arrays)
+                continue
+            assert differentiable(out)
+
+            def both(*xs, run=run):
+                result, pull = jax.vjp(run, *xs)
+                return result, pull(jax.tree.map(like, result))
+
+            once = moved(run, *arrays)
+            forward += once
+            backward += moved(both, *arrays) - once
+            if gradient.startswith("zero;"):
+                assert not any(np.any(leaf) for leaf in jax.tree.leaves(jax.jit(both)(*arrays)[1]))
+    assert set(forward) == kinds(name, 2)
+    assert set(backward) == kinds(name, 1)
+
+
+is_named = lambda x: isinstance(x, tr.NamedArray)
+
+
+def differentiable(tree) -> bool:
+    return any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(tree))
+
+
+def like(leaf):
+    """A gradient of ones, as JAX takes it of whole numbers, too."""
+    return jnp.ones_like(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else np.zeros(leaf.shape, jax.dtypes.float0)

@@ -1,0 +1,221 @@
+"""A bit that changes in one device's copy is found at the next comparison and named; nothing else is."""
+
+import dataclasses
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.train.small import curve, trellis
+from tests.train.toy import mesh_of, run_of, toy
+from trellis.checkpoints.entries import entries, rebuild
+from trellis.errors import UserError
+from trellis.nn import Precision
+from trellis.recipes import tiny
+from trellis.run.config import GuardRule
+from trellis.run.layouts import LayoutChoice, MeshSizes
+from trellis.train import checks, loop
+from trellis.train.assemble import assemble
+from trellis.train.compilation import CompiledStep
+from trellis.train.digests import digest
+from trellis.train.guard import Guard, replays
+from trellis.train.progress import Progress
+from trellis.train.stopping import CopiesDiffer
+
+LAYOUTS = {
+    "data": (LayoutChoice(preset="data"), MeshSizes()),
+    "fsdp": (LayoutChoice(preset="fsdp"), MeshSizes()),
+    "tensor": (LayoutChoice(preset="tensor"), MeshSizes(data=4, model=2)),
+    "hybrid": (LayoutChoice(), MeshSizes(replica=2, data=2, model=2)),
+    "auto": (LayoutChoice(preset="tensor", mode="auto"), MeshSizes(data=2, model=4)),
+}
+# Held once: all of the large parameters and their moments, and no part of the state, respectively.
+REPLAYED = {"data": False, "fsdp": True, "tensor": False, "hybrid": False, "auto": False}
+
+
+def flipped(array: jax.Array, device: jax.Device, bit: int) -> jax.Array:
+    """The array with one bit of its first element changed in what one device holds."""
+    parts = []
+    for shard in array.addressable_shards:
+        data = np.array(shard.data)
+        if shard.device == device:
+            data.reshape(-1)[:1].view(np.uint8)[bit // 8] ^= 1 << bit % 8
+        parts.append(jax.device_put(data, shard.device))
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
+def change(tree, name: str, device: jax.Device, bit: int = 3):
+    found = entries(tree)
+    arrays = {n: flipped(e.leaf, device, bit) if n == name else e.leaf for n, e in found.items()}
+    return rebuild(tree, arrays)
+
+
+def small(layout: str, **changes):
+    choice, mesh = LAYOUTS[layout]
+    model = dataclasses.replace(tiny().model, vocab=64, embed=16, mlp=32, layers=1, heads=4, kv_heads=4, head_dim=4)
+    precision = Precision(compute="float32")
+    data = dataclasses.replace(tiny().data, sequence_length=16)
+    about = dict(model=model, precision=precision, data=data, batch_size=8, layout=choice, mesh=mesh, ema=0.9)
+    return dataclasses.replace(tiny(), guard=GuardRule(every=2), **about, **changes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_flipped_bit_is_found_and_named_for_every_array_of_a_layout(layout):
+    assembled = assemble(small(layout), jax.devices())
+    guard, mesh = Guard(assembled), assembled.layout.mesh
+    with assembled.layout:
+        state = assembled.init()
+        fill = lambda x: jax.device_put(np.arange(np.prod(x.shape)).reshape(x.shape).astype(x.dtype), x.sharding)
+        batch = jax.tree.map(fill, assembled.abstract_batch())
+
+        def check(state, batch):
+            arrays = {n: np.asarray(a) for n, a in guard.digests(state, batch, 4, save=False).items()}
+            guard.check(arrays, 4, lambda: "last good checkpoint: c")
+
+        check(state, batch)  # no false alarm
+        found, known = 0, {**entries({"state": state, "batch": batch})}
+        for number, (name, entry) in enumerate(known.items()):
+            where = entry.leaf.sharding.devices_indices_map(entry.leaf.shape)
+            device = mesh.devices.flat[(3 * number + 1) % 8]
+            copies = [d for d in mesh.devices.flat if where[d] == where[device]]
+            both = change({"state": state, "batch": batch}, name, device, bit=(5 * number) % 8)
+            if len(copies) == 1:
+                check(both["state"], both["batch"])  # nobody holds it besides: comparing cannot tell
+                continue
+            with pytest.raises(CopiesDiffer) as error:
+                check(both["state"], both["batch"])
+            place = lambda d: np.argwhere(mesh.devices == d)[0]
+            along = {mesh.axis_names[i] for d in copies for i in np.flatnonzero(place(d) != place(device))}
+            shown = name.removeprefix("state/").replace("/", ".")
+            axes = " and ".join(f"`{a}`" for a in mesh.axis_names if a in along)
+            if len(copies) == 2:
+                pair = ", ".join(str(d.id) for d in copies)
+                expected = f"after step 4: `{shown}` on devices {pair} is not the same along {axes}"
+            else:
+                others = len(copies) - 1
+                expected = f"`{shown}` on device {device.id} is not what it is on the other {others} along {axes}"
+                expected = f"after step 4: {expected}"
+            assert error.value.seen == expected and error.value.where == "last good checkpoint: c"
+            found += 1
+    assert found >= {"fsdp": 2}.get(layout, len(known) // 2)
+    assert replays(assembled.run.guard, assembled.abstract, mesh) is REPLAYED[layout]
+
+
+def test_a_comparison_moves_four_bytes_an_array_and_device():
+    assembled = assemble(small("hybrid"), jax.devices())
+    arrays = len(entries({"state": assembled.abstract, "batch": assembled.abstract_batch()}))
+    moved = Guard(assembled).ledger()
+    assert {row.kind for row in moved} == {"all-gather"}
+    assert moved.total() == 7 * 4 * arrays
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8", "bool", "float8_e4m3fn", "uint32"])
+def test_every_bit_changes_a_digest_and_so_does_the_order(dtype):
+    x = jnp.asarray(np.arange(24).reshape(2, 3, 4) % 2 if dtype == "bool" else np.arange(24).reshape(2, 3, 4), dtype)
+    compiled = jax.jit(digest)
+    raw = np.asarray(x)
+    for bit in range(1 if dtype == "bool" else 8 * raw.dtype.itemsize):
+        other = raw.copy()
+        other.reshape(-1)[7:8].view(np.uint8)[bit // 8] ^= 1 << bit % 8
+        assert compiled(jnp.asarray(other)) != compiled(x)
+    for axis in range(3):
+        assert compiled(jnp.flip(x, axis)) != compiled(x) or dtype == "bool"
+    assert compiled(x) == compiled(x + jnp.zeros_like(x)) == digest(x)
+
+
+class Faulty(CompiledStep):
+    """A step after which one device holds another bit, at its call of number `at`."""
+
+    at, name, calls = 0, "", 0
+
+    def __call__(self, state, batch):
+        state, metrics = super().__call__(state, batch)
+        type(self).calls += 1
+        if self.calls == self.at:
+            state = change(state, self.name, jax.devices()[2])
+        return state, metrics
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    def at(call: int, name: str):
+        kind = type("Broken", (Faulty,), {"at": call, "name": name})
+        monkeypatch.setattr(loop, "CompiledStep", kind)
+
+    return at
+
+
+def go(folder, *, whole: bool, **changes):
+    """The toy in a folder, guarded: its outcome."""
+    mesh = mesh_of(2, 2)
+    run = run_of(8, every=3, **changes)
+    with jax.set_mesh(mesh):
+        return loop.train(*toy(mesh, run, whole=whole), folder, progress=Progress(8, stream=io.StringIO()))
+
+
+def test_a_run_stops_at_the_next_comparison_and_goes_on_after_the_last_good_checkpoint(tmp_path, faulty):
+    guard = GuardRule(every=4)
+    faulty(0, "")
+    go(tmp_path / "whole", whole=True)
+    assert loop.CompiledStep.calls == 8
+    faulty(4, "params/w1")
+    with pytest.raises(CopiesDiffer) as error:
+        go(tmp_path / "run", whole=True, guard=guard)
+    assert error.value.exit_code == 3
+    assert error.value.rule == "What the layout keeps on several devices is the same on each of them, to the bit."
+    seen = "after step 4: `params.w1` on device 2 is not what it is on the other 3 along `data` and `model`"
+    assert error.value.seen == seen
+    assert error.value.where == f"last good checkpoint: {tmp_path / 'run' / 'checkpoints' / 'step-00000003'}"
+    assert error.value.fix.startswith("run the same command again, which goes on after that checkpoint")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
+    faulty(0, "")
+    go(tmp_path / "run", whole=True, guard=guard)
+    assert loop.CompiledStep.calls == 5, "nothing is made twice where all has copies"
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+
+def test_no_state_whose_copies_differ_is_saved(tmp_path, faulty):
+    faulty(5, "velocity/w2")
+    with pytest.raises(CopiesDiffer, match="after step 6: `velocity.w2` on device 2 is not what it is on the other 3 "):
+        go(tmp_path, whole=True, guard=GuardRule(every=100))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+def test_where_nothing_is_copied_a_step_is_made_twice(tmp_path, faulty):
+    guard = GuardRule(every=2)
+    faulty(0, "")
+    go(tmp_path / "plain", whole=False)
+    assert loop.CompiledStep.calls == 8
+    faulty(0, "")
+    go(tmp_path / "guarded", whole=False, guard=guard)
+    assert loop.CompiledStep.calls == 12, "of eight steps every second one is made twice"
+    assert curve(tmp_path / "plain") == curve(tmp_path / "guarded")
+    faulty(6, "params/w1")  # steps 1, 2, 2, 3, 4, 4
+    with pytest.raises(CopiesDiffer) as error:
+        go(tmp_path / "run", whole=False, guard=guard)
+    assert error.value.rule == "A step that is made twice from one state and one batch gives one result, to the bit."
+    assert error.value.seen == "step 4 gave two: `params.w1` on device 2"
+    assert error.value.where.endswith("step-00000003")
+    assert error.value.fix.endswith("or --guard.replay false where steps are random")
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_what_a_comparison_moves_is_in_the_ledger(run_file, tmp_path, capsys):
+    words = ("train", run_file, "--run-dir", tmp_path, "--devices", 8, "--layout.preset", "data", "--until", 0)
+    assert trellis(capsys, *words, "--guard.every", 4)[0] == 0
+    text = (tmp_path / "ledger.txt").read_text()
+    assert "\n\nguard: after every 4 steps and before each checkpoint\ncollective" in text
+    assert text.rstrip().splitlines()[-1].startswith("each device sends ")
+
+
+def test_a_step_is_not_made_twice_where_there_is_no_room(monkeypatch):
+    assembled = assemble(small("fsdp"), jax.devices())
+    monkeypatch.setattr(checks, "memory_of_machine", lambda: 10_000)
+    memory = {"all": 100}
+    with pytest.raises(UserError, match="A step that is made twice leaves room for another state") as error:
+        checks.check_guard(memory, assembled)
+    assert error.value.fix.startswith("use --guard.replay false")
+    for other in (GuardRule(every=2, replay=False), GuardRule()):
+        checks.check_guard(memory, dataclasses.replace(assembled, run=dataclasses.replace(assembled.run, guard=other)))
