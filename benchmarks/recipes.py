@@ -8,10 +8,9 @@ where one is not. The table is written to `benchmarks/results/recipes.txt` where
 import sys
 from pathlib import Path
 
-from trellis.figures.text import aligned
-from trellis.hardware.chips import target
-from trellis.plan.quick import quick_plan
-from trellis.plan.search import search
+from tables import aligned
+
+from trellis.plan import quick_plan, search, target
 from trellis.recipes import RECIPES, hardware_of, load_run
 
 RESULTS = Path(__file__).parent / "results" / "recipes.txt"

@@ -59,8 +59,9 @@ def mixtral_8x7b_v5p_64() -> Run:
     return dataclasses.replace(
         mixtral_8x7b(),
         name="mixtral_8x7b_v5p_64",
+        batch_size=64,
         mesh=MeshSizes(data=8, expert=8),
-        remat=Remat(policy="dots"),
+        remat=Remat(policy="saved"),
         compiler_options=FrozenMap(V5P),
     )
 

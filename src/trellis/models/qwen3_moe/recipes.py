@@ -40,7 +40,7 @@ def qwen3_30b_a3b() -> Run:
         schedule=Cosine(warmup_steps=2000),
         precision=Precision(exceptions={"router": "float32"}),
         remat=Remat(policy="full"),
-        mesh=MeshSizes(data=1, expert=8),
+        mesh=MeshSizes(data=8),
         layout=LayoutChoice(preset="fsdp"),
         checkpoints=CheckpointRule(every=1000, keep_every=10_000),
         evaluation=Evaluation(every=1000, batches=32),
@@ -64,7 +64,8 @@ def qwen3_30b_a3b_v5p_64() -> Run:
         qwen3_30b_a3b(),
         name="qwen3_30b_a3b_v5p_64",
         batch_size=256,
-        mesh=MeshSizes(data=8, expert=8),
+        mesh=MeshSizes(data=4, data_y=4, data_z=4),
+        remat=Remat(policy="saved"),
         compiler_options=FrozenMap(V5P),
     )
 

@@ -88,7 +88,7 @@ def llama_8b_1m_v6e_256() -> Run:
     trellis plan llama_8b_1m_v6e_256 --on v6e:16x16
     """
     return _long(
-        llama_8b(), "llama_8b_1m_v6e_256", M1, batch_size=8, mesh=MeshSizes(data=8, context=32),
+        llama_8b(), "llama_8b_1m_v6e_256", M1, batch_size=8, mesh=MeshSizes(data=8, context=16, model=2),
         remat=RESULTS, compiler_options=FrozenMap(V6E),
     )  # fmt: skip
 
@@ -132,7 +132,7 @@ def llama_70b_1m_v5p_512() -> Run:
     trellis plan llama_70b_1m_v5p_512 --on v5p:8x8x8
     """
     return _long(
-        llama_70b(), "llama_70b_1m_v5p_512", M1, batch_size=16, mesh=MeshSizes(data=16, context=32),
+        llama_70b(), "llama_70b_1m_v5p_512", M1, batch_size=8, mesh=MeshSizes(data=8, context=32, model=2),
         remat=RESULTS, compiler_options=FrozenMap(V5P),
     )  # fmt: skip
 
@@ -154,7 +154,7 @@ def llama_70b_128k_v6e_256() -> Run:
     trellis plan llama_70b_128k_v6e_256 --on v6e:16x16
     """
     return _long(
-        llama_70b(), "llama_70b_128k_v6e_256", K128, batch_size=16, mesh=MeshSizes(data=16, context=16),
+        llama_70b(), "llama_70b_128k_v6e_256", K128, batch_size=8, mesh=MeshSizes(data=8, context=16, model=2),
         remat=RESULTS, compiler_options=FrozenMap(V6E),
     )  # fmt: skip
 
