@@ -130,7 +130,7 @@ def test_every_field_takes_a_value_or_refuses_it(section, attempt, monkeypatch):
 
 
 # What no trace depends on.
-UNTRACED = ("name", "distributed", "logging", "guard", "profile")
+UNTRACED = ("name", "distributed", "logging", "guard", "deadline", "profile")
 
 
 @pytest.mark.slow

@@ -133,6 +133,16 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
             ],
         ),
         (
+            ("--precision.products.mlp", "int8", "--precision.products.embed", "fp8"),
+            [
+                "Products in eight bits are those of the weights of layers; experts' and the unembedding's stay whole.",
+                "`embed`, of which no part is a weight that multiplies",
+                "precision.products",
+                "name parts of `block.attention.q`, `block.attention.k`, `block.attention.v`, `block.attention.out`, "
+                "`block.mlp.gate`, `block.mlp.up`, `block.mlp.down`",
+            ],
+        ),
+        (
             ("--weight_decay_exclude", "norm,bias,vocabulary"),
             [
                 "A part of a parameter's name is part of the name of at least one.",
@@ -208,6 +218,10 @@ def test_a_run_is_paused_before_its_first_step_and_resumed_by_its_folder(run_fil
     assert code == 0, err
     assert f"folder   {folder}" in out
     assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [1, 2]
-    code, _, err = trellis(capsys, "train", folder / "run.yaml", "--run-dir", folder)
+    code, _, err = trellis(capsys, "train", folder / "run.yaml", "--run-dir", folder, "--layout.preset", "fsdp")
     assert code == 0 and "resuming after step 2" in err
+    (found,) = json.loads((folder / "about.json").read_text())["structure"]
+    assert found["right"] and found["rows"] > 20
+    line = f"{found['rows']} of {found['rows']} rows of the ledger are in the {found['collectives']} collectives"
+    assert f"matched  {line}" in err and line in (folder / "ledger.txt").read_text()
     assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]

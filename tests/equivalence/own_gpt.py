@@ -85,8 +85,10 @@ class GPT(eqx.Module):
 
 def loss(model: GPT, batch: dict, key=None, policy=None) -> jax.Array:
     """Mean nats a token."""
+    table = nn.tied(model.embedding.table, batch["tokens"])  # moved once, for both of its uses
+    model = eqx.tree_at(lambda m: m.embedding.table, model, table)
     hidden = model(batch["tokens"], batch["documents"], key=key, policy=policy)
-    sums = nn.next_token_loss(hidden, model.embedding.table, batch["targets"], batch["weights"])
+    sums = nn.next_token_loss(hidden, table, batch["targets"], batch["weights"])
     return sums.total / sums.tokens
 
 

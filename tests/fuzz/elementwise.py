@@ -45,6 +45,33 @@ UNARY = {
     "tr.hard_tanh({})": "jax.nn.hard_tanh({})",
     "tr.negative({})": "jnp.negative({})",
     "tr.nan_to_num({})": "jnp.nan_to_num({})",
+    "tr.arccos(tr.tanh({}) * 0.9)": "jnp.arccos(jnp.tanh({}) * 0.9)",
+    "tr.arccosh(tr.square({}) + 1.5)": "jnp.arccosh(jnp.square({}) + 1.5)",
+    "tr.arcsin(tr.tanh({}) * 0.9)": "jnp.arcsin(jnp.tanh({}) * 0.9)",
+    "tr.arctanh(tr.tanh({}) * 0.9)": "jnp.arctanh(jnp.tanh({}) * 0.9)",
+    "tr.cbrt(tr.abs({}) + 0.5)": "jnp.cbrt(jnp.abs({}) + 0.5)",
+    "tr.celu({})": "jax.nn.celu({})",
+    "tr.selu({})": "jax.nn.selu({})",
+    "tr.cosh(tr.tanh({}))": "jnp.cosh(jnp.tanh({}))",
+    "tr.sinh(tr.tanh({}))": "jnp.sinh(jnp.tanh({}))",
+    "tr.tan(tr.tanh({}))": "jnp.tan(jnp.tanh({}))",
+    "tr.deg2rad({})": "jnp.deg2rad({})",
+    "tr.rad2deg(tr.tanh({}))": "jnp.rad2deg(jnp.tanh({}))",
+    "tr.fabs({})": "jnp.fabs({})",
+    "tr.hard_sigmoid({})": "jax.nn.hard_sigmoid({})",
+    "tr.hard_silu({})": "jax.nn.hard_silu({})",
+    "tr.relu6({})": "jax.nn.relu6({})",
+    "tr.swish({})": "jax.nn.swish({})",
+    "tr.log10(tr.square({}) + 1.0)": "jnp.log10(jnp.square({}) + 1.0)",
+    "tr.real({})": "jnp.real({})",
+    "tr.imag({}) + 0.5": "jnp.imag({}) + 0.5",
+    "tr.conj({})": "jnp.conj({})",
+    "tr.ceil({} * 1.5)": "jnp.ceil({} * 1.5)",
+    "tr.floor({} * 1.5)": "jnp.floor({} * 1.5)",
+    "tr.trunc({} * 1.5)": "jnp.trunc({} * 1.5)",
+    "tr.rint({} * 1.5)": "jnp.rint({} * 1.5)",
+    "tr.sign({})": "jnp.sign({})",
+    "+{}": "+{}",
 }
 BINARY = {
     "{} + {}": "{} + {}",
@@ -61,15 +88,39 @@ BINARY = {
     "tr.copysign({}, {})": "jnp.copysign({}, {})",
     "tr.power(tr.abs({}) + 1.0, tr.tanh({}))": "jnp.power(jnp.abs({}) + 1.0, jnp.tanh({}))",
     "tr.lift(lambda a, b: a + 0.5 * b)({}, {})": "(lambda a, b: a + 0.5 * b)({}, {})",
+    "tr.float_power(tr.abs({}) + 1.0, tr.tanh({}))": "jnp.float_power(jnp.abs({}) + 1.0, jnp.tanh({}))",
+    "tr.fmin({}, {})": "jnp.fmin({}, {})",
+    "tr.logaddexp2({}, {})": "jnp.logaddexp2({}, {})",
+    "tr.heaviside({}, {})": "jnp.heaviside({}, {})",
+    "tr.add({}, {})": "jnp.add({}, {})",
+    "tr.multiply({}, {})": "jnp.multiply({}, {})",
+    "tr.divide({}, tr.abs({}) + 1.0)": "jnp.divide({}, jnp.abs({}) + 1.0)",
+    "tr.mod({}, tr.abs({}) + 1.0)": "jnp.mod({}, jnp.abs({}) + 1.0)",
+    "tr.fmod({}, tr.abs({}) + 1.0)": "jnp.fmod({}, jnp.abs({}) + 1.0)",
+    "tr.remainder({}, tr.abs({}) + 1.0)": "jnp.remainder({}, jnp.abs({}) + 1.0)",
+    "tr.floor_divide({}, tr.abs({}) + 1.0)": "jnp.floor_divide({}, jnp.abs({}) + 1.0)",
+    "nn.swiglu({}, {})": "jax.nn.silu({}) * {}",
 }
-COMPARISONS = ("<", "<=", ">", ">=")
-INTEGERS = ("{} + {}", "{} * {}", "{} - {}", "{} ^ {}", "{} // (abs({}) + 1)", "{} % (abs({}) + 1)")
+WIDE = ("float32", "float_power", "nn.swiglu")  # not for bfloat16: another type, or rounded elsewhere
+COMPARISONS = ("{} < {}", "{} <= {}", "{} > {}", "{} >= {}")
+COMPARISONS += tuple(f"tr.{name}({{}}, {{}})" for name in ("less", "less_equal", "greater", "greater_equal"))
+TESTS = ("signbit", "isnan", "isinf", "isfinite")
+INTEGERS = (
+    "{} + {}", "{} * {}", "{} - {}", "{} ^ {}", "{} // (abs({}) + 1)", "{} % (abs({}) + 1)", "{} & {}", "{} | {}",
+    "{} << (abs({}) % 4)", "{} >> (abs({}) % 4)", "tr.bitwise_and({}, {})", "tr.bitwise_or({}, {})",
+    "tr.bitwise_xor({}, {})", "tr.left_shift({}, abs({}) % 4)", "tr.right_shift({}, abs({}) % 4)",
+    "tr.floor_divide({}, abs({}) + 1)", "tr.mod({}, abs({}) + 1)", "tr.gcd(abs({}), abs({}) + 1)",
+    "tr.lcm(abs({}) % 7 + 1, abs({}) % 5 + 1)",
+)  # fmt: skip
+EQUALITIES = ("{} == {}", "{} != {}", "tr.equal({}, {})", "tr.not_equal({}, {})")
+LOGICAL = ("{} & {}", "{} | {}", "{} ^ {}", "tr.logical_and({}, {})", "tr.logical_or({}, {})", "tr.logical_xor({}, {})")
+INVERSIONS = {"i32": ("~{}", "-{}", "tr.invert({})"), "bool": ("~{}", "tr.logical_not({})")}
 
 
 def unary(s: Scope):
     x = s.pick(dtype=s.float())
     ours, plain = s.one(list(UNARY.items()))
-    s.require(x.dtype == "f32" or "float32" not in ours)
+    s.require(x.dtype == "f32" or not any(word in ours for word in WIDE))
     return step("elementwise", s.value(x.dims, x.dtype), ours.format(x.var), plain.format(x.var))
 
 
@@ -94,16 +145,30 @@ def pair(s: Scope, dtype: str = "f32") -> tuple[Value, Value, Value, list[str]]:
 def binary(s: Scope):
     x, y, most, plain = pair(s, s.float())
     ours, theirs = s.one(list(BINARY.items()))
+    s.require(x.dtype == "f32" or not any(word in ours for word in WIDE))
     return step("elementwise", s.value(most.dims, x.dtype), ours.format(x.var, y.var), theirs.format(*plain))
 
 
 def compare(s: Scope):
     x = s.pick()
-    op = s.one(COMPARISONS)
+    if s.chance(0.15):
+        test = s.one(TESTS)
+        return step("elementwise", s.value(x.dims, "bool"), f"tr.{test}({x.var})", f"jnp.{test}({x.var})")
+    if s.chance(0.15):
+        return both(s, "i32", EQUALITIES, "bool")
+    text = s.one(COMPARISONS)
     if s.chance(0.4):
-        return step("elementwise", s.value(x.dims, "bool"), f"{x.var} {op} 0.1", f"{x.var} {op} 0.1")
-    x, y, most, plain = pair(s)
-    return step("elementwise", s.value(most.dims, "bool"), f"{x.var} {op} {y.var}", f"{plain[0]} {op} {plain[1]}")
+        line = text.format(x.var, 0.1)
+        return step("elementwise", s.value(x.dims, "bool"), line, line.replace("tr.", "jnp."))
+    return both(s, "f32", [text], "bool")
+
+
+def both(s: Scope, dtype: str, texts, result: str):
+    """One of several functions of two values, which is JAX's with another prefix."""
+    x, y, most, plain = pair(s, dtype)
+    text = s.one(texts)
+    ours, theirs = text.format(x.var, y.var), text.format(*plain).replace("tr.", "jnp.")
+    return step("elementwise", s.value(most.dims, result), ours, theirs)
 
 
 def choose(s: Scope):
@@ -120,16 +185,20 @@ def choose(s: Scope):
 
 
 def logical(s: Scope):
-    x, y, most, plain = pair(s, "bool")
-    op = s.one(["&", "|", "^"])
-    return step("elementwise", s.value(most.dims, "bool"), f"{x.var} {op} {y.var}", f"{plain[0]} {op} {plain[1]}")
+    if s.chance(0.2):
+        return inversion(s, "bool")
+    return both(s, "bool", LOGICAL, "bool")
+
+
+def inversion(s: Scope, dtype: str):
+    x = s.pick(dtype=dtype)
+    line = s.one(INVERSIONS[dtype]).format(x.var)
+    return step("elementwise", s.value(x.dims, dtype), line, line.replace("tr.", "jnp."))
 
 
 def integer(s: Scope):
     if s.chance(0.4):
-        x, y, most, plain = pair(s, "i32")
-        text = s.one(INTEGERS)
-        return step("elementwise", s.value(most.dims, "i32"), text.format(x.var, y.var), text.format(*plain))
+        return inversion(s, "i32") if s.chance(0.2) else both(s, "i32", INTEGERS, "i32")
     x = s.pick(dtype=s.one(["i32", "bool"]))
     return step("elementwise", s.value(x.dims), f"{x.var}.astype(jnp.float32)", f"{x.var}.astype(jnp.float32)")
 

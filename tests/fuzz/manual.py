@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from trellis.notation import parse_transition
+from trellis.notation.transition import kind_of
+
 from . import whole
 from .case import Case, Input
 from .layouts import draw_setting, draw_sizes
@@ -171,6 +174,9 @@ def product(m: Slices):
     return m.step("product", result, f'tr.einsum("{text}", {names})', plain)
 
 
+VERBS = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
+
+
 def reshard(m: Slices):
     """A transition: one thing that a collective does, or two at once."""
     x = m.pick(lambda h: True)
@@ -180,8 +186,10 @@ def reshard(m: Slices):
     m.s.require(after != x)
     # A copy becomes a slice; whole again it would have another gradient.
     m.s.require(x.copied - after.copied <= {a for axes in after.axes for a in axes})
-    verb = m.s.one(["tr.reshard", "tr.reshard"])
     after = after.named(m.s.value(x.value.dims))
+    kinds = {kind.replace("-", "_") for kind, *_ in kind_of(*parse_transition(f"{x.text} -> {after.text}"))}
+    named = kinds if len(kinds) == 1 and kinds <= VERBS else {"reshard"}
+    verb = f"tr.{m.s.one(['reshard', *named])}"
     return m.step("reshard", after, f'{verb}("{x.text} -> {after.text}", {x.value.var})', x.value.var)
 
 

@@ -79,6 +79,49 @@ def outer(s: Scope):
     return step("product", s.value(dims), f'tr.einsum("{text}", {x.var}, {y.var})', plain)
 
 
+def each(s: Scope):
+    """One value times several others, moved once."""
+    x = s.ranked()
+    over = s.some(x.names, 1, 2)
+    fits = lambda v: set(over) <= set(v.names) and all(x.sizes.get(n, z) == z for n, z in v.dims)
+    others = [s.pick(fits) for _ in range(s.between(1, 3))]
+    results, plain = [], []
+    for w in others:
+        s.require(math.prod(size for _, size in _dims([x, w])) <= 20000)
+        dims = tuple(dim for dim in _dims([x, w]) if dim[0] not in over)
+        results.append(s.value(dims))
+        plain.append(f'jnp.einsum("{letters([x, w], [n for n, _ in dims])}", {x.var}, {w.var})')
+    given = ", ".join(w.var for w in others)
+    ours = f"tr.dot_each({x.var}, [{given}], over={s.names_text(over, x.dims)})"
+    return step("product", tuple(results), ours, f"({', '.join(plain)},)")
+
+
+EIGHT_BITS = {"fp8": ("448.0", "{}.astype(jnp.float8_e4m3fn).astype(jnp.float32)"), "int8": ("127.0", "jnp.round({})")}
+
+
+def narrow(s: Scope):
+    """A product in eight bits; of its gradient, which is rounded too, there is no twin."""
+    x, w = _operands(s, 2)
+    s.require(x.dtype == "f32")
+    over = s.some(_shared([x, w]), 1, 2)
+    dims = tuple(dim for dim in _dims([x, w]) if dim[0] not in over)
+    s.require(math.prod(size for _, size in _dims([x, w])) <= 20000)
+    kind = s.one(list(EIGHT_BITS))
+    limit, cast = EIGHT_BITS[kind]
+    result, fn, scale = s.value(dims), s.fresh("narrow"), s.fresh("scale")
+    numbers = letters([x, w], [n for n, _ in dims])
+    plain = (
+        f"{scale} = lambda a: jnp.where(jnp.max(jnp.abs(a)) > 0, jnp.max(jnp.abs(a)) / {limit}, 1.0)",
+        f"{fn} = lambda a: {cast.format(f'jnp.clip(a / {scale}(a), -{limit}, {limit})')}",
+        f'{result.var} = jax.lax.stop_gradient(jnp.einsum("{numbers}", {fn}({x.var}), {fn}({w.var}))'
+        f" * ({scale}({x.var}) * {scale}({w.var})))",
+    )
+    text = s.names_text(over, _dims([x, w]))
+    fixed = [f"tr.stop_gradient({v.var})" for v in (x, w)]
+    ours = f'{result.var} = tr.dot({fixed[0]}, tr.Narrow({fixed[1]}, "{kind}"), over={text})'
+    return Statement("narrow product", (result,), (ours,), plain)
+
+
 def pending(s: Scope):
     """Partial sums that are added to others, scaled, renamed and summed further before they are settled."""
     values = _operands(s, 2)
@@ -120,4 +163,4 @@ def pending(s: Scope):
     return Statement("pending sum", (result,), tuple(ours), tuple(plain))
 
 
-STEPS = (dot, dot, dot, einsum, einsum, outer, pending)
+STEPS = (dot, dot, dot, dot, einsum, einsum, einsum, outer, pending, pending, each, narrow)

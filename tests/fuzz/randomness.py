@@ -13,6 +13,7 @@ DRAWS = (
     ("logistic({key}, {axes})", "logistic({key}, {shape})", "f32"),
     ("laplace({key}, {axes})", "laplace({key}, {shape})", "f32"),
     ("exponential({key}, {axes})", "exponential({key}, {shape})", "f32"),
+    ("cauchy({key}, {axes}).clip(-9.0, 9.0)", "cauchy({key}, {shape}).clip(-9.0, 9.0)", "f32"),
     ("rademacher({key}, {axes}, jnp.float32)", "rademacher({key}, {shape}, jnp.float32)", "f32"),
 )
 
@@ -24,6 +25,10 @@ def draw(s: Scope):
     ours, plain, dtype = s.one(DRAWS)
     key = f"jax.random.key({s.between(0, 99)})"
     value = s.value(dims, dtype)
+    if s.chance(0.1):
+        number = s.between(0, 9)
+        ours = ours.replace("{key}", f"tr.random.fold_in({{key}}, {number})")
+        plain = plain.replace("{key}", f"jax.random.fold_in({{key}}, {number})")
     ours, plain = (t.format(key=key, axes=axes_text(dims), shape=value.shape) for t in (ours, plain))
     return step("random", value, f"tr.random.{ours}", f"jax.random.{plain}")
 
@@ -45,4 +50,23 @@ def dropout(s: Scope):
     return step("random", s.value(x.dims), f"tr.random.dropout({key}, {x.var}, 0.25)", plain)
 
 
-STEPS = (draw, draw, integers, dropout)
+def shuffle(s: Scope):
+    x = s.ranked()
+    name = s.one(x.names)
+    key = f"jax.random.key({s.between(0, 99)})"
+    plain = f"jax.random.permutation({key}, {x.var}, {x.axis(name)})"
+    ours = f"tr.random.shuffle({key}, {x.var}, {s.name_text(name, x.dims)})"
+    return step("random", s.value(x.dims), ours, plain)
+
+
+def permutation(s: Scope):
+    """Positions in random order, to index with."""
+    name, size = s.one([d for v in s.values for d in v.dims])
+    s.require(name not in s.mapped and s.fits(name, size))
+    key = f"jax.random.key({s.between(0, 99)})"
+    ours = f'tr.random.permutation({key}, tr.Axis("{name}", {size}))'
+    value = s.value(((name, size),), "i32", size)
+    return step("random", value, ours, f"jax.random.permutation({key}, {size}).astype(jnp.int32)")
+
+
+STEPS = (draw, draw, draw, integers, dropout, shuffle, permutation)

@@ -12,6 +12,10 @@ REDUCTIONS = {
     "var": "jnp.var",
     "std": "jnp.std",
     "logsumexp": "jax.nn.logsumexp",
+    "nansum": "jnp.nansum",
+    "nanmean": "jnp.nanmean",
+    "nanmax": "jnp.nanmax",
+    "nanmin": "jnp.nanmin",
 }
 MASKED = ("sum", "mean", "var")
 ALONG = {
@@ -52,6 +56,30 @@ def reduction(s: Scope):
     result = s.value(without(x.dims, *names), x.dtype)
     call = f"{x.var}.{name}({over}{where})" if s.chance(0.5) else f"tr.{name}({x.var}{over and ', '}{over}{where})"
     return step("reduction", result, call, f"{REDUCTIONS[name]}({x.var}, axis={written(gone)}{mask})")
+
+
+LIFTED = (
+    ("tr.lift_reduction({fn})({x}, {names})", "{fn}({x}, axis={axes})", "lambda a, axis: jnp.sum(a * a, axis=axis)"),
+    ("tr.lift_reduction({fn})({x}, {names})", "{fn}({x}, axis={axes})", "jnp.ptp"),
+)
+ALONG_LIFTED = ("lambda a, axis: jnp.flip(jnp.cumsum(a, axis), axis)", "lambda a, axis: jax.nn.standardize(a, axis)")
+
+
+def lifted(s: Scope):
+    """Functions of JAX's made functions by name, and sums that leave out what is no number."""
+    x = s.ranked()
+    if s.chance(0.4):
+        name, fn = s.one(x.names), s.one(ALONG_LIFTED)
+        ours = f"tr.lift_along({fn})({x.var}, {s.name_text(name, x.dims)})"
+        return step("along a name", s.value(x.dims), ours, f"({fn})({x.var}, {x.axis(name)})")
+    names = s.some(x.names, 1, 2)
+    result, axes = s.value(without(x.dims, *names)), written(x.axis(n) for n in names)
+    if s.chance(0.4):
+        ours = f"tr.nansum(tr.where({x.var} > 0.0, {x.var}, jnp.nan), {s.names_text(names, x.dims)})"
+        return step("reduction", result, ours, f"jnp.nansum(jnp.where({x.var} > 0.0, {x.var}, jnp.nan), axis={axes})")
+    ours, plain, fn = s.one(LIFTED)
+    ours = ours.format(fn=fn, x=x.var, names=s.names_text(names, x.dims))
+    return step("reduction", result, ours, plain.format(fn=f"({fn})", x=x.var, axes=axes))
 
 
 def reduce_others(s: Scope):
@@ -117,4 +145,4 @@ def statistics(s: Scope):
     return step("reduction", s.value(x.dims), ours, f"{x.var} - jnp.mean({x.var}, axis={i}, keepdims=True)")
 
 
-STEPS = (reduction, reduction, reduction, reduce_others, along, along, best, top_k, statistics)
+STEPS = (reduction, reduction, reduction, reduce_others, lifted, along, along, best, top_k, statistics)

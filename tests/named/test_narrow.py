@@ -150,6 +150,25 @@ def test_a_narrow_product_has_two_factors_of_one_kind():
         tr.einsum("batch pos embed, embed mlp, mlp -> batch pos", x, tr.Narrow(w, "fp8"), tr.ones({"mlp": 64}))
 
 
+@pytest.mark.parametrize(
+    "misused, said",
+    [
+        (lambda x: tr.dot(x, tr.Narrow(x, "fp4"), over="a"), "in fp8 or int8, got 'fp4'"),
+        (lambda x: tr.dot(x, tr.Narrow(x.astype(jnp.int32), "fp8"), over="a"), "one of floats, got i32"),
+        (lambda x: x + tr.Narrow(x, "fp8"), "takes named arrays and numbers, got Narrow in add"),
+        (lambda x: tr.tanh(tr.Narrow(x, "fp8")), "got Narrow in tanh"),
+        (lambda x: tr.Narrow(x, "fp8") / x, "got Narrow in true_divide"),
+        (lambda x: tr.sum(tr.Narrow(x, "fp8"), "a"), "got Narrow in sum"),
+        (lambda x: tr.mean(tr.Narrow(x, "fp8")), "got Narrow in mean"),
+        (lambda x: x.at["a", 0].set(tr.Narrow(x, "fp8")), r"got Narrow in at\[...\].set"),
+        (lambda x: x * [1.0, 2.0], "got list in multiply"),
+    ],
+)
+def test_a_narrow_weight_is_a_factor_and_nothing_else(misused, said):
+    with pytest.raises(tr.NamesError, match=said):
+        misused(tr.ones({"a": 2}))
+
+
 def test_in_manual_mode_a_narrow_product_is_refused():
     mesh = tr.make_mesh(data=8)
 

@@ -128,6 +128,63 @@ def test_after_the_layout_has_ended():
         jax.grad(lambda w: tr.dot(x, w, over="e").sum().array)(w)
 
 
+AFTER = {
+    "custom gradient": lambda x, y: tr.logaddexp(x, y),
+    "outer": lambda x, y: tr.outer(tr.add, x, y.rename(b="c", e="f")),
+    "product": lambda x, y: tr.dot(x, y["b", 0], over="e"),
+    "products": lambda x, y: tr.dot_each(x, (y["b", 0], y["b", 1]), over="e")[1],
+    "mask": lambda x, y: x.sum("b", where=y > 0),
+    "softmax": lambda x, y: tr.softmax(x, "e", where=y > -9),
+    "lookup": lambda x, y: x.rename(b="rows")["e", (y["e", 0] * 0).astype(jnp.int32)],
+    "joined": lambda x, y: tr.concatenate([x, y], "e"),
+    "update": lambda x, y: x.at["b", 0].add(y["b", 1]),
+}
+
+
+@pytest.mark.parametrize("operation", AFTER)
+def test_arrays_on_and_off_a_mesh_after_its_layout_has_ended(operation):
+    """What is on no mesh is whole on the mesh of the others, in compiled gradients, too."""
+    a, b = np.random.default_rng(0).normal(size=(2, 8, 4)).astype(np.float32)
+    gradient = jax.grad(lambda x, y: (AFTER[operation](x, y) ** 2).sum().array, argnums=(0, 1))
+    wanted = jax.jit(gradient)(tr.named(a, "b e"), tr.named(b, "b e"))
+    with _layout("explicit", params={"b": "data"}):
+        on = tr.shard((tr.named(a, "b e"), tr.named(b, "b e")))
+    compiled = jax.jit(gradient)
+    for args in ((on[0], tr.named(b, "b e")), (tr.named(a, "b e"), on[1])):
+        for found, gradient in zip(compiled(*args), wanted, strict=True):
+            np.testing.assert_allclose(found.array, gradient.array, rtol=1e-5, atol=1e-6)
+
+
+def test_operations_on_whole_dimensions_in_jit_after_their_layout_has_ended():
+    values = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    with _layout("explicit", params={"b": "data"}):
+        x = tr.shard(tr.named(values, "b e"))
+    found = jax.jit(lambda x: (tr.top_k(x, "e", 2)[0], tr.sort(x, "e"), x.at["e", 0].set(1.0)))(x)
+    ordered = np.sort(values, axis=1)
+    np.testing.assert_array_equal(found[0].array, ordered[:, :1:-1])
+    np.testing.assert_array_equal(found[1].array, ordered)
+    np.testing.assert_array_equal(found[2].array[:, 1:], values[:, 1:])
+
+
+@pytest.mark.parametrize("jit", [jax.jit, tr.named_jit])
+def test_a_program_closes_over_arrays_of_a_mesh_after_their_layout_has_ended(jit):
+    """JAX takes the devices from a program's arguments, and none of these is on the mesh."""
+    with _layout("explicit", params={"b": "data"}):
+        x = tr.shard(tr.arange(tr.Axis("b", 8)))
+    np.testing.assert_array_equal(jit(lambda y: x * y)(tr.named(np.int32(2), "")), 2 * np.arange(8))
+    np.testing.assert_array_equal(jit(lambda: x["b", np.array([2, -2])])(), [2, 6])
+
+
+def test_two_meshes_after_their_layouts_have_ended():
+    placed = []
+    for sizes in ({"data": 8}, {"model": 8}):
+        with tr.Layout(tr.make_mesh(**sizes)):
+            placed.append(tr.shard(tr.ones({"b": 8})))
+    for run in (lambda fn: fn, jax.jit):
+        with pytest.raises(MeshError, match=r"arrays of one mesh, got .* of \(data=8\) and \(model=8\), in add: move"):
+            run(lambda x, y: x + y)(*placed)
+
+
 def test_manual_functions_take_numpy():
     @tr.shard_map
     def total(x: tr.f32["b/data e"]) -> tr.f32["e"]:

@@ -84,15 +84,16 @@ def test_a_lost_process_is_told_apart_from_an_error_of_its_own(monkeypatch):
     assert explain(own, "x") is own
 
 
-def start(folder, *more, pause=0.03):
-    """The toy as two processes of four CPU devices each."""
+def start(folder, *more, pause=0.03, each=None):
+    """The toy as two processes of four CPU devices each; `each` has options of single ones."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-m", "tests.train.toy", str(folder), "--data", "4", "--pause", str(pause), *more]
     command += ["--coordinator", address, "--processes", "2", "--process"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return [subprocess.Popen([*command, str(process)], **pipes) for process in (0, 1)]
+    own = {0: (), 1: (), **(each or {})}
+    return [subprocess.Popen([*command, str(process), *own[process]], **pipes) for process in (0, 1)]
 
 
 def lines(folder):

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from trellis.mesh import Layout
 from trellis.optim.config import Constant
 from trellis.recipes import tiny
-from trellis.run.config import CheckpointRule, Evaluation, Logging, Run
+from trellis.run.config import CheckpointRule, DeadlineRule, Evaluation, Logging, Run
 from trellis.train.assemble import Assembled
 from trellis.train.loop import Feed, train
 from trellis.train.step import StepOptions
@@ -41,7 +41,13 @@ def run_of(steps: int, every: int | None = None, **changes) -> Run:
 
 
 def toy(
-    mesh: jax.sharding.Mesh, run: Run, *, pause: float = 0.0, spoil_at: int | None = None, whole: bool = False
+    mesh: jax.sharding.Mesh,
+    run: Run,
+    *,
+    pause: float = 0.0,
+    spoil_at: int | None = None,
+    whole: bool = False,
+    stick_at: int | None = None,
 ) -> tuple[Assembled, Feed]:
     """Fits a two-layer network to a fixed function.
 
@@ -49,6 +55,7 @@ def toy(
         pause: seconds before each batch.
         spoil_at: the step of this index has a loss that is no number.
         whole: every device keeps all parameters.
+        stick_at: the batch of this index does not come.
     """
     specs = {"w1": P(), "w2": P()} if whole else {"w1": P("data", "model"), "w2": P("model", "data")}
     at = lambda spec: NamedSharding(mesh, spec)
@@ -90,7 +97,7 @@ def toy(
     def batches(start):
         index = start
         while True:
-            time.sleep(pause)
+            time.sleep(pause if index != stick_at else 1000)
             yield index, batch(index)
             index += 1
 
@@ -130,6 +137,8 @@ def main() -> int:
     parser.add_argument("--data", type=int, default=2)
     parser.add_argument("--model", type=int, default=2)
     parser.add_argument("--spoil-at", type=int)
+    parser.add_argument("--stick-at", type=int)
+    parser.add_argument("--deadline", type=float, default=600, help="the least deadline, in seconds")
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--coordinator")
     parser.add_argument("--processes", type=int)
@@ -145,9 +154,11 @@ def main() -> int:
     initialize(**several, heartbeat_seconds=10)
     mesh = mesh_of(args.data, args.model)
     run = run_of(args.steps, checkpoints=CheckpointRule(every=args.every), evaluation=Evaluation(every=10))
+    run = dataclasses.replace(run, deadline=DeadlineRule(seconds=args.deadline))
+    how = {"pause": args.pause, "spoil_at": args.spoil_at, "stick_at": args.stick_at}
     try:
         with jax.set_mesh(mesh):
-            outcome = train(*toy(mesh, run, pause=args.pause, spoil_at=args.spoil_at), args.folder)
+            outcome = train(*toy(mesh, run, **how), args.folder)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

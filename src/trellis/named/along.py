@@ -14,7 +14,7 @@ from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError
 from trellis.named.operand import operand
 from trellis.named.placing import locally, settle, settle_selected, whole
-from trellis.named.reduce import mask_of, names_of
+from trellis.named.reduce import masked, names_of
 from trellis.notation import typeof
 from trellis.notation.state import state_of
 
@@ -156,7 +156,9 @@ def _normalized(fn: Callable, x: NamedArray, over: Names, where: NamedArray | No
     names = names_of(x, over, what)
     if state_of(x.array).mode == "manual":
         x = whole(x, names, what)
-    mask = None if where is None else mask_of(x, where, what)
+    mask = None
+    if where is not None:
+        x, mask = masked(x, where, what)
     return x.with_array(fn(x.array, axis=tuple(x.index(n) for n in names), where=mask))
 
 

@@ -7,7 +7,7 @@ from trellis.mesh.manual.einsum import einsum_plain
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Names, NamesError, once
 from trellis.named.narrow import Narrow, marked
-from trellis.named.operand import check_sizes, operand, types_of
+from trellis.named.operand import check_sizes, on_one_mesh, operand, types_of
 from trellis.named.overlap import overlapped
 from trellis.named.pair import Pair, free
 from trellis.named.placing import bring_to_product, missing_axes
@@ -124,8 +124,8 @@ def dot_each(
     """
     pairs = []
     others = [marked((x, w), "dot_each") for w in others]
-    x, factors = operand(x, "dot_each"), [(operand(w, "dot_each"), kind) for (_, w), kind in others]
-    for w, kind in factors:
+    x, *factors = on_one_mesh([operand(a, "dot_each") for a in (x, *(w for (_, w), _ in others))], "dot_each")
+    for w, (_, kind) in zip(factors, others, strict=True):
         names = _summed([x, w], over)
         out = tuple(dict.fromkeys(n for a in (x, w) for n in a.names if n not in names))
         check_sizes([x, w], _what(names))
@@ -134,8 +134,10 @@ def dot_each(
     for group in _alike(x, pairs):
         found = _overlapped(x, [pairs[i] for i in group], settle)
         moved = bring_to_product(x, pairs[group[0]].where) if found is None else x
+        narrow = {pairs[i].kind: pairs[i] for i in group if pairs[i].kind}
+        narrow = {kind: pair.narrow(x) for kind, pair in narrow.items()}
         for n, i in enumerate(group):
-            results[i] = pairs[i].multiply(moved) if found is None else found[n]
+            results[i] = pairs[i].multiply(moved, narrow.get(pairs[i].kind)) if found is None else found[n]
     results = {i: settle_to_layout(r) if settle else r for i, r in results.items()}
     return tuple(results[i] for i in range(len(factors)))
 
@@ -208,6 +210,7 @@ def _check(equation: str, text: Words, x, rest: bool) -> None:
 def _products(arrays: list[NamedArray], out: Words, what: str, dtype, settle: bool, kind=None) -> NamedArray:
     """The product of all, two at a time from the left, summed over every name that the result lacks."""
     check_sizes(arrays, what)
+    arrays = on_one_mesh(arrays, what)
     result = arrays[0]
     if len(arrays) == 1:
         return transpose(_sum_others(result, out), out)

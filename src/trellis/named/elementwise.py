@@ -10,7 +10,15 @@ from trellis._compat import is_tracer
 from trellis.named import backend
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
-from trellis.named.operand import check_contained, check_sizes, operand, refuse_pending, union
+from trellis.named.operand import (
+    check_contained,
+    check_sizes,
+    on_one_mesh,
+    operand,
+    refuse_others,
+    refuse_pending,
+    union,
+)
 from trellis.named.placing import assign, bring, spread, widen
 from trellis.notation import spec_of, typeof
 from trellis.notation.state import sharding_on, state_of
@@ -43,9 +51,11 @@ def by_name(fn: Callable, *args, name: str | None = None, **kwargs) -> NamedArra
         NamesError: a plain array with dimensions, a name with two sizes, or no operand that has all the names.
         PendingSumError: an operand holds partial sums.
     """
+    what = name or getattr(fn, "__name__", "the function")
+    refuse_others(args, what)
     if not any(isinstance(a, NamedArray) for a in args):
         return fn(*args, **kwargs)
-    arrays, names, slices = together(args, name or getattr(fn, "__name__", "the function"))
+    arrays, names, slices = together(args, what)
     return NamedArray(_broadcasting(fn, arrays)(*arrays, **kwargs), names, slices)
 
 
@@ -71,8 +81,9 @@ def together(args, what: str):
     check_sizes(operands, what)
     names = union(operands)
     check_contained(operands, names, what)
-    where = assign(operands, names)
-    arrays = [widen(bring(a, where), names) if isinstance(a, NamedArray) else a for a in args]
+    operands = on_one_mesh(operands, what)
+    where, rest = assign(operands, names), iter(operands)
+    arrays = [widen(bring(next(rest), where), names) if isinstance(a, NamedArray) else a for a in args]
     slices = tuple(where[name] for name in names) if where and any(x.slices for x in operands) else ()
     return arrays, names, slices
 
@@ -120,7 +131,7 @@ def outer(fn: Callable, *operands: NamedArray) -> NamedArray:
         NamesError: a name with two sizes.
     """
     what = f"outer({getattr(fn, '__name__', 'the function')}, ...)"
-    operands = tuple(operand(x, what) for x in operands)
+    operands = tuple(on_one_mesh([operand(x, what) for x in operands], what))
     check_sizes(list(operands), what)
     names = tuple(dict.fromkeys(n for x in operands for n in x.names))
     where = assign(list(operands), names)

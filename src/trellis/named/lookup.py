@@ -3,15 +3,25 @@
 import jax
 import jax.numpy as jnp
 
-from trellis._compat import is_tracer
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import mark_pending, vary, varying_axes
 from trellis.mesh.manual.take import rows_here
 from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
-from trellis.named.operand import check_contained, check_sizes, types_of, union
-from trellis.named.placing import Assignment, assign, bring, one_axis_one_name, settle_selected, whole, widen
+from trellis.named.operand import check_contained, check_sizes, on_one_mesh, types_of, union
+from trellis.named.placing import (
+    Assignment,
+    assign,
+    bring,
+    missing_axes,
+    move,
+    one_axis_one_name,
+    own_mesh,
+    settle_selected,
+    whole,
+    widen,
+)
 from trellis.notation import spec_of
 from trellis.notation.state import sharding_on, state_of
 
@@ -38,6 +48,7 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     check_contained(ids, union(ids), what)
     plan = _Plan(x.names, looked_up, union(ids))
     check_sizes([_renamed(x, plan), *ids], what)
+    x, *ids = on_one_mesh([x, *ids], what)
     if len(looked_up) > 1:
         x = whole(x, looked_up, what)
     mode = state_of(x.array).mode
@@ -50,13 +61,13 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     if where is None or mode == "auto" or not any(where.values()):
         table = x.array
         if mode == "explicit" and plan.aligned:  # mapped over, so that both are to be in one place
-            table, ids = bring(_renamed(x, plan), where).array, [i.with_array(bring(i, where).array) for i in ids]
+            table, ids = _bring(x, plan, where).array, [i.with_array(bring(i, where).array) for i in ids]
         elif mode == "explicit" and held.copied and not held.pending:
             # Nothing is sliced here, so that the copies have no other operand to sum their gradients with: whole rows.
             table = place(table, held.axes, (), frozenset(), names=x.names)
         array = plan.rows(table, *(plan.widened(i) for i in ids), where={} if mode == "explicit" else None)
         return settle_selected(NamedArray(array, plan.out), plan.looked_up)
-    table = bring(_renamed(x, plan), where)
+    table = _bring(x, plan, where)
     ids = [NamedArray(bring(i, where).array, i.names) for i in ids]
     pending = where[plan.renamed[0]] if len(looked_up) == 1 else ()
     layout = current_layout()
@@ -68,11 +79,8 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     arrays = [table.array, *(plan.widened(i) for i in ids)]
     out = spec_of([where[n] for n in plan.out], pending)
     specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in arrays)
-    here = jax.sharding.get_abstract_mesh()
-    own = jax.typeof(x.array) if is_tracer(x.array) else x.array
-    mesh = getattr(getattr(own, "sharding", None), "mesh", None) if here.empty else None
     try:
-        array = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out)(*arrays)
+        array = jax.shard_map(body, mesh=own_mesh(x.array), in_specs=specs, out_specs=out)(*arrays)
     except NotImplementedError:  # nor can it map over what begins a pending sum
         array = plan.rows(table.array, *(plan.widened(i) for i in ids), where=where)
     return settle_selected(NamedArray(array, plan.out), plan.looked_up)
@@ -147,6 +155,12 @@ def _renamed(x: NamedArray, plan: _Plan) -> NamedArray:
     """The table, with the looked up names called what no other array calls them."""
     names = dict(zip(plan.looked_up, plan.renamed, strict=True))
     return NamedArray(x.array, tuple(names.get(n, n) for n in x.names), x.slices)
+
+
+def _bring(x: NamedArray, plan: _Plan, where: Assignment) -> NamedArray:
+    """The table as the lookup wants it (see `trellis.named.placing`), under its own names, which the ledger shows."""
+    renamed = _renamed(x, plan)
+    return move(x, tuple(where[n] for n in renamed.names), missing_axes(renamed, where))
 
 
 def _where(x: NamedArray, ids: list[NamedArray], plan: _Plan) -> Assignment | None:

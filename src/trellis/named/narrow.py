@@ -57,6 +57,14 @@ class Narrow:
     weight: NamedArray
     kind: Kind
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(NamedArray, name):
+            raise AttributeError(f"a narrow weight has no {name!r}")
+        raise NamesError(
+            f"a narrow weight is a factor of einsum, dot or dot_each, got .{name} of {typeof(self.weight)}, whose "
+            f"products are {self.kind}: take it out of the mark (`.weight`), or leave it without one"
+        )
+
 
 def marked(operands: tuple, what: str) -> tuple[tuple[NamedArray, ...], Kind | None]:
     """The operands of a product without their marks, and the kind of product that they ask for.
@@ -68,6 +76,12 @@ def marked(operands: tuple, what: str) -> tuple[tuple[NamedArray, ...], Kind | N
     if not kinds:
         return operands, None
     plain = tuple(x.weight if isinstance(x, Narrow) else x for x in operands)
+    if unknown := [kind for kind in kinds if kind not in TYPES]:
+        raise NamesError(
+            f"a narrow product is in {' or '.join(TYPES)}, got '{unknown[0]}', in {what}: write one of these"
+        )
+    if wrong := [x for x in plain if hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jnp.floating)]:
+        raise NamesError(f"a narrow product is one of floats, got {typeof(wrong[0])}, in {what}: cast it, with .astype")
     if len(kinds) > 1 or len(operands) != 2:
         raise NamesError(
             f"a narrow product is one of two factors, of one kind, got {', '.join(map(typeof, plain))} of kind "

@@ -2,8 +2,11 @@
 
 One rule for arrays that are not on the mesh: a NumPy array, one made before the layout, or one of a single device is
 whole on every device. The first operation that meets it places it as the layout says of its names (each device takes
-its slice, nothing moves), and its gradient is whole like itself. An array of another mesh is refused.
+its slice, nothing moves), and its gradient is whole like itself. An array of another mesh is refused. Where no mesh is
+in force, as after a layout has ended, the mesh is that of the other operands.
 """
+
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +50,20 @@ def operand(x, what: str, *, pending: bool = False) -> NamedArray:
     return x
 
 
+def refuse_others(args, what: str) -> None:
+    """An operation takes arrays and numbers, not what holds some: a `Narrow` weight, a list, None.
+
+    Raises:
+        NamesError: another object.
+    """
+    for a in args:
+        if not hasattr(a, "dtype") and not isinstance(a, numbers.Number):
+            raise NamesError(
+                f"an operation by name takes named arrays and numbers, got {type(a).__name__} in {what}: pass an array "
+                "(a Narrow weight is a factor of dot, dot_each and einsum; elsewhere, pass its .weight)"
+            )
+
+
 def on_mesh(array, names: tuple[str, ...], what: str) -> jax.Array:
     """A plain array on the mesh in force; one that lies on none is placed as the layout says of these names.
 
@@ -57,6 +74,8 @@ def on_mesh(array, names: tuple[str, ...], what: str) -> jax.Array:
     mode = mode_of(here)
     if mode == "none" and is_tracer(array):
         _refuse_after_its_mesh(array, names, what)
+    if mode == "none" and isinstance(array, jax.Array) and not is_tracer(array):
+        return _closed_over(array)
     if mode in ("none", "manual"):
         return jnp.asarray(array) if isinstance(array, np.ndarray | np.generic) else array
     layout = current_layout()
@@ -78,6 +97,43 @@ def on_mesh(array, names: tuple[str, ...], what: str) -> jax.Array:
             "shard(x) or shard(x, 'compute')"
         )
     return array
+
+
+def on_one_mesh(operands: list[NamedArray], what: str) -> list[NamedArray]:
+    """Where no mesh is in force, the operands of a traced operation on the mesh that some of them lie on.
+
+    Those that are on none are whole on it, and so are their gradients. Outside of a trace JAX takes them as they are.
+
+    Raises:
+        MeshError: they lie on two meshes.
+    """
+    if not jax.sharding.get_abstract_mesh().empty:
+        return operands
+    meshes = [jax.typeof(x.array).sharding.mesh for x in operands]
+    on_a_mesh = [mode_of(mesh) == "explicit" for mesh in meshes]
+    placed = [x for x, on in zip(operands, on_a_mesh, strict=True) if on]
+    if not placed:
+        return operands
+    mesh = jax.typeof(placed[0].array).sharding.mesh
+    if other := [x for x in placed if not same_mesh(jax.typeof(x.array).sharding.mesh, mesh)]:
+        raise MeshError(
+            f"an operation takes arrays of one mesh, got {types_of([placed[0], other[0]])} of ({mesh_text(mesh)}) and "
+            f"({mesh_text(jax.typeof(other[0].array).sharding.mesh)}), in {what}: move one of them, with shard"
+        )
+    if len(placed) == len(operands) or not any(is_tracer(x.array) for x in operands):
+        return operands
+    own = next((x.array.sharding.mesh for x in placed if not is_tracer(x.array)), mesh)
+    whole = lambda x: jax.reshard(x.array, NamedSharding(own, spec_of([() for _ in x.names])))
+    return [x if on else x.with_array(whole(x)) for x, on in zip(operands, on_a_mesh, strict=True)]
+
+
+def _closed_over(array: jax.Array) -> jax.Array:
+    """A value, said to lie where it lies: so a program of `jit` that closes over it runs on the devices of its mesh.
+
+    JAX takes a program's devices from its arguments and from what it says, not from the constants in it.
+    """
+    explicit = mode_of(jax.typeof(array).sharding.mesh) == "explicit"
+    return jax.device_put(array, array.sharding) if explicit and not state_of(array).pending else array
 
 
 def _refuse_after_its_mesh(array, names: tuple[str, ...], what: str) -> None:

@@ -31,10 +31,15 @@ class Pair:
         self.x, self.y, self.summed, self.out, self.dtype, self.kind = x, y, summed, out, dtype, kind
         self.where: Assignment | None = assign([x, y], tuple(dict.fromkeys((*x.names, *y.names))))
 
-    def multiply(self, x: NamedArray) -> NamedArray:
-        """The product of the moved `x`, by `dot_general`, with partial sums over the mesh axes of summed names."""
+    def multiply(self, x: NamedArray, narrow_x=None) -> NamedArray:
+        """The product of the moved `x`, by `dot_general`, with partial sums over the mesh axes of summed names.
+
+        Args:
+            x: the first factor, moved.
+            narrow_x: of a narrow product, what `narrow` makes of the first factor, where several products have it.
+        """
         y, where = bring_to_product(self.y, self.where), self.where
-        narrow = [self._narrow(a, where) for a in (self.x, self.y)] if self.kind else []
+        narrow = [narrow_x or self.narrow(self.x), self.narrow(self.y)] if self.kind else []
         shared = [n for n in x.names if n in y.names]
         batch = [n for n in shared if n not in self.summed]
         if _comes_first(y, x, shared, self.out):
@@ -58,12 +63,12 @@ class Pair:
         result = NamedArray(array, self.out, slices)
         return settle(result) if mode == "auto" else result
 
-    def _narrow(self, x: NamedArray, where: Assignment | None):
+    def narrow(self, x: NamedArray) -> tuple:
         """A factor in narrow numbers, rounded where it is and then moved, and its scale."""
         array, scale = rounded(x.array, TYPES[self.kind].forward)
-        if where is None:
+        if self.where is None:
             return array, scale
-        return move(NamedArray(array, x.names), tuple(where[n] for n in x.names), frozenset()).array, scale
+        return move(NamedArray(array, x.names), tuple(self.where[n] for n in x.names), frozenset()).array, scale
 
 
 def free(x: NamedArray, shared) -> list[str]:

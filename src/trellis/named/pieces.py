@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, NamesError, name_of
 from trellis.named.index import positions, single
-from trellis.named.operand import check_contained, check_sizes, operand, refuse_cut, types_of, union
+from trellis.named.operand import check_contained, check_sizes, on_one_mesh, operand, refuse_cut, types_of, union
 from trellis.named.placing import assign, bring, settle, spread, whole
 from trellis.named.reshape import rename
 from trellis.notation import TypeMismatch, typeof
@@ -64,6 +64,7 @@ def _joined(name: str, arrays: list[NamedArray], what: str, sizes_differ: bool):
         raise TypeMismatch(
             f"arrays that are joined have one dtype, got {types_of(arrays)}, in {what}: cast with .astype"
         )
+    arrays = on_one_mesh(arrays, what)
     where = assign(arrays, names)
     if where is not None and sizes_differ:
         arrays = [whole(x, (name,), what) for x in arrays]

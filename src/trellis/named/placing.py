@@ -17,6 +17,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from trellis._compat import is_tracer
 from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import MeshError
 from trellis.mesh.reshard import place
@@ -230,8 +231,15 @@ def locally(fn, array):
     if state.mode != "explicit" or not any(state.axes) or state.pending or state.copied:
         return fn(array)
     spec = spec_of(state.axes)
-    mesh = getattr(getattr(array, "sharding", None), "mesh", None) if jax.sharding.get_abstract_mesh().empty else None
-    return jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)(array)
+    return jax.shard_map(fn, mesh=own_mesh(array), in_specs=spec, out_specs=spec)(array)
+
+
+def own_mesh(array):
+    """The mesh of an array for `shard_map`, where none is in force: its own, or that of a traced value's type."""
+    if not jax.sharding.get_abstract_mesh().empty:
+        return None
+    own = jax.typeof(array) if is_tracer(array) else array
+    return getattr(getattr(own, "sharding", None), "mesh", None)
 
 
 def one_axis_one_name(where: Assignment, operands: list[NamedArray], what: str) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from trellis.mesh.manual.ops import mark_pending
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError, once
-from trellis.named.operand import check_sizes, operand, refuse_cut
+from trellis.named.operand import check_sizes, on_one_mesh, operand, refuse_cut, refuse_others
 from trellis.named.placing import bring, locally, settle, spread, whole
 from trellis.notation import typeof
 from trellis.notation.state import state_of
@@ -64,6 +64,7 @@ def reduction(
         PendingSumError: `x` holds partial sums.
     """
     what = name or fn.__name__
+    refuse_others((x,), what)
     if not isinstance(x, NamedArray) and over is None and where is None:
         return fn(x, **kwargs)
     x = operand(x, what)
@@ -71,13 +72,13 @@ def reduction(
     if gather or state_of(x.array).mode == "manual":
         x = whole(x, gone, what)
     if where is not None:
-        kwargs["where"] = mask_of(x, where, what)
+        x, kwargs["where"] = masked(x, where, what)
     array = fn(x.array, axis=tuple(x.index(n) for n in gone), **kwargs)
     return settle(without(x, array, gone))
 
 
-def mask_of(x: NamedArray, mask, what: str) -> jax.Array:
-    """A mask as a plain array of the shape of `x`, where `x` is.
+def masked(x: NamedArray, mask, what: str) -> tuple[NamedArray, jax.Array]:
+    """The array, and a mask as a plain array of its shape, where it is.
 
     Raises:
         NamesError: it has names that `x` has not, other sizes, or is not one of bools.
@@ -90,9 +91,10 @@ def mask_of(x: NamedArray, mask, what: str) -> jax.Array:
             f"a mask has names of its array, got '{extra[0]}' in {typeof(mask)} for {typeof(x)}: remove it"
         )
     check_sizes([x, mask], what)
+    x, mask = on_one_mesh([x, mask], what)
     explicit = state_of(x.array).mode == "explicit"
     axes = dict(zip(x.names, state_of(x.array).axes, strict=True)) if explicit else None
-    return spread(bring(mask, axes), x.names, axes, dict(zip(x.names, x.array.shape, strict=True)))
+    return x, spread(bring(mask, axes), x.names, axes, dict(zip(x.names, x.array.shape, strict=True)))
 
 
 def without(x: NamedArray, array, gone) -> NamedArray:
@@ -110,6 +112,7 @@ def sum(x, over: Names | None = None, *, where: NamedArray | None = None, dtype=
     Gradient: to every position that counts; nothing moves.
     Moves: an all-reduce where a name in `over` is sliced.
     """
+    refuse_others((x,), "sum")
     if not isinstance(x, NamedArray):
         return jnp.sum(x, dtype=dtype)
     x = operand(x, "sum", pending=where is None)

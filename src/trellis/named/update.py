@@ -9,8 +9,8 @@ from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.index import index
-from trellis.named.operand import check_contained, check_sizes, operand, union
-from trellis.named.placing import from_slices, settle, transpose_array, whole, widen
+from trellis.named.operand import check_contained, check_sizes, on_one_mesh, operand, refuse_others, union
+from trellis.named.placing import from_slices, own_mesh, settle, transpose_array, whole, widen
 from trellis.named.selection import on_mesh, selection
 from trellis.notation import TypeMismatch, spec_of, typeof
 from trellis.notation.state import state_of
@@ -93,7 +93,12 @@ class Place:
         arrays = {n: on_mesh(v, n, what) for n, v in found.items() if isinstance(v, NamedArray)}
         numbers = {n: v for n, v in found.items() if isinstance(v, int)}
         slices = {n: v for n, v in found.items() if isinstance(v, slice) and v != slice(0, self.x.shape[n], 1)}
-        x = _one_piece(whole(self.x, (*arrays, *numbers, *slices), what), (*arrays, *numbers, *slices))
+        refuse_others((value,), what)
+        given = [operand(value, what)] if isinstance(value, NamedArray) else []
+        x, *rest = on_one_mesh([self.x, *arrays.values(), *given], what)
+        arrays = dict(zip(arrays, rest, strict=False))
+        value = rest[-1] if given else value
+        x = _one_piece(whole(x, (*arrays, *numbers, *slices), what), (*arrays, *numbers, *slices))
         return settle(_Update(x, arrays, numbers, slices, what).run(method, value))
 
 
@@ -140,7 +145,7 @@ class _Update:
         names = [*self.aligned, *self.own, *self.free]
         arrays = [self._whole(widen(i, self.id_names), self.id_names, i, axes) for i in self.ids]
         if isinstance(value, NamedArray):
-            arrays.append(self._values(operand(value, self.what), names, axes))
+            arrays.append(self._values(value, names, axes))
         elif getattr(value, "ndim", 0):
             raise NamesError(
                 f"an update takes a number or a named array, got {typeof(value)}, in {self.what}: name its dimensions"
@@ -148,9 +153,7 @@ class _Update:
         program = self._program(method, value, names)
         if state.mode == "explicit" and any(axes.values()):
             specs = tuple(spec_of(state_of(a).axes) for a in (plain, *arrays))
-            here = jax.sharding.get_abstract_mesh()
-            mesh = getattr(getattr(x.array, "sharding", None), "mesh", None) if here.empty else None
-            program = jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=specs[0])
+            program = jax.shard_map(program, mesh=own_mesh(x.array), in_specs=specs, out_specs=specs[0])
         return x.with_array(program(plain, *arrays))
 
     def _whole(self, array, names, x: NamedArray, axes):

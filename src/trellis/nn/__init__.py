@@ -21,7 +21,7 @@ from trellis.nn.embedding import Embedding
 from trellis.nn.gate import swiglu
 from trellis.nn.initializers import constant, normal, weight
 from trellis.nn.linear import Linear
-from trellis.nn.loss import LossError, TokenLoss, cross_entropy, linear_cross_entropy, next_token_loss
+from trellis.nn.loss import LossError, TokenLoss, cross_entropy, linear_cross_entropy, next_token_loss, tied
 from trellis.nn.norm import LayerNorm, RMSNorm
 from trellis.nn.parameters import Bias, Parameter, Role, Scale, Table, Weight, parameters
 from trellis.nn.precision import Precision
@@ -61,5 +61,6 @@ __all__ = [
     "rotary_tables",
     "rotate",
     "swiglu",
+    "tied",
     "weight",
 ]

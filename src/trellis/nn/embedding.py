@@ -18,7 +18,7 @@ class Embedding(eqx.Module):
 
     Attributes:
         table: the name of the rows, then the names of a row. A language model's may be its unembedding too:
-            `next_token_loss(hidden, layer.table, targets)`.
+            `next_token_loss(hidden, layer.table, targets)`; `tied` moves it once for both.
     """
 
     table: Table

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from trellis.frozen import FrozenMap
-from trellis.named import is_named
+from trellis.named import Narrow, is_named
+from trellis.nn.parameters import Parameter, Role, parameters
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -24,6 +25,8 @@ class Precision:
     >>> model = {"norm": tr.ones({"embed": 2}), "up": tr.ones({"embed": 2, "mlp": 4})}
     >>> {name: str(x.dtype) for name, x in policy.in_use(model).items()}
     {'norm': 'float32', 'up': 'bfloat16'}
+    >>> Precision(products={"up": "int8"}).in_use(model)["up"].kind
+    'int8'
     """
 
     params: DType = "float32"
@@ -36,16 +39,35 @@ class Precision:
     """Computed in another type: a part of a parameter's name, and the type, as in norm: float32. Name parts that are
     sensitive, such as a router."""
 
+    products: Mapping[str, Literal["fp8", "int8"]] = dataclasses.field(default_factory=FrozenMap)
+    """Products in eight bits: a part of a weight's name, and fp8 or int8, as in mlp: int8. Choose it where the plan
+    says that it pays: on chips with units for it, and where gathered weights are what a step waits for."""
+
     def __post_init__(self):
         object.__setattr__(self, "exceptions", FrozenMap(self.exceptions))
+        object.__setattr__(self, "products", FrozenMap(self.products))
 
     def at_rest(self, model: Any) -> Any:
         """The parameters, named arrays anywhere in a tree, in the type that they are kept in."""
         return _cast(model, self.params, FrozenMap())
 
     def in_use(self, model: Any) -> Any:
-        """The parameters in the types that they are used in."""
-        return _cast(model, self.compute, self.exceptions)
+        """The parameters in the types that they are used in; weights of narrow products are marked (`tr.Narrow`)."""
+        return self._marked(_cast(model, self.compute, self.exceptions))
+
+    def product_of(self, parameter: Parameter) -> Literal["fp8", "int8"] | None:
+        """The kind of a parameter's products, where they are narrow: those of weights, by the first part that fits."""
+        if parameter.role != Role.WEIGHT:
+            return None
+        return next((kind for part, kind in self.products.items() if part in parameter.path), None)
+
+    def _marked(self, model: Any) -> Any:
+        kinds = [self.product_of(p) for p in parameters(model)] if self.products else []
+        if not any(kinds):
+            return model
+        leaves, structure = jax.tree.flatten(model, is_leaf=is_named)
+        marked = [Narrow(x, kind) if kind and is_named(x) else x for x, kind in zip(leaves, kinds, strict=True)]
+        return jax.tree.unflatten(structure, marked)
 
 
 def _cast(model: Any, dtype: str, exceptions: Mapping[str, str]) -> Any:

@@ -115,6 +115,22 @@ class GuardRule:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlineRule:
+    """How long a step may take before the run ends itself. What is late by much does not come, as a rule."""
+
+    factor: float | None = 20.0
+    """In medians of the steps so far; null sets no deadline. Lower it to hear of a hanging process sooner; raise it
+    where steps differ much."""
+    seconds: float = 600.0
+    """The least deadline. Lower it where steps are short and machines are expensive; raise it where data may be away
+    for longer."""
+
+    def __post_init__(self):
+        at_least(2, factor=self.factor)
+        at_least(1, seconds=self.seconds)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """A trace of a few steps, for Perfetto or XProf."""
 
@@ -195,6 +211,8 @@ class Run:
     """What is written while the run runs."""
     guard: GuardRule = GuardRule()
     """When copies on several devices are compared."""
+    deadline: DeadlineRule = DeadlineRule()
+    """How long a step may take."""
     profile: Profile | None = None
     """A trace of some steps; null takes none. Set it where steps are slower than planned."""
     compiler_options: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
@@ -320,6 +338,7 @@ __all__ = [
     "BatchSize",
     "CheckpointRule",
     "Data",
+    "DeadlineRule",
     "Distributed",
     "Evaluation",
     "GuardRule",

@@ -9,6 +9,7 @@ from trellis.checkpoints.checkpoints import Checkpoints, Restored
 from trellis.run.config import (
     BatchSize,
     CheckpointRule,
+    DeadlineRule,
     Distributed,
     Evaluation,
     GuardRule,
@@ -35,6 +36,7 @@ __all__ = [
     "Checkpoints",
     "CompiledStep",
     "Data",
+    "DeadlineRule",
     "Distributed",
     "EmbeddedSource",
     "Evaluation",

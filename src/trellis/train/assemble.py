@@ -18,7 +18,7 @@ from trellis.mesh.platform import rehearses
 from trellis.models import ModelConfig
 from trellis.named import is_named
 from trellis.named.saving import Keep, nothing, products, saved
-from trellis.nn.parameters import Parameter, parameters
+from trellis.nn.parameters import Parameter, Role, parameters
 from trellis.optim import learning_rates, make_optimizer
 from trellis.run.config import Remat, Run
 from trellis.run.layouts import make_layout
@@ -102,6 +102,7 @@ def assemble(
     with layout:
         shapes = abstract_state(make_model, optimizer, average=run.ema is not None)
         _check_parts_of_names(run, shapes.model)
+        _check_narrow_products(run, shapes.model)
         abstract = _placed(shapes, layout)
         options = StepOptions(
             precision=run.precision,
@@ -187,9 +188,10 @@ def _check_parts_of_names(run: Run, model: Any) -> None:
     default = next(f.default for f in dataclasses.fields(Run) if f.name == "weight_decay_exclude")
     asked = {"weight_decay_exclude": {*run.weight_decay_exclude} - {*default}}
     asked["precision.exceptions"] = {*run.precision.exceptions}
+    asked["precision.products"] = {*run.precision.products}
     for field, parts in asked.items():
         for part in sorted(parts):
-            in_path = field == "precision.exceptions"
+            in_path = field.startswith("precision.")
             if not part or not any(part in p.path if in_path else p.matches((part,)) for p in known):
                 words = {word for p in known for word in (*p.path.split("."), *(() if in_path else p.names))}
                 raise UserError(
@@ -198,6 +200,33 @@ def _check_parts_of_names(run: Run, model: Any) -> None:
                     where=field,
                     fix=did_you_mean(part, words),
                 )
+
+
+def _check_narrow_products(run: Run, model: Any) -> None:
+    """Refuses parts of names that ask for narrow products where there are none: all but weights of layers' einsums."""
+    precision = run.precision
+    marked = [p for p in parameters(model) if precision.product_of(p)]
+    for part in precision.products:
+        if not any(part in p.path for p in marked):
+            seen = f"`{part}`, of which no part is a weight that multiplies"
+            raise _no_narrow_product(seen, model)
+    for p in marked:
+        if not p.path.startswith("layers.") or "experts" in p.names:
+            raise _no_narrow_product(f"{precision.product_of(p)} for `{p.path}`", model)
+
+
+def _no_narrow_product(seen: str, model: Any) -> UserError:
+    able = [
+        p.path.removeprefix("layers.")
+        for p in parameters(model)
+        if p.role == Role.WEIGHT and p.path.startswith("layers.") and "experts" not in p.names
+    ]
+    return UserError(
+        "Products in eight bits are those of the weights of layers; experts' and the unembedding's stay whole.",
+        seen=seen,
+        where="precision.products",
+        fix=f"name parts of {', '.join(f'`{path}`' for path in able)}",
+    )
 
 
 def fast_microbatches(run: Run, layout: Layout, model: Any) -> int:

@@ -93,14 +93,22 @@ class CompiledStep:
         self._programs: dict[tuple, Any] = {}
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
-        key = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(batch))
+        key = _shapes(batch)
         program = self._programs.get(key)
         if program is None:
             with _explained(self._options):
                 program = self._programs[key] = self._step.lower(state, batch).compile(self._options)
         return program(state, batch)
 
+    def is_compiled(self, batch: Any) -> bool:
+        """Whether there is a program for batches of this shape."""
+        return _shapes(batch) in self._programs
+
     @property
     def programs(self) -> list[Any]:
         """The compiled programs (`jax.stages.Compiled`), in order of their first use."""
         return list(self._programs.values())
+
+
+def _shapes(batch: Any) -> tuple:
+    return tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(batch))

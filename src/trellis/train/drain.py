@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import jax
@@ -66,12 +66,14 @@ class Drain:
 
     Args:
         max_ahead: how many steps may be dispatched and unfinished.
+        finished: called by the thread with a step's record when the device has finished it, and again when it has
+            finished what was added for it.
 
     A failure on the device is raised by the next call of any method.
     """
 
-    def __init__(self, max_ahead: int = 4):
-        self._max_ahead = max_ahead
+    def __init__(self, max_ahead: int = 4, finished: Callable[[Record], None] = lambda record: None):
+        self._max_ahead, self._finished = max_ahead, finished
         self._pending: deque[_Pending] = deque()
         self._unfinished = 0
         self._records: deque[Record] = deque()
@@ -159,13 +161,16 @@ class Drain:
                 _fetch(item.record, item.first)
                 item.record.done = item.record.done or time.perf_counter()
                 item.record.idle_from = idle_from
+                self._finished(item.record)
                 with self._change:
                     self._unfinished -= 1
                     self._change.notify_all()
                     self._change.wait_for(lambda item=item: self._closed or item.sealed)
                     if not item.sealed:
                         return
-                _fetch(item.record, item.later)
+                if item.later:
+                    _fetch(item.record, item.later)
+                    self._finished(item.record)
                 if not item.later:
                     item.record.released = item.record.done
                 idle_from = item.record.released = item.record.released or time.perf_counter()

@@ -26,6 +26,7 @@ from trellis.train.progress import Progress, forecast
 from trellis.train.stopping import LossNotFinite, Signals, StoppedTogether, explain, explained_abort, leave_at_once
 from trellis.train.timeline import Timeline
 from trellis.train.trackers import Tracker, open_trackers
+from trellis.train.watchdog import Watchdog
 
 # How many steps may be dispatched before the first of them is finished. (More than 32 hang XLA on several CPU devices.)
 _AHEAD = 4
@@ -78,6 +79,8 @@ def train(
     until: int | None = None,
     work: Work | None = None,
     progress: Progress | None = None,
+    compiled: Callable[[Any, int], str] | None = None,
+    first_collective: str | None = None,
 ) -> Outcome:
     """Trains until the last step or a signal; goes on where the folder's newest checkpoint ends.
 
@@ -89,10 +92,13 @@ def train(
         until: pause after this step, with a checkpoint; None goes on to the end.
         work: what a token costs, for MFU.
         progress: where progress is shown; the default is stderr.
+        compiled: from a program that was compiled, and the number of steps before it, to what is to be told of it.
+            The first process calls it, while the devices make the program's first step.
+        first_collective: words for the first collective of a step, for the message of a step that does not end.
 
     Raises:
         RunStopped: the loss was not finite too often, copies of the state differed, or memory did not suffice. The
-            message names the last good checkpoint.
+            message names the last good checkpoint. (A step past its deadline ends the process, with the same code.)
     """
     folder = Path(folder)
     run_file = folder / "run.yaml"
@@ -105,7 +111,8 @@ def train(
         explained_abort(lambda: _last_good(saved, others_live=False)),
     ):
         try:
-            return _Loop(assembled, feed, folder, saved, signals, until).go(work, progress)
+            loop = _Loop(assembled, feed, folder, saved, signals, until, compiled)
+            return loop.go(work, progress, first_collective)
         except BaseException as error:
             told = explain(error, _last_good(saved, others_live=jax.process_count() == 1))
             if jax.process_count() > 1 and not isinstance(told, StoppedTogether):
@@ -119,10 +126,17 @@ class _Loop:
     """One run's loop with what it holds open."""
 
     def __init__(
-        self, assembled: Assembled, feed: Feed, folder: Path, saved: Checkpoints, signals: Signals, until: int | None
+        self,
+        assembled: Assembled,
+        feed: Feed,
+        folder: Path,
+        saved: Checkpoints,
+        signals: Signals,
+        until: int | None,
+        compiled: Callable[[Any, int], str] | None,
     ):
         self._assembled, self._run, self._feed, self._folder = assembled, assembled.run, feed, folder
-        self._saved, self._signals = saved, signals
+        self._saved, self._signals, self._compiled = saved, signals, compiled
         self._stop = self._run.steps if until is None else min(self._run.steps, until)
         self._not_finite = 0
         self._unchecked: deque[Record] = deque()
@@ -132,7 +146,7 @@ class _Loop:
         self._guard = Guard(assembled)
         self._timeline = Timeline(folder / "timeline.jsonl" if is_first() else None)
 
-    def go(self, work: Work | None, progress: Progress | None) -> Outcome:
+    def go(self, work: Work | None, progress: Progress | None, first_collective: str | None) -> Outcome:
         assembled, run = self._assembled, self._run
         restored = self._saved.restore(assembled.abstract, resizable={"vocab": run.model.vocab})
         start, tokens = (0, 0) if restored is None else (restored.step, restored.data["tokens"])
@@ -146,13 +160,22 @@ class _Loop:
         try:
             with contextlib.ExitStack() as self._open:
                 self._open.callback(self._progress.close)
-                self._drain = Drain(max_ahead=_AHEAD)
+                self._watch = Watchdog(
+                    run.deadline,
+                    self._folder,
+                    lambda: _last_good(self._saved, others_live=False),
+                    first_collective=first_collective,
+                    noted=lambda why: self._timeline.add("stopped", None, why=why),
+                )
+                self._open.callback(self._watch.close)
+                self._drain = Drain(max_ahead=_AHEAD, finished=self._watch.finished)
                 self._open.callback(self._drain.close)
                 if is_first():
                     self._trackers = open_trackers(run.logging.trackers, self._folder, step=start, config=plain(run))
                 for tracker in self._trackers:
                     self._open.callback(tracker.close)
                 state, made, exit_code = self._steps(step, state, start)
+                self._watch.close()
                 if made >= run.steps:
                     self._sample(state, made)
             self._timeline.add("finished" if made >= run.steps else "interrupted", made)
@@ -177,12 +200,18 @@ class _Loop:
             made = index + 1
             profile.before(index)
             compiled = len(step.programs)
-            replayed = self._guard.replay(step, state, batch, made)
-            state, metrics = step(state, batch)
+            self._watch.doing(f"hands over step {made}")
+            with contextlib.nullcontext() if step.is_compiled(batch) else self._watch.excused("compiles the step"):
+                replayed = self._guard.replay(step, state, batch, made)
+                state, metrics = step(state, batch)
+            self._watch.doing(f"waits for the devices, which have steps up to {made}", dispatched=made)
             if len(step.programs) > compiled:
                 seconds = time.perf_counter() - waited[1]
                 self._note(f"compiled the step in {duration(seconds)}")
                 self._timeline.add("compiled", index, seconds=seconds)
+                if self._compiled is not None and is_first():
+                    with self._watch.excused("reads the compiled step"):
+                        self._note(self._compiled(step.programs[-1], index))
             self._drain.push(made, metrics, waited)
             profile.after(index, metrics)
             exit_code = self._signals.exit_code(made)
@@ -191,7 +220,8 @@ class _Loop:
             if compared := replayed | self._guard.digests(state, batch, made, save=save):
                 self._drain.add(compared)
             if self._feed.evaluate is not None and (made >= run.steps or _due(made, run.evaluation.every)):
-                self._drain.add(self._feed.evaluate(state))
+                with self._watch.excused(f"evaluates after step {made}"):
+                    self._drain.add(self._feed.evaluate(state))
                 self._timeline.add("evaluation", made)
             self._handle(self._drain.poll(), certain=made - _AHEAD - 1)
             if save:
@@ -200,8 +230,10 @@ class _Loop:
                 self._save(state, made)
             if last:
                 profile.close()
-                self._saved.wait()
+                with self._watch.excused(f"writes the checkpoint of step {made}"):
+                    self._saved.wait()
                 return state, made, exit_code or 0
+            self._watch.doing(f"waits for the batch of step {made + 1}")
             asked = time.perf_counter()
         raise UserError(
             "The data lasts as long as the run.",
@@ -211,7 +243,9 @@ class _Loop:
         )
 
     def _save(self, state: Any, made: int) -> None:
-        if self._saved.save(made, state, data={"tokens": self._meter.tokens}):
+        with self._watch.excused(f"saves after step {made}"):
+            new = self._saved.save(made, state, data={"tokens": self._meter.tokens})
+        if new:
             self._timeline.add("checkpoint", made)
 
     def _handle(self, records: Sequence[Record], certain: int) -> None:

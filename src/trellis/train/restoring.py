@@ -70,9 +70,12 @@ def _no_checkpoint(folder: Path) -> UserError:
 
 
 def model_in_use(assembled: Assembled, state: TrainState) -> Any:
-    """The model of a state as it is used: the moving average where there is one, in the type to compute in."""
+    """The model of a state as it is used: the moving average where there is one, in the type to compute in.
+
+    No product is narrow: the scale of one would be that of all texts of a batch.
+    """
     model = state.model if state.average is None else state.average
-    return assembled.options.precision.in_use(model)
+    return dataclasses.replace(assembled.options.precision, products={}).in_use(model)
 
 
 def for_use(run: Run, devices: int) -> Run:

@@ -8,6 +8,7 @@ Everything that moves between devices follows from the layout in force.
 import dataclasses
 from collections.abc import Callable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -18,7 +19,7 @@ from trellis.mesh.reshard import place
 from trellis.models import LanguageModel, Measured
 from trellis.named import Keep, NamedArray, is_named
 from trellis.named.reshape import split_axis, transpose
-from trellis.nn import Precision, TokenLoss, next_token_loss
+from trellis.nn import Precision, TokenLoss, next_token_loss, tied
 from trellis.nn.positions import dealt
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
@@ -75,6 +76,8 @@ def batch_loss(
 
 def _measured_loss(model, batch: Batch, options: StepOptions, key, ahead):
     counted = batch.loss_mask.astype(jnp.float32)
+    if model.config.tie_embeddings:
+        model = eqx.tree_at(lambda m: m.unembedding, model, tied(model.unembedding, batch.tokens))
     hidden, measured = model(
         batch.tokens,
         segment_ids=batch.segment_ids,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from trellis.mesh.linear import linear
 from trellis.nn.attention.pattern import Pattern, hidden_score, same_document
 from trellis.nn.attention.sliced.tile import Ids, Tile
 
@@ -129,16 +130,24 @@ def _forward(q, k, v, segment_ids, settings: _Settings):
     return jnp.concatenate(outs, axis=3), jnp.concatenate(sums, axis=3)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_jvp, nondiff_argnums=(4,))
 def _attend(q, k, v, segment_ids, settings: _Settings):
     return _forward(q, k, v, segment_ids, settings)[0]
 
 
-def _attend_fwd(q, k, v, segment_ids, settings: _Settings):
+@_attend.defjvp
+def _derivative(settings: _Settings, primals, tangents):
+    q, k, v, segment_ids = primals
     out, log_sum = _forward(q, k, v, segment_ids, settings)
     if settings.save_name is not None:
         out, log_sum = (checkpoint_name(x, settings.save_name) for x in (out, log_sum))
-    return out, (q, k, v, segment_ids, out, log_sum)
+    change = linear(partial(_attend_change, settings), partial(_attend_bwd, settings))
+    return out, change((q, k, v, segment_ids, out, log_sum), tangents[:3])
+
+
+def _attend_change(settings: _Settings, kept, changes):
+    q, k, v, segment_ids, *_ = kept
+    return jax.jvp(lambda q, k, v: _forward(q, k, v, segment_ids, settings)[0], (q, k, v), tuple(changes))[1]
 
 
 def _attend_bwd(settings: _Settings, residuals, d_out):
@@ -166,10 +175,7 @@ def _attend_bwd(settings: _Settings, residuals, d_out):
         d_queries.append(d_q.reshape(*q.shape[:3], span[1] - span[0], -1))
         d_keys = d_keys.at[keys].add(product("bkht,bkts->bkhs", _turned(_rows(q, span)), d_scores))
     d_k, d_v = (d.swapaxes(2, 3).astype(x.dtype) for d, x in ((d_keys, k), (d_values, v)))
-    return jnp.concatenate(d_queries, axis=3), d_k, d_v, None
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd)
+    return jnp.concatenate(d_queries, axis=3), d_k, d_v
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +198,7 @@ class ChunkedTiles:
         settings = self._settings(tile)
         q5, out, d_out = (_grouped(x, k) for x in (q, out, d_out))
         log_sum = log_sum.reshape(q5.shape[:4])[..., None].astype(jnp.float32 if self.upcast else q.dtype)
-        d_q, d_k, d_v, *_ = _attend_bwd(settings, (q5, k, v, ids, out, log_sum), d_out)
+        d_q, d_k, d_v = _attend_bwd(settings, (q5, k, v, ids, out, log_sum), d_out)
         return d_q.reshape(q.shape), d_k, d_v
 
     def _settings(self, tile: Tile) -> _Settings:

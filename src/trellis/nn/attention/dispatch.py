@@ -3,6 +3,7 @@
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from trellis.errors import TrellisError
 from trellis.mesh.layout import current_layout
 from trellis.mesh.platform import platform_of
 from trellis.nn.attention.chunked import ChunkedTiles, chunked_attention
@@ -20,7 +21,7 @@ from trellis.program.said import kernel_work
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "cudnn", "splash")
 
 
-class AttentionError(ValueError):
+class AttentionError(TrellisError, ValueError):
     """Arguments that no attention, or not this implementation of it, can take."""
 
 

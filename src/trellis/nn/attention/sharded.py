@@ -8,13 +8,14 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from trellis.errors import TrellisError
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import Axes, vary
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
 
 
-class PlacementError(ValueError):
+class PlacementError(TrellisError, ValueError):
     """Shardings of queries, keys and values under which a device does not hold what it needs."""
 
 

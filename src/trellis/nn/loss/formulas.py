@@ -2,13 +2,16 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
+from trellis.mesh.linear import linear
 from trellis.mesh.manual.ops import Axes
 
 
 class Settings(NamedTuple):
-    """How a loss is computed; hashable, for `custom_vjp`.
+    """How a loss is computed; hashable, for `custom_jvp`.
 
     Attributes:
         z_loss, logit_softcap, vocab_size, vocab_first: as in `linear_cross_entropy`.
@@ -26,6 +29,28 @@ class Settings(NamedTuple):
     total_type: jnp.dtype
     vocab_axes: Axes = ()
     chunk_bytes: int | None = None
+
+
+def changes(sums, gradients, tangents, axes: Axes = ()):
+    """The tangents of a loss's sums: of the total, by its gradients, which are made together with it; of others none.
+
+    Args:
+        sums: `(total, its parts)`.
+        gradients: of the total, a tree of arrays.
+        tangents: a tree like it.
+        axes: mesh axes over which the gradients are parts of sums.
+    """
+    change = _along(gradients, tangents)
+    rest = jax.tree.map(jnp.zeros_like, sums[1])
+    return lax.psum(change, axes) if axes else change, rest
+
+
+def _change(gradients, tangents):
+    wide = lambda d, t: jnp.sum(d.astype(jnp.float32) * t.astype(jnp.float32))
+    return sum(jax.tree.leaves(jax.tree.map(wide, gradients, tangents)))
+
+
+_along = linear(_change, lambda gradients, d_total: jax.tree.map(lambda d: d * d_total.astype(d.dtype), gradients))
 
 
 def capped(logits, softcap: float | None):

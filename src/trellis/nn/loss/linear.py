@@ -8,15 +8,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from trellis.errors import TrellisError
 from trellis.mesh.manual.ops import Axes, vary
 from trellis.mesh.platform import platform_of
+from trellis.mesh.reshard import place
 from trellis.nn.loss.formulas import Settings
 from trellis.nn.loss.token_chunks import CHUNK, chunk_size, summed_by_tokens
 from trellis.nn.loss.vocab_chunks import VocabChunks, cut, summed_by_vocab
 from trellis.notation.state import State, state_of
 
 
-class LossError(ValueError):
+class LossError(TrellisError, ValueError):
     """Shapes or shardings that the loss cannot take."""
 
 
@@ -99,6 +101,7 @@ def linear_cross_entropy(
     states = [state_of(a) for a in (x, unembed, targets)]
     if states[0].mode != "explicit":
         return _local(x, head, targets, weights, settings)
+    weights = place(weights, states[2].axes)  # JAX makes ones of a value that a program closes over whole
     batch, pos, _ = states[0].axes
     across, vocab, chunks = states[1].axes, (), None
     if set(batch + pos) & set(across[0] + across[1]):

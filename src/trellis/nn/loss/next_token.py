@@ -6,6 +6,7 @@ import jax
 from jax import lax
 
 from trellis.mesh.layout import current_layout
+from trellis.mesh.linear import linear
 from trellis.mesh.platform import platform_of
 from trellis.named import NamedArray
 from trellis.named.placing import move
@@ -50,7 +51,7 @@ def next_token_loss(
             arrays = gradients_together(hidden.array, unembedding.array)
             hidden, unembedding = (n.with_array(a) for n, a in zip((hidden, unembedding), arrays, strict=True))
         hidden = move(hidden, (batch, pos, ()), frozenset(vocab))
-        in_chunks = bias is None and _in_chunks(hidden, unembedding, batch + pos, vocab)
+        in_chunks = bias is None and _in_chunks(targets.size, unembedding, batch + pos, vocab)
         sides = state_of(unembedding.array).axes if in_chunks else (vocab, ())
         unembedding = move(unembedding, sides, frozenset(batch + pos).difference(*sides))
         bias = None if bias is None else move(bias, (vocab,), frozenset(batch + pos))
@@ -63,21 +64,46 @@ def next_token_loss(
     return linear_cross_entropy(hidden.array, unembedding.array, targets.array, plain, vocab_first=True, **options)
 
 
-def _in_chunks(hidden: NamedArray, unembedding: NamedArray, tokens, vocab) -> bool:
+def tied(table: NamedArray, tokens: NamedArray) -> NamedArray:
+    """A table where both of its uses have it: rows of it that are looked up, and the unembedding of the loss.
+
+    Moved once for both, its gradients are summed on each device, and over devices once; each use on its own would move
+    the table's gradient on its own. Where the loss gathers an unembedding in chunks, it stays as it is.
+
+    Args:
+        table: `"vocab embed"`.
+        tokens: `"batch pos"`, those of the batch.
+    """
+    layout = current_layout()
+    if layout is None or state_of(table.array).mode != "explicit":
+        return table
+    batch, pos, vocab, _ = layout.assign(_NAMES)
+    table = table.transpose(("vocab", "embed"))
+    if _in_chunks(tokens.size, table, batch + pos, vocab):
+        return table
+    return move(table, (vocab, ()), frozenset(batch + pos).difference(vocab))
+
+
+def _in_chunks(count: int, unembedding: NamedArray, tokens, vocab) -> bool:
     """Whether the loss gathers the unembedding in chunks, instead of getting it whole.
 
     On accelerators, of a table that one of its dimensions slices over mesh axes of the tokens, where a device has no
     more tokens than `embed`: the exponentials that are kept then take no more room than the whole table would.
+
+    Args:
+        count: of all tokens.
+        unembedding: `"vocab embed"`.
+        tokens, vocab: the mesh axes that slice them.
     """
-    if platform_of(hidden.array) == "cpu" or vocab:
+    if platform_of(unembedding.array) == "cpu" or vocab:
         return False
     rows, columns = state_of(unembedding.array).axes
-    mesh, (batch, pos, embed) = jax.typeof(hidden.array).sharding.mesh, hidden.array.shape
-    few = batch * pos <= embed * math.prod(mesh.shape[axis] for axis in tokens)
+    mesh = jax.typeof(unembedding.array).sharding.mesh
+    few = count <= unembedding.shape["embed"] * math.prod(mesh.shape[axis] for axis in tokens)
     return few and bool(rows) != bool(columns) and set(rows + columns) <= set(tokens)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def gradients_together(hidden: jax.Array, unembedding: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both as they are; their gradients are made together, before the layers' backward passes begin.
 
@@ -87,4 +113,5 @@ def gradients_together(hidden: jax.Array, unembedding: jax.Array) -> tuple[jax.A
     return hidden, unembedding
 
 
-gradients_together.defvjp(lambda *arrays: (arrays, None), lambda _, gradients: lax.optimization_barrier(gradients))
+_together = linear(lambda _, tangents: tangents, lambda _, gradients: lax.optimization_barrier(gradients))
+gradients_together.defjvp(lambda arrays, tangents: (arrays, _together((), tangents)))

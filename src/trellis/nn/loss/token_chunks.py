@@ -8,12 +8,12 @@ from jax import lax
 
 from trellis.mesh.manual.ops import Axes, vary, varying_axes
 from trellis.mesh.platform import platform_of
-from trellis.nn.loss.formulas import Settings, capped, weighed
+from trellis.nn.loss.formulas import Settings, capped, changes, weighed
 
 CHUNK = {"cpu": 512}
 # On accelerators a chunk's float32 logits take at most this many bytes, but for no more chunks than the second number:
 # each adds once to the gradient of `unembed`, which is kept in that parameter's own type there (a gigabyte less for a
-# vocabulary of 128k and a width of 4096 in bfloat16). With few tokens nothing is added: see `_kept_fwd`.
+# vocabulary of 128k and a width of 4096 in bfloat16). With few tokens nothing is added: see `_with_kept_gradients`.
 LOGITS_BYTES, MOST_CHUNKS = 1 << 28, 8
 
 
@@ -32,7 +32,7 @@ def accelerator_chunk(count: int, columns: int, logits_bytes: int = LOGITS_BYTES
     return -(-count // min(max(-(-count // few), 1), MOST_CHUNKS))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_jvp, nondiff_argnums=(4,))
 def summed_by_tokens(x, head, targets, weights, settings: Settings):
     """The total, and the parts of it, of this device's tokens over its part of the vocabulary.
 
@@ -52,9 +52,16 @@ def summed_by_tokens(x, head, targets, weights, settings: Settings):
     return sums
 
 
-def _fwd(x, head, targets, weights, settings: Settings):
+@summed_by_tokens.defjvp
+def _derivative(settings: Settings, primals, tangents):
+    sums, gradients = _with_gradients(*primals, settings)
+    return sums, changes(sums, gradients, tangents[:2], settings.vocab_axes)
+
+
+def _with_gradients(x, head, targets, weights, settings: Settings):
+    """The sums, and the gradients of the total by `x` and by `head`."""
     if targets.size <= x.shape[-1]:
-        return _kept_fwd(x, head, targets, weights, settings)
+        return _with_kept_gradients(x, head, targets, weights, settings)
 
     def step(carry, part):
         sums, d_head = carry
@@ -70,7 +77,7 @@ def _fwd(x, head, targets, weights, settings: Settings):
     return sums, (d_x, jax.tree.map(lambda d, h: d.astype(h.dtype), d_head, head))
 
 
-def _kept_fwd(x, head, targets, weights, settings: Settings):
+def _with_kept_gradients(x, head, targets, weights, settings: Settings):
     """For no more tokens than `embed`: the gradient of all logits, in the type of `x`, takes no more room than the
     gradient of `unembed`, which then is one product instead of a sum over chunks, made when `unembed` is gone."""
 
@@ -96,15 +103,6 @@ def _to_unembed(d_logits, x, settings: Settings):
     return jnp.einsum(form, d_logits, x, preferred_element_type=jnp.float32)
 
 
-def _bwd(settings: Settings, gradients, cotangents):
-    d_total, _ = cotangents
-    d_x, d_head = jax.tree.map(lambda d: d * d_total.astype(d.dtype), gradients)
-    return d_x, d_head, None, None
-
-
-summed_by_tokens.defvjp(_fwd, _bwd)
-
-
 def _zero_sums(weights):
     zero = vary(jnp.zeros((), jnp.float32), varying_axes(weights))
     return zero, (zero, zero, zero, zero)
@@ -125,7 +123,7 @@ def _chunk(x, targets, weights, head, settings: Settings, *, gradient: bool):
         real = first + jnp.arange(columns) < settings.vocab_size
         logits = jnp.where(real[None, :], logits, -jnp.inf)
 
-    largest = _over(lax.pmax, jnp.max(logits, axis=1), vocab_axes)
+    largest = _over(lax.pmax, jnp.max(lax.stop_gradient(logits), axis=1), vocab_axes)  # any number gives the same loss
     powers = jnp.exp(logits - largest[:, None])
     total = _over(lax.psum, jnp.sum(powers, axis=1), vocab_axes)
     place = targets - first

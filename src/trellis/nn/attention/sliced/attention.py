@@ -8,6 +8,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from trellis.mesh.layout import current_layout
+from trellis.mesh.linear import linear
 from trellis.nn.attention.sharded import Placement
 from trellis.nn.attention.sliced.program import Sliced
 from trellis.notation import spec_of
@@ -15,7 +16,7 @@ from trellis.notation import spec_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Attention:
-    """What a call is of; hashable, for `custom_vjp`."""
+    """What a call is of; hashable, for `custom_jvp`."""
 
     place: Placement
     program: Sliced
@@ -62,7 +63,7 @@ def sliced_attention(
     return _attend(call, q, k, v, segment_ids)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(call: _Attention, q, k, v, ids):
     return _forward(call, q, k, v, ids)[0]
 
@@ -75,11 +76,19 @@ def _forward(call: _Attention, q, k, v, ids):
     return call.run(local, (q, k, v, *(ids or ())), call.states(ids), call.results)
 
 
-def _attend_forward(call: _Attention, q, k, v, ids):
+@_attend.defjvp
+def _derivative(call: _Attention, primals, tangents):
+    q, k, v, ids = primals
     out, log_sum = _forward(call, q, k, v, ids)
     if call.save_name is not None:
         out, log_sum = (checkpoint_name(x, call.save_name) for x in (out, log_sum))
-    return out, (q, k, v, ids, out, log_sum)
+    change = linear(functools.partial(_attend_change, call), functools.partial(_attend_backward, call))
+    return out, change((q, k, v, ids, out, log_sum), tangents[:3])
+
+
+def _attend_change(call: _Attention, kept, changes):
+    q, k, v, ids, *_ = kept
+    return jax.jvp(lambda q, k, v: _forward(call, q, k, v, ids)[0], (q, k, v), tuple(changes))[1]
 
 
 def _attend_backward(call: _Attention, kept, d_out):
@@ -94,8 +103,4 @@ def _attend_backward(call: _Attention, kept, d_out):
     queries, *keys = call.states(ids)
     states = [queries, *keys[:2], *call.results, call.results[0], *keys[2:]]
     gradients = [(axes, copied, pending) for axes, pending, copied in (queries, *keys[:2])]
-    found = call.run(local, (q, k, v, out, log_sum, d_out, *(ids or ())), states, gradients)
-    return *found, None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
+    return call.run(local, (q, k, v, out, log_sum, d_out, *(ids or ())), states, gradients)

@@ -1,0 +1,90 @@
+"""What products in eight bits bring: planned for accelerators, and trained, emulated, on this machine.
+
+    python benchmarks/narrow.py plan [--recipe llama_8b] [--on 8xH100 ...]
+    python benchmarks/narrow.py train [--recipe tiny] [--seeds 3] [--options ...]
+
+`plan` predicts a step with the products of attention and feed-forward in the compute type, fp8 and int8. `train` runs
+the recipe in each for several seeds, in processes of their own, and compares the mean loss of the last tenth of the
+steps. Losses of eight-bit runs on a CPU are those of the types (`ml_dtypes` to the bit), not of any chip's units, which
+sum in another order.
+"""
+
+import argparse
+import json
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+
+KINDS = (None, "fp8", "int8")
+TARGETS = ("8xA100", "8xH100", "8xB200", "v5e:4x4", "v5p:2x2x2", "v6e:4x4")
+
+
+def options(kind: str | None) -> list[str]:
+    """The products of attention and feed-forward made in these numbers."""
+    return [] if kind is None else ["--precision.products.attention", kind, "--precision.products.mlp", kind]
+
+
+def trellis(*words: str) -> str:
+    program = "import sys; from trellis.commands.line import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+    if done.returncode not in (0, 3):
+        sys.exit(done.stderr)
+    return done.stdout
+
+
+def plans(recipe: str, targets: list[str]) -> None:
+    print(f"{recipe}: a step as planned, and the bytes that a device sends in it\n")
+    print(f"{'target':10} {'products':9} {'step':>8} {'change':>8} {'sent':>10}")
+    for on in targets:
+        first = None
+        for kind in KINDS:
+            plan = json.loads(trellis("plan", recipe, "--on", on, "--json", *options(kind)))["plan"]
+            seconds, sent = plan["step_seconds"], sum(plan["communication"]["per_axis"].values())
+            first = first or seconds
+            change = f"{seconds / first - 1:+.1%}"
+            print(f"{on:10} {kind or 'bfloat16':9} {seconds:7.2f}s {change:>8} {sent / 2**30:7.1f}GiB")
+
+
+def last_loss(folder: pathlib.Path) -> float:
+    losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return statistics.fmean(losses[-max(1, len(losses) // 10) :])
+
+
+def losses(recipe: str, seeds: int, more: list[str]) -> None:
+    print(
+        f"{recipe} {' '.join(more)}: mean loss of the last tenth of the steps, on {platform.processor() or 'a CPU'}\n"
+    )
+    print(f"{'products':9} {'seeds':>{9 * seeds}} {'mean':>8} {'change':>8}")
+    first = None
+    for kind in KINDS:
+        found = []
+        for seed in range(seeds):
+            with tempfile.TemporaryDirectory() as folder:
+                words = ["--seed", str(seed), "--precision.compute", "bfloat16", "--logging.every", "1"]
+                trellis("train", recipe, "--run-dir", f"{folder}/run", *words, *options(kind), *more)
+                found.append(last_loss(pathlib.Path(folder) / "run"))
+        mean = statistics.fmean(found)
+        first = first or mean
+        each = " ".join(f"{loss:8.4f}" for loss in found)
+        print(f"{kind or 'bfloat16':9} {each} {mean:8.4f} {mean / first - 1:+8.2%}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("plan", "train"))
+    parser.add_argument("--recipe")
+    parser.add_argument("--on", nargs="+", default=TARGETS)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--options", nargs=argparse.REMAINDER, default=[])
+    args = parser.parse_args()
+    if args.what == "plan":
+        plans(args.recipe or "llama_8b", args.on)
+    else:
+        losses(args.recipe or "tiny", args.seeds, args.options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Deadlines: a step that does not end is found, told with what every process was doing, and ends the run."""
+
+import contextlib
+import faulthandler
+import json
+import os
+import platform
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+
+from trellis.figures.numbers import duration
+from trellis.run.config import DeadlineRule
+from trellis.train.drain import Record
+from trellis.train.stopping import RunStopped, leave_at_once
+
+# From how many steps on their median counts, and over how many it is taken.
+_FEWEST, _MOST = 3, 100
+# How often a deadline is looked at: so many times within it, and at least once in so many seconds.
+_LOOKS, _LONGEST = 8, 15.0
+# What is not a step may take so many deadlines.
+_PATIENCE = 10
+# Looks between the finding and the end, in which the other processes write what they know.
+_GRACE = 4
+# How many more the first process waits, so that the others can leave before it.
+_LAST = 3
+
+
+class Watchdog:
+    """A thread that ends a run whose step takes longer than its deadline, a multiple of the median of the steps so far.
+
+    Time counts in turns of this thread: while a process is stopped, or a machine sleeps, none of it passes. What is not
+    a step (evaluating, saving, compiling another step) may take ten deadlines. In the run's folder, `watch/` holds what
+    each process of several is doing, and, once a step is late, the Python stacks of each that can still write them.
+
+    Args:
+        rule: the run's.
+        folder: the run's folder, which all processes see.
+        last_good: gives words that name the last good checkpoint.
+        first_collective: words for what a step's first collective is, where that is known.
+        noted: told the first line of why the run ends.
+    """
+
+    def __init__(
+        self,
+        rule: DeadlineRule,
+        folder: Path,
+        last_good: Callable[[], str],
+        *,
+        first_collective: str | None = None,
+        noted: Callable[[str], None] = lambda why: None,
+    ):
+        self._rule, self._folder, self._last_good = rule, folder / "watch", last_good
+        self._first, self._noted = first_collective, noted
+        self._process, self._processes = jax.process_index(), jax.process_count()
+        self._paces: deque[float] = deque(maxlen=_MOST)
+        self._lock = threading.Lock()
+        self._finished = self._dispatched = self._ticks = 0
+        self._spent, self._excused, self._doing = 0.0, True, "starts"
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        if rule.factor is not None:
+            self._calls = self._call()  # of an earlier start of the run
+            self._thread = threading.Thread(target=self._watch, name="deadlines", daemon=True)
+            self._thread.start()
+
+    def doing(self, what: str, *, dispatched: int | None = None) -> None:
+        """Notes what the training loop does next, under the deadline.
+
+        Args:
+            what: a predicate, as in `waits for the batch of step 7`.
+            dispatched: how many steps have been handed to the devices, where that changed.
+        """
+        with self._lock:
+            self._doing, self._excused = what, False
+            self._dispatched = self._dispatched if dispatched is None else dispatched
+
+    @contextlib.contextmanager
+    def excused(self, what: str) -> Iterator[None]:
+        """Within it the run does what is no step."""
+        with self._lock:
+            before = self._doing, self._excused
+            self._doing, self._excused, self._spent = what, True, 0.0
+        try:
+            yield
+        finally:
+            with self._lock:
+                (self._doing, self._excused), self._spent = before, 0.0
+
+    def finished(self, record: Record) -> None:
+        """Notes that the devices finished a step, or what was added for it; its deadline is the next step's affair."""
+        with self._lock:
+            if record.step > self._finished and self._finished:  # the first one of a process compiles
+                self._paces.append(record.seconds)
+            self._finished, self._spent = record.step, 0.0
+
+    @property
+    def deadline(self) -> float | None:
+        """Seconds that a step may take; None as long as too few have been made."""
+        if self._rule.factor is None or len(self._paces) < _FEWEST:
+            return None
+        return max(self._rule.seconds, self._rule.factor * statistics.median(self._paces))
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._interval()):
+            if self._tick() or self._call() != self._calls:
+                self._end()
+                self._calls = self._call()
+
+    def _interval(self) -> float:
+        return min((self.deadline or self._rule.seconds) / _LOOKS, _LONGEST)
+
+    def _tick(self) -> bool:
+        """One turn: whether the step under way is late."""
+        with self._lock:
+            self._ticks += 1
+            self._spent += self._interval()
+            late = self.deadline is not None and self._spent > self.deadline * (_PATIENCE if self._excused else 1)
+        if self._processes > 1:
+            state = {"ticks": self._ticks, "dispatched": self._dispatched, "doing": self._doing}
+            self._write(f"process-{self._process}.json", json.dumps({**state, "host": platform.node()}))
+        return late
+
+    def _end(self) -> None:
+        spent, deadline, step = self._spent, self.deadline, self._finished + 1
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(exist_ok=True)
+            with open(self._folder / f"stacks-{self._process}.txt", "w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+        found = ""
+        if self._processes > 1:
+            if self._call() == self._calls:
+                self._write("late", f"{self._process} {self._ticks} {os.getpid()}")
+            before = self._states()
+            self._turn(_GRACE)
+            found = f"; {self._who(before, self._states(), step)}"
+            if self._process == 0:  # JAX's runtime lives in it, and ends the others with it
+                self._turn(_LAST)
+        if self._finished >= step:
+            return  # it was late, and the run goes on
+        median = duration(statistics.median(self._paces)) if self._paces else "unknown"
+        error = RunStopped(
+            "A step ends within its deadline.",
+            seen=f"step {step} after {duration(spent)}, where the median is {median}"
+            + (f" and the deadline {duration(deadline)}" if deadline else "")
+            + f"; process {self._process} of {self._processes} {self._doing}{found}",
+            where=f"{self._last_good()}; Python stacks: {self._folder}",
+            fix="look at the stacks, then run the same command again, which goes on after that checkpoint; raise "
+            "--deadline.factor or --deadline.seconds where steps do take so long",
+        )
+        self._noted(error.rule)
+        leave_at_once(error)
+
+    def _turn(self, turns: int) -> None:
+        """Goes on to say what this process does. The loop may fail meanwhile, as others leave: it waits for the end."""
+        for _ in range(turns):
+            time.sleep(self._interval())
+            self._tick()
+
+    def _who(self, before: dict[int, dict], now: dict[int, dict], step: int) -> str:
+        """Which processes are behind: those that write no more, else those that handed over the fewest steps."""
+        name = lambda p: f"process {p}" + (f" on {now[p]['host']}" if p in now else "")
+        silent = [p for p in range(self._processes) if now.get(p, {}).get("ticks") == before.get(p, {}).get("ticks")]
+        if silent:
+            last = lambda p: f"{now[p]['doing']}" if p in now else "has written nothing"
+            return "late: " + ", ".join(f"{name(p)}, which is silent (last: {last(p)})" for p in silent)
+        least = min(state["dispatched"] for state in now.values())
+        behind = [p for p, state in now.items() if state["dispatched"] == least]
+        if len(behind) == self._processes:
+            return "no process is behind the others: all wait for their devices"
+        words = "late: " + ", ".join(f"{name(p)}, which {now[p]['doing']}" for p in behind)
+        if least < step and self._first:
+            words += f"; the others wait in step {step}, whose first collective is {self._first}"
+        return words
+
+    def _states(self) -> dict[int, dict]:
+        found = {}
+        for process in range(self._processes):
+            with contextlib.suppress(OSError, ValueError):
+                found[process] = json.loads((self._folder / f"process-{process}.json").read_text())
+        return found
+
+    def _call(self) -> str | None:
+        """What the process that noticed a late step first wrote for the others."""
+        try:
+            return (self._folder / "late").read_text()
+        except OSError:
+            return None
+
+    def _write(self, name: str, text: str) -> None:
+        part = self._folder / f".{name}.{self._process}.part"
+        with contextlib.suppress(OSError):  # a run does not end for want of a note
+            self._folder.mkdir(exist_ok=True)
+            part.write_text(text)
+            os.replace(part, self._folder / name)

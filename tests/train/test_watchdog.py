@@ -1,0 +1,127 @@
+"""A step that does not end is found within its deadline, and every process says what it knows."""
+
+import signal
+import time
+
+import pytest
+
+from tests.train.test_distributed import lines, start, wait_for_lines
+from trellis.run.config import DeadlineRule
+from trellis.train import watchdog
+from trellis.train.drain import Record
+from trellis.train.watchdog import Watchdog
+
+SECONDS = 3.0
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """What a watchdog ended the process with."""
+    found = []
+    monkeypatch.setattr(watchdog, "leave_at_once", found.append)
+    return found
+
+
+def record(step: int, seconds: float) -> Record:
+    return Record(step=step, values={}, dispatched=0.0, done=seconds, idle_from=0.0)
+
+
+def watched(folder, factor=3.0, **more) -> Watchdog:
+    """A watchdog of four steps, each of a tenth of a second."""
+    rule = DeadlineRule(factor=factor, seconds=1.0)
+    dog = Watchdog(rule, folder, lambda: "last good checkpoint: c", **more)
+    for step in (5, 6, 7, 8):
+        dog.finished(record(step, 90.0 if step == 5 else 0.1))
+    return dog
+
+
+def test_a_deadline_is_a_multiple_of_the_median_and_no_less_than_some_seconds(tmp_path):
+    dog = watched(tmp_path)
+    assert dog.deadline == 1.0, "the first step of a process compiles and does not count"
+    for step in range(9, 13):
+        dog.finished(record(step, 2.0))
+    assert dog.deadline == 6.0
+    dog.close()
+    assert Watchdog(DeadlineRule(factor=None), tmp_path, str).deadline is None
+    assert not (tmp_path / "watch").exists()
+
+
+def test_a_late_step_ends_the_process_with_its_stacks(tmp_path, ended):
+    noted = []
+    dog = watched(tmp_path, noted=noted.append)
+    dog.doing("waits for the batch of step 9")
+    begun = time.monotonic()
+    while not ended and time.monotonic() < begun + 20:
+        time.sleep(0.05)
+    dog.close()
+    (error,) = ended[:1]
+    assert time.monotonic() - begun > 0.9 and error.exit_code == 3
+    assert error.rule == noted[0] == "A step ends within its deadline."
+    assert error.seen.startswith("step 9 after 1") and "where the median is 0.1 s and the deadline 1 s" in error.seen
+    assert error.seen.endswith("process 0 of 1 waits for the batch of step 9")
+    assert error.where == f"last good checkpoint: c; Python stacks: {tmp_path / 'watch'}"
+    assert "--deadline.factor or --deadline.seconds" in error.fix
+    assert "test_a_late_step_ends_the_process" in (tmp_path / "watch" / "stacks-0.txt").read_text()
+
+
+def test_what_is_no_step_has_ten_deadlines_and_steps_that_come_none_to_pass(tmp_path, ended):
+    dog = watched(tmp_path)
+    with dog.excused("evaluates"):
+        time.sleep(1.5)
+    for step in range(9, 14):
+        dog.doing(f"waits for the batch of step {step}")
+        time.sleep(0.3)
+        dog.finished(record(step, 0.1))
+    dog.close()
+    assert not ended
+
+
+def test_who_is_behind(tmp_path):
+    dog = Watchdog(DeadlineRule(factor=None), tmp_path, str, first_collective="the all-gather along data")
+    dog._processes = 3
+    state = lambda ticks, dispatched, doing: {
+        "ticks": ticks, "dispatched": dispatched, "doing": doing, "host": f"n{dispatched}"
+    }  # fmt: skip
+    before = {0: state(1, 14, "a"), 1: state(1, 12, "b"), 2: state(1, 14, "c")}
+    now = {0: state(3, 14, "a"), 1: state(3, 12, "waits for the batch of step 13"), 2: state(3, 14, "c")}
+    assert dog._who(before, now, 13) == (
+        "late: process 1 on n12, which waits for the batch of step 13; "
+        "the others wait in step 13, whose first collective is the all-gather along data"
+    )
+    assert dog._who(before, now | {1: before[1]}, 13) == "late: process 1 on n12, which is silent (last: b)"
+    assert dog._who({}, {0: now[0], 2: now[2]}, 13) == "late: process 1, which is silent (last: has written nothing)"
+    assert dog._who(before, now | {1: state(3, 14, "b")}, 13) == (
+        "no process is behind the others: all wait for their devices"
+    )
+
+
+@pytest.mark.slow
+def test_a_stopped_process_is_named_by_the_other(tmp_path):
+    processes = start(tmp_path, "--steps", "4000", "--deadline", str(SECONDS))
+    wait_for_lines(tmp_path, 10)
+    processes[1].send_signal(signal.SIGSTOP)
+    begun = time.monotonic()
+    try:
+        _, err = processes[0].communicate(timeout=60)
+        took = time.monotonic() - begun
+    finally:
+        processes[1].kill()
+        processes[1].communicate(timeout=60)
+    assert processes[0].returncode == 3, err
+    assert "A step ends within its deadline.\n  seen:  step " in err and "last good checkpoint: " in err
+    assert "; late: process 1 on " in err and "which is silent (last: " in err
+    assert "loop.py" in (tmp_path / "watch" / "stacks-0.txt").read_text()
+    assert took < 3 * SECONDS + 5
+
+
+@pytest.mark.slow
+def test_a_process_whose_loop_hangs_is_named_by_both(tmp_path):
+    """Its heartbeat lives: JAX's runtime would wait for ever."""
+    processes = start(tmp_path, "--steps", "4000", "--deadline", str(SECONDS), each={1: ("--stick-at", "15")})
+    ends = [process.communicate(timeout=90) for process in processes]
+    assert [process.returncode for process in processes] == [3, 3], ends
+    for _, err in ends:
+        assert "A step ends within its deadline.\n  seen:  step 16 after " in err
+        assert "; late: process 1 on " in err and ", which waits for the batch of step 16" in err
+    assert 'tests/train/toy.py", line ' in (tmp_path / "watch" / "stacks-1.txt").read_text()
+    assert lines(tmp_path)[-1]["step"] <= 15
