@@ -79,6 +79,14 @@ def test_tensor_parallelism_moves_activations():
     assert lines and all(line.label.startswith("activations") and line.hidden == 0 for line in lines)
 
 
+@pytest.mark.parametrize("on", ["v5e:2x2", "4xH100"])
+@pytest.mark.parametrize("kind", ["ring", "gather", "exchange"])
+def test_slices_of_positions_are_attended_to_by_kernels(on, kind):
+    run = small(mesh__context="2", layout__preset="auto", layout__context=kind, data__sequence_length="1024")
+    times = quick_plan(run, target(on)).times.lines
+    assert {line.where for line in times if line.kind == "attention"} >= {"forward", "backward"}
+
+
 def test_options_hide_communication():
     run = small(batch_size="64")
     slow = quick_plan(run, target("v5p:2x2x1"))

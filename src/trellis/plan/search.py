@@ -8,6 +8,7 @@ to paste, and what held the others back.
 import dataclasses
 import itertools
 import json
+import math
 import operator
 import shlex
 import sys
@@ -28,6 +29,9 @@ from trellis.run.config import Run
 CONTEXT_KINDS = ("ring", "gather", "exchange")
 # Positions of a slice below which the kernels' start and end cost more than a slice saves.
 SHORTEST_SLICE = 2048
+# Blocks of scores that a TPU's attention kernel has tables of. They are made one after another, in Python: more take
+# minutes.
+MOST_BLOCKS, BLOCK = 1 << 15, 512
 # Checkpoint policies, and of `saved` the names that are kept: all of them where none is said.
 POLICIES = (("none", ()), ("dots", ()), ("saved", ()), *(("saved", names) for names in SOME_NAMES), ("full", ()))
 
@@ -140,6 +144,8 @@ def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[t
                 continue
             if kind == "exchange" and heads % (model * context):
                 continue
+            if target.chip.kind == "tpu" and _blocks(run.data.sequence_length, context, kind) > MOST_BLOCKS:
+                continue
             presets = ("auto",) if context > 1 else ("fsdp",) if model == 1 else ("fsdp_tensor", "fsdp_tensor_sequence")
             groups = target.shape[0] if target.chip.kind == "gpu" else target.num_slices
             kinds = [(1, preset) for preset in presets]
@@ -161,6 +167,17 @@ def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[t
                     remat=dataclasses.replace(run.remat, policy=policy, names=names),
                 )
                 yield changed, _options(written or run, changed)
+
+
+def _blocks(length: int, context: int, kind: str) -> int:
+    """Blocks of the largest piece of scores that a kernel computes at once.
+
+    >>> [_blocks(131_072, 4, kind) for kind in CONTEXT_KINDS]
+    [4096, 16384, 65536]
+    """
+    whole = math.ceil(length / BLOCK)
+    queries = whole if kind == "exchange" else whole // context
+    return queries * (queries if kind == "ring" else whole)
 
 
 def _options(before: Run, after: Run) -> dict[str, str]:

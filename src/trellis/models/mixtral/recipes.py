@@ -38,12 +38,12 @@ def mixtral_8x7b() -> Run:
             routing=Routing(balance=0.02, z_loss=0.001),
         ),
         data=Data(source=StoreSource(path="tokens"), sequence_length=8192),
-        batch_size=128,
+        batch_size=64,
         steps=100_000,
         optimizer=AdamW(learning_rate=3e-4),
         schedule=Cosine(warmup_steps=2000),
         precision=Precision(exceptions={"router": "float32"}),
-        remat=Remat(policy="full"),
+        remat=Remat(policy="saved"),
         mesh=MeshSizes(data=8, expert=8),
         layout=LayoutChoice(preset="fsdp"),
         checkpoints=CheckpointRule(every=1000, keep_every=10_000),
@@ -59,9 +59,6 @@ def mixtral_8x7b_v5p_64() -> Run:
     return dataclasses.replace(
         mixtral_8x7b(),
         name="mixtral_8x7b_v5p_64",
-        batch_size=64,
-        mesh=MeshSizes(data=8, expert=8),
-        remat=Remat(policy="saved"),
         compiler_options=FrozenMap(V5P),
     )
 
@@ -74,8 +71,7 @@ def mixtral_8x7b_v6e_64() -> Run:
     return dataclasses.replace(
         mixtral_8x7b(),
         name="mixtral_8x7b_v6e_64",
-        batch_size=64,
-        mesh=MeshSizes(data=8, expert=8),
+        remat=Remat(policy="saved", names=("attention",)),
         compiler_options=FrozenMap(V6E),
     )
 
@@ -85,6 +81,4 @@ def mixtral_8x7b_b200_32() -> Run:
 
     trellis plan mixtral_8x7b_b200_32 --on 4x8xB200
     """
-    return dataclasses.replace(
-        mixtral_8x7b(), name="mixtral_8x7b_b200_32", batch_size=64, mesh=MeshSizes(data=4, expert=8)
-    )
+    return dataclasses.replace(mixtral_8x7b(), name="mixtral_8x7b_b200_32", mesh=MeshSizes(data=4, expert=8))

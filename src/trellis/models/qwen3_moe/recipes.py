@@ -34,12 +34,12 @@ def qwen3_30b_a3b() -> Run:
             routing=Routing(balance=0.001),
         ),
         data=Data(source=StoreSource(path="tokens"), sequence_length=4096),
-        batch_size=16,
+        batch_size=48,
         steps=100_000,
         optimizer=AdamW(learning_rate=3e-4),
         schedule=Cosine(warmup_steps=2000),
         precision=Precision(exceptions={"router": "float32"}),
-        remat=Remat(policy="full"),
+        remat=Remat(policy="saved", names=("attention",)),
         mesh=MeshSizes(data=8),
         layout=LayoutChoice(preset="fsdp"),
         checkpoints=CheckpointRule(every=1000, keep_every=10_000),
@@ -52,7 +52,7 @@ def qwen3_30b_a3b_b200_8() -> Run:
 
     trellis plan qwen3_30b_a3b_b200_8 --on 8xB200
     """
-    return dataclasses.replace(qwen3_30b_a3b(), name="qwen3_30b_a3b_b200_8", batch_size=64)
+    return dataclasses.replace(qwen3_30b_a3b(), name="qwen3_30b_a3b_b200_8", batch_size=64, remat=Remat(policy="saved"))
 
 
 def qwen3_30b_a3b_v5p_64() -> Run:
@@ -79,6 +79,7 @@ def qwen3_30b_a3b_v6e_64() -> Run:
         qwen3_30b_a3b(),
         name="qwen3_30b_a3b_v6e_64",
         batch_size=128,
-        mesh=MeshSizes(data=8, expert=8),
+        mesh=MeshSizes(data=8, data_y=8),
+        remat=Remat(policy="saved", names=("query", "key", "value", "attention")),
         compiler_options=FrozenMap(V6E),
     )

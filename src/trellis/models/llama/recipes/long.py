@@ -165,6 +165,6 @@ def llama_70b_1m_v6e_256() -> Run:
     trellis plan llama_70b_1m_v6e_256 --on v6e:16x16
     """
     return _long(
-        llama_70b(), "llama_70b_1m_v6e_256", M1, batch_size=2, mesh=MeshSizes(data=2, context=32, model=4),
+        llama_70b(), "llama_70b_1m_v6e_256", M1, batch_size=1, mesh=MeshSizes(data=1, context=32, model=8),
         remat=RESULTS, compiler_options=FrozenMap(V6E),
     )  # fmt: skip
