@@ -2,11 +2,20 @@
 
 import ctypes
 import gc
+import importlib.metadata
 import os
+import pathlib
+import resource
 
-# Before JAX reads it, and for the processes that tests start: what LLVM does to a program's loops is not what the tests
-# hold, and is half of the time that they take.
+# Before JAX reads it, and for the processes that tests start: tests hold what a program computes and moves, not what
+# LLVM makes of its loops. Compiled with the least effort they take half of the time.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no other way to write a loop
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
+# A program is compiled once for all tests, all their processes, and the next run.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent / ".cache" / "compiled"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +29,53 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def _compile(self, *arguments, _compile=jax.stages.Lowered.compile, **options):
+    """What is compiled ahead of its call is compiled to be read: its names and source lines must be its own."""
+    before = jax.config.jax_compilation_cache_include_metadata_in_key
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    try:
+        return _compile(self, *arguments, **options)
+    finally:
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", before)
+
+
+jax.stages.Lowered.compile = _compile
+
+
 def pytest_addoption(parser):
     parser.addoption("--regenerate", action="store_true", help="write golden files anew instead of comparing with them")
+
+
+# Seconds of processor that a test may take that is not marked `slow`, so that `make check` stays quick.
+QUICK = 20.0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Holds that a test which is not marked `slow` is quick."""
+    before = _processor_seconds()
+    result = yield
+    seconds = _processor_seconds() - before
+    if seconds > QUICK and item.get_closest_marker("slow") is None:
+        pytest.fail(
+            f"a test that is not marked slow takes at most {QUICK:.0f} seconds of processor, got {seconds:.1f}, in "
+            f"{item.nodeid}: share what it compiles, shrink its shapes, or mark it with pytest.mark.slow",
+            pytrace=False,
+        )
+    return result
+
+
+def _processor_seconds() -> float:
+    """What this process has computed, and those that it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def pytest_collection_finish(session):
+    """What was imported and collected stays; a trace makes many objects, most of which live as long as it does."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -27,6 +27,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "accelerator_rows"))
 
 from rows import Row, all_rows  # noqa: E402
+from work import LEFT_OUT  # noqa: E402
 
 # With less than this left no row is begun.
 LEAST = 20.0
@@ -76,7 +77,8 @@ def perform(row: Row, folder: Path, limit: float, options: list[str], device: st
         device: what the machine's device is called, as far as that is known.
 
     Returns:
-        The line to save: `row`, `outcome` ("done", "failed" or "too long"), `why`, `seconds`, `values`, `device`.
+        The line to save: `row`, `outcome` ("done", "failed", "left out" or "too long"), `why`, `seconds`, `values`,
+        `device`.
     """
     stem = row.name.replace(",", "").replace(" ", "-")
     out, log = folder / "working" / f"{stem}.json", folder / "logs" / f"{stem}.txt"
@@ -88,8 +90,9 @@ def perform(row: Row, folder: Path, limit: float, options: list[str], device: st
     with open(log, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            if process.wait(limit):
-                outcome, why = "failed", reason(log.read_text(errors="replace"), process.returncode)
+            if code := process.wait(limit):
+                outcome = "left out" if code == LEFT_OUT else "failed"
+                why = reason(log.read_text(errors="replace"), code)
         except subprocess.TimeoutExpired:
             outcome, why = "too long", f"ended after {limit:.0f} s"
         finally:
@@ -116,15 +119,8 @@ def reason(log: str, code: int) -> str:
         return f"out of memory: {short:.200}"
     if code < 0:
         return f"ended by signal {-code}"
-    said = next(
-        (
-            line
-            for line in reversed(lines)
-            if line.partition(":")[0].rpartition(".")[2].endswith(("Error", "Exception"))
-        ),
-        "",
-    )
-    return f"{said or (lines[-1] if lines else f'exit code {code}'):.300}"
+    errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception"))]
+    return f"{(errors or lines or [f'exit code {code}'])[-1]:.300}"
 
 
 def main() -> int:

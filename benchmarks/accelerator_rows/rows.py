@@ -36,8 +36,10 @@ SMALL_LLAMA = {
 # Without what a CPU's compiler changes: types that it has no products in, gathers that it makes once for both passes.
 ONCE = {"precision.compute": "float32", "remat.policy": "none"}
 
-# What a search may choose besides checkpointing and microbatches: sequences in a batch, and the type at rest.
+# What a search may choose besides checkpointing and microbatches: sequences in a batch, and the type at rest. 8B may
+# keep parameters and optimizer, 90 GiB in float32, in bfloat16.
 BATCHES = {"1b": (32, 64, 128), "8b": (2, 4, 8, 16)}
+TYPES = {"1b": ("float32",), "8b": ("bfloat16", "float32")}
 # Compiler options tried on the best 1B, where time is left.
 FLAGS = {
     "without Triton products": {"xla_gpu_enable_triton_gemm": "false"},
@@ -71,7 +73,7 @@ def planned(size: str, toy: bool, on: str) -> Row:
     """The planner's search for one device, over batches and types at rest; on the host's CPU."""
     recipe, options = ("llama_1b", PLAIN) if size == "1b" else ("llama_8b", PLAIN | {"data.sequence_length": "4096"})
     given = {"recipe": recipe, "options": options | (SMALL_LLAMA if toy else {}), "on": on}
-    given |= {"batches": (4,) if toy else BATCHES[size], "types": ("float32",) if toy else ("float32", "bfloat16")}
+    given |= {"batches": (4,) if toy else BATCHES[size], "types": ("float32",) if toy else TYPES[size]}
     return Row(name=f"plan {size}", work="search_settings", given=given | {"most": 2 if toy else 6}, on_cpu=True)
 
 

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 STARTED = time.time()
+# The exit code of a row that needs something that is not there.
+LEFT_OUT = 3
 
 
 class Findings:
@@ -72,7 +74,11 @@ def main() -> None:
     import with_torch
 
     works = {name: getattr(module, name) for module in (alone, checks, steps, with_torch) for name in module.WORKS}
-    works[row.work](Findings(args.out, args.folder), **row.given)
+    try:
+        works[row.work](Findings(args.out, args.folder), **row.given)
+    except LookupError as missing:
+        print(missing.args[0])
+        sys.exit(LEFT_OUT)
 
 
 if __name__ == "__main__":

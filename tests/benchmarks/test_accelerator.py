@@ -74,8 +74,8 @@ def test_a_row_that_fails_or_hangs_loses_itself_only(tmp_path, accelerator):
     rows = {row.name: row for row in accelerator.all_rows(True, "1xH200")}
     (tmp_path / "rows.jsonl").write_text("")
     needs = accelerator.perform(rows["1b, search 1"], tmp_path, 100, options, "cpu")
-    assert needs["outcome"] == "failed"
-    assert needs["why"] == "LookupError: needs what `plan 1b` finds, which did not end well"
+    assert needs["outcome"] == "left out"
+    assert needs["why"] == "needs what `plan 1b` finds, which did not end well"
     hangs = accelerator.perform(rows["machine"], tmp_path, 0.2, options, "cpu")
     assert (hangs["outcome"], hangs["why"], hangs["values"]) == ("too long", "ended after 0 s", {})
 
