@@ -42,7 +42,7 @@ def small(**options):
         ("llama_8b_v5e_256", "v5e:16x16", {}),
         ("llama_8b_v5e_256", "v5e:16x16", {"data.sequence_length": "4096"}),  # its loss goes in pieces
         ("llama_8b", "4x8xH100", {"microbatches": "1", "batch_size": "64"}),
-        ("llama_70b_v5p_512", "v5p:8x8x8", {"batch_size": "512"}),
+        ("llama_70b", "32x8xH100", {"batch_size": "512"}),
     ],
 )
 def test_recipes_are_planned_without_devices(recipe, on, options):
