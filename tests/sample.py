@@ -1,4 +1,4 @@
-"""Grids of cases, of which `make check` runs a sample and `make test` all."""
+"""A grid of cases, of which `make check` runs a sample and `make test` all."""
 
 from collections.abc import Iterable
 
@@ -18,9 +18,3 @@ def diagonal(rows: Iterable[str], columns: Iterable[str]) -> list:
         for i, row in enumerate(rows)
         for j, column in enumerate(columns)
     ]
-
-
-def first(cases: Iterable, count: int = 1) -> list:
-    """All cases, as parameters of a test: all but the first few are marked slow."""
-    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [pytest.param(*case, marks=() if i < count else pytest.mark.slow) for i, case in enumerate(cases)]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.models.small import CONFIGS, VOCAB
-from tests.sample import diagonal, first
+from tests.sample import diagonal
 from trellis.data.batch import Batch
 from trellis.models import Routing
 from trellis.named import named_jit, shard
@@ -125,7 +125,8 @@ def test_one_device_and_many(family, layout):
     assert_alike(model, wanted, sizes, choice, 4 if layout == "tensor" else 8)
 
 
-@pytest.mark.parametrize("layout", first(EXPERTS, 2))
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("layout", EXPERTS)
 def test_experts(layout):
     sizes, choice, way = EXPERTS[layout]
     model, *wanted = one_device("mixtral")

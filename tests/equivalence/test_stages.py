@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from tests.equivalence.test_models import FAMILIES, WHOLE, assert_near, batch
-from tests.sample import first
 from trellis.data.batch import Batch
 from trellis.models import Routing
 from trellis.named import Keep, named_jit, shard
@@ -57,7 +56,8 @@ def check(name, sizes, choice, parts, **options):
     assert measured == pytest.approx(metrics, rel=1e-5)
 
 
-@pytest.mark.parametrize("sizes, choice", first([TENSOR, DEEP, ALONE]), ids=["tensor", "deep", "alone"])
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("sizes, choice", [TENSOR, DEEP, ALONE], ids=["tensor", "deep", "alone"])
 def test_kernels_in_stages(monkeypatch, sizes, choice):
     """A kernel stands in a `shard_map` of which JAX does not track what varies: its transpose sums over every mesh axis
     that it does not name, and one of these would be the stages, with another microbatch each."""

@@ -14,7 +14,6 @@ import optax
 import pytest
 
 from tests.models.small import CONFIGS
-from tests.sample import first
 from trellis.data.batch import Batch
 from trellis.named import is_named, named_jit, shard
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
@@ -58,7 +57,8 @@ def one_device():
     return step_on("single", 1, MeshSizes(), 1)
 
 
-@pytest.mark.parametrize("layout", first(LAYOUTS))
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_4_13_15_loss_norm_and_clipped_update(layout):
     wanted, wanted_moves = one_device()
     found, moves = step_on(layout, *LAYOUTS[layout])

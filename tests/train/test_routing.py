@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from tests.models.small import CONFIGS, VOCAB
-from tests.sample import first
 from trellis.data.batch import Batch
 from trellis.models import Routing
 from trellis.named import named_jit, shard
@@ -86,17 +85,19 @@ def assert_alike(found, wanted):
     assert norm(jax.tree.map(np.subtract, gradients, wanted[2])) < 1e-5 * norm(wanted[2])
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
-    ("routing", "accumulation"), first([*((routing, "pending") for routing in ROUTING), ("batch", "sharded")])
+    ("routing", "accumulation"), [*((routing, "pending") for routing in ROUTING), ("batch", "sharded")]
 )
 def test_microbatches(routing, accumulation):
     options = StepOptions(microbatches=4, accumulation=accumulation)
     assert_alike(run(jax.jit, model_of(routing), batch(), options), whole(routing))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("routing", "layout", "microbatches"),
-    first([*((routing, "experts", 2) for routing in ROUTING), ("batch", "data", 1), ("sequence", "experts", 1)]),
+    [*((routing, "experts", 2) for routing in ROUTING), ("batch", "data", 1), ("sequence", "experts", 1)],
 )
 def test_meshes(routing, layout, microbatches):
     model, wanted = model_of(routing), whole(routing)
