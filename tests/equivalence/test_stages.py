@@ -58,7 +58,7 @@ def check(name, sizes, choice, parts, **options):
     assert measured == pytest.approx(metrics, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("sizes, choice", [TENSOR, DEEP, ALONE], ids=["tensor", "deep", "alone"])
 def test_kernels_in_stages(monkeypatch, sizes, choice):
     """A kernel stands in a `shard_map` of which JAX does not track what varies: its transpose sums over every mesh axis
