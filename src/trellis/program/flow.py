@@ -72,6 +72,52 @@ def roles(program: Program) -> dict[Operation, str]:
     return found
 
 
+def parameter_of(program: Program) -> dict[Operation, str]:
+    """The parameter that an operation gathers, or whose gradient it reduces, by its name; others are left out.
+
+    A gathered value is a view of a parameter; a gradient ends, by operations that keep its shape, in the result that
+    takes the parameter's place.
+    """
+    names = {v: a.name for v, a in zip(program.inputs, program.arguments) if a.kind == "parameters"}
+    ends: dict[Value, str] = {}
+    for result, argument, old in zip(program.results, program.arguments, program.inputs):
+        if argument.kind in ("parameters", "optimizer") and result.shape == old.shape:
+            own = [name for name in names.values() if argument.name.endswith(name.partition(".")[2])]
+            ends.setdefault(result, max(own, key=len, default=""))
+    leaving = {
+        inner: outer
+        for operation in program.walk()
+        for body in operation.bodies[operation.name == "while" :]
+        for inner, outer in zip(body.results, operation.results)
+    }
+    found = {}
+    for operation, role in roles(program).items():
+        if role == "weights":
+            sources = [names[o] for o in map(origin, operation.inputs) if o in names]
+            found[operation] = sources[0] if sources else ""
+        elif role == "gradients" and operation.results:
+            found[operation] = _end(operation.results[0], ends, leaving)
+    return {operation: name for operation, name in found.items() if name}
+
+
+def _end(value: Value, ends: dict[Value, str], leaving: dict[Value, Value]) -> str:
+    """The first of some values that a value becomes by operations that keep its shape, in and out of loops."""
+    queue, seen = [value], {value}
+    while queue:
+        value = queue.pop(0)
+        if value in ends:
+            return ends[value]
+        after = [leaving[value]] if value in leaving else []
+        for reader in value.readers:
+            for body in reader.bodies:
+                after += [inner for inner, outer in reader.entering(body) if outer is value]
+            same = not reader.bodies and (reader.name in VIEWS | MOVES)
+            after += [r for r in reader.results if same or (not reader.bodies and r.shape == value.shape)]
+        queue += [v for v in after if v not in seen]
+        seen.update(after)
+    return ""
+
+
 def origin(value: Value) -> Value:
     """What a value is a view, a slice, a cast or a gathered copy of, out of the loops that it stands in."""
     while True:
