@@ -5,7 +5,6 @@ import gc
 import importlib.metadata
 import os
 import pathlib
-import resource
 
 # Before JAX reads it, and for the processes that tests start: tests hold what a program computes and moves, not what
 # LLVM makes of its loops. Compiled with the least effort they take half of the time.
@@ -46,29 +45,17 @@ def pytest_addoption(parser):
     parser.addoption("--regenerate", action="store_true", help="write golden files anew instead of comparing with them")
 
 
-# Seconds of processor that a test may take that is not marked `slow`, so that `make check` stays quick.
+# Seconds from which on a test that is not marked `slow` is named at the end.
 QUICK = 20.0
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    """Holds that a test which is not marked `slow` is quick."""
-    before = _processor_seconds()
-    result = yield
-    seconds = _processor_seconds() - before
-    if seconds > QUICK and item.get_closest_marker("slow") is None:
-        pytest.fail(
-            f"a test that is not marked slow takes at most {QUICK:.0f} seconds of processor, got {seconds:.1f}, in "
-            f"{item.nodeid}: share what it compiles, shrink its shapes, or mark it with pytest.mark.slow",
-            pytrace=False,
-        )
-    return result
-
-
-def _processor_seconds() -> float:
-    """What this process has computed, and those that it has waited for."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+def pytest_terminal_summary(terminalreporter):
+    """Names tests that are not marked `slow` and are: they belong in no inner loop."""
+    long = [r for r in terminalreporter.stats.get("passed", []) if r.duration > QUICK and "slow" not in r.keywords]
+    if long:
+        terminalreporter.section("not marked slow")
+        for report in sorted(long, key=lambda r: -r.duration):
+            terminalreporter.line(f"{report.duration:.0f} s  {report.nodeid}")
 
 
 def pytest_collection_finish(session):

@@ -54,10 +54,11 @@ def checks(toy: bool) -> list[Row]:
     small = {"data.sequence_length": "64", "batch_size": "4"} if toy else {"batch_size": "8"}
     sizes = SMALL_LLAMA if toy else {"model.layers": "4", "model.kv_heads": "4", "layout.preset": "auto"}
     step = {"recipe": "llama_84m", "options": sizes | small}
+    machine = {"size": 256 if toy else 8192, "megabytes": 8 if toy else 1024, "cpu_too": toy}
     kernels = {"batch": 2, "pos": 64 if toy else 1024, "head_dims": (16,) if toy else (64, 128)}
     loss = {"tokens": 64, "embed": 32, "vocab": 96} if toy else {"tokens": 2048, "embed": 1024, "vocab": 32_768}
     return [
-        Row(name="machine", work="machine", given={"size": 256 if toy else 8192, "megabytes": 8 if toy else 1024}),
+        Row(name="machine", work="machine", given=machine),
         Row(name="check attention", work="check_attention", given=kernels),
         Row(name="check loss", work="check_loss", given=loss),
         Row(

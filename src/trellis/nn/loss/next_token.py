@@ -7,8 +7,8 @@ from jax import lax
 
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
-from trellis.mesh.platform import platform_of
 from trellis.named import NamedArray
+from trellis.named.backend import on_accelerator
 from trellis.named.placing import move
 from trellis.nn.loss.linear import TokenLoss, linear_cross_entropy
 from trellis.notation.state import state_of
@@ -31,6 +31,12 @@ def next_token_loss(
     With `vocab` mapped to a mesh axis it is vocabulary parallel: devices share
     three numbers a token.
 
+    Names: none; sums over all tokens.
+    Gradient: made along with the sums; a reduce-scatter for an unembedding that was gathered, an all-reduce for hidden
+        states that meet a sliced `vocab`.
+    Moves: an all-gather of an unembedding that rests in slices; an all-reduce of the sums over tokens, and of three
+        numbers a token where `vocab` is sliced.
+
     Args:
         hidden: `"batch pos embed"`.
         unembedding: `"vocab embed"`.
@@ -47,7 +53,7 @@ def next_token_loss(
     layout = current_layout()
     if layout is not None and state_of(hidden.array).mode == "explicit":
         batch, pos, vocab, _ = layout.assign(_NAMES)
-        if platform_of(hidden.array) != "cpu":
+        if on_accelerator(hidden.array):
             arrays = gradients_together(hidden.array, unembedding.array)
             hidden, unembedding = (n.with_array(a) for n, a in zip((hidden, unembedding), arrays, strict=True))
         hidden = move(hidden, (batch, pos, ()), frozenset(vocab))
@@ -69,6 +75,10 @@ def tied(table: NamedArray, tokens: NamedArray) -> NamedArray:
 
     Moved once for both, its gradients are summed on each device, and over devices once; each use on its own would move
     the table's gradient on its own. Where the loss gathers an unembedding in chunks, it stays as it is.
+
+    Names: `vocab embed`.
+    Gradient: summed over both uses first; a reduce-scatter where the table was gathered.
+    Moves: an all-gather of a table that rests in slices, unless the loss gathers it in chunks.
 
     Args:
         table: `"vocab embed"`.
@@ -95,7 +105,7 @@ def _in_chunks(count: int, unembedding: NamedArray, tokens, vocab) -> bool:
         unembedding: `"vocab embed"`.
         tokens, vocab: the mesh axes that slice them.
     """
-    if platform_of(unembedding.array) == "cpu" or vocab:
+    if not on_accelerator(unembedding.array) or vocab:
         return False
     rows, columns = state_of(unembedding.array).axes
     mesh = jax.typeof(unembedding.array).sharding.mesh
