@@ -47,7 +47,9 @@ def row(recipe: str, on: str) -> tuple[str, ...]:
 
 def main() -> None:
     asked = sys.argv[1:]
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "libtpu"))
+    packages = {package.name: package.version for package in metadata.distributions()}
+    compilers = ("jax", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
+    versions = ", ".join(f"{name} {packages[name]}" for name in compilers if name in packages)
     print(f"{versions}; rows of the ledger that are in so many collectives; seconds beside other work")
     for case in CASES:
         if not asked or case[0] in asked or case[1] in asked:
