@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.models.small import CONFIGS, VOCAB
+from tests.sample import diagonal
 from trellis.data.batch import Batch
 from trellis.models import Routing
 from trellis.named import named_jit, shard
@@ -116,8 +117,7 @@ def loss_of(jit, model, batch):
     return float(sums.total / sums.tokens), jax.device_get(gradients)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), diagonal(FAMILIES, LAYOUTS))
 def test_one_device_and_many(family, layout):
     sizes, choice = LAYOUTS[layout]
     # A pipeline draws what it drops for each microbatch.
@@ -125,6 +125,7 @@ def test_one_device_and_many(family, layout):
     assert_alike(model, wanted, sizes, choice, 4 if layout == "tensor" else 8)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("layout", EXPERTS)
 def test_experts(layout):
     sizes, choice, way = EXPERTS[layout]

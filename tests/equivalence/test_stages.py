@@ -56,6 +56,7 @@ def check(name, sizes, choice, parts, **options):
     assert measured == pytest.approx(metrics, rel=1e-5)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("sizes, choice", [TENSOR, DEEP, ALONE], ids=["tensor", "deep", "alone"])
 def test_kernels_in_stages(monkeypatch, sizes, choice):
     """A kernel stands in a `shard_map` of which JAX does not track what varies: its transpose sums over every mesh axis
@@ -71,10 +72,12 @@ def test_kernels_in_stages(monkeypatch, sizes, choice):
     assert ran and all("stage" not in mesh.axis_names for mesh in ran if mesh is not None)
 
 
+@pytest.mark.slow
 def test_what_is_dropped_is_what_one_device_drops_in_as_many_microbatches():
     check("dropout", *TENSOR, 4)
 
 
+@pytest.mark.slow
 def test_groups_of_layers_and_overlapped_products():
     """Two groups on each of two stages, in which slices travel beside the products."""
     overlap = LayoutChoice(preset="auto", params=WHOLE, compute=WHOLE, overlap=("mlp", "heads"))
@@ -89,15 +92,18 @@ def test_groups_that_do_not_fit():
             found(named_jit, model, shard(Batch(**batch()).named(), "compute"), StepOptions())
 
 
+@pytest.mark.slow
 def test_experts_in_stages():
     check("experts", *EXPERTS, 2)
 
 
+@pytest.mark.slow
 def test_parameters_gathered_once_a_microbatch_and_more_microbatches():
     choice = dataclasses.replace(TENSOR[1], pipeline_microbatches=2)
     check("tied", TENSOR[0], choice, 4, accumulation="sharded", microbatches=2)
 
 
+@pytest.mark.slow
 def test_what_is_kept_does_not_grow_with_microbatches():
     """Four times the microbatches of the same size: the compiled step needs room for the longer batch, and no more."""
 

@@ -87,6 +87,7 @@ def as_saved(model):
             yield name.replace(".mlp.gate.weight", ".block_sparse_moe.gate.weight"), grad
 
 
+@pytest.mark.slow(but=3)
 def test_logits_gradients_and_folders(torch, config, theirs, tmp_path):
     model, folder = theirs
     found = Folder(folder, FAMILIES)

@@ -133,10 +133,23 @@ def test_variants_divide():
     seen = list(variants(run, on))
     assert len(seen) > 10
     for variant, _ in seen:
-        sizes = variant.mesh
-        assert sizes.data * sizes.data_y * sizes.data_z * sizes.model * sizes.context == 8
-        assert 32 % (sizes.data * sizes.data_y * sizes.data_z * variant.parts) == 0
+        sizes, layout = variant.mesh, variant.layout
+        data = sizes.data * sizes.data_y * sizes.data_z
+        assert data * sizes.model * sizes.context * sizes.stage == 8
+        parts = variant.parts if sizes.stage == 1 else layout.pipeline_microbatches
+        assert 32 % (data * parts) == 0
+        assert run.model.layers % (sizes.stage * layout.pipeline_groups) == 0
         assert run.model.kv_heads % sizes.model == 0
+
+
+def test_a_search_plans_stages_and_says_what_they_cost():
+    found = search(small(model__layers="4"), target("v5e:2x4"), most=6)
+    staged = [c for c in found.candidates if c.run.mesh.stage > 1]
+    assert staged and all(c.plan is not None and c.plan.schedule.stages == c.run.mesh.stage for c in staged)
+    words = staged[0].words()
+    assert "--mesh.stage" in words and "--layout.pipeline_microbatches" in words
+    shown = text(staged[0].plan)
+    assert "  stages  " in shown and "of the ticks" in shown
 
 
 def test_search_finds_the_fastest_that_fits():

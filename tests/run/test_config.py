@@ -146,6 +146,15 @@ def change(**fields):
             ],
         ),
         (
+            lambda: change(accumulation="sharded"),
+            [
+                "Gradients are accumulated over the parts of a step.",
+                "accumulation=sharded, microbatches=1, mesh.stage=1",
+                "accumulation",
+                "use --microbatches 2 or more, or leave it out",
+            ],
+        ),
+        (
             lambda: change(layout=LayoutChoice(pipeline_groups=2)),
             [
                 "The stages of a pipeline hold their groups of layers, all of one size.",

@@ -60,6 +60,7 @@ def defined():
     return run(jax.jit, arrays(), "dense")
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(
     ("layout", "way", "slack"),
     [
@@ -137,6 +138,7 @@ def test_no_buffer_of_a_weight_for_every_token():
     assert grouped < dense and dense > by_every_expert
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("sizes", [(5, 0, 130, 9), (0, 0, 0, 0), (144, 0, 0, 0), (1, 2, 3, 4)])
 def test_grouped_products(sizes):
     """Against one product a group; groups may be empty, and rows may be left over."""

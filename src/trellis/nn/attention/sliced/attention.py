@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
+from trellis.nn.attention.chunked import ChunkedTiles
 from trellis.nn.attention.sharded import Placement
 from trellis.nn.attention.sliced.program import Sliced
 from trellis.notation import spec_of
@@ -87,7 +88,11 @@ def _derivative(call: _Attention, primals, tangents):
 
 
 def _attend_change(call: _Attention, kept, changes):
+    """Kernels have no forward mode: in it the tiles are computed in chunks."""
     q, k, v, ids, *_ = kept
+    if (kernels := call.program.kernels).opaque:
+        chunks = ChunkedTiles(scale=kernels.scale, logit_softcap=kernels.logit_softcap)
+        call = dataclasses.replace(call, program=dataclasses.replace(call.program, kernels=chunks))
     return jax.jvp(lambda q, k, v: _forward(call, q, k, v, ids)[0], (q, k, v), tuple(changes))[1]
 
 
