@@ -39,7 +39,10 @@ CHOOSE = {
     "gpt2": {"model": f"{{family: gpt2, {_LLAMA}, positions: 64, dropout: 0.0}}"},
     "gptj": {"model": f"{{family: gptj, {_LLAMA}, rotary_dim: 4}}"},
     "qwen3": {"model": f"{{family: qwen3, {_GROUPED}, tie_embeddings: true}}"},
-    "mixtral": {"model": f"{{family: mixtral, {_GROUPED}, experts: 4, experts_per_token: 2, tie_embeddings: false}}"},
+    **{
+        family: {"model": f"{{family: {family}, {_GROUPED}, experts: 4, experts_per_token: 2, tie_embeddings: false}}"}
+        for family in ("mixtral", "qwen3_moe")
+    },
     "linear_scaling": {"model.rope_scaling": "{kind: linear, factor: 2.0}"},
     "embedded": {"data.source": "{kind: embedded, vocab: 257}"},
     "mixture": {"data.source": "{kind: mixture, parts: [{name: a, path: STORES/train, weight: 1}]}"},

@@ -61,7 +61,9 @@ FAMILIES = {
     "qwen3": CONFIGS["qwen3"],
     "gpt2": dataclasses.replace(CONFIGS["gpt2_mistral"], layers=4, dropout=0.1),  # the same numbers dropped everywhere
     "gptj": dataclasses.replace(CONFIGS["gptj"], heads=4),
-    "mixtral": dataclasses.replace(CONFIGS["mixtral"], routing=Routing(balance=0.1, z_loss=0.01)),
+    "mixtral": dataclasses.replace(
+        CONFIGS["mixtral"], routing=Routing(balance=0.1, z_loss=0.01), shared_mlp=24, expert_biases=True
+    ),
 }
 # Experts on mesh axes: their own, tokens gathered or exchanged along it, with FSDP, tensor and context beside it; more
 # devices than an expert's tokens; and the axis of the tensor, along which tokens are whole.

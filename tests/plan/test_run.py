@@ -42,7 +42,7 @@ def small(**options):
         ("llama_8b_v5e_256", "v5e:16x16", {}),
         ("llama_8b_v5e_256", "v5e:16x16", {"data.sequence_length": "4096"}),  # its loss goes in pieces
         ("llama_8b", "4x8xH100", {"microbatches": "1", "batch_size": "64"}),
-        ("llama_70b_v5p_512", "v5p:8x8x8", {"batch_size": "512"}),
+        ("llama_70b", "32x8xH100", {"batch_size": "512"}),
     ],
 )
 def test_recipes_are_planned_without_devices(recipe, on, options):
@@ -77,6 +77,14 @@ def test_tensor_parallelism_moves_activations():
     assert set(plan.ledger.per_axis()) == {"data", "model"}
     lines = [line for line in plan.times.lines if line.axes == ("model",) and line.num_bytes > 1e6]
     assert lines and all(line.label.startswith("activations") and line.hidden == 0 for line in lines)
+
+
+@pytest.mark.parametrize("on", ["v5e:2x2", "4xH100"])
+@pytest.mark.parametrize("kind", ["ring", "gather", "exchange"])
+def test_slices_of_positions_are_attended_to_by_kernels(on, kind):
+    run = small(mesh__context="2", layout__preset="auto", layout__context=kind, data__sequence_length="1024")
+    times = quick_plan(run, target(on)).times.lines
+    assert {line.where for line in times if line.kind == "attention"} >= {"forward", "backward"}
 
 
 def test_options_hide_communication():
@@ -278,9 +286,9 @@ def test_known_good_settings():
     mesh = search(few, where, most=8).winner.run.mesh
     assert (mesh.data, mesh.data_y, mesh.model, mesh.context) == (4, 4, 4, 1)
     where = target("v5e:16x16")
-    large = load_run("llama_70b", {"batch_size": "64", "mesh.data": "64", "mesh.model": "4", "remat.policy": "saved",
-                                   "remat.names": "query,key,value,attention"})  # fmt: skip
-    assert quick_plan(large, where).fits  # its preset is fsdp_tensor_sequence
+    large = load_run("llama_70b", {"batch_size": "64", "mesh.data": "64", "mesh.model": "4",
+                                   "layout.preset": "fsdp_tensor_sequence"})  # fmt: skip
+    assert quick_plan(large, where).fits
     whole = dataclasses.replace(large, layout=dataclasses.replace(large.layout, preset="fsdp_tensor"))
     assert not quick_plan(whole, where).fits
     found = search(large, where, most=8)

@@ -9,6 +9,7 @@ to paste, and what held the others back.
 import dataclasses
 import itertools
 import json
+import math
 import operator
 import shlex
 import sys
@@ -29,6 +30,9 @@ from trellis.run.config import Run
 CONTEXT_KINDS = ("ring", "gather", "exchange")
 # Positions of a slice below which the kernels' start and end cost more than a slice saves.
 SHORTEST_SLICE = 2048
+# Blocks of scores that a TPU's attention kernel has tables of. They are made one after another, in Python: more take
+# minutes.
+MOST_BLOCKS, BLOCK = 1 << 15, 512
 # Stages of a pipeline, groups of layers of each, and how often parameters are gathered.
 STAGES = (1, 2, 4, 8)
 GROUPS = (1, 2, 4)
@@ -122,6 +126,11 @@ class Found:
     frontier: tuple[Candidate, ...]
     winner: Candidate | None
 
+    def roomy(self, share: float) -> Candidate | None:
+        """The fastest that takes at most this share of a device's memory; None if none does."""
+        able = [c for c in self.candidates if c.plan is not None and c.peak <= share * self.target.chip.hbm_bytes]
+        return min(able, key=lambda c: c.seconds, default=None)
+
 
 def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[tuple[Run, dict[str, str]]]:
     """The run with other meshes, layouts, microbatches and checkpoint policies that divide, and what differs.
@@ -159,11 +168,14 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
                 continue
             if kind == "exchange" and heads % (model * context):
                 continue
+            whole = context == 1 or kind != "ring"
+            if whole and target.chip.kind == "tpu" and _blocks(run.data.sequence_length, context, kind) > MOST_BLOCKS:
+                continue
             presets = ("auto",) if context > 1 else ("fsdp",) if model == 1 else ("fsdp_tensor", "fsdp_tensor_sequence")
             groups = target.shape[0] if target.chip.kind == "gpu" else target.num_slices
             kinds = [(1, preset) for preset in presets]
             if groups > 1 and ways % groups == 0:  # a copy of the model in each slice or host
-                kinds = [*(kinds if target.chip.kind == "gpu" else []), (groups, "hybrid")]
+                kinds = [*kinds, (groups, "hybrid")]
             schedules = list(_schedules(run, stages))
             for (replica, preset), schedule, (policy, names) in itertools.product(kinds, schedules, POLICIES):
                 if size % (ways * expert * schedule.parts):
@@ -208,6 +220,16 @@ def _schedules(run: Run, stages: int) -> Iterator[_Schedule]:
         if run.model.layers % (stages * groups) == 0:
             own = {"pipeline_microbatches": times * stages, "pipeline_groups": groups}
             yield _Schedule(times * stages, 1, how, own)
+
+
+def _blocks(length: int, context: int, kind: str) -> int:
+    """Blocks of a device's scores where the sequence's keys meet its queries at once.
+
+    >>> [_blocks(131_072, 4, kind) for kind in ("gather", "exchange")]
+    [16384, 65536]
+    """
+    keys = math.ceil(length / BLOCK)
+    return keys * (keys if kind == "exchange" else keys // context)
 
 
 def _options(before: Run, after: Run) -> dict[str, str]:

@@ -17,7 +17,7 @@ from trellis.notation import spec_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Attention:
-    """What a call is of; hashable, for `custom_jvp`."""
+    """What a call is of; hashable, for `custom_jvp` and `custom_vjp`."""
 
     place: Placement
     program: Sliced
@@ -61,7 +61,7 @@ def sliced_attention(
     call = _Attention(place, program, save_name)
     if (layout := current_layout()) is not None and layout.mapped:  # no gradient of one's own under such a `vmap`
         return _forward(call, q, k, v, segment_ids)[0]
-    return _attend(call, q, k, v, segment_ids)
+    return (_attend_by_kernel if program.kernels.opaque else _attend)(call, q, k, v, segment_ids)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -77,14 +77,19 @@ def _forward(call: _Attention, q, k, v, ids):
     return call.run(local, (q, k, v, *(ids or ())), call.states(ids), call.results)
 
 
-@_attend.defjvp
-def _derivative(call: _Attention, primals, tangents):
-    q, k, v, ids = primals
+def _kept(call: _Attention, q, k, v, ids):
+    """The result, and what its derivative needs."""
     out, log_sum = _forward(call, q, k, v, ids)
     if call.save_name is not None:
         out, log_sum = (checkpoint_name(x, call.save_name) for x in (out, log_sum))
+    return out, (q, k, v, ids, out, log_sum)
+
+
+@_attend.defjvp
+def _derivative(call: _Attention, primals, tangents):
+    out, kept = _kept(call, *primals)
     change = linear(functools.partial(_attend_change, call), functools.partial(_attend_backward, call))
-    return out, change((q, k, v, ids, out, log_sum), tangents[:3])
+    return out, change(kept, tangents[:3])
 
 
 def _attend_change(call: _Attention, kept, changes):
@@ -109,3 +114,12 @@ def _attend_backward(call: _Attention, kept, d_out):
     states = [queries, *keys[:2], *call.results, call.results[0], *keys[2:]]
     gradients = [(axes, copied, pending) for axes, pending, copied in (queries, *keys[:2])]
     return call.run(local, (q, k, v, out, log_sum, d_out, *(ids or ())), states, gradients)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_by_kernel(call: _Attention, q, k, v, ids):
+    """The same by kernels that know no forward mode, and whose tangents JAX cannot even trace."""
+    return _forward(call, q, k, v, ids)[0]
+
+
+_attend_by_kernel.defvjp(_kept, lambda call, kept, d_out: (*_attend_backward(call, kept, d_out), None))
