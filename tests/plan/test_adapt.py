@@ -26,6 +26,7 @@ EIGHT = (
 )
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("recipe, on, mesh, batch, fits", EIGHT)
 def test_large_recipes_on_every_kind_of_hardware(recipe, on, mesh, batch, fits):
     where = target(on)
