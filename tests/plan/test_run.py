@@ -110,7 +110,8 @@ def test_text_and_json_agree():
     json.dumps(values)
     assert values["step_seconds"] == plan.seconds and values["memory"]["peak"] == plan.memory.peak
     assert sum(values["memory"]["kinds"].values()) == values["memory"]["peak"]
-    assert "llama.py:" in words and "FLOP/s" in words and "$" in words
+    assert "llama.py:" in words and "B/s" in words and "$" in words
+    assert "FLOP/s" in text(quick_plan(load_run("llama_84m"), target("8xH100")), formulas=True)
     assert "ring" in words or "line of 2 on side 0" in words
 
 
