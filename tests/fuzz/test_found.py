@@ -186,6 +186,17 @@ def test_an_outer_product_that_is_mapped_over_a_whole_name_and_its_gradient():
         np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_an_update_of_joined_slices_in_auto_mode():
+    x, y = drawn(3, 12, 6), drawn(3, 12, 6, seed=1)
+    fn = lambda x, y: tr.stack([x, y, y], "picked").at["picked", -2, "embed", -12].multiply(0.5)
+    expected = np.stack([x, y, y])
+    expected[1, :, 0] *= 0.5
+    mesh = tr.make_mesh(jax.devices()[:3], axis_type="auto", context=3)
+    with tr.Layout(mesh, compute={"embed": "context"}):
+        args = tr.shard((tr.named(x, "mlp embed layers"), tr.named(y, "mlp embed layers")), "compute")
+        np.testing.assert_array_equal(jax.jit(fn)(*args).array, expected)
+
+
 def test_branches_by_hand_that_give_two_shardings_are_refused_in_the_notation():
     @tr.shard_map
     def slices(x: f32["batch"]) -> f32["batch/data"]:
