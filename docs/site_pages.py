@@ -121,17 +121,27 @@ def operations() -> dict[str, list[str]]:
     }
 
 
+def documented(value) -> bool:
+    """Whether a name of a public module has a docstring of its own to show."""
+    return inspect.isroutine(value) or inspect.isclass(value)
+
+
 def face_page(face: str) -> str:
-    """A public module: what it says of itself, and each of its names; operations have a page of their own."""
+    """A public module: what it says of itself, and each of its names that no page before it has."""
     module = importlib.import_module(face)
-    elsewhere = {name for names in operations().values() for name in names} if face == "trellis" else set()
-    about = "Operations of named arrays are on [their own page](operations.md)." if elsewhere else ""
-    named = [(name, getattr(module, name)) for name in module.__all__ if name not in elsewhere]
-    objects = [value for _, value in named if inspect.isroutine(value) or inspect.isclass(value)]
-    values = [f"`{name}`" for name, value in named if value not in objects]
-    parts = [f"# {face}", inspect.cleandoc(module.__doc__ or ""), about]
-    parts += [f"Besides: {', '.join(values)}."] if values else []
-    return "\n\n".join([*parts, *(reference(value.__module__, value.__name__, 2) for value in objects)]) + "\n"
+    before = {name: "operations" for names in operations().values() for name in names} if face == "trellis" else {}
+    for other in FACES[: FACES.index(face)]:
+        names = importlib.import_module(other).__all__
+        before |= {n: other for n in names if vars(module).get(n, module) is vars(importlib.import_module(other))[n]}
+    public = {name: getattr(module, name) for name in module.__all__ if before.get(name) != "operations"}
+    parts = [f"# {face}", inspect.cleandoc(module.__doc__ or "")]
+    if face == "trellis":
+        parts.append("Operations of named arrays are on [their own page](operations.md).")
+    besides = [f"[`{name}`]({before[name]}.md)" for name in public if name in before]
+    besides += [f"`{name}`" for name, value in public.items() if name not in before and not documented(value)]
+    parts += [f"Besides: {', '.join(besides)}."] if besides else []
+    own = [value for name, value in public.items() if name not in before and documented(value)]
+    return "\n\n".join([*parts, *(reference(value.__module__, value.__name__, 2) for value in own)]) + "\n"
 
 
 def reference(module: str, name: str, level: int) -> str:

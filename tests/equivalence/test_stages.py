@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.equivalence.test_models import FAMILIES, assert_near, batch
+from tests.equivalence.test_models import FAMILIES, WHOLE, assert_near, batch
 from trellis.data.batch import Batch
 from trellis.models import Routing
 from trellis.named import Keep, named_jit, shard
@@ -19,12 +19,15 @@ from trellis.train.step import StepOptions, loss_and_gradients
 CONFIGS = {
     "tied": dataclasses.replace(FAMILIES["llama"], layers=4),
     "dropout": FAMILIES["gpt2"],
-    "experts": dataclasses.replace(FAMILIES["mixtral"], routing=Routing(z_loss=0.01)),
+    "experts": dataclasses.replace(FAMILIES["mixtral"], layers=4, routing=Routing(z_loss=0.01)),
 }
 TENSOR = MeshSizes(stage=2, data=2, model=2), LayoutChoice(preset="auto", pipeline_microbatches=4)
 DEEP = MeshSizes(stage=4, data=2), LayoutChoice(preset="fsdp", pipeline_microbatches=4)
 ALONE = MeshSizes(stage=4, data=1), LayoutChoice(preset="fsdp", pipeline_microbatches=8)
-EXPERTS = MeshSizes(stage=2, data=2, expert=2), LayoutChoice(preset="expert", pipeline_microbatches=2)
+EXPERTS = (
+    MeshSizes(stage=2, data=2, expert=2),
+    LayoutChoice(preset="expert", pipeline_microbatches=2, pipeline_groups=2),
+)
 
 
 def found(jit, model, parts, options):
@@ -70,6 +73,20 @@ def test_kernels_in_stages(monkeypatch, sizes, choice):
 
 def test_what_is_dropped_is_what_one_device_drops_in_as_many_microbatches():
     check("dropout", *TENSOR, 4)
+
+
+def test_groups_of_layers_and_overlapped_products():
+    """Two groups on each of two stages, in which slices travel beside the products."""
+    overlap = LayoutChoice(preset="auto", params=WHOLE, compute=WHOLE, overlap=("mlp", "heads"))
+    check("tied", TENSOR[0], dataclasses.replace(overlap, pipeline_microbatches=4, pipeline_groups=2), 4)
+
+
+def test_groups_that_do_not_fit():
+    choice = dataclasses.replace(TENSOR[1], pipeline_microbatches=1, pipeline_groups=2)
+    with make_layout(TENSOR[0], choice, jax.devices()):
+        model = shard(one_device("tied", 4)[0], "params")
+        with pytest.raises(ValueError, match="stages divide the microbatches, got 1 of them on 2 stages with 2 groups"):
+            found(named_jit, model, shard(Batch(**batch()).named(), "compute"), StepOptions())
 
 
 def test_experts_in_stages():

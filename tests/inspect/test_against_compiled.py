@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.inspect.programs import PROGRAMS, arg, gradient, partly_manual, sequence_parallel, settled, tensor_parallel
-from trellis.inspect import collectives, compare, ledger
+from trellis.inspect import collectives, compare, ledger, structure_of
 from trellis.mesh.topology import slice_devices
 
 
@@ -26,7 +26,7 @@ def mesh_of(devices, shape=(4, 2)):
 
 @functools.cache
 def both(name):
-    """A program's ledger and its compiled collectives on eight CPU devices."""
+    """A program's ledger, its compiled collectives on eight CPU devices, and the two matched."""
     program, *types = PROGRAMS[name]
     return _both(program, types, mesh_of(jax.devices()), {})
 
@@ -37,21 +37,25 @@ def _both(program, types, mesh, dtypes):
             jax.ShapeDtypeStruct(shape, dtypes.get(dtype, dtype), sharding=NamedSharding(mesh, spec))
             for shape, spec, dtype in types
         ]
-        return ledger(program, *args), collectives(jax.jit(program).lower(*args).compile(), mesh)
+        found, compiled = ledger(program, *args), jax.jit(program).lower(*args).compile()
+        return found, collectives(compiled, mesh), structure_of(found, compiled, mesh)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_bytes_per_mesh_axis(name):
-    predicted, found = both(name)
+    predicted, found, structure = both(name)
     comparison = compare(predicted, found, scatter_as_reduce=True)
     assert comparison.agrees(), f"\n{predicted}\n{found}\n{comparison}"
+    assert structure.right, f"\n{predicted}\n{found}\n{structure}"
 
 
 def test_halves_that_become_thirds_are_gathered():
     mesh = mesh_of(jax.devices()[:6], (2, 3))
-    predicted, found = _both(lambda x: jax.reshard(x, P("model", None)), [arg((12, 8), "data", None)], mesh, {})
+    predicted, found, structure = _both(
+        lambda x: jax.reshard(x, P("model", None)), [arg((12, 8), "data", None)], mesh, {}
+    )
     assert predicted.per_kind() == found.per_kind() == {"all-gather": 192}
-    assert compare(predicted, found).agrees()
+    assert compare(predicted, found).agrees() and structure.right
 
 
 # Large enough that the TPU's compiler keeps them: it makes all-reduces of small reduce-scatters.
@@ -73,9 +77,10 @@ SCATTERS = {
 def test_reduce_scatters_on_a_tpu_slice(name):
     program, *types = SCATTERS[name]
     mesh = mesh_of(slice_devices("v5e:2x4"))
-    predicted, found = _both(program, types, mesh, {jnp.float32: jnp.bfloat16})  # products move in bfloat16 there
+    predicted, found, structure = _both(program, types, mesh, {jnp.float32: jnp.bfloat16})  # as products move there
     comparison = compare(predicted, found)
     assert comparison.agrees(), f"\n{predicted}\n{found}\n{comparison}"
+    assert structure.right, str(structure)
     assert predicted.per_kind() == found.per_kind(), f"\n{predicted}\n{found}\n{comparison}"
     assert ("reduce-scatter" in found.per_kind()) == (name != "partly manual")
 
@@ -84,7 +89,9 @@ def test_a_joint_scatter_over_a_whole_two_dimensional_slice_is_an_all_reduce_the
     """What the types ask for and what the TPU's compiler does differ here; the comparison shows it."""
     program, *types = PROGRAMS["scatter jointly"]
     mesh = mesh_of(slice_devices("v5e:2x4"))
-    comparison = compare(*_both(program, types, mesh, {jnp.float32: jnp.bfloat16}))
+    predicted, found, structure = _both(program, types, mesh, {jnp.float32: jnp.bfloat16})
+    comparison = compare(predicted, found)
+    assert structure.right and "all-reduce and slice" in str(structure)
     assert not comparison.agrees()
     assert comparison.axes == {"data": (6144, 12288), "model": (1024, 2048)}
     assert "reduce-scatter" in str(comparison) and "2.000" in str(comparison)

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from trellis.inspect import collectives, compare, ledger, memory
+from trellis.inspect import collectives, compare, ledger, memory, structure_of
 from trellis.recipes.load import load_run
 from trellis.train.assemble import assemble
 
@@ -28,6 +28,8 @@ def test_a_train_step(options):
     # A thousandth: scalars over several mesh axes are summed over one axis after the other, and a gather of token ids
     # in the recomputed pass is found to be the one before.
     assert comparison.agrees(relative=1e-3), f"\n{predicted}\n{found}\n{comparison}"
+    structure = structure_of(predicted, compiled, assembled.layout.mesh)
+    assert structure.right, str(structure)
     kinds = held.per_kind()
     arguments = kinds["parameters"] + kinds["optimizer"] + kinds["batch"]
     unused = arguments - compiled.memory_analysis().argument_size_in_bytes  # a counter that this step does not read

@@ -203,8 +203,3 @@ def test_mistakes():
     assert mistake(Layout(auto, (), use), of(4), x) == (
         "a pipeline needs a mesh in explicit mode, got 'layers/stage' in auto mode: change the mode"
     )
-    rings = Layout(make_mesh(stage=2, data=2, model=2), (), use | {"mlp": "model", "embed": "model"}, overlap=["mlp"])
-    assert mistake(rings, of(4), x) == (
-        "rings of overlapped products do not run within a pipeline's stages, got 'layers/stage' with overlap mlp: "
-        "take overlap out of the layout"
-    )

@@ -59,6 +59,7 @@ def test_a_sum_that_the_compiler_takes_twice_is_found(four, on):
     assert not proof.proven and output.error > 0.1 and output.devices
     assert "while-loop-all-reduce-code-motion" in proof.finding.culprit
     assert proof.finding.right and proof.finding.wrong and proof.finding.place.source
+    assert len(proof.structure.twice) == 1 and "summed twice: all-reduce over x" in proof.structure.faults[0]
     off = {"xla_disable_hlo_passes": "while-loop-all-reduce-code-motion"}
     assert tr.prove(gradient, *given(four), on=on, reference=alone, options=off).proven
 
@@ -107,6 +108,7 @@ def tiny():
 
 def test_a_step_is_proven(tiny):
     assert tiny.proven and tiny.error < 1e-5
+    assert tiny.structure.right and len(tiny.structure.matches) > 30
     names = [output.name for output in tiny.outputs]
     assert {"model.embedding", "model.layers.block.attention.q", "loss"} <= set(names)
     assert any(name.startswith("optimizer.") and name.endswith("attention.q") for name in names)
@@ -116,6 +118,7 @@ def test_the_command(capsys):
     options = [f"--{name}={value}" for name, value in RUN.items()]
     assert main(["prove", "tiny", "--on", "v5e:2x2", "--json", *options]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["structure"]["right"] and found["structure"]["rows"] > 30
     assert found["proven"] and found["error"] < 1e-5 and found["mesh"] == {"data": 2, "model": 2}
     assert main(["prove", "tiny", "--on", "v5e:2x2", *options]) == 0
     shown = capsys.readouterr().out

@@ -146,6 +146,24 @@ def change(**fields):
             ],
         ),
         (
+            lambda: change(layout=LayoutChoice(pipeline_groups=2)),
+            [
+                "The stages of a pipeline hold their groups of layers, all of one size.",
+                "pipeline_groups=2, mesh.stage=1, model.layers=2",
+                "layout.pipeline_groups",
+                "use --mesh.stage 2 or more, and numbers of stages and groups whose product divides the layers",
+            ],
+        ),
+        (
+            lambda: LayoutChoice(pipeline_groups=0),
+            [
+                "A stage has at least one group of layers.",
+                "pipeline_groups=0",
+                "pipeline_groups",
+                "use 1 or more",
+            ],
+        ),
+        (
             lambda: LayoutChoice(pipeline_microbatches=0),
             [
                 "A pipeline has at least one part of the batch to work on.",

@@ -29,10 +29,9 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert {*FACES} < {*reference}
     for face in FACES:
         module = importlib.import_module(face)
-        page = reference[face] + (reference["operations"] if face == "trellis" else "")
         public = [getattr(module, name) for name in module.__all__]
         documented = [f"{v.__module__}.{v.__name__}" for v in public if inspect.isroutine(v) or inspect.isclass(v)]
-        assert not [path for path in documented if f'id="{path}"' not in page], face
+        assert not [path for path in documented if not any(f'id="{path}"' in page for page in reference.values())]
     assert "--batch_size" in (tmp_path / "reference/fields.html").read_text()
 
 

@@ -39,7 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Plans `args.run` on `args.on`."""
+    """Plans `args.run` on `args.on`; 3 if what was compiled for it does not move what its types say."""
     from trellis.hardware.chips import target
     from trellis.plan.adapt import adapt
     from trellis.plan.quick import quick_plan
@@ -90,7 +90,8 @@ def execute(args: argparse.Namespace) -> int:
         print(f"page written to {args.page}", file=sys.stderr)
     if args.json:
         print(json.dumps(out, indent=1))
-    return 0
+    faulty = verdict is not None and verdict.structure is not None and not verdict.structure.right
+    return 3 if faulty else 0
 
 
 def _price(price: float | None) -> float | None:
@@ -123,6 +124,7 @@ def _compiled_json(verdict) -> dict:
         "hidden_seconds": verdict.hidden,
         "step_seconds": verdict.seconds,
         "mfu": verdict.mfu,
+        "structure": verdict.structure and verdict.structure.as_dict(),
         "per_axis": {axis: list(both) for axis, both in verdict.comparison.axes.items()} if verdict.comparison else {},
     }
 

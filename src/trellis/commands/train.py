@@ -108,6 +108,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     from trellis.train.loop import Feed, train
     from trellis.train.restoring import model_in_use
     from trellis.train.state import TrainState
+    from trellis.train.structure import StructureCheck
     from trellis.train.summary import describe, ledger_sums, sections, step_program
 
     assembled = assemble(run, devices)
@@ -134,12 +135,14 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         evaluate=Evaluator(corpus.validation, assembled.options, sharding) if corpus.validation else None,
         sample=None if corpus.tokenizer is None else sampled,
     )
-    work = work_of(assembled)
+    work, check = work_of(assembled), StructureCheck(assembled, ledger, folder)
     with assembled.layout:
-        outcome = train(assembled, feed, folder, until=until, work=work, first_collective=_first(ledger))
+        told = {"compiled": check, "first_collective": _first(ledger)}
+        outcome = train(assembled, feed, folder, until=until, work=work, **told)
     if is_first() and outcome.programs:
         compiled = outcome.programs[-1]
         found["compiled"] = dataclasses.asdict(compiled_memory(compiled))
+        found["structure"] = check.found
         if ledger.auto:  # the types did not say what moves, but the compiled program does
             ledger = collectives(compiled, assembled.layout.mesh)
             _write_ledger(folder, ledger, assembled)

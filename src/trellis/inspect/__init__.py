@@ -17,6 +17,7 @@ from trellis.inspect.ledger import ledger
 from trellis.inspect.memory import Memory, NotEnoughMemory, live_bytes, live_memory, memory
 from trellis.inspect.pictures import Picture, show
 from trellis.inspect.rows import Ledger, Row
+from trellis.inspect.structure import Structure, structure_of
 
 hide_frames(__file__)
 
@@ -28,6 +29,7 @@ __all__ = [
     "NotEnoughMemory",
     "Picture",
     "Row",
+    "Structure",
     "collectives",
     "compare",
     "compiled_memory",
@@ -41,4 +43,5 @@ __all__ = [
     "scheduled_cycles",
     "show",
     "step_svg",
+    "structure_of",
 ]

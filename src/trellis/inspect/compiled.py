@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -16,20 +16,11 @@ from jax.sharding import AbstractMesh, Mesh
 from trellis.figures import numbers
 from trellis.figures.text import aligned
 from trellis.frames import in_a_library
-from trellis.inspect.hlo import Instruction, Program, parse_program, source_target_pairs
+from trellis.inspect.collective import collectives_in
+from trellis.inspect.groups import axes_met
+from trellis.inspect.hlo import Instruction, Program, parse_program
 from trellis.inspect.rows import Ledger, Row, wire_bytes
 from trellis.program.scopes import names_of
-
-_KINDS = {
-    "all-gather": "all-gather",
-    "all-reduce": "all-reduce",
-    "reduce-scatter": "reduce-scatter",
-    "all-to-all": "all-to-all",
-    "ragged-all-to-all": "all-to-all",
-    "collective-permute": "permute",
-    "collective-broadcast": "permute",
-}
-
 
 # XLA's name of an element type, where the notation has another.
 _DTYPES = {"pred": "bool", "s4": "i4", "s8": "i8", "s16": "i16", "s32": "i32", "s64": "i64"}
@@ -44,36 +35,6 @@ def program_of(compiled) -> Program:
 @functools.lru_cache(maxsize=8)
 def _parsed(text: str) -> Program:
     return parse_program(text)
-
-
-def _axes_of(groups: Sequence[tuple[int, ...]], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The mesh axes along which the members of a group differ (groups hold positions in the mesh's devices)."""
-    sizes = tuple(mesh.shape.values())
-    differs = [False] * len(sizes)
-    for group in groups:
-        places = np.array(np.unravel_index(np.array(group), sizes))
-        for index, row in enumerate(places):
-            differs[index] |= bool((row != row[0]).any())
-    return tuple(name for name, differ in zip(mesh.axis_names, differs) if differ)
-
-
-def _scattered(program: Program, computation: str, reduce: Instruction) -> bool:
-    """Whether an all-reduce inside a fused computation is sliced there: a TPU's fused reduce-scatter."""
-    if computation == program.entry:
-        return False
-    instructions = program.computations[computation]
-    results = {reduce.name} | {
-        i.name for i in instructions if i.op == "get-tuple-element" and reduce.name in i.operands
-    }
-    return any(i.op == "dynamic-slice" and i.operands[0] in results for i in instructions)
-
-
-def _continued(program: Program, computation: str, instruction: Instruction) -> bool:
-    """Whether this is a later step of a TPU's asynchronous collective fusion, which repeats its collective in the
-    fusion that starts it, in the products it runs beside, and in the fusion that waits for it."""
-    if '"async_collective_fusion_config"' not in instruction.attributes:
-        return False
-    return not any("AsyncCollectiveStart" in i.attributes for i in program.computations[computation])
 
 
 def _what(shape: tuple[int, ...], op_name: str | None) -> str:
@@ -93,9 +54,6 @@ def _direction(op_name: str | None) -> str:
 def collectives(compiled, mesh: Mesh | AbstractMesh) -> Ledger:
     """The collectives of a compiled program, as a ledger.
 
-    An asynchronous pair counts once, at its start; a loop's body counts as often as the loop runs; an all-reduce that
-    a TPU program slices inside the same fusion is the reduce-scatter that it is.
-
     Args:
         compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
         mesh: the mesh it was compiled for, whose device order numbers the program's partitions.
@@ -105,52 +63,26 @@ def collectives(compiled, mesh: Mesh | AbstractMesh) -> Ledger:
     """
     program = program_of(compiled)
     rows = []
-    for instruction, times, computation in program.walk():
-        kind = _KINDS.get(instruction.op.removesuffix("-start"))
-        if kind is None or _continued(program, computation, instruction):
+    for found in collectives_in(program, mesh.size):
+        axes = axes_met(found.groups, mesh.shape)
+        if not axes:
             continue
-        operands = [a for name in instruction.operands if (i := program.by_name.get(name)) for a in i.results]
-        if instruction.op.startswith("collective-permute"):
-            operands = operands[:1]  # the in-place form has buffers and indices behind it
-            groups = source_target_pairs(instruction.attribute("source_target_pairs") or "")
-        else:
-            if instruction.op.startswith("ragged"):
-                operands = operands[:1]
-            groups = instruction.groups()
-            if not groups:
-                groups = [tuple(range(math.prod(mesh.shape.values())))]
-        axes = _axes_of(groups, mesh)
-        if not axes or not operands:
-            continue
-        size = len(groups[0])
-        origin = instruction if instruction.quoted("op_name") else program.callers.get(computation, instruction)
-        payload = sum(array.num_bytes for array in operands) * (size if kind == "all-gather" else 1)
-        if kind == "all-reduce" and _scattered(program, computation, instruction):
-            kind = "reduce-scatter"
+        payload = sum(found.payload(array) for array in found.arrays)
         rows.append(
             Row(
-                kind=kind,
+                kind=found.kind,
                 axes=axes,
-                what=" + ".join(_what(array.shape, origin.quoted("op_name")) for array in operands),
-                dtype=_DTYPES.get(operands[0].dtype, operands[0].dtype),
+                what=" + ".join(_what(array.shape, found.op_name) for array in found.arrays),
+                dtype=_DTYPES.get(found.arrays[0].dtype, found.arrays[0].dtype),
                 payload=payload,
-                wire=payload if kind == "permute" else wire_bytes(kind, size, payload),
-                times=times,
-                direction=_direction(origin.quoted("op_name")),
-                source=program.source(origin, in_a_library),
-                note="asynchronous" if _is_async(program, computation, instruction) else "",
+                wire=wire_bytes(found.kind, found.size, payload),
+                times=found.times,
+                direction=_direction(found.op_name),
+                source=program.source(found.origin, in_a_library),
+                note="asynchronous" if found.asynchronous else "",
             )
         )
     return Ledger(tuple(rows), dict(mesh.shape))
-
-
-def _is_async(program: Program, computation: str, instruction: Instruction) -> bool:
-    """Whether it runs beside other work, as far as the text says."""
-    if '"is_sync":true' in instruction.attributes:
-        return False
-    caller = program.callers.get(computation)
-    wrapped = caller is not None and caller.op in ("async-start", "call-start")
-    return wrapped or instruction.op.endswith("-start") or '"async_collective_fusion_config"' in instruction.attributes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,16 +40,21 @@ def ledger(fn: Callable, *args, **kwargs) -> Ledger:
     return ledger_of(trace(fn, *args, **kwargs))
 
 
-def ledger_of(program: Program, load: float | None = None) -> Ledger:
+def ledger_of(program: Program, load: float | None = None, *, refuse: bool = True) -> Ledger:
     """The ledger of a program that was traced before.
 
     Args:
         program: from `trace`.
         load: rows that experts on the fullest device get, in those of an even load: loops over them count as often as
             they run then. Without it each `while` loop counts by one turn.
+        refuse: whether to refuse what compilers get wrong.
+
+    Raises:
+        PendingSumError: a sum that is settled in a loop is made pending again there.
     """
     rows = _Rows(program, load).of(program)
-    refuse_resettled(program)
+    if refuse:
+        refuse_resettled(program)
     sizes = {name: size for name, size in program.mesh.items() if size > 1}
     return Ledger(tuple(rows), sizes, program.auto)
 

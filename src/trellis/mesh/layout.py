@@ -80,6 +80,8 @@ class Layout:
         pipeline_microbatches: where `compute` spreads layers over a mesh axis,
             into how many parts the batch is cut that follow each other through
             its stages; None: the most that divide it, at most 4 a stage.
+        pipeline_groups: how many groups of layers each stage has in a training step, so that a part of the batch goes
+            around the stages as often.
         mapped: mesh axes that the program is mapped over (see `without`).
         cut: names of which the program sees a part, such as the batch within
             a pipeline: nothing may be computed along them.
@@ -97,6 +99,7 @@ class Layout:
     overlap: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
     context: "tuple[tuple[str, str], ...] | Mapping[str, str]" = dataclasses.field(default=(), kw_only=True)
     pipeline_microbatches: int | None = dataclasses.field(default=None, kw_only=True)
+    pipeline_groups: int = dataclasses.field(default=1, kw_only=True)
     dealt: Axes = dataclasses.field(default=(), kw_only=True)
     mapped: Axes = dataclasses.field(default=(), kw_only=True)
     cut: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
@@ -152,6 +155,7 @@ class Layout:
             gather=self.gather,
             overlap=self.overlap,
             pipeline_microbatches=self.pipeline_microbatches,
+            pipeline_groups=self.pipeline_groups,
         )
 
     def without(self, *axes: str) -> "Layout":

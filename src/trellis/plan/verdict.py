@@ -7,6 +7,7 @@ from trellis.figures.text import aligned
 from trellis.inspect.compiled import Comparison, collectives, compare, scheduled_cycles
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.rows import Ledger
+from trellis.inspect.structure import Structure, structure_of
 from trellis.plan.compile import Compiled
 from trellis.plan.prepared import Prepared
 from trellis.plan.quick import Plan
@@ -20,6 +21,7 @@ class Verdict:
         compiled: what the compiler made.
         ledger: the collectives of the compiled program; None if it did not fit.
         comparison: the plan's ledger held against it, per mesh axis.
+        structure: the rows of that ledger matched with those collectives; None if it did not fit.
         scheduled: seconds of everything but collectives and kernels by the compiler's own estimate; None where it
             gives none (GPU).
         kernels: seconds of attention kernels, which the compiler does not estimate: the plan's.
@@ -32,6 +34,7 @@ class Verdict:
     compiled: Compiled
     ledger: Ledger | None
     comparison: Comparison | None
+    structure: Structure | None
     scheduled: float | None
     kernels: float
     exposed: float
@@ -48,7 +51,7 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
     """
     kernels = sum(line.seconds for line in plan.times.lines if line.kind in ("attention", "kernel"))
     if not compiled.text:
-        return Verdict(compiled, None, None, None, kernels, 0.0, 0.0, None, None)
+        return Verdict(compiled, None, None, None, None, kernels, 0.0, 0.0, None, None)
     found = collectives(compiled.text, prepared.layout.mesh)
     cycles = scheduled_cycles(compiled.text)
     clock = plan.target.chip.clock
@@ -64,8 +67,10 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
     seconds = computation + exposed + max(0.0, hidden - computation)
     mfu = plan.model_flops / (seconds * plan.target.num_devices * plan.target.chip.bf16_flops)
     # As the compiled program is read: loops whose number of turns it does not say count by one.
-    comparison = compare(ledger_of(prepared.traced()), found)
-    return Verdict(compiled, found, comparison, scheduled, kernels, exposed, hidden, seconds, mfu)
+    ledger = ledger_of(prepared.traced())
+    matched = structure_of(ledger, compiled.text, prepared.layout.mesh)
+    comparison = compare(ledger, found)
+    return Verdict(compiled, found, comparison, matched, scheduled, kernels, exposed, hidden, seconds, mfu)
 
 
 def verdict_text(plan: Plan, verdict: Verdict) -> str:
@@ -99,7 +104,8 @@ def verdict_text(plan: Plan, verdict: Verdict) -> str:
         ]
         lines.append(f"  step        {numbers.seconds(verdict.seconds)} = {' + '.join(parts)}; MFU {verdict.mfu:.1%}")
         lines.append(f"              ({numbers.seconds(verdict.hidden)} of collectives run under computation)")
-    lines += ["", "collectives, by the types and in the compiled program", str(verdict.comparison), "", _rows(verdict)]
+    lines += ["", "collectives, by the types and in the compiled program", str(verdict.comparison)]
+    lines += ["", str(verdict.structure), "", _rows(verdict)]
     return "\n".join(lines)
 
 

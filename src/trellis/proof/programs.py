@@ -14,11 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from trellis._compat import cudnn_assumed, full_text
 from trellis.errors import UserError
 from trellis.hardware.chips import target
+from trellis.inspect.ledger import ledger_of
 from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import arrange
 from trellis.notation.typeof import typeof
 from trellis.plan.compile import compiler_devices, platform_of
-from trellis.program.trace import mesh_of
+from trellis.program.trace import mesh_of, trace
 from trellis.proof.interpreter import Interpreter
 from trellis.proof.placing import plain
 from trellis.proof.proof import Proof, Subject, Wanted, Watch
@@ -81,6 +82,7 @@ def _subject(fn: Callable, args: tuple, on: str, options: dict[str, str], seed: 
     with _in_force(mesh), cudnn_assumed():
         traced = jax.jit(call).trace(*shapes)
         lowered = traced.lower(lowering_platforms=(platform_of(where),))
+        ledger = ledger_of(trace(call, *shapes), refuse=False)  # what is wrong is to be found
     results = jax.tree_util.tree_leaves_with_path(traced.out_info, is_leaf=lambda x: hasattr(x, "names"))
     empty = np.zeros(0)
     wanted = [
@@ -88,7 +90,7 @@ def _subject(fn: Callable, args: tuple, on: str, options: dict[str, str], seed: 
         for path, leaf in results
     ]
     random = np.random.default_rng(seed)
-    return Subject(name, where, mesh, lowered, options, [_numbers(a, random) for a in arrays], places, wanted)
+    return Subject(name, where, mesh, lowered, options, [_numbers(a, random) for a in arrays], places, wanted, ledger)
 
 
 def _mesh(args: tuple, devices: list, on: str) -> Mesh:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trellis.errors import UserError
 from trellis.hardware.chips import Target
+from trellis.inspect import Ledger, Structure, structure_of
 from trellis.plan.compile import Compiled, compile_lowered
 from trellis.proof.comparing import BOUND, Output, compare
 from trellis.proof.finding import Finding, Suspect, find
@@ -50,6 +51,7 @@ class Subject:
         given: its arguments as whole arrays, flat.
         places: where each of them lies.
         wanted: its results.
+        ledger: of the function.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Subject:
     given: Sequence[np.ndarray]
     places: Sequence[NamedSharding]
     wanted: Sequence[Wanted]
+    ledger: Ledger
 
     def compile(self, *, progress: bool = False) -> Compiled:
         """What the target's compiler makes of it.
@@ -110,7 +113,9 @@ class Subject:
             fault = str(error)
         outputs = self.compare(found, self.results(compiled), bound)
         kernels = tuple(sorted(interpreter.opaque))
-        return Proof(self.name, self.target.name, dict(self.mesh.shape), outputs, kernels, fault, compiled, found)
+        matched = structure_of(self.ledger, text or compiled.text, self.mesh)
+        mesh = dict(self.mesh.shape)
+        return Proof(self.name, self.target.name, mesh, outputs, kernels, fault, compiled, found, matched)
 
     def results(self, compiled: Compiled) -> list[NamedSharding]:
         """Where the compiled program's results lie.
@@ -160,6 +165,7 @@ class Proof:
         fault: why the program could not run to its end, if it could not: devices that wait for each other.
         compiled: what was executed.
         results: what it computed, `device dim ...` each.
+        structure: the function's ledger, matched with its collectives.
         rounded: how far the same step compiled for one device is from the plain one, where this had to be asked.
         finding: what made it wrong, where it is.
         fitted: how the run was changed for the target, a sentence each.
@@ -174,6 +180,7 @@ class Proof:
     fault: str
     compiled: Compiled
     results: tuple[np.ndarray, ...]
+    structure: Structure
     rounded: float | None = None
     finding: Finding | None = None
     fitted: tuple[str, ...] = ()

@@ -34,6 +34,8 @@ def _head(proof: Proof) -> str:
         lines.append("  options     " + " ".join(f"{name}={value}" for name, value in compiled.options.items()))
     if proof.kernels:
         lines.append(f"  references  stand for {', '.join(proof.kernels)}, whose inside the program does not show")
+    lines.append(f"  structure   {proof.structure.line}")
+    lines += [f"              {fault}" for fault in proof.structure.faults]
     if proof.rounded is not None:
         lines.append(
             "  held to     the same step compiled for one device; that one deviates from float32 by "
@@ -129,6 +131,7 @@ def as_json(proof: Proof) -> dict[str, Any]:
         "rounded": proof.rounded,
         "fault": proof.fault,
         "kernels": list(proof.kernels),
+        "structure": proof.structure.as_dict(),
         "fitted": list(proof.fitted),
         "versions": dict(compiled.versions),
         "options": dict(compiled.options),

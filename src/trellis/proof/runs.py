@@ -7,6 +7,7 @@ from collections.abc import Collection
 import jax
 
 from trellis.hardware.chips import Target
+from trellis.inspect.ledger import ledger_of
 from trellis.notation.typeof import typeof
 from trellis.plan.adapt import adapt
 from trellis.plan.compile import compiler_devices, platform_of
@@ -122,6 +123,7 @@ class Trial:
             given=reference.given,
             places=[leaf.sharding for leaf in jax.tree.leaves((prepared.state, prepared.batch))],
             wanted=wanted,
+            ledger=ledger_of(prepared.traced()),
         )
 
 

@@ -103,7 +103,10 @@ def _model(run: Run, ways: Ways, pos: int, tokens: int) -> Any:
     model = run.model
     has = {field.name for field in dataclasses.fields(model)}.__contains__
     heads, kv_heads = _heads(model, ways)
-    sizes = {"heads": heads, "layers": _kept(model.layers, ways("layers"), 2 if ways("layers") > 1 else LAYERS)}
+    sizes = {
+        "heads": heads,
+        "layers": _kept(model.layers, ways("layers") * run.layout.pipeline_groups, 2 if ways("layers") > 1 else LAYERS),
+    }
     embed = multiple(max(min(model.embed, EMBED), 2 * ways("embed"), tokens), ways("embed"))
     if has("head_dim"):
         sizes |= {"head_dim": min(model.head_dim, HEAD_DIM), "kv_heads": kv_heads}

@@ -282,6 +282,14 @@ class Run:
                 where="layout.pipeline_microbatches",
                 fix="use --mesh.stage 2 or more; --microbatches cuts a batch without a pipeline",
             )
+        groups, stages, layers = self.layout.pipeline_groups, self.mesh.stage, self.model.layers
+        if groups > 1 and (stages == 1 or layers % (stages * groups)):
+            raise UserError(
+                "The stages of a pipeline hold their groups of layers, all of one size.",
+                seen=f"pipeline_groups={groups}, mesh.stage={stages}, model.layers={layers}",
+                where="layout.pipeline_groups",
+                fix="use --mesh.stage 2 or more, and numbers of stages and groups whose product divides the layers",
+            )
 
     def _check_batch(self) -> None:
         sizes = self.batch_sizes()

@@ -159,6 +159,10 @@ class LayoutChoice:
     pipeline_microbatches: int | None = None
     """With mesh.stage: parts of the batch that follow each other through the stages. None: the most that divide the
     batch, at most 4 a stage. More of them leave stages idle for less of the time. Raise it where stages wait."""
+    pipeline_groups: int = 1
+    """With mesh.stage: groups of layers of each stage. Each part of the batch goes around the stages as often, so that
+    stages idle for a share of the time that is as much smaller, and as much more moves between them. Raise it where
+    stages wait and the batch has no more parts."""
 
     def __post_init__(self):
         for which in ("params", "compute"):
@@ -179,6 +183,13 @@ class LayoutChoice:
                 seen=f"pipeline_microbatches={self.pipeline_microbatches}",
                 where="pipeline_microbatches",
                 fix="use 1 or more, or null to have them chosen",
+            )
+        if self.pipeline_groups < 1:
+            raise UserError(
+                "A stage has at least one group of layers.",
+                seen=f"pipeline_groups={self.pipeline_groups}",
+                where="pipeline_groups",
+                fix="use 1 or more",
             )
         order = ("ring", "gather", "exchange")
         if order.index(self.context) > order.index(self.kinds["context_y"]):
@@ -283,6 +294,7 @@ def make_layout(
         overlap=overlap,
         context={axis: kind for axis, kind in choice.kinds.items() if axis in sizes},
         pipeline_microbatches=choice.pipeline_microbatches,
+        pipeline_groups=choice.pipeline_groups,
     )
 
 

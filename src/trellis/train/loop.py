@@ -79,6 +79,7 @@ def train(
     until: int | None = None,
     work: Work | None = None,
     progress: Progress | None = None,
+    compiled: Callable[[Any, int], str] | None = None,
     first_collective: str | None = None,
 ) -> Outcome:
     """Trains until the last step or a signal; goes on where the folder's newest checkpoint ends.
@@ -91,6 +92,8 @@ def train(
         until: pause after this step, with a checkpoint; None goes on to the end.
         work: what a token costs, for MFU.
         progress: where progress is shown; the default is stderr.
+        compiled: from a program that was compiled, and the number of steps before it, to what is to be told of it.
+            The first process calls it, while the devices make the program's first step.
         first_collective: words for the first collective of a step, for the message of a step that does not end.
 
     Raises:
@@ -108,7 +111,8 @@ def train(
         explained_abort(lambda: _last_good(saved, others_live=False)),
     ):
         try:
-            return _Loop(assembled, feed, folder, saved, signals, until).go(work, progress, first_collective)
+            loop = _Loop(assembled, feed, folder, saved, signals, until, compiled)
+            return loop.go(work, progress, first_collective)
         except BaseException as error:
             told = explain(error, _last_good(saved, others_live=jax.process_count() == 1))
             if jax.process_count() > 1 and not isinstance(told, StoppedTogether):
@@ -122,10 +126,17 @@ class _Loop:
     """One run's loop with what it holds open."""
 
     def __init__(
-        self, assembled: Assembled, feed: Feed, folder: Path, saved: Checkpoints, signals: Signals, until: int | None
+        self,
+        assembled: Assembled,
+        feed: Feed,
+        folder: Path,
+        saved: Checkpoints,
+        signals: Signals,
+        until: int | None,
+        compiled: Callable[[Any, int], str] | None,
     ):
         self._assembled, self._run, self._feed, self._folder = assembled, assembled.run, feed, folder
-        self._saved, self._signals = saved, signals
+        self._saved, self._signals, self._compiled = saved, signals, compiled
         self._stop = self._run.steps if until is None else min(self._run.steps, until)
         self._not_finite = 0
         self._unchecked: deque[Record] = deque()
@@ -198,6 +209,9 @@ class _Loop:
                 seconds = time.perf_counter() - waited[1]
                 self._note(f"compiled the step in {duration(seconds)}")
                 self._timeline.add("compiled", index, seconds=seconds)
+                if self._compiled is not None and is_first():
+                    with self._watch.excused("reads the compiled step"):
+                        self._note(self._compiled(step.programs[-1], index))
             self._drain.push(made, metrics, waited)
             profile.after(index, metrics)
             exit_code = self._signals.exit_code(made)

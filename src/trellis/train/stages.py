@@ -15,8 +15,9 @@ from trellis.data.batch import Batch
 from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.meshes import on_another, without_axis
 from trellis.mesh.reshard import place
-from trellis.named import Stacked, is_named
+from trellis.named import Axis, NamesError, Stacked, is_named
 from trellis.named.pipeline.by_vmap import microbatches_of, pipeline_axis
+from trellis.named.pipeline.interleaving import interleaved
 from trellis.named.pipeline.pieces import Pieces, Source, struct
 from trellis.named.pipeline.run import Arrays, run
 from trellis.named.pipeline.schedule import Schedule
@@ -33,6 +34,32 @@ def stages_of(model) -> str | None:
     if layout is None or model.looks_ahead:
         return None
     return pipeline_axis(model.layers.axis)
+
+
+def _schedule(layout: Layout, axis: str, layers: Axis, microbatches: int) -> Schedule:
+    """
+    Raises:
+        NamesError: stages and groups that do not divide the layers, or groups and stages that do not the microbatches.
+    """
+    stages, groups = layout.mesh.shape[axis], layout.pipeline_groups
+    if layers.size % (stages * groups):
+        raise NamesError(
+            f"the stages of a pipeline hold groups of layers of one size, got {layers.size} '{layers.name}' in "
+            f"{groups} groups on each of {stages} stages: use numbers whose product divides {layers.size}"
+        )
+    if groups > 1 and microbatches % stages:
+        raise NamesError(
+            f"with several groups of layers on a stage, stages divide the microbatches, got {microbatches} of them on "
+            f"{stages} stages with {groups} groups each: use a multiple of {stages} as pipeline_microbatches"
+        )
+    return Schedule(stages, groups, microbatches)
+
+
+def dealt_out(params, axis: str):
+    """Parameters with their layers dealt out to the stages in the layout's groups of layers."""
+    layout, layers = current_layout(), params.layers.axis.name
+    deal = lambda x: interleaved(x, axis, layout.mesh.shape[axis], layout.pipeline_groups)
+    return jax.tree.map(lambda x: deal(x) if layers in x.names else x, params, is_leaf=is_named)
 
 
 def in_stages(params, axis: str):
@@ -56,7 +83,7 @@ def pipelined(params, batch: Batch, cut: Callable, shared: Callable, loss: Calla
     """The sums of a batch's loss, and the gradients of parameters in use, in float32.
 
     Args:
-        params: as they are used, by `in_stages`.
+        params: as they are used, by `dealt_out` and `in_stages`.
         batch: named arrays.
         cut: `cut(batch, count)`, microbatches as a tree of arrays `"microbatches ..."`.
         shared: `shared(numbers)`, more that the loss of each microbatch is given, a tree of `"microbatches ..."`.
@@ -76,7 +103,7 @@ def pipelined(params, batch: Batch, cut: Callable, shared: Callable, loss: Calla
     (at,) = [i for i, leaf in enumerate(leaves) if _is_stack(leaf)]
     stack, outer = leaves[at], leaves[:at] + leaves[at + 1 :]
     layers, block = jax.tree.flatten(stack.block)
-    schedule = Schedule(layout.mesh.shape[axis], 1, count)
+    schedule = _schedule(layout, axis, stack.axis, count)
     rows = stack.axis.size // schedule.parts
     here = inside.mesh.abstract_mesh
     source = Source(

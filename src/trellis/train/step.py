@@ -25,7 +25,7 @@ from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
 from trellis.optim import all_finite, select
 from trellis.optim.averaging import average as moving_average
-from trellis.train.stages import in_stages, pipelined, stages_of
+from trellis.train.stages import dealt_out, in_stages, pipelined, stages_of
 from trellis.train.state import TrainState
 
 Metrics = dict[str, jax.Array]
@@ -177,7 +177,7 @@ def loss_and_gradients(model: LanguageModel, batch: Batch, options: StepOptions,
 def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, options: StepOptions, key, axis: str):
     """The same of a model whose layers are spread over stages."""
     copied = _copied if options.accumulation == "pending" else lambda params: params
-    use, pull = jax.vjp(lambda params: in_stages(copied(to_use(params)), axis), model)
+    use, pull = jax.vjp(lambda params: in_stages(copied(dealt_out(to_use(params), axis)), axis), model)
     scale = 1.0 / jnp.maximum(batch.loss_mask.astype(jnp.float32).sum().array, 1.0)
 
     def shared(numbers):

@@ -69,10 +69,10 @@ def num_parameters(assembled: Assembled) -> int:
     return sum(math.prod(min(n, true.get(name, n)) for name, n in leaf.shape.items()) for leaf in leaves)
 
 
-def step_program(assembled: Assembled) -> Program:
+def step_program(assembled: Assembled, step: int = 0) -> Program:
     """A step, traced, which JAX then need not do again: what its ledger and its memory are read from."""
     with assembled.layout:
-        return trace(assembled.step, assembled.abstract, assembled.abstract_batch())
+        return trace(assembled.step, assembled.abstract, assembled.abstract_batch(step))
 
 
 def sections(assembled: Assembled, program: Program, ledger: Ledger, tokens: int | None) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import trellis as tr
+from trellis import nn
 from trellis.mesh.meshes import make_mesh
 from trellis.nn.attention import chunked as chunked_module
 from trellis.nn.attention import decode_attention
@@ -252,3 +254,21 @@ def test_refused_placements(arrays):
             "q float32[4,24,4,8], k float32[4,24,2@model,8], v float32[4,24,2@model,8], in attention: "
             "shard kv_heads like heads, or leave both whole"
         )
+
+
+def test_one_example_has_no_batch():
+    """Alone, and mapped over a sliced batch: values and gradients are those of the batch."""
+    draw = lambda n, **axes: tr.random.normal(jax.random.key(n), {"batch": 8, **axes, "head_dim": 8})
+    q, k, v = draw(0, pos=4, heads=4), draw(1, key_pos=4, kv_heads=2), draw(2, key_pos=4, kv_heads=2)
+    documents = tr.named(jnp.arange(32, dtype=jnp.int32).reshape(8, 4) // 3, "batch pos")
+    attend = lambda q, k, v, d: nn.attend(q, k, v, segment_ids=d)
+    alone = attend(*(x["batch", 3] for x in (q, k, v, documents)))
+    np.testing.assert_allclose(alone, attend(q, k, v, documents)["batch", 3], rtol=1e-5, atol=1e-6)
+
+    def gradients(fn):
+        square = lambda q, k, v, d: (fn(q, k, v, d) ** 2.0).sum()
+        return tr.named_jit(tr.grad(square, argnums=(0, 1, 2)))(q, k, v, documents)
+
+    with tr.Layout(tr.make_mesh(data=8), compute={"batch": "data"}):
+        for found, wanted in zip(gradients(tr.vmap(attend, "batch")), gradients(attend), strict=True):
+            np.testing.assert_allclose(found.transpose(wanted.names), wanted, rtol=1e-4, atol=1e-5)

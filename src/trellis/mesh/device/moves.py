@@ -1,5 +1,6 @@
 """Transitions as collectives on one device's slices, where JAX does not track what varies (`check_vma=False`)."""
 
+import contextlib
 import math
 
 import jax
@@ -12,18 +13,19 @@ from trellis.notation.transition import Step, plan
 Axes = tuple[str, ...]
 
 
-def moved(x: jax.Array, before: State, after: State, sizes, scope: str | None = None) -> jax.Array:
+def moved(x: jax.Array, before: State, after: State, sizes, *, scoped: bool = False) -> jax.Array:
     """One device's part of an array that goes from one place to another.
 
     Args:
         x: what this device holds.
         before, after: where the whole array lies.
         sizes: those of the mesh axes; axes of size 1 move nothing.
-        scope: the transition in the notation, for the ledger.
+        scoped: a name scope around this says the transition in the notation already, for the ledger.
     """
     shapes = [_shape(state, sizes) for state in (before, after)]
     for step in plan(*shapes):
-        with jax.named_scope(scope or f"reshard[{step.before} -> {step.after}]"):
+        said = contextlib.nullcontext() if scoped else jax.named_scope(f"reshard[{step.before} -> {step.after}]")
+        with said:
             x = _perform(step, x, sizes)
     return x
 

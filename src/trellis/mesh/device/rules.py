@@ -19,6 +19,7 @@ from jax import lax
 from trellis.mesh.device.bits import random_bits
 from trellis.mesh.device.moves import moved
 from trellis.notation.state import State
+from trellis.program.scopes import transition_in
 
 Axes = tuple[str, ...]
 Result = tuple[list, list[State]]
@@ -254,8 +255,10 @@ def _random_bits(view, equation, args, states) -> Result:
 
 
 def _reshard(view, equation, args, states) -> Result:
-    """Moved here, within the name scope that says how, instead of by the caller."""
-    return [moved(args[0], states[0], _out(view, equation), view.sizes)], [_out(view, equation)]
+    """Moved here, within the name scope that says how, if the language has written one, instead of by the caller."""
+    out = _out(view, equation)
+    said = transition_in(str(equation.source_info.name_stack)) is not None
+    return [moved(args[0], states[0], out, view.sizes, scoped=said)], [out]
 
 
 _dimension = lambda equation: (equation.params["dimension"],)

@@ -45,8 +45,7 @@ def pipeline_axis(layers: Axis) -> str | None:
     """The mesh axis that the layout in force spreads these layers over in use, if it does.
 
     Raises:
-        NamesError: several axes, a size that does not divide the layers, a mesh that is not in explicit mode, or a
-            layout with overlapped products.
+        NamesError: several axes, a size that does not divide the layers, or a mesh that is not in explicit mode.
     """
     layout = current_layout()
     axes = layout.assign((layers.name,))[0] if layout is not None else ()
@@ -63,11 +62,6 @@ def pipeline_axis(layers: Axis) -> str | None:
         )
     if mode_of(layout.mesh) != "explicit":
         raise NamesError(f"a pipeline needs a mesh in explicit mode, got {written} in auto mode: change the mode")
-    if layout.overlap:
-        raise NamesError(
-            f"rings of overlapped products do not run within a pipeline's stages, got {written} with overlap "
-            f"{', '.join(layout.overlap)}: take overlap out of the layout"
-        )
     return axes[0]
 
 
@@ -180,7 +174,7 @@ class _Plan:
         (over,) = outside.without(axis).assign((BATCH,))
         copies = math.prod(outside.mesh.shape[a] for a in over)
         count = microbatches_of(outside, axis, batch)
-        inside = dataclasses.replace(outside.without(axis, *over), cut=(BATCH,))
+        inside = dataclasses.replace(outside.without(axis, *over), cut=(BATCH,), overlap=())
         around = dataclasses.replace(inside, cut=()).with_compute({layers.name: axis, COPIES: over})
         return _Plan(layers.name, axis, stages, copies, count, outside, around, inside)
 

@@ -37,7 +37,7 @@ def attend(
     each device reads the key heads that it needs.
 
     Args:
-        q: `"batch pos heads head_dim"`.
+        q: `"batch pos heads head_dim"`, or, of one example, without `batch`; so are the others then.
         k: `"batch key_pos kv_heads head_dim"`.
         v: like `k`.
         segment_ids: `i32["batch pos"]`, the document of each position; a query
@@ -47,11 +47,15 @@ def attend(
             `logit_softcap`, `upcast`, `implementation`, `save_name`.
 
     Returns:
-        `"batch pos heads head_dim"`.
+        `"batch pos heads head_dim"`, without `batch` if the queries have none.
 
     Raises:
         NamesError: an array's positions are sliced over mesh axes in an order that their kinds do not allow.
     """
+    if "batch" not in q.names:
+        alone = [None if x is None else _batch_of_one(x) for x in (q, k, v, segment_ids)]
+        out = attend(*alone[:3], segment_ids=alone[3], window=window, **options)
+        return NamedArray(jnp.squeeze(out.array, 0), out.names[1:])
     q, k, v = q.transpose(QUERY), k.transpose(KEY), v.transpose(KEY)
     places = _Places.of(current_layout(), q, k, window)
     q, k, v = _in_place(q, k, v, places)
@@ -64,6 +68,10 @@ def attend(
         dot_product_attention(q.array, k.array, v.array, segment_ids=plain, window=window, **options), QUERY
     )
     return out if places is None else move(out, places.around, frozenset())
+
+
+def _batch_of_one(x: NamedArray) -> NamedArray:
+    return NamedArray(jnp.expand_dims(x.array, 0), ("batch", *x.names))
 
 
 def attend_cached(q: NamedArray, k: NamedArray, v: NamedArray, length, **options) -> NamedArray:

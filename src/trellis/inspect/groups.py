@@ -1,0 +1,110 @@
+"""Groups of devices, as a compiled collective lists them, held against the axes of a mesh."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+
+def axes_met(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which members of a group differ.
+
+    Args:
+        groups: positions in the mesh's devices.
+        mesh: sizes of the mesh axes.
+    """
+    differs = [False] * len(mesh)
+    for group in groups:
+        for index, row in enumerate(_places(group, mesh.values())):
+            differs[index] |= bool((row != row[0]).any())
+    return tuple(axis for axis, differ in zip(mesh, differs) if differ)
+
+
+def axes_of(groups: Sequence[Sequence[int]], mesh: Mapping[str, int], *, ordered: bool = False) -> tuple[str, ...]:
+    """The mesh axes whose devices the groups are, exactly: each group all devices along them, each device in one group.
+
+    An axis may be cut into parts of one size, as by a gather of halves of an array: groups are then smaller than the
+    axes are long.
+
+    Args:
+        groups: positions in the mesh's devices.
+        mesh: sizes of the mesh axes.
+        ordered: whether a group's order counts too, as it does where its members hold different slices: all count
+            their devices along the same axes, one axis faster than the other.
+
+    Returns:
+        The axes; none where the groups are not those of any axes.
+
+    >>> axes_of([(0, 2), (1, 3)], {"data": 2, "model": 2})
+    ('data',)
+    >>> axes_of([(0, 3), (1, 2)], {"data": 2, "model": 2})
+    ()
+    >>> axes_of([(2, 0), (3, 1)], {"data": 2, "model": 2}, ordered=True)
+    ()
+    >>> axes_of([(0, 1), (2, 3)], {"data": 4})
+    ('data',)
+    """
+    sizes = {len(group) for group in groups}
+    if len(sizes) != 1 or sorted(d for group in groups for d in group) != list(range(math.prod(mesh.values()))):
+        return ()
+    factors = [(axis, factor) for axis, size in mesh.items() for factor in _factors(size)]
+    places = _places(groups, [factor for _, factor in factors])  # each: group member
+    met = [index for index, place in enumerate(places) if (place != place[:, :1]).any()]
+    if math.prod(factors[index][1] for index in met) != sizes.pop():
+        return ()
+    if ordered:
+        if any((places[index] != places[index][:1]).any() for index in met):
+            return ()
+        met.sort(key=lambda index: -np.argmax(places[index][0] != places[index][0][0]))  # the fastest changes first
+        counted = np.ravel_multi_index([places[i][0] for i in met], [factors[i][1] for i in met])
+        if (counted != np.arange(len(counted))).any():
+            return ()
+    axes = {factors[index][0] for index in met}
+    return tuple(axis for axis in mesh if axis in axes)
+
+
+def axes_of_pairs(pairs: Sequence[tuple[int, int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which a permute moves: everywhere in the same way, to no device from two.
+
+    Args:
+        pairs: who sends to whom, as positions in the mesh's devices.
+        mesh: sizes of the mesh axes.
+
+    Returns:
+        The axes; none where it does not move along any axes alike.
+
+    >>> axes_of_pairs([(0, 2), (2, 0), (1, 3), (3, 1)], {"data": 2, "model": 2})
+    ('data',)
+    >>> axes_of_pairs([(0, 2), (2, 0)], {"data": 2, "model": 2})
+    ()
+    """
+    axes = axes_met(pairs, mesh)
+    sources, targets = zip(*pairs)
+    others = math.prod(mesh.values()) // math.prod(mesh[axis] for axis in axes)
+    before, after = (
+        [place for axis, place in zip(mesh, _places(side, mesh.values())) if axis in axes]
+        for side in (sources, targets)
+    )
+    moves = set(zip(zip(*before), zip(*after)))
+    distinct = len(set(sources)) == len(pairs) == len(set(targets))
+    return axes if distinct and len(moves) * others == len(pairs) else ()
+
+
+def _places(devices, sizes) -> tuple[np.ndarray, ...]:
+    """Positions in a mesh of these sizes, as one along each axis."""
+    return np.unravel_index(np.array(devices), tuple(sizes))
+
+
+def _factors(size: int) -> list[int]:
+    """The prime factors of a number.
+
+    >>> _factors(12)
+    [2, 2, 3]
+    """
+    found, factor = [], 2
+    while size > 1:
+        while size % factor == 0:
+            found.append(factor)
+            size //= factor
+        factor += 1
+    return found

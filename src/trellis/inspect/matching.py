@@ -1,0 +1,241 @@
+"""Rows of a ledger and the arrays that a compiled program moves, each matched with the others."""
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from trellis.inspect.collective import Collective
+from trellis.inspect.hlo import item_bits
+from trellis.inspect.rows import Row
+from trellis.inspect.ways import WAYS, Key, Recipe
+
+# Collectives that move copies: what an equal one has moved need not be moved again.
+COPIES = ("all-gather", "all-to-all", "permute")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """An array that a collective of a compiled program moves.
+
+    Attributes:
+        collective: it.
+        axes: mesh axes whose devices its groups are, exactly; none where they are those of no axes.
+        elements: of the array, counted as a row's payload.
+        dtype: of the array, as XLA writes it.
+        source: `file.py:line (function)`.
+        cut: into how many parts of one size its groups cut the devices along these axes, as a rule one.
+    """
+
+    collective: Collective
+    axes: tuple[str, ...]
+    elements: int
+    dtype: str
+    source: str
+    cut: int = 1
+
+    @property
+    def key(self) -> Key:
+        """What it is, for a row that asks for it."""
+        return Key(self.collective.kind, frozenset(self.axes), self.elements, _whole(self.dtype), self.cut)
+
+    @property
+    def what(self) -> str:
+        """In words: `all-reduce over data of 64 elements, 2 times, at train.py:18 (loss)`."""
+        kind, times = self.collective.kind, self.collective.times
+        along = self.axes and self.cut == 1
+        over = f"over {', '.join(self.axes)}" if along else f"in groups {_listed(self.collective.groups)}"
+        often = f", {times} times" if times > 1 else ""
+        return f"{kind} {over} of {self.elements} elements{often}, at {self.source or self.collective.name}"
+
+
+@dataclasses.dataclass(slots=True)
+class Match:
+    """A row of the ledger, and what does it.
+
+    Attributes:
+        row: it.
+        key: what it asks for.
+        ways: how many of its runs are done in which way: "" as the type asks.
+        missing: how many of its runs nothing was found for.
+    """
+
+    row: Row
+    key: Key
+    ways: Counter[str]
+    missing: int
+
+    def done(self, way: str, runs: int) -> None:
+        """So many runs are done in this way."""
+        self.ways[way] += runs
+        self.missing -= runs
+
+    @property
+    def certain(self) -> bool:
+        """Whether the types alone decide what it is."""
+        return not self.row.note
+
+    @property
+    def what(self) -> str:
+        """In words: `all-reduce over data of f32[embed +data -> embed], 2 of 3 times, at train.py:18 (loss)`."""
+        row = self.row
+        often = f", {self.missing} of {row.times} times" if row.times > 1 else ""
+        return f"{row.kind} over {row.axis} of {row.dtype}[{row.what}]{often}, at {row.source}"
+
+
+def _key(row: Row, sizes: Mapping[str, int]) -> Key:
+    bits = item_bits("pred" if row.dtype.startswith("bool") else row.dtype)
+    cut = 1
+    if row.kind == "all-gather":  # each device gets all but its own part
+        cut = math.prod(sizes[axis] for axis in row.axes) * (row.payload - row.wire) // row.payload
+    return Key(row.kind, frozenset(row.axes), row.payload * 8 // bits, _whole(row.dtype), max(cut, 1))
+
+
+def _whole(dtype: str) -> bool:
+    """Whether numbers of this type, as JAX or XLA write it, are integers: compilers change the width, but not this."""
+    return dtype.startswith(("i", "s", "u", "pred", "bool"))
+
+
+@dataclasses.dataclass(slots=True)
+class _Item:
+    """A part, and how many of the elements that it moves in all its runs no row has taken yet."""
+
+    part: Part
+    left: int
+
+    @property
+    def runs(self) -> int:
+        """How often it runs for what is left."""
+        return self.left // max(self.part.elements, 1)
+
+    @property
+    def unused(self) -> bool:
+        """Whether no row has taken any of it."""
+        return self.runs == self.part.collective.times
+
+
+def _same_line(row: Row, item: _Item) -> bool:
+    return row.source == item.part.source
+
+
+def _same_loop(row: Row, item: _Item) -> bool:
+    return item.unused and item.runs == row.times
+
+
+def _same_loop_and_line(row: Row, item: _Item) -> bool:
+    return _same_loop(row, item) and _same_line(row, item)
+
+
+class Stock:
+    """The arrays that a program moves along mesh axes, for rows to take."""
+
+    def __init__(self, parts: Iterable[Part]):
+        self.items: dict[Key, list[_Item]] = defaultdict(list)
+        for part in parts:
+            self.items[part.key].append(_Item(part, part.elements * part.collective.times))
+
+    def meet(self, rows: Iterable[Row], sizes: Mapping[str, int]) -> list[Match]:
+        """Finds what does each row: what is asked for at its own line, then anywhere, then otherwise.
+
+        All rows are looked for in one way before any is in the next, which is less likely.
+        """
+        matches = [Match(row, _key(row, sizes), Counter(), row.times) for row in rows]
+        for chosen in (_same_loop_and_line, _same_loop, _same_line):
+            for match in matches:
+                self.take(match, "", ((match.key, 1),), chosen)
+        self.take_turns(matches)
+        for match in matches:
+            self.take(match, "", ((match.key, 1),))
+        self.take_equal(matches)
+        self.take_added(matches)
+        for way, recipes in WAYS.items():
+            for match in matches:
+                for recipe in recipes(match.key, sizes):
+                    self.take(match, way, recipe)
+        self.take_joined(matches)
+        for match in matches:  # copies in any of these ways
+            done = match.row.times - match.missing
+            if match.row.kind in COPIES and done and match.row.times % done == 0:
+                match.done("one for all turns of a loop", match.missing)
+        return matches
+
+    def take(
+        self, match: Match, way: str, recipe: Recipe, chosen: Callable[[Row, _Item], bool] = lambda row, item: True
+    ) -> None:
+        """Takes collectives for as many runs of a row as there are, of those that are chosen."""
+        items = [[item for item in self.items.get(key, ()) if chosen(match.row, item)] for key, _ in recipe]
+        runs = min(sum(item.runs for item in of) // count for of, (_, count) in zip(items, recipe))
+        runs = min(runs, match.missing)
+        if runs <= 0:
+            return
+        for of, (key, count) in zip(items, recipe):
+            wanted = runs * count
+            for item in of:
+                taken = min(item.runs, wanted)
+                item.left -= taken * key.elements
+                wanted -= taken
+        match.done(way, runs)
+
+    def take_equal(self, matches: list[Match]) -> None:
+        """Copies that an equal one has moved: a weight that another pass has gathered, positions that all layers read.
+
+        In one pass each weight is another one, and needs a gather of its own.
+        """
+        weights: Counter[tuple[Key, str]] = Counter()
+        for match in matches:
+            if match.row.role == "weights":
+                weights[match.key, match.row.direction] += match.row.times
+        for match in matches:
+            key = match.key
+            there = sum(item.part.collective.times for item in self.items.get(key, ()))
+            if match.missing and match.row.kind in COPIES and there:
+                short = weights[key, match.row.direction] - there if match.row.role == "weights" else 0
+                match.done("an equal one", match.missing - min(max(short, 0), match.missing))
+
+    def take_joined(self, matches: list[Match]) -> None:
+        """Arrays that are parts of a longer one, over the same devices."""
+        for match in matches:
+            kind, axes, elements, whole, _ = match.key
+            kinds = (kind, "all-reduce") if kind == "reduce-scatter" else (kind,)
+            for key, items in self.items.items():
+                if key.kind not in kinds or (key.axes, key.whole) != (axes, whole):
+                    continue
+                if key.elements > elements > 0 and key.elements % elements == 0:
+                    for item in items:
+                        taken = min(match.missing, item.left // elements)
+                        item.left -= taken * elements
+                        match.done("a part of a longer array", taken)
+
+    def take_turns(self, matches: list[Match]) -> None:
+        """Sums that a loop does not do in each turn, but that are done once after its last one."""
+        for match in matches:
+            for item in self.items.get(match.key, ()):
+                if match.missing == match.row.times and match.row.kind == "all-reduce" and item.unused:
+                    if match.row.times % item.runs == 0 and item.runs < match.row.times:
+                        item.left = 0
+                        match.done("one for all turns of a loop", match.missing)
+
+    def take_added(self, matches: list[Match]) -> None:
+        """Numbers that are added before they are summed over devices, where one sum does for several."""
+        for match in matches:
+            key = match.key
+            if match.missing and key.kind == "all-reduce" and key.elements == 1 and key in self.items:
+                match.done("a sum with others", match.missing)
+
+    def rest(self) -> Iterator[tuple[Part, int]]:
+        """What no row has taken, and how often it runs."""
+        for items in self.items.values():
+            for item in items:
+                if item.left:
+                    yield item.part, max(item.runs, 1)
+
+
+def _listed(groups: Iterable[tuple[int, ...]], most: int = 4) -> str:
+    """Groups of devices, the first few.
+
+    >>> _listed([(0, 3), (1, 2)])
+    '{0,3} {1,2}'
+    """
+    groups = list(groups)
+    shown = " ".join("{" + ",".join(map(str, group[:16])) + "}" for group in groups[:most])
+    return f"{shown} ..." if len(groups) > most else shown

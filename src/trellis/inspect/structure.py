@@ -1,0 +1,172 @@
+"""The structure of a compiled program: each row of the ledger matched with the collectives that do it.
+
+A row is done where the program has a collective of its kind, over exactly the devices along its mesh axes, of as many
+elements as its type says, as often. Compilers may do the same otherwise, and this is what is understood:
+
+- several collectives combined into one, a collective split into a start and an end;
+- another collective of the same result (`trellis.inspect.ways`): a reduce-scatter as an all-reduce and a slice, a
+  collective over several mesh axes as one after the other;
+- several arrays of a type joined to one, as those that a loop has moved in each turn and that are moved once after it;
+- a copy that an equal one has moved before, and numbers that are added before they are summed over devices.
+
+What no row asks for is named. Along mesh axes it is the compiler's own affair. A collective over other groups of
+devices is a fault, and so is a sum over devices that hold the sum already.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from jax.sharding import AbstractMesh, Mesh
+
+from trellis.frames import in_a_library
+from trellis.inspect.collective import Collective, collectives_in
+from trellis.inspect.compiled import program_of
+from trellis.inspect.groups import axes_of, axes_of_pairs
+from trellis.inspect.hlo import Instruction, Program, item_bits
+from trellis.inspect.matching import Match, Part, Stock
+from trellis.inspect.rows import Ledger
+
+# Instructions whose results are their operands, or parts of them.
+_VIEWS = ("get-tuple-element", "bitcast", "copy", "reshape", "transpose", "optimization-barrier", "all-reduce-done")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Structure:
+    """A ledger, matched with a compiled program.
+
+    Attributes:
+        matches: the rows of the ledger.
+        collectives: how many the program has.
+        besides: arrays that it moves along mesh axes and that no row asks for, and how often.
+        strange: collectives over groups that are the devices along no mesh axes.
+        twice: sums of what was summed over the same devices before.
+    """
+
+    matches: tuple[Match, ...]
+    collectives: int
+    besides: tuple[tuple[Part, int], ...]
+    strange: tuple[Part, ...]
+    twice: tuple[Part, ...]
+
+    @property
+    def missing(self) -> list[Match]:
+        """Rows that the types alone decide and that nothing, or too little, was found for."""
+        return [match for match in self.matches if match.missing and match.certain]
+
+    @property
+    def right(self) -> bool:
+        """Whether every row was found and nothing is wrong."""
+        return not (self.missing or self.strange or self.twice)
+
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong, each once."""
+        faults = [
+            *(f"missing: {match.what}" for match in self.missing),
+            *(f"not along mesh axes: {part.what}" for part in self.strange),
+            *(f"summed twice: {part.what}" for part in self.twice),
+        ]
+        return list(dict.fromkeys(faults))
+
+    @property
+    def line(self) -> str:
+        """What was found, in short."""
+        found = f"{len(self.matches) - len(self.missing)} of {len(self.matches)} rows of the ledger"
+        besides = f"; besides them {_besides(self.besides)}" if self.besides else ""
+        faults = f"; {len(self.faults)} {'faults' if len(self.faults) > 1 else 'fault'}" if self.faults else ""
+        return f"{found} are in the {self.collectives} collectives of the compiled program{besides}{faults}"
+
+    def __str__(self) -> str:
+        """What was found, how compilers did what the types ask for otherwise, and what is wrong."""
+        ways = Counter(way for match in self.matches for way, runs in match.ways.items() if way and runs)
+        otherwise = [f"  {count} of them as {way}" for way, count in ways.most_common()]
+        return "\n".join([self.line, *otherwise, *(f"  {fault}" for fault in self.faults)])
+
+    def as_dict(self) -> dict:
+        """What was found, as plain data."""
+        return {
+            "right": self.right,
+            "rows": len(self.matches),
+            "collectives": self.collectives,
+            "ways": dict(Counter(way for m in self.matches for way, runs in m.ways.items() if way and runs)),
+            "besides": [{"what": part.what, "times": times} for part, times in self.besides],
+            "faults": self.faults,
+        }
+
+
+def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structure:
+    """Matches a ledger with a compiled program.
+
+    Args:
+        ledger: of the function.
+        compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
+        mesh: the mesh it was compiled for.
+    """
+    program = program_of(compiled)
+    found = list(collectives_in(program, mesh.size))
+    parts = [part for collective in found for part in _parts(program, collective, mesh)]
+    stock = Stock(part for part in parts if part.axes)
+    matches = stock.meet(ledger, {axis: size for axis, size in mesh.shape.items() if size > 1})
+    decided = tuple(match for match in matches if not (match.missing and set(match.row.axes) & set(ledger.auto)))
+    besides = [(part, runs) for part, runs in stock.rest() if part.cut == 1]
+    strange = [part for part in parts if not part.axes] + [part for part, _ in stock.rest() if part.cut > 1]
+    return Structure(decided, len(found), tuple(besides), tuple(strange), tuple(_twice(program, parts)))
+
+
+def _parts(program: Program, collective: Collective, mesh: Mesh | AbstractMesh) -> list[Part]:
+    """The arrays of a collective; of one in which each device is alone none, since nothing moves."""
+    kind, groups = collective.kind, collective.groups
+    if all(len(set(group)) == 1 for group in groups):
+        return []
+    if kind == "permute":
+        axes = axes_of_pairs(groups, mesh.shape)
+    else:
+        axes = axes_of(groups, mesh.shape, ordered=kind != "all-reduce")
+    cut = 1 if kind == "permute" else math.prod(mesh.shape[axis] for axis in axes) // collective.size
+    lengths = [(collective.payload(array) * 8 // item_bits(array.dtype), array.dtype) for array in collective.arrays]
+    if kind == "all-to-all":  # the pieces of one array
+        lengths = [(sum(length for length, _ in lengths), lengths[0][1])]
+    source = program.source(collective.origin, in_a_library)
+    return [Part(collective, axes, *each, source, cut) for each in lengths]
+
+
+def _twice(program: Program, parts: Iterable[Part]) -> Iterator[Part]:
+    """Sums over devices whose operand is such a sum already, over some of the same mesh axes."""
+    over = {part.collective.name: set(part.axes) for part in parts if part.collective.kind == "all-reduce"}
+    seen = set()
+    for part in parts:
+        name = part.collective.name
+        if part.collective.kind not in ("all-reduce", "reduce-scatter") or name in seen:
+            continue
+        seen.add(name)
+        for operand in program.by_name[name].operands:
+            before = _behind(program, operand)
+            if before and _adds(program, before) and over.get(before.name, set()) & set(part.axes):
+                yield part
+                break
+
+
+def _behind(program: Program, name: str) -> Instruction | None:
+    """The instruction that a value is a view of."""
+    instruction = program.by_name.get(name)
+    while instruction is not None and instruction.op in _VIEWS and instruction.operands:
+        instruction = program.by_name.get(instruction.operands[0])
+    return instruction
+
+
+def _adds(program: Program, instruction: Instruction) -> bool:
+    """Whether a reduction adds."""
+    combine = instruction.called().get("to_apply", [""])[0]
+    return any(inner.op == "add" for inner in program.computations.get(combine, ()))
+
+
+def _besides(rest: Iterable[tuple[Part, int]]) -> str:
+    """What no row asks for, in short."""
+    counts = Counter[str]()
+    for part, runs in rest:
+        of = "a number" if part.elements == 1 else f"{part.elements} elements"
+        counts[f"{part.collective.kind} of {of} over {', '.join(part.axes)}"] += runs
+    most = [f"{count} x {what}" for what, count in counts.most_common(3)]
+    return ", ".join([*most, f"{len(counts) - 3} more"] if len(counts) > 3 else most)

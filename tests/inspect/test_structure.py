@@ -1,0 +1,155 @@
+"""Rows of a ledger are matched with the collectives of compiled programs, and mistakes in these are found."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+from tests.proof.mutations import mutations
+from trellis.inspect import Ledger, Row, ledger, structure_of
+from trellis.inspect.groups import axes_of, axes_of_pairs
+from trellis.recipes.load import load_run
+from trellis.train.assemble import assemble
+from trellis.train.structure import StructureCheck
+
+MESH = AbstractMesh((2, 2), ("data", "model"))
+
+
+def test_mistakes_in_a_step_are_found():
+    """Those in sums of single numbers may be missed: a compiler adds several before it sums them over devices."""
+    options = {"batch_size": "16", "mesh.data": "4", "mesh.model": "2", "layout.preset": "fsdp_tensor_sequence"}
+    assembled = assemble(load_run("tiny", options), jax.devices())
+    with assembled.layout:
+        args = (assembled.abstract, assembled.abstract_batch())
+        text = assembled.step.lower(*args).compile({"xla_backend_optimization_level": "0"}).as_text()
+        rows = ledger(assembled.step, *args)
+    right = structure_of(rows, text, assembled.layout.mesh)
+    assert right.right and len(right.matches) == len(rows) > 50, str(right)
+    assert {part.elements for part, _ in right.besides} <= {1}
+    kinds, missed = set(), []
+    for kind, wrong in mutations(text, np.random.default_rng(0), 40):
+        changed = " ".join(set(wrong.split("\n")) - set(text.split("\n")))
+        if kind in ("slices shifted by one shard", "a factor dropped") or "pmax" in changed:
+            continue  # those leave the collectives as they are, and a maximum may be taken twice
+        if not structure_of(rows, wrong, assembled.layout.mesh).right:
+            kinds.add(kind)
+        elif not changed.partition("all-reduce(")[0].rstrip().endswith("f32[]") and "= (f32[], " not in changed:
+            missed.append(f"{kind}: {changed:.300}")
+    assert not missed, "\n".join(missed)
+    assert {"a sum left out", "a sum taken twice", "members of two groups swapped"} <= kinds
+
+
+PROGRAM = """HloModule jit_f, num_partitions=4
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[8,16]) -> f32[32,16] {
+  %x = f32[8,16]{1,0} parameter(0)
+  %all-reduce.1 = f32[8,16]{1,0} all-reduce(%x), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%sum
+  ROOT %all-gather.1 = f32[16,16]{1,0} all-gather(%all-reduce.1), channel_id=2, replica_groups={{0,2},{1,3}}, dimensions={0}
+}
+"""  # noqa: E501
+ROWS = (
+    Row(kind="all-reduce", axes=("model",), what="rows embed +model -> rows embed", dtype="f32", payload=512, wire=512,
+        source="train.py:3 (f)"),
+    Row(kind="all-gather", axes=("data",), what="rows/data embed -> rows embed", dtype="f32", payload=1024, wire=512,
+        source="train.py:4 (f)"),
+)  # fmt: skip
+
+
+def found(text, rows=ROWS):
+    return structure_of(Ledger(rows, dict(MESH.shape)), text, MESH)
+
+
+def test_a_program_that_is_as_written():
+    assert found(PROGRAM).right
+    assert str(found(PROGRAM)) == "2 of 2 rows of the ledger are in the 2 collectives of the compiled program"
+    besides = found(PROGRAM, ROWS[:1])
+    assert besides.right and besides.line.endswith("; besides them 1 x all-gather of 256 elements over data")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fault"),
+    [
+        ("all-reduce(%x), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%sum", "copy(%x)",
+         "missing: all-reduce over model of f32[rows embed +model -> rows embed], at train.py:3 (f)"),
+        ("channel_id=1, replica_groups={{0,1},{2,3}}", "channel_id=1, replica_groups={{0,2},{1,3}}",
+         "missing: all-reduce over model of f32[rows embed +model -> rows embed], at train.py:3 (f)"),
+        ("channel_id=1, replica_groups={{0,1},{2,3}}", "channel_id=1, replica_groups={{0,3},{1,2}}",
+         "not along mesh axes: all-reduce in groups {0,3} {1,2} of 128 elements, at all-reduce.1"),
+        ("channel_id=2, replica_groups={{0,2},{1,3}}", "channel_id=2, replica_groups={{2,0},{3,1}}",
+         "not along mesh axes: all-gather in groups {2,0} {3,1} of 256 elements, at all-gather.1"),
+        ("f32[16,16]{1,0} all-gather(%all-reduce.1)", "f32[8,16]{1,0} all-reduce(%all-reduce.1)",
+         "missing: all-gather over data of f32[rows/data embed -> rows embed], at train.py:4 (f)"),
+        ("%all-reduce.1 = f32[8,16]{1,0} all-reduce(%x), ", "%first = f32[8,16]{1,0} all-reduce(%x), channel_id=3, "
+         "replica_groups={{0,1},{2,3}}, to_apply=%sum\n  %all-reduce.1 = f32[8,16]{1,0} all-reduce(%first), ",
+         "summed twice: all-reduce over model of 128 elements, at all-reduce.1"),
+    ],
+    ids=["dropped", "other axis", "swapped", "reversed", "other kind", "twice"],
+)  # fmt: skip
+def test_mistakes_and_their_words(before, after, fault):
+    assert PROGRAM.count(before) == 1
+    wrong = found(PROGRAM.replace(before, after))
+    assert not wrong.right
+    assert fault in wrong.faults and fault in str(wrong)
+
+
+def test_a_loop_may_leave_a_sum_until_after_its_last_turn_and_not_out():
+    summed, gathered = dataclasses.replace(ROWS[0], times=4), ROWS[1]
+    assert found(PROGRAM, (summed, gathered)).right
+    assert not found(PROGRAM, (summed, summed, gathered)).right
+
+
+def test_each_weight_of_a_pass_has_a_gather_of_its_own():
+    again = [dataclasses.replace(ROWS[1], role="weights", direction=pass_) for pass_ in ("forward", "recomputed")]
+    assert found(PROGRAM, (ROWS[0], *again)).right
+    assert not found(PROGRAM, (ROWS[0], *again, again[0])).right
+
+
+def test_what_the_types_do_not_decide_is_no_fault():
+    assert found(PROGRAM, (*ROWS, dataclasses.replace(ROWS[0], payload=64, note="the compiler chooses"))).right
+
+
+def test_permutes_go_along_axes():
+    mesh = {"data": 2, "model": 2}
+    assert axes_of_pairs([(0, 1), (2, 3)], mesh) == ("model",)
+    assert axes_of_pairs([(0, 1), (3, 2)], mesh) == ()
+    assert axes_of_pairs([(0, 1), (1, 0), (2, 3), (3, 0)], mesh) == ()
+    assert axes_of_pairs([(0, 2), (1, 3)], mesh) == ("data",)
+
+
+def test_groups_hold_each_device_once():
+    assert axes_of([(0, 1)], {"data": 2, "model": 2}) == ()
+    assert axes_of([(0, 1), (1, 2)], {"data": 2, "model": 2}) == ()
+    assert axes_of([(0, 2, 1, 3)], {"data": 2, "model": 2}, ordered=True) == ("data", "model")
+    assert axes_of([(0, 1), (2, 3), (4, 5), (6, 7)], {"data": 2, "model": 4}) == ("model",)  # halves of `model`
+
+
+def test_a_run_tells_a_fault_and_keeps_the_program(tmp_path):
+    batch = SimpleNamespace(tokens=np.zeros((8, 4)))
+    assembled = SimpleNamespace(layout=SimpleNamespace(mesh=MESH), abstract_batch=lambda step: batch)
+    check = StructureCheck(assembled, Ledger(ROWS, dict(MESH.shape)), tmp_path)
+    program = lambda text: SimpleNamespace(as_text=lambda: text)
+    told = check(program(PROGRAM), 0)
+    assert told.startswith("matched  2 of 2 rows of the ledger are in the 2 collectives of the compiled program (")
+    assert check.found[0]["right"] and not (tmp_path / "compiled.hlo").exists()
+
+    wrong = PROGRAM.replace("replica_groups={{0,1},{2,3}}", "replica_groups={{0,3},{1,2}}")
+    told = check(program(wrong), 0)
+    rule = "A compiled step moves what its types say, between the devices along their mesh axes."
+    assert told.startswith(f"WARNING: {rule}\n  seen:  missing: all-reduce over model of ")
+    assert "not along mesh axes: all-reduce in groups {0,3} {1,2}" in told
+    assert (
+        f"\n  where: {tmp_path / 'compiled.hlo'}\n  fix:   hold its numbers against one device (trellis prove" in told
+    )
+    assert (tmp_path / "compiled.hlo").read_text() == wrong
+    assert not check.found[1]["right"] and len(check.found[1]["faults"]) == 2
+    assert "not along mesh axes: " in (tmp_path / "ledger.txt").read_text()
+    assert "a compiled program's text has an ENTRY computation" in check(program("HloModule nothing"), 0)
