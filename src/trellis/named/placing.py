@@ -7,7 +7,8 @@ For an operation over the names N (those of all operands together):
    is held as copies whose gradient is a pending sum (`~`), so that a gathered
    parameter's gradient arrives as one reduce-scatter, and an activation's as
    one all-reduce. Each operation moves its own operands: what feeds several
-   products is moved once where the text says so, by `dot_each`.
+   products is moved once where the text says so, by `dot_each`; so is a table
+   that is looked up and multiplied, by `nn.tied`.
 3. The result of a product holds pending sums over the mesh axes of its
    contracted names; they are settled to what `compute` gives the result.
 """
