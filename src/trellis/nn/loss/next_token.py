@@ -3,13 +3,15 @@
 import math
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
 from trellis.mesh.platform import platform_of
-from trellis.named import NamedArray
+from trellis.named import NamedArray, arange, dot, equal, exp, outer, stop_gradient, where
 from trellis.named.placing import move
+from trellis.nn.loss.formulas import capped, weighed
 from trellis.nn.loss.linear import TokenLoss, linear_cross_entropy
 from trellis.notation.state import state_of
 
@@ -45,6 +47,8 @@ def next_token_loss(
     targets = targets.transpose(tokens)
     weights = None if weights is None else weights.transpose(tokens)
     layout = current_layout()
+    if layout is not None and layout.mapped:
+        return _mapped(hidden, unembedding, targets, weights, bias, vocab_size, **options)
     if layout is not None and state_of(hidden.array).mode == "explicit":
         batch, pos, vocab, _ = layout.assign(_NAMES)
         if platform_of(hidden.array) != "cpu":
@@ -62,6 +66,26 @@ def next_token_loss(
         vocab_size = None
     options |= {"vocab_size": vocab_size, "bias": None if bias is None else bias.array}
     return linear_cross_entropy(hidden.array, unembedding.array, targets.array, plain, vocab_first=True, **options)
+
+
+def _mapped(
+    hidden, unembedding, targets, weights, bias, vocab_size, *, z_loss=0.0, logit_softcap=None, **_
+) -> TokenLoss:
+    """The loss by name, of logits all at once: for `vmap` over mesh axes, as for a loss of each example, where JAX maps
+    no program by hand. Chunks are what the mapped name makes of them."""
+    logits = dot(hidden, unembedding, over="embed", preferred_element_type=jnp.float32)
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)
+    logits = logits.with_array(capped(logits.array, logit_softcap)[0])
+    columns = arange(logits.axis("vocab"))
+    if vocab_size is not None:
+        logits = where(columns < vocab_size, logits, -jnp.inf)
+    largest = stop_gradient(logits.max("vocab"))
+    total = exp(logits - largest).sum("vocab")
+    hit = where(outer(equal, targets, columns), logits, 0.0).sum("vocab")
+    counted = jnp.ones_like(hit.array) if weights is None else weights.astype(jnp.float32).array
+    summed, rest = weighed(largest.array, total.array, hit.array, counted, z_loss)[0]
+    return TokenLoss(summed, *(lax.stop_gradient(s) for s in rest))
 
 
 def tied(table: NamedArray, tokens: NamedArray) -> NamedArray:
