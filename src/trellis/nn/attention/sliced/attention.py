@@ -57,10 +57,11 @@ def sliced_attention(
 
     Arguments as in `trellis.nn.dot_product_attention`.
     """
-    call = _Attention(place, program, save_name)
     if (layout := current_layout()) is not None and layout.mapped:  # no gradient of one's own under such a `vmap`
-        return _forward(call, q, k, v, segment_ids)[0]
-    return _attend(call, q, k, v, segment_ids)
+        place, (q, k, v) = place.without_copies((q, k, v))
+        run = jax.jit(lambda *arrays: _forward(_Attention(place, program, save_name), *arrays)[0])
+        return run(q, k, v, segment_ids)
+    return _attend(_Attention(place, program, save_name), q, k, v, segment_ids)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
