@@ -1,7 +1,9 @@
-# `make train` and `make test` need Python >= 3.11, make and a package index. Everything they install is in .venv.
+# `make train` and `make test` need Python >= 3.11, make and a package index. Everything they install is in .venv; or in
+# another folder: make check PYTHON=python3.13 VENV=.venv/newest
 
+VENV ?= .venv
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
-BIN := .venv/bin
+BIN := $(VENV)/bin
 # The versions known to work together, one file for each Python; a Python without a file takes the newest.
 LOCKED = $(wildcard constraints/python$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt)
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(LOCKED)) --editable
@@ -10,51 +12,57 @@ export PIP_USER = 0
 # Where there is an NVIDIA GPU, what JAX needs to use it is installed too.
 GPU := $(if $(wildcard /dev/nvidia[0-9]*),[gpu])
 
-.PHONY: train test fuzz site lint format lock clean
+.PHONY: train test check fuzz site lint format lock clean
 
-train: .venv/core.stamp
+train: $(VENV)/core.stamp
 	$(BIN)/trellis train
 
+PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
+
 test: lint
-	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
+	$(PYTEST)
+
+# The inner loop: what is checked in at most two minutes on two cores.
+check: lint
+	$(PYTEST) -m "not slow"
 
 # Random programs in the language, each against its twin in plain jax.numpy: make fuzz COUNT=10000 SEED=0
 COUNT ?= 1000
 SEED ?= 0
-fuzz: .venv/test.stamp
+fuzz: $(VENV)/test.stamp
 	$(BIN)/python -m tests.fuzz --count $(COUNT) --seed $(SEED) $(OPTIONS)
 
 # The documents as a site, in build/site: open build/site/index.html.
-site: .venv/test.stamp
+site: $(VENV)/test.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-lint: .venv/test.stamp
+lint: $(VENV)/test.stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/ty check --python .venv --no-progress
+	$(BIN)/ty check --python $(VENV) --no-progress
 
-format: .venv/test.stamp
+format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 # Writes the constraints of every Python anew, from what the package index has today.
-lock: | .venv/bin/python
+lock: | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/python constraints/lock.py
 
 clean:
-	rm -rf .venv build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .cache build .pytest_cache .ruff_cache .hypothesis
 
-.venv/bin/python:
+$(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "Trellis needs Python 3.11 or newer; say which with: make PYTHON=/path/to/python3.11"; exit 2; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 
-.venv/core.stamp: pyproject.toml $(LOCKED) | .venv/bin/python
-	@echo "Installing Trellis into .venv"
+$(VENV)/core.stamp: pyproject.toml $(LOCKED) | $(VENV)/bin/python
+	@echo "Installing Trellis into $(VENV)"
 	$(INSTALL) '.$(GPU)'
 	@touch $@
 
-.venv/test.stamp: .venv/core.stamp
-	@echo "Installing what the tests need into .venv"
+$(VENV)/test.stamp: $(VENV)/core.stamp
+	@echo "Installing what the tests need into $(VENV)"
 	$(INSTALL) '.[test]'
 	@touch $@

@@ -2,11 +2,19 @@
 
 import ctypes
 import gc
+import importlib.metadata
 import os
+import pathlib
 
-# Before JAX reads it, and for the processes that tests start: what LLVM does to a program's loops is not what the tests
-# hold, and is half of the time that they take.
+# Before JAX reads it, and for the processes that tests start: tests hold what a program computes and moves, not what
+# LLVM makes of its loops. Compiled with the least effort they take half of the time.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no other way to write a loop
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
+# A program is compiled once for all tests, all their processes, and the next run.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent / ".cache" / "compiled"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +28,41 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def _compile(self, *arguments, _compile=jax.stages.Lowered.compile, **options):
+    """What is compiled ahead of its call is compiled to be read: its names and source lines must be its own."""
+    before = jax.config.jax_compilation_cache_include_metadata_in_key
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    try:
+        return _compile(self, *arguments, **options)
+    finally:
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", before)
+
+
+jax.stages.Lowered.compile = _compile
+
+
 def pytest_addoption(parser):
     parser.addoption("--regenerate", action="store_true", help="write golden files anew instead of comparing with them")
+
+
+# Seconds from which on a test that is not marked `slow` is named at the end.
+QUICK = 20.0
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Names tests that are not marked `slow` and are: they belong in no inner loop."""
+    long = [r for r in terminalreporter.stats.get("passed", []) if r.duration > QUICK and "slow" not in r.keywords]
+    if long:
+        terminalreporter.section("not marked slow")
+        for report in sorted(long, key=lambda r: -r.duration):
+            terminalreporter.line(f"{report.duration:.0f} s  {report.nodeid}")
+
+
+def pytest_collection_finish(session):
+    """What was imported and collected stays; a trace makes many objects, most of which live as long as it does."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_runtest_teardown(item, nextitem):

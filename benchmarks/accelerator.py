@@ -14,6 +14,7 @@ beside published figures. Nothing is downloaded.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "accelerator_rows"))
 
+from process import LEFT_OUT  # noqa: E402
 from rows import Row, all_rows  # noqa: E402
 
 # With less than this left no row is begun.
@@ -76,7 +78,8 @@ def perform(row: Row, folder: Path, limit: float, options: list[str], device: st
         device: what the machine's device is called, as far as that is known.
 
     Returns:
-        The line to save: `row`, `outcome` ("done", "failed" or "too long"), `why`, `seconds`, `values`, `device`.
+        The line to save: `row`, `outcome` ("done", "failed", "left out" or "too long"), `why`, `seconds`, `values`,
+        `device`.
     """
     stem = row.name.replace(",", "").replace(" ", "-")
     out, log = folder / "working" / f"{stem}.json", folder / "logs" / f"{stem}.txt"
@@ -88,8 +91,9 @@ def perform(row: Row, folder: Path, limit: float, options: list[str], device: st
     with open(log, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            if process.wait(limit):
-                outcome, why = "failed", reason(log.read_text(errors="replace"), process.returncode)
+            if code := process.wait(limit):
+                outcome = "left out" if code == LEFT_OUT else "failed"
+                why = reason(log.read_text(errors="replace"), code)
         except subprocess.TimeoutExpired:
             outcome, why = "too long", f"ended after {limit:.0f} s"
         finally:
@@ -116,15 +120,59 @@ def reason(log: str, code: int) -> str:
         return f"out of memory: {short:.200}"
     if code < 0:
         return f"ended by signal {-code}"
-    said = next(
-        (
-            line
-            for line in reversed(lines)
-            if line.partition(":")[0].rpartition(".")[2].endswith(("Error", "Exception"))
-        ),
-        "",
-    )
-    return f"{said or (lines[-1] if lines else f'exit code {code}'):.300}"
+    errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception"))]
+    return f"{(errors or lines or [f'exit code {code}'])[-1]:.300}"
+
+
+class Told:
+    """What is printed is kept in `told.txt`, too, and goes on being kept once nobody reads it any more.
+
+    Args:
+        folder: of the file.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder / "told.txt"
+
+    def __call__(self, text: str) -> None:
+        with open(self.path, "a") as file:
+            file.write(text + "\n")
+        with contextlib.suppress(OSError):  # the terminal is gone
+            print(text, flush=True)
+
+
+def go_through(rows: list[Row], saved: Rows, args: argparse.Namespace, folder: Path, tell: Told) -> None:
+    """Does the rows that are not done yet, as far as the time goes.
+
+    Raises:
+        SystemExit: there is no accelerator.
+    """
+    until = time.time() + 60 * args.minutes
+    options = ["--on", args.on, *["--toy"] * args.toy]
+    for count, row in enumerate(rows, 1):
+        known = {line["row"]: line for line in saved.lines}
+        before, where = known.get(row.name), f"[{count}/{len(rows)}] {row.name}"
+        kept = before and row.name not in args.again and not (args.failed and before["outcome"] != "done")
+        if kept or (args.only and row.name not in args.only):
+            continue
+        left = until - time.time()
+        if left < LEAST:
+            tell(f"the time is over before `{row.name}`; the same command goes on")
+            return
+        tell(f"{where} ...")
+        limit = min(row.limit, left)
+        line = perform(row, folder, limit, options, known.get("machine", {}).get("device", ""))
+        if row.name == "machine" and line["outcome"] == "left out":
+            tell(line["why"])
+            raise SystemExit(2)
+        if line["outcome"] == "too long" and limit < row.limit:
+            tell(f"the time is over in `{row.name}`; the same command goes on")
+            return
+        saved.add(line)
+        ended = (
+            line["values"].get("said", "") if line["outcome"] == "done" else f"{line['outcome'].upper()}: {line['why']}"
+        )
+        tell(f"{where}: {ended} ({line['seconds']:.0f} s)")
 
 
 def main() -> int:
@@ -145,38 +193,16 @@ def main() -> int:
     if unknown := {*args.only, *args.again} - {row.name for row in rows}:
         parser.error(f"no such row: {', '.join(sorted(unknown))}; there are: {'; '.join(row.name for row in rows)}")
     folder.mkdir(parents=True, exist_ok=True)
-    saved = Rows(folder)
+    saved, tell = Rows(folder), Told(folder)
     if args.toy:
         os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
-    options = ["--on", args.on, *["--toy"] * args.toy]
-    until = time.time() + 60 * args.minutes
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # whoever started it may leave
     try:
-        for count, row in enumerate(rows, 1):
-            known = {line["row"]: line for line in saved.lines}
-            device = known.get("machine", {}).get("device", "")
-            before = known.get(row.name)
-            wanted = not args.only or row.name in args.only
-            kept = before and row.name not in args.again and not (args.failed and before["outcome"] != "done")
-            if kept or not wanted:
-                continue
-            left = until - time.time()
-            if left < LEAST:
-                print(f"the time is over before `{row.name}`; the same command goes on", flush=True)
-                break
-            limit = min(row.limit, left)
-            print(f"[{count}/{len(rows)}] {row.name} ...", flush=True)
-            line = perform(row, folder, limit, options, device)
-            if line["outcome"] == "too long" and limit < row.limit:
-                print(f"the time is over in `{row.name}`; the same command goes on", flush=True)
-                break
-            saved.add(line)
-            said = line["values"].get("said", "")
-            ended = said if line["outcome"] == "done" else f"{line['outcome'].upper()}: {line['why']}"
-            print(f"[{count}/{len(rows)}] {row.name}: {ended} ({line['seconds']:.0f} s)", flush=True)
+        go_through(rows, saved, args, folder, tell)
     except Stopped:
-        print("stopped; the same command goes on", flush=True)
+        tell("stopped; the same command goes on")
         return 130
     finally:
         shutil.rmtree(folder / "working", ignore_errors=True)
@@ -184,7 +210,7 @@ def main() -> int:
 
     text = table(saved.lines)
     (folder / "table.txt").write_text(text)
-    print("\n" + text, flush=True)
+    tell("\n" + text)
     return int(any(line["row"].startswith("check") and line["outcome"] != "done" for line in saved.lines))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from process import Missing
 from timing import products_dtype, seconds_of
 
 from trellis.nn import dot_product_attention, linear_cross_entropy
@@ -27,9 +28,11 @@ PACKAGES = (
 QUERY = ("driver_version", "memory.total", "power.limit", "clocks.max.sm", "clocks.sm", "temperature.gpu")
 
 
-def machine(findings: Any, *, size: int, megabytes: int) -> None:
+def machine(findings: Any, *, size: int, megabytes: int, cpu_too: bool) -> None:
     """What the device is, and what products and copies alone reach on it."""
     device = jax.devices()[0]
+    if device.platform == "cpu" and not cpu_too:
+        raise Missing("JAX finds no accelerator here; `trellis doctor` says more, and --toy rehearses on a CPU")
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -36,8 +36,10 @@ SMALL_LLAMA = {
 # Without what a CPU's compiler changes: types that it has no products in, gathers that it makes once for both passes.
 ONCE = {"precision.compute": "float32", "remat.policy": "none"}
 
-# What a search may choose besides checkpointing and microbatches: sequences in a batch, and the type at rest.
+# What a search may choose besides checkpointing and microbatches: sequences in a batch, and the type at rest. 8B may
+# keep parameters and optimizer, 90 GiB in float32, in bfloat16.
 BATCHES = {"1b": (32, 64, 128), "8b": (2, 4, 8, 16)}
+TYPES = {"1b": ("float32",), "8b": ("bfloat16", "float32")}
 # Compiler options tried on the best 1B, where time is left.
 FLAGS = {
     "without Triton products": {"xla_gpu_enable_triton_gemm": "false"},
@@ -52,10 +54,11 @@ def checks(toy: bool) -> list[Row]:
     small = {"data.sequence_length": "64", "batch_size": "4"} if toy else {"batch_size": "8"}
     sizes = SMALL_LLAMA if toy else {"model.layers": "4", "model.kv_heads": "4", "layout.preset": "auto"}
     step = {"recipe": "llama_84m", "options": sizes | small}
+    machine = {"size": 256 if toy else 8192, "megabytes": 8 if toy else 1024, "cpu_too": toy}
     kernels = {"batch": 2, "pos": 64 if toy else 1024, "head_dims": (16,) if toy else (64, 128)}
     loss = {"tokens": 64, "embed": 32, "vocab": 96} if toy else {"tokens": 2048, "embed": 1024, "vocab": 32_768}
     return [
-        Row(name="machine", work="machine", given={"size": 256 if toy else 8192, "megabytes": 8 if toy else 1024}),
+        Row(name="machine", work="machine", given=machine),
         Row(name="check attention", work="check_attention", given=kernels),
         Row(name="check loss", work="check_loss", given=loss),
         Row(
@@ -71,7 +74,7 @@ def planned(size: str, toy: bool, on: str) -> Row:
     """The planner's search for one device, over batches and types at rest; on the host's CPU."""
     recipe, options = ("llama_1b", PLAIN) if size == "1b" else ("llama_8b", PLAIN | {"data.sequence_length": "4096"})
     given = {"recipe": recipe, "options": options | (SMALL_LLAMA if toy else {}), "on": on}
-    given |= {"batches": (4,) if toy else BATCHES[size], "types": ("float32",) if toy else ("float32", "bfloat16")}
+    given |= {"batches": (4,) if toy else BATCHES[size], "types": ("float32",) if toy else TYPES[size]}
     return Row(name=f"plan {size}", work="search_settings", given=given | {"most": 2 if toy else 6}, on_cpu=True)
 
 

@@ -61,7 +61,9 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
             parts.append(f"{line['row']}, a step's time: {_kinds(profile)}\n" + "\n".join(_longest(profile)))
     failed = [line for line in lines if line["outcome"] != "done"]
     if failed:
-        parts.append("not measured\n\n" + "\n".join(f"{line['row']}: {line['why']}" for line in failed))
+        parts.append(
+            "what went wrong, or lacked something\n\n" + "\n".join(f"{line['row']}: {line['why']}" for line in failed)
+        )
     return "\n\n".join(parts) + "\n"
 
 

@@ -4,7 +4,7 @@ import statistics
 import time
 from typing import Any
 
-from work import STARTED
+from process import STARTED, Missing
 
 WORKS = ("train_torch",)
 
@@ -14,7 +14,7 @@ def train_torch(findings: Any, *, recipe: str, options: dict, steps: int = 10) -
     try:
         import torch
     except ImportError:
-        raise LookupError("needs torch, which is not installed") from None
+        raise Missing("needs torch, which is not installed") from None
     from trellis.recipes import load_run
 
     run = load_run(recipe, options)

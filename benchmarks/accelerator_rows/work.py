@@ -9,10 +9,9 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
-STARTED = time.time()
+from process import LEFT_OUT, Missing
 
 
 class Findings:
@@ -37,13 +36,13 @@ class Findings:
         """What another row found.
 
         Raises:
-            LookupError: it did not end well, or has not run.
+            Missing: it did not end well, or has not run.
         """
         lines = (json.loads(line) for line in (self.folder / "rows.jsonl").read_text().splitlines())
         for line in lines:
             if line["row"] == row and line["outcome"] == "done":
                 return line["values"]
-        raise LookupError(f"needs what `{row}` finds, which did not end well")
+        raise Missing(f"needs what `{row}` finds, which did not end well")
 
 
 def main() -> None:
@@ -62,17 +61,22 @@ def main() -> None:
     row = next(row for row in all_rows(args.toy, args.on) if row.name == args.name)
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # as `trellis train` does; JAX would keep a quarter
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.95")
-    if row.on_cpu:
-        os.environ["JAX_PLATFORMS"] = "cpu"
-    if args.toy:
-        os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a first step is one with nothing compiled before
+    platforms = os.environ.get("JAX_PLATFORMS") or ("cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "")
+    if platforms and "cpu" not in platforms:  # checks need the CPU, too
+        platforms += ",cpu"
+    os.environ["JAX_PLATFORMS"] = "cpu" if row.on_cpu else platforms
     import alone
     import checks
     import steps
     import with_torch
 
     works = {name: getattr(module, name) for module in (alone, checks, steps, with_torch) for name in module.WORKS}
-    works[row.work](Findings(args.out, args.folder), **row.given)
+    try:
+        works[row.work](Findings(args.out, args.folder), **row.given)
+    except Missing as missing:
+        print(missing.args[0])
+        sys.exit(LEFT_OUT)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,21 @@ def keep_mapped_axes_sharded() -> None:
     module._shardy_shard_map_sharding = sharding
 
 
+# In JAX 0.12 the collectives that XLA's partitioner inserts have the name and source line of what made their operand;
+# in 0.10.2 those of the move that asked for them.
+_COLLECTIVES_TAKE_THE_NAME_OF_THEIR_OPERAND = jax.__version_info__ >= (0, 11)
+
+
+def move(array, sharding):
+    """`jax.reshard` in explicit mode, whose name scope and source line reach the compiled program in any JAX.
+
+    A move to where the array is moves nothing, and is the operand that gives its name.
+    """
+    if _COLLECTIVES_TAKE_THE_NAME_OF_THEIR_OPERAND:
+        array = jax.reshard(array, jax.typeof(array).sharding)
+    return jax.reshard(array, sharding)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SplashTable:
     """Which blocks of a tile the splash kernel computes, forward and backward, and how; arrays are numpy's."""

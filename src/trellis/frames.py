@@ -15,7 +15,7 @@ def _folders(*packages: str) -> list[str]:
     return [os.path.dirname(spec.origin) + os.sep for spec in specs if spec and spec.origin]
 
 
-_hidden = _folders("jax", "equinox", "optax")
+_hidden = [*_folders("jax", "equinox", "optax"), os.path.join(os.path.dirname(__file__), "_compat.py")]
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 

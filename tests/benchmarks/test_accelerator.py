@@ -9,13 +9,20 @@ import signal
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from trellis.inspect import parse_program
 
 HERE = pathlib.Path(__file__).parents[2] / "benchmarks"
+GPU_PROGRAM = """HloModule step
+
+ENTRY %main (x: bf16[64,64]) -> bf16[64,64] {
+  %x = bf16[64,64]{1,0} parameter(0)
+  %gemm.1 = bf16[64,64]{1,0} custom-call(%x, %x), custom_call_target="__cublas$gemm"
+  %flash.2 = bf16[64,64]{1,0} custom-call(%gemm.1), custom_call_target="__cudnn$fmhaSoftmax"
+  ROOT %sine.3 = bf16[64,64]{1,0} sine(%flash.2)
+}
+"""
 
 
 @pytest.fixture
@@ -74,10 +81,18 @@ def test_a_row_that_fails_or_hangs_loses_itself_only(tmp_path, accelerator):
     rows = {row.name: row for row in accelerator.all_rows(True, "1xH200")}
     (tmp_path / "rows.jsonl").write_text("")
     needs = accelerator.perform(rows["1b, search 1"], tmp_path, 100, options, "cpu")
-    assert needs["outcome"] == "failed"
-    assert needs["why"] == "LookupError: needs what `plan 1b` finds, which did not end well"
+    assert needs["outcome"] == "left out"
+    assert needs["why"] == "needs what `plan 1b` finds, which did not end well"
     hangs = accelerator.perform(rows["machine"], tmp_path, 0.2, options, "cpu")
     assert (hangs["outcome"], hangs["why"], hangs["values"]) == ("too long", "ended after 0 s", {})
+
+
+def test_without_an_accelerator_there_is_nothing_to_measure(tmp_path):
+    command = [sys.executable, str(HERE / "accelerator.py"), "--folder", str(tmp_path)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    assert (done.returncode, saved(tmp_path)) == (2, [])
+    assert "JAX finds no accelerator here" in done.stdout and done.stdout == (tmp_path / "told.txt").read_text()
 
 
 def test_a_line_that_was_cut_off_is_no_row(tmp_path, accelerator):
@@ -92,10 +107,7 @@ def test_time_in_which_a_device_has_nothing_to_do(tmp_path, accelerator):
     """A GPU's profile: kernels on two streams, one beside another, one behind a gap; the host's events do not count."""
     from profiles import operations_of, shares
 
-    compiled = jax.jit(lambda x: jnp.sin(x @ x)).lower(jnp.ones((64, 64))).compile()
-    program = parse_program(compiled.as_text())
-    product = next(name for name, i in program.by_name.items() if i.op in ("dot", "custom-call"))
-    other = next(name for name, i in program.by_name.items() if i.op in ("sine", "fusion") and name != product)
+    program, product, attention, other = parse_program(GPU_PROGRAM), "gemm.1", "flash.2", "sine.3"
     named = lambda pid, tid, what, name: {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": name}}
     ran = lambda tid, op, ts, dur, pid=1: {
         "ph": "X", "pid": pid, "tid": tid, "name": "kernel", "ts": ts, "dur": dur, "args": {"hlo_op": op},
@@ -104,7 +116,7 @@ def test_time_in_which_a_device_has_nothing_to_do(tmp_path, accelerator):
         named(1, 0, "process_name", "/device:GPU:0"), named(2, 0, "process_name", "/host:CPU"),
         named(1, 5, "thread_name", "Stream #5(Compute)"), named(1, 6, "thread_name", "Stream #6"),
         named(1, 7, "thread_name", "XLA Ops"), named(2, 8, "thread_name", "python"),
-        ran(5, product, 0, 50), ran(6, other, 40, 20), ran(5, other, 80, 20), ran(7, product, 0, 100),
+        ran(5, product, 0, 50), ran(6, attention, 40, 20), ran(5, other, 80, 20), ran(7, product, 0, 100),
         ran(8, "x", 0, 999, 2),
     ]  # fmt: skip
     with gzip.open(tmp_path / "perfetto_trace.json.gz", "wt") as file:
@@ -112,7 +124,7 @@ def test_time_in_which_a_device_has_nothing_to_do(tmp_path, accelerator):
     found = shares(operations_of(tmp_path / "perfetto_trace.json.gz"), program)
     assert found["seconds"] == pytest.approx(100e-6)
     assert found["idle"] == pytest.approx(0.2)
-    assert found["kinds"] == pytest.approx({"products": 0.5, "elementwise": 0.4})
+    assert found["kinds"] == pytest.approx({"products": 0.5, "attention": 0.2, "elementwise": 0.2})
 
 
 def test_examples_in_its_docstrings(accelerator):

@@ -109,6 +109,14 @@ def test_private_names_of_jax_live_in_one_file():
     assert not [f for f in FILES if f != SOURCE / "_compat.py" and private.search(f.read_text())]
 
 
+def test_what_platforms_want_is_behind_one_interface():
+    """Besides the interface itself: who picks a kernel, or its sizes, by the platform that has it."""
+    asking = {
+        str(f.relative_to(SOURCE)) for f in FILES if re.search(r"mesh\.platform import .*platform_of", f.read_text())
+    }
+    assert asking == {"named/backend.py", "nn/attention/dispatch.py", "nn/loss/linear.py"}
+
+
 def test_nothing_is_left_for_later():
     later = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
     assert not [f for f in WRITTEN if later.search(f.read_text())]

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import trellis as tr
 from tests.inspect.programs import PROGRAMS, arg, gradient, partly_manual, sequence_parallel, settled, tensor_parallel
 from trellis.inspect import collectives, compare, ledger, structure_of
 from trellis.mesh.topology import slice_devices
@@ -101,10 +102,10 @@ def test_names_survive_into_the_compiled_program():
     mesh = mesh_of(jax.devices())
 
     def program(w):
-        with jax.named_scope("reshard[embed/data mlp -> embed mlp ~data]"):
-            return jnp.sin(jax.reshard(w, P(None, None, reduced={"data"})))
+        return jnp.sin(tr.reshard("embed/data mlp -> embed mlp ~data", w))
 
     with jax.set_mesh(mesh):
         w = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(mesh, P("data", None)))
         (row,) = collectives(jax.jit(program).lower(w).compile(), mesh).rows
     assert (row.kind, row.what) == ("all-gather", "embed=16 mlp=32")
+    assert row.source.endswith("(program)")

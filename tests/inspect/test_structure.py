@@ -107,6 +107,12 @@ def test_a_loop_may_leave_a_sum_until_after_its_last_turn_and_not_out():
     assert not found(PROGRAM, (summed, summed, gathered)).right
 
 
+def test_an_array_may_be_padded_and_not_cut():
+    row = dataclasses.replace(ROWS[0], payload=480)
+    assert found(PROGRAM, (row, ROWS[1])).right
+    assert not found(PROGRAM, (dataclasses.replace(row, payload=544), ROWS[1])).right
+
+
 def test_each_weight_of_a_pass_has_a_gather_of_its_own():
     again = [dataclasses.replace(ROWS[1], role="weights", direction=pass_) for pass_ in ("forward", "recomputed")]
     assert found(PROGRAM, (ROWS[0], *again)).right

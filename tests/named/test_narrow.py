@@ -179,3 +179,10 @@ def test_in_manual_mode_a_narrow_product_is_refused():
 
     with jax.set_mesh(mesh), pytest.raises(tr.NamesError, match="manual mode"):
         product(jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, jax.P("data"))), jnp.ones((4, 2)))
+
+
+def test_what_a_narrow_weight_has_not_is_said():
+    weight = tr.Narrow(tr.ones({"embed": 4, "mlp": 2}), "fp8")
+    assert not hasattr(weight, "array") and not hasattr(weight, "nosuch")
+    with pytest.raises(tr.NamesError, match=r"got \.array of f32\[embed=4 mlp=2\], whose products are fp8"):
+        _ = weight.array

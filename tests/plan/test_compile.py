@@ -46,6 +46,7 @@ def test_memory_and_communication_are_the_compilers(on, options):
     verdict = judge(plan, prog, compiled)
     assert verdict.scheduled == pytest.approx(plan.times.computation - verdict.kernels, rel=0.35)
     assert verdict.seconds >= verdict.scheduled + verdict.kernels
+    assert verdict.structure.right, str(verdict.structure)
     words = verdict_text(plan, verdict)
     assert "libtpu" in words and "scheduled" in words and "all-gather" in words
 

@@ -14,6 +14,7 @@ def trained(capsys, run_file, folder, *options):
 
 
 @pytest.mark.usefixtures("own_cache")
+@pytest.mark.slow
 def test_a_narrow_run_is_the_same_on_every_layout_and_when_resumed(run_file, tmp_path, capsys):
     one = ("--layout.preset", "single", *NARROW)
     whole = trained(capsys, run_file, tmp_path / "one", *one)

@@ -34,18 +34,28 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--page", metavar="FILE.html", nargs="?", const="plan.html", help="write a page too; plan.html if no value"
     )
+    parser.add_argument("--save", metavar="FILE", help="with --compile: keep what the compiler made, for --against")
+    parser.add_argument(
+        "--against", metavar="FILE", help="with --compile: what is slower or larger or moves more than in a saved plan"
+    )
+    parser.add_argument(
+        "--bound", type=float, default=2.0, metavar="PERCENT",
+        help="with --against: worse by more ends with exit code 3; 2 if not given",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="everything as JSON on stdout")
     parser.add_argument("--formulas", action="store_true", help="how each time comes about, with its numbers")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Plans `args.run` on `args.on`; 3 if what was compiled for it does not move what its types say."""
+    """Plans `args.run` on `args.on`; 3 if what was compiled is worse than before, or not as written."""
     from trellis.hardware.chips import target
     from trellis.plan.adapt import adapt
+    from trellis.plan.changes import changes_text
     from trellis.plan.quick import quick_plan
     from trellis.plan.text import as_json, text
     from trellis.plan.ways_to_fit import excess_lines, ways_to_fit
 
+    before = _before(args)
     where = target(args.on, args.hardware)
     run, changed = adapt(args.run, where, args.given)
     assumed = {"price": _price(args.price), "load": _load(args.load)}
@@ -74,6 +84,11 @@ def execute(args: argparse.Namespace) -> int:
         out["compiled"] = _compiled_json(verdict)
         if not args.json:
             print("\n" + verdict_text(plan, verdict))
+    held = _held(args, run, plan, verdict, before)
+    if held is not None:
+        out["against"] = held.as_dict()
+        if not args.json:
+            print("\n" + changes_text(held))
     if args.search:
         from trellis.plan.search import frontier_text, search, search_json
 
@@ -91,7 +106,35 @@ def execute(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(out, indent=1))
     faulty = verdict is not None and verdict.structure is not None and not verdict.structure.right
-    return 3 if faulty else 0
+    return 3 if faulty or (held is not None and held.worse) else 0
+
+
+def _before(args: argparse.Namespace) -> Any:
+    """The saved plan that is asked for, or nothing; read before anything takes time."""
+    from trellis.plan.saved import read_plan
+
+    for option in ("save", "against"):
+        if getattr(args, option) and (args.search or not args.compile):
+            rule = "Plans that were compiled are saved, and held against each other."
+            seen = f"--{option} with --search" if args.search else f"--{option} without --compile"
+            raise UserError(rule, seen=seen, where=f"--{option}", fix="use --compile, without --search")
+    if args.bound < 0:
+        raise UserError("A bound is a percentage.", seen=args.bound, where="--bound", fix="use --bound 2")
+    return read_plan(Path(args.against)) if args.against else None
+
+
+def _held(args: argparse.Namespace, run: Any, plan: Any, verdict: Any, before: Any) -> Any:
+    """Saves the plan where that is asked for, and holds it against the one before, if there is one."""
+    from trellis.plan.changes import changes
+    from trellis.plan.saved import saved_plan
+
+    if not args.save and before is None:
+        return None
+    after = saved_plan(run, plan, verdict)
+    if args.save:
+        after.write(Path(args.save))
+        print(f"plan written to {args.save}", file=sys.stderr)
+    return changes(before, after, args.bound) if before is not None else None
 
 
 def _price(price: float | None) -> float | None:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -225,11 +226,16 @@ def scheduled_cycles(compiled) -> int:
 
     Divide by the chip's clock for seconds. Zero for programs that carry no estimates (CPU, GPU).
     """
-    total = 0
-    for instruction, times, _ in program_of(compiled).walk(fusions=False):
-        cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
-        total += int(cycles[1]) * times if cycles else 0
-    return total
+    return sum(cycles_by_line(compiled).values())
+
+
+def cycles_by_line(compiled) -> dict[str, int]:
+    """The same for each line, `file.py:line (function)`, that it comes from; "" for what has none."""
+    program, found = program_of(compiled), Counter[str]()
+    for instruction, times, _ in program.walk(fusions=False):
+        if cycles := re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes):
+            found[program.source(instruction, in_a_library)] += int(cycles[1]) * times
+    return dict(found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -153,6 +153,7 @@ class Stock:
                 for recipe in recipes(match.key, sizes):
                     self.take(match, way, recipe)
         self.take_joined(matches)
+        self.take_padded(matches)
         for match in matches:  # copies in any of these ways
             done = match.row.times - match.missing
             if match.row.kind in COPIES and done and match.row.times % done == 0:
@@ -205,6 +206,14 @@ class Stock:
                         taken = min(match.missing, item.left // elements)
                         item.left -= taken * elements
                         match.done("a part of a longer array", taken)
+
+    def take_padded(self, matches: list[Match]) -> None:
+        """Arrays that are padded by up to a quarter, so that each device's part begins where its tiles do."""
+        for match in matches:
+            for key in list(self.items):
+                padded = match.key.elements < key.elements <= match.key.elements * 5 / 4
+                if padded and key._replace(elements=match.key.elements) == match.key:
+                    self.take(match, "a padded array", ((key, 1),))
 
     def take_turns(self, matches: list[Match]) -> None:
         """Sums that a loop does not do in each turn, but that are done once after its last one."""

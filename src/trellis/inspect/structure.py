@@ -6,7 +6,8 @@ elements as its type says, as often. Compilers may do the same otherwise, and th
 - several collectives combined into one, a collective split into a start and an end;
 - another collective of the same result (`trellis.inspect.ways`): a reduce-scatter as an all-reduce and a slice, a
   collective over several mesh axes as one after the other;
-- several arrays of a type joined to one, as those that a loop has moved in each turn and that are moved once after it;
+- several arrays of a type joined to one, as those that a loop has moved in each turn and that are moved once after it,
+  and arrays that are padded;
 - a copy that an equal one has moved before, and numbers that are added before they are summed over devices.
 
 What no row asks for is named. Along mesh axes it is the compiler's own affair. A collective over other groups of

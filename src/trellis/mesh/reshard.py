@@ -5,6 +5,7 @@ import functools
 import jax
 from jax.sharding import NamedSharding
 
+from trellis._compat import move
 from trellis.errors import TrellisError
 from trellis.mesh.manual.reshard import manual_reshard
 from trellis.notation import Dim, NotationError, Shape, parse_transition, spec_of
@@ -173,7 +174,7 @@ def place(array, axes, pending=(), copied=(), *, names=None):
     if state.mode == "auto":
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(axes)))
     with jax.named_scope(_scope(names, state, axes, pending, copied)):
-        return jax.reshard(array, NamedSharding(mesh, spec))
+        return move(array, NamedSharding(mesh, spec))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,7 +2,8 @@
 
 `product`, `broadcast`, `rounded_once` and `written_out` are what `contract`, `elementwise` and the loops call for. On
 accelerators they are plain JAX. On a CPU they are written so that XLA's CPU compiler makes fast programs of them; each
-says what it found there.
+says what it found there. Layers ask `on_accelerator`, `fences_gradients`, `made_again`, `swaps_by_product` and
+`exchanges_ragged`, and which kernel a platform has is said where kernels are chosen.
 """
 
 import functools
@@ -32,6 +33,43 @@ def written_out(length: int, carried) -> bool:
         carried: the tree of arrays that the loop carries.
     """
     return length <= 16 and unrolls_loops(carried)
+
+
+def on_accelerator(a: jax.Array) -> bool:
+    """Whether a value will live on an accelerator: products outrun memory there, and communication runs beside them."""
+    return platform_of(a) != "cpu"
+
+
+def fences_gradients(a: jax.Array) -> bool:
+    """Whether elementwise gradients that several products read are to be made once, before these.
+
+    The compilers for TPUs and CPUs would make them anew inside each of the products.
+    """
+    return platform_of(a) in ("tpu", "cpu")
+
+
+def made_again(kept):
+    """Values from which a backward pass makes others again.
+
+    XLA's CPU compiler would take these from the forward pass, and so keep them; a fence hides that they are the same.
+    """
+    return lax.optimization_barrier(kept) if platform_of(jax.tree.leaves(kept)[0]) == "cpu" else kept
+
+
+def swaps_by_product(a: jax.Array) -> bool:
+    """Whether elements of a short dimension change places by a product with a permutation, exact in every dtype.
+
+    Slicing a dimension of 64 or 128 lanes is slow on TPUs.
+    """
+    return platform_of(a) == "tpu"
+
+
+RAGGED = ("tpu", "cuda")  # platforms that have a ragged all-to-all
+
+
+def exchanges_ragged(a: jax.Array) -> bool:
+    """Whether devices can send each other slices of different lengths."""
+    return platform_of(a) in RAGGED
 
 
 def rounded_once(fn: Callable) -> Callable:

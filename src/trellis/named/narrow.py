@@ -40,6 +40,10 @@ TYPES = {
 }
 
 
+class _OnlyFactor(NamesError, AttributeError):
+    """What a named array has is asked of a narrow weight; to `hasattr` it has none of it."""
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["kind"])
 @dataclasses.dataclass(frozen=True, slots=True)
 class Narrow:
@@ -60,7 +64,7 @@ class Narrow:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(NamedArray, name):
             raise AttributeError(f"a narrow weight has no {name!r}")
-        raise NamesError(
+        raise _OnlyFactor(
             f"a narrow weight is a factor of einsum, dot or dot_each, got .{name} of {typeof(self.weight)}, whose "
             f"products are {self.kind}: take it out of the mark (`.weight`), or leave it without one"
         )

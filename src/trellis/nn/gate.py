@@ -3,9 +3,8 @@
 import jax
 
 from trellis.mesh.linear import linear
-from trellis.mesh.platform import platform_of
 from trellis.named import is_named, silu
-from trellis.named.backend import rounded_once
+from trellis.named.backend import fences_gradients, made_again, rounded_once
 
 
 def swiglu(gate, up):
@@ -22,7 +21,7 @@ def swiglu(gate, up):
     """
     if not is_named(gate):
         return _fenced(gate, up)
-    if gate.names != up.names or platform_of(gate.array) not in ("tpu", "cpu"):
+    if gate.names != up.names or not fences_gradients(gate.array):
         return silu(gate) * up
     return gate.with_array(_fenced(gate.array, up.array))
 
@@ -47,8 +46,7 @@ def _change(kept, changes):
 
 
 def _backward(kept, d_out):
-    # On a CPU the fence keeps the compiler from taking the forward pass's sigmoid, and so from keeping it.
-    gate, up = jax.lax.optimization_barrier(kept) if platform_of(kept[0]) == "cpu" else kept
+    gate, up = made_again(kept)
     return jax.lax.optimization_barrier(_gradients(gate, up, d_out))
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from trellis.errors import UserError
 from trellis.mesh.layout import current_layout
-from trellis.mesh.platform import platform_of
 from trellis.named import Axis, NamedArray, cos, einsum, multiply, outer, sin
+from trellis.named.backend import swaps_by_product
 from trellis.named.placing import move
 
 
@@ -127,7 +127,7 @@ def rotate(x: NamedArray, tables, head_dim: str = "head_dim", *, pairs: bool = F
 def _turned(x: NamedArray, name: str, pairs: bool) -> NamedArray:
     """`(-second, first)` of each pair, in the places of the pair."""
     size = x.shape[name]
-    if platform_of(x.array) == "tpu":
+    if swaps_by_product(x.array):
         first = np.arange(0, size, 2) if pairs else np.arange(size // 2)
         second = first + (1 if pairs else size // 2)
         swap = np.zeros((size, size), np.float32)

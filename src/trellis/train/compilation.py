@@ -14,7 +14,12 @@ from trellis.files import cache_folder
 # What a platform's compiler is told where a run says nothing. XLA orders a CPU's operations so that many could run at
 # once, which starts the backward pass's copies and exponentials in the forward pass: on two cores a step has a fifth
 # more in memory and is up to a sixth slower (docs/cpu-speed.md).
-DEFAULTS: Mapping[str, Mapping[str, str]] = {"cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}}
+# On a GPU XLA recomputes what does not fit into three quarters of the memory, of its own choice and after minutes of
+# trying; a run has 95 % of it (hardware/platform.py), and this percentage says so.
+DEFAULTS: Mapping[str, Mapping[str, str]] = {
+    "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"},
+    "gpu": {"xla_gpu_memory_limit_slop_factor": "118"},
+}
 # ... for up to so many CPU devices. That order leaves a collective that stands behind a loop with collectives free to
 # run beside it, and all of them meet under one key: devices wait for each other for ever, or XLA aborts (JAX 0.10.2,
 # docs/published-bugs.md, 21). The steps of recipes have no such pair on two devices, and do on eight.
@@ -52,12 +57,13 @@ def options_for(platform: str, options: Mapping[str, str], devices: int = 1) -> 
     Args:
         platform: "cpu", "gpu" or "tpu".
         options: of any platform; names that no platform has for itself concern all.
-        devices: how many the program runs on; with more than `MOST_DEVICES` there are no defaults.
+        devices: how many the program runs on; more than `MOST_DEVICES` CPU devices have no defaults.
     """
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
     others = tuple(prefix for name, prefixes in _PREFIXES.items() if name != platform for prefix in prefixes)
     mine = {name: str(value) for name, value in options.items() if not name.startswith(others)}
-    return {**(DEFAULTS.get(platform, {}) if devices <= MOST_DEVICES else {}), **mine}
+    defaults = {} if platform == "cpu" and devices > MOST_DEVICES else DEFAULTS.get(platform, {})
+    return {**defaults, **mine}
 
 
 @contextlib.contextmanager

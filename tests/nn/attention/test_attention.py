@@ -256,6 +256,13 @@ def test_refused_placements(arrays):
         )
 
 
+def test_a_chunk_of_all_positions_adds_its_gradients_without_a_scatter():
+    """XLA of JAX 0.11.2 ends the process over a scatter of everything inside of `shard_map`."""
+    q, kv = jnp.ones((1, chunked_module.CHUNK, 2, 8)), jnp.ones((1, chunked_module.CHUNK, 1, 8))
+    summed = lambda q, k, v: attention(q, k, v, implementation="chunked").sum()
+    assert "scatter" not in str(jax.make_jaxpr(jax.grad(summed, (0, 1, 2)))(q, kv, kv))
+
+
 def test_one_example_has_no_batch():
     """Alone, and mapped over a sliced batch: values and gradients are those of the batch."""
     draw = lambda n, **axes: tr.random.normal(jax.random.key(n), {"batch": 8, **axes, "head_dim": 8})

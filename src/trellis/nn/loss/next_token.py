@@ -8,8 +8,8 @@ from jax import lax
 
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
-from trellis.mesh.platform import platform_of
 from trellis.named import NamedArray, arange, dot, equal, exp, outer, stop_gradient, where
+from trellis.named.backend import on_accelerator
 from trellis.named.placing import move
 from trellis.nn.loss.formulas import capped, weighed
 from trellis.nn.loss.linear import TokenLoss, linear_cross_entropy
@@ -51,7 +51,7 @@ def next_token_loss(
         return _mapped(hidden, unembedding, targets, weights, bias, vocab_size, **options)
     if layout is not None and state_of(hidden.array).mode == "explicit":
         batch, pos, vocab, _ = layout.assign(_NAMES)
-        if platform_of(hidden.array) != "cpu":
+        if on_accelerator(hidden.array):
             arrays = gradients_together(hidden.array, unembedding.array)
             hidden, unembedding = (n.with_array(a) for n, a in zip((hidden, unembedding), arrays, strict=True))
         hidden = move(hidden, (batch, pos, ()), frozenset(vocab))
@@ -119,7 +119,7 @@ def _in_chunks(count: int, unembedding: NamedArray, tokens, vocab) -> bool:
         unembedding: `"vocab embed"`.
         tokens, vocab: the mesh axes that slice them.
     """
-    if platform_of(unembedding.array) == "cpu" or vocab:
+    if not on_accelerator(unembedding.array) or vocab:
         return False
     rows, columns = state_of(unembedding.array).axes
     mesh = jax.typeof(unembedding.array).sharding.mesh

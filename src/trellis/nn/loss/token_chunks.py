@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trellis.mesh.manual.ops import Axes, vary, varying_axes
-from trellis.mesh.platform import platform_of
+from trellis.named.backend import on_accelerator
 from trellis.nn.loss.formulas import Settings, capped, changes, weighed
 
 CHUNK = {"cpu": 512}
@@ -97,7 +97,7 @@ def _to_unembed(d_logits, x, settings: Settings):
     """The gradient of `unembed`, a sum over tokens. On a CPU what has them first is turned before the product: within
     it that takes as long as the product itself."""
     left, right = (d_logits, x) if settings.vocab_first else (x, d_logits)
-    if platform_of(x) == "cpu":
+    if not on_accelerator(x):
         return lax.dot(lax.optimization_barrier(left.T), right, preferred_element_type=jnp.float32)
     form = "tv,te->ve" if settings.vocab_first else "tv,te->ev"
     return jnp.einsum(form, d_logits, x, preferred_element_type=jnp.float32)
@@ -142,7 +142,7 @@ def _chunk(x, targets, weights, head, settings: Settings, *, gradient: bool):
         d_logits = d_logits * slope
     d_bias = tuple(jnp.sum(d_logits, axis=0) for _ in bias)
     d_logits = d_logits.astype(x.dtype)
-    wide = jnp.float32 if platform_of(x) == "cpu" else None  # the faster product there: `trellis.named.backend.cpu_dot`
+    wide = None if on_accelerator(x) else jnp.float32  # the faster product there: `trellis.named.backend.cpu_dot`
     d_x = jnp.einsum(to_x, d_logits, unembed, preferred_element_type=wide)
     return sums, d_x.astype(x.dtype), d_logits, d_bias
 

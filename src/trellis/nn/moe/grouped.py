@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trellis.mesh.manual.ops import vary, varying_axes
-from trellis.mesh.platform import platform_of
+from trellis.named.backend import on_accelerator
 from trellis.program.said import loop_turns
 
 # Rows that are multiplied at once where a loop goes over blocks of them: on a CPU enough to keep its cores busy, few
@@ -36,7 +36,7 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax
     >>> grouped_matmul(rows, weights, jnp.array([1, 2])).ravel().tolist()
     [2.0, 4.0, 4.0]
     """
-    return _grouped(rows, weights, sizes, platform_of(rows) == "cpu")
+    return _grouped(rows, weights, sizes, not on_accelerator(rows))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

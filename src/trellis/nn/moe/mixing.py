@@ -7,8 +7,8 @@ import jax
 
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import Axes, mark_pending, vary
-from trellis.mesh.platform import platform_of
 from trellis.named import Axis, NamedArray, dot_each, einsum, one_hot, save, settle, silu
+from trellis.named.backend import RAGGED, exchanges_ragged, platform_of
 from trellis.named.placing import move
 from trellis.nn.moe.config import Way
 from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_experts
@@ -18,7 +18,6 @@ from trellis.nn.moe.rows import local_experts
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
 
-RAGGED = ("tpu", "cuda")  # platforms that have a ragged all-to-all
 TOKENS = ("batch", "pos", "embed")
 
 
@@ -174,7 +173,7 @@ def _chosen(way: Way, places: Places, x: NamedArray, choices: int) -> str:
     """The way that is gone."""
     if not places.experts:
         return "dense" if way == "dense" else "grouped"
-    platform, sizes = platform_of(x.array), jax.typeof(x.array).sharding.mesh.shape
+    sizes, ragged = jax.typeof(x.array).sharding.mesh.shape, exchanges_ragged(x.array)
     if way in ("ragged", "slots") and places.shared != places.experts:
         raise ExpertsError(
             "Tokens are exchanged along mesh axes that slice both experts and tokens.",
@@ -182,10 +181,10 @@ def _chosen(way: Way, places: Places, x: NamedArray, choices: int) -> str:
             where=f"the layout, and model.routing.way {way}",
             fix="slice the batch over these axes too, or use the way gather or auto",
         )
-    if way == "ragged" and platform not in RAGGED:
+    if way == "ragged" and not ragged:
         raise ExpertsError(
             "A ragged exchange needs a backend that has one.",
-            seen=f"way='ragged' on {platform}",
+            seen=f"way='ragged' on {platform_of(x.array)}",
             where="model.routing.way",
             fix=f"use slots or auto here; {' and '.join(RAGGED)} have it",
         )
@@ -194,4 +193,4 @@ def _chosen(way: Way, places: Places, x: NamedArray, choices: int) -> str:
     # An exchange sends a token to at most as many devices as it has choices; a gather to all of them.
     if places.shared != places.experts or math.prod(sizes[a] for a in places.experts) <= choices:
         return "gather"
-    return "ragged" if platform in RAGGED else "slots"
+    return "ragged" if ragged else "slots"

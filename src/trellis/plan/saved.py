@@ -1,0 +1,157 @@
+"""A compiled plan as a file: its figures, line by line, to hold later ones against."""
+
+import collections
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trellis.errors import UserError
+from trellis.files import no_room, write_json
+from trellis.inspect.compiled import cycles_by_line
+from trellis.plan.quick import Plan
+from trellis.plan.verdict import Verdict
+from trellis.run.config import Run
+from trellis.run.schema import plain
+
+_FORMAT = 1  # of the files
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """A part of a figure.
+
+    Attributes:
+        figure: "step" in seconds, "memory" or "sent" in bytes on one device.
+        what: that takes it.
+        source: `file.py:line (function)`, where that is known.
+        amount: how much.
+    """
+
+    figure: str
+    what: str
+    source: str
+    amount: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPlan:
+    """What the compiler made of a run.
+
+    Attributes:
+        name: of the run.
+        target: the hardware.
+        versions: of JAX and of the compiler.
+        settings: the run's fields by their dotted names, the mesh and the compiler's options among them.
+        fits: whether the compiler found room.
+        figures: seconds of a step ("step", where the program has text), bytes that a device needs ("memory") and that
+            it sends in a step ("sent").
+        lines: what they consist of.
+    """
+
+    name: str
+    target: str
+    versions: Mapping[str, str]
+    settings: Mapping[str, Any]
+    fits: bool
+    figures: Mapping[str, float]
+    lines: tuple[Line, ...]
+
+    def write(self, path: Path) -> None:
+        """Writes the file, whole or not at all.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        try:
+            write_json(path, {"format": _FORMAT, **dataclasses.asdict(self)})
+        except OSError as error:
+            seen = no_room(error) or error.strerror
+            rule = "A plan is saved where files can be written."
+            raise UserError(rule, seen=seen, where=str(path), fix="give another path to --save") from None
+
+
+def saved_plan(run: Run, plan: Plan, verdict: Verdict) -> SavedPlan:
+    """What is kept of a compiled plan."""
+    compiled = verdict.compiled
+    figures = {"memory": float(compiled.peak)}
+    if verdict.seconds is not None and verdict.ledger is not None:
+        figures |= {"step": verdict.seconds, "sent": float(verdict.ledger.total())}
+    lines = [*_memory(verdict), *_sent(verdict), *_step(plan, verdict)]
+    sums: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    for line in lines:
+        sums[line.figure, line.what, line.source] += line.amount
+    return SavedPlan(
+        name=run.name,
+        target=plan.target.name,
+        versions=dict(compiled.versions),
+        settings=_flat(plain(run)) | {f"mesh.{axis}": size for axis, size in plan.mesh.items()},
+        fits=compiled.fits,
+        figures=figures,
+        lines=tuple(Line(*key, amount) for key, amount in sums.items() if amount),
+    )
+
+
+def read_plan(path: Path) -> SavedPlan:
+    """A plan from its file.
+
+    Raises:
+        UserError: there is none, or it is no saved plan of this version.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict) and found.pop("format", None) == _FORMAT:
+            return SavedPlan(**{**found, "lines": tuple(Line(**line) for line in found["lines"])})
+        seen = "another file, or one of another version"
+    except OSError as error:
+        seen = str(error.strerror)
+    except (ValueError, TypeError, KeyError) as error:
+        seen = f"a file that cannot be read: {error}"
+    fix = "make one with `trellis plan RECIPE --on TARGET --compile --save FILE`"
+    raise UserError("A plan is held against a saved one.", seen=seen, where=str(path), fix=fix)
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Fields by their dotted names.
+
+    >>> _flat({"mesh": {"data": 2}, "steps": 3})
+    {'mesh.data': 2, 'steps': 3}
+    """
+    if not isinstance(value, Mapping):
+        return {name: value}
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        found |= _flat(inner, f"{name}.{key}" if name else str(key))
+    return found
+
+
+def _memory(verdict: Verdict) -> list[Line]:
+    """The largest buffers where the compiler lists them, and the rest; else its kinds."""
+    compiled = verdict.compiled
+    if compiled.largest:
+        lines = [Line("memory", a.what, a.source, a.num_bytes) for a in compiled.largest]
+        return [*lines, Line("memory", "smaller buffers", "", compiled.peak - sum(line.amount for line in lines))]
+    kinds = ("arguments", "outputs", "temporaries", "code")
+    return [Line("memory", kind, "", compiled.memory[kind]) for kind in kinds if kind in compiled.memory]
+
+
+def _sent(verdict: Verdict) -> list[Line]:
+    rows = verdict.ledger.rows if verdict.ledger else ()
+    return [Line("sent", f"{row.kind} over {row.axis}, {row.dtype}[{row.what}]", row.source, row.total) for row in rows]
+
+
+def _step(plan: Plan, verdict: Verdict) -> list[Line]:
+    """Computation as scheduled, or as predicted where the compiler estimates none; kernels; collectives alone."""
+    kinds = (
+        ("attention", "kernel") if verdict.scheduled is not None else ("attention", "kernel", "product", "elementwise")
+    )
+    lines = [Line("step", x.label or x.kind, x.source, x.seconds) for x in plan.times.lines if x.kind in kinds]
+    if verdict.scheduled is not None:
+        cycles = cycles_by_line(verdict.compiled.text)
+        lines += [Line("step", "computation", source, n / plan.target.chip.clock) for source, n in cycles.items()]
+    for row in verdict.ledger.rows if verdict.ledger else ():
+        if "asynchronous" not in row.note:
+            seconds = plan.links.seconds(row.wire, row.axes) * row.times
+            lines.append(Line("step", f"{row.kind} over {row.axis}, alone", row.source, seconds))
+    return lines
