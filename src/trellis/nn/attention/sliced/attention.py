@@ -61,7 +61,8 @@ def sliced_attention(
         place, (q, k, v) = place.without_copies((q, k, v))
         run = jax.jit(lambda *arrays: _forward(_Attention(place, program, save_name), *arrays)[0])
         return run(q, k, v, segment_ids)
-    return _attend(_Attention(place, program, save_name), q, k, v, segment_ids)
+    attend = _attend_by_kernels if program.kernels.opaque else _attend
+    return attend(_Attention(place, program, save_name), q, k, v, segment_ids)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -77,14 +78,18 @@ def _forward(call: _Attention, q, k, v, ids):
     return call.run(local, (q, k, v, *(ids or ())), call.states(ids), call.results)
 
 
-@_attend.defjvp
-def _derivative(call: _Attention, primals, tangents):
-    q, k, v, ids = primals
+def _attend_forward(call: _Attention, q, k, v, ids):
     out, log_sum = _forward(call, q, k, v, ids)
     if call.save_name is not None:
         out, log_sum = (checkpoint_name(x, call.save_name) for x in (out, log_sum))
+    return out, (q, k, v, ids, out, log_sum)
+
+
+@_attend.defjvp
+def _derivative(call: _Attention, primals, tangents):
+    out, kept = _attend_forward(call, *primals)
     change = linear(functools.partial(_attend_change, call), functools.partial(_attend_backward, call))
-    return out, change((q, k, v, ids, out, log_sum), tangents[:3])
+    return out, change(kept, tangents[:3])
 
 
 def _attend_change(call: _Attention, kept, changes):
@@ -105,3 +110,12 @@ def _attend_backward(call: _Attention, kept, d_out):
     states = [queries, *keys[:2], *call.results, call.results[0], *keys[2:]]
     gradients = [(axes, copied, pending) for axes, pending, copied in (queries, *keys[:2])]
     return call.run(local, (q, k, v, out, log_sum, d_out, *(ids or ())), states, gradients)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_by_kernels(call: _Attention, q, k, v, ids):
+    """`_attend` where kernels have no forward mode."""
+    return _forward(call, q, k, v, ids)[0]
+
+
+_attend_by_kernels.defvjp(_attend_forward, lambda call, kept, d_out: (*_attend_backward(call, kept, d_out), None))
