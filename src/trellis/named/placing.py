@@ -119,8 +119,9 @@ def move(x: NamedArray, axes, copied: frozenset[str]) -> NamedArray:
 def _gather(x: NamedArray, axes, copied):
     layout = current_layout()
     array, held = x.array, state_of(x.array)
-    gathered = {a for mine in held.axes for a in mine} - {a for mine in axes for a in mine}
-    if gathered and copied - gathered - held.copied:
+    before, after = ({a for mine in each for a in mine} for each in (held.axes, axes))
+    gathered = before - after
+    if gathered and not after - before and copied - gathered - held.copied:
         # Copies first, where nothing is gathered: the gradient is then scattered over the gathered axes before the
         # rest of it is summed, instead of being summed whole over all of them together.
         array = place(array, held.axes, held.pending, held.copied | (copied - gathered), names=x.names)
