@@ -1,5 +1,6 @@
 """Code in the README and the docs runs, and commands in them are understood."""
 
+import io
 import re
 import shlex
 from pathlib import Path
@@ -8,6 +9,11 @@ import jax
 import pytest
 
 from trellis.commands.line import commands
+from trellis.inspect.ledger import ledger_of
+from trellis.recipes import starter
+from trellis.train.assemble import assemble
+from trellis.train.progress import Progress
+from trellis.train.summary import describe, sections, step_program
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -42,3 +48,29 @@ def test_commands_exist(page: Path):
             assert {w for w in words[1:] if "=" not in w} <= targets, line
         if words[:1] == ["trellis"] and len(words) > 1 and not words[1].startswith("-"):
             assert words[1] in commands(), line
+
+
+def test_the_readme_shows_what_a_run_says():
+    """The recording of the first run: what does not hang on the machine's speed, and the form of what does."""
+    (block,) = re.findall(r"^```\n(model .*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    shown = [line.removesuffix("...").rstrip() for line in block.splitlines()]
+    run, corpus = starter(), float(re.search(r"corpus of ([\d.]+)M", block)[1]) * 1e6
+    assembled = assemble(run, jax.devices()[:2])
+    program = step_program(assembled)
+    ledger = ledger_of(program)
+    said = describe(sections(assembled, program, ledger, round(corpus))).splitlines()
+    assert all(real.startswith(line) for line, real in zip(shown, said))
+    assert f"matched  {len(ledger)} of {len(ledger)} rows of the ledger are in the" in block
+    steps = [line for line in shown if line.startswith("step ")]
+    assert len(steps) == 2
+    for line in steps:
+        step, loss, speed, mfu, noncausal, memory = map(float, STEP.match(line).groups())
+        values = {"step": int(step), "loss": loss, "tokens_per_second": 1e3 * speed, "memory_bytes": memory * 2**20}
+        values |= {"mfu": mfu / 100, "mfu_noncausal": noncausal / 100}
+        Progress(run.steps, stream=(terminal := io.StringIO())).update(values)
+        assert line.partition("  left ")[0] == terminal.getvalue().rstrip()
+
+
+STEP = re.compile(
+    r"step (\d+)/600  loss (\S+)  (\S+)k tok/s  MFU (\S+) % \((\S+) % non-causal\)  (\d+) MiB(?:  left .*)?$"
+)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import trellis as tr
+from trellis import nn
 
 KINDS = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|permute")
 SECTIONS = re.compile(r"^Names: (.+)\nGradient: (.+)\nMoves: (.+?)(?:\n\n|\Z)", re.MULTILINE | re.DOTALL)
@@ -19,6 +20,8 @@ TRANSFORMATIONS = """
     abstract checkpoint fold grad in_order lift lift_along lift_reduction map named named_jit scan shard
     value_and_grad vmap
 """.split()
+# Of `trellis.nn`, what takes plain arrays, or gives none.
+PLAIN = "decode_attention dot_product_attention frequencies linear_cross_entropy parameters".split()
 
 MESH = tr.make_mesh(x=8)
 # `rest` lies in slices of `b` and is gathered; under `FREE` a mesh axis that a sum frees slices `b`.
@@ -33,11 +36,31 @@ with LAYOUT:
     IDS = tr.shard(tr.zeros({"a": 8}, jnp.int32), "compute")
 KEY = jax.random.key(0)
 
+DATA = tr.Layout(MESH, params={"embed": "x"}, compute={"batch": "x"})
+TENSOR = tr.Layout(MESH, params={"vocab": "x"}, compute={"heads": "x", "kv_heads": "x", "vocab": "x"})
+CONTEXT = tr.Layout(MESH, compute={"pos": "x"})
+with DATA:
+    H = tr.shard(tr.ones({"batch": 8, "pos": 16, "embed": 8}), "compute")
+    Q, LAST = (tr.shard(tr.ones({"batch": 8, "pos": n, "heads": 8, "head_dim": 8}), "compute") for n in (16, 1))
+    K = Q.rename(pos="key_pos", heads="kv_heads")
+    TABLE, TARGETS = (
+        tr.shard(tr.ones({"vocab": 16, "embed": 8})),
+        tr.shard(tr.zeros({"batch": 8, "pos": 16}, jnp.int32)),
+    )
+    LOGITS = tr.shard(tr.ones({"batch": 8, "pos": 16, "vocab": 16}), "compute")
+    ROPE = nn.rotary_tables(tr.arange(Q.axis("pos")), Q.axis("head_dim"), 1e4)
+with TENSOR:
+    H_T, Q_T, LAST_T, K_T, TABLE_T, LOGITS_T = tr.shard(jax.device_get((H, Q, LAST, K, TABLE, LOGITS)), "compute")
+with CONTEXT:
+    Q_C, K_C = tr.shard(jax.device_get((Q, K)), "compute")
+    SLICED_K = Q_C.rename(pos="key_pos", heads="kv_heads")
+
 
 def operations() -> dict[str, Callable]:
-    """Every public function of named arrays, those of `trellis.random`, too."""
+    """Every public function of named arrays, also those of `trellis.random` and `trellis.nn`."""
     mine = {name: f for name, f in vars(tr).items() if getattr(f, "__module__", "").startswith("trellis.named")}
     mine |= {f"random.{name}": getattr(tr.random, name) for name in tr.random.__all__}
+    mine |= {f"nn.{name}": getattr(nn, name) for name in nn.__all__ if name not in PLAIN}
     return {name: f for name, f in mine.items() if inspect.isfunction(f) and name not in TRANSFORMATIONS}
 
 
@@ -94,6 +117,28 @@ CALLS = {
         (LAYOUT, lambda fn, x: fn(x, ("a", "b"), "ab"), X),
         (LAYOUT, lambda fn, x: fn(x.transpose("b a"), ("b", "a"), "ba"), X),
     ],
+    "nn.attend": [
+        (layout, lambda fn, q, k, v: fn(q, k, v), q, k, k)
+        for layout, q, k in ((DATA, Q, K), (TENSOR, Q_T, K_T), (CONTEXT, Q_C, K_C), (CONTEXT, Q_C, SLICED_K))
+    ],
+    "nn.attend_cached": [
+        (layout, lambda fn, q, k, v: fn(q, k, v, jnp.int32(3)), q, k, k)
+        for layout, q, k in ((DATA, LAST, K), (TENSOR, LAST_T, K_T))
+    ],
+    "nn.constant": [(LAYOUT, lambda fn: fn({"b": 8}, 1.0))],
+    "nn.cross_entropy": [
+        (layout, lambda fn, x: fn(x, TARGETS), x) for layout, x in ((DATA, LOGITS), (TENSOR, LOGITS_T))
+    ],
+    "nn.next_token_loss": [
+        (layout, lambda fn, h, t: fn(h, t, TARGETS).total, h, t)
+        for layout, h, t in ((DATA, H, TABLE), (TENSOR, H_T, TABLE_T))
+    ],
+    "nn.normal": [(LAYOUT, lambda fn: fn(KEY, {"b": 8}, deviation=1.0))],
+    "nn.rotary_tables": [(DATA, lambda fn: fn(tr.arange(Q.axis("pos")), Q.axis("head_dim"), 1e4))],
+    "nn.rotate": [(DATA, lambda fn, x: fn(x, ROPE), Q)],
+    "nn.swiglu": [(LAYOUT, lambda fn, x, y: fn(x, y), X, X)],
+    "nn.tied": [(DATA, lambda fn, t: tr.take(fn(t, TARGETS), "vocab", TARGETS), TABLE)],
+    "nn.weight": [(LAYOUT, lambda fn: fn(KEY, {"b": 8, "c": 8}, over="b"))],
     "one_hot": [(LAYOUT, lambda fn, i: fn(i, tr.Axis("c", 8)), IDS)],
     "outer": [(LAYOUT, lambda fn, x, y: fn(tr.multiply, x, y), X.sum("b"), y) for y in (REST, WHOLE)],
     "pad": [(LAYOUT, lambda fn, x: fn(x, {"a": (8, 0)}), X)],

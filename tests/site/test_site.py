@@ -14,6 +14,7 @@ import pytest
 from tests.house.test_faces import FACES
 
 ROOT = Path(__file__).parents[2]
+FIGURE = re.compile(r"\d[\d.\\]*(\\ [KMG]iB|k)?")  # with its unit, in an escaped text
 TUTORIAL = ("first-run", "what-it-did", "own-text", "more-devices", "plan-for-a-pod")
 
 
@@ -48,7 +49,16 @@ def test_the_tutorial_s_commands_do_what_it_says(tmp_path):
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     assert (tmp_path / "runs/first/checkpoints/step-00000040").is_dir()
     assert (tmp_path / "runs/one/report.html").is_file() and (tmp_path / "stores/mine").is_dir()
+    said = (ran.stdout + ran.stderr).splitlines()
+    assert not [line.pattern for line in recorded(pages[0]) if not any(map(line.match, said))]
     assert losses(tmp_path / "runs/one")[10] == pytest.approx(losses(tmp_path / "runs/eight")[10], rel=1e-5)
+
+
+def recorded(page: str) -> list[re.Pattern]:
+    """What a terminal showed, line by line, with any figures; a line may end in dots for the rest of it."""
+    (block,) = re.findall(r"^```text\n(.*?)^```", page, re.M | re.S)
+    lines = [line.removesuffix("...").rstrip() for line in block.splitlines()]
+    return [re.compile(FIGURE.sub(lambda _: r"\d[\w. ]*?", re.escape(line))) for line in lines]
 
 
 def losses(run: Path) -> dict[int, float]:

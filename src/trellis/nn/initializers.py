@@ -13,6 +13,10 @@ from trellis.named.create import layout_spec
 def weight(key, axes, *, over: str | tuple[str, ...], scale: float = 1.0, dtype=jnp.float32) -> NamedArray:
     """A weight of a product, normal with variance `scale**2 / fan_in`, cut at three deviations.
 
+    Names: the given ones.
+    Gradient: none.
+    Moves: nothing; each device makes the slice that rests with it.
+
     >>> weight(jax.random.key(0), {"embed": 64, "heads": 4, "head_dim": 16}, over="embed").shape
     {'embed': 64, 'heads': 4, 'head_dim': 16}
 
@@ -31,6 +35,10 @@ def weight(key, axes, *, over: str | tuple[str, ...], scale: float = 1.0, dtype=
 def normal(key, axes, *, deviation: float, dtype=jnp.float32) -> NamedArray:
     """Normal numbers with the given deviation, cut at three of them.
 
+    Names: the given ones.
+    Gradient: none.
+    Moves: nothing; each device makes the slice that rests with it.
+
     >>> table = normal(jax.random.key(0), {"vocab": 512, "embed": 64}, deviation=0.02)
     >>> f"{table.array.std():.3f} {abs(table.array).max() < 0.061}"
     '0.020 True'
@@ -45,6 +53,10 @@ _CUT = 0.98658
 
 def constant(axes, value: float, dtype=jnp.float32) -> NamedArray:
     """A parameter that starts as one value (scales of norms, biases).
+
+    Names: the given ones.
+    Gradient: none.
+    Moves: nothing; each device makes the slice that rests with it.
 
     >>> constant({"embed": 3}, 1.0)
     f32[embed=3]

@@ -87,6 +87,10 @@ def rotary_tables(
 
     Computed once for all layers, and placed once where queries and keys are used.
 
+    Names: those of `positions`, then that of `head_dim`.
+    Gradient: none.
+    Moves: nothing, where positions lie as queries do.
+
     Args:
         positions: `i32["batch pos"]` or `i32["pos"]`.
         head_dim: the dimension to rotate; its size is even.
@@ -119,6 +123,10 @@ def rotate(x: NamedArray, tables, head_dim: str = "head_dim", *, pairs: bool = F
 
     On TPUs the exchange within pairs is a product with a signed permutation,
     exact in every dtype: slicing a dimension of 64 or 128 lanes is slow there.
+
+    Names: those of `x`.
+    Gradient: turned back; nothing moves.
+    Moves: nothing.
     """
     cos, sin = (t.astype(x.dtype) for t in tables)
     return x * cos + _turned(x, head_dim, pairs) * sin

@@ -36,6 +36,13 @@ def attend(
     slices of positions are exchanged for slices of heads, forward and back. Where only the queries' heads are sliced,
     each device reads the key heads that it needs.
 
+    Names: those of `q`.
+    Gradient: probabilities are made again from queries and keys; a reduce-scatter for keys and values that were
+        gathered, an all-reduce for those that are whole where queries are sliced, and permutes back where `pos` is
+        sliced.
+    Moves: nothing, unless `pos` is sliced: then an all-gather of keys and values, and permutes that share out the
+        causal mask; or what the layout's `context` says instead.
+
     Args:
         q: `"batch pos heads head_dim"`, or, of one example, without `batch`; so are the others then.
         k: `"batch key_pos kv_heads head_dim"`.
@@ -76,6 +83,10 @@ def _batch_of_one(x: NamedArray) -> NamedArray:
 
 def attend_cached(q: NamedArray, k: NamedArray, v: NamedArray, length, **options) -> NamedArray:
     """Attention of one new position over what a cache holds, the new position included, on any layout.
+
+    Names: those of `q`.
+    Gradient: that of attention to what is filled; nothing moves.
+    Moves: nothing, where the cache lies as the layout has it.
 
     Args:
         q: `"batch pos heads head_dim"` with one position.

@@ -33,6 +33,12 @@ def next_token_loss(
     With `vocab` mapped to a mesh axis it is vocabulary parallel: devices share
     three numbers a token.
 
+    Names: none; sums over all tokens.
+    Gradient: made along with the sums; a reduce-scatter for an unembedding that was gathered, an all-reduce for hidden
+        states that meet a sliced `vocab`.
+    Moves: an all-gather of an unembedding that rests in slices; an all-reduce of the sums over tokens, and of three
+        numbers a token where `vocab` is sliced.
+
     Args:
         hidden: `"batch pos embed"`.
         unembedding: `"vocab embed"`.
@@ -93,6 +99,10 @@ def tied(table: NamedArray, tokens: NamedArray) -> NamedArray:
 
     Moved once for both, its gradients are summed on each device, and over devices once; each use on its own would move
     the table's gradient on its own. Where the loss gathers an unembedding in chunks, it stays as it is.
+
+    Names: `vocab embed`.
+    Gradient: summed over both uses first; a reduce-scatter where the table was gathered.
+    Moves: an all-gather of a table that rests in slices, unless the loss gathers it in chunks.
 
     Args:
         table: `"vocab embed"`.
