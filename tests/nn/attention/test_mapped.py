@@ -1,4 +1,4 @@
-"""Attention of each example, mapped over slices of the examples."""
+"""Attention of each example, mapped over slices of the examples, or over all of them."""
 
 import jax
 import numpy as np
@@ -16,7 +16,16 @@ def total(q, k, v):
     return (tr.vmap(nn.attend, "example")(q, k, v) ** 2).sum().array
 
 
-@pytest.mark.parametrize("compute", [{"example": "data"}, {"example": "data", "pos": "model"}], ids=str)
+@pytest.mark.parametrize(
+    "compute",
+    [
+        {"example": "data"},
+        {"example": "data", "pos": "model"},
+        {"heads": "model"},
+        {"batch": "data", "pos": "model"},
+    ],
+    ids=str,
+)
 def test_values_and_gradients(compute):
     rng = np.random.default_rng(0)
     args = [tr.named(rng.normal(size=[SIZES[n] for n in t.split()]).astype(np.float32), t) for t in NAMES]

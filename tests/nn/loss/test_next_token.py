@@ -83,7 +83,10 @@ def test_what_accelerators_do_equals_one_device(params, monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), found, wanted)
 
 
-def test_a_loss_of_each_example_that_is_mapped_over_slices():
+@pytest.mark.parametrize(
+    "compute", [{"example": "data", "vocab": "model"}, {"batch": "data", "vocab": "model"}], ids=str
+)
+def test_a_loss_of_each_example_that_is_mapped(compute):
     rng = np.random.default_rng(0)
     hidden = named(rng.normal(size=(4, 2, 4, 8)).astype(np.float32), "example batch pos embed")
     table = named(rng.normal(size=(16, 8)).astype(np.float32), "vocab embed")
@@ -95,7 +98,6 @@ def test_a_loss_of_each_example_that_is_mapped_over_slices():
 
     run = jax.jit(jax.value_and_grad(losses, (0, 1)))
     wanted = run(hidden, table, targets)
-    compute = {"example": "data", "vocab": "model"}
     with Layout(make_mesh(jax.devices()[:4], data=2, model=2), params={"embed": "data"}, compute=compute):
         found = run(shard(hidden, "compute"), shard(table), shard(targets, "compute"))
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

@@ -69,7 +69,14 @@ class Placement:
             body, mesh=self.mesh, in_specs=(table_specs, *specs), out_specs=specs[0], check_vma=check
         )
         # Outside of a compiled program JAX (0.10.2) maps no shard_map over slices.
-        return (jax.jit(mapped) if layout is not None and layout.mapped else mapped)(tables, *arrays)
+        call = jax.jit(mapped) if layout is not None and layout.mapped else mapped
+        try:
+            return call(tables, *arrays)
+        except ValueError as error:  # mapped over a name that is whole, where `layout.mapped` is empty
+            if not any(self.copied) or "dangerous when PartitionSpec" not in str(error):
+                raise
+        place, plain = self.without_copies(arrays)
+        return place.run(kernel, plain, tables, table_specs, check=check)
 
     def without_copies(self, arrays) -> tuple["Placement", tuple]:
         """The arrays as they are but for copies: under a vmap over a mesh axis JAX (0.10.2 to 0.12) takes none of them

@@ -67,11 +67,17 @@ def next_token_loss(
         bias = None if bias is None else move(bias, (vocab,), frozenset(batch + pos))
         targets = move(targets, (batch, pos), frozenset())
         weights = None if weights is None else move(weights, (batch, pos), frozenset())
+    named = hidden, unembedding, targets, weights, bias, vocab_size
     plain = None if weights is None else weights.array
     if vocab_size == unembedding.shape["vocab"]:
         vocab_size = None
-    options |= {"vocab_size": vocab_size, "bias": None if bias is None else bias.array}
-    return linear_cross_entropy(hidden.array, unembedding.array, targets.array, plain, vocab_first=True, **options)
+    given = {"vocab_size": vocab_size, "bias": None if bias is None else bias.array, **options}
+    try:
+        return linear_cross_entropy(hidden.array, unembedding.array, targets.array, plain, vocab_first=True, **given)
+    except ValueError as error:  # mapped over a name that is whole, where `layout.mapped` is empty, with copies
+        if "dangerous when PartitionSpec" not in str(error):
+            raise
+        return _mapped(*named, **options)
 
 
 def _mapped(

@@ -62,6 +62,12 @@ def sliced_attention(
         run = jax.jit(lambda *arrays: _forward(_Attention(place, program, save_name), *arrays)[0])
         return run(q, k, v, segment_ids)
     attend = _attend_by_kernels if program.kernels.opaque else _attend
+    try:
+        return attend(_Attention(place, program, save_name), q, k, v, segment_ids)
+    except ValueError as error:  # mapped over a name that is whole, where `layout.mapped` is empty
+        if not any(place.copied) or "dangerous when PartitionSpec" not in str(error):
+            raise
+    place, (q, k, v) = place.without_copies((q, k, v))
     return attend(_Attention(place, program, save_name), q, k, v, segment_ids)
 
 
