@@ -12,7 +12,7 @@ export PIP_USER = 0
 # Where there is an NVIDIA GPU, what JAX needs to use it is installed too.
 GPU := $(if $(wildcard /dev/nvidia[0-9]*),[gpu])
 
-.PHONY: train test check fuzz site lint format lock clean
+.PHONY: train test check fuzz chaos site lint format lock clean
 
 train: $(VENV)/core.stamp
 	$(BIN)/trellis train
@@ -31,6 +31,11 @@ COUNT ?= 1000
 SEED ?= 0
 fuzz: $(VENV)/test.stamp
 	$(BIN)/python -m tests.fuzz --count $(COUNT) --seed $(SEED) $(OPTIONS)
+
+# Faults at random moments in real runs, none of which may lose anything: make chaos MINUTES=60 SEED=0
+MINUTES ?= 10
+chaos: $(VENV)/test.stamp
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) $(OPTIONS)
 
 # The documents as a site, in build/site: open build/site/index.html.
 site: $(VENV)/test.stamp

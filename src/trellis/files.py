@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 from pathlib import Path
 
 
@@ -47,5 +48,20 @@ def no_room(error: BaseException | None) -> str:
         for number in _NO_ROOM if isinstance(error, ValueError) else ():
             if os.strerror(number) in str(error):
                 return os.strerror(number)
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def refused(error: BaseException | None) -> str:
+    """What a system says of a file that it does not let be read or written, where that is why something failed.
+
+    >>> refused(OSError(errno.EROFS, "Read-only file system", "a/b")), refused(OSError("no file of anyone's"))
+    ('Read-only file system: a/b', '')
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+            return f"{error.strerror}: {error.filename!s:.200}"
+        if isinstance(error, ValueError) and re.search(r'Error (reading|writing|opening) .*"', str(error)):
+            return f"{error!s:.300}"  # TensorStore's words
         error = error.__cause__ or error.__context__
     return ""

@@ -1,6 +1,7 @@
 """Checkpoints are whole or absent, come back to the bit on any mesh, and damage is found."""
 
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trellis.checkpoints.checkpoints import Checkpoints
+from trellis.checkpoints.manifest import own_checksum
 from trellis.errors import UserError
 from trellis.named import NamedArray
 
@@ -188,7 +190,24 @@ def test_all_damaged_is_an_error(tmp_path, wide):
         flip(largest(checkpoints.path(1)))
         with pytest.raises(UserError, match="A run resumes from a checkpoint that is whole") as error:
             checkpoints.restore(abstract(state))
-    assert error.value.fix == "restore a copy of the folder, or start a new run"
+        assert error.value.fix == "restore a copy of the folder, or start a new run in another one"
+        with pytest.raises(UserError, match="damaged-step-00000001 and no other"):  # nor does it begin anew next time
+            checkpoints.restore(abstract(state))
+
+
+def test_a_checkpoint_of_another_version_is_refused_and_left_alone(tmp_path, wide):
+    state = state_on(wide)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        path = checkpoints.path(1) / "manifest.json"
+        later = {**json.loads(path.read_text()), "format": 2}
+        later.pop("crc")
+        path.write_text(json.dumps({**later, "crc": own_checksum(later)}))
+        with pytest.raises(UserError, match="by the version of Trellis that wrote it") as error:
+            checkpoints.restore(abstract(state))
+        assert error.value.seen == "format 2, and this version reads 1"
+        assert error.value.where == str(checkpoints.path(1)) and checkpoints.steps() == [1]
 
 
 def test_a_copy_of_the_run_lies_in_each_checkpoint(tmp_path, wide):
@@ -257,3 +276,14 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path, wide):
 def test_a_run_keeps_its_newest_checkpoint(tmp_path):
     with pytest.raises(UserError, match="keeps at least its newest checkpoint"):
         Checkpoints(tmp_path, keep_latest=0)
+
+
+def test_a_folder_that_is_gone_is_told_by_the_system_and_leaves_no_thread(tmp_path, wide):
+    state, folder = state_on(wide), tmp_path / "checkpoints"
+    with Checkpoints(folder) as checkpoints:
+        folder.rmdir()
+        folder.write_text("")
+        before = threading.active_count()
+        with pytest.raises(NotADirectoryError):
+            checkpoints.save(1, state)
+        assert threading.active_count() == before

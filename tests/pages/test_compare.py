@@ -58,6 +58,8 @@ def test_the_page_has_each_curve_over_steps_tokens_and_time(two):
     made = page(runs)
     for words in ("Loss over steps", "Loss over tokens", "Loss over seconds of training", "Validation loss over steps"):
         assert words in made
+    for value in ("<td>slow</td><td>10</td>", "<td>400</td>", "loss after 1.00k tokens: slow 3.0000, fast 3.5000"):
+        assert value in made
     assert "optimizer.learning_rate" in made and made.count('class="curve s1"') >= 3
     assert [curve.seconds[-1] for curve in curves(runs)] == [20.0, 5.0]
 

@@ -131,3 +131,11 @@ def test_stores_of_another_tokenizer_are_refused(stores, tmp_path):
         assert error.value.fix == "tokenize the corpus with the model's tokenizer"
     found = open_corpus(run_on(StoreSource(path=theirs), vocab=300, tokenizer=named)).tokenizer
     assert found.sha256 == other.tokenizer().sha256
+
+
+@pytest.mark.parametrize("text", ["", "steps: [", "steps: 3\n", "\0", "- a\n"])
+def test_a_spoiled_run_file_is_told_with_its_name(tmp_path, text):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(UserError) as error:
+        open_run(tmp_path)
+    assert str(tmp_path / "run.yaml") in error.value.where

@@ -16,6 +16,7 @@ from tests.train.small import curve
 from trellis.checkpoints import checkpoints
 from trellis.commands import line
 from trellis.files import no_room
+from trellis.train.stopping import RunStopped, explain
 
 SCRIPT = """
 import pathlib, resource, sys
@@ -91,3 +92,13 @@ def test_other_errors_are_not_taken_for_a_full_disk():
     assert no_room(wrapped) == "No space left on device"
     assert not no_room(RuntimeError("No space left on device"))
     assert not no_room(PermissionError(13, "Permission denied", "x"))
+
+
+def test_files_that_cannot_be_written_stop_a_run_in_one_message():
+    told = explain(OSError(30, "Read-only file system", "a/metrics.jsonl"), "last good checkpoint: c")
+    assert isinstance(told, RunStopped) and told.exit_code == 3
+    assert told.rule == "The files of a run can be read and written while it trains."
+    assert told.seen == "Read-only file system: a/metrics.jsonl" and told.where == "last good checkpoint: c"
+    assert told.fix.endswith("then run the same command again; it continues after that checkpoint")
+    other = ValueError("a loss is one number")
+    assert explain(other, "c") is other

@@ -132,6 +132,8 @@ class Checkpoints:
         folder = self.path(step)
         if (folder / MANIFEST).exists():
             return False
+        if jax.process_index() == 0:
+            _try_to_write(self.folder)
         found = entries(state)
         ocp = _orbax()
         # Layers are stored one by one, so that whoever needs one reads one.
@@ -194,7 +196,7 @@ class Checkpoints:
             UserError: a checkpoint does not fit the target, or is asked for and absent, or all are damaged.
         """
         known = self.steps()
-        wanted = known[::-1] if step is None else [s for s in known if s == step]
+        wanted, damage = known[::-1] if step is None else [s for s in known if s == step], None
         if step is not None and not wanted:
             raise UserError(
                 "Only a finished checkpoint can be restored.",
@@ -209,12 +211,13 @@ class Checkpoints:
                 return self._read(folder, manifest, target, partial, dict(resizable or {}))
             if step is None:
                 self._set_aside(folder, damage)
-        if wanted:
+        aside = sorted(path.name for path in self.folder.glob("damaged-step-*"))
+        if wanted or aside:
             raise UserError(
                 "A run resumes from a checkpoint that is whole.",
-                seen=damage,
+                seen=damage or f"{', '.join(aside)} and no other",
                 where=str(self.folder),
-                fix="restore a copy of the folder, or start a new run",
+                fix="restore a copy of the folder, or start a new run in another one",
             )
         return None
 
@@ -255,8 +258,8 @@ class Checkpoints:
         """What happens behind the training: the end of Orbax's writing, checksums, the manifest, old ones removed."""
         try:
             self._checkpointer().wait_until_finished()
-            wait_for([folder / "state"], self._timeout)
-            process = jax.process_index()
+            process, several = jax.process_index(), jax.process_count() > 1
+            wait_for([folder / "state"], self._timeout if several else 0.0)
             if process == 0:
                 for source in self._copy:
                     shutil.copy(source, folder / source.name)
@@ -319,6 +322,13 @@ def _orbax() -> Any:
     sys.unraisablehook = hook
 
     return ocp
+
+
+def _try_to_write(folder: Path) -> None:
+    """Raises what the system says where nothing can be made in a folder. Threads of Orbax would wait minutes for it."""
+    probe = folder / ".probe"
+    probe.touch()
+    probe.unlink()
 
 
 def _barrier(name: str) -> None:

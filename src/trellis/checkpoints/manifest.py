@@ -1,11 +1,13 @@
 """The manifest of a checkpoint: its commit marker, what it holds, and a checksum of each of its files."""
 
+import errno
 import json
 import time
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from trellis.errors import UserError
 from trellis.files import write_json
 
 MANIFEST = "manifest.json"
@@ -58,10 +60,11 @@ def commit(folder: Path, content: dict, processes: int, timeout: float) -> None:
     for path in sums:
         files.update(json.loads(path.read_text()))
     manifest = {"format": _FORMAT, **content, "processes": processes, "files": files}
-    write_json(folder / MANIFEST, {**manifest, "crc": _own_checksum(manifest)})
+    write_json(folder / MANIFEST, {**manifest, "crc": own_checksum(manifest)})
 
 
-def _own_checksum(manifest: dict) -> int:
+def own_checksum(manifest: dict) -> int:
+    """The checksum of a manifest without it."""
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
@@ -71,21 +74,30 @@ def wait_for(paths: Iterable[Path], timeout: float) -> None:
     missing = list(paths)
     while missing := [path for path in missing if not path.exists()]:
         if time.monotonic() > end:
-            raise TimeoutError(
-                f"after {timeout:g} s these files of a checkpoint are not there: " + ", ".join(str(p) for p in missing)
-            )
+            where = ", ".join(map(str, missing))
+            raise TimeoutError(errno.ETIMEDOUT, f"a file of a checkpoint is not there after {timeout:g} s", where)
         time.sleep(0.01)
 
 
 def read_manifest(folder: Path) -> dict:
-    """A checkpoint's manifest. Raises `DamagedCheckpoint` where it cannot be read."""
+    """A checkpoint's manifest.
+
+    Raises:
+        DamagedCheckpoint: it cannot be read.
+        UserError: another version of Trellis wrote it.
+    """
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())
-        if manifest["format"] != _FORMAT:
-            raise DamagedCheckpoint(f"{path}: format {manifest['format']}, and this version reads {_FORMAT}")
-        if manifest.pop("crc") != _own_checksum(manifest):
+        if manifest.pop("crc") != own_checksum(manifest):
             raise DamagedCheckpoint(f"{path} does not hold what was written (checksum)")
+        if manifest["format"] != _FORMAT:
+            raise UserError(
+                "A checkpoint is read by the version of Trellis that wrote it, or one that knows its format.",
+                seen=f"format {manifest['format']}, and this version reads {_FORMAT}",
+                where=str(folder),
+                fix="use the version that wrote it, or move the checkpoint away to go on after the one before it",
+            )
         return manifest
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedCheckpoint(f"{path}: {type(error).__name__}: {error}") from error

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from trellis.errors import UserError
-from trellis.files import no_room
+from trellis.files import no_room, refused
 
 
 class NoRoom(UserError):
@@ -30,11 +30,11 @@ def explained(error: BaseException, folder: Path) -> BaseException:
 
 class _ToldElsewhere(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.exc_info and no_room(record.exc_info[1]))
+        return not (record.exc_info and (no_room(record.exc_info[1]) or refused(record.exc_info[1])))
 
 
 def tell_once() -> None:
-    """Where there is no room, many tasks of Orbax end with the same error. asyncio is not to log each of them."""
+    """Where files cannot be written, many tasks of Orbax end with the same error, not to be logged each time."""
     logger = logging.getLogger("asyncio")
     if not any(isinstance(filter, _ToldElsewhere) for filter in logger.filters):
         logger.addFilter(_ToldElsewhere())

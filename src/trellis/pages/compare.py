@@ -84,22 +84,8 @@ def _flat(value: Any, path: str = ""):
 def text(runs: Sequence[RunFolder]) -> str:
     """The comparison for a terminal."""
     found = curves(runs)
-    header = ("run", "steps", "tokens", "time", "tok/s", "loss", "validation", "bits/byte", "training loss")
-    rows = []
-    for curve in found:
-        rate = curve.tokens[-1] / curve.seconds[-1] if curve.seconds[-1] else 0.0
-        rows.append(
-            (
-                curve.name,
-                f"{curve.steps[-1]:,.0f}",
-                count(curve.tokens[-1]),
-                duration(curve.seconds[-1]),
-                count(rate),
-                *(_last(curve, name) for name in ("loss", "validation_loss", "bits_per_byte")),
-                sparkline([line.get("loss") for line in curve.lines]),
-            )
-        )
-    lines = [aligned(header, rows, right=range(1, 8))]
+    rows = [(*_ends(curve), sparkline([line.get("loss") for line in curve.lines])) for curve in found]
+    lines = [aligned((*_ENDS, "training loss"), rows, right=range(1, 8))]
     reached = _together(found)
     if reached:
         lines += ["", reached]
@@ -108,6 +94,22 @@ def text(runs: Sequence[RunFolder]) -> str:
         return "\n".join([*lines, "", "their run.yaml are the same but for the name"])
     shown = [(name, *(_short(value) for value in values)) for name, values in differ]
     return "\n".join([*lines, "", "what differs in run.yaml", "", aligned(("field", *(c.name for c in found)), shown)])
+
+
+_ENDS = ("run", "steps", "tokens", "time", "tok/s", "loss", "validation", "bits/byte")
+
+
+def _ends(curve: Curve) -> tuple[str, ...]:
+    """Where a run ended."""
+    rate = curve.tokens[-1] / curve.seconds[-1] if curve.seconds[-1] else 0.0
+    return (
+        curve.name,
+        f"{curve.steps[-1]:,.0f}",
+        count(curve.tokens[-1]),
+        duration(curve.seconds[-1]),
+        count(rate),
+        *(_last(curve, name) for name in ("loss", "validation_loss", "bits_per_byte")),
+    )
 
 
 def _together(found: Sequence[Curve]) -> str:
@@ -127,8 +129,8 @@ def page(runs: Sequence[RunFolder]) -> str:
     drawn = []
     for name, title in _SHOWN.items():
         for scale, words in _SCALES.items():
-            ends = [getattr(curve, scale) for curve in found]
-            grid = _grid(min(x[0] for x in ends), max(x[-1] for x in ends))
+            scales = [getattr(curve, scale) for curve in found]
+            grid = _grid(min(x[0] for x in scales), max(x[-1] for x in scales))
             series = tuple(Series(curve.name, _resampled(curve, scale, name, grid)) for curve in found)
             chart = Chart(f"{title} over {words}", series)
             if chart.known:
@@ -139,8 +141,10 @@ def page(runs: Sequence[RunFolder]) -> str:
         if differ
         else tag("p", "Their run.yaml are the same but for the name.", class_="note")
     )
+    ends = join(table([_ends(curve) for curve in found], head=_ENDS), tag("p", _together(found), class_="note"))
     body = join(
         tag("header", tag("h1", " · ".join(curve.name for curve in found))),
+        tag("div", section("Where they ended", ends, wide=True), class_="grid2"),
         tag("div", section("Curves", tag("div", *drawn, class_="curves"), wide=True), class_="grid2"),
         tag("div", section("What differs in run.yaml", what, wide=True), class_="grid2"),
         tag("footer", f"written {time.strftime('%Y-%m-%d %H:%M:%S')} by `trellis compare`"),

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from trellis.errors import UserError
+from trellis.files import write_whole
 from trellis.run.config import Run
 from trellis.run.schema import build, plain
 
@@ -25,15 +27,29 @@ def to_yaml(value: Any) -> str:
 
 def write_run(run: Run, path: Path) -> None:
     """Writes a run to a file that `read_run` and `trellis train FILE.yaml` read back as the same value."""
-    path.write_text(to_yaml(run))
+    write_whole(path, to_yaml(run))
 
 
 def read_run(path: Path) -> Run:
     """The run in a file that `write_run` wrote.
 
     Raises:
-        UserError: it does not fit, for instance because another version wrote it.
+        UserError: it is no YAML, or does not fit, for instance because another version wrote it.
     """
     import yaml
 
-    return build(Run, yaml.safe_load(path.read_text()), origin=lambda name: f"`{name}` in {path}")
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(
+            "A run's file is YAML.",
+            seen=" ".join(str(error).split()),
+            where=str(path),
+            fix="use the copy of it that lies in each checkpoint",
+        ) from None
+    try:
+        return build(Run, found, origin=lambda name: f"`{name}` in {path}")
+    except UserError as error:
+        if str(path) in error.where:
+            raise
+        raise UserError(error.rule, seen=error.seen, where=f"{error.where} in {path}", fix=error.fix) from None

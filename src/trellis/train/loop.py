@@ -320,5 +320,7 @@ def _last_good(saved: Checkpoints, others_live: bool) -> str:
     if others_live:
         with contextlib.suppress(Exception):
             saved.wait()
+    if not saved.folder.is_dir():
+        return f"the checkpoints in {saved.folder}, which is not there now"
     step = saved.latest()
     return "no checkpoint was written yet" if step is None else f"last good checkpoint: {saved.path(step)}"

@@ -16,7 +16,7 @@ import jax
 
 from trellis.checkpoints.room import NoRoom
 from trellis.errors import UserError
-from trellis.files import no_room
+from trellis.files import no_room, refused
 
 # What the runtimes write when another process of the run is gone.
 _PEER = re.compile(
@@ -57,6 +57,14 @@ def explain(error: BaseException, last_good: str) -> BaseException:
             seen=error.seen if isinstance(error, NoRoom) else no_room(error),
             where=last_good,
             fix="free some space, then run the same command again; it continues after that checkpoint",
+        )
+    if not isinstance(error, UserError) and (reason := refused(error)):
+        return RunStopped(
+            "The files of a run can be read and written while it trains.",
+            seen=reason,
+            where=last_good,
+            fix="see that its file system is there and lets them be written, then run the same command again; it "
+            "continues after that checkpoint",
         )
     if isinstance(error, jax.errors.JaxRuntimeError):
         first = str(error).splitlines()[0]

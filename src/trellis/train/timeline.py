@@ -1,10 +1,9 @@
 """When things happened in a run, over all its starts."""
 
+import contextlib
 import json
 import time
 from pathlib import Path
-
-from trellis.files import no_room
 
 
 class Timeline:
@@ -22,9 +21,6 @@ class Timeline:
     def add(self, event: str, step: int | None, **more: object) -> None:
         """Notes an event: started, resumed, compiled, evaluation, checkpoint, interrupted, stopped, finished."""
         if self._path is not None:
-            try:
-                with open(self._path, "a") as file:
-                    file.write(json.dumps({"time": time.time(), "event": event, "step": step, **more}) + "\n")
-            except OSError as error:  # a run does not end for want of a note; what it needs to write tells it
-                if not no_room(error):
-                    raise
+            # A run does not end for want of a note; what it needs to write tells why.
+            with contextlib.suppress(OSError), open(self._path, "a") as file:
+                file.write(json.dumps({"time": time.time(), "event": event, "step": step, **more}) + "\n")

@@ -1,0 +1,204 @@
+"""Where faults are tried: runs in folders of their own, and the run that nothing disturbed."""
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.train.small import make_run
+from trellis.train.trackers import read_lines
+
+STEPS, EVERY = 40, 4
+# Seconds after which a command is taken to hang.
+LIMIT = 240.0
+
+
+class Wrong(AssertionError):
+    """A fault that did not end as it should."""
+
+
+@dataclasses.dataclass
+class End:
+    """How a command ended: its exit code, below zero for a signal, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def message(self) -> str:
+        """The last message of the command, from its first word on."""
+        return self.err[self.err.rindex("trellis: ") :] if "trellis: " in self.err else ""
+
+
+class Server:
+    """The process that starts commands."""
+
+    def __init__(self, cache: Path):
+        env = {**os.environ, "XDG_CACHE_HOME": str(cache), "OPENBLAS_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.chaos.server"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+class Started:
+    """A command that runs."""
+
+    def __init__(self, server: Server, words: list[str], folder: Path, world: dict[str, Any]):
+        self._server, self._files = (
+            server,
+            {name: str(folder / f"{time.monotonic_ns()}.{name}") for name in ("out", "err")},
+        )
+        self.pid = server.ask({"words": words, "world": world, **self._files})
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            self._code = self._server.ask({"pid": self.pid})
+        return self._code
+
+    def signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def end(self) -> End:
+        """Waits for it."""
+        deadline = time.monotonic() + LIMIT
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                self.signal(signal.SIGKILL)
+                raise Wrong(f"a command hung for {LIMIT:.0f} s")
+            time.sleep(0.01)
+        read = lambda name: path.read_text(errors="replace") if (path := Path(self._files[name])).exists() else ""
+        return End(self._code or 0, read("out"), read("err"))
+
+
+def losses(run: Path) -> dict[int, float]:
+    """The loss of every step that a run logged."""
+    return {line["step"]: line["loss"] for line in read_lines(run / "metrics.jsonl")}
+
+
+class Bench:
+    """What all cases share: stores, compiled programs, the undisturbed run."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        (folder / "stores").mkdir(parents=True)
+        self.run_file = make_run(folder / "stores")
+        self.server = Server(folder / "cache")
+        self.whole = Case(self, random.Random(0), "whole")
+        self.whole.expect(self.whole.start().end(), (0,))  # compiles what the others find compiled
+        begun = time.monotonic()
+        self.whole.expect(self.whole.start().end(), (0,))  # restores, and starts no step
+        self.seconds = time.monotonic() - begun
+        self.losses = losses(self.whole.run)
+
+    def close(self) -> None:
+        self.server.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Case:
+    """One run in a folder, to which things happen.
+
+    Attributes:
+        run: the run's folder.
+        stores: its own copy of the stores.
+        random: where all choices come from.
+        torn: whether lines of metrics may be missing, as files were copied at different times.
+    """
+
+    def __init__(self, bench: Bench, rng: random.Random, name: str):
+        self.bench, self.random, self.torn = bench, rng, False
+        self.folder = bench.folder / name
+        self.run, self.stores = self.folder / "run", self.folder / "stores"
+        shutil.copytree(bench.folder / "stores", self.stores)
+        self.run_file = self.stores / "run.yaml"
+        self.run_file.write_text(bench.run_file.read_text().replace(str(bench.folder / "stores"), str(self.stores)))
+
+    def start(self, *more: str, run: Path | None = None, **world: Any) -> Started:
+        """The command that trains this run, or goes on with it."""
+        words = [
+            "train",
+            str(self.run_file),
+            "--run-dir",
+            str(run or self.run),
+            "--devices",
+            "2",
+            "--steps",
+            str(STEPS),
+        ]
+        words += ["--checkpoints.every", str(EVERY), "--checkpoints.keep_latest", "3", "--guard.every", "5", *more]
+        return Started(self.bench.server, words, self.folder, world)
+
+    def part(self) -> tuple[str, str]:
+        """Options for some more steps, so that something is left for what happens next."""
+        return "--until", str(min(STEPS, len(self.lines()) + self.random.randint(3, 10)))
+
+    def moment(self, started: Started) -> None:
+        """Waits for a random one: some time from the start on, or until so many steps were logged."""
+        begun = time.monotonic()
+        if self.random.random() < 0.4:
+            wait, steps = self.random.uniform(0, 2 * self.bench.seconds), None
+        else:
+            wait, steps = LIMIT, self.random.randint(min(len(self.lines()), STEPS), STEPS)
+        while started.poll() is None and time.monotonic() - begun < wait:
+            if steps is not None and len(self.lines()) >= steps:
+                break
+            time.sleep(0.005)
+
+    def lines(self) -> list[str]:
+        path = self.run / "metrics.jsonl"
+        try:
+            return path.read_text().splitlines()
+        except OSError:
+            return []
+
+    def begin(self) -> None:
+        """Sees to it that there are some checkpoints."""
+        if len(self.checkpoints()) < 2:
+            self.expect(self.start("--until", str(self.random.randrange(2 * EVERY + 1, STEPS))).end(), (0,))
+
+    def checkpoints(self) -> list[Path]:
+        """The finished ones, oldest first."""
+        return sorted(path.parent for path in self.run.glob("checkpoints/step-*/manifest.json"))
+
+    def expect(self, end: End, codes: tuple[int, ...], told: str = "") -> End:
+        """Holds an end to what it may be: no traceback, and where the run stopped itself, one message in four parts."""
+        if end.code not in codes:
+            raise Wrong(f"exit code {end.code}, expected {codes}: {end.err[-3000:]}")
+        if "Traceback" in end.err:
+            raise Wrong(f"a traceback: {end.err[-4000:]}")
+        if end.code in (2, 3):
+            if end.err.count("trellis: ") != 1 or not all(f"\n  {p}:" in end.message for p in ("seen", "where", "fix")):
+                raise Wrong(f"not one message in four parts: {end.err[-2000:]}")
+            if told not in end.message:
+                raise Wrong(f"not told `{told}`: {end.message}")
+        return end
+
+    def finish(self) -> None:
+        """Goes on to the end, undisturbed, and holds the run against the one that nothing happened to."""
+        self.expect(self.start().end(), (0,))
+        found, wanted = losses(self.run), self.bench.losses
+        if self.torn:
+            wanted = {step: wanted.get(step) for step in found}
+        if found != wanted:
+            raise Wrong(f"other losses: {found} where undisturbed {wanted}")
+        if [path.name for path in self.checkpoints()][-1:] != [f"step-{STEPS:08d}"]:
+            raise Wrong(f"no checkpoint of the last step, but {self.checkpoints()}")
+        shutil.rmtree(self.folder)
