@@ -45,6 +45,19 @@ def pytest_addoption(parser):
     parser.addoption("--regenerate", action="store_true", help="write golden files anew instead of comparing with them")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """`pytest.mark.slow(but=3)` marks all of a test's cases but three, spread evenly over them."""
+    cases = {}
+    for item in items:
+        if any(mark.name == "slow" and "but" in mark.kwargs for mark in item.own_markers):
+            cases.setdefault((item.path, item.originalname), []).append(item)
+    for each in cases.values():
+        but = next(mark.kwargs["but"] for mark in each[0].own_markers if "but" in mark.kwargs)
+        for item in each[:: -(-len(each) // but)]:
+            item.own_markers = [mark for mark in item.own_markers if "but" not in mark.kwargs]
+
+
 # Seconds from which on a test that is not marked `slow` is named at the end.
 QUICK = 20.0
 

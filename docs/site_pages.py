@@ -22,11 +22,11 @@ HOME = {
     "CHANGELOG.md": "changes.md",
 }
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
-GROUPS = [
-    f"trellis.named.{name}"
-    for name in "contract elementwise unary activations binary reduce along index update pieces reshape rearrange "
-    "create random placing saving".split()
-]
+GROUPS = """
+    named.contract named.elementwise named.unary named.activations named.binary named.reduce named.along named.index
+    named.update named.pieces named.reshape named.rearrange named.create named.random named.placing named.saving
+    mesh.reshard
+""".split()
 OPERATIONS = """# Named operations
 
 Each is `tr.NAME`, and most are methods, `x.NAME`, too; `help(tr.NAME)` says the same. Three lines say what an operation
@@ -117,7 +117,8 @@ def operations() -> dict[str, list[str]]:
         if inspect.isfunction(value) and "\nMoves: " in (inspect.getdoc(value) or ""):
             found.setdefault(value.__module__, []).append(value.__name__)
     return {
-        module: sorted(set(names)) for module, names in sorted(found.items(), key=lambda item: GROUPS.index(item[0]))
+        module: sorted(set(names))
+        for module, names in sorted(found.items(), key=lambda item: GROUPS.index(item[0].removeprefix("trellis.")))
     }
 
 

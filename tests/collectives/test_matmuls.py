@@ -78,12 +78,14 @@ def check(mesh, which, ring):
     close(gradients, jax.grad(total(want, weights), (0, 1))(a, b))
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("ring", RINGS, ids=str)
 @pytest.mark.parametrize("which", PRODUCTS)
 def test_values_and_gradients_are_the_plain_products(mesh, which, ring):
     check(mesh, which, ring)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("sizes", [(1, 8), (8, 1)], ids=str)
 @pytest.mark.parametrize("which", PRODUCTS)
 def test_on_a_long_ring_and_on_none(sizes, which):

@@ -52,6 +52,7 @@ def model_of(folder):
         return restore_model(assembled, folder)[0].model
 
 
+@pytest.mark.slow
 def test_out_and_in(run_folder, tmp_path, capsys):
     assert main(["export", str(run_folder), "--to", str(tmp_path / "hf"), "--dtype", "float32"]) == 0
     out = capsys.readouterr().out

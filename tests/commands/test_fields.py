@@ -39,7 +39,10 @@ CHOOSE = {
     "gpt2": {"model": f"{{family: gpt2, {_LLAMA}, positions: 64, dropout: 0.0}}"},
     "gptj": {"model": f"{{family: gptj, {_LLAMA}, rotary_dim: 4}}"},
     "qwen3": {"model": f"{{family: qwen3, {_GROUPED}, tie_embeddings: true}}"},
-    "mixtral": {"model": f"{{family: mixtral, {_GROUPED}, experts: 4, experts_per_token: 2, tie_embeddings: false}}"},
+    **{
+        family: {"model": f"{{family: {family}, {_GROUPED}, experts: 4, experts_per_token: 2, tie_embeddings: false}}"}
+        for family in ("mixtral", "qwen3_moe")
+    },
     "linear_scaling": {"model.rope_scaling": "{kind: linear, factor: 2.0}"},
     "embedded": {"data.source": "{kind: embedded, vocab: 257}"},
     "mixture": {"data.source": "{kind: mixture, parts: [{name: a, path: STORES/train, weight: 1}]}"},
@@ -118,7 +121,9 @@ def attempt(run_file, tmp_path, capsys):
     return give
 
 
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize(
+    "section", [pytest.param(s, marks=pytest.mark.slow if len(SECTIONS[s]) > 20 else ()) for s in SECTIONS]
+)
 def test_every_field_takes_a_value_or_refuses_it(section, attempt, monkeypatch):
     taken: list[Run] = []
     monkeypatch.setattr(train_command, "train_run", lambda run, *_, **__: taken.append(run) or 0)

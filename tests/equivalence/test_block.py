@@ -36,6 +36,7 @@ def run(layout: tr.Layout, times: int = 1):
         return [jax.device_get(value_and_grad(layers, x, weights)) for _ in range(times)]
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_explicit_equals_one_device(name):
     first, again = run(layout_of(name), times=2)
@@ -46,6 +47,7 @@ def test_explicit_equals_one_device(name):
     jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", [n for n in LAYOUTS if n != "single"])
 def test_auto_equals_one_device(name):
     (found,) = run(layout_of(name, "auto"))

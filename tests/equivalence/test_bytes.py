@@ -96,6 +96,7 @@ def test_fsdp_with_tensor_gathers_a_tensor_slice():
     assert total(rows) == 3 * 3 * LAYERS * (WEIGHTS // 2 + NORMS) // 4
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "kind, forward, backward",
     [

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.models.small import CONFIGS, VOCAB
+from tests.sample import diagonal
 from trellis.data.batch import Batch
 from trellis.models import Routing
 from trellis.named import named_jit, shard
@@ -60,7 +61,9 @@ FAMILIES = {
     "qwen3": CONFIGS["qwen3"],
     "gpt2": dataclasses.replace(CONFIGS["gpt2_mistral"], layers=4, dropout=0.1),  # the same numbers dropped everywhere
     "gptj": dataclasses.replace(CONFIGS["gptj"], heads=4),
-    "mixtral": dataclasses.replace(CONFIGS["mixtral"], routing=Routing(balance=0.1, z_loss=0.01)),
+    "mixtral": dataclasses.replace(
+        CONFIGS["mixtral"], routing=Routing(balance=0.1, z_loss=0.01), shared_mlp=24, expert_biases=True
+    ),
 }
 # Experts on mesh axes: their own, tokens gathered or exchanged along it, with FSDP, tensor and context beside it; more
 # devices than an expert's tokens; and the axis of the tensor, along which tokens are whole.
@@ -116,8 +119,7 @@ def loss_of(jit, model, batch):
     return float(sums.total / sums.tokens), jax.device_get(gradients)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), diagonal(FAMILIES, LAYOUTS))
 def test_one_device_and_many(family, layout):
     sizes, choice = LAYOUTS[layout]
     # A pipeline draws what it drops for each microbatch.
@@ -125,6 +127,7 @@ def test_one_device_and_many(family, layout):
     assert_alike(model, wanted, sizes, choice, 4 if layout == "tensor" else 8)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("layout", EXPERTS)
 def test_experts(layout):
     sizes, choice, way = EXPERTS[layout]

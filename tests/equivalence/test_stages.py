@@ -10,8 +10,10 @@ import pytest
 
 from tests.equivalence.test_models import FAMILIES, WHOLE, assert_near, batch
 from trellis.data.batch import Batch
+from trellis.inspect import ledger
 from trellis.models import Routing
 from trellis.named import Keep, named_jit, shard
+from trellis.named.jit import abstract
 from trellis.nn.attention.sharded import Placement
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.step import StepOptions, loss_and_gradients
@@ -56,6 +58,7 @@ def check(name, sizes, choice, parts, **options):
     assert measured == pytest.approx(metrics, rel=1e-5)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("sizes, choice", [TENSOR, DEEP, ALONE], ids=["tensor", "deep", "alone"])
 def test_kernels_in_stages(monkeypatch, sizes, choice):
     """A kernel stands in a `shard_map` of which JAX does not track what varies: its transpose sums over every mesh axis
@@ -71,10 +74,12 @@ def test_kernels_in_stages(monkeypatch, sizes, choice):
     assert ran and all("stage" not in mesh.axis_names for mesh in ran if mesh is not None)
 
 
+@pytest.mark.slow
 def test_what_is_dropped_is_what_one_device_drops_in_as_many_microbatches():
     check("dropout", *TENSOR, 4)
 
 
+@pytest.mark.slow
 def test_groups_of_layers_and_overlapped_products():
     """Two groups on each of two stages, in which slices travel beside the products."""
     overlap = LayoutChoice(preset="auto", params=WHOLE, compute=WHOLE, overlap=("mlp", "heads"))
@@ -89,15 +94,18 @@ def test_groups_that_do_not_fit():
             found(named_jit, model, shard(Batch(**batch()).named(), "compute"), StepOptions())
 
 
+@pytest.mark.slow
 def test_experts_in_stages():
     check("experts", *EXPERTS, 2)
 
 
+@pytest.mark.slow
 def test_parameters_gathered_once_a_microbatch_and_more_microbatches():
     choice = dataclasses.replace(TENSOR[1], pipeline_microbatches=2)
     check("tied", TENSOR[0], choice, 4, accumulation="sharded", microbatches=2)
 
 
+@pytest.mark.slow
 def test_what_is_kept_does_not_grow_with_microbatches():
     """Four times the microbatches of the same size: the compiled step needs room for the longer batch, and no more."""
 
@@ -114,6 +122,22 @@ def test_what_is_kept_does_not_grow_with_microbatches():
     assert many - few < 4 * 24 * a_row
     stream = 4 * 16 * CONFIGS["tied"].embed
     assert many - few < 24 * stream // 2, "the streams of the further microbatches would take more"
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_stages_send_the_stream_and_its_gradient_in_every_tick(groups):
+    """In `M V + S - 1` ticks each; beside them only layers move, where they are dealt out to groups."""
+    config = CONFIGS["tied"]
+    choice = LayoutChoice(preset="fsdp", pipeline_microbatches=4, pipeline_groups=groups)
+    with make_layout(MeshSizes(stage=2, data=2), choice, jax.devices()[:4]):
+        model = jax.eval_shape(lambda: config.init(key=jax.random.key(0), vocab_multiple=8))
+        types = abstract(model, "params"), abstract(Batch(**batch()).named(), "compute")
+        rows = ledger(lambda m, b: loss_and_gradients(m, b, StepOptions())[2], *types).rows
+    permutes = [row for row in rows if row.axis == "stage" and row.kind == "permute"]
+    stream = 4 * 16 * config.embed  # of a device's one row
+    of_layers = [row for row in permutes if "layers" in row.what]
+    assert sum(row.total for row in permutes) - sum(row.total for row in of_layers) == 2 * (4 * groups + 1) * stream
+    assert bool(of_layers) == (groups > 1)
 
 
 def test_of_microbatches_that_do_not_divide_the_batch_there_are_none():

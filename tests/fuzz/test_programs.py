@@ -9,6 +9,7 @@ BLOCKS = 15
 EACH = 20
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_programs_are_right_or_refused(block):
     failed = []
@@ -20,6 +21,7 @@ def test_programs_are_right_or_refused(block):
     assert not failed, "\n\n".join(failed)
 
 
+@pytest.mark.slow
 def test_the_ledger_of_a_sample_agrees_with_the_compiled_programs():
     """Made under `jit`: bytes by kind and mesh axis. XLA takes another way for a few, and never moves what the ledger
     says is nowhere moved."""

@@ -66,6 +66,7 @@ def test_a_key_reads_any_part():
     np.testing.assert_array_equal(key.read(whole, sizes, names, part), array[2:4, 1:3, 1:2])
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gptj", "qwen3", "mixtral"])
 def test_onto_a_mesh(name, tmp_path, monkeypatch):
     """Every device gets what it holds, read once for all that hold it; the vocabulary is cut off and padded again."""

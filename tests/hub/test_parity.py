@@ -70,23 +70,27 @@ def part_of(parameter, at):
     return np.asarray(parameter.leaf.array)[at]
 
 
+# What an expert's three weights are called, and what their mixture is.
+SAVED = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj")}
+
+
 def as_saved(model):
     """Their gradients under the names that their folders have: newer versions hold all experts of a layer in one."""
+    mixture, *names = SAVED.get(model.config.model_type, ("mlp", "", "", ""))
     for name, weight in model.named_parameters():
-        grad = weight.grad.numpy()
+        grad, parts = weight.grad.numpy(), {}
         if name.endswith("experts.gate_up_proj"):
-            layer = name.split(".")[2]
-            for i, (gate, up) in enumerate(zip(*np.split(grad, 2, axis=1), strict=True)):
-                yield f"model.layers.{layer}.block_sparse_moe.experts.{i}.w1.weight", gate
-                yield f"model.layers.{layer}.block_sparse_moe.experts.{i}.w3.weight", up
+            parts = dict(zip(names[:2], np.split(grad, 2, axis=1), strict=True))
         elif name.endswith("experts.down_proj"):
-            layer = name.split(".")[2]
-            for i, down in enumerate(grad):
-                yield f"model.layers.{layer}.block_sparse_moe.experts.{i}.w2.weight", down
-        else:
-            yield name.replace(".mlp.gate.weight", ".block_sparse_moe.gate.weight"), grad
+            parts = {names[2]: grad}
+        for which, whole in parts.items():
+            for i, one in enumerate(whole):
+                yield f"model.layers.{name.split('.')[2]}.{mixture}.experts.{i}.{which}.weight", one
+        if not parts:
+            yield name.replace(".mlp.gate.weight", f".{mixture}.gate.weight"), grad
 
 
+@pytest.mark.slow(but=3)
 def test_logits_gradients_and_folders(torch, config, theirs, tmp_path):
     model, folder = theirs
     found = Folder(folder, FAMILIES)
@@ -122,11 +126,12 @@ def test_logits_gradients_and_folders(torch, config, theirs, tmp_path):
         assert torch.equal(back.state_dict()[name], weight), name
 
 
-def test_experts_that_are_stored_together(torch, tmp_path):
+@pytest.mark.parametrize("name", SAVED)
+def test_experts_that_are_stored_together(name, torch, tmp_path):
     """As newer versions hold them, where they are asked to write them so."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = CONFIGS["mixtral"]
+    config = CONFIGS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         contents = FAMILIES[config.family].to_config_json(config, positions=POSITIONS, dtype="float32")
@@ -134,7 +139,7 @@ def test_experts_that_are_stored_together(torch, tmp_path):
         model.save_pretrained(tmp_path / "apart")
         model.save_pretrained(tmp_path / "together", save_original_format=False)
     target = jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
-    apart, together = (Folder(tmp_path / name, FAMILIES) for name in ("apart", "together"))
+    apart, together = (Folder(tmp_path / how, FAMILIES) for how in ("apart", "together"))
     assert not set(apart._place) == set(together._place)
     for a, b in zip(*(jax.tree.leaves(f.load(target)) for f in (apart, together)), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -9,6 +9,7 @@ from trellis.models import (
     MixtralConfig,
     ModelConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     Routing,
 )
 
@@ -23,6 +24,10 @@ CONFIGS: dict[str, ModelConfig] = {
     "qwen3": Qwen3Config(**_GATED, head_dim=16, tie_embeddings=False),
     "mixtral": MixtralConfig(
         **_GATED, head_dim=8, experts=4, experts_per_token=2, tie_embeddings=False, routing=Routing(balance=0.02)
+    ),
+    "qwen3_moe": Qwen3MoeConfig(
+        **_GATED, head_dim=16, experts=4, experts_per_token=2, tie_embeddings=False,
+        routing=Routing(balance=0.02, normalize=False),
     ),
     "gpt2": GPT2Config(
         vocab=VOCAB, positions=POSITIONS, embed=32, layers=2, heads=4, mlp=64, norm_eps=1e-5, dropout=0.0,

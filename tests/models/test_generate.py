@@ -37,6 +37,7 @@ def recomputed(model, rows, count):
     return [row[length:] for row in rows]
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_cache_is_exact(name):
     model = model_of(name)
@@ -44,6 +45,7 @@ def test_cache_is_exact(name):
     assert found == recomputed(model, PROMPTS, 6)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["llama3", "mixtral", "gptj"])
 def test_on_a_mesh(name):
     """Sliced batch, heads, widths and vocabulary; positions, which come one by one, are whole whatever the layout."""

@@ -34,6 +34,7 @@ def test_every_family_is_tested():
     assert set(ONE_EACH) == {family.config for family in FAMILIES.values()}
 
 
+@pytest.mark.slow(but=2)
 def test_no_output_depends_on_a_later_token(config):
     """Through the gradient: of each position's output with respect to each position's embedding."""
     model = model_of(config)
@@ -50,6 +51,7 @@ def test_no_output_depends_on_a_later_token(config):
     assert (size[np.tril_indices(12)] > 0).all()
 
 
+@pytest.mark.slow(but=2)
 def test_every_parameter_has_a_gradient(config):
     model = model_of(config)
 
@@ -65,6 +67,7 @@ def test_every_parameter_has_a_gradient(config):
         assert (jnp.abs(layers).reshape(len(layers), -1).max(1) > 0).all(), jax.tree_util.keystr(path)
 
 
+@pytest.mark.slow(but=2)
 def test_documents_do_not_see_each_other(config):
     """A packed document has the hidden states that it has alone, its positions counted from its own start."""
     model = model_of(config)
@@ -107,6 +110,7 @@ def test_dropout():
     assert 0.4 < float((x.array == 0).mean()) < 0.6
 
 
+@pytest.mark.slow
 def test_a_parallel_block_sums_over_devices_once():
     """GPT-J's block: both halves leave partial sums, which are added first. Forward one all-reduce, backward one."""
     config = CONFIGS["gptj"]

@@ -75,6 +75,7 @@ def test_values_and_gradients_are_those_of_ml_dtypes(kind):
         np.testing.assert_array_equal(found.array, product.astype(np.float32) * scale)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize("axis_type", ["explicit", "auto"])
 def test_every_layout_gives_one_device_s_numbers(kind, axis_type):

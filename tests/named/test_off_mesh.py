@@ -25,6 +25,7 @@ def _batches(kind: str):
     }[kind]
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("source", ["numpy", "jax", "put"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sliced", [{}, {"vocab": "model"}, {"embed": "model"}])
@@ -75,6 +76,7 @@ def test_programs_of_plain_inputs_share_the_work(jit):
         assert {s.data.shape for s in out.array.addressable_shards} == {(2, 2)}
 
 
+@pytest.mark.slow(but=9)
 @pytest.mark.parametrize(
     "use",
     [

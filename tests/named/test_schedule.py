@@ -1,7 +1,10 @@
 """One forward, one backward: who does what when, and where a stage keeps it."""
 
+from pathlib import Path
+
 import pytest
 
+from trellis.named.pipeline.chart import chart
 from trellis.named.pipeline.schedule import Schedule
 
 SCHEDULES = [Schedule(1, 1, 3), Schedule(2, 1, 4), Schedule(4, 1, 16), Schedule(4, 1, 3), Schedule(4, 2, 8)]
@@ -54,3 +57,8 @@ def test_what_is_kept_lies_alone_until_it_is_used(schedule):
 def test_slots_are_bounded_by_stages_and_the_bubble_shrinks_with_microbatches():
     assert [Schedule(4, 1, count).slots for count in (8, 16, 64)] == [7, 7, 7]
     assert [round(Schedule(4, 1, count).bubble, 3) for count in (4, 16, 64)] == [0.429, 0.158, 0.045]
+
+
+@pytest.mark.parametrize("schedule", [Schedule(4, 1, 8), Schedule(2, 2, 4)], ids=str)
+def test_the_charts_of_the_page_are_the_programs(schedule):
+    assert chart(schedule) in (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text()

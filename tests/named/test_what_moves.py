@@ -58,7 +58,8 @@ with CONTEXT:
 
 def operations() -> dict[str, Callable]:
     """Every public function of named arrays, also those of `trellis.random` and `trellis.nn`."""
-    mine = {name: f for name, f in vars(tr).items() if getattr(f, "__module__", "").startswith("trellis.named")}
+    rooms = ("trellis.named", "trellis.mesh.reshard")
+    mine = {name: f for name, f in vars(tr).items() if getattr(f, "__module__", "").startswith(rooms)}
     mine |= {f"random.{name}": getattr(tr.random, name) for name in tr.random.__all__}
     mine |= {f"nn.{name}": getattr(nn, name) for name in nn.__all__ if name not in PLAIN}
     return {name: f for name, f in mine.items() if inspect.isfunction(f) and name not in TRANSFORMATIONS}
@@ -89,6 +90,12 @@ PRODUCTS = [
 AXIS = tr.Axis("a", 8)
 # Calls that meet what the claims say: a layout, what is called, and its arrays. For what is absent see `calls`.
 CALLS = {
+    "all_gather": [
+        (LAYOUT, lambda fn, x: fn("a/x b -> a b", x), X),
+        (LAYOUT, lambda fn, w: tr.dot(X, fn("b/x c -> b c ~x", w), over="b"), WEIGHT),
+    ],
+    "all_reduce": [(LAYOUT, lambda fn, x: fn("b c +x -> b c", x), PENDING)],
+    "all_to_all": [(LAYOUT, lambda fn, x: fn("a/x b -> a b/x", x), X)],
     "astype": [(LAYOUT, lambda fn, x: fn(x, jnp.bfloat16), X)],
     "at": [(LAYOUT, lambda fn, x: fn(x)["a", 3].set(1.0), X), (LAYOUT, lambda fn, x: fn(x)["b", 3].set(1.0), X)],
     "broadcast_to": [(LAYOUT, lambda fn, x: fn(x, {"a": 8, "b": 8}), x) for x in (REST, WHOLE)],
@@ -153,7 +160,17 @@ CALLS = {
         (LAYOUT, lambda fn, x: fn(x, "(u v) b -> u v b", u=2), X),
         (LAYOUT, lambda fn, x: fn(x, "a b -> (b a)"), X),
     ],
+    "reduce_scatter": [(LAYOUT, lambda fn, x: fn("b c +x -> b/x c", x), PENDING)],
     "rename": [(LAYOUT, lambda fn, x: fn(x, b="z"), X)],
+    "reshard": [
+        (LAYOUT, lambda fn, x: fn("a/x b -> a b", x), X),
+        (LAYOUT, lambda fn, w: tr.dot(X, fn("b/x c -> b c ~x", w), over="b"), WEIGHT),
+        (LAYOUT, lambda fn, x: fn("b c +x -> b c", x), PENDING),
+        (LAYOUT, lambda fn, x: fn("b c +x -> b/x c", x), PENDING),
+        (LAYOUT, lambda fn, x: fn("a/x b -> a b/x", x), X),
+        (LAYOUT, lambda fn, x: fn("b -> b/x", x), WHOLE),
+        (LAYOUT, lambda fn, w: tr.dot(X, fn("b -> b ~x", w), over="b"), WHOLE),
+    ],
     "roll": [(LAYOUT, lambda fn, x: fn(x, 1, "a"), X)],
     "save": [(LAYOUT, lambda fn, x: fn(x, "mark"), X)],
     "settle": [(LAYOUT, lambda fn, x: fn(x), PENDING), (FREE, lambda fn, x: fn(x), PENDING)],
@@ -201,12 +218,19 @@ def moved(fn: Callable, *arrays) -> collections.Counter:
 def test_what_an_operation_says_is_so(name: str):
     names, gradient, _ = claims(name)
     forward, backward = collections.Counter(), collections.Counter()
+    results = []
+
+    def operation(*args, **how):
+        results.append(OPERATIONS[name](*args, **how))
+        return results[-1]
+
     for layout, call, *arrays in calls(name):
         with layout:
-            run = lambda *xs, call=call: call(OPERATIONS[name], *xs)
+            run = lambda *xs, call=call: call(operation, *xs)
             out = jax.eval_shape(run, *arrays)
-            if names == "those of `x`.":
-                assert all(part.names == arrays[0].names for part in jax.tree.leaves(out, is_leaf=is_named))
+            result = out if name == "at" else results[-1]  # `at` gives places, whose updates give arrays
+            for part in jax.tree.leaves(result, is_leaf=is_named) if names in NAMES else ():
+                assert part.names == NAMES[names](arrays[0].names)
             if gradient.startswith("none"):
                 assert not arrays or not differentiable(out) or not differentiable(arrays)
                 forward += moved(run, *arrays)
@@ -226,6 +250,15 @@ def test_what_an_operation_says_is_so(name: str):
     assert set(backward) == kinds(name, 1)
 
 
+# What claims of names say, of the first array's, which calls reduce along `a`.
+NAMES = {
+    "those of `x`.": lambda names: names,
+    "those of the operand that has all of them.": lambda names: X.names,
+    **dict.fromkeys(
+        ("those of `x` that are not in `over`.", "those of `x` but `over`.", "those of `x` but the given one."),
+        lambda names: tuple(n for n in names if n != "a"),
+    ),
+}
 is_named = lambda x: isinstance(x, tr.NamedArray)
 
 

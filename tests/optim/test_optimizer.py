@@ -69,6 +69,7 @@ def run(config, params, gradients, place=lambda tree: tree, **options):
     return params, state
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("config", "mode"),
     [*((rule, AxisType.Explicit) for rule in RULES), (RULES[2], AxisType.Auto)],

@@ -12,6 +12,7 @@ from trellis.plan.ways_to_fit import excess_lines, least, ways_to_fit
 from trellis.recipes import load_run
 from trellis.run.config import MeshSizes
 
+TENSOR = {"mesh.model": "8", "layout.preset": "fsdp_tensor_sequence", "remat.policy": "full", "remat.names": ""}
 # Recipe, target, mesh, batch, and whether it fits.
 EIGHT = (
     ("llama_8b", "v5e:16x16", {"data": 16, "data_y": 16}, 256, False),
@@ -25,10 +26,11 @@ EIGHT = (
 )
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("recipe, on, mesh, batch, fits", EIGHT)
 def test_large_recipes_on_every_kind_of_hardware(recipe, on, mesh, batch, fits):
     where = target(on)
-    run, notes = adapt(load_run(recipe), where, ())
+    run, notes = adapt(load_run(recipe, TENSOR if recipe == "llama_70b" else {}), where, ())
     plan = quick_plan(run, where)
     assert dict(plan.mesh) == mesh and run.batch_size == batch and plan.fits == fits
     assert plan.tokens == batch * run.data.sequence_length
@@ -84,7 +86,7 @@ def test_meshes_keep_what_divides(mesh, on, sizes):
 
 def test_what_cannot_be_enough_is_not_planned():
     where = target("4x8xH100")
-    run = load_run("llama_70b")
+    run = load_run("llama_70b", TENSOR)
     plan, tried = quick_plan(run, where), []
 
     def planned(changed):
@@ -99,7 +101,7 @@ def test_what_cannot_be_enough_is_not_planned():
 
 def test_too_few_devices_for_the_state():
     where = target("8xH100")
-    plan = quick_plan(load_run("llama_70b"), where)
+    plan = quick_plan(load_run("llama_70b", TENSOR), where)
     (line,) = excess_lines(plan, [])
     assert line.startswith("parameters and optimizer alone are 98.6 GiB a device")
     assert line.endswith("use 10 devices of this kind at least")

@@ -42,7 +42,7 @@ def small(**options):
         ("llama_8b_v5e_256", "v5e:16x16", {}),
         ("llama_8b_v5e_256", "v5e:16x16", {"data.sequence_length": "4096"}),  # its loss goes in pieces
         ("llama_8b", "4x8xH100", {"microbatches": "1", "batch_size": "64"}),
-        ("llama_70b_v5p_512", "v5p:8x8x8", {"batch_size": "512"}),
+        ("llama_70b", "32x8xH100", {"batch_size": "512"}),
     ],
 )
 def test_recipes_are_planned_without_devices(recipe, on, options):
@@ -79,6 +79,14 @@ def test_tensor_parallelism_moves_activations():
     assert lines and all(line.label.startswith("activations") and line.hidden == 0 for line in lines)
 
 
+@pytest.mark.parametrize("on", ["v5e:2x2", "4xH100"])
+@pytest.mark.parametrize("kind", ["ring", "gather", "exchange"])
+def test_slices_of_positions_are_attended_to_by_kernels(on, kind):
+    run = small(mesh__context="2", layout__preset="auto", layout__context=kind, data__sequence_length="1024")
+    times = quick_plan(run, target(on)).times.lines
+    assert {line.where for line in times if line.kind == "attention"} >= {"forward", "backward"}
+
+
 def test_options_hide_communication():
     run = small(batch_size="64")
     slow = quick_plan(run, target("v5p:2x2x1"))
@@ -102,7 +110,8 @@ def test_text_and_json_agree():
     json.dumps(values)
     assert values["step_seconds"] == plan.seconds and values["memory"]["peak"] == plan.memory.peak
     assert sum(values["memory"]["kinds"].values()) == values["memory"]["peak"]
-    assert "llama.py:" in words and "FLOP/s" in words and "$" in words
+    assert "llama.py:" in words and "B/s" in words and "$" in words
+    assert "FLOP/s" in text(quick_plan(load_run("llama_84m"), target("8xH100")), formulas=True)
     assert "ring" in words or "line of 2 on side 0" in words
 
 
@@ -132,10 +141,23 @@ def test_variants_divide():
     seen = list(variants(run, on))
     assert len(seen) > 10
     for variant, _ in seen:
-        sizes = variant.mesh
-        assert sizes.data * sizes.data_y * sizes.data_z * sizes.model * sizes.context == 8
-        assert 32 % (sizes.data * sizes.data_y * sizes.data_z * variant.parts) == 0
+        sizes, layout = variant.mesh, variant.layout
+        data = sizes.data * sizes.data_y * sizes.data_z
+        assert data * sizes.model * sizes.context * sizes.stage == 8
+        parts = variant.parts if sizes.stage == 1 else layout.pipeline_microbatches
+        assert 32 % (data * parts) == 0
+        assert run.model.layers % (sizes.stage * layout.pipeline_groups) == 0
         assert run.model.kv_heads % sizes.model == 0
+
+
+def test_a_search_plans_stages_and_says_what_they_cost():
+    found = search(small(model__layers="4"), target("v5e:2x4"), most=6)
+    staged = [c for c in found.candidates if c.run.mesh.stage > 1]
+    assert staged and all(c.plan is not None and c.plan.schedule.stages == c.run.mesh.stage for c in staged)
+    words = staged[0].words()
+    assert "--mesh.stage" in words and "--layout.pipeline_microbatches" in words
+    shown = text(staged[0].plan)
+    assert "  stages  " in shown and "of the ticks" in shown
 
 
 def test_search_finds_the_fastest_that_fits():
@@ -265,9 +287,9 @@ def test_known_good_settings():
     mesh = search(few, where, most=8).winner.run.mesh
     assert (mesh.data, mesh.data_y, mesh.model, mesh.context) == (4, 4, 4, 1)
     where = target("v5e:16x16")
-    large = load_run("llama_70b", {"batch_size": "64", "mesh.data": "64", "mesh.model": "4", "remat.policy": "saved",
-                                   "remat.names": "query,key,value,attention"})  # fmt: skip
-    assert quick_plan(large, where).fits  # its preset is fsdp_tensor_sequence
+    large = load_run("llama_70b", {"batch_size": "64", "mesh.data": "64", "mesh.model": "4",
+                                   "layout.preset": "fsdp_tensor_sequence"})  # fmt: skip
+    assert quick_plan(large, where).fits
     whole = dataclasses.replace(large, layout=dataclasses.replace(large.layout, preset="fsdp_tensor"))
     assert not quick_plan(whole, where).fits
     found = search(large, where, most=8)

@@ -105,6 +105,7 @@ def test_grouped_products_count_the_rows_that_are_filled():
         assert counted == [2 * filled * 16 * 8] * 2  # of both operands; nobody reads the result
 
 
+@pytest.mark.slow
 def test_further_rounds_of_an_exchange_run_where_the_load_is_uneven():
     options = {
         "model.experts": "8", "model.layers": "2", "model.embed": "256", "model.mlp": "512", "model.heads": "4",

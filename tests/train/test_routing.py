@@ -85,6 +85,7 @@ def assert_alike(found, wanted):
     assert norm(jax.tree.map(np.subtract, gradients, wanted[2])) < 1e-5 * norm(wanted[2])
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("routing", "accumulation"), [*((routing, "pending") for routing in ROUTING), ("batch", "sharded")]
 )
@@ -93,6 +94,7 @@ def test_microbatches(routing, accumulation):
     assert_alike(run(jax.jit, model_of(routing), batch(), options), whole(routing))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("routing", "layout", "microbatches"),
     [*((routing, "experts", 2) for routing in ROUTING), ("batch", "data", 1), ("sequence", "experts", 1)],

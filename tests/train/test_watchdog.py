@@ -1,5 +1,6 @@
 """A step that does not end is found within its deadline, and every process says what it knows."""
 
+import json
 import signal
 import time
 
@@ -48,7 +49,7 @@ def test_a_deadline_is_a_multiple_of_the_median_and_no_less_than_some_seconds(tm
 
 def test_a_late_step_ends_the_process_with_its_stacks(tmp_path, ended):
     noted = []
-    dog = watched(tmp_path, noted=noted.append)
+    dog = watched(tmp_path, noted=lambda *told: noted.append(told))
     dog.doing("waits for the batch of step 9")
     begun = time.monotonic()
     while not ended and time.monotonic() < begun + 20:
@@ -56,7 +57,7 @@ def test_a_late_step_ends_the_process_with_its_stacks(tmp_path, ended):
     dog.close()
     (error,) = ended[:1]
     assert time.monotonic() - begun > 0.9 and error.exit_code == 3
-    assert error.rule == noted[0] == "A step ends within its deadline."
+    assert error.rule == "A step ends within its deadline." and noted[0] == ("stopped", error.rule)
     assert error.seen.startswith("step 9 after 1") and "where the median is 0.1 s and the deadline 1 s" in error.seen
     assert error.seen.endswith("process 0 of 1 waits for the batch of step 9")
     assert error.where == f"last good checkpoint: c; Python stacks: {tmp_path / 'watch'}"
@@ -95,6 +96,21 @@ def test_who_is_behind(tmp_path):
     )
 
 
+def test_processes_that_devices_wait_for_are_named_once(tmp_path):
+    noted = []
+    dog = Watchdog(DeadlineRule(factor=None), tmp_path, str, noted=lambda *told: noted.append(told))
+    state = lambda idle: {"pace": 0.5, "idle": idle, "host": "n7"}
+    states = {0: state(0.0), 1: state(0.2), 2: state(0.01), 3: {}}
+    for _ in range(2):
+        dog._name_slow(states)
+    assert noted == [("slow", "devices wait for process 1 on n7 for 40% of a step")]
+    dog._name_slow({0: state(0.3), 1: state(0.3), 2: state(0.3)})  # all of them: nobody waits for one
+    assert len(noted) == 1
+    for step, handed in ((1, 9.0), (2, 10.25), (3, 11.0)):
+        dog.finished(Record(step=step, values={}, dispatched=handed, done=step + 10.0, idle_from=step + 8.0))
+    assert list(dog._idle) == [0.25, 0.0]
+
+
 @pytest.mark.slow
 def test_a_stopped_process_is_named_by_the_other(tmp_path):
     processes = start(tmp_path, "--steps", "4000", "--deadline", str(SECONDS))
@@ -125,3 +141,16 @@ def test_a_process_whose_loop_hangs_is_named_by_both(tmp_path):
         assert "; late: process 1 on " in err and ", which waits for the batch of step 16" in err
     assert 'tests/train/toy.py", line ' in (tmp_path / "watch" / "stacks-1.txt").read_text()
     assert lines(tmp_path)[-1]["step"] <= 15
+
+
+@pytest.mark.slow
+def test_a_slow_process_is_named(tmp_path):
+    """Its batches take half a second, and the other's nothing."""
+    processes = start(
+        tmp_path, "--steps", "16", "--deadline", "2", "--every", "16", pause=0, each={1: ("--pause", "0.5")}
+    )
+    ends = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], ends
+    events = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    slow = [event["why"] for event in events if event["event"] == "slow"]
+    assert slow and slow[0].startswith("devices wait for process 1 on ")

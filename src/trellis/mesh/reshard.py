@@ -12,6 +12,7 @@ from trellis.mesh.manual.reshard import manual_reshard
 from trellis.notation import Dim, NotationError, Shape, parse_transition, spec_of
 from trellis.notation.state import State, state_of
 from trellis.notation.struct import check_divides
+from trellis.notation.transition import kind_of
 
 
 class ReshardError(TrellisError, ValueError):
@@ -35,6 +36,10 @@ def reshard(transition: str, x):
     collectives themselves, in auto mode a sharding constraint (there are no
     pending sums there), without a mesh nothing.
 
+    Names: those of `x`.
+    Gradient: by the table, nothing, an all-gather, an all-reduce, a reduce-scatter or an all-to-all.
+    Moves: by the table, nothing, an all-gather, an all-reduce, a reduce-scatter or an all-to-all.
+
     Args:
         transition: `before -> after`, the same dimensions on both sides.
         x: a plain or a named array.
@@ -48,34 +53,68 @@ def reshard(transition: str, x):
     return _reshard(before, after, x, transition)
 
 
-def _verb(name: str, doc: str):
-    def verb(transition: str, x):
-        before, after = parse_transition(transition)
-        from trellis.notation.transition import kind_of
+def all_gather(transition: str, x):
+    """Brings slices of a dimension together: `reshard`, where the transition is `a/x -> a` or `a/x -> a ~x`.
 
-        kinds = sorted({kind for kind, *_ in kind_of(before, after)})
-        if kinds != [name.replace("_", "-")]:
-            raise ReshardError(
-                f"{name} performs {_article(name)}, got a transition that is {', '.join(kinds) or 'nothing'}, "
-                f"in '{transition}': correct the text, or write reshard for any transition"
-            )
-        return _reshard(before, after, x, transition)
+    Names: those of `x`.
+    Gradient: each device's own slice of it; a reduce-scatter where the result is held as copies (`~x`).
+    Moves: an all-gather.
 
-    verb.__name__ = verb.__qualname__ = name
-    verb.__doc__ = (
-        f"`reshard`, where the transition must be {doc}.\n\n    Raises:\n        ReshardError: it is another."
-    )
-    return verb
+    Raises:
+        ReshardError: the transition is another, or `x` is not what it says.
+    """
+    return _verb("all-gather", transition, x)
 
 
-def _article(name: str) -> str:
-    return f"an {name}".replace("_", "-") if name[0] == "a" else f"a {name}".replace("_", "-")
+def reduce_scatter(transition: str, x):
+    """Sums over devices, each of which gets a slice: `reshard`, where the transition is `a +x -> a/x`.
+
+    Names: those of `x`.
+    Gradient: an all-gather.
+    Moves: a reduce-scatter.
+
+    Raises:
+        ReshardError: the transition is another, or `x` is not what it says.
+    """
+    return _verb("reduce-scatter", transition, x)
 
 
-all_gather = _verb("all_gather", "an all-gather: `a/x -> a` or `a/x -> a ~x`")
-reduce_scatter = _verb("reduce_scatter", "a reduce-scatter: `a +x -> a/x`")
-all_reduce = _verb("all_reduce", "an all-reduce: `a +x -> a`")
-all_to_all = _verb("all_to_all", "an all-to-all: `a/x b -> a b/x`")
+def all_reduce(transition: str, x):
+    """Sums over devices, all of which get the whole: `reshard`, where the transition is `a +x -> a`.
+
+    Names: those of `x`.
+    Gradient: the same on all devices; nothing moves.
+    Moves: an all-reduce.
+
+    Raises:
+        ReshardError: the transition is another, or `x` is not what it says.
+    """
+    return _verb("all-reduce", transition, x)
+
+
+def all_to_all(transition: str, x):
+    """Exchanges slices of one dimension for slices of another: `reshard`, where the transition is `a/x b -> a b/x`.
+
+    Names: those of `x`.
+    Gradient: an all-to-all, back.
+    Moves: an all-to-all.
+
+    Raises:
+        ReshardError: the transition is another, or `x` is not what it says.
+    """
+    return _verb("all-to-all", transition, x)
+
+
+def _verb(kind: str, transition: str, x):
+    before, after = parse_transition(transition)
+    kinds = sorted({kind for kind, *_ in kind_of(before, after)})
+    if kinds != [kind]:
+        name = kind.replace("-", "_")
+        raise ReshardError(
+            f"{name} performs {'an' if kind[0] == 'a' else 'a'} {kind}, got a transition that is "
+            f"{', '.join(kinds) or 'nothing'}, in '{transition}': correct the text, or write reshard for any transition"
+        )
+    return _reshard(before, after, x, transition)
 
 
 def _reshard(before: Shape, after: Shape, x, transition: str):

@@ -7,6 +7,7 @@ from trellis.models.llama import Llama, LlamaConfig
 from trellis.models.mixtral import Mixtral, MixtralConfig
 from trellis.models.protocol import FamilyConfig, LanguageModel, Measured, Output
 from trellis.models.qwen3 import Qwen3Config
+from trellis.models.qwen3_moe import Qwen3MoeConfig
 from trellis.nn import LinearScaling, Llama3Scaling
 from trellis.nn.moe import Routing
 
@@ -28,5 +29,6 @@ __all__ = [
     "ModelConfig",
     "Output",
     "Qwen3Config",
+    "Qwen3MoeConfig",
     "Routing",
 ]

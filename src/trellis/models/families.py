@@ -11,6 +11,8 @@ from trellis.models.mixtral import MixtralConfig
 from trellis.models.mixtral.hub import FAMILY as MIXTRAL
 from trellis.models.qwen3 import Qwen3Config
 from trellis.models.qwen3.hub import FAMILY as QWEN3
+from trellis.models.qwen3_moe import Qwen3MoeConfig
+from trellis.models.qwen3_moe.hub import FAMILY as QWEN3_MOE
 
-ModelConfig = LlamaConfig | Qwen3Config | MixtralConfig | GPT2Config | GPTJConfig
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN3, MIXTRAL, GPT2, GPTJ)}
+ModelConfig = LlamaConfig | Qwen3Config | MixtralConfig | Qwen3MoeConfig | GPT2Config | GPTJConfig
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN3, MIXTRAL, QWEN3_MOE, GPT2, GPTJ)}

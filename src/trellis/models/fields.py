@@ -10,6 +10,7 @@ from typing import Annotated
 
 from trellis import UserError
 from trellis.nn import Scaling
+from trellis.nn.moe import Routing
 
 Vocab = Annotated[int, "Tokens in the vocabulary. Set it to the tokenizer's size."]
 Embed = Annotated[int, "Width of the residual stream. Raise it for a larger model; cost grows with its square."]
@@ -32,6 +33,11 @@ TieEmbeddings = Annotated[
     bool,
     "Whether the unembedding is the embedding. Set true for small models with many tokens.",
 ]
+
+ExpertMlp = Annotated[int, "Width of one expert. Lower it for more and finer experts at the same cost."]
+Experts = Annotated[int, "Experts of each block. Raise it for more parameters at the same cost of a token."]
+ExpertsPerToken = Annotated[int, "How many of them each token goes to. Raise it for more computation a token."]
+RoutingField = Annotated[Routing, "How experts are picked and weighed, kept evenly loaded, and reached."]
 
 
 # What may be 0, which turns it off.

@@ -71,8 +71,9 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     ids = [NamedArray(bring(i, where).array, i.names) for i in ids]
     pending = where[plan.renamed[0]] if len(looked_up) == 1 else ()
     layout = current_layout()
-    if layout is not None and layout.mapped:
-        # JAX 0.10.2 to 0.12.0 has no gradient of a `shard_map` that is mapped over slices: the compiler partitions.
+    if (layout is not None and layout.mapped) or not all(i.array.size for i in ids):
+        # JAX 0.10.2 to 0.12.0 has no gradient of a `shard_map` that is mapped over slices, and 0.12 no pending sum of
+        # nothing: the compiler partitions.
         array = plan.rows(table.array, *(plan.widened(i) for i in ids), where=where)
         return settle_selected(NamedArray(array, plan.out), plan.looked_up)
     body = plan.body(pending)

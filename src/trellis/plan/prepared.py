@@ -24,6 +24,7 @@ class Prepared:
         state: `jax.ShapeDtypeStruct`s with shardings.
         batch: likewise.
         tokens: tokens of a step.
+        parts: microbatches of a step.
     """
 
     run: Run
@@ -32,6 +33,7 @@ class Prepared:
     state: Any
     batch: Any
     tokens: int
+    parts: int
 
     def traced(self) -> Program:
         """The step as a program."""
@@ -62,4 +64,5 @@ def prepare(run: Run, target: Target, devices: Sequence[Any], *, chunk_bytes: in
     made = assemble(run, devices, chunk_bytes=chunk_bytes)
     last = max(run.batch_sizes(), key=lambda entry: entry.size)
     batch = made.abstract_batch(last.step)
-    return Prepared(run, made.layout, made.step, made.abstract, batch, last.size * run.data.sequence_length)
+    tokens = last.size * run.data.sequence_length
+    return Prepared(run, made.layout, made.step, made.abstract, batch, tokens, made.options.microbatches)

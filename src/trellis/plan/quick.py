@@ -11,6 +11,7 @@ from trellis.inspect.ledger import ledger_of
 from trellis.inspect.memory import Memory, memory_of
 from trellis.inspect.rows import Ledger
 from trellis.inspect.work import Piece, work
+from trellis.named.pipeline.schedule import Schedule
 from trellis.plan.links import Links, links_of
 from trellis.plan.prepared import Prepared, prepare
 from trellis.plan.roofline import HIDING_OPTIONS, Times, times
@@ -18,6 +19,7 @@ from trellis.program import Program, trace
 from trellis.run.config import Run
 from trellis.train.compilation import options_for
 from trellis.train.flops import flops_per_token
+from trellis.train.stages import schedule_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Plan:
         work: every piece of work of a device.
         price: dollars for one device and hour, or None.
         load: rows that experts on the fullest device get, in those of an even load.
+        schedule: of a pipeline's stages, or None.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Plan:
     work: tuple[Piece, ...]
     price: float | None = None
     load: float = 1.0
+    schedule: Schedule | None = None
 
     @property
     def fits(self) -> bool:
@@ -118,7 +122,7 @@ def plan_of(
     if options is None:
         given = options_for(target.chip.kind, run.compiler_options, target.num_devices)
         options = [name for name, value in given.items() if value.lower() not in ("false", "0")]
-    return plan_program(
+    plan = plan_program(
         prepared.traced(),
         target,
         name=run.name,
@@ -128,6 +132,9 @@ def plan_of(
         options=options,
         load=load,
     )
+    with prepared.layout:
+        schedule = schedule_of(prepared.state.model, prepared.batch.tokens.shape[0], prepared.parts)
+    return dataclasses.replace(plan, schedule=schedule)
 
 
 def plan_step(

@@ -141,6 +141,18 @@ def waves(dims: tuple[int, int, int], count: float, chip: Chip) -> float:
     return math.ceil(tiles / chip.processors) * chip.processors / tiles
 
 
+def multiplies_only(dims: tuple[int, int, int]) -> bool:
+    """Whether a product is none to the matrix units: without a sum, or of one number for each of its batch.
+
+    XLA makes multiplications, and sums, of these.
+
+    >>> multiplies_only((65536, 1, 1)), multiplies_only((1, 65536, 1)), multiplies_only((64, 64, 1))
+    (True, True, False)
+    """
+    rows, inner, columns = dims
+    return inner == 1 or rows == columns == 1
+
+
 def work_line(piece: Piece, chip: Chip) -> Line:
     """The time of one piece of work."""
     bandwidth = chip.streaming_bandwidth
@@ -153,6 +165,8 @@ def work_line(piece: Piece, chip: Chip) -> Line:
         rate = chip.bf16_flops * chip.attention_efficiency
         matrix = piece.flops / rate
         vector = 0.0  # the kernel's efficiency has it
+    elif piece.flops and multiplies_only(piece.dims):
+        vector += piece.flops / chip.vector_flops
     elif piece.flops:
         peak = {"float8": chip.fp8_flops, "int8": chip.int8_flops}.get(piece.dtype.partition("_")[0], chip.bf16_flops)
         slower = {"float32": 1 / chip.float32_share, "float64": 32}.get(piece.dtype, 1)

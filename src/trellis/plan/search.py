@@ -1,4 +1,5 @@
-"""Looking for a better setting: meshes, layouts, kinds of context parallelism, microbatches and checkpoint policies.
+"""Looking for a better setting: meshes, layouts, kinds of context parallelism, schedules of stages, microbatches and
+checkpoint policies.
 
 All variants are sketched in microseconds, the best few of each mesh are planned from types, and, where asked, the
 best of those are compiled. What comes out is the frontier of time against memory, the fastest that fits as options
@@ -8,11 +9,12 @@ to paste, and what held the others back.
 import dataclasses
 import itertools
 import json
+import math
 import operator
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from trellis.errors import UserError
 from trellis.figures import numbers
@@ -28,6 +30,13 @@ from trellis.run.config import Run
 CONTEXT_KINDS = ("ring", "gather", "exchange")
 # Positions of a slice below which the kernels' start and end cost more than a slice saves.
 SHORTEST_SLICE = 2048
+# Blocks of scores that a TPU's attention kernel has tables of. They are made one after another, in Python: more take
+# minutes.
+MOST_BLOCKS, BLOCK = 1 << 15, 512
+# Stages of a pipeline, groups of layers of each, and how often parameters are gathered.
+STAGES = (1, 2, 4, 8)
+GROUPS = (1, 2, 4)
+ACCUMULATIONS: tuple[Literal["pending", "sharded"], ...] = ("pending", "sharded")
 # Checkpoint policies, and of `saved` the names that are kept: all of them where none is said.
 POLICIES = (("none", ()), ("dots", ()), ("saved", ()), *(("saved", names) for names in SOME_NAMES), ("full", ()))
 
@@ -79,9 +88,18 @@ class Candidate:
 
     @property
     def layout(self) -> str:
-        """The preset, and how attention reaches keys of other slices."""
-        layout = self.run.layout
-        return f"{layout.preset}, {layout.context}" if self.run.mesh.context > 1 else layout.preset
+        """The preset, how attention reaches keys of other slices, and how layers are dealt out to stages."""
+        layout, mesh = self.run.layout, self.run.mesh
+        kinds = [layout.preset, *([layout.context] if mesh.context > 1 else [])]
+        if mesh.stage > 1:
+            kinds += [*([f"{layout.pipeline_groups} groups"] if layout.pipeline_groups > 1 else [])]
+            kinds += [self.run.accumulation] if self.run.accumulation != "pending" else []
+        return ", ".join(kinds)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a batch is cut."""
+        return self.run.layout.pipeline_microbatches or self.run.parts
 
     @property
     def keeps(self) -> str:
@@ -108,6 +126,11 @@ class Found:
     frontier: tuple[Candidate, ...]
     winner: Candidate | None
 
+    def roomy(self, share: float) -> Candidate | None:
+        """The fastest that takes at most this share of a device's memory; None if none does."""
+        able = [c for c in self.candidates if c.plan is not None and c.peak <= share * self.target.chip.hbm_bytes]
+        return min(able, key=lambda c: c.seconds, default=None)
+
 
 def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[tuple[Run, dict[str, str]]]:
     """The run with other meshes, layouts, microbatches and checkpoint policies that divide, and what differs.
@@ -118,6 +141,14 @@ def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[t
         written: the run as the user wrote it, which options are relative to; `run` itself if None.
     """
     devices = target.num_devices
+    for stages in STAGES:
+        if devices % stages == 0 and run.model.layers % stages == 0:
+            yield from _through(stages, run, target, written or run)
+
+
+def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tuple[Run, dict[str, str]]]:
+    """Those with so many stages; several stages stand beside data, FSDP and tensor parallelism."""
+    devices = target.num_devices // stages
     size = max(entry.size for entry in run.batch_sizes())
     heads, kv_heads = run.model.heads, getattr(run.model, "kv_heads", run.model.heads)
     width, experts = getattr(run.model, "mlp", 4 * run.model.embed), getattr(run.model, "experts", 1)
@@ -125,7 +156,9 @@ def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[t
         if devices % model or heads % model or kv_heads % model or width % model:
             continue
         slices = [(1, run.layout.context), *itertools.product((2, 4, 8, 16, 32), CONTEXT_KINDS)]
-        for (context, kind), expert in itertools.product(slices, (1, 2, 4, 8, 16, 32, 64)):
+        if stages > 1:
+            slices = slices[:1]
+        for (context, kind), expert in itertools.product(slices, (1, 2, 4, 8, 16, 32, 64)[: 7 if stages == 1 else 1]):
             ways = devices // model // context // expert
             if experts % expert or devices % (model * context * expert):
                 continue
@@ -135,27 +168,68 @@ def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[t
                 continue
             if kind == "exchange" and heads % (model * context):
                 continue
+            whole = context == 1 or kind != "ring"
+            if whole and target.chip.kind == "tpu" and _blocks(run.data.sequence_length, context, kind) > MOST_BLOCKS:
+                continue
             presets = ("auto",) if context > 1 else ("fsdp",) if model == 1 else ("fsdp_tensor", "fsdp_tensor_sequence")
             groups = target.shape[0] if target.chip.kind == "gpu" else target.num_slices
             kinds = [(1, preset) for preset in presets]
             if groups > 1 and ways % groups == 0:  # a copy of the model in each slice or host
-                kinds = [*(kinds if target.chip.kind == "gpu" else []), (groups, "hybrid")]
-            for (replica, preset), micro, (policy, names) in itertools.product(kinds, (1, 2, 4, 8, 16), POLICIES):
-                if size % (ways * expert * micro):
+                kinds = [*kinds, (groups, "hybrid")]
+            schedules = list(_schedules(run, stages))
+            for (replica, preset), schedule, (policy, names) in itertools.product(kinds, schedules, POLICIES):
+                if size % (ways * expert * schedule.parts):
                     continue
                 mesh = data_sizes(ways // replica, target)
                 sizes = {"replica": replica, **{axis: mesh.get(axis, 1) for axis in DATA_AXES}}
-                sizes |= {"context": context, "context_y": 1, "model": model, "expert": expert}
+                sizes |= {"stage": stages, "context": context, "context_y": 1, "model": model, "expert": expert}
                 changed = dataclasses.replace(
                     run,
-                    mesh=dataclasses.replace(run.mesh, stage=1, **sizes),
+                    mesh=dataclasses.replace(run.mesh, **sizes),
                     layout=dataclasses.replace(
-                        run.layout, preset=preset, mode="explicit", context=kind, context_y=None
+                        run.layout, preset=preset, mode="explicit", context=kind, context_y=None, **schedule.stages
                     ),
-                    microbatches=run.microbatches if micro == run.parts else micro,
+                    microbatches=run.microbatches if schedule.microbatches == run.parts else schedule.microbatches,
+                    accumulation=schedule.accumulation,
                     remat=dataclasses.replace(run.remat, policy=policy, names=names),
                 )
-                yield changed, _options(written or run, changed)
+                yield changed, _options(written, changed)
+
+
+class _Schedule(NamedTuple):
+    """How a batch is cut.
+
+    Attributes:
+        parts: into how many parts.
+        microbatches: of a run without stages; 1 of one with stages.
+        accumulation: of gradients.
+        stages: fields of the layout.
+    """
+
+    parts: int
+    microbatches: int
+    accumulation: Literal["pending", "sharded"]
+    stages: dict[str, Any]
+
+
+def _schedules(run: Run, stages: int) -> Iterator[_Schedule]:
+    none = {"pipeline_microbatches": None, "pipeline_groups": 1}
+    for count in (1, 2, 4, 8, 16) if stages == 1 else ():
+        yield _Schedule(count, count, run.accumulation if count > 1 else "pending", none)
+    for times, groups, how in itertools.product((1, 2, 4, 8), GROUPS, ACCUMULATIONS) if stages > 1 else ():
+        if run.model.layers % (stages * groups) == 0:
+            own = {"pipeline_microbatches": times * stages, "pipeline_groups": groups}
+            yield _Schedule(times * stages, 1, how, own)
+
+
+def _blocks(length: int, context: int, kind: str) -> int:
+    """Blocks of a device's scores where the sequence's keys meet its queries at once.
+
+    >>> [_blocks(131_072, 4, kind) for kind in ("gather", "exchange")]
+    [16384, 65536]
+    """
+    keys = math.ceil(length / BLOCK)
+    return keys * (keys if kind == "exchange" else keys // context)
 
 
 def _options(before: Run, after: Run) -> dict[str, str]:
@@ -174,6 +248,12 @@ def _options(before: Run, after: Run) -> dict[str, str]:
         found["batch_size"] = str(after.batch_size) if isinstance(after.batch_size, int) else json.dumps(entries)
     if before.parts != after.parts:
         found["microbatches"] = str(after.parts)
+    if before.accumulation != after.accumulation:
+        found["accumulation"] = after.accumulation
+    for name in ("pipeline_microbatches", "pipeline_groups"):
+        was, is_now = getattr(before.layout, name), getattr(after.layout, name)
+        if was != is_now:
+            found[f"layout.{name}"] = "null" if is_now is None else str(is_now)
     return found
 
 
@@ -239,7 +319,8 @@ def search(
 
 def _same(one: Run, run: Run, target: Target) -> bool:
     """Whether a variant is the run's own setting: it is always planned, to compare with."""
-    parts = lambda r: (r.layout.preset, r.parts, r.remat)
+    stages = lambda r: (r.layout.pipeline_microbatches, r.layout.pipeline_groups, r.accumulation)
+    parts = lambda r: (r.layout.preset, r.parts, r.remat, *stages(r))
     try:
         sizes = [r.mesh.resolve(target.num_devices) for r in (one, run)]
     except UserError:
@@ -255,8 +336,8 @@ def best(able: list[Candidate]) -> Candidate | None:
     fit = [c for c in able if c.fits]
     fit = [c for c in fit if c.verdict is not None] or fit
     close = [c for c in fit if c.seconds <= 1.01 * min(c.seconds for c in fit)]
-    kinds = lambda mesh: sum(size > 1 for size in (mesh.model, mesh.context, mesh.expert, mesh.replica))
-    return min(close, key=lambda c: (kinds(c.run.mesh), c.run.parts, c.seconds), default=None)
+    kinds = lambda mesh: sum(size > 1 for size in (mesh.model, mesh.context, mesh.expert, mesh.replica, mesh.stage))
+    return min(close, key=lambda c: (kinds(c.run.mesh), c.parts, c.seconds), default=None)
 
 
 def _beats(one: Candidate, other: Candidate) -> bool:
@@ -278,24 +359,32 @@ def _promising(sketched: list[Candidate], target: Target, most: int) -> Iterator
     for c in sorted(sketched, key=lambda c: c.sketch.seconds):
         for share in (0.75, 1.2):
             if c.sketch.peak <= share * room:
-                chosen.setdefault((_kind(c), c.run.remat, c.run.parts == 1, share), c)
+                chosen.setdefault((_kind(c), c.run.remat, c.parts == 1, share), c)
     able = sorted({id(c): c for c in chosen.values()}.values(), key=lambda c: c.sketch.seconds)
     if not able:  # nothing fits: how far off the smallest are
         yield from sorted(sketched, key=lambda c: c.sketch.peak)[: min(most, 6)]
         return
+    plain, staged = ([c for c in able if (c.run.mesh.stage > 1) == several] for several in (False, True))
+    staged = _firsts(staged, room)[: most // 6 if plain else most]
+    first = _firsts(plain, room)[: most // 2]
+    rest = [c for c in plain if not any(c is f for f in first)]
+    yield from (first + rest)[: most - len(staged)]
+    yield from staged
+
+
+def _firsts(candidates: list[Candidate], room: float) -> list[Candidate]:
+    """Of each kind of parallelism the first that surely fits."""
     firsts: dict[tuple, Candidate] = {}
-    for c in able:
+    for c in candidates:
         if c.sketch.peak <= 0.75 * room:
             firsts.setdefault(_kind(c)[1:], c)
-    first = list(firsts.values())[: most // 2]
-    rest = [c for c in able if not any(c is f for f in first)]
-    yield from (first + rest)[:most]
+    return list(firsts.values())
 
 
 def _kind(candidate: Candidate) -> tuple:
     mesh = candidate.run.mesh
     layout = candidate.run.layout
-    return layout.context, mesh.model, mesh.context, mesh.replica, mesh.expert, layout.preset
+    return layout.context, mesh.model, mesh.context, mesh.replica, mesh.expert, mesh.stage, layout.preset
 
 
 def _compiled(planned: list[Candidate], target: Target, count: int) -> list[Candidate]:
@@ -359,7 +448,7 @@ def frontier_rows(found: Found) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
         speed = numbers.count(c.plan.tokens_per_second) if c.plan else ""
         rows.append(
             (mark, numbers.seconds(c.seconds), numbers.size(c.peak), speed, mesh, c.layout,
-             str(c.run.parts), c.keeps, by, why_lost(c, found.winner, found.target))
+             str(c.parts), c.keeps, by, why_lost(c, found.winner, found.target))
         )  # fmt: skip
     return ("", "step", "memory", "tokens/s", "mesh", "layout", "microbatches", "keeps", "by", ""), rows
 

@@ -58,6 +58,12 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     shard = [axis for axis in ("data", "data_y", "data_z", "context") if sizes.get(axis, 1) > 1]
     ways = math.prod(sizes[axis] for axis in shard) if shard else 1
     sharded = run.layout.preset not in ("data", "single", "tensor")
+    stages, groups = sizes.get("stage", 1), run.layout.pipeline_groups
+    parts = run.layout.pipeline_microbatches or run.parts
+    units = parts * groups
+    idle = (units + stages - 1) / units  # what a step takes longer than its parts
+    once = run.accumulation == "pending"
+    of_stage = (blocks + experts / expert) / stages  # weights of a stage's layers
     tokens = max(b.size for b in run.batch_sizes()) * run.data.sequence_length
     local = tokens / (devices / model)  # of the batch and positions of one group
     keep, again = _KEEP[run.remat.policy], _AGAIN[run.remat.policy]
@@ -71,44 +77,44 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     kernel_again = 0.0 if run.remat.policy in ("none", "saved", "offload") else 1.0
     kernels = attention * ((1.5 if chip.kind == "tpu" else 7 / 6) + kernel_again / 3) / devices
     kernels /= chip.bf16_flops * chip.attention_efficiency
-    compute = flops / (chip.bf16_flops * chip.matmul_efficiency) * 1.15 * narrow + kernels
+    kernels *= idle
+    compute = flops / (chip.bf16_flops * chip.matmul_efficiency) * 1.15 * narrow * idle + kernels
     weights = activations = 0.0
     if shard and sharded:
-        passes = 1 if run.parts > 1 else 2
-        moved = 2.0 * (blocks + tables + experts / expert) / model * (passes + 2)
+        passes = 1 if parts > 1 and once else 2
+        moved = 2.0 * (of_stage + tables) / model * (passes + 2) * (1 if once else parts * idle)
         weights = moved / links.bandwidth(shard)
     elif shard:
-        weights = 2 * 4.0 * (blocks + tables + experts / expert) / model / links.bandwidth(shard)
+        weights = 2 * 4.0 * (of_stage + tables) / model / links.bandwidth(shard)
     if model > 1:
-        moved = (4 + 2 * again) * 2 * 2.0 * local * m.embed * m.layers * (model - 1) / model
+        moved = (4 + 2 * again) * 2 * 2.0 * local * m.embed * m.layers * (model - 1) / model * idle
         activations = moved / links.bandwidth(["model"])
     context, head_dim = sizes.get("context", 1), getattr(m, "head_dim", m.embed // m.heads)
     whole = 0.0  # bytes of one layer's keys and values that a device gathers
     if context > 1:
-        keys = 2 * 2.0 * getattr(m, "kv_heads", m.heads) / model * head_dim * local / run.parts
-        queries = 2 * 2.0 * m.heads / model * head_dim * local / run.parts
+        keys = 2 * 2.0 * getattr(m, "kv_heads", m.heads) / model * head_dim * local / parts
+        queries = 2 * 2.0 * m.heads / model * head_dim * local / parts
         if run.layout.context == "gather":
             moved, whole = (2 + again) * keys * (context - 1), keys * context
-            activations += run.parts * m.layers * moved / links.bandwidth(["context"])
+            activations += parts * m.layers * moved / links.bandwidth(["context"])
         elif run.layout.context == "exchange":
             moved = (2 + again) * (keys + queries) * (context - 1) / context
-            activations += run.parts * m.layers * moved / links.bandwidth(["context"])
+            activations += parts * m.layers * moved / links.bandwidth(["context"])
         else:  # what a ring moves stands beside its kernels
             moved = (4 + again) * keys * (context - 1)
-            activations += max(0.0, run.parts * m.layers * moved / links.bandwidth(["context"]) - kernels)
+            activations += max(0.0, parts * m.layers * moved / links.bandwidth(["context"]) - kernels)
     if expert > 1:  # tokens to their experts and back, each pass
         moved = (4 + 2 * again) * 2.0 * local / model * m.embed * per_token * m.layers * (expert - 1) / expert
         activations += moved / links.bandwidth(["expert"])
     hidden = min(weights * (0.5 if len(chip.overlap) == 1 else 1.0), compute * 0.9) if chip.overlap else 0.0
     seconds = compute + activations + weights - hidden
-    state = 12.0 * (blocks + tables + experts / expert) / (ways * model if sharded else model)
+    state = 12.0 * (of_stage + tables) / (ways * model if sharded else model)
     base, per_mlp, per_head = keep
     width = base * m.embed + (per_mlp * getattr(m, "mlp", 4 * m.embed) + per_head * m.embed) / model
     sequence = model if run.layout.preset in ("fsdp_tensor_sequence", "auto", "hybrid") else 1
     width -= base * m.embed * (1 - 1 / sequence)
-    kept = 2.0 * width * m.layers * local / run.parts
-    accumulated = 8.0 * (blocks + tables + experts / expert) / model if run.parts > 1 else 0.0
-    working = (
-        4.0 * block / model / expert * 2 + 6.0 * tables / 2 / model + 2.0 * 8 * local / run.parts * m.embed + whole
-    )
+    kept = 2.0 * width * m.layers * local / parts * (min(parts, 2 * stages) if stages > 1 else 1)
+    accumulated = (8.0 if once else 8.0 / ways) * (of_stage + tables) / model if parts > 1 else 0.0
+    rows = local * stages / parts
+    working = 4.0 * block / model / expert * 2 + 6.0 * tables / 2 / model + 2.0 * 8 * rows * m.embed + whole
     return Sketch(seconds, state + (1 + FRAGMENTATION) * (kept + accumulated + working))

@@ -6,8 +6,13 @@ from typing import Any
 
 from trellis.figures import numbers
 from trellis.figures.text import aligned
+from trellis.named.pipeline.chart import chart
+from trellis.named.pipeline.schedule import Schedule
 from trellis.plan.advice import advice
 from trellis.plan.quick import Plan
+
+# Ticks of a chart that fits a line.
+MOST_TICKS = 32
 
 
 def headline(plan: Plan, fitted: Sequence[str] = ()) -> str:
@@ -30,11 +35,30 @@ def headline(plan: Plan, fitted: Sequence[str] = ()) -> str:
         f"  speed       {numbers.count(plan.tokens_per_second)} tokens/s, {numbers.count(per_device)} a device",
         f"  waits for   {_waits(plan)}",
     ]
+    if plan.schedule is not None:
+        lines.append(f"  stages      {stages_text(plan.schedule)}")
     if plan.load != 1.0:
         lines.append(f"  load        the fullest device has {plan.load:g} times the rows of an even load")
     if (price := plan.dollars_per_billion_tokens) is not None:
         lines.append(f"  price       ${price:,.0f} for a billion tokens at ${plan.price:g} a device and hour")
     return "\n".join(lines)
+
+
+def stages_text(schedule: Schedule) -> str:
+    """A pipeline's schedule in words.
+
+    >>> stages_text(Schedule(4, 2, 16))
+    '4 with 2 groups of layers each, 16 microbatches: a stage idles 9% of the ticks and keeps 11 passes of a group'
+    """
+    groups, of = (
+        (f" with {schedule.groups} groups of layers each", "passes of a group")
+        if schedule.groups > 1
+        else ("", "microbatches")
+    )
+    return (
+        f"{schedule.stages}{groups}, {schedule.microbatches} microbatches: a stage idles {schedule.bubble:.0%} of the "
+        f"ticks and keeps {schedule.slots} {of}"
+    )
 
 
 def _waits(plan: Plan) -> str:
@@ -124,6 +148,8 @@ def text(plan: Plan, *, formulas: bool = False, fitted: Sequence[str] = (), ways
         ways: what makes it fit, where it does not.
     """
     parts = [headline(plan, fitted), memory_table(plan), link_table(plan), time_table(plan, formulas=formulas)]
+    if plan.schedule is not None and plan.schedule.ends <= MOST_TICKS:
+        parts.insert(1, "microbatches in the stages, forward (F) and backward (B)\n\n" + chart(plan.schedule))
     if found := [*ways, *advice(plan)]:
         parts.append("what to change\n" + "\n".join(f"  - {line}" for line in found))
     parts.append(CAVEAT)
@@ -156,6 +182,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "where": plan.memory.where,
             "largest": [_fields(buffer) for buffer in plan.memory.buffers[:16]],
         },
+        "stages": _schedule(plan.schedule),
         "step_seconds": plan.seconds,
         "mfu": plan.mfu,
         "model_flops": plan.model_flops,
@@ -169,6 +196,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "times": [_fields(line) for line in plan.times.lines],
         "advice": advice(plan),
     }
+
+
+def _schedule(schedule: Schedule | None) -> dict[str, Any] | None:
+    if schedule is None:
+        return None
+    return _fields(schedule) | {"idle": schedule.bubble, "kept": schedule.slots}
 
 
 def _fields(value: Any) -> dict[str, Any]:

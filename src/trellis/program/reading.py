@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 
 from trellis._compat import scan_counts
 from trellis.notation.state import State
-from trellis.program.scopes import direction_of
+from trellis.program.scopes import direction_of, share_of_turns
 from trellis.program.sizes import local_bytes, local_shape, state_at
 from trellis.program.source import label_of, source_of
 
@@ -298,8 +298,9 @@ class _Reader:
         else:
             inner, turns = inner[:1], 1
         operation = self.add(name, equation, operands, [v.aval for v in equation.outvars], body, frame, times)
+        runs, of = share_of_turns(str(equation.source_info.name_stack)) if name == "cond" else (1, 1)
         operation.bodies = tuple(
-            self.body(Body(Frame(frame, equation, is_body=True)), one, times * turns) for one in inner
+            self.body(Body(Frame(frame, equation, is_body=True)), one, times * turns * runs // of) for one in inner
         )
         for one in operation.bodies:
             for value, operand in operation.entering(one):

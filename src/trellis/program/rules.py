@@ -40,7 +40,8 @@ class States:
         self.known: dict[Value, State] = {}
         self.scattered: set[Value] = set()  # results of scatters, which need no slice after a sum
         self.twins: dict[Value, Value] = {}  # each value's first twin: equal operations on equal values
-        self.first: dict[tuple, Operation] = {}  # the first operation of each kind of twins
+        self.first: dict[tuple, list[Operation]] = {}  # the first ones of twins that differ in parameters alone
+        self.written: dict[Operation, str] = {}  # the parameters of these
         self.unclear: set[Value] = set()  # results of lookups where one mesh axis slices both the table and the indices
 
     def __getitem__(self, value: Value) -> State:
@@ -97,12 +98,20 @@ class States:
             ("literal", str(value.literal.val)) if value.literal is not None else self.twins.setdefault(value, value)
             for value in operation.operands
         )
-        types = [value.aval for value in operation.results]
-        key = (operation.frame, operation.name, operands, str(sorted(operation.params.items())), str(types))
-        first = self.first.setdefault(key, operation)
+        types = str([value.aval for value in operation.results])
+        alike = self.first.setdefault((operation.frame, operation.name, operands, types), [])
+        # A loop's parameters are its body, which takes long to write out: only where something else is the same.
+        first = next((one for one in alike if self._written(one) == self._written(operation)), operation)
+        if first is operation:
+            alike.append(operation)
         for value, same in zip(operation.results, first.results):
             self.twins[value] = self.twins.get(same, same)
         return first is not operation
+
+    def _written(self, operation: Operation) -> str:
+        if operation not in self.written:
+            self.written[operation] = str(sorted(operation.params.items()))
+        return self.written[operation]
 
     def _operands(self, operation: Operation, states: list[State], after: State) -> Generator[Implied, None, State]:
         """A product gathers an operand whose contracted dimension is sharded alone, or whose free dimension the

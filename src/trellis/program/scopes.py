@@ -3,8 +3,11 @@
 A `reshard` runs under the scope `reshard[embed/data mlp -> embed mlp ~data]`; types themselves have no names.
 """
 
+import contextlib
 import re
 from collections.abc import Sequence
+
+import jax
 
 from trellis.notation import Shape, parse_transition
 
@@ -79,3 +82,21 @@ def transition_in(scope: str) -> tuple[Shape, Shape] | None:
     if direction_of(scope) == "backward":
         before, after = (Shape(s.dims, s.copied, s.pending, s.ellipsis) for s in (after, before))
     return before, after
+
+
+def sometimes(runs: int, of: int) -> contextlib.AbstractContextManager:
+    """The scope of a conditional in a loop: in how many of its turns some device takes the costly branch."""
+    return jax.named_scope(f"sometimes({runs} of {of})")
+
+
+_SOMETIMES = re.compile(r"sometimes\((\d+) of (\d+)\)$")
+
+
+def share_of_turns(scope: str) -> tuple[int, int]:
+    """In how many of how many turns a conditional takes its costly branch: all, where nobody says.
+
+    >>> share_of_turns("while/body/sometimes(4 of 16)"), share_of_turns("while/body")
+    ((4, 16), (1, 1))
+    """
+    found = _SOMETIMES.search(scope)
+    return (int(found[1]), int(found[2])) if found else (1, 1)

@@ -50,6 +50,7 @@ def on_one_device(run: Run, *, padding: int, seed: int = 0) -> Reference:
         layout=LayoutChoice(preset="single"),
         precision=Precision(params="float32", compute="float32"),
         microbatches=run.parts,
+        accumulation="pending",
     )
     random = np.random.default_rng(seed)
     with jax.default_device(jax.devices("cpu")[0]):

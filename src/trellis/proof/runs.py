@@ -98,11 +98,13 @@ class Trial:
 
     def alone(self) -> "Trial":
         """The same step on one of the target's devices."""
-        run = dataclasses.replace(self.prepared.run, mesh=MeshSizes(data=1), layout=LayoutChoice(preset="single"))
+        single = LayoutChoice(preset="single")
+        run = dataclasses.replace(self.prepared.run, mesh=MeshSizes(data=1), layout=single, accumulation="pending")
         devices = [self.prepared.layout.mesh.devices.flat[0]]
         made = assemble(run, devices, padding=self.padding, chunk_bytes=self.chunk_bytes)
         batch = made.abstract_batch()
-        prepared = Prepared(run, made.layout, made.step, made.abstract, batch, math.prod(batch.shape))
+        parts = made.options.microbatches
+        prepared = Prepared(run, made.layout, made.step, made.abstract, batch, math.prod(batch.shape), parts)
         return dataclasses.replace(self, prepared=prepared)
 
     def subject(self, reference: Reference) -> Subject:

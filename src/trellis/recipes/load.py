@@ -3,9 +3,12 @@
 import dataclasses
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+import pkgutil
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from trellis.errors import UserError, did_you_mean
 from trellis.models import FAMILIES
@@ -13,16 +16,38 @@ from trellis.run.config import Run
 from trellis.run.layouts import AXES
 from trellis.run.overrides import resolve
 
-# Every public function that one of these modules defines is a recipe. A family's own lie beside its model.
+# Every public function without arguments that one of these modules defines is a recipe. A family's own lie beside its
+# model, in `recipes.py` or in the files of `recipes/`.
 _BESIDE_MODELS = [f"trellis.models.{family}.recipes" for family in sorted(FAMILIES)]
-_MODULES = ("trellis.recipes.starter", *filter(importlib.util.find_spec, _BESIDE_MODELS))
+
+
+def _modules() -> Iterator[ModuleType]:
+    yield importlib.import_module("trellis.recipes.starter")
+    for module in map(importlib.import_module, filter(importlib.util.find_spec, _BESIDE_MODELS)):
+        yield module
+        for part in pkgutil.iter_modules(getattr(module, "__path__", ())):
+            yield importlib.import_module(f"{module.__name__}.{part.name}")
+
+
+def _is_recipe(function: object, module: ModuleType) -> bool:
+    own = inspect.isfunction(function) and function.__module__ == module.__name__
+    return own and not function.__name__.startswith("_") and not inspect.signature(function).parameters
+
 
 RECIPES: dict[str, Callable[[], Run]] = {
-    name: function
-    for module in map(importlib.import_module, _MODULES)
-    for name, function in vars(module).items()
-    if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+    name: function for module in _modules() for name, function in vars(module).items() if _is_recipe(function, module)
 }
+_TARGET = re.compile(r"trellis plan (\w+) --on (\S+)")
+
+
+def hardware_of(recipe: str) -> str | None:
+    """What a recipe's documentation plans it on; None where it does not.
+
+    >>> hardware_of("llama_8b")
+    '8xH100'
+    """
+    commands = dict(_TARGET.findall(RECIPES[recipe].__doc__ or ""))
+    return commands.get(recipe)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -180,6 +180,9 @@ class Run:
     """Parts that a device's share of a batch is cut into, one after the other, to save memory; null is one, and on a
     CPU parts of about 1,024 tokens in float32, 2,048 in bfloat16, which are the fastest there. Raise it where a step
     does not fit the memory."""
+    accumulation: Literal["pending", "sharded"] = "pending"
+    """Of a step in several parts, by microbatches or stages: pending gathers parameters and settles gradients once a
+    step, and holds both whole meanwhile; sharded does so once a part. Choose sharded where a step does not fit."""
     clip_norm: float | None = 1.0
     """Gradients with a larger norm, over all parameters, are scaled down to it; null clips nothing. Lower it where
     single batches make the loss jump."""
@@ -281,6 +284,13 @@ class Run:
                 seen=f"pipeline_microbatches={self.layout.pipeline_microbatches}, mesh.stage=1",
                 where="layout.pipeline_microbatches",
                 fix="use --mesh.stage 2 or more; --microbatches cuts a batch without a pipeline",
+            )
+        if self.accumulation == "sharded" and self.parts == 1 and self.mesh.stage == 1:
+            raise UserError(
+                "Gradients are accumulated over the parts of a step.",
+                seen="accumulation=sharded, microbatches=1, mesh.stage=1",
+                where="accumulation",
+                fix="use --microbatches 2 or more, or leave it out",
             )
         groups, stages, layers = self.layout.pipeline_groups, self.mesh.stage, self.model.layers
         if groups > 1 and (stages == 1 or layers % (stages * groups)):

@@ -107,6 +107,7 @@ def assemble(
         options = StepOptions(
             precision=run.precision,
             microbatches=run.microbatches or fast_microbatches(run, layout, abstract.model),
+            accumulation=run.accumulation,
             policy=keep_of(run.remat),
             z_loss=run.z_loss,
             ema=run.ema,

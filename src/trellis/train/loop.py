@@ -165,7 +165,7 @@ class _Loop:
                     self._folder,
                     lambda: _last_good(self._saved, others_live=False),
                     first_collective=first_collective,
-                    noted=lambda why: self._timeline.add("stopped", None, why=why),
+                    noted=lambda event, why: self._timeline.add(event, None, why=why),
                 )
                 self._open.callback(self._watch.close)
                 self._drain = Drain(max_ahead=_AHEAD, finished=self._watch.finished)

@@ -81,7 +81,9 @@ def model_in_use(assembled: Assembled, state: TrainState) -> Any:
 def for_use(run: Run, devices: int) -> Run:
     """The run as it is used rather than trained: whole on one device, or its widths sliced over several."""
     choice = LayoutChoice(preset="tensor" if devices > 1 else "single")
-    return dataclasses.replace(run, devices=devices, mesh=MeshSizes(data=1, model=devices), layout=choice)
+    return dataclasses.replace(
+        run, devices=devices, mesh=MeshSizes(data=1, model=devices), layout=choice, accumulation="pending"
+    )
 
 
 def tokenizer_of(run: Run) -> Tokenizer | None:

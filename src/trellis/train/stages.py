@@ -15,7 +15,7 @@ from trellis.data.batch import Batch
 from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.meshes import on_another, without_axis
 from trellis.mesh.reshard import place
-from trellis.named import Axis, NamesError, Stacked, is_named
+from trellis.named import NamesError, Stacked, is_named
 from trellis.named.pipeline.by_vmap import microbatches_of, pipeline_axis
 from trellis.named.pipeline.interleaving import interleaved
 from trellis.named.pipeline.pieces import Pieces, Source, struct
@@ -36,12 +36,22 @@ def stages_of(model) -> str | None:
     return pipeline_axis(model.layers.axis)
 
 
-def _schedule(layout: Layout, axis: str, layers: Axis, microbatches: int) -> Schedule:
-    """
+def schedule_of(model, rows: int, times: int) -> Schedule | None:
+    """When which stage does what in a step, where the layout in force spreads this model's layers over stages.
+
+    Args:
+        model: it, or its types.
+        rows: of a batch.
+        times: parts of the batch of which the layout says into how many microbatches each is cut.
+
     Raises:
         NamesError: stages and groups that do not divide the layers, or groups and stages that do not the microbatches.
     """
+    if (axis := stages_of(model)) is None:
+        return None
+    layout, layers = current_layout(), model.layers.axis
     stages, groups = layout.mesh.shape[axis], layout.pipeline_groups
+    microbatches = times * microbatches_of(layout, axis, rows // times)
     if layers.size % (stages * groups):
         raise NamesError(
             f"the stages of a pipeline hold groups of layers of one size, got {layers.size} '{layers.name}' in "
@@ -79,7 +89,7 @@ def in_stages(params, axis: str):
     return jax.tree.map(leaf, params, is_leaf=is_named)
 
 
-def pipelined(params, batch: Batch, cut: Callable, shared: Callable, loss: Callable, times: int, axis: str):
+def pipelined(params, batch: Batch, cut: Callable, shared: Callable, loss: Callable, schedule: Schedule, axis: str):
     """The sums of a batch's loss, and the gradients of parameters in use, in float32.
 
     Args:
@@ -88,22 +98,25 @@ def pipelined(params, batch: Batch, cut: Callable, shared: Callable, loss: Calla
         cut: `cut(batch, count)`, microbatches as a tree of arrays `"microbatches ..."`.
         shared: `shared(numbers)`, more that the loss of each microbatch is given, a tree of `"microbatches ..."`.
         loss: `loss(params, part, shared) -> (loss, sums)` of one microbatch.
-        times: parts of the batch of which the layout says into how many microbatches each is cut.
+        schedule: by `schedule_of`.
         axis: the mesh axis of the stages.
     """
-    layout = current_layout()
+    layout, count = current_layout(), schedule.microbatches
     around = dataclasses.replace(layout.without(axis), mapped=layout.mapped)
-    count = times * microbatches_of(layout, axis, batch.tokens.shape["batch"] // times)
     with around:
         dealing, batch = dealt(jax.tree.map(lambda x: _placed(x, around), batch, is_leaf=is_named))
         parts = cut(batch, count), shared(jnp.arange(count))
         with dealing:  # out here: no permute may stand in what one stage alone does
             inside = dataclasses.replace(current_layout(), mesh=without_axis(layout.mesh, axis))
     leaves, tree = jax.tree.flatten(params, is_leaf=_is_stack)
-    (at,) = [i for i, leaf in enumerate(leaves) if _is_stack(leaf)]
+    at, *others = [i for i, leaf in enumerate(leaves) if _is_stack(leaf)]
+    if others:
+        raise NamesError(
+            f"a pipeline's layers are one stack, got {1 + len(others)} of them in a model: make one stack of groups of "
+            f"layers, or take '{params.layers.axis.name}' out of the layout's compute"
+        )
     stack, outer = leaves[at], leaves[:at] + leaves[at + 1 :]
     layers, block = jax.tree.flatten(stack.block)
-    schedule = _schedule(layout, axis, stack.axis, count)
     rows = stack.axis.size // schedule.parts
     here = inside.mesh.abstract_mesh
     source = Source(

@@ -25,7 +25,7 @@ from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
 from trellis.optim import all_finite, select
 from trellis.optim.averaging import average as moving_average
-from trellis.train.stages import dealt_out, in_stages, pipelined, stages_of
+from trellis.train.stages import dealt_out, in_stages, pipelined, schedule_of, stages_of
 from trellis.train.state import TrainState
 
 Metrics = dict[str, jax.Array]
@@ -186,7 +186,8 @@ def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, 
 
     loss = lambda params, part, shared: mean_loss(params, part.named(), shared[0], scale=shared[1])
     cut = lambda batch, count: _parts(batch, count)[1]
-    (sums, measured), total = pipelined(use, batch, cut, shared, loss, options.microbatches, axis)
+    schedule = schedule_of(model, batch.tokens.shape["batch"], options.microbatches)
+    (sums, measured), total = pipelined(use, batch, cut, shared, loss, schedule, axis)
     (gradients,) = pull(jax.tree.map(lambda g, p: g.astype(p.dtype), total, use))
     return sums, measured, gradients
 

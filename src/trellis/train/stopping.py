@@ -172,5 +172,6 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._received is not None and number == signal.SIGINT:
+            sys.unraisablehook = lambda _: None  # what it tears in other libraries says so with a traceback
             raise KeyboardInterrupt
         self._received = number

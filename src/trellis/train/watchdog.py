@@ -25,6 +25,8 @@ _FEWEST, _MOST = 3, 100
 _LOOKS, _LONGEST = 8, 15.0
 # What is not a step may take so many deadlines.
 _PATIENCE = 10
+# From which share of a step's time on that its devices have nothing to do a process is slow.
+_SLOW = 0.2
 # Looks between the finding and the end, in which the other processes write what they know.
 _GRACE = 4
 # How many more the first process waits, so that the others can leave before it.
@@ -43,7 +45,7 @@ class Watchdog:
         folder: the run's folder, which all processes see.
         last_good: gives words that name the last good checkpoint.
         first_collective: words for what a step's first collective is, where that is known.
-        noted: told the first line of why the run ends.
+        noted: told an event, and what about it: "stopped", or "slow" where devices wait for a process of several.
     """
 
     def __init__(
@@ -53,13 +55,15 @@ class Watchdog:
         last_good: Callable[[], str],
         *,
         first_collective: str | None = None,
-        noted: Callable[[str], None] = lambda why: None,
+        noted: Callable[[str, str], None] = lambda event, why: None,
     ):
         self._rule, self._folder, self._last_good = rule, folder / "watch", last_good
         self._first, self._noted = first_collective, noted
         self._process, self._processes = jax.process_index(), jax.process_count()
-        self._paces: deque[float] = deque(maxlen=_MOST)
-        self._lock = threading.Lock()
+        self._paces: deque[float] = deque(maxlen=_MOST)  # seconds of the last steps, and of them without work
+        self._idle: deque[float] = deque(maxlen=_MOST)
+        self._slow: list[int] = []
+        self._lock = threading.RLock()
         self._finished = self._dispatched = self._ticks = 0
         self._spent, self._excused, self._doing = 0.0, True, "starts"
         self._closed = threading.Event()
@@ -97,14 +101,19 @@ class Watchdog:
         with self._lock:
             if record.step > self._finished and self._finished:  # the first one of a process compiles
                 self._paces.append(record.seconds)
+                handed = (
+                    record.waited[1] if record.waited else record.dispatched
+                )  # a CPU may compute while it dispatches
+                self._idle.append(max(0.0, handed - (record.idle_from or handed)))
             self._finished, self._spent = record.step, 0.0
 
     @property
     def deadline(self) -> float | None:
         """Seconds that a step may take; None as long as too few have been made."""
-        if self._rule.factor is None or len(self._paces) < _FEWEST:
-            return None
-        return max(self._rule.seconds, self._rule.factor * statistics.median(self._paces))
+        with self._lock:
+            if self._rule.factor is None or len(self._paces) < _FEWEST:
+                return None
+            return max(self._rule.seconds, self._rule.factor * statistics.median(self._paces))
 
     def close(self) -> None:
         """Ends the thread."""
@@ -117,6 +126,18 @@ class Watchdog:
             if self._tick() or self._call() != self._calls:
                 self._end()
                 self._calls = self._call()
+            if self._process == 0 and self._processes > 1 and self._ticks % _LOOKS == 0:
+                self._name_slow(self._states())
+
+    def _name_slow(self, states: dict[int, dict]) -> None:
+        """Notes processes whose devices wait for them: for data, or for the next step. All others wait for these."""
+        share = {p: state["idle"] / state["pace"] for p, state in states.items() if state.get("pace")}
+        others = lambda p: statistics.median([idle for other, idle in share.items() if other != p] or [0.0])
+        slow = [p for p, idle in share.items() if idle > _SLOW and idle > 2 * others(p)]
+        if slow != self._slow and slow:
+            told = [f"process {p} on {states[p]['host']} for {share[p]:.0%} of a step" for p in slow]
+            self._noted("slow", f"devices wait for {', '.join(told)}")
+        self._slow = slow
 
     def _interval(self) -> float:
         return min((self.deadline or self._rule.seconds) / _LOOKS, _LONGEST)
@@ -128,7 +149,9 @@ class Watchdog:
             self._spent += self._interval()
             late = self.deadline is not None and self._spent > self.deadline * (_PATIENCE if self._excused else 1)
         if self._processes > 1:
-            state = {"ticks": self._ticks, "dispatched": self._dispatched, "doing": self._doing}
+            with self._lock:
+                times = {"pace": _median(self._paces), "idle": _median(self._idle)}
+            state = {"ticks": self._ticks, "dispatched": self._dispatched, "doing": self._doing, **times}
             self._write(f"process-{self._process}.json", json.dumps({**state, "host": platform.node()}))
         return late
 
@@ -159,7 +182,7 @@ class Watchdog:
             fix="look at the stacks, then run the same command again, which goes on after that checkpoint; raise "
             "--deadline.factor or --deadline.seconds where steps do take so long",
         )
-        self._noted(error.rule)
+        self._noted("stopped", error.rule)
         leave_at_once(error)
 
     def _turn(self, turns: int) -> None:
@@ -204,3 +227,7 @@ class Watchdog:
             self._folder.mkdir(exist_ok=True)
             part.write_text(text)
             os.replace(part, self._folder / name)
+
+
+def _median(times: deque[float]) -> float:
+    return statistics.median(times) if times else 0.0

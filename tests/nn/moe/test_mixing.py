@@ -10,7 +10,7 @@ import pytest
 from tests.nn.moe.emulated import ragged_all_to_all
 from trellis.mesh import Layout, make_mesh
 from trellis.named import named, named_jit, shard
-from trellis.nn.moe import Choices, ExpertsError, choose, grouped_matmul, mix, mixing, score
+from trellis.nn.moe import Biases, Choices, ExpertsError, choose, grouped_matmul, mix, mixing, score
 
 BATCH, POS, EMBED, MLP, EXPERTS, CHOICES = 4, 6, 8, 12, 8, 2
 TENSOR = {"experts": "expert", "mlp": "model"}
@@ -44,22 +44,38 @@ def arrays():
     return x.with_array(jnp.abs(x.array)), favoured, *into, draw(4, "experts mlp embed", EXPERTS, MLP, EMBED)
 
 
-def loss(way, slack, x, router, *experts):
-    out = mix(x, choose(score(x, router), CHOICES), *experts, way=way, slack=slack)
+def loss(way, slack, x, router, gate, up, down, *biases):
+    added = Biases(*biases) if biases else None
+    out = mix(x, choose(score(x, router), CHOICES), gate, up, down, biases=added, way=way, slack=slack)
     weights = named(jnp.arange(1.0, x.shape["embed"] + 1), "embed")  # elements in a wrong place show
     return (out * out * weights).sum().array, out
 
 
+def biases():
+    keys = jax.random.split(jax.random.key(1), 3)
+    draw = lambda i, names, *sizes: named(jax.random.normal(keys[i], sizes), names)
+    gate, up = (draw(i, "experts mlp", EXPERTS, MLP) for i in (0, 1))
+    return gate, up, draw(2, "routes embed", EXPERTS, EMBED)
+
+
 def run(jit, given, way, slack=1.5):
-    fn = jax.value_and_grad(functools.partial(loss, way, slack), argnums=tuple(range(5)), has_aux=True)
+    fn = jax.value_and_grad(functools.partial(loss, way, slack), argnums=tuple(range(len(given))), has_aux=True)
     return jax.device_get(jit(fn)(*given))
 
 
 @functools.cache
-def defined():
-    return run(jax.jit, arrays(), "dense")
+def defined(biased=False):
+    return run(jax.jit, arrays() + (biases() if biased else ()), "dense")
 
 
+# Where experts have biases too.
+BIASED = {
+    ("one", "grouped", 1.5), ("expert", "dense", 1.5), ("expert", "ragged", 0.3), ("expert, many", "slots", 1.5),
+    ("expert, many", "gather", 1.5), ("tensor", "gather", 1.5), ("over model", "auto", 1.5), ("over both", "auto", 1.5),
+}  # fmt: skip
+
+
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(
     ("layout", "way", "slack"),
     [
@@ -81,9 +97,10 @@ def defined():
 def test_every_way_is_the_definition(layout, way, slack, monkeypatch):
     monkeypatch.setattr(mixing, "exchanges_ragged", lambda x: True)
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
-    (x, *weights), wanted = arrays(), defined()
+    biased = (layout, way, slack) in BIASED
+    (x, *weights), wanted = arrays() + (biases() if biased else ()), defined(biased)
     if LAYOUTS[layout] is None:
-        found = run(jax.jit, arrays(), way, slack)
+        found = run(jax.jit, (x, *weights), way, slack)
     else:
         mesh, params, compute = LAYOUTS[layout]
         with Layout(make_mesh(jax.devices()[:4], **mesh), params, compute):
@@ -92,18 +109,21 @@ def test_every_way_is_the_definition(layout, way, slack, monkeypatch):
         assert np.linalg.norm(a - b) < 2e-6 * np.linalg.norm(b)
 
 
-def test_the_definition():
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_definition(biased):
     """Token by token, in NumPy."""
-    (_, out), _ = defined()
+    (_, out), _ = defined(biased)
     x, router, gate, up, down = (np.asarray(a.array, np.float64) for a in arrays())
+    own = [np.asarray(b.array) if biased else np.zeros(b.array.shape) for b in biases()]
     for place in np.ndindex(BATCH, POS):
         scores = x[place] @ router
         chances = np.exp(scores - scores.max())
         best = np.argsort(-chances)[:CHOICES]
         total = np.zeros(EMBED)
         for e in best:
-            gated = x[place] @ gate[e]
-            total += chances[e] / chances[best].sum() * ((gated / (1 + np.exp(-gated)) * (x[place] @ up[e])) @ down[e])
+            gated, upped = x[place] @ gate[e] + own[0][e], x[place] @ up[e] + own[1][e]
+            made = (gated / (1 + np.exp(-gated)) * upped) @ down[e] + own[2][e]
+            total += chances[e] / chances[best].sum() * made
         np.testing.assert_allclose(out.array[place], total, rtol=1e-4, atol=1e-6)
 
 
@@ -137,6 +157,7 @@ def test_no_buffer_of_a_weight_for_every_token():
     assert grouped < dense and dense > by_every_expert
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("sizes", [(5, 0, 130, 9), (0, 0, 0, 0), (144, 0, 0, 0), (1, 2, 3, 4)])
 def test_grouped_products(sizes):
     """Against one product a group; groups may be empty, and rows may be left over."""

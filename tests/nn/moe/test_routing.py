@@ -42,6 +42,49 @@ def test_a_bias_picks_and_does_not_weigh():
     assert not to_bias.array.any() and to_scores.array.any()
 
 
+ROUTINGS = {
+    "sigmoid": Routing(scores="sigmoid"),
+    "as they are": Routing(normalize=False),
+    "one": Routing(normalize=False, scores="sigmoid"),
+    "groups": Routing(scores="sigmoid", groups=4, groups_per_token=2, scale=2.5),
+    "groups of one": Routing(groups=8, groups_per_token=3),
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_every_kind_of_routing(name):
+    """Token by token, in NumPy."""
+    routing, experts, count = ROUTINGS[name], 8, 1 if name == "one" else 3
+    scores = named(2 * jax.random.normal(jax.random.key(2), (BATCH, POS, experts)), "batch pos routes")
+    bias = named(jnp.linspace(0.3, -0.3, experts), "routes")
+    ids, weights = choose(scores, count, routing, bias=bias)
+    for place in np.ndindex(BATCH, POS):
+        own = np.asarray(scores.array[place], np.float64)
+        chances = 1 / (1 + np.exp(-own)) if routing.scores == "sigmoid" else np.exp(own) / np.exp(own).sum()
+        picked = (chances + np.asarray(bias.array)).reshape(routing.groups, -1)
+        of_groups = np.sort(picked)[:, -2:].sum(1)
+        picked[np.argsort(-of_groups)[routing.groups_per_token :]] = -np.inf
+        best = np.argsort(-picked.ravel())[:count]
+        wanted = chances[best] / (chances[best].sum() if routing.normalize else 1) * routing.scale
+        np.testing.assert_array_equal(ids.array[place], best)
+        np.testing.assert_allclose(weights.array[place], wanted, rtol=1e-5)
+
+
+def test_sigmoids_are_balanced_by_their_shares():
+    found = measure(SCORES, choose(SCORES, CHOICES, Routing(scores="sigmoid")), COUNTED, Routing(scores="sigmoid"))
+    chance = 1 / (1 + np.exp(-np.asarray(SCORES.array)))
+    counted = np.asarray(COUNTED.array)
+    mean = (chance / chance.sum(-1, keepdims=True) * counted[..., None]).sum((0, 1))
+    np.testing.assert_allclose(
+        found.balance, EXPERTS * (found.load.array / found.load.array.sum() * mean).sum(), rtol=1e-5
+    )
+
+
+def test_a_single_expert_learns_from_the_loss():
+    gradient = jax.grad(lambda s: choose(s, 1, Routing(normalize=False)).weights.sum().array)(SCORES)
+    assert gradient.array.any()
+
+
 def test_biases_move_towards_an_even_load():
     bias, load = named(jnp.zeros((2, 3)), "layers routes"), named(jnp.array([[5.0, 1, 3], [2, 2, 2]]), "layers routes")
     np.testing.assert_allclose(shift(bias, load, 0.1).array, [[-0.1, 0.1, 0.0], [0.0, 0.0, 0.0]], atol=1e-7)
@@ -72,7 +115,7 @@ def test_capacity_keeps_the_first():
 @pytest.mark.parametrize("over", ["batch", "sequence"])
 def test_measures(over):
     choices = choose(SCORES, CHOICES)
-    found = measure(SCORES, choices, COUNTED, over=over)
+    found = measure(SCORES, choices, COUNTED, Routing(balance_over=over))
     counted, p = np.asarray(COUNTED.array), chances()
     hot = np.eye(EXPERTS)[np.asarray(choices.ids.array)].sum(2) * counted[..., None]
     np.testing.assert_allclose(found.load.array, hot.sum((0, 1)))
@@ -127,7 +170,7 @@ def test_parts_of_a_batch_add_up():
             "nothing from the loss.\n"
             "  seen:  1 of 5 experts\n"
             "  where: choose\n"
-            "  fix:   use 2 or more",
+            "  fix:   use 2 or more, or --model.routing.normalize false",
         ),
     ],
 )
@@ -154,6 +197,36 @@ SIZES = dict(
         (
             lambda: MixtralConfig(**SIZES | {"experts": 0}),
             "A model's sizes are positive.\n  seen:  experts=0\n  where: model.experts\n  fix:   use 1 or more",
+        ),
+        (
+            lambda: MixtralConfig(**SIZES | {"routing": Routing(groups=3)}),
+            "Groups have as many experts each.\n  seen:  4 experts in 3 groups\n  where: model.experts_per_token\n"
+            "  fix:   use a number of groups that divides the experts",
+        ),
+        (
+            lambda: MixtralConfig(**SIZES | {"experts_per_token": 3, "routing": Routing(groups=2)}),
+            "A token goes to different experts.\n  seen:  3 of 2 experts, those of 1 of 2 groups\n"
+            "  where: model.experts_per_token\n  fix:   use 2 at most",
+        ),
+        (
+            lambda: Routing(groups=0),
+            "Experts are in one group or more.\n  seen:  groups=0\n  where: model.routing.groups\n"
+            "  fix:   use 1 to leave groups out",
+        ),
+        (
+            lambda: Routing(groups=2, groups_per_token=3),
+            "A token's experts come from some of their groups.\n  seen:  groups_per_token=3, groups=2\n"
+            "  where: model.routing.groups_per_token\n  fix:   use 1 to 2",
+        ),
+        (
+            lambda: Routing(scores="sigmoid", z_loss=0.1),
+            "The z-loss is of a softmax's denominator, which sigmoids do not have.\n"
+            "  seen:  z_loss=0.1, scores=sigmoid\n  where: model.routing.z_loss\n  fix:   use 0",
+        ),
+        (
+            lambda: Routing(scale=0.0),
+            "`scale` is more than 0.\n  seen:  scale=0.0\n  where: model.routing.scale\n"
+            "  fix:   use 1, or what an imported model has",
         ),
         (
             lambda: Routing(balance=-1.0),

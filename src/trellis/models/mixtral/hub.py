@@ -1,7 +1,7 @@
 """Mixtral's Hugging Face folders."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
@@ -20,15 +20,34 @@ _KEYS = {path: key for path, key in KEYS.items() if ".mlp." not in path} | {
 }
 
 
+def refuse_others(config, kind: str, *, allowed: Collection[str] = ()) -> None:
+    """Refuses what a folder cannot say of a mixture of experts.
+
+    Args:
+        config: of the model.
+        kind: what the folder is of, for the message.
+        allowed: fields of the routing that this folder can say.
+
+    Raises:
+        UserError: naming the first field that differs from what such folders have.
+    """
+    plain = Routing()
+    routing = ("scores", "normalize", "scale", "groups", "groups_per_token", "bias_rate", "capacity")
+    own = {f"routing.{name}": (getattr(config.routing, name), getattr(plain, name)) for name in routing}
+    own |= {"shared_mlp": (config.shared_mlp, None), "expert_biases": (config.expert_biases, False)}
+    for name, (value, theirs) in own.items():
+        if value != theirs and name.removeprefix("routing.") not in allowed:
+            raise UserError(
+                f"A {kind} in a Hugging Face folder picks experts by their probabilities alone, drops no token, and "
+                "has nothing beside its experts.",
+                seen=f"{name}={value}",
+                where=f"model.{name}",
+                fix=f"train with {'null' if theirs is None else str(theirs).lower()}",
+            )
+
+
 def _to_hub(config: MixtralConfig, positions: int) -> dict:
-    if config.routing.bias_rate is not None or config.routing.capacity is not None:
-        given = "bias_rate" if config.routing.bias_rate is not None else "capacity"
-        raise UserError(
-            "A Mixtral in a Hugging Face folder picks experts by their probabilities alone, and drops no token.",
-            seen=f"{given}={getattr(config.routing, given)}",
-            where=f"model.routing.{given}",
-            fix="train with null",
-        )
+    refuse_others(config, "Mixtral")
     return {
         **to_hub(config, positions),
         "num_local_experts": config.experts,

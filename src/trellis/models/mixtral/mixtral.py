@@ -33,24 +33,25 @@ class MixtralConfig:
     heads: fields.Heads
     kv_heads: fields.KVHeads
     head_dim: fields.HeadDim
-    mlp: int
-    """Width of one expert. Lower it for more and finer experts at the same cost."""
-    experts: int
-    """Experts of each block. Raise it for more parameters at the same cost of a token."""
-    experts_per_token: int
-    """How many of them each token goes to. Raise it for more computation a token."""
+    mlp: fields.ExpertMlp
+    experts: fields.Experts
+    experts_per_token: fields.ExpertsPerToken
+    shared_mlp: int | None = None
+    """Width of a block that all tokens go through beside their experts; null has none. Set it, as to the width of an
+    expert, where experts learn the same things."""
+    expert_biases: bool = False
+    """Whether experts' products have biases. Set it as an imported model has it."""
     rope_theta: fields.RopeTheta
     rope_scaling: fields.RopeScaling = None
     norm_eps: fields.RMSNormEps = 1e-5
     tie_embeddings: fields.TieEmbeddings
-    routing: Routing = Routing()
-    """How tokens are kept evenly over experts, and how they get there."""
+    routing: fields.RoutingField = Routing()
     positions = None  # sequences may have any length
 
     def __post_init__(self):
         fields.check_sizes(self)
         fields.check_key_heads(self)
-        check_count(self.experts_per_token, self.experts, "model.experts_per_token")
+        check_count(self.experts_per_token, self.experts, "model.experts_per_token", self.routing)
 
     def init(self, *, key, vocab_multiple: int = 1) -> "Mixtral":
         """The model with fresh parameters, its vocabulary padded to a multiple."""
@@ -70,13 +71,14 @@ class Block(eqx.Module):
     def init(config: MixtralConfig, *, key) -> "Block":
         embed, mlp, experts = Axis("embed", config.embed), Axis("mlp", config.mlp), Axis("experts", config.experts)
         attention_key, mlp_key = jax.random.split(key)
+        shared = None if config.shared_mlp is None else Axis("mlp", config.shared_mlp)
         return Block(
             attention_norm=RMSNorm.init(embed, config.norm_eps),
             attention=Attention.init(config, key=attention_key),
             mlp_norm=RMSNorm.init(embed, config.norm_eps),
             mlp=Experts.init(
                 embed, mlp, experts, config.experts_per_token, config.routing,
-                key=mlp_key, out_scale=(2 * config.layers) ** -0.5,
+                key=mlp_key, out_scale=(2 * config.layers) ** -0.5, shared=shared, biases=config.expert_biases,
             ),
         )  # fmt: skip
 

@@ -1,8 +1,10 @@
-"""Mixtures of experts."""
+"""Mixtral 8x7B on nodes of GPUs and on TPU slices."""
 
 import dataclasses
 
+from trellis.frozen import FrozenMap
 from trellis.models import MixtralConfig, Routing
+from trellis.models.llama.recipes.torus import V5P, V6E
 from trellis.nn import Precision
 from trellis.optim.config import AdamW, Cosine
 from trellis.run.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Remat, Run
@@ -36,12 +38,12 @@ def mixtral_8x7b() -> Run:
             routing=Routing(balance=0.02, z_loss=0.001),
         ),
         data=Data(source=StoreSource(path="tokens"), sequence_length=8192),
-        batch_size=128,
+        batch_size=64,
         steps=100_000,
         optimizer=AdamW(learning_rate=3e-4),
         schedule=Cosine(warmup_steps=2000),
         precision=Precision(exceptions={"router": "float32"}),
-        remat=Remat(policy="full"),
+        remat=Remat(policy="saved"),
         mesh=MeshSizes(data=8, expert=8),
         layout=LayoutChoice(preset="fsdp"),
         checkpoints=CheckpointRule(every=1000, keep_every=10_000),
@@ -50,9 +52,33 @@ def mixtral_8x7b() -> Run:
 
 
 def mixtral_8x7b_v5p_64() -> Run:
-    """mixtral_8x7b on a v5p slice of 64 chips, 4 x 4 x 4: two experts a chip along one dimension of the torus, FSDP
-    along the other two.
+    """mixtral_8x7b on a v5p slice of 64 chips, 4 x 4 x 4.
 
     trellis plan mixtral_8x7b_v5p_64 --on v5p:4x4x4
     """
-    return dataclasses.replace(mixtral_8x7b(), name="mixtral_8x7b_v5p_64", mesh=MeshSizes(data=4, data_y=4, expert=4))
+    return dataclasses.replace(
+        mixtral_8x7b(),
+        name="mixtral_8x7b_v5p_64",
+        compiler_options=FrozenMap(V5P),
+    )
+
+
+def mixtral_8x7b_v6e_64() -> Run:
+    """mixtral_8x7b on a v6e slice of 64 chips, 8 x 8.
+
+    trellis plan mixtral_8x7b_v6e_64 --on v6e:8x8
+    """
+    return dataclasses.replace(
+        mixtral_8x7b(),
+        name="mixtral_8x7b_v6e_64",
+        remat=Remat(policy="saved", names=("attention",)),
+        compiler_options=FrozenMap(V6E),
+    )
+
+
+def mixtral_8x7b_b200_32() -> Run:
+    """mixtral_8x7b on 4 nodes of 8 B200 GPUs.
+
+    trellis plan mixtral_8x7b_b200_32 --on 4x8xB200
+    """
+    return dataclasses.replace(mixtral_8x7b(), name="mixtral_8x7b_b200_32", mesh=MeshSizes(data=4, expert=8))

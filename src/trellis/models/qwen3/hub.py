@@ -1,10 +1,11 @@
 """Qwen3's Hugging Face folders."""
 
 from trellis.hub import Family, Key
-from trellis.models.llama.hub import GATED, KEYS, from_hub, to_hub
+from trellis.models.llama.hub import GATED, from_hub, to_hub
+from trellis.models.llama.hub import KEYS as _LLAMA
 from trellis.models.qwen3.qwen3 import Qwen3Config
 
-_KEYS = KEYS | {
+KEYS = _LLAMA | {
     "layers.block.attention.q_norm.scale": Key("model.layers.{}.self_attn.q_norm.weight", "head_dim"),
     "layers.block.attention.k_norm.scale": Key("model.layers.{}.self_attn.k_norm.weight", "head_dim"),
 }
@@ -13,7 +14,7 @@ FAMILY = Family(
     config=Qwen3Config,
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    keys=_KEYS,
+    keys=KEYS,
     to_hub=to_hub,
     from_hub=from_hub,
     fixed=GATED | {"use_sliding_window": False},

@@ -39,7 +39,11 @@ class Qwen3Config:
 
 def block(config: Qwen3Config, *, key) -> Block:
     """Llama's block, whose attention norms queries and keys over `head_dim` before it turns them."""
-    plain = Block.init(config, key=key)
+    return with_head_norms(Block.init(config, key=key), config)
+
+
+def with_head_norms(plain, config):
+    """A block with these norms in its attention."""
     head_dim = Axis("head_dim", config.head_dim)
     q_norm, k_norm = (RMSNorm.init(head_dim, config.norm_eps) for _ in range(2))
     return dataclasses.replace(plain, attention=dataclasses.replace(plain.attention, q_norm=q_norm, k_norm=k_norm))

@@ -18,6 +18,7 @@ from trellis.named.pipeline.pieces import Pieces
 from trellis.named.pipeline.schedule import Schedule, Unit
 from trellis.notation import spec_of
 from trellis.notation.state import State, state_of
+from trellis.program.scopes import sometimes
 
 
 class Arrays(NamedTuple):
@@ -101,21 +102,21 @@ class _Device:
         groups = [x.reshape(schedule.groups, -1, *x.shape[1:]) for x in layers]
         program = _Program(self, outer, groups, parts)
         carry = program.start()
-        joint = lambda carry, tick: program.backward(*program.forward(carry, tick), tick)
-        carry = _ticks(lambda carry, tick: program.forward(carry, tick)[0], 0, schedule.forward_only, carry)
-        carry = _ticks(joint, schedule.forward_only, schedule.forward_ends, carry)
-        carry = _ticks(
-            lambda carry, tick: program.backward(carry, None, tick), schedule.forward_ends, schedule.ends, carry
-        )
+        first = range(schedule.forward_only)
+        both = range(schedule.forward_only, schedule.forward_ends)
+        last = range(schedule.forward_ends, schedule.ends)
+        carry = _each(first, carry, lambda carry, tick: program.forward(carry, tick, first)[0])
+        carry = _each(both, carry, lambda c, tick: program.backward(*program.forward(c, tick, both), tick, both))
+        carry = _each(last, carry, lambda carry, tick: program.backward(carry, None, tick, last))
         sums = jax.tree.map(lambda x: lax.psum(x, self.axis), carry.sums)
         d_outer = [d if stays else lax.psum(d, self.axis) for d, stays in zip(carry.d_outer, self.pending, strict=True)]
         return sums, d_outer, [d.reshape(-1, *d.shape[2:]) for d in carry.d_layers]
 
 
-def _ticks(body, start: int, stop: int, carry):
-    if start == stop:
+def _each(ticks: range, carry, body):
+    if not ticks:
         return carry
-    return lax.scan(lambda carry, tick: (body(carry, tick), None), carry, jnp.arange(start, stop))[0]
+    return lax.scan(lambda carry, tick: (body(carry, tick), None), carry, jnp.arange(ticks.start, ticks.stop))[0]
 
 
 class _Program:
@@ -138,32 +139,30 @@ class _Program:
         sums = zeros(self.pieces.leave.out[0])
         return _Carried(carried, carried, kept, whole(self.layers), whole(self.outer), sums)
 
-    def forward(self, carry: _Carried, tick):
-        """The forward half of a tick, and the gradient of what leaves the last stage in it."""
+    def forward(self, carry: _Carried, tick, ticks: range):
+        """The forward half of one of these ticks, and the gradient of what leaves the last stage in it, if it does."""
         unit = self.schedule.forward(tick, self.stage)
         part = self._part(unit.microbatch)
         entered, made = carry.arrived
-        entered = lax.cond(
-            (self.stage == 0) & (unit.group == 0),
-            lambda: self._call("enter", self.outer, part),
-            lambda: entered,
-        )
+        first = (self.stage == 0) & (unit.group == 0)
+        enters = sum(self.schedule.entering(t).works for t in ticks)
+        with sometimes(enters, len(ticks)):
+            entered = lax.cond(first, lambda: self._call("enter", self.outer, part), lambda: entered)
         carried = (entered, made)
         args, each = self._call("context", self.outer, part)
         out, kept = self._call("stage", self._chunk(unit), carried, args, each, self._start(unit))
         place = jnp.where(unit.works, self.places[unit.number], self.schedule.slots)
         put = lambda all_, one: lax.dynamic_update_index_in_dim(all_, one.astype(all_.dtype), place, 0)
-        kept = jax.tree.map(put, carry.kept, (carried, kept))
-        leaves = unit.works & self.last & (unit.group == self.schedule.groups - 1)
-        sums, d_outer, d_out = self._if(leaves, "leave", self.outer, part, out)
-        return carry._replace(
-            arrived=self._sent(out, 1),
-            kept=kept,
-            sums=_added(carry.sums, sums),
-            d_outer=_added(carry.d_outer, d_outer),
-        ), d_out
+        carry = carry._replace(arrived=self._sent(out, 1), kept=jax.tree.map(put, carry.kept, (carried, kept)))
+        leaves = sum(self.schedule.leaving(t).works for t in ticks)
+        if not leaves:
+            return carry, None
+        here = unit.works & self.last & (unit.group == self.schedule.groups - 1)
+        with sometimes(leaves, len(ticks)):
+            sums, d_outer, d_out = self._if(here, "leave", self.outer, part, out)
+        return carry._replace(sums=_added(carry.sums, sums), d_outer=_added(carry.d_outer, d_outer)), d_out
 
-    def backward(self, carry: _Carried, d_out, tick) -> _Carried:
+    def backward(self, carry: _Carried, d_out, tick, ticks: range) -> _Carried:
         """The backward half; `d_out` is the gradient of what left in the same tick, or None where nothing leaves."""
         unit = self.schedule.backward(tick, self.stage)
         part = self._part(unit.microbatch)
@@ -178,13 +177,17 @@ class _Program:
             "stage_back", self._chunk(unit), carried, args, each, self._start(unit), kept, d_carried
         )
         add = lambda total, d: total.at[unit.group].add(jnp.where(unit.works, d, 0).astype(total.dtype))
-        enters = unit.works & (self.stage == 0) & (unit.group == 0)
-        d_outer = self._if(enters, "enter_back", self.outer, part, d_carried[0])
-        return carry._replace(
+        carry = carry._replace(
             returned=self._sent(d_carried, -1),
             d_layers=[add(total, d) for total, d in zip(carry.d_layers, d_chunk, strict=True)],
-            d_outer=_added(carry.d_outer, d_outer),
         )
+        returns = sum(self.schedule.returned(t).works for t in ticks)
+        if not returns:
+            return carry
+        with sometimes(returns, len(ticks)):
+            here = unit.works & (self.stage == 0) & (unit.group == 0)
+            d_outer = self._if(here, "enter_back", self.outer, part, d_carried[0])
+        return carry._replace(d_outer=_added(carry.d_outer, d_outer))
 
     # Parts of these.
 

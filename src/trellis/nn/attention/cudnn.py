@@ -52,6 +52,7 @@ class CudnnTiles:
     mask of the tile's size, and so do documents."""
 
     scale: float
+    logit_softcap = None
     axis = 1
     whole_lanes = False
     opaque = True

@@ -2,19 +2,21 @@
 
 from trellis.nn.moe.config import Routing, Way
 from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_experts
-from trellis.nn.moe.experts import Experts
+from trellis.nn.moe.experts import Experts, Shared
 from trellis.nn.moe.grouped import grouped_matmul
 from trellis.nn.moe.measures import Routed, measure, shift
-from trellis.nn.moe.mixing import mix
+from trellis.nn.moe.mixing import Biases, mix
 from trellis.nn.moe.routing import Choices, check_count, choose, limit, score
 from trellis.nn.moe.rows import local_experts
 
 __all__ = [
+    "Biases",
     "Choices",
     "Experts",
     "ExpertsError",
     "Routed",
     "Routing",
+    "Shared",
     "Way",
     "check_count",
     "choose",

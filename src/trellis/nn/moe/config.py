@@ -13,8 +13,22 @@ Way = Literal["auto", "dense", "grouped", "gather", "ragged", "slots"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """How tokens are kept evenly over experts, and how they get there."""
+    """How experts are picked and weighed, kept evenly loaded, and reached."""
 
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes a router's scores positive: softmax lets experts compete, sigmoid takes each by itself. Set it as an
+    imported model has it; sigmoid suits many experts."""
+    normalize: bool = True
+    """Whether the weights of a token's experts add up to 1. Set false for one expert a token, whose weight would
+    always be 1."""
+    scale: float = 1.0
+    """Factor on these weights. Set it as an imported model has it."""
+    groups: int = 1
+    """Parts of the same size that the experts are in, neighbours together. Set it to the devices or hosts that share
+    the experts, to limit how many of them a token is sent to."""
+    groups_per_token: int = 1
+    """From how many of these groups a token's experts come: those whose two best experts have the largest sum. Lower
+    it to send tokens to fewer devices."""
     balance: float = 0.0
     """Weight of the load-balancing loss. Raise it, as to 0.01, where a few experts get most tokens."""
     balance_over: Literal["batch", "sequence"] = "batch"
@@ -54,4 +68,32 @@ class Routing:
                 seen=f"{wrong[0]}={getattr(self, wrong[0])}",
                 where=f"model.routing.{wrong[0]}",
                 fix="use 0 to leave it out" if least == "0 or more" else more,
+            )
+        if self.scale <= 0:
+            raise UserError(
+                "`scale` is more than 0.",
+                seen=f"scale={self.scale}",
+                where="model.routing.scale",
+                fix="use 1, or what an imported model has",
+            )
+        if self.groups < 1:
+            raise UserError(
+                "Experts are in one group or more.",
+                seen=f"groups={self.groups}",
+                where="model.routing.groups",
+                fix="use 1 to leave groups out",
+            )
+        if not 1 <= self.groups_per_token <= self.groups:
+            raise UserError(
+                "A token's experts come from some of their groups.",
+                seen=f"groups_per_token={self.groups_per_token}, groups={self.groups}",
+                where="model.routing.groups_per_token",
+                fix=f"use 1 to {self.groups}",
+            )
+        if self.z_loss and self.scores == "sigmoid":
+            raise UserError(
+                "The z-loss is of a softmax's denominator, which sigmoids do not have.",
+                seen=f"z_loss={self.z_loss}, scores=sigmoid",
+                where="model.routing.z_loss",
+                fix="use 0",
             )

@@ -3,15 +3,43 @@
 import equinox as eqx
 import jax
 
-from trellis.named import Axis, NamedArray
+from trellis.named import Axis, NamedArray, dot_each, einsum, save
+from trellis.nn.gate import swiglu
 from trellis.nn.initializers import constant, weight
 from trellis.nn.moe.config import Routing
 from trellis.nn.moe.measures import Routed, measure
-from trellis.nn.moe.mixing import mix
-from trellis.nn.moe.routing import Choices, choose, limit, score
+from trellis.nn.moe.mixing import Biases, mix
+from trellis.nn.moe.routing import PLAIN, Choices, choose, limit, score
 from trellis.nn.parameters import Bias, Weight
 
-PLAIN = Routing()
+
+class Shared(eqx.Module):
+    """A SwiGLU block that every token goes through, beside the experts that it picks (DeepSeekMoE, Dai et al., 2024,
+    arXiv:2401.06066).
+
+    Attributes:
+        gate, up: `"embed mlp"`.
+        down: `"mlp embed"`.
+    """
+
+    gate: Weight
+    up: Weight
+    down: Weight
+
+    @staticmethod
+    def init(embed: Axis, mlp: Axis, *, key, out_scale: float = 1.0) -> "Shared":
+        """A fresh block, of its own width."""
+        keys = jax.random.split(key, 3)
+        return Shared(
+            gate=weight(keys[0], (embed, mlp), over="embed"),
+            up=weight(keys[1], (embed, mlp), over="embed"),
+            down=weight(keys[2], (mlp, embed), over="mlp", scale=out_scale),
+        )
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        gate, up = dot_each(x, (self.gate, self.up), over="embed")  # "batch pos mlp"
+        hidden = swiglu(save(gate, "mlp_gate"), save(up, "mlp_up"))
+        return einsum("batch pos mlp, mlp embed -> batch pos embed", hidden, self.down)
 
 
 class Experts(eqx.Module):
@@ -29,6 +57,8 @@ class Experts(eqx.Module):
         bias: `"routes"`, added where experts are picked; None without `routing.bias_rate`.
         gate, up: `"experts embed mlp"`.
         down: `"experts mlp embed"`.
+        shared: a block for all tokens; None without one.
+        biases: of the experts' products; None without.
         per_token: how many experts each token goes to.
         routing: how tokens are kept evenly over experts, and how they get there.
     """
@@ -38,6 +68,8 @@ class Experts(eqx.Module):
     gate: Weight
     up: Weight
     down: Weight
+    shared: Shared | None
+    biases: Biases | None
     per_token: int = eqx.field(static=True)
     routing: Routing = eqx.field(static=True)
 
@@ -51,6 +83,8 @@ class Experts(eqx.Module):
         *,
         key,
         out_scale: float = 1.0,
+        shared: Axis | None = None,
+        biases: bool = False,
     ) -> "Experts":
         """Fresh experts.
 
@@ -62,20 +96,27 @@ class Experts(eqx.Module):
             routing: how tokens are kept evenly over experts, and how they get there.
             key: a PRNG key.
             out_scale: factor on the deviation of the weights that lead out.
+            shared: the width of a block for all tokens, named as the experts' is.
+            biases: whether the experts' products have them.
         """
         routes, keys = experts.alias("routes"), jax.random.split(key, 4)
+        beside = (
+            None if shared is None else Shared.init(embed, shared, key=jax.random.fold_in(key, 4), out_scale=out_scale)
+        )
         return Experts(
             router=weight(keys[0], (embed, routes), over="embed"),
             bias=None if routing.bias_rate is None else constant(routes, 0.0),
             gate=weight(keys[1], (experts, embed, mlp), over="embed"),
             up=weight(keys[2], (experts, embed, mlp), over="embed"),
             down=weight(keys[3], (experts, mlp, embed), over="mlp", scale=out_scale),
+            shared=beside,
+            biases=Biases.init(embed, mlp, experts) if biases else None,
             per_token=per_token,
             routing=routing,
         )
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        return self._mixed(x, choose(score(x, self.router), self.per_token, bias=self.bias))
+        return self._mixed(x, choose(score(x, self.router), self.per_token, self.routing, bias=self.bias))
 
     def measured(
         self, x: NamedArray, counted: NamedArray, shares: NamedArray | None = None
@@ -87,12 +128,13 @@ class Experts(eqx.Module):
             counted, shares: as in `measure`.
         """
         scores = score(x, self.router)
-        choices = choose(scores, self.per_token, bias=self.bias)
-        routed = measure(scores, choices, counted, shares=shares, over=self.routing.balance_over)
+        choices = choose(scores, self.per_token, self.routing, bias=self.bias)
+        routed = measure(scores, choices, counted, self.routing, shares=shares)
         return self._mixed(x, choices), routed
 
     def _mixed(self, x: NamedArray, choices: Choices) -> NamedArray:
         routing = self.routing
         if routing.capacity is not None:
             choices = limit(choices, self.router.shape["routes"], routing.capacity)
-        return mix(x, choices, self.gate, self.up, self.down, way=routing.way, slack=routing.slack)
+        out = mix(x, choices, self.gate, self.up, self.down, biases=self.biases, way=routing.way, slack=routing.slack)
+        return out if self.shared is None else out + self.shared(x)

@@ -4,9 +4,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from trellis.named import Axis, NamedArray, exp, logsumexp, maximum, one_hot, sign
+from trellis.named import Axis, NamedArray, exp, logsumexp, maximum, one_hot, sigmoid, sign
 from trellis.nn.moe.config import Routing
-from trellis.nn.moe.routing import Choices
+from trellis.nn.moe.routing import PLAIN, Choices
 
 
 class Routed(eqx.Module):
@@ -60,7 +60,12 @@ class Routed(eqx.Module):
 
 
 def measure(
-    scores: NamedArray, choices: Choices, counted: NamedArray, *, shares: NamedArray | None = None, over: str = "batch"
+    scores: NamedArray,
+    choices: Choices,
+    counted: NamedArray,
+    routing: Routing = PLAIN,
+    *,
+    shares: NamedArray | None = None,
 ) -> Routed:
     """Load, load-balancing loss and router z-loss.
 
@@ -68,28 +73,33 @@ def measure(
     all choices that went to an expert, times the mean of its probability. A product of two means is not a mean of
     products: taken over parts of a batch it is another number on every mesh and for every number of microbatches. So
     shares are of the whole batch, on all devices, and of microbatches, where the caller knows them (`shares`); given
-    them the loss is a sum over tokens. `over="sequence"` takes each sequence's own shares (DeepSeek-AI, 2024,
+    them the loss is a sum over tokens. `balance_over="sequence"` takes each sequence's own shares (DeepSeek-AI, 2024,
     arXiv:2412.19437, section 2.1.2), which no mesh and no microbatch cuts.
 
-    The z-loss is the squared log of the softmax's denominator (Zoph et al., 2022, arXiv:2202.08906).
+    Sigmoids are made to add up to 1 first. The z-loss is the squared log of the softmax's denominator (Zoph et al.,
+    2022, arXiv:2202.08906).
 
     Args:
-        scores: `f32["batch pos routes"]`, before the softmax.
+        scores: `f32["batch pos routes"]`, as the router makes them.
         choices: before any is dropped.
         counted: `f32["batch pos"]`, what each token counts, as in the language model's loss.
+        routing: what makes chances of scores, and what shares are counted over.
         shares: `f32["routes"]`, which add up to 1, where this is a part of a batch; else they are counted here.
-        over: "batch" or "sequence".
     """
     experts, count = scores.shape["routes"], choices.ids.shape["choices"]
     picks = one_hot(choices.ids, Axis("routes", experts)).sum("choices") * counted
     load = picks.sum(("batch", "pos"))
-    if over == "sequence":
+    if routing.balance_over == "sequence":
         total = maximum(counted.sum("pos"), jnp.float32(1e-6))
         shares = picks.sum("pos") / (total * float(count))
     elif shares is None:
         shares = load / jnp.maximum(counted.sum().array * count, 1e-6)
     softened = logsumexp(scores, "routes")
-    chances = exp(scores - softened)
+    if routing.scores == "softmax":
+        chances = exp(scores - softened)
+    else:
+        chances = sigmoid(scores)
+        chances = chances / (chances.sum("routes") + 1e-20)
     balance = (chances * shares).sum("routes") * counted * float(experts)
     return Routed(load, balance.sum().array, (softened * softened * counted).sum().array)
 

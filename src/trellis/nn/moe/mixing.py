@@ -3,18 +3,22 @@
 import dataclasses
 import math
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import Axes, mark_pending, vary
 from trellis.named import Axis, NamedArray, dot_each, einsum, one_hot, save, settle, silu
 from trellis.named.backend import RAGGED, exchanges_ragged, platform_of
 from trellis.named.placing import move
+from trellis.nn.initializers import constant
 from trellis.nn.moe.config import Way
 from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_experts
 from trellis.nn.moe.grouped import grouped_matmul
 from trellis.nn.moe.routing import Choices
 from trellis.nn.moe.rows import local_experts
+from trellis.nn.parameters import Bias
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
 
@@ -46,6 +50,28 @@ class Places:
         return self.mlp + tuple(a for a in self.experts if a not in self.shared)
 
 
+class Biases(eqx.Module):
+    """What is added to the products of a mixture's experts.
+
+    Attributes:
+        gate, up: `"experts mlp"`.
+        down: `"routes embed"`, whole on every device.
+    """
+
+    gate: Bias
+    up: Bias
+    down: Bias
+
+    @staticmethod
+    def init(embed: Axis, mlp: Axis, experts: Axis) -> "Biases":
+        """Zeros."""
+        return Biases(
+            constant((experts, mlp), 0.0),
+            constant((experts, mlp), 0.0),
+            constant((experts.alias("routes"), embed), 0.0),
+        )
+
+
 def mix(
     x: NamedArray,
     choices: Choices,
@@ -53,6 +79,7 @@ def mix(
     up: NamedArray,
     down: NamedArray,
     *,
+    biases: Biases | None = None,
     way: Way = "auto",
     slack: float = 1.5,
 ) -> NamedArray:
@@ -82,6 +109,7 @@ def mix(
         choices: each token's experts and weights.
         gate, up: `"experts embed mlp"`.
         down: `"experts mlp embed"`.
+        biases: what is added to these products.
         way: how.
         slack: room of an exchange's buffers, in rows of an even load. What does not fit goes in further rounds.
 
@@ -91,26 +119,32 @@ def mix(
     Raises:
         ExpertsError: the way is not one that the layout or the backend has.
     """
+    out = _mixed(x, choices, gate, up, down, biases, way, slack)
+    return out if biases is None else out + _weighted(choices, biases.down).astype(x.dtype)
+
+
+def _mixed(x, choices: Choices, gate, up, down, biases: Biases | None, way: Way, slack: float) -> NamedArray:
     experts = gate.axis("experts").size
     places = _places(x)
     chosen = _chosen(way, places, x, choices.ids.shape["choices"])
     if chosen == "dense":
-        return _dense(x, choices, gate, up, down)
+        return _dense(x, choices, gate, up, down, biases)
     if chosen == "grouped":
         places = dataclasses.replace(places, experts=())
     x, weights = x.transpose(TOKENS), choices.weights.transpose((*TOKENS[:2], "choices"))
     ids = choices.ids.transpose((*TOKENS[:2], "choices"))
     gate, up = (w.transpose(("experts", "embed", "mlp")) for w in (gate, up))
     down = down.transpose(("experts", "mlp", "embed"))
+    added = () if biases is None else tuple(b.transpose(("experts", "mlp")) for b in (biases.gate, biases.up))
     mesh = jax.typeof(x.array).sharding.mesh
     devices = math.prod(mesh.shape[a] for a in places.experts) if places.experts else 1
 
-    def body(x, ids, weights, gate, up, down):
+    def body(*given):
         used = places.batch + places.pos + places.experts + places.mlp
-        x, ids, weights, gate, up, down = (vary(a, used) for a in (x, ids, weights, gate, up, down))
+        x, ids, weights, gate, up, down, *added = (vary(a, used) for a in given)
         tokens = x.reshape(-1, x.shape[-1])
         pairs = (ids.reshape(tokens.shape[0], -1), weights.reshape(tokens.shape[0], -1))
-        compute = lambda rows, sizes: _swiglu(rows, sizes, gate, up, down)
+        compute = lambda rows, sizes: _swiglu(rows, sizes, gate, up, down, added)
         count = experts // devices
         if chosen in ("ragged", "slots"):
             ragged = chosen == "ragged"
@@ -123,37 +157,52 @@ def mix(
             out = local_experts(tokens, *pairs, compute, count=count)
         return out.reshape(x.shape)
 
-    arrays = (x, ids, weights, gate, up, down)
+    arrays = (x, ids, weights, gate, up, down, *added)
     if state_of(x.array).mode != "explicit":
         return x.with_array(body(*(a.array for a in arrays)))
-    tokens, around = (places.batch, places.pos, ()), frozenset(places.partial)
+    tokens, partial = (places.batch, places.pos, ()), frozenset(places.partial)
     slices = [tokens] * 3 + [(places.experts, (), places.mlp)] * 2 + [(places.experts, places.mlp, ())]
+    slices += [(places.experts, places.mlp)] * len(added)
     others = frozenset(places.batch + places.pos) - frozenset(places.experts + places.mlp)
-    copied = [around] * 3 + [others] * 3
+    copied = [partial] * 3 + [others] * (3 + len(added))
     moved = [move(a, s, c).array for a, s, c in zip(arrays, slices, copied, strict=True)]
     specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in moved)
     mapped = jax.shard_map(
         lambda *a: mark_pending(body(*a), places.partial),
         mesh=mesh,
         in_specs=specs,
-        out_specs=spec_of(tokens, frozenset(places.partial)),
+        out_specs=spec_of(tokens, partial),
     )
     return settle(NamedArray(mapped(*moved), TOKENS))
 
 
-def _swiglu(rows, sizes, gate, up, down):
+def _swiglu(rows, sizes, gate, up, down, added=()):
     """What the experts of one device make of rows sorted by expert."""
-    gated = save(grouped_matmul(rows, gate, sizes), "mlp_gate")
-    upped = save(grouped_matmul(rows, up, sizes), "mlp_up")
+    gated, upped = grouped_matmul(rows, gate, sizes), grouped_matmul(rows, up, sizes)
+    if added:
+        # As a product: its gradient is one too, whose sums over rows are float32.
+        group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")
+        own = jax.nn.one_hot(group, sizes.shape[0], dtype=rows.dtype)
+        gated, upped = (y + own @ bias for y, bias in zip((gated, upped), added, strict=True))
+    gated, upped = save(gated, "mlp_gate"), save(upped, "mlp_up")
     return grouped_matmul(jax.nn.silu(gated) * upped, down, sizes)
 
 
-def _dense(x, choices: Choices, gate, up, down):
+def _weighted(choices: Choices, of_expert: NamedArray) -> NamedArray:
+    """The weighted sum of what each of a token's experts has, `"routes embed"`."""
+    hot = one_hot(choices.ids, of_expert.axis("routes"))
+    weights = einsum("... choices routes, ... choices -> ... routes", hot, choices.weights).astype(of_expert.dtype)
+    return einsum("... routes, routes embed -> ... embed", weights, of_expert)
+
+
+def _dense(x, choices: Choices, gate, up, down, biases: Biases | None):
     """By definition: all experts for all tokens."""
     experts = gate.axis("experts")
     hot = one_hot(choices.ids, Axis("experts", experts.size))
     weights = einsum("... choices experts, ... choices -> ... experts", hot, choices.weights).astype(x.dtype)
     gated, upped = dot_each(x, (gate, up), over="embed")  # "batch pos experts mlp"
+    if biases is not None:
+        gated, upped = gated + biases.gate, upped + biases.up
     hidden = silu(gated) * upped
     return einsum("batch pos experts mlp, experts mlp embed -> batch pos embed", hidden * weights, down)
 

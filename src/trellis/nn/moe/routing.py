@@ -6,9 +6,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trellis.named import Axis, NamedArray, cumsum, einsum, one_hot, softmax, top_k, where
+from trellis.named import Axis, NamedArray, cumsum, einsum, one_hot, sigmoid, softmax, top_k, where
 from trellis.named.dealing import in_order
+from trellis.nn.moe.config import Routing
 from trellis.nn.moe.exchange import ExpertsError
+
+PLAIN = Routing()
 
 
 class Choices(NamedTuple):
@@ -24,7 +27,7 @@ class Choices(NamedTuple):
 
 
 def score(x: NamedArray, router: NamedArray) -> NamedArray:
-    """How much each token is for each expert, before the softmax, in float32.
+    """How much each token is for each expert, before the softmax or the sigmoid, in float32.
 
     `routes` are the experts as the router sees them: all of them for every token, whatever slices `experts`.
 
@@ -39,50 +42,91 @@ def score(x: NamedArray, router: NamedArray) -> NamedArray:
     return einsum(text, x.astype(router.dtype), router, preferred_element_type=jnp.float32)
 
 
-def choose(scores: NamedArray, count: int, *, bias: NamedArray | None = None) -> Choices:
-    """The `count` likeliest experts of each token, weighted by their probabilities, which are made to add up to 1.
+def chances_of(scores: NamedArray, routing: Routing = PLAIN) -> NamedArray:
+    """How likely each expert is for each token: between 0 and 1, with softmax adding up to 1.
 
     Args:
-        scores: `f32["batch pos routes"]`, before the softmax.
+        scores: `f32["batch pos routes"]`, as the router makes them.
+        routing: says which.
+    """
+    return softmax(scores, "routes") if routing.scores == "softmax" else sigmoid(scores)
+
+
+def choose(scores: NamedArray, count: int, routing: Routing = PLAIN, *, bias: NamedArray | None = None) -> Choices:
+    """The `count` likeliest experts of each token, weighted by their chances.
+
+    With `groups`, a token's experts come from the `groups_per_token` groups whose two likeliest experts have the
+    largest sum (DeepSeek-AI, 2024, arXiv:2412.19437, section 2.1.2).
+
+    Args:
+        scores: `f32["batch pos routes"]`, as the router makes them.
         count: how many experts each token goes to.
-        bias: `f32["routes"]`, added to the probabilities where experts are picked, and nowhere else (balancing without
-            an auxiliary loss, Wang et al., 2024, arXiv:2408.15664). It gets no gradient.
+        routing: what makes chances of scores, from which groups experts are picked, and whether weights add up to 1.
+        bias: `f32["routes"]`, added to the chances where groups and experts are picked, and nowhere else (balancing
+            without an auxiliary loss, Wang et al., 2024, arXiv:2408.15664). It gets no gradient.
 
     Raises:
-        ExpertsError: fewer than two experts, whose weight would be 1 whatever the router says, or more than there are.
+        ExpertsError: more experts than there are, or than the groups of a token have; or a single one, whose weight
+            would be 1 whatever the router says.
     """
-    check_count(count, scores.shape["routes"], "choose")
-    chances = softmax(scores, "routes")
+    check_count(count, scores.shape["routes"], "choose", routing)
+    chances = chances_of(scores, routing)
     picked = _constant(chances)
     if bias is not None:
         picked = picked + _constant(bias).astype(picked.dtype)
+    if routing.groups_per_token < routing.groups:
+        picked = _within_groups(picked, routing)
     ids = top_k(picked, "routes", count, new_name="choices")[1]
     # A product with ones and zeros: its gradient is one too, on any sharding.
     weights = einsum("... choices routes, ... routes -> ... choices", _hot(ids, scores.shape["routes"]), chances)
-    return Choices(ids, weights / weights.sum("choices"))
+    if routing.normalize:
+        total = weights.sum("choices")
+        weights = weights / (total if routing.scores == "softmax" else total + 1e-20)  # sigmoids may all be 0
+    return Choices(ids, weights if routing.scale == 1 else weights * routing.scale)
 
 
-def check_count(count: int, experts: int, where: str) -> None:
-    """A token goes to two experts or more, and to no more than there are.
+def _within_groups(picked: NamedArray, routing: Routing) -> NamedArray:
+    """Chances where a token's groups are, and less than any chance elsewhere."""
+    grouped = picked.split_axis("routes", {"groups": routing.groups, "members": -1})
+    best = min(2, grouped.shape["members"])
+    of_groups = top_k(grouped, "members", best, new_name="best")[0].sum("best")
+    taken = top_k(of_groups, "groups", routing.groups_per_token, new_name="taken")[1]
+    inside = one_hot(taken, Axis("groups", routing.groups)).sum("taken")
+    return where(inside > 0, grouped, jnp.float32(-jnp.inf)).merge_axes(("groups", "members"), "routes")
+
+
+def check_count(count: int, experts: int, place: str, routing: Routing = PLAIN) -> None:
+    """A token goes to two experts or more, and to no more than there are, or than its groups have.
 
     Raises:
         ExpertsError: with both numbers.
     """
-    if count > experts:
+    if experts % routing.groups:
+        raise ExpertsError(
+            "Groups have as many experts each.",
+            seen=f"{experts} experts in {routing.groups} groups",
+            where=place,
+            fix="use a number of groups that divides the experts",
+        )
+    reached = experts // routing.groups * routing.groups_per_token
+    if count > reached:
+        some = f", those of {routing.groups_per_token} of {routing.groups} groups" if reached < experts else ""
         raise ExpertsError(
             "A token goes to different experts.",
-            seen=f"{count} of {experts} experts",
-            where=where,
-            fix=f"use {experts} at most",
+            seen=f"{count} of {reached} experts{some}",
+            where=place,
+            fix=f"use {reached} at most",
         )
-    if count < 2:
+    if count < 2 and routing.normalize:
         raise ExpertsError(
             "The weights of a token's experts add up to 1: of a single one it is always 1, and its router learns "
             "nothing from the loss.",
             seen=f"{count} of {experts} experts",
-            where=where,
-            fix="use 2 or more",
+            where=place,
+            fix="use 2 or more, or --model.routing.normalize false",
         )
+    if count < 1:
+        raise ExpertsError("A token goes to an expert.", seen=f"{count} experts", where=place, fix="use 1 or more")
 
 
 def limit(choices: Choices, experts: int, capacity: float) -> Choices:

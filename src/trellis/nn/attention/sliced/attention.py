@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
+from trellis.nn.attention.chunked import ChunkedTiles
 from trellis.nn.attention.sharded import Placement
 from trellis.nn.attention.sliced.program import Sliced
 from trellis.notation import spec_of
@@ -16,7 +17,7 @@ from trellis.notation import spec_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Attention:
-    """What a call is of; hashable, for `custom_jvp`."""
+    """What a call is of; hashable, for `custom_jvp` and `custom_vjp`."""
 
     place: Placement
     program: Sliced
@@ -61,7 +62,7 @@ def sliced_attention(
         place, (q, k, v) = place.without_copies((q, k, v))
         run = jax.jit(lambda *arrays: _forward(_Attention(place, program, save_name), *arrays)[0])
         return run(q, k, v, segment_ids)
-    attend = _attend_by_kernels if program.kernels.opaque else _attend
+    attend = _attend_by_kernel if program.kernels.opaque else _attend
     try:
         return attend(_Attention(place, program, save_name), q, k, v, segment_ids)
     except ValueError as error:  # mapped over a name that is whole, where `layout.mapped` is empty
@@ -84,7 +85,8 @@ def _forward(call: _Attention, q, k, v, ids):
     return call.run(local, (q, k, v, *(ids or ())), call.states(ids), call.results)
 
 
-def _attend_forward(call: _Attention, q, k, v, ids):
+def _kept(call: _Attention, q, k, v, ids):
+    """The result, and what its derivative needs."""
     out, log_sum = _forward(call, q, k, v, ids)
     if call.save_name is not None:
         out, log_sum = (checkpoint_name(x, call.save_name) for x in (out, log_sum))
@@ -93,13 +95,17 @@ def _attend_forward(call: _Attention, q, k, v, ids):
 
 @_attend.defjvp
 def _derivative(call: _Attention, primals, tangents):
-    out, kept = _attend_forward(call, *primals)
+    out, kept = _kept(call, *primals)
     change = linear(functools.partial(_attend_change, call), functools.partial(_attend_backward, call))
     return out, change(kept, tangents[:3])
 
 
 def _attend_change(call: _Attention, kept, changes):
+    """Kernels have no forward mode: in it the tiles are computed in chunks."""
     q, k, v, ids, *_ = kept
+    if (kernels := call.program.kernels).opaque:
+        chunks = ChunkedTiles(scale=kernels.scale, logit_softcap=kernels.logit_softcap)
+        call = dataclasses.replace(call, program=dataclasses.replace(call.program, kernels=chunks))
     return jax.jvp(lambda q, k, v: _forward(call, q, k, v, ids)[0], (q, k, v), tuple(changes))[1]
 
 
@@ -119,9 +125,9 @@ def _attend_backward(call: _Attention, kept, d_out):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_by_kernels(call: _Attention, q, k, v, ids):
-    """`_attend` where kernels have no forward mode."""
+def _attend_by_kernel(call: _Attention, q, k, v, ids):
+    """The same by kernels that know no forward mode, and whose tangents JAX cannot even trace."""
     return _forward(call, q, k, v, ids)[0]
 
 
-_attend_by_kernels.defvjp(_attend_forward, lambda call, kept, d_out: (*_attend_backward(call, kept, d_out), None))
+_attend_by_kernel.defvjp(_kept, lambda call, kept, d_out: (*_attend_backward(call, kept, d_out), None))

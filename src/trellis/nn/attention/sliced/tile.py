@@ -76,6 +76,16 @@ class Kernels(Protocol):
     """One platform's kernels for tiles. Arrays have the dimensions that `turned` gives them."""
 
     @property
+    def scale(self) -> float:
+        """Multiplies the scores."""
+        ...
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """Scores become `cap * tanh(scores / cap)`; None for no cap."""
+        ...
+
+    @property
     def axis(self) -> int:
         """The dimension of positions: 1, or 2 where heads come before them."""
         ...
