@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from trellis._compat import within_equation
+from trellis._compat import scan_counts, within_equation
 from trellis.errors import TrellisError
 from trellis.mesh.device import rules
 from trellis.mesh.device.moves import moved
@@ -163,12 +163,13 @@ def _bound(equation: JaxprEqn, args: list) -> list:
 
 def _scan(view: View, equation: JaxprEqn, args: list) -> list:
     p = equation.params
-    consts, carry, xs = _split(args, p["num_consts"], p["num_carry"])
+    before, carried = scan_counts(p)
+    consts, carry, xs = _split(args, before, carried)
     closed = p["jaxpr"]
 
     def body(carry, x):
         results = view.run(closed, *consts, *carry, *x)
-        return results[: p["num_carry"]], results[p["num_carry"] :]
+        return results[:carried], results[carried:]
 
     carry, ys = lax.scan(body, carry, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
     return [*carry, *ys]
