@@ -219,32 +219,6 @@ def within_equation(equation) -> Iterator[None]:
         yield
 
 
-def split_vjp(pull) -> tuple[list, Any, list[bool]]:
-    """A function that `jax.vjp` gave, taken apart: what it keeps, how it is put together again, and what it needs.
-
-    The function knows which of its residuals are arguments of the differentiated function, in JAX 0.10.2 to 0.12.0.
-
-    Returns:
-        The residuals that are not arguments; `rebuild(arguments, residuals)`; which leaves of the arguments it needs.
-    """
-    unneeded = lambda x: type(x).__name__ == "NotNeeded"
-    leaves, structure = jax.tree.flatten(pull.args_res, is_leaf=unneeded)
-    absent = [unneeded(x) for x in leaves]
-    kind, function, in_tree, out_tree = type(pull), pull.fun, pull.in_tree, pull.out_tree
-    parts = ("opaque_residuals", "structured_residuals")  # 0.10.2 has the first only
-    kept, residuals_structure = jax.tree.flatten([getattr(pull, part) for part in parts if hasattr(pull, part)])
-
-    def rebuild(arguments, residuals):
-        given = jax.tree.leaves(arguments)
-        found = [old if missing else new for old, new, missing in zip(leaves, given, absent, strict=True)]
-        needed = jax.tree.unflatten(structure, found), *jax.tree.unflatten(residuals_structure, residuals)
-        return kind(function, in_tree, out_tree, *needed)
-
-    # Of the leaves that are not needed only the mark stays: their arrays belong to the trace that is over.
-    leaves = [x if missing else None for x, missing in zip(leaves, absent, strict=True)]
-    return kept, rebuild, [not missing for missing in absent]
-
-
 def full_text(program: jax.stages.Compiled | jax.stages.Lowered) -> str:
     """A program's HLO with every number of its constants, which `as_text` leaves out where they are many.
 

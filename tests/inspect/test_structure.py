@@ -14,6 +14,7 @@ from trellis.inspect.groups import axes_of, axes_of_pairs
 from trellis.recipes.load import load_run
 from trellis.train.assemble import assemble
 from trellis.train.structure import StructureCheck
+from trellis.train.summary import arrays
 
 MESH = AbstractMesh((2, 2), ("data", "model"))
 
@@ -159,3 +160,25 @@ def test_a_run_tells_a_fault_and_keeps_the_program(tmp_path):
     assert not check.found[1]["right"] and len(check.found[1]["faults"]) == 2
     assert "not along mesh axes: " in (tmp_path / "ledger.txt").read_text()
     assert "a compiled program's text has an ENTRY computation" in check(program("HloModule nothing"), 0)
+
+
+def test_rows_say_which_parameter_they_move():
+    """Through a loop over layers, casts, clipping and the moments of the optimizer."""
+    options = {
+        "mesh.data": "4",
+        "mesh.model": "2",
+        "layout.preset": "fsdp_tensor",
+        "microbatches": "2",
+        "batch_size": "16",
+    }
+    assembled = assemble(load_run("tiny", options), jax.devices())
+    with assembled.layout:
+        rows = ledger(assembled.step, assembled.abstract, assembled.abstract_batch())
+    moved = {}
+    for row in rows:
+        if row.parameter and row.axes == ("data",):
+            moved.setdefault(row.parameter, []).append((row.kind, row.role))
+    parameters = {a["name"] for a in arrays(assembled)}
+    assert {name.removeprefix("model.") for name in moved} == parameters and len(parameters) > 9
+    for found in moved.values():
+        assert set(found) == {("all-gather", "weights"), ("reduce-scatter", "gradients")}

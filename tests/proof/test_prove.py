@@ -109,6 +109,8 @@ def tiny():
 def test_a_step_is_proven(tiny):
     assert tiny.proven and tiny.error < 1e-5
     assert tiny.structure.right and len(tiny.structure.matches) > 30
+    assert tiny.structure.on_the_way_of("model.layers.block.attention.q") == ["all-gather data", "reduce-scatter data"]
+    assert "all-reduce model" in tiny.structure.on_the_way_of("model.layers.block.mlp_norm.scale")
     names = [output.name for output in tiny.outputs]
     assert {"model.embedding", "model.layers.block.attention.q", "loss"} <= set(names)
     assert any(name.startswith("optimizer.") and name.endswith("attention.q") for name in names)

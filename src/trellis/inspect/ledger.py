@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from trellis.inspect.rows import Ledger, Row
 from trellis.notation.typeof import short_dtype
 from trellis.program import Body, Operation, Program, refuse_resettled, trace
-from trellis.program.flow import roles
+from trellis.program.flow import Parameters, roles
 from trellis.program.manual import COLLECTIVES, moves, text_of, words
 from trellis.program.moves import Move
 from trellis.program.rules import Implied, States
@@ -64,6 +64,7 @@ class _Rows:
 
     def __init__(self, program: Program, load: float | None):
         self.sizes, self.states, self.roles, self.load = program.mesh, States(program.mesh), roles(program), load
+        self.parameters = Parameters(program)
 
     def of(self, body: Body) -> list[Row]:
         return [row for operation in body.operations for row in self.operation(operation)]
@@ -103,6 +104,7 @@ class _Rows:
             note=note,
             role=self.roles[operation],
             ring="ring[" in operation.scope,
+            parameter=self.parameters.moved_by(operation, self.roles[operation]),
         )
 
 

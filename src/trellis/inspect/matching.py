@@ -80,7 +80,8 @@ class Match:
         """In words: `all-reduce over data of f32[embed +data -> embed], 2 of 3 times, at train.py:18 (loss)`."""
         row = self.row
         often = f", {self.missing} of {row.times} times" if row.times > 1 else ""
-        return f"{row.kind} over {row.axis} of {row.dtype}[{row.what}]{often}, at {row.source}"
+        of = f" for {row.parameter}" if row.parameter else ""
+        return f"{row.kind} over {row.axis} of {row.dtype}[{row.what}]{of}{often}, at {row.source}"
 
 
 def _key(row: Row, sizes: Mapping[str, int]) -> Key:

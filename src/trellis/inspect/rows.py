@@ -29,6 +29,7 @@ class Row:
         role: what it moves: "weights" (gathered before use), "gradients" (of weights) or "activations"; empty where
             that is not known.
         ring: whether it is a step of a ring, which runs beside the kernels or products of the same line.
+        parameter: the path of the parameter that is gathered, or whose gradient is reduced; empty for anything else.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class Row:
     note: str = ""
     role: str = ""
     ring: bool = False
+    parameter: str = ""
 
     @property
     def axis(self) -> str:
@@ -146,7 +148,7 @@ class Ledger:
             return unknown or "no communication"
         merged: dict[Row, int] = {}
         for row in self.rows:  # the same thing at the same place is one line, counted
-            key = dataclasses.replace(row, times=1)
+            key = dataclasses.replace(row, times=1, parameter="")
             merged[key] = merged.get(key, 0) + row.times
         lines = [
             (

@@ -71,6 +71,11 @@ class Structure:
         ]
         return list(dict.fromkeys(faults))
 
+    def on_the_way_of(self, parameter: str) -> list[str]:
+        """The collectives that gather a parameter or reduce its gradient, in the program's order: `all-gather data`."""
+        rows = [match.row for match in self.matches if match.row.parameter == parameter]
+        return list(dict.fromkeys(f"{row.kind} {row.axis}" for row in rows))
+
     @property
     def line(self) -> str:
         """What was found, in short."""

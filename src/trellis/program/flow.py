@@ -9,6 +9,8 @@ VIEWS = frozenset(
 ) | {ENTER, LEAVE}
 # The same numbers elsewhere, or rounded.
 MOVES = frozenset("reshard convert_element_type all_gather all_gather_reduced all_gather_invariant".split())
+# Elements of a result are made of several of an operand, by how the operations' names begin.
+_MIXING = ("dot_general", "ragged_dot", "conv_", "reduce_", "gather", "scatter", "cum", "sort", "arg", "top_k")
 # A part of them.
 PARTS = frozenset(("split", "dynamic_slice"))
 
@@ -70,6 +72,55 @@ def roles(program: Program) -> dict[Operation, str]:
 
     read(program, set())
     return found
+
+
+class Parameters:
+    """Which parameter a communication is of.
+
+    A gathered value is a view of a parameter; a reduced gradient ends, by operations on single elements, in the result
+    that takes the parameter's place.
+    """
+
+    def __init__(self, program: Program):
+        self.names = {v: a.name for v, a in zip(program.inputs, program.arguments) if a.kind == "parameters"}
+        self.ends: dict[Value, str] = {}
+        for result, argument, old in zip(program.results, program.arguments, program.inputs):
+            if argument.kind in ("parameters", "optimizer") and result.shape == old.shape:
+                own = [name for name in self.names.values() if argument.name.endswith(name.partition(".")[2])]
+                self.ends.setdefault(result, max(own, key=len, default=""))
+        self.leaving = {
+            inner: outer
+            for operation in program.walk()
+            for body in operation.bodies[operation.name == "while" :]
+            for inner, outer in zip(body.results, operation.results)
+        }
+
+    def moved_by(self, operation: Operation, role: str) -> str:
+        """The path of the parameter that an operation of this role moves, or nothing."""
+        if role == "weights":
+            return next((self.names[o] for o in map(origin, operation.inputs) if o in self.names), "")
+        return self._end(operation.results[0]) if operation.results else ""
+
+    def _end(self, value: Value) -> str:
+        """The parameter that a value becomes a part of the change of."""
+        queue, seen = [value], {value}
+        while queue:
+            value = queue.pop(0)
+            if value in self.ends:
+                return self.ends[value]
+            after = [self.leaving[value]] if value in self.leaving else []
+            for reader in value.readers:
+                for body in reader.bodies:
+                    after += [inner for inner, outer in reader.entering(body) if outer is value]
+                if reader.name == "optimization_barrier":
+                    after += [r for operand, r in zip(reader.operands, reader.results) if operand is value]
+                elif reader.name in VIEWS | MOVES:
+                    after += reader.results
+                elif not reader.bodies and not reader.name.startswith(_MIXING):
+                    after += [r for r in reader.results if r.shape == value.shape]
+            queue += [v for v in after if v not in seen]
+            seen.update(after)
+        return ""
 
 
 def origin(value: Value) -> Value:

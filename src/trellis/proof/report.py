@@ -52,16 +52,20 @@ def _table(proof: Proof, most: int) -> str:
     for output in sorted(parameters, key=lambda o: -max(o.error, *(m.error for m in moments[o.name]), 0.0))[:most]:
         name, own = output.name.removeprefix(_MODEL), moments[output.name]
         error = max((m.error for m in own), default=math.nan)
-        rows.append(
-            (name, output.type, _number(error), _number(output.error), _number(output.bound), _where(output, own))
-        )
+        numbers = _number(error), _number(output.error), _number(output.bound)
+        rows.append((name, output.type, *numbers, _where(output, own), ", ".join(_way(proof, output))))
     shown = {output.name for output in parameters} | {m.name for own in moments.values() for m in own}
     others = [output for output in proof.outputs if output.name not in shown]
-    rows += [(o.name, o.type, "", _number(o.error), _number(o.bound), _where(o, [])) for o in others]
+    rows += [(o.name, o.type, "", _number(o.error), _number(o.bound), _where(o, []), "") for o in others]
     hidden = len(parameters) - min(len(parameters), most)
-    header = ("result", "type", "moments", "new value", "bound", "")
+    header = ("result", "type", "moments", "new value", "bound", "", "collectives" if any(r[-1] for r in rows) else "")
     table = aligned(header, rows, right=(2, 3, 4))
     return table + (f"\nand {hidden} parameters that deviate less" if hidden else "")
+
+
+def _way(proof: Proof, parameter: Output) -> list[str]:
+    """The collectives on a parameter's way, there and back."""
+    return proof.structure.on_the_way_of(parameter.name)
 
 
 def _moments(parameter: Output, proof: Proof) -> list[Output]:
@@ -144,6 +148,7 @@ def as_json(proof: Proof) -> dict[str, Any]:
                 "bound": output.bound,
                 "right": output.right,
                 "devices": list(output.devices),
+                "collectives": _way(proof, output),
             }
             for output in proof.outputs
         ],

@@ -163,13 +163,13 @@ def _bound(equation: JaxprEqn, args: list) -> list:
 
 def _scan(view: View, equation: JaxprEqn, args: list) -> list:
     p = equation.params
-    before, carried = scan_counts(p)
-    consts, carry, xs = _split(args, before, carried)
+    count = scan_counts(p)
+    consts, carry, xs = _split(args, *count)
     closed = p["jaxpr"]
 
     def body(carry, x):
         results = view.run(closed, *consts, *carry, *x)
-        return results[:carried], results[carried:]
+        return results[: count[1]], results[count[1] :]
 
     carry, ys = lax.scan(body, carry, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
     return [*carry, *ys]

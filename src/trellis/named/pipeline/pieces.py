@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from trellis._compat import split_vjp
 from trellis.named.array import is_named
 from trellis.named.axis import NamesError
 from trellis.named.pipeline.cut import Fold, after, before
@@ -120,7 +119,7 @@ class Pieces:
         def forward(chunk, carried, args, each, start):
             run = lambda chunk, carried: self._stage(chunk, carried, args, each, start)
             out, pull = jax.vjp(run, chunk, carried)
-            kept, rebuilt["pull"], rebuilt["needs"] = split_vjp(pull)
+            kept, rebuilt["pull"] = _split(pull, (chunk, carried))
             return out, kept
 
         def backward(chunk, carried, args, each, start, kept, d_carried):
@@ -129,7 +128,6 @@ class Pieces:
         stage = (self.chunk, self.carried, self.args, self.each, self.start)
         self.stage = Traced.of(forward, *stage)
         kept = self.stage.out[1]
-        self.back_needs_input = any(rebuilt["needs"][len(self.chunk) :])
         self.stage_back = without_dead(Traced.of(backward, *stage, kept, self.carried))
 
         def leave(outer, part, carried):
@@ -183,3 +181,25 @@ def without_dead(traced: Traced) -> Traced:
     consts = dict(zip(jaxpr.constvars, traced.closed.consts, strict=True))
     closed = jax.extend.core.ClosedJaxpr(live, [consts[v] for v in live.constvars if v in consts])
     return Traced(closed, traced.out)
+
+
+def _split(pull: Callable, arguments) -> tuple[list[jax.Array], Callable]:
+    """A function that `jax.vjp` gave, taken apart: what it keeps besides the arguments of the differentiated function,
+    and `rebuild(arguments, kept)`, which puts it together again."""
+    leaves, structure = jax.tree.flatten(pull)
+    number = {id(x): i for i, x in enumerate(jax.tree.leaves(arguments))}
+    given = [number.get(id(leaf)) for leaf in leaves]
+    keeps = [i is None and isinstance(leaf, jax.Array) for i, leaf in zip(given, leaves, strict=True)]
+    kept = [leaf for leaf, keep in zip(leaves, keeps, strict=True) if keep]
+    # Of the others only marks stay: arrays belong to the trace that is over.
+    marks = [None if keep or i is not None else leaf for leaf, keep, i in zip(leaves, keeps, given, strict=True)]
+
+    def rebuild(arguments, kept):
+        flat, rest = jax.tree.leaves(arguments), iter(kept)
+        found = [
+            next(rest) if keep else mark if i is None else flat[i]
+            for keep, mark, i in zip(keeps, marks, given, strict=True)
+        ]
+        return jax.tree.unflatten(structure, found)
+
+    return kept, rebuild
