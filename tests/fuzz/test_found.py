@@ -186,6 +186,48 @@ def test_an_outer_product_that_is_mapped_over_a_whole_name_and_its_gradient():
         np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("a/model b", "a/data b"),
+        ("a/data b", "a/model b"),
+        ("a b/model", "a/data b"),
+        ("a/model/data b", "a/data b"),
+        ("a/data b", "a/model/data b"),
+        ("a/data b", "a/model b/data"),
+    ],
+)
+def test_partial_sums_stay_while_slices_go_to_another_mesh_axis(before, after):
+    """The compiler takes partial sums for copies, and sends slices of whichever device has them."""
+    values = drawn(2, 4, 4)
+    with jax.set_mesh(tr.make_mesh(data=2, model=2, context=2)):
+        x = tr.reshard(f"c a b -> c/context {before}", tr.named(values, "c a b") + 0.0)
+        parts = tr.dot(x, tr.reshard("c -> c/context", tr.ones({"c": 2})), over="c", settle=False)
+        moved = jax.jit(lambda x: tr.reshard(f"{before} +context -> {after} +context", x))(parts)
+        np.testing.assert_allclose(tr.settle(moved).array, values.sum(0), rtol=1e-5)
+
+
+def test_the_gradient_of_what_was_moved_to_the_slices_of_another():
+    x, w = drawn(2, 2), drawn(2, seed=1)
+    loss = lambda x, w: ((x * w) ** 2).sum().array
+    with tr.Layout(tr.make_mesh(data=2, model=2, context=2), compute={"heads": "model", "layers": "context"}):
+        args = tr.shard(tr.named(x, "heads layers"), "compute"), tr.shard(tr.named(w, "heads"), {"heads": "data"})
+        gradients = jax.grad(loss, argnums=(0, 1))(*args)
+    np.testing.assert_allclose(gradients[0].array, 2 * x * (w * w)[:, None], rtol=1e-5)
+    np.testing.assert_allclose(gradients[1].array, 2 * w * (x * x).sum(1), rtol=1e-5)
+
+
+def test_an_update_of_joined_slices_in_auto_mode():
+    x, y = drawn(3, 12, 6), drawn(3, 12, 6, seed=1)
+    fn = lambda x, y: tr.stack([x, y, y], "picked").at["picked", -2, "embed", -12].multiply(0.5)
+    expected = np.stack([x, y, y])
+    expected[1, :, 0] *= 0.5
+    mesh = tr.make_mesh(jax.devices()[:3], axis_type="auto", context=3)
+    with tr.Layout(mesh, compute={"embed": "context"}):
+        args = tr.shard((tr.named(x, "mlp embed layers"), tr.named(y, "mlp embed layers")), "compute")
+        np.testing.assert_array_equal(jax.jit(fn)(*args).array, expected)
+
+
 def test_branches_by_hand_that_give_two_shardings_are_refused_in_the_notation():
     @tr.shard_map
     def slices(x: f32["batch"]) -> f32["batch/data"]:

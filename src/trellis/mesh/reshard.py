@@ -1,6 +1,7 @@
 """One verb for communication: `reshard("before -> after", x)`, in all three modes, and its four named forms."""
 
 import functools
+import itertools
 
 import jax
 from jax.sharding import NamedSharding
@@ -187,7 +188,11 @@ def _real(axes, mesh) -> frozenset[str]:
 
 
 def place(array, axes, pending=(), copied=(), *, names=None):
-    """Moves a plain array (explicit or auto mode) to the given mesh axes and states, in one step.
+    """Moves a plain array (explicit or auto mode) to the given mesh axes and states.
+
+    In one step, but for sums that stay pending, and copies whose gradient they are, while slices go from one mesh axis
+    to another: to the compiler of JAX 0.10.2 partial sums are copies, and it sends slices to whichever device has them.
+    Such slices are gathered first, and taken then.
 
     Args:
         array: any sharding.
@@ -209,11 +214,32 @@ def place(array, axes, pending=(), copied=(), *, names=None):
     names = names or tuple(f"_{i}" for i in range(array.ndim))
     for name, size, mine in zip(names, array.shape, axes, strict=True):
         check_divides(name, size, mine, mesh.shape, f"'{'/'.join((str(name), *mine))}'")
+    if state.mode == "explicit" and (pending & state.pending or copied & state.copied) and _changes(state.axes, axes):
+        array = place(array, map(_shared, state.axes, axes), state.pending, state.copied, names=names)
+        state = state_of(array)
     spec = spec_of(axes, pending, copied)
     if state.mode == "auto":
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(axes)))
     with jax.named_scope(_scope(names, state, axes, pending, copied)):
         return move(array, NamedSharding(mesh, spec))
+
+
+def _shared(before, after) -> tuple[str, ...]:
+    """The major mesh axes that slice a dimension before and after."""
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
+    return tuple(axis for axis, _ in alike)
+
+
+def _changes(before, after) -> bool:
+    """Whether slices go to other devices along other mesh axes than those that they leave."""
+    left, come = [], []
+    for old, new in zip(before, after, strict=True):
+        same = len(_shared(old, new))
+        if old[same:] and new[same:]:
+            return True
+        left += old[same:]
+        come += new[same:]
+    return bool(left and come) and sorted(left) != sorted(come)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -82,7 +82,10 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in arrays)
     try:
         array = jax.shard_map(body, mesh=own_mesh(x.array), in_specs=specs, out_specs=out)(*arrays)
-    except NotImplementedError:  # nor can it map over what begins a pending sum
+    except (NotImplementedError, ValueError) as error:
+        # Nor can it map over what begins a pending sum, or over copies, along a name that is whole.
+        if isinstance(error, ValueError) and "dangerous when PartitionSpec" not in str(error):
+            raise
         array = plan.rows(table.array, *(plan.widened(i) for i in ids), where=where)
     return settle_selected(NamedArray(array, plan.out), plan.looked_up)
 

@@ -7,7 +7,8 @@ For an operation over the names N (those of all operands together):
    is held as copies whose gradient is a pending sum (`~`), so that a gathered
    parameter's gradient arrives as one reduce-scatter, and an activation's as
    one all-reduce. Each operation moves its own operands: what feeds several
-   products is moved once where the text says so, by `dot_each`.
+   products is moved once where the text says so, by `dot_each`; so is a table
+   that is looked up and multiplied, by `nn.tied`.
 3. The result of a product holds pending sums over the mesh axes of its
    contracted names; they are settled to what `compute` gives the result.
 """
@@ -118,8 +119,9 @@ def move(x: NamedArray, axes, copied: frozenset[str]) -> NamedArray:
 def _gather(x: NamedArray, axes, copied):
     layout = current_layout()
     array, held = x.array, state_of(x.array)
-    gathered = {a for mine in held.axes for a in mine} - {a for mine in axes for a in mine}
-    if gathered and copied - gathered - held.copied:
+    before, after = ({a for mine in each for a in mine} for each in (held.axes, axes))
+    gathered = before - after
+    if gathered and not after - before and copied - gathered - held.copied:
         # Copies first, where nothing is gathered: the gradient is then scattered over the gathered axes before the
         # rest of it is summed, instead of being summed whole over all of them together.
         array = place(array, held.axes, held.pending, held.copied | (copied - gathered), names=x.names)

@@ -98,13 +98,14 @@ class Place:
         x, *rest = on_one_mesh([self.x, *arrays.values(), *given], what)
         arrays = dict(zip(arrays, rest, strict=False))
         value = rest[-1] if given else value
-        x = _one_piece(whole(x, (*arrays, *numbers, *slices), what), (*arrays, *numbers, *slices))
-        return settle(_Update(x, arrays, numbers, slices, what).run(method, value))
+        updated = (*arrays, *numbers, *slices)
+        x = _one_piece(whole(x, updated, what), updated)
+        return settle(_one_piece(_Update(x, arrays, numbers, slices, what).run(method, value), updated))
 
 
 def _one_piece(x: NamedArray, names) -> NamedArray:
-    """In auto mode, the array whole along the names that are updated: where XLA 0.10.2 has just reshaped a sliced
-    dimension, its update writes to the wrong device."""
+    """In auto mode, an array whole along the names that are updated, before and after: where the compiler of JAX 0.10.2
+    has just reshaped or joined a sliced dimension, or slices the result, its update writes to the wrong device."""
     layout = current_layout()
     if layout is None or state_of(x.array).mode != "auto":
         return x

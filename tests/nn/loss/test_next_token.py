@@ -8,7 +8,7 @@ import pytest
 from trellis.mesh.layout import Layout
 from trellis.mesh.meshes import make_mesh
 from trellis.mesh.topology import slice_devices
-from trellis.named import named
+from trellis.named import named, shard, vmap
 from trellis.nn.loss import next_token
 from trellis.nn.loss.next_token import gradients_together, next_token_loss
 
@@ -81,3 +81,24 @@ def test_what_accelerators_do_equals_one_device(params, monkeypatch):
         found = jax.jit(run)(*placed)
         assert found[1][1].sharding.spec == placed[1].sharding.spec
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), found, wanted)
+
+
+@pytest.mark.parametrize(
+    "compute", [{"example": "data", "vocab": "model"}, {"batch": "data", "vocab": "model"}], ids=str
+)
+def test_a_loss_of_each_example_that_is_mapped(compute):
+    rng = np.random.default_rng(0)
+    hidden = named(rng.normal(size=(4, 2, 4, 8)).astype(np.float32), "example batch pos embed")
+    table = named(rng.normal(size=(16, 8)).astype(np.float32), "vocab embed")
+    targets = named(rng.integers(0, 13, (4, 2, 4)).astype(np.int32), "example batch pos")
+
+    def losses(hidden, table, targets):
+        one = lambda h, t: next_token_loss(h, table, t, z_loss=0.1, logit_softcap=3.0, vocab_size=13).total
+        return jnp.sum(vmap(lambda h, t: named(one(h, t), ""), "example")(hidden, targets).array ** 2)
+
+    run = jax.jit(jax.value_and_grad(losses, (0, 1)))
+    wanted = run(hidden, table, targets)
+    with Layout(make_mesh(jax.devices()[:4], data=2, model=2), params={"embed": "data"}, compute=compute):
+        found = run(shard(hidden, "compute"), shard(table), shard(targets, "compute"))
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)

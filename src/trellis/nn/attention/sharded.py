@@ -52,9 +52,8 @@ class Placement:
             return kernel(*arrays[:3], arrays[3:] or None, *tables)
         layout = current_layout()
         if layout is not None and layout.mapped and any(self.copied):
-            # Under a vmap over a mesh axis JAX (0.10.2 to 0.12) takes no copies into a shard_map.
-            plain = [jax.reshard(x, spec_of(state_of(x).axes)) for x in arrays]
-            return replace(self, copied=(frozenset(),) * 3).run(kernel, tuple(plain), tables, table_specs, check=check)
+            place, plain = self.without_copies(arrays)
+            return place.run(kernel, plain, tables, table_specs, check=check)
 
         used = self.batch + self.heads
 
@@ -69,7 +68,21 @@ class Placement:
         mapped = jax.shard_map(
             body, mesh=self.mesh, in_specs=(table_specs, *specs), out_specs=specs[0], check_vma=check
         )
-        return mapped(tables, *arrays)
+        # Outside of a compiled program JAX (0.10.2) maps no shard_map over slices.
+        call = jax.jit(mapped) if layout is not None and layout.mapped else mapped
+        try:
+            return call(tables, *arrays)
+        except ValueError as error:  # mapped over a name that is whole, where `layout.mapped` is empty
+            if not any(self.copied) or "dangerous when PartitionSpec" not in str(error):
+                raise
+        place, plain = self.without_copies(arrays)
+        return place.run(kernel, plain, tables, table_specs, check=check)
+
+    def without_copies(self, arrays) -> tuple["Placement", tuple]:
+        """The arrays as they are but for copies: under a vmap over a mesh axis JAX (0.10.2 to 0.12) takes none of them
+        into a shard_map."""
+        plain = tuple(jax.reshard(x, spec_of(state_of(x).axes)) for x in arrays)
+        return replace(self, copied=(frozenset(),) * 3), plain
 
     def _specs(self, count: int) -> tuple[PartitionSpec, ...]:
         batch, heads, kv_heads = (axes or None for axes in (self.batch, self.heads, self.kv_heads))

@@ -3,13 +3,15 @@
 import math
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
-from trellis.named import NamedArray
+from trellis.named import NamedArray, arange, dot, equal, exp, outer, stop_gradient, where
 from trellis.named.backend import on_accelerator
 from trellis.named.placing import move
+from trellis.nn.loss.formulas import capped, weighed
 from trellis.nn.loss.linear import TokenLoss, linear_cross_entropy
 from trellis.notation.state import state_of
 
@@ -51,6 +53,8 @@ def next_token_loss(
     targets = targets.transpose(tokens)
     weights = None if weights is None else weights.transpose(tokens)
     layout = current_layout()
+    if layout is not None and layout.mapped:
+        return _mapped(hidden, unembedding, targets, weights, bias, vocab_size, **options)
     if layout is not None and state_of(hidden.array).mode == "explicit":
         batch, pos, vocab, _ = layout.assign(_NAMES)
         if on_accelerator(hidden.array):
@@ -63,11 +67,37 @@ def next_token_loss(
         bias = None if bias is None else move(bias, (vocab,), frozenset(batch + pos))
         targets = move(targets, (batch, pos), frozenset())
         weights = None if weights is None else move(weights, (batch, pos), frozenset())
+    named = hidden, unembedding, targets, weights, bias, vocab_size
     plain = None if weights is None else weights.array
     if vocab_size == unembedding.shape["vocab"]:
         vocab_size = None
-    options |= {"vocab_size": vocab_size, "bias": None if bias is None else bias.array}
-    return linear_cross_entropy(hidden.array, unembedding.array, targets.array, plain, vocab_first=True, **options)
+    given = {"vocab_size": vocab_size, "bias": None if bias is None else bias.array, **options}
+    try:
+        return linear_cross_entropy(hidden.array, unembedding.array, targets.array, plain, vocab_first=True, **given)
+    except ValueError as error:  # mapped over a name that is whole, where `layout.mapped` is empty, with copies
+        if "dangerous when PartitionSpec" not in str(error):
+            raise
+        return _mapped(*named, **options)
+
+
+def _mapped(
+    hidden, unembedding, targets, weights, bias, vocab_size, *, z_loss=0.0, logit_softcap=None, **_
+) -> TokenLoss:
+    """The loss by name, of logits all at once: for `vmap` over mesh axes, as for a loss of each example, where JAX maps
+    no program by hand. Chunks are what the mapped name makes of them."""
+    logits = dot(hidden, unembedding, over="embed", preferred_element_type=jnp.float32)
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)
+    logits = logits.with_array(capped(logits.array, logit_softcap)[0])
+    columns = arange(logits.axis("vocab"))
+    if vocab_size is not None:
+        logits = where(columns < vocab_size, logits, -jnp.inf)
+    largest = stop_gradient(logits.max("vocab"))
+    total = exp(logits - largest).sum("vocab")
+    hit = where(outer(equal, targets, columns), logits, 0.0).sum("vocab")
+    counted = jnp.ones_like(hit.array) if weights is None else weights.astype(jnp.float32).array
+    summed, rest = weighed(largest.array, total.array, hit.array, counted, z_loss)[0]
+    return TokenLoss(summed, *(lax.stop_gradient(s) for s in rest))
 
 
 def tied(table: NamedArray, tokens: NamedArray) -> NamedArray:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trellis.mesh.manual.ops import Axes, vary, varying_axes
-from trellis.nn.loss.formulas import Settings, capped, changes, weighed
+from trellis.nn.loss.formulas import Settings, capped, weighed
 
 # A chunk's float32 logits take about this many bytes.
 CHUNK_BYTES = 1 << 27
@@ -68,7 +68,7 @@ class _Sums(NamedTuple):
     row: jax.Array  # the target's
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def summed_by_vocab(x, unembed, targets, weights, settings: Settings, chunks: VocabChunks):
     """The total, and the parts of it, of this device's tokens against the whole vocabulary.
 
@@ -84,14 +84,7 @@ def summed_by_vocab(x, unembed, targets, weights, settings: Settings, chunks: Vo
     return weighed(sums.largest, sums.total, sums.hit, weights, settings.z_loss)[0]
 
 
-@summed_by_vocab.defjvp
-def _derivative(settings: Settings, chunks: VocabChunks, primals, tangents):
-    sums, gradients = _with_gradients(*primals, settings, chunks)
-    return sums, changes(sums, gradients, tangents[:2])
-
-
-def _with_gradients(x, unembed, targets, weights, settings: Settings, chunks: VocabChunks):
-    """The sums, and the gradients of the total by `x` and by `unembed`."""
+def _fwd(x, unembed, targets, weights, settings: Settings, chunks: VocabChunks):
     sums, kept = _all_chunks(x, unembed, targets, settings, chunks, keep=True)
     result, pull = weighed(sums.largest, sums.total, sums.hit, weights, settings.z_loss)
     push = weights if (cap := settings.logit_softcap) is None else weights * (1 - (sums.hit / cap) ** 2)
@@ -110,6 +103,14 @@ def _with_gradients(x, unembed, targets, weights, settings: Settings, chunks: Vo
 
     parts = jnp.concatenate([lax.scan(step, None, some)[1] for some in kept])
     return result, (d_x.astype(x.dtype), parts.reshape(-1, unembed.shape[1])[: chunks.local])
+
+
+def _bwd(settings, chunks: VocabChunks, gradients, cotangents):
+    d_total, _ = cotangents
+    return *jax.tree.map(lambda d: d * d_total.astype(d.dtype), gradients), None, None
+
+
+summed_by_vocab.defvjp(_fwd, _bwd)
 
 
 def _all_chunks(x, unembed, targets, settings: Settings, chunks: VocabChunks, *, keep: bool):

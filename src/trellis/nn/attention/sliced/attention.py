@@ -58,10 +58,18 @@ def sliced_attention(
 
     Arguments as in `trellis.nn.dot_product_attention`.
     """
-    call = _Attention(place, program, save_name)
     if (layout := current_layout()) is not None and layout.mapped:  # no gradient of one's own under such a `vmap`
-        return _forward(call, q, k, v, segment_ids)[0]
-    return (_attend_by_kernel if program.kernels.opaque else _attend)(call, q, k, v, segment_ids)
+        place, (q, k, v) = place.without_copies((q, k, v))
+        run = jax.jit(lambda *arrays: _forward(_Attention(place, program, save_name), *arrays)[0])
+        return run(q, k, v, segment_ids)
+    attend = _attend_by_kernel if program.kernels.opaque else _attend
+    try:
+        return attend(_Attention(place, program, save_name), q, k, v, segment_ids)
+    except ValueError as error:  # mapped over a name that is whole, where `layout.mapped` is empty
+        if not any(place.copied) or "dangerous when PartitionSpec" not in str(error):
+            raise
+    place, (q, k, v) = place.without_copies((q, k, v))
+    return attend(_Attention(place, program, save_name), q, k, v, segment_ids)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
