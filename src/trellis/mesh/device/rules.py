@@ -328,8 +328,10 @@ COLLECTIVES: dict[str, Callable] = {
     "preduced": _same,
     "psum_invariant": _sum,
     "pvary": _same,
+    "reduced_vary_cast": _same,  # of JAX 0.12; of 0.10 with _p
     "reduced_vary_cast_p": _same,
     "unreduced_psum": _sum,
     "unreduced_reduce_scatter": _reduce_scatter,
+    "vary_unreduced_cast": _same,
     "vary_unreduced_cast_p": _same,
 }
