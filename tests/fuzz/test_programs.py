@@ -35,7 +35,7 @@ def test_the_ledger_of_a_sample_agrees_with_the_compiled_programs():
             assert outcome.what in ("right", "other moves"), case.text(outcome.detail)
             held.append(outcome.what)
     assert len(held) > 40
-    assert held.count("right") >= 0.85 * len(held), f"{held.count('right')} of {len(held)} agree"
+    assert held.count("right") >= 0.8 * len(held), f"{held.count('right')} of {len(held)} agree"
 
 
 def test_every_kind_of_program_and_step_is_among_them():

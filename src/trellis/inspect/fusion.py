@@ -55,7 +55,7 @@ def is_view(operation: Operation) -> bool:
         return False
     if operation.name == "broadcast_in_dim":  # with further dimensions of size 1
         return operation.operands[0].num_bytes == operation.results[0].num_bytes
-    return operation.name in _VIEWS or operation.name.endswith("_cast_p")
+    return operation.name in _VIEWS or operation.name.endswith(("_cast", "_cast_p"))
 
 
 def in_place(operation: Operation, position: int) -> Value | None:

@@ -227,4 +227,4 @@ def _group(group: list[Operation], outputs: set[Value]) -> Iterator[Piece]:
 
 
 def _free(operation: Operation) -> bool:
-    return operation.name in FREE or operation.name.endswith("_cast_p")
+    return operation.name in FREE or operation.name.endswith(("_cast", "_cast_p"))
