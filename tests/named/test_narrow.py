@@ -187,3 +187,17 @@ def test_what_a_narrow_weight_has_not_is_said():
     assert not hasattr(weight, "array") and not hasattr(weight, "nosuch")
     with pytest.raises(tr.NamesError, match=r"got \.array of f32\[embed=4 mlp=2\], whose products are fp8"):
         _ = weight.array
+
+
+def test_where_nothing_is_differentiated_only_narrow_numbers_move():
+    """Also in loops: what the derivative alone would take is in no program without one."""
+    layout = tr.Layout(tr.make_mesh(data=4, model=2), params={"embed": "data"}, compute={"batch": "data"})
+
+    def layers(x, weights):
+        step = lambda x, w: (tr.dot(x, tr.Narrow(w, "int8"), over="embed").rename(mlp="embed"), None)
+        return tr.scan(step, "layers")(x, weights)[0]
+
+    with layout:
+        weights = tr.shard(tr.ones({"layers": 3, "embed": 32, "mlp": 32}))
+        rows = tr.ledger(layers, tr.ones({"batch": 16, "embed": 32}), weights).rows
+    assert {row.dtype for row in rows if row.kind == "all-gather"} == {"i8"}

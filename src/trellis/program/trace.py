@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.extend.core.primitives import closed_call_p, custom_jvp_call_p
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -54,9 +56,50 @@ def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] = kind_of, *
     mesh = mesh_of(arrays)
     with mesh_in_force(mesh):
         traced = jax.make_jaxpr(call)(arrays).jaxpr
-    live, _ = dce_jaxpr(traced, [True] * len(traced.outvars), instantiate=True)
+    live, _ = dce_jaxpr(_differentiated(traced, {}), [True] * len(traced.outvars), instantiate=True)
     donated, described = _donated(live), _arguments((args, kwargs), kind_of)
     return Program(live, [Argument(*each, v in donated) for each, v in zip(described, live.invars)], mesh)
+
+
+def _differentiated(jaxpr: Jaxpr, done: dict) -> Jaxpr:
+    """A program that nothing differentiates any more: what only a custom derivative would read, nothing reads.
+
+    The compiler sees it so. A `custom_jvp` call with an argument that its function does not read becomes a plain call.
+    """
+    if id(jaxpr) in done:
+        return done[id(jaxpr)][1]
+
+    def final(value):
+        if isinstance(value, Jaxpr):
+            return _differentiated(value, done)
+        if isinstance(value, ClosedJaxpr):
+            inner = _differentiated(value.jaxpr, done)
+            return value if inner is value.jaxpr else value.replace(jaxpr=inner)
+        return tuple(map(final, value)) if type(value) is tuple else value
+
+    equations = []
+    for equation in jaxpr.eqns:
+        params = {name: final(value) for name, value in equation.params.items()}
+        call = params.get("call_jaxpr") if equation.primitive is custom_jvp_call_p else None
+        if call is not None and not _read(call.jaxpr).issuperset(call.jaxpr.invars):
+            equation = equation.replace(primitive=closed_call_p, params={"call_jaxpr": call})
+        elif any(not _same(value, equation.params[name]) for name, value in params.items()):
+            equation = equation.replace(params=params)
+        equations.append(equation)
+    changed = any(new is not old for new, old in zip(equations, jaxpr.eqns, strict=True))
+    result = jaxpr.replace(eqns=equations) if changed else jaxpr
+    done[id(jaxpr)] = jaxpr, result  # the key is an address, which is another's once the program is gone
+    return result
+
+
+def _same(new, old) -> bool:
+    return new is old or (type(new) is tuple and all(map(_same, new, old)))
+
+
+def _read(jaxpr: Jaxpr) -> set:
+    """The variables that a program's equations and results are made of."""
+    atoms = [*jaxpr.outvars, *(v for equation in jaxpr.eqns for v in equation.invars)]
+    return {v for v in atoms if isinstance(v, Var)}
 
 
 def mesh_in_force(mesh: Mesh | AbstractMesh | None) -> contextlib.AbstractContextManager:
