@@ -63,8 +63,8 @@ def make_mesh(devices: Sequence | None = None, *, axis_type: str = "explicit", *
     says, others follow in the order written. Where the devices belong to
     several slices or hosts, the outermost axes are the ones that cross them.
 
-    >>> make_mesh(model=2, data=4).shape
-    OrderedDict([('data', 4), ('model', 2)])
+    >>> dict(make_mesh(model=2, data=4).shape)
+    {'data': 4, 'model': 2}
 
     Args:
         devices: the devices to use; all of them if not given.
