@@ -34,7 +34,7 @@ def products(c) -> dict[str, int]:
     if c.family in ("gpt2", "gptj"):
         return {"attention": 4 * c.embed * c.embed, "mlp": 2 * c.embed * c.mlp}
     attention = 2 * c.embed * c.head_dim * (c.heads + c.kv_heads)
-    if c.family == "mixtral":
+    if c.family in ("mixtral", "qwen3_moe"):
         return {"attention": attention, "mlp": c.experts_per_token * 3 * c.embed * c.mlp, "router": c.embed * c.experts}
     return {"attention": attention, "mlp": 3 * c.embed * c.mlp}
 
