@@ -153,6 +153,7 @@ class Stock:
             for match in matches:
                 for recipe in recipes(match.key, sizes):
                     self.take(match, way, recipe)
+        self.take_stacked(matches)
         self.take_joined(matches)
         self.take_padded(matches)
         for match in matches:  # copies in any of these ways
@@ -193,6 +194,23 @@ class Stock:
             if match.missing and match.row.kind in COPIES and there:
                 short = weights[key, match.row.direction] - there if match.row.role == "weights" else 0
                 match.done("an equal one", match.missing - min(max(short, 0), match.missing))
+
+    def take_stacked(self, matches: list[Match]) -> None:
+        """Sums of a loop's turns that are stacked and done at once after it, where a loop around it may be left too."""
+        for exactly in (True, False):
+            for match in matches:
+                kind, axes, elements, whole, _ = match.key
+                for key, items in self.items.items():
+                    if (kind, key.kind, key.axes, key.whole) != ("all-reduce", "all-reduce", axes, whole):
+                        continue
+                    if not key.elements > elements > 0 or key.elements % elements:
+                        continue
+                    for item in items:
+                        turns, times = item.left // elements, match.row.times
+                        fits = turns == times if exactly else turns and times % turns == 0
+                        if item.unused and match.missing == times and fits:
+                            item.left = 0
+                            match.done("one for all turns of a loop", times)
 
     def take_joined(self, matches: list[Match]) -> None:
         """Arrays that are parts of a longer one, over the same devices."""
