@@ -131,7 +131,7 @@ class _Call:
                 f"pass it as an annotated argument ({str(error).split('Got input with ')[-1]})"
             ) from error
         except ValueError as error:
-            if "all of type `Explicit`" not in str(error):
+            if "of type `Explicit`" not in str(error):  # JAX 0.10: all of type; 0.12: that is of type
                 raise
             raise MeshError(
                 f"JAX's types carry pending sums and copies on explicit mesh axes only, got ({mesh_text(self.shape)}) "
