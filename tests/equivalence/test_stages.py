@@ -41,15 +41,18 @@ def found(jit, model, parts, options):
 
 
 @functools.cache
+def whole(name: str):
+    """On one device: made before a test enters its layout, whichever test is the first."""
+    return jax.jit(lambda key: CONFIGS[name].init(key=key, vocab_multiple=8))(jax.random.key(0))
+
+
+@functools.cache
 def one_device(name: str, microbatches: int):
-    config = CONFIGS[name]
-    model = jax.jit(lambda key: config.init(key=key, vocab_multiple=8))(jax.random.key(0))
-    options = StepOptions(microbatches=microbatches)
-    return model, *found(jax.jit, model, Batch(**batch()).named(), options)
+    return found(jax.jit, whole(name), Batch(**batch()).named(), StepOptions(microbatches=microbatches))
 
 
 def check(name, sizes, choice, parts, **options):
-    model, wanted, metrics = one_device(name, parts)
+    model, (wanted, metrics) = whole(name), one_device(name, parts)
     count = sizes.stage * sizes.data * sizes.model * sizes.expert
     with make_layout(sizes, choice, jax.devices()[:count]):
         placed = shard(model, "params"), shard(Batch(**batch()).named(), "compute")
@@ -88,8 +91,9 @@ def test_groups_of_layers_and_overlapped_products():
 
 def test_groups_that_do_not_fit():
     choice = dataclasses.replace(TENSOR[1], pipeline_microbatches=1, pipeline_groups=2)
+    model = whole("tied")
     with make_layout(TENSOR[0], choice, jax.devices()):
-        model = shard(one_device("tied", 4)[0], "params")
+        model = shard(model, "params")
         with pytest.raises(ValueError, match="stages divide the microbatches, got 1 of them on 2 stages with 2 groups"):
             found(named_jit, model, shard(Batch(**batch()).named(), "compute"), StepOptions())
 
@@ -109,11 +113,13 @@ def test_parameters_gathered_once_a_microbatch_and_more_microbatches():
 def test_what_is_kept_does_not_grow_with_microbatches():
     """Four times the microbatches of the same size: the compiled step needs room for the longer batch, and no more."""
 
+    model = whole("tied")
+
     def temporaries(microbatches: int) -> int:
         choice = dataclasses.replace(ALONE[1], pipeline_microbatches=microbatches)
         with make_layout(ALONE[0], choice, jax.devices()[:4]):
             rows = {name: jnp.tile(x[:1], (microbatches, 1)) for name, x in batch().items()}
-            placed = shard(one_device("tied", 4)[0], "params"), shard(Batch(**rows).named(), "compute")
+            placed = shard(model, "params"), shard(Batch(**rows).named(), "compute")
             step = named_jit(lambda m, b: loss_and_gradients(m, b, StepOptions(policy=Keep()))[2])
             return step.lower(*placed).compile().memory_analysis().temp_size_in_bytes
 
@@ -142,8 +148,9 @@ def test_stages_send_the_stream_and_its_gradient_in_every_tick(groups):
 
 def test_of_microbatches_that_do_not_divide_the_batch_there_are_none():
     choice = dataclasses.replace(TENSOR[1], pipeline_microbatches=3)
+    model = whole("tied")
     with make_layout(TENSOR[0], choice, jax.devices()):
-        model = shard(one_device("tied", 4)[0], "params")
+        model = shard(model, "params")
         with pytest.raises(ValueError, match="a pipeline's microbatches cut every slice of the batch into equal parts"):
             found(named_jit, model, shard(Batch(**batch()).named(), "compute"), StepOptions())
-    assert np.isfinite(one_device("tied", 4)[1][0])
+    assert np.isfinite(one_device("tied", 4)[0][0])
