@@ -66,7 +66,8 @@ def collectives_in(program: Program, num_devices: int) -> Iterator[Collective]:
             continue
         arrays = [a for name in instruction.operands if (i := program.by_name.get(name)) for a in i.results]
         if instruction.op.startswith("collective-permute"):
-            arrays = arrays[:1]  # the in-place form has buffers and indices behind it
+            if not _combined(instruction, len(arrays)):
+                arrays = arrays[:1]  # the in-place form has buffers and indices behind it
             groups = source_target_pairs(instruction.attribute("source_target_pairs") or "")
         else:
             if instruction.op.startswith("ragged"):
@@ -81,6 +82,14 @@ def collectives_in(program: Program, num_devices: int) -> Iterator[Collective]:
         origin = instruction if instruction.quoted("op_name") else program.callers.get(computation, instruction)
         beside = _is_async(program, computation, instruction)
         yield Collective(instruction.name, kind, tuple(groups), tuple(arrays), times, origin, beside)
+
+
+def _combined(permute: Instruction, arrays: int) -> bool:
+    """Whether a permute sends several arrays at once: each of them is among its results, too."""
+    results = len(permute.results)
+    if permute.op == "collective-permute":
+        return results == arrays
+    return permute.type.startswith("((") and results >= 2 * arrays
 
 
 def _laid_end_to_end(program: Program, operand: str) -> list[Array]:
