@@ -20,7 +20,7 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.proof import cases  # noqa: E402
+from tests.proof import cases
 
 _ROW = "{:<26} {:<10} {:<10} {:<30} {:<18} {:<14} {}"
 

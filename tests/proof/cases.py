@@ -1,12 +1,20 @@
-"""What a proof should hold for: every recipe where it is written for, and every layout, with every family, everywhere."""
+"""What a proof should hold for: every recipe on its own hardware, and every layout, with every family, everywhere."""
 
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.equivalence import test_models, test_stages
-from trellis.models import GPT2Config, GPTJConfig, LlamaConfig, MixtralConfig, ModelConfig, Qwen3Config, Qwen3MoeConfig
-from trellis.models import Routing
+from trellis.models import (
+    GPT2Config,
+    GPTJConfig,
+    LlamaConfig,
+    MixtralConfig,
+    ModelConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Routing,
+)
 from trellis.recipes.load import RECIPES, hardware_of
 from trellis.run.config import Remat, Run
 from trellis.run.layouts import LayoutChoice, MeshSizes

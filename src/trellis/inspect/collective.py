@@ -93,7 +93,7 @@ def _combined(permute: Instruction, arrays: int) -> bool:
 
 
 def _laid_end_to_end(program: Program, operand: str) -> list[Array]:
-    """The arrays that CUDA's compiler has laid end to end to sum them as one; none where it has not, or the user has."""
+    """The arrays that CUDA's compiler has laid end to end to sum them as one; none where the user has."""
     made = program.by_name.get(operand)
     if made is not None and made.op == "fusion":
         (inside,) = made.called().get("calls", [""])
