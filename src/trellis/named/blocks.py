@@ -90,10 +90,15 @@ def _limit() -> float:
 
 def _power_of_two(largest: jax.Array) -> jax.Array:
     """The least power of two that brings numbers within the type's range; of zeros it is 1."""
-    fraction, exponent = jnp.frexp(largest / _limit())
-    exponent = jnp.clip(jnp.where(fraction > 0.5, exponent, exponent - 1), -126, 127)
+    exponent = jnp.clip(_exponent(largest / _limit(), up=True), -126, 127)
     power = _exactly(jnp.where(largest > 0, exponent, 0))
     return jnp.where(jnp.isfinite(largest), power, jnp.nan)
+
+
+def _exponent(x: jax.Array, *, up: bool = False) -> jax.Array:
+    """The whole part of log2 of positive numbers, or that above, from their bits."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) + (0x7FFFFF if up else 0)
+    return (bits >> 23) - 127
 
 
 def _exactly(exponent: jax.Array) -> jax.Array:
@@ -105,8 +110,7 @@ def _at_random(scaled: jax.Array, key: jax.Array, squares: bool) -> jax.Array:
     """Each number to one of its two neighbours in the type, the nearer the likelier."""
     info = jnp.finfo(_ELEMENT)
     size = jnp.abs(scaled)
-    exponent = jnp.frexp(size)[1] - 1
-    step = _exactly(jnp.maximum(exponent, int(info.minexp)) - int(info.nmant))
+    step = _exactly(jnp.maximum(_exponent(size), int(info.minexp)) - int(info.nmant))
     below = jnp.floor(size / step) * step
     share = (size - below) / step
     if squares:
