@@ -128,9 +128,15 @@ def _same_loop_and_line(row: Row, item: _Item) -> bool:
 
 
 class Stock:
-    """The arrays that a program moves along mesh axes, for rows to take."""
+    """The arrays that a program moves along mesh axes, for rows to take.
 
-    def __init__(self, parts: Iterable[Part]):
+    Args:
+        parts: these arrays.
+        lost: whether the program has sums of numbers that are over no devices, which may be those that a row asks for.
+    """
+
+    def __init__(self, parts: Iterable[Part], *, lost: bool = False):
+        self.lost = lost
         self.items: dict[Key, list[_Item]] = defaultdict(list)
         for part in parts:
             self.items[part.key].append(_Item(part, part.elements * part.collective.times))
@@ -245,7 +251,7 @@ class Stock:
 
     def take_added(self, matches: list[Match]) -> None:
         """Numbers that are added before they are summed over devices, where one sum does for several."""
-        for match in matches:
+        for match in [] if self.lost else matches:
             key = match.key
             if match.missing and key.kind == "all-reduce" and key.elements == 1 and key in self.items:
                 match.done("a sum with others", match.missing)
