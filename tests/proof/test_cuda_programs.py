@@ -99,6 +99,8 @@ def test_attention_of_cudnn(given):
     out, log_sum, _ = run(call(False, f"({OUT}, {LOG_SUM}, u8[0]{{0}})", operands), given)
     wanted, pull = jax.vjp(attention, *given)
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-6)
+    alone, workspace = run(call(False, f"({OUT}, u8[0]{{0}})", operands), given)
+    assert (alone == out).all() and workspace.size == 0
 
     d_out = np.random.default_rng(1).normal(size=wanted.shape).astype(np.float32)
     kept = [*given[:3], log_sum, d_out.swapaxes(1, 2), given[3], out.swapaxes(1, 2)]

@@ -1,9 +1,9 @@
 """Along which mesh axes the values of a compiled program may differ, and whether its copies stay copies.
 
-A program is read once, for all devices: arguments differ along the axes that their shardings slice them over, the number
-of a device along all of them; a sum or a gather is the same along the axes that it is over, and anything else differs
-where one of its operands may. Small integers are computed for every device, so that an offset from a table differs
-along the axis that the table is for, and not along others.
+A program is read once, for all devices: arguments differ along the axes that their shardings slice them over, the
+number of a device along all of them; a sum or a gather is the same along the axes that it is over, and anything else
+differs where one of its operands may. Small integers are computed for every device, so that an offset from a table
+differs along the axis that the table is for, and not along others.
 """
 
 import dataclasses

@@ -123,6 +123,8 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
     decided = tuple(match for match in matches if not (match.missing and set(match.row.axes) & set(ledger.auto)))
     besides = [(part, runs) for part, runs in stock.rest() if part.cut == 1]
     strange = [part for part in parts if not part.axes] + [part for part, _ in stock.rest() if part.cut > 1]
+    if 1 not in mesh.shape.values():  # a sum over an axis of one device is over groups of one
+        strange += [part for collective in found if _alone(collective) for part in _pieces(program, collective, ())]
     apart = tuple(copies_apart(program, mesh.shape))
     return Structure(decided, len(found), tuple(besides), tuple(strange), tuple(_twice(program, parts)), apart)
 
@@ -143,6 +145,11 @@ def _parts(program: Program, collective: Collective, mesh: Mesh | AbstractMesh) 
     else:
         axes = axes_of(groups, mesh.shape, ordered=kind != "all-reduce")
     cut = 1 if kind == "permute" else math.prod(mesh.shape[axis] for axis in axes) // collective.size
+    return _pieces(program, collective, axes, cut)
+
+
+def _pieces(program: Program, collective: Collective, axes: tuple[str, ...], cut: int = 1) -> list[Part]:
+    kind = collective.kind
     lengths = [(collective.payload(array) * 8 // item_bits(array.dtype), array.dtype) for array in collective.arrays]
     if kind == "all-to-all":  # the pieces of one array
         lengths = [(sum(length for length, _ in lengths), lengths[0][1])]
