@@ -26,10 +26,16 @@ class Known:
     Attributes:
         axes: the mesh axes along which it may differ.
         numbers: what each device holds, `device dim ...`, of small integers that are known.
+        pieces: of arrays that are laid end to end their lengths, and the axes along which each may differ.
     """
 
     axes: frozenset[str]
     numbers: np.ndarray | None = None
+    pieces: tuple[tuple[int, frozenset[str]], ...] = ()
+
+    def map(self, change: Callable[[frozenset[str]], frozenset[str]]) -> "Known":
+        """It with other axes, piece by piece."""
+        return Known(change(self.axes), None, tuple((length, change(axes)) for length, axes in self.pieces))
 
 
 Value = Known | tuple
@@ -168,6 +174,8 @@ class Reading:
         elif instruction.op == "custom-call" and "AsyncCollectiveDone" in instruction.attributes:
             return operands[2]
         axes = NOWHERE.union(*map(_axes, operands))
+        if pieces := _pieces(instruction, operands, [self.program.by_name[name] for name in instruction.operands]):
+            return Known(axes.intersection(NOWHERE.union(*(own for _, own in pieces))), None, pieces)
         known = [value.numbers for value in operands if isinstance(value, Known) and value.numbers is not None]
         if len(known) == len(operands) > 0:
             numbers = numbers_of(instruction, known)
@@ -187,16 +195,16 @@ class Reading:
         if op == "collective-permute":
             pairs = source_target_pairs(instruction.attribute("source_target_pairs") or "")
             moved = frozenset(axes_met(pairs, self.mesh)) if pairs else NOWHERE
-            return _each(operands, lambda value: Known(_axes(value) | moved))
+            return _each(operands, lambda axes: axes | moved)
         groups = instruction.groups() or [tuple(range(self.devices))]
         over = frozenset(axes_of(groups, self.mesh)) if len(groups[0]) > 1 else NOWHERE
         if op in ("all-reduce", "all-gather", "collective-broadcast"):
             whole = math.prod(self.mesh[axis] for axis in over) == len(groups[0])
-            return _each(operands, lambda value: Known(_axes(value) - over if whole else _axes(value)))
+            return _each(operands, lambda axes: axes - over if whole else axes)
         met = frozenset(axes_met(groups, self.mesh))
         if op == "ragged-all-to-all":
             return Known(met.union(*map(_axes, operands)))
-        return _each(operands, lambda value: Known(_axes(value) | met))
+        return _each(operands, lambda axes: axes | met)
 
     def _loop(self, condition: str, body: str, state: Value) -> Value:
         """What a loop carries, whichever turn is its last."""
@@ -221,9 +229,40 @@ def _part(value: Value, index: int) -> Value:
     return value[index] if isinstance(value, tuple) and index < len(value) else Known(_axes(value))
 
 
-def _each(operands: list[Value], change: Callable[[Value], Value]) -> Value:
+def _each(operands: list[Value], change: Callable[[frozenset[str]], frozenset[str]]) -> Value:
     """Of one operand the result, of several a tuple of results."""
-    return tuple(map(change, operands)) if len(operands) > 1 else change(operands[0])
+    found = [value.map(change) if isinstance(value, Known) else Known(change(_axes(value))) for value in operands]
+    return tuple(found) if len(found) > 1 else found[0]
+
+
+Pieces = tuple[tuple[int, frozenset[str]], ...]
+
+
+def _pieces(instruction: Instruction, operands: list[Value], made: list[Instruction]) -> Pieces:
+    """The pieces of a long array: laid end to end here, handed on, or cut out of it."""
+    if instruction.op == "concatenate" and len(made[0].results[0].shape) == 1:
+        own = [(value.pieces or ((m.results[0].shape[0], value.axes),)) for value, m in zip(operands, made)]
+        return tuple(piece for several in own for piece in several)
+    value = operands[0] if operands else None
+    if not isinstance(value, Known) or not value.pieces or made[0].results[0].shape != instruction.results[0].shape:
+        cut = re.match(r"\{\[(\d+):(\d+)\]\}", instruction.attribute("slice") or "")
+        if cut is None or not isinstance(value, Known) or not value.pieces:
+            return ()
+        return _cut(value.pieces, int(cut[1]), int(cut[2]))
+    return value.pieces if instruction.op in ("bitcast", "copy", "convert") else ()
+
+
+def _cut(pieces: Pieces, begin: int, end: int) -> Pieces:
+    """
+    >>> _cut(((4, frozenset()), (6, frozenset({"data"}))), 2, 5)
+    ((2, frozenset()), (1, frozenset({'data'})))
+    """
+    found, at = [], 0
+    for length, axes in pieces:
+        if begin < at + length and at < end:
+            found.append((min(end, at + length) - max(begin, at), axes))
+        at += length
+    return tuple(found)
 
 
 def _more(value: Value, axes: frozenset[str]) -> Value:
