@@ -3,7 +3,9 @@
 A program is read once, for all devices: arguments differ along the axes that their shardings slice them over, the
 number of a device along all of them; a sum or a gather is the same along the axes that it is over, and anything else
 differs where one of its operands may. Small integers are computed for every device, so that an offset from a table
-differs along the axis that the table is for, and not along others.
+differs along the axis that the table is for, and not along others. Arrays that are laid end to end, as those that one
+sum does for, are told apart again. Of others in one array, as those that one product does for, it is not known which is
+taken out again: it counts as the same where one of them is, so that nothing is held to be wrong that is not.
 """
 
 import dataclasses
@@ -136,7 +138,7 @@ class Reading:
 
     def _made(self, instruction: Instruction, operands: list[Value], values: Mapping[str, Value]) -> Value:
         op, called = instruction.op, instruction.called()
-        if op.endswith(("-done", "-update")):
+        if op.endswith(("-done", "-update")) or op == "copy-start":
             return operands[0]
         op = op.removesuffix("-start")
         if op in _COLLECTIVES:
@@ -175,7 +177,9 @@ class Reading:
             return operands[2]
         axes = NOWHERE.union(*map(_axes, operands))
         if pieces := _pieces(instruction, operands, [self.program.by_name[name] for name in instruction.operands]):
-            return Known(axes.intersection(NOWHERE.union(*(own for _, own in pieces))), None, pieces)
+            return Known(frozenset.intersection(*(own for _, own in pieces)), None, pieces)
+        if instruction.op == "concatenate":
+            return Known(frozenset.intersection(*map(_axes, operands)))
         known = [value.numbers for value in operands if isinstance(value, Known) and value.numbers is not None]
         if len(known) == len(operands) > 0:
             numbers = numbers_of(instruction, known)
@@ -243,17 +247,17 @@ def _pieces(instruction: Instruction, operands: list[Value], made: list[Instruct
     if instruction.op == "concatenate" and len(made[0].results[0].shape) == 1:
         own = [(value.pieces or ((m.results[0].shape[0], value.axes),)) for value, m in zip(operands, made)]
         return tuple(piece for several in own for piece in several)
-    value = operands[0] if operands else None
-    if not isinstance(value, Known) or not value.pieces or made[0].results[0].shape != instruction.results[0].shape:
-        cut = re.match(r"\{\[(\d+):(\d+)\]\}", instruction.attribute("slice") or "")
-        if cut is None or not isinstance(value, Known) or not value.pieces:
-            return ()
-        return _cut(value.pieces, int(cut[1]), int(cut[2]))
-    return value.pieces if instruction.op in ("bitcast", "copy", "convert") else ()
+    pieces = operands[0].pieces if operands and isinstance(operands[0], Known) else ()
+    if pieces and instruction.op == "slice":
+        begin, end = re.findall(r"\d+", instruction.attribute("slice") or "")[:2]
+        return _cut(pieces, int(begin), int(end))
+    same = pieces and made[0].results[0].shape == instruction.results[0].shape
+    return pieces if same and instruction.op in ("bitcast", "copy", "convert") else ()
 
 
 def _cut(pieces: Pieces, begin: int, end: int) -> Pieces:
-    """
+    """Those between two places.
+
     >>> _cut(((4, frozenset()), (6, frozenset({"data"}))), 2, 5)
     ((2, frozenset()), (1, frozenset({'data'})))
     """

@@ -128,15 +128,9 @@ def _same_loop_and_line(row: Row, item: _Item) -> bool:
 
 
 class Stock:
-    """The arrays that a program moves along mesh axes, for rows to take.
+    """The arrays that a program moves along mesh axes, for rows to take."""
 
-    Args:
-        parts: these arrays.
-        lost: whether the program has sums of numbers that are over no devices, which may be those that a row asks for.
-    """
-
-    def __init__(self, parts: Iterable[Part], *, lost: bool = False):
-        self.lost = lost
+    def __init__(self, parts: Iterable[Part]):
         self.items: dict[Key, list[_Item]] = defaultdict(list)
         for part in parts:
             self.items[part.key].append(_Item(part, part.elements * part.collective.times))
@@ -155,11 +149,12 @@ class Stock:
             self.take(match, "", ((match.key, 1),))
         self.take_equal(matches)
         self.take_added(matches)
+        self.take_stacked(matches, exactly=True)
         for way, recipes in WAYS.items():
             for match in matches:
                 for recipe in recipes(match.key, sizes):
                     self.take(match, way, recipe)
-        self.take_stacked(matches)
+        self.take_stacked(matches, exactly=False)
         self.take_joined(matches)
         self.take_padded(matches)
         for match in matches:  # copies in any of these ways
@@ -201,22 +196,27 @@ class Stock:
                 short = weights[key, match.row.direction] - there if match.row.role == "weights" else 0
                 match.done("an equal one", match.missing - min(max(short, 0), match.missing))
 
-    def take_stacked(self, matches: list[Match]) -> None:
-        """Sums of a loop's turns that are stacked and done at once after it, where a loop around it may be left too."""
-        for exactly in (True, False):
-            for match in matches:
-                kind, axes, elements, whole, _ = match.key
-                for key, items in self.items.items():
-                    if (kind, key.kind, key.axes, key.whole) != ("all-reduce", "all-reduce", axes, whole):
-                        continue
-                    if not key.elements > elements > 0 or key.elements % elements:
-                        continue
-                    for item in items:
-                        turns, times = item.left // elements, match.row.times
-                        fits = turns == times if exactly else turns and times % turns == 0
-                        if item.unused and match.missing == times and fits:
-                            item.left = 0
-                            match.done("one for all turns of a loop", times)
+    def take_stacked(self, matches: list[Match], *, exactly: bool) -> None:
+        """Sums of a loop's turns that are stacked and done at once after it, also where each device keeps a slice.
+
+        Args:
+            matches: the rows.
+            exactly: one sum for all turns; else a loop around it may be left too.
+        """
+        kinds = ("all-reduce", "reduce-scatter") if exactly else ("all-reduce",)
+        for match in matches:
+            kind, axes, elements, whole, _ = match.key
+            for key, items in self.items.items():
+                if kind != "all-reduce" or key.kind not in kinds or (key.axes, key.whole) != (axes, whole):
+                    continue
+                if not key.elements > elements > 0 or key.elements % elements:
+                    continue
+                for item in items:
+                    turns, times = item.left // elements, match.row.times
+                    fits = turns == times if exactly else turns and times % turns == 0
+                    if item.unused and match.missing == times and fits:
+                        item.left = 0
+                        match.done("one for all turns of a loop", times)
 
     def take_joined(self, matches: list[Match]) -> None:
         """Arrays that are parts of a longer one, over the same devices."""
@@ -251,7 +251,7 @@ class Stock:
 
     def take_added(self, matches: list[Match]) -> None:
         """Numbers that are added before they are summed over devices, where one sum does for several."""
-        for match in [] if self.lost else matches:
+        for match in matches:
             key = match.key
             if match.missing and key.kind == "all-reduce" and key.elements == 1 and key in self.items:
                 match.done("a sum with others", match.missing)

@@ -118,7 +118,7 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
     program = program_of(compiled)
     found = list(collectives_in(program, mesh.size))
     parts = [part for collective in found for part in _parts(program, collective, mesh)]
-    stock = Stock((part for part in parts if part.axes), lost=any(map(_alone, found)))
+    stock = Stock(part for part in parts if part.axes)
     matches = stock.meet(ledger, {axis: size for axis, size in mesh.shape.items() if size > 1})
     decided = tuple(match for match in matches if not (match.missing and set(match.row.axes) & set(ledger.auto)))
     besides = [(part, runs) for part, runs in stock.rest() if part.cut == 1]
