@@ -43,12 +43,13 @@ class Feed:
     Attributes:
         batches: `batches(n)` yields `(n, batch), (n + 1, batch), ...`, and has a `close`, as generators and loaders do.
             The batch of a step depends on nothing else.
-        evaluate: from a state to scalar arrays, on the device still, `validation_loss` among them.
+        evaluate: from a state, and how many steps were made, to scalar arrays on the device still, `validation_loss`
+            among them.
         sample: from a state to a text.
     """
 
     batches: Callable[[int], Any]
-    evaluate: Callable[[Any], dict[str, jax.Array]] | None = None
+    evaluate: Callable[[Any, int], dict[str, jax.Array]] | None = None
     sample: Callable[[Any], str] | None = None
 
 
@@ -61,7 +62,7 @@ class Outcome:
         step: how many steps were made, those before a resume counted in.
         exit_code: 0, or 128 and a signal's number: a checkpoint was written.
         lines: the lines of metrics that this process logged.
-        programs: the compiled step.
+        programs: the compiled steps, one for each shape of a batch.
     """
 
     state: Any
@@ -77,7 +78,7 @@ def train(
     folder: str | Path,
     *,
     until: int | None = None,
-    work: Work | None = None,
+    work: Callable[[Assembled], Work] | None = None,
     progress: Progress | None = None,
     compiled: Callable[[Any, int], str] | None = None,
     first_collective: str | None = None,
@@ -90,7 +91,7 @@ def train(
         folder: the run's folder. It gets `metrics.jsonl`, `timeline.jsonl`, `checkpoints/`, and `samples.jsonl` and
             `profile/` where asked; a `run.yaml` in it is copied into each checkpoint.
         until: pause after this step, with a checkpoint; None goes on to the end.
-        work: what a token costs, for MFU.
+        work: what a token costs, for MFU, in what the run comes to for a length of sequences.
         progress: where progress is shown; the default is stderr.
         compiled: from a program that was compiled, and the number of steps before it, to what is to be told of it.
             The first process calls it, while the devices make the program's first step.
@@ -143,20 +144,20 @@ class _Loop:
         self._paces: list[float] = []
         self._lines: list[dict] = []
         self._trackers: list[Tracker] = []
-        self._guard = Guard(assembled)
+        self._programs: list[Any] = []
+        self._drain: Drain | None = None
         self._timeline = Timeline(folder / "timeline.jsonl" if is_first() else None)
 
-    def go(self, work: Work | None, progress: Progress | None, first_collective: str | None) -> Outcome:
+    def go(self, work: Callable | None, progress: Progress | None, first_collective: str | None) -> Outcome:
         assembled, run = self._assembled, self._run
         restored = self._saved.restore(assembled.abstract, resizable={"vocab": run.model.vocab})
         start, tokens = (0, 0) if restored is None else (restored.step, restored.data["tokens"])
-        state = assembled.init() if restored is None else restored.state
+        state = assembled.init() if restored is None else assembled.at(start - 1).takes(restored.state)
         del restored  # the step is about to donate its arrays
         self._progress = progress or Progress(run.steps)
         self._note(f"resuming after step {start}, from {self._saved.path(start)}" if start else "")
         self._timeline.add("resumed" if start else "started", start)
-        self._meter = Meter(tokens=tokens, work=work)
-        step = CompiledStep(assembled.step, assembled.compiler_options)
+        self._meter, self._work = Meter(tokens=tokens), work
         try:
             with contextlib.ExitStack() as self._open:
                 self._open.callback(self._progress.close)
@@ -168,13 +169,11 @@ class _Loop:
                     noted=lambda event, why: self._timeline.add(event, None, why=why),
                 )
                 self._open.callback(self._watch.close)
-                self._drain = Drain(max_ahead=_AHEAD, finished=self._watch.finished)
-                self._open.callback(self._drain.close)
                 if is_first():
                     self._trackers = open_trackers(run.logging.trackers, self._folder, step=start, config=plain(run))
                 for tracker in self._trackers:
                     self._open.callback(tracker.close)
-                state, made, exit_code = self._steps(step, state, start)
+                state, made, exit_code = self._steps(state, start)
                 self._watch.close()
                 if made >= run.steps:
                     self._sample(state, made)
@@ -182,9 +181,24 @@ class _Loop:
         except Exception as error:
             self._timeline.add("stopped", None, why=str(error).splitlines()[0] if str(error) else type(error).__name__)
             raise
-        return Outcome(state=state, step=made, exit_code=exit_code, lines=self._lines, programs=step.programs)
+        return Outcome(state=state, step=made, exit_code=exit_code, lines=self._lines, programs=self._programs)
 
-    def _steps(self, step: CompiledStep, state: Any, start: int) -> tuple[Any, int, int]:
+    def _enter(self, phase: Assembled, state: Any, index: int) -> tuple[CompiledStep, Any]:
+        """The step for sequences of a length, and the state for it. What is measured of steps is measured anew."""
+        if self._drain is not None:
+            self._handle(self._drain.flush(), certain=index)
+            size, length = phase.abstract_batch(index).tokens.shape
+            self._note(f"from step {index + 1} on, sequences of {length:,} tokens, {size:,} in a step")
+            self._timeline.add("length", index, sequence_length=length, batch_size=size)
+        self._watch.forget()
+        self._drain = Drain(max_ahead=_AHEAD, finished=self._watch.finished)
+        self._open.callback(self._drain.close)
+        self._guard, self._paces = Guard(phase), []
+        self._end = min([start for start in self._assembled.later if start > index], default=self._run.steps)
+        self._meter.work = self._work and self._work(phase)
+        return CompiledStep(phase.step, phase.compiler_options), phase.takes(state)
+
+    def _steps(self, state: Any, start: int) -> tuple[Any, int, int]:
         """From `start` to the end: the state, how many steps were made, and the exit code."""
         run, made = self._run, start
         profile = Profiler(self._folder / "profile", run.profile if is_first() else None)
@@ -194,11 +208,15 @@ class _Loop:
                 self._saved.wait()
             return state, start, 0
         batches = self._open.enter_context(contextlib.closing(self._feed.batches(start)))
-        asked = time.perf_counter()
+        asked, phase, step = time.perf_counter(), None, None
         for index, batch in batches:
             waited = (asked, time.perf_counter())
             made = index + 1
             profile.before(index)
+            if phase is not self._assembled.at(index):
+                phase = self._assembled.at(index)
+                with self._watch.excused("goes on to another length of sequences"):
+                    step, state = self._enter(phase, state, index)
             compiled = len(step.programs)
             self._watch.doing(f"hands over step {made}")
             with contextlib.nullcontext() if step.is_compiled(batch) else self._watch.excused("compiles the step"):
@@ -209,6 +227,7 @@ class _Loop:
                 seconds = time.perf_counter() - waited[1]
                 self._note(f"compiled the step in {duration(seconds)}")
                 self._timeline.add("compiled", index, seconds=seconds)
+                self._programs.append(step.programs[-1])
                 if self._compiled is not None and is_first():
                     with self._watch.excused("reads the compiled step"):
                         self._note(self._compiled(step.programs[-1], index))
@@ -221,7 +240,7 @@ class _Loop:
                 self._drain.add(compared)
             if self._feed.evaluate is not None and (made >= run.steps or _due(made, run.evaluation.every)):
                 with self._watch.excused(f"evaluates after step {made}"):
-                    self._drain.add(self._feed.evaluate(state))
+                    self._drain.add(self._feed.evaluate(state, made))
                 self._timeline.add("evaluation", made)
             self._handle(self._drain.poll(), certain=made - _AHEAD - 1)
             if save:
@@ -276,12 +295,14 @@ class _Loop:
         self._paces.append(record.seconds)
         if len(self._paces) <= _PACED:
             return
-        rule, left = self._run.evaluation, range(record.step + 1, self._stop + 1)
+        end = min(self._stop, self._end)
+        rule, left = self._run.evaluation, range(record.step + 1, end + 1)
         evaluated = self._feed.evaluate is not None and rule.batches is not None
         times = sum(_due(step, rule.every) or step == self._run.steps for step in left) if evaluated else 0
         seconds = forecast(self._paces[1:], len(left), times * (rule.batches or 0))
         if seconds >= _WORTH_TELLING:
-            self._note(f"takes    about {duration(seconds)} more: {len(left)} steps, {times} evaluations")
+            to = f", to step {end}" if end < self._stop else ""
+            self._note(f"takes    about {duration(seconds)} more{to}: {len(left)} steps, {times} evaluations")
 
     def _check(self, record: Record) -> None:
         """Stops the run when copies differ, or the loss was not finite more often in a row than is allowed."""

@@ -14,6 +14,7 @@ from trellis.inspect.memory import memory_of
 from trellis.named import is_named
 from trellis.notation.typeof import short_dtype
 from trellis.program import Program, trace
+from trellis.run.config import Run
 from trellis.train.assemble import Assembled
 
 
@@ -71,8 +72,9 @@ def num_parameters(assembled: Assembled) -> int:
 
 def step_program(assembled: Assembled, step: int = 0) -> Program:
     """A step, traced, which JAX then need not do again: what its ledger and its memory are read from."""
-    with assembled.layout:
-        return trace(assembled.step, assembled.abstract, assembled.abstract_batch(step))
+    made = assembled.at(step)
+    with made.layout:
+        return trace(made.step, made.abstract, made.abstract_batch(step))
 
 
 def sections(assembled: Assembled, program: Program, ledger: Ledger, tokens: int | None) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def sections(assembled: Assembled, program: Program, ledger: Ledger, tokens: int
     return {
         "machine": machine(),
         "model": {"family": run.model.family, "parameters": num_parameters(assembled)},
-        "tokens": {"run": run_tokens(assembled), "corpus": tokens},
+        "tokens": {"run": run_tokens(run), "corpus": tokens},
         "mesh": dict(layout.mesh.shape),
         "microbatches": assembled.options.microbatches,
         "layout": {
@@ -113,13 +115,29 @@ def ledger_sums(ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def run_tokens(assembled: Assembled) -> int:
-    """Tokens that a run reads, all batch sizes of its schedule counted."""
-    run = assembled.run
-    sizes = run.batch_sizes()
-    ends = [entry.step for entry in sizes[1:]] + [run.steps]
-    steps = [max(0, min(end, run.steps) - entry.step) for entry, end in zip(sizes, ends, strict=True)]
-    return sum(n * entry.size for n, entry in zip(steps, sizes, strict=True)) * run.data.sequence_length
+def run_tokens(run: Run) -> int:
+    """Tokens that a run reads, all batch sizes and lengths of its schedules counted."""
+    total = 0
+    for phase in run.phases():
+        starts = [entry.step or phase.start for entry in phase.run.batch_sizes()]
+        for start, end, entry in zip(starts, [*starts[1:], phase.stop], phase.run.batch_sizes(), strict=True):
+            total += max(0, min(end, run.steps) - start) * entry.size * phase.run.data.sequence_length
+    return total
+
+
+def lengths(assembled: Assembled, programs: Mapping[int, Program]) -> list[dict[str, int]]:
+    """Of each phase of a run whose sequences become longer: its first step, its sequences, and a device's memory.
+
+    Args:
+        assembled: the run.
+        programs: the step of each phase, by its first step.
+    """
+    found = []
+    for step, made in assembled.phases().items():
+        size, length = made.abstract_batch(step).tokens.shape
+        held = sum(memory_of(programs[step]).per_kind().values())
+        found.append({"step": step, "length": length, "batch_size": size, "memory": held})
+    return found if assembled.later else []
 
 
 def describe(found: Mapping[str, Any]) -> str:
@@ -146,6 +164,11 @@ def describe(found: Mapping[str, Any]) -> str:
         "memory": f"{size(sum(found['memory'].values()))} on each device: {memory}",
         "moves": moves,
     }
+    if found.get("lengths"):
+        lines["lengths"] = ", then ".join(
+            f"{p['batch_size']:,} x {p['length']:,} tokens from step {p['step'] + 1} on ({size(p['memory'])})"
+            for p in found["lengths"]
+        )
     return "\n".join(f"{name:<8} {line}" for name, line in lines.items())
 
 
