@@ -183,7 +183,7 @@ def test_what_a_run_is_about_to_do_is_plain_values(assembled, run):
 
     program = step_program(assembled)
     found = json.loads(json.dumps(sections(assembled, program, ledger_of(program), tokens=5000)))
-    assert found["tokens"] == {"run": run.steps * ROWS * LENGTH, "corpus": 5000} and run_tokens(assembled) == 640
+    assert found["tokens"] == {"run": run.steps * ROWS * LENGTH, "corpus": 5000} and run_tokens(run) == 640
     assert found["mesh"] == {"data": 2, "model": 2} and found["ledger"]["per_axis"].keys() == {"data", "model"}
     table = next(a for a in arrays(assembled) if a["name"] == "embedding")
     assert table["bytes"] == 258 * 16 * 4 and table["device_bytes"] == table["bytes"] // 4

@@ -106,7 +106,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     from trellis.train.corpus import open_corpus
     from trellis.train.distributed import is_first
     from trellis.train.evaluation import Evaluator
-    from trellis.train.flops import work_of
+    from trellis.train.flops import known_peak, work_of
     from trellis.train.loop import Feed, train
     from trellis.train.restoring import model_in_use
     from trellis.train.state import TrainState
@@ -151,9 +151,10 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         sample=None if corpus.tokenizer is None else sampled,
     )
     check = StructureCheck(assembled, ledger, folder)
+    peak = known_peak(assembled.layout.mesh.devices.flat, run.precision.compute)  # measured outside of the layout
     with assembled.layout:
         told = {"compiled": check, "first_collective": _first(ledger)}
-        outcome = train(assembled, feed, folder, until=until, work=work_of, **told)
+        outcome = train(assembled, feed, folder, until=until, work=lambda made: work_of(made, peak), **told)
     if is_first() and outcome.programs:
         compiled = outcome.programs[-1]
         found["compiled"] = dataclasses.asdict(compiled_memory(compiled))

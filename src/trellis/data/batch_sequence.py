@@ -11,15 +11,14 @@ from trellis.data.sizes import BatchSizes, Schedule
 from trellis.data.store.token_store import TokenStore
 from trellis.errors import UserError
 
+
 class Rows:
     """The endless, shuffled sequence of rows of one store: epoch after epoch, each in another order.
 
     Rows have the last and longest of `lengths`; those of other lengths are pieces of them.
     """
 
-    def __init__(
-        self, store: TokenStore, *, lengths: Sequence[int], packing: str, seed: int, shuffle: Shuffle | None
-    ):
+    def __init__(self, store: TokenStore, *, lengths: Sequence[int], packing: str, seed: int, shuffle: Shuffle | None):
         self.store, self._seed, self._shuffle = store, seed, shuffle
         if len(lengths) > 1 and packing != "chunk":
             raise UserError(

@@ -71,12 +71,16 @@ def known_peak(devices: Sequence[Any], dtype: str) -> float | None:
     return max(peak, found.get(key, 0.0))
 
 
-def work_of(assembled: Assembled) -> Work:
-    """What a token of a run costs, and what its devices could do."""
-    run, model = assembled.run, assembled.abstract.model
-    length = run.data.sequence_length
+def work_of(assembled: Assembled, peak: float | None) -> Work:
+    """What a token costs in the first of a run's lengths of sequences.
+
+    Args:
+        assembled: the run.
+        peak: what its devices could do, as `known_peak` says.
+    """
+    model, length = assembled.abstract.model, assembled.run.data.sequence_length
     return Work(
         flops_per_token=flops_per_token(model, length),
         noncausal_flops_per_token=flops_per_token(model, length, causal=False),
-        peak_flops=known_peak(assembled.layout.mesh.devices.flat, run.precision.compute),
+        peak_flops=peak,
     )
