@@ -181,12 +181,12 @@ def test_a_schedule_of_batch_sizes_neither_skips_nor_repeats(folder):
 
 @given(
     seed=st.integers(0, 3),
-    lengths=st.lists(st.sampled_from([2, 4, 8, 16]), min_size=2, max_size=4),
-    steps=st.integers(1, 4),
+    lengths=st.lists(st.sampled_from([4, 16, 32]), min_size=1, max_size=3).map(lambda some: [*some, 64]),
+    steps=st.integers(1, 3),
     rows=st.sampled_from([1, 2, 3]),
     shuffle=st.sampled_from([True, False, Shuffle(block=4, window=2)]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_a_step_reads_the_same_tokens_at_any_length(folder, seed, lengths, steps, rows, shuffle):
     """Batches of as many tokens: those of a schedule of lengths hold what those of the longest length hold."""
     store, texts = store_of(folder, seed, 30)

@@ -15,7 +15,7 @@ from trellis.run.config import BatchSize
 from trellis.run.folder import claim
 from trellis.run.lengths import SequenceLength
 from trellis.train.devices import default_count
-from trellis.train.summary import run_tokens
+from trellis.train.pace import tokens_of
 
 
 def at(step: int, length: int, **more) -> SequenceLength:
@@ -40,13 +40,13 @@ def test_each_phase_keeps_the_tokens_of_a_step_and_what_is_not_said_anew():
     assert (third.run.model.rope_scaling, third.run.model.rope_theta) == (twice, 5e5)
     for step, phase in {0: first, 7: first, 8: second, 13: second, 14: third, 99: third}.items():
         assert run.at(step) == phase.run
-    assert run_tokens(run) == 64 * 8 * 10 + 64 * 16 * 10
+    assert tokens_of(run, 0, run.steps) == 64 * 8 * 10 + 64 * 16 * 10
 
 
 def test_a_length_with_a_batch_of_its_own():
     run = change(lengths=(at(8, 128, batch_size=6),))
     assert [p.run.batch_size for p in run.phases()] == [8, 6]
-    assert run_tokens(run) == 8 * 8 * 64 + 12 * 6 * 128
+    assert tokens_of(run, 0, run.steps) == 8 * 8 * 64 + 12 * 6 * 128
     assert default_count(run, cores=4) == 2, "four devices do not divide 6 sequences"
 
 

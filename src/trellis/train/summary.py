@@ -9,13 +9,14 @@ from typing import Any
 import jax
 
 from trellis.figures.numbers import count, size
+from trellis.hardware.platform import processor
 from trellis.inspect import Ledger
 from trellis.inspect.memory import memory_of
 from trellis.named import is_named
 from trellis.notation.typeof import short_dtype
 from trellis.program import Program, trace
-from trellis.run.config import Run
 from trellis.train.assemble import Assembled
+from trellis.train.pace import tokens_of
 
 
 def machine() -> dict[str, Any]:
@@ -32,7 +33,7 @@ def machine() -> dict[str, Any]:
         "processes": jax.process_count(),
         "host": platform.node(),
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_name(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -90,7 +91,7 @@ def sections(assembled: Assembled, program: Program, ledger: Ledger, tokens: int
     return {
         "machine": machine(),
         "model": {"family": run.model.family, "parameters": num_parameters(assembled)},
-        "tokens": {"run": run_tokens(run), "corpus": tokens},
+        "tokens": {"run": tokens_of(run, 0, run.steps), "corpus": tokens},
         "mesh": dict(layout.mesh.shape),
         "microbatches": assembled.options.microbatches,
         "layout": {
@@ -113,16 +114,6 @@ def ledger_sums(ledger: Ledger) -> dict[str, Any]:
         "count": ledger.count(),
         "auto": list(ledger.auto),
     }
-
-
-def run_tokens(run: Run) -> int:
-    """Tokens that a run reads, all batch sizes and lengths of its schedules counted."""
-    total = 0
-    for phase in run.phases():
-        starts = [entry.step or phase.start for entry in phase.run.batch_sizes()]
-        for start, end, entry in zip(starts, [*starts[1:], phase.stop], phase.run.batch_sizes(), strict=True):
-            total += max(0, min(end, run.steps) - start) * entry.size * phase.run.data.sequence_length
-    return total
 
 
 def lengths(assembled: Assembled, programs: Mapping[int, Program]) -> list[dict[str, int]]:
@@ -180,11 +171,3 @@ def device_bytes(tree: Any) -> int:
         itemsize = 4 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
         total += math.prod(shape) * itemsize
     return total
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
-    except OSError:
-        return platform.processor()
