@@ -64,9 +64,14 @@ class GptOssConfig:
             )
 
     @property
+    def stacked(self) -> int:
+        """Pairs of blocks."""
+        return self.layers // 2
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """What each block's queries see."""
-        return (self.window, None) * (self.layers // 2)
+        return (self.window, None) * self.stacked
 
     def init(self, *, key, vocab_multiple: int = 1) -> Mixtral:
         """The model with fresh parameters, its vocabulary padded to a multiple."""
