@@ -2,8 +2,8 @@
 
 from trellis.models import (
     GPT2Config,
-    GptOssConfig,
     GPTJConfig,
+    GptOssConfig,
     LinearScaling,
     Llama3Scaling,
     LlamaConfig,

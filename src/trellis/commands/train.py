@@ -106,6 +106,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     from trellis.train.evaluation import Evaluator
     from trellis.train.flops import work_of
     from trellis.train.loop import Feed, train
+    from trellis.train.pace import expected_pace, keep_pace, tried_pace, worth_a_trial
     from trellis.train.restoring import model_in_use
     from trellis.train.state import TrainState
     from trellis.train.structure import StructureCheck
@@ -136,9 +137,15 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         sample=None if corpus.tokenizer is None else sampled,
     )
     work, check = work_of(assembled), StructureCheck(assembled, ledger, folder)
+    pace = expected_pace(assembled, work)
+    if worth_a_trial(assembled, pace, run.steps if until is None else until):
+        print("tries    a few steps on made-up tokens, to say how long the run takes", flush=True)
+        pace = tried_pace(assembled)
     with assembled.layout:
         told = {"compiled": check, "first_collective": _first(ledger)}
-        outcome = train(assembled, feed, folder, until=until, work=work, **told)
+        outcome = train(assembled, feed, folder, until=until, work=work, pace=pace, **told)
+    if is_first() and outcome.token_seconds is not None:
+        keep_pace(assembled, work, outcome.token_seconds)
     if is_first() and outcome.programs:
         compiled = outcome.programs[-1]
         found["compiled"] = dataclasses.asdict(compiled_memory(compiled))

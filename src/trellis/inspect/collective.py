@@ -53,13 +53,13 @@ class Collective:
         return array.num_bytes * (self.size if self.kind == "all-gather" else 1)
 
 
-def collectives_in(program: Program, num_devices: int) -> Iterator[Collective]:
+def collectives_in(program: Program, num_devices: int, load: float | None = None) -> Iterator[Collective]:
     """The collectives of a compiled program.
 
     An asynchronous pair counts once, at its start; a loop's body counts as often as the loop runs; an all-reduce that
     a TPU program slices inside the same fusion is the reduce-scatter that it is.
     """
-    for instruction, times, computation in program.walk():
+    for instruction, times, computation in program.walk(load=load):
         kind = _KINDS.get(instruction.op.removesuffix("-start"))
         if kind is None or _continued(program, computation, instruction):
             continue

@@ -9,12 +9,14 @@ from typing import Any
 import jax
 
 from trellis.figures.numbers import count, size
+from trellis.hardware.platform import processor
 from trellis.inspect import Ledger
 from trellis.inspect.memory import memory_of
 from trellis.named import is_named
 from trellis.notation.typeof import short_dtype
 from trellis.program import Program, trace
 from trellis.train.assemble import Assembled
+from trellis.train.pace import tokens_of
 
 
 def machine() -> dict[str, Any]:
@@ -31,7 +33,7 @@ def machine() -> dict[str, Any]:
         "processes": jax.process_count(),
         "host": platform.node(),
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_name(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -88,7 +90,7 @@ def sections(assembled: Assembled, program: Program, ledger: Ledger, tokens: int
     return {
         "machine": machine(),
         "model": {"family": run.model.family, "parameters": num_parameters(assembled)},
-        "tokens": {"run": run_tokens(assembled), "corpus": tokens},
+        "tokens": {"run": tokens_of(run, 0, run.steps), "corpus": tokens},
         "mesh": dict(layout.mesh.shape),
         "microbatches": assembled.options.microbatches,
         "layout": {
@@ -111,15 +113,6 @@ def ledger_sums(ledger: Ledger) -> dict[str, Any]:
         "count": ledger.count(),
         "auto": list(ledger.auto),
     }
-
-
-def run_tokens(assembled: Assembled) -> int:
-    """Tokens that a run reads, all batch sizes of its schedule counted."""
-    run = assembled.run
-    sizes = run.batch_sizes()
-    ends = [entry.step for entry in sizes[1:]] + [run.steps]
-    steps = [max(0, min(end, run.steps) - entry.step) for entry, end in zip(sizes, ends, strict=True)]
-    return sum(n * entry.size for n, entry in zip(steps, sizes, strict=True)) * run.data.sequence_length
 
 
 def describe(found: Mapping[str, Any]) -> str:
@@ -157,11 +150,3 @@ def device_bytes(tree: Any) -> int:
         itemsize = 4 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
         total += math.prod(shape) * itemsize
     return total
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
-    except OSError:
-        return platform.processor()

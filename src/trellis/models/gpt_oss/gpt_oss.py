@@ -1,4 +1,4 @@
-"""GPT-OSS (OpenAI, 2025, arXiv:2508.10925): mixtures of experts, and attention with sinks, every second time to a window.
+"""GPT-OSS (OpenAI, 2025, arXiv:2508.10925): mixtures of experts; attention with sinks, to a window and to all in turns.
 
 Written for one device, in named tensors; a layout makes it parallel. Layers are stacked in pairs, of which the first
 sees a window and the second everything, since a kernel's mask is fixed when it is compiled. Axes beside those of

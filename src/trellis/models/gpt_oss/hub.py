@@ -11,7 +11,9 @@ from trellis.nn.moe import Routing
 
 _LAYER = "model.layers.{}"
 _ATTENTION, _MLP = f"{_LAYER}.self_attn", f"{_LAYER}.mlp"
-_BLOCK = {path.removeprefix("layers.block."): key for path, key in KEYS.items() if ".mlp." not in path and ".block." in path}
+_BLOCK = {
+    path.removeprefix("layers.block."): key for path, key in KEYS.items() if ".mlp." not in path and ".block." in path
+}
 _BLOCK |= {
     "attention.q_bias": Key(f"{_ATTENTION}.q_proj.bias", "(heads head_dim)"),
     "attention.k_bias": Key(f"{_ATTENTION}.k_proj.bias", "(kv_heads head_dim)"),

@@ -202,7 +202,14 @@ def _check(q, k, v, window, segment_ids, sinks, implementation) -> None:
             f"attention has the implementations {', '.join(IMPLEMENTATIONS)}, got {implementation!r}, {where}: "
             "use one of them"
         )
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+    if (
+        q.ndim != 4
+        or k.ndim != 4
+        or v.ndim != 4
+        or k.shape[:3] != v.shape[:3]
+        or q.shape[0] != k.shape[0]
+        or q.shape[3] != k.shape[3]
+    ):
         raise AttentionError(
             "q is 'batch pos heads head_dim', k and v are 'batch key_pos kv_heads head_dim', got shapes "
             f"{q.shape}, {k.shape}, {v.shape}, {where}: reshape or reorder the dimensions"

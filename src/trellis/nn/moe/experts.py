@@ -44,7 +44,7 @@ class Shared(eqx.Module):
 
 
 class Experts(eqx.Module):
-    """A mixture of SwiGLU blocks, or of those that `gated` makes of them: each token goes to the few that its router picks, and gets their weighted sum.
+    """A mixture of gated blocks: each token goes to the few that its router picks, and gets their weighted sum.
 
     >>> axes = [tr.Axis("embed", 8), tr.Axis("mlp", 16), tr.Axis("experts", 4)]
     >>> layer = Experts.init(*axes, per_token=2, key=jax.random.key(0))

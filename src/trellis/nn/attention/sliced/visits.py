@@ -95,7 +95,9 @@ def said(kernels: Kernels, tile: Tile, q, v) -> contextlib.AbstractContextManage
     """What the call computes, for the planner; chunks say it themselves, as products."""
     if not kernels.opaque:
         return contextlib.nullcontext()
-    return kernel_work("attention", 2.0 * q.shape[0] * q.shape[3 - kernels.axis] * tile.pairs * (q.shape[3] + v.shape[3]))
+    return kernel_work(
+        "attention", 2.0 * q.shape[0] * q.shape[3 - kernels.axis] * tile.pairs * (q.shape[3] + v.shape[3])
+    )
 
 
 def _picked(kernels: Kernels, tile: Tile, entries, queries: Queries, keys: Keys) -> tuple[jax.Array, ..., Ids]:
