@@ -20,6 +20,7 @@ from trellis.named import is_named
 from trellis.named.saving import Keep, nothing, products, saved
 from trellis.nn.parameters import Parameter, Role, parameters
 from trellis.optim import learning_rates, make_optimizer
+from trellis.optim.narrow import narrow_parts
 from trellis.run.config import Remat, Run
 from trellis.run.layouts import make_layout
 from trellis.train.compilation import options_for
@@ -92,7 +93,12 @@ def assemble(
     _check_batch(run, layout)
     _check_widths(run, layout)
     optimizer = make_optimizer(
-        run.optimizer, run.schedule, steps=run.steps, clip_norm=run.clip_norm, exclude=run.weight_decay_exclude
+        run.optimizer,
+        run.schedule,
+        steps=run.steps,
+        clip_norm=run.clip_norm,
+        exclude=run.weight_decay_exclude,
+        narrow=(lambda p: run.precision.moments_of(p) is not None) if run.precision.moments else None,
     )
     multiple = padding or vocab_multiple(layout)
 
@@ -103,6 +109,7 @@ def assemble(
         shapes = abstract_state(make_model, optimizer, average=run.ema is not None)
         _check_parts_of_names(run, shapes.model)
         _check_narrow_products(run, shapes.model)
+        _check_narrow_moments(run, shapes)
         abstract = _placed(shapes, layout)
         options = StepOptions(
             precision=run.precision,
@@ -190,6 +197,7 @@ def _check_parts_of_names(run: Run, model: Any) -> None:
     asked = {"weight_decay_exclude": {*run.weight_decay_exclude} - {*default}}
     asked["precision.exceptions"] = {*run.precision.exceptions}
     asked["precision.products"] = {*run.precision.products}
+    asked["precision.moments"] = {*run.precision.moments}
     for field, parts in asked.items():
         for part in sorted(parts):
             in_path = field.startswith("precision.")
@@ -228,6 +236,18 @@ def _no_narrow_product(seen: str, model: Any) -> UserError:
         where="precision.products",
         fix=f"name parts of {', '.join(f'`{path}`' for path in able)}",
     )
+
+
+def _check_narrow_moments(run: Run, state: TrainState) -> None:
+    """Refuses parts of names of which the optimizer keeps nothing that could be in eight bits."""
+    parts = run.precision.moments
+    if parts and (left := sorted(set(parts) - narrow_parts(state.optimizer, parts))):
+        raise UserError(
+            "Eight bits are for the moving averages that an optimizer keeps of weights and tables.",
+            seen=f"`{left[0]}` with {run.optimizer.kind}, which keeps none of it",
+            where="precision.moments",
+            fix="leave it out, or name a part of a weight; adafactor keeps an average with --optimizer.beta1 0.9",
+        )
 
 
 def fast_microbatches(run: Run, layout: Layout, model: Any) -> int:
