@@ -11,9 +11,11 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from trellis.named.array import is_named
 from trellis.named.axis import NamesError
 from trellis.named.pipeline.cut import Fold, after, before
+from trellis.named.pipeline.parts import Parts
 from trellis.named.pipeline.traced import Traced
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
+from trellis.program import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +27,9 @@ class Source:
         rebuild: parameters, from the list of those outside of the layers.
         outer: types of these, as they are used.
         block: the tree of the parameters of one stage's group of layers.
-        chunk: their types, a list.
+        chunk: their types, a list, for the largest group.
         part: types of one microbatch.
-        count: how many layers there are.
-        groups: of layers, on all stages together.
+        parts: how the layers are cut.
     """
 
     function: Callable
@@ -37,13 +38,7 @@ class Source:
     block: Any
     chunk: list[jax.ShapeDtypeStruct]
     part: Any
-    count: int
-    groups: int
-
-    @property
-    def rows(self) -> int:
-        """Layers of a group."""
-        return self.count // self.groups
+    parts: Parts
 
 
 def struct(array, mesh: jax.sharding.AbstractMesh, axes=None, shape=None) -> jax.ShapeDtypeStruct:
@@ -55,7 +50,26 @@ def struct(array, mesh: jax.sharding.AbstractMesh, axes=None, shape=None) -> jax
     return jax.ShapeDtypeStruct(shape, array.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
 
 
-NAMES = ("enter", "context", "stage", "leave", "stage_back", "enter_back")
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """Some layers of a group, one after the other.
+
+    Attributes:
+        first, stop: which of the group's.
+        forward: `(chunk, carried, args, each, start) -> (carried, kept)`, the second what the backward pass needs.
+        backward: `(chunk, carried, args, each, start, kept, d_carried) -> (d_chunk, d_carried)`.
+    """
+
+    first: int
+    stop: int
+    forward: Traced
+    backward: Traced
+
+    @property
+    def permutes(self) -> bool:
+        """Whether something goes from device to device in them, which all stages have to do or none."""
+        pieces = self.forward, self.backward
+        return any(op.name == "ppermute" for piece in pieces for op in Program(piece.closed.jaxpr).walk())
 
 
 class Pieces:
@@ -64,8 +78,8 @@ class Pieces:
     Attributes:
         enter: `(outer, part) -> carried`, for the first stage.
         context: `(outer, part) -> (args, each)`, what all layers get, and what each gets.
-        stage: `(chunk, carried, args, each, start) -> (carried, kept)`, the second what the backward pass needs.
-        stage_back: `(chunk, carried, args, each, start, kept, d_carried) -> (d_chunk, d_carried)`.
+        stage: the layers that every group has.
+        extra: the one that only the larger groups have, or None.
         leave: `(outer, part, carried) -> (sums, d_outer, d_carried)`.
         enter_back: `(outer, part, d_carried) -> d_outer`.
     """
@@ -85,17 +99,13 @@ class Pieces:
         self.carried = (self.enter.out, self._made())
         self._trace_gradients()
 
-    def all(self) -> dict[str, Traced]:
-        """Every traced piece."""
-        return {name: getattr(self, name) for name in NAMES}
-
     # What is traced.
 
     def _before(self, outer, part) -> Fold:
         self.fold = before(self.source.function, self.source.rebuild(outer), part)
         return self.fold
 
-    def _stage(self, chunk, carried, args, each, start):
+    def _run(self, chunk, carried, args, each, start):
         fold, (x, made) = self.fold, carried
         layers, mine = self._layers(chunk, each, start)
         if not fold.makes:
@@ -105,30 +115,18 @@ class Pieces:
         return x, jax.tree.map(put, made, new)
 
     def _layers(self, chunk, each, start):
-        """One stage's group of layers, and its rows of what each layer gets."""
-        block = jax.tree.unflatten(self.source.block, chunk)
-        layers = dataclasses.replace(self.fold.stack, block=block, axis=self.fold.stack.axis.resize(self.source.rows))
-        return layers, jax.tree.map(lambda e: self._rows(e, start), each, is_leaf=is_named)
+        """Some layers, and their rows of what each layer gets."""
+        block, count = jax.tree.unflatten(self.source.block, chunk), chunk[0].shape[0]
+        layers = dataclasses.replace(self.fold.stack, block=block, axis=self.fold.stack.axis.resize(count))
+        return layers, jax.tree.map(lambda e: self._rows(e, start, count), each, is_leaf=is_named)
 
     def _finish(self, outer, carried, part):
         return after(self.source.function, carried if self.fold.makes else carried[0], self.source.rebuild(outer), part)
 
     def _trace_gradients(self) -> None:
-        rebuilt = {}
-
-        def forward(chunk, carried, args, each, start):
-            run = lambda chunk, carried: self._stage(chunk, carried, args, each, start)
-            out, pull = jax.vjp(run, chunk, carried)
-            kept, rebuilt["pull"] = _split(pull, (chunk, carried))
-            return out, kept
-
-        def backward(chunk, carried, args, each, start, kept, d_carried):
-            return rebuilt["pull"]((chunk, carried), kept)(d_carried)
-
-        stage = (self.chunk, self.carried, self.args, self.each, self.start)
-        self.stage = Traced.of(forward, *stage)
-        kept = self.stage.out[1]
-        self.stage_back = without_dead(Traced.of(backward, *stage, kept, self.carried))
+        parts = self.source.parts
+        self.stage = self._traced(0, parts.least)
+        self.extra = self._traced(parts.least, parts.most) if parts.uneven else None
 
         def leave(outer, part, carried):
             finish = lambda outer, carried: self._finish(outer, carried, part)
@@ -141,6 +139,26 @@ class Pieces:
 
         self.leave = without_dead(Traced.of(leave, self.outer, self.part, self.carried))
         self.enter_back = without_dead(Traced.of(enter_back, self.outer, self.part, self.enter.out))
+
+    def _traced(self, first: int, stop: int) -> Layers:
+        """Some layers of a group, forward and backward."""
+        rebuilt = {}
+
+        def forward(chunk, carried, args, each, start):
+            run = lambda chunk, carried: self._run(chunk, carried, args, each, start)
+            out, pull = jax.vjp(run, chunk, carried)
+            kept, rebuilt["pull"] = _split(pull, (chunk, carried))
+            return out, kept
+
+        def backward(chunk, carried, args, each, start, kept, d_carried):
+            return rebuilt["pull"]((chunk, carried), kept)(d_carried)
+
+        mesh = self.start.sharding.mesh
+        chunk = [struct(x, mesh, shape=(stop - first, *x.shape[1:])) for x in self.chunk]
+        given = (chunk, self.carried, self.args, self.each, self.start)
+        there = Traced.of(forward, *given)
+        back = without_dead(Traced.of(backward, *given, there.out[1], self.carried))
+        return Layers(first, stop, there, back)
 
     def _check_context(self) -> None:
         """What all layers get is made again on every stage; of parameters its gradient would have to come back."""
@@ -162,16 +180,17 @@ class Pieces:
             layers, mine = self._layers(chunk, each, start)
             return layers.scan(x, *args, each=mine, call=fold.call, policy=fold.policy)[1]
 
-        one = jax.eval_shape(scanned, self.chunk, self.enter.out, self.args, self.each, self.start)
-        return jax.tree.map(lambda y: struct(y, mesh, shape=(self.source.count, *y.shape[1:])), one)
+        parts = self.source.parts
+        chunk = [struct(x, mesh, shape=(parts.least, *x.shape[1:])) for x in self.chunk]
+        one = jax.eval_shape(scanned, chunk, self.enter.out, self.args, self.each, self.start)
+        return jax.tree.map(lambda y: struct(y, mesh, shape=(parts.layers, *y.shape[1:])), one)
 
-    def _rows(self, x, start):
-        """One group's rows of what each layer gets."""
+    def _rows(self, x, start, count: int):
+        """Some layers' rows of what each layer gets; of a layer that a group does not have, any."""
         name = self.fold.stack.axis.name
         if not (is_named(x) and name in x.names):
             return x
-        dim = x.index(name)
-        return x.with_array(jax.lax.dynamic_slice_in_dim(x.array, start, self.source.rows, dim))
+        return x.with_array(jax.lax.dynamic_slice_in_dim(x.array, start, count, x.index(name)))
 
 
 def without_dead(traced: Traced) -> Traced:

@@ -14,7 +14,7 @@ from jax import lax
 
 from trellis.mesh.device.view import View
 from trellis.mesh.permute import permute
-from trellis.named.pipeline.pieces import Pieces
+from trellis.named.pipeline.pieces import Layers, Pieces
 from trellis.named.pipeline.schedule import Schedule, Unit
 from trellis.notation import spec_of
 from trellis.notation.state import State, state_of
@@ -128,10 +128,15 @@ class _Program:
         self.stage = lax.axis_index(self.axis)
         self.last = self.stage == self.schedule.stages - 1
         self.places = jnp.asarray(self.schedule.places())[self.stage]
+        parts = self.pieces.source.parts
+        self.firsts, self.sizes = jnp.asarray(parts.firsts), jnp.asarray(parts.sizes)
+        self.beside = self.pieces.extra is not None and self.pieces.extra.permutes
 
     def start(self) -> _Carried:
         """Before the first tick."""
-        slot = (self.pieces.carried, self.pieces.stage.out[1])
+        slot = (self.pieces.carried, self.pieces.stage.forward.out[1])
+        if (extra := self.pieces.extra) is not None:
+            slot = (*slot, self.pieces.carried, extra.forward.out[1])
         kept = jax.tree.map(lambda x: jnp.zeros((self.schedule.slots + 1, *self._local(x)), x.dtype), slot)
         whole = lambda arrays: [jnp.zeros(x.shape, jnp.float32) for x in arrays]
         zeros = lambda tree: jax.tree.map(self._zeros, tree)
@@ -150,10 +155,10 @@ class _Program:
             entered = lax.cond(first, lambda: self._call("enter", self.outer, part), lambda: entered)
         carried = (entered, made)
         args, each = self._call("context", self.outer, part)
-        out, kept = self._call("stage", self._chunk(unit), carried, args, each, self._start(unit))
+        out, kept = self._layers(unit, carried, args, each)
         place = jnp.where(unit.works, self.places[unit.number], self.schedule.slots)
         put = lambda all_, one: lax.dynamic_update_index_in_dim(all_, one.astype(all_.dtype), place, 0)
-        carry = carry._replace(arrived=self._sent(out, 1), kept=jax.tree.map(put, carry.kept, (carried, kept)))
+        carry = carry._replace(arrived=self._sent(out, 1), kept=jax.tree.map(put, carry.kept, kept))
         leaves = sum(self.schedule.leaving(t).works for t in ticks)
         if not leaves:
             return carry, None
@@ -172,10 +177,7 @@ class _Program:
             d_carried = jax.tree.map(lambda mine, sent: jnp.where(own, mine, sent), d_out, d_carried)
         args, each = self._call("context", self.outer, part)
         pick = lambda x: lax.dynamic_index_in_dim(x, self.places[unit.number], 0, keepdims=False)
-        carried, kept = jax.tree.map(pick, carry.kept)
-        d_chunk, d_carried = self._call(
-            "stage_back", self._chunk(unit), carried, args, each, self._start(unit), kept, d_carried
-        )
+        d_chunk, d_carried = self._layers_back(unit, args, each, jax.tree.map(pick, carry.kept), d_carried)
         add = lambda total, d: total.at[unit.group].add(jnp.where(unit.works, d, 0).astype(total.dtype))
         carry = carry._replace(
             returned=self._sent(d_carried, -1),
@@ -189,11 +191,35 @@ class _Program:
             d_outer = self._if(here, "enter_back", self.outer, part, d_carried[0])
         return carry._replace(d_outer=_added(carry.d_outer, d_outer))
 
+    def _layers(self, unit: Unit, carried, args, each):
+        """What a group of layers makes, and what it keeps for its backward pass."""
+        stage, extra = self.pieces.stage, self.pieces.extra
+        out, kept = self._run(stage.forward, self._chunk(unit, stage), carried, args, each, self._start(unit, stage))
+        if extra is None:
+            return out, (carried, kept)
+        given = self._chunk(unit, extra), out, args, each, self._start(unit, extra)
+        last, more = self._if_there(unit, lambda: self._run(extra.forward, *given), lambda: (out, None))
+        return last, (carried, kept, out, more)
+
+    def _layers_back(self, unit: Unit, args, each, kept, d_carried):
+        """The gradients of a group's parameters, and of what entered it."""
+        stage, extra = self.pieces.stage, self.pieces.extra
+        run = lambda layers, carried, kept, d: self._run(
+            layers.backward, self._chunk(unit, layers), carried, args, each, self._start(unit, layers), kept, d
+        )
+        if extra is None:
+            return run(stage, *kept, d_carried)
+        carried, kept, between, more = kept
+        d_extra, d_carried = self._if_there(
+            unit, lambda: run(extra, between, more, d_carried), lambda: (None, d_carried)
+        )
+        d_chunk, d_carried = run(stage, carried, kept, d_carried)
+        return [jnp.concatenate(both) for both in zip(d_chunk, d_extra, strict=True)], d_carried
+
     # Parts of these.
 
     def _call(self, name: str, *args):
-        piece = getattr(self.pieces, name)
-        return piece(self.view, *args)
+        return self._run(getattr(self.pieces, name), *args)
 
     def _if(self, here, name: str, *args):
         """What a piece gives on the device where it belongs, and zeros elsewhere."""
@@ -209,11 +235,31 @@ class _Program:
     def _part(self, microbatch):
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, 0, keepdims=False), self.parts)
 
-    def _chunk(self, unit: Unit) -> list[jax.Array]:
-        return [lax.dynamic_index_in_dim(x, unit.group, 0, keepdims=False) for x in self.layers]
+    def _run(self, piece, *args):
+        return piece(self.view, *args)
 
-    def _start(self, unit: Unit):
-        return (unit.group * self.schedule.stages + self.stage) * self.pieces.source.rows
+    def _if_there(self, unit: Unit, make, leave):
+        """What the layer makes that only the larger groups have; elsewhere what `leave` gives, and zeros for None.
+
+        Where it permutes, every stage makes it, and the others leave the result out.
+        """
+        there = self.sizes[self._part_of_all(unit)] > self.pieces.stage.stop
+        types = jax.eval_shape(make)
+        zeros = lambda one, of: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), of) if one is None else one
+        other = lambda: tuple(map(zeros, leave(), types))
+        if not self.beside:
+            return lax.cond(there, lambda: tuple(make()), other)
+        return jax.tree.map(lambda mine, passed: jnp.where(there, mine, passed), tuple(make()), other())
+
+    def _chunk(self, unit: Unit, layers: Layers) -> list[jax.Array]:
+        rows = slice(layers.first, layers.stop)
+        return [lax.dynamic_index_in_dim(x, unit.group, 0, keepdims=False)[rows] for x in self.layers]
+
+    def _part_of_all(self, unit: Unit):
+        return unit.group * self.schedule.stages + self.stage
+
+    def _start(self, unit: Unit, layers: Layers):
+        return self.firsts[self._part_of_all(unit)] + layers.first
 
     def _sent(self, tree, by: int):
         """To the next stage, or the one before."""
