@@ -63,15 +63,21 @@ def known_peak(devices: Sequence[Any], dtype: str) -> float | None:
     return max(peak, found)
 
 
+def costs(assembled: Assembled) -> dict[str, float]:
+    """What a token of a run costs, in the first of its lengths of sequences, as `Work` has it."""
+    model, length = assembled.abstract.model, assembled.run.data.sequence_length
+    return {
+        "flops_per_token": flops_per_token(model, length),
+        "noncausal_flops_per_token": flops_per_token(model, length, causal=False),
+    }
+
+
 def work_of(assembled: Assembled) -> Work:
-    """What a token of a run costs, and what its devices could do."""
-    run, model = assembled.run, assembled.abstract.model
-    length = run.data.sequence_length
+    """What a token of a run costs, in the first of its lengths of sequences, and what its devices could do."""
     devices = list(assembled.layout.mesh.devices.flat)
-    peak = lambda: known_peak(devices, run.precision.compute)
+    peak = lambda: known_peak(devices, assembled.run.precision.compute)
     return Work(
-        flops_per_token=flops_per_token(model, length),
-        noncausal_flops_per_token=flops_per_token(model, length, causal=False),
+        **costs(assembled),
         peak_flops=peak(),
         measure_again=peak if devices[0].platform == "cpu" else None,
     )
