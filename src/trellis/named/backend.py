@@ -1,8 +1,8 @@
 """What one platform's compiler wants, behind one small interface; the algebra is the same everywhere.
 
-`product`, `broadcast`, `rounded_once`, `loop_over` and `written_out` are what `contract`, `elementwise` and the loops
-call for. On accelerators they are plain JAX. On a CPU they are written so that XLA's CPU compiler makes fast programs of
-them; each says what it found there. Layers ask `on_accelerator`, `fences_gradients`, `made_again`, `swaps_by_product` and
+`product`, `broadcast`, `rounded_once`, `loop_over` and `written_out` are what `contract`, `elementwise` and loops call
+for. On accelerators they are plain JAX. On a CPU they are written so that XLA's CPU compiler makes fast programs;
+each says what it found there. Layers ask `on_accelerator`, `fences_gradients`, `made_again`, `swaps_by_product` and
 `exchanges_ragged`, and which kernel a platform has is said where kernels are chosen.
 """
 
