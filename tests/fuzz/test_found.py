@@ -241,3 +241,59 @@ def test_branches_by_hand_that_give_two_shardings_are_refused_in_the_notation():
         ),
     ):
         slices(drawn(6))
+
+
+@pytest.mark.parametrize("compute", [{"layers": "stage"}, {"layers": "stage", "batch": "data"}])
+def test_a_pipeline_of_layers_whose_name_stands_anywhere_or_nowhere(compute):
+    """`layers` is the last name of one parameter, and no name of the other, which all layers have in common."""
+    x, w, bias = drawn(4, 3), drawn(3, 4, seed=1), drawn(3, seed=2)
+
+    def loss(w, bias, x):
+        stack = tr.Stacked({"w": w, "bias": bias}, tr.Axis("layers", 4))
+        return (stack.fold(x, call=lambda own, x: tr.tanh(x * own["w"] + own["bias"])) ** 2).sum().array
+
+    def plain(w, bias, x):
+        for layer in range(4):
+            x = jnp.tanh(x * w[:, layer] + bias)
+        return (x**2).sum()
+
+    with tr.Layout(tr.make_mesh(jax.devices()[:4], stage=2, data=2), compute=compute):
+        args = tr.shard((tr.named(w, "embed layers"), tr.named(bias, "embed"), tr.named(x, "batch embed")), "compute")
+        gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*args)
+    with jax.numpy_rank_promotion("allow"):
+        expected = jax.grad(plain, argnums=(0, 1, 2))(w, bias, x)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("params", [{"embed": "data"}, {"rank": "data"}, {"embed": "data", "mlp": "data"}])
+def test_the_gradient_of_a_product_of_parameters_that_a_mapped_function_closes_over(params):
+    """Of one that rests in slices of the mapped mesh axis with one that is whole, and of two in slices."""
+    x, a, b = drawn(4, 6), drawn(6, 2, seed=1), drawn(2, 4, seed=2)
+
+    def loss(x, a, b):
+        rows = tr.vmap(lambda row: tr.dot(row, tr.dot(a, b, over="rank"), over="embed"), "batch")(x)
+        return (rows * rows).sum().array
+
+    expected = jax.grad(lambda x, a, b: ((x @ (a @ b)) ** 2).sum(), argnums=(0, 1, 2))(x, a, b)
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], data=2), params=params, compute={"batch": "data"}):
+        names = ("batch embed", "embed rank", "rank mlp")
+        args = [tr.named(each, text) for each, text in zip((x, a, b), names, strict=True)]
+        gradients = jax.grad(loss, argnums=(0, 1, 2))(tr.shard(args[0], "compute"), *map(tr.shard, args[1:]))
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4)
+
+
+def test_a_second_derivative_of_products_of_a_whole_value_in_a_mapped_function():
+    x = drawn(4)
+
+    def loss(x):
+        y = x.rename(layers="mlp")
+        rows = tr.vmap(lambda _: tr.dot_each(y, [y], over="mlp")[0], "layers")(x)
+        return (rows * rows).sum().array
+
+    expected = jax.jvp(jax.grad(lambda x: 4 * (x * x).sum() ** 2), (x,), (np.ones_like(x),))[1]
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], model=2), compute={"layers": "model"}):
+        placed = tr.shard(tr.named(x, "layers"), "compute")
+        second = jax.jvp(jax.grad(loss), (placed,), (jax.tree.map(jnp.ones_like, placed),))[1]
+    np.testing.assert_allclose(second.array, expected, rtol=1e-5)

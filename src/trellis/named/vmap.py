@@ -21,6 +21,7 @@ from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import Name, NamesError, name_of
 from trellis.named.mapped import Mapped, entered, front, inside, is_mapped, length_of, named_leaves, restore
 from trellis.named.operand import types_of
+from trellis.named.placing import mapped_name
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of, sharding_on, state_of
 from trellis.notation.struct import check_divides
@@ -64,12 +65,12 @@ def vmap(fn: Callable, axis: Name) -> Callable:
     return mapped
 
 
-def map_as_it_is(fn: Callable, name: str) -> Callable:
-    """`vmap` over a name as the arrays are, for programs that say themselves how devices share it."""
+def map_as_it_is(fn: Callable, name: str, axes: Axes) -> Callable:
+    """`vmap` over a name as the arrays are, for programs that say themselves how devices share it: over mesh axes."""
 
     def mapped(*args):
         tree = (args, {})
-        return restore(_plainly(fn, front(tree, name), length_of(tree, name, "vmap")), name, "vmap")
+        return restore(_plainly(fn, front(tree, name), length_of(tree, name, "vmap"), axes), name, "vmap")
 
     return mapped
 
@@ -87,8 +88,9 @@ def _in_manual(fn: Callable, name: str, length: int, tree):
     return restore(_plainly(fn, front(tree, name), length), name, "vmap", axes)
 
 
-def _plainly(fn: Callable, tree, length: int):
-    """The mapped function on a marked tree, over the leading dimension of what is marked."""
+def _plainly(fn: Callable, tree, length: int, over: Axes = ()):
+    """The mapped function on a marked tree, over the leading dimension of what is marked: devices along mesh axes."""
+    axis_name = mapped_name(over) if over else None
     in_axes = jax.tree.map(lambda x: 0 if is_mapped(x) else None, tree, is_leaf=is_mapped)
 
     def call(tree, _=None):
@@ -97,8 +99,9 @@ def _plainly(fn: Callable, tree, length: int):
 
     try:
         if any(axis == 0 for axis in jax.tree.leaves(in_axes)):
-            return jax.vmap(call, in_axes=(in_axes,), axis_size=length)(tree)
-        return jax.vmap(call, in_axes=(in_axes, 0))(tree, jnp.zeros(length, jnp.int8))  # an axis that no argument has
+            return jax.vmap(call, in_axes=(in_axes,), axis_size=length, axis_name=axis_name)(tree)
+        counted = jnp.zeros(length, jnp.int8)  # an axis that no argument has
+        return jax.vmap(call, in_axes=(in_axes, 0), axis_name=axis_name)(tree, counted)
     except Exception as error:
         if "Mapped away dimension" in str(error):
             seen = str(error).split(": ")[-1]
@@ -158,7 +161,9 @@ class _Map:
             return _plainly(self.fn, jax.tree.unflatten(structure, slots), self.length // self.parts)
 
         counted = jax.reshard(jnp.zeros(self.parts, jnp.int8), spec_of([self.axes]))
-        result = jax.vmap(lambda moving, copies, _: part(moving, copies))(moving, copies, counted)
+        result = jax.vmap(lambda moving, copies, _: part(moving, copies), axis_name=mapped_name(self.axes))(
+            moving, copies, counted
+        )
         return restore(jax.tree.map(self.joined, result), self.name, "vmap")
 
     def sliced(self, tree):
