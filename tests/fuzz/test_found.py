@@ -297,3 +297,41 @@ def test_a_second_derivative_of_products_of_a_whole_value_in_a_mapped_function()
         placed = tr.shard(tr.named(x, "layers"), "compute")
         second = jax.jvp(jax.grad(loss), (placed,), (jax.tree.map(jnp.ones_like, placed),))[1]
     np.testing.assert_allclose(second.array, expected, rtol=1e-5)
+
+
+def test_a_mapped_function_may_give_what_is_sliced_over_the_mesh_axis_that_it_is_mapped_over():
+    x, y = drawn(4, 3), drawn(6, seed=1)
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], model=2), params={"heads": "model"}, compute={"layers": "model"}):
+        rows, outside = tr.shard(tr.named(x, "layers mlp"), "compute"), tr.shard(tr.named(y, "heads"))
+        same = tr.vmap(lambda row: outside, "layers")(rows)
+        np.testing.assert_array_equal(same.array, np.broadcast_to(y, (4, 6)))
+        with pytest.raises(tr.NamesError, match="a name stands for one dimension, got 'layers layers mlp'"):
+            tr.vmap(lambda row: rows, "layers")(rows)
+
+
+def test_without_a_layout_a_mapped_function_is_passed_what_is_sliced_over_the_mesh_axis_that_it_is_mapped_over():
+    x, y = drawn(4), drawn(6, seed=1)
+    mesh = tr.make_mesh(jax.devices()[:2], model=2)
+    with jax.set_mesh(mesh):
+        put = lambda a, name: tr.named(jax.device_put(a, jax.NamedSharding(mesh, jax.P("model"))), name)
+        rows, outside = put(x, "layers"), put(y, "heads")
+        passed = tr.vmap(lambda row, outside: row * outside, "layers")(rows, outside)
+        np.testing.assert_allclose(passed.array, x[:, None] * y[None], rtol=1e-6)
+        with pytest.raises(MeshError, match="arrays that are whole along .*, got one in slices .* make it an argument"):
+            tr.vmap(lambda row: row * outside, "layers")(rows)
+
+
+def test_a_cond_in_manual_mode_that_is_mapped_and_reads_a_constant_is_refused_by_an_error_of_ours():
+    x, constant = drawn(4, 3), np.linspace(0.0, 1.0, 3, dtype=np.float32)
+
+    @tr.shard_map
+    def slices(x: f32["layers/model mlp"]) -> f32["layers/model mlp"]:
+        add = lambda row: row + tr.named(jnp.asarray(constant), "mlp")
+        return tr.vmap(lambda row: jax.lax.cond(row.sum().array > 0, add, lambda row: row, row), "layers")(x)
+
+    mesh = tr.make_mesh(jax.devices()[:2], model=2)
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(MeshError, match=r"a cond whose branches .* use where\(...\) instead of cond"),
+    ):
+        slices(tr.named(jax.device_put(x, jax.NamedSharding(mesh, jax.P("model"))), "layers mlp"))

@@ -109,6 +109,18 @@ def _plainly(fn: Callable, tree, length: int, over: Axes = ()):
                 f"vmap goes over a dimension that its arrays have sliced alike, got {seen} of one "
                 "mapped array and another: call it while their layout is in force, or place one with shard(x, {...})"
             ) from error
+        if "pvary is a invariant->variant" in str(error):  # so it is in JAX 0.10.2 to 0.12.0
+            raise MeshError(
+                "in manual mode JAX maps a cond whose branches read what is mapped, got a branch that reads an array "
+                "which devices hold alike, in vmap: use where(...) instead of cond, or make the array an argument of "
+                "the mapped function"
+            ) from error
+        if "partitions cannot overlap" in str(error):  # without a layout, which would have it whole in here
+            raise MeshError(
+                "a mapped function reads arrays that are whole along the mesh axes it is mapped over, got one in "
+                f"slices of them ({str(error).split('Got ')[-1]}), in vmap: make it an argument of the function, or "
+                "call vmap inside `with layout:`"
+            ) from error
         if type(error).__name__ != "ShardingTypeError":  # a private name of JAX's
             raise
         raise MeshError(
@@ -158,7 +170,8 @@ class _Map:
                 Mapped(m) if m is not None else c if c is not None else x
                 for m, c, x in zip(moving, copies, still, strict=True)
             ]
-            return _plainly(self.fn, jax.tree.unflatten(structure, slots), self.length // self.parts)
+            made = _plainly(self.fn, jax.tree.unflatten(structure, slots), self.length // self.parts)
+            return jax.tree.map(self.whole, made)
 
         counted = jax.reshard(jnp.zeros(self.parts, jnp.int8), spec_of([self.axes]))
         result = jax.vmap(lambda moving, copies, _: part(moving, copies), axis_name=mapped_name(self.axes))(
@@ -197,6 +210,14 @@ class _Map:
     def cut(self, x):
         """The leading dimension as devices and what each of them has."""
         return _each(x, lambda a: self._reshaped(a, (self.parts, a.shape[0] // self.parts, *a.shape[1:]), [()]))
+
+    def whole(self, a):
+        """A result without slices over the mesh axes, which one that comes from outside of the function may have."""
+        state = state_of(a)
+        if state.mode != "explicit" or not set(self.axes) & {*state.copied, *(a for mine in state.axes for a in mine)}:
+            return a
+        axes = [tuple(a for a in mine if a not in self.axes) for mine in state.axes]
+        return place(a, axes, state.pending, state.copied - set(self.axes), names=tuple(f"_{i}" for i in range(a.ndim)))
 
     def joined(self, a):
         """Devices and what each of them has as one leading dimension."""
