@@ -1,6 +1,6 @@
 """The text of a compiled program (`compiled.as_text()`), read into computations, instructions and how often each runs.
 
-Reads what XLA prints for CPU, GPU and TPU. It is a reader of one text format and knows no JAX.
+Reads what XLA prints for CPU, GPU and TPU. It is a reader of one text format.
 """
 
 import dataclasses
@@ -9,6 +9,8 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
+
+from trellis.program.scopes import share_of_turns
 
 _ITEM_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "bf16": 16}
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
@@ -205,8 +207,9 @@ class Program:
         """Every instruction with how often it runs and the computation it stands in.
 
         Loop bodies are multiplied out (a loop whose count is not known counts once); of a conditional's branches each
-        counts once. Computations that only say how to combine two elements (`to_apply` of a reduction) are not
-        entered, nor those of fusions where `fusions` is false.
+        counts as often as its scope says that the costly one runs (`trellis.program.scopes.sometimes`), or every time.
+        Computations that only say how to combine two elements (`to_apply` of a reduction) are not entered, nor those of
+        fusions where `fusions` is false.
         """
         yield from self._walk(self.entry, 1, fusions)
 
@@ -223,6 +226,9 @@ class Program:
                 inner = times
                 if instruction.op == "while":
                     inner = times * (self.trip_count(instruction) or 1)
+                elif instruction.op == "conditional":
+                    runs, of = share_of_turns(instruction.quoted("op_name") or "")
+                    inner = times * runs // of
                 for called in names:
                     yield from self._walk(called, inner, fusions)
 
