@@ -163,8 +163,8 @@ def test_what_loops_within_loops_carry_is_there_once():
     """A store that each turn writes rows of, as the stages of a pipeline do with what they keep."""
 
     def fill(x):
-        row = lambda turn: lambda store, i: (lax.dynamic_update_index_in_dim(store, jnp.sin(x + store[i]), turn * 4 + i, 0), None)
-        turn = lambda store, t: (lax.scan(row(t), store, jnp.arange(4))[0], None)
+        put = lambda store, at: (lax.dynamic_update_index_in_dim(store, jnp.sin(x + store[0]), at, 0), None)
+        turn = lambda store, t: (lax.scan(put, store, 4 * t + jnp.arange(4))[0], None)
         return lax.scan(turn, jnp.zeros((16, *x.shape)), jnp.arange(4))[0].sum()
 
     found = memory(fill, jnp.ones((64, 64)))

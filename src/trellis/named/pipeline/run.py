@@ -132,7 +132,7 @@ class _Program:
         """Before the first tick."""
         pieces, places = self.pieces, (self.schedule.slots + 1, self.pieces.source.rows)
         slot = (pieces.enter.out, pieces.layer.out[1])
-        kept = jax.tree.map(lambda x: jnp.zeros((*places, *self._local(x)), x.dtype), slot)
+        kept = jax.tree.map(lambda x: lax.empty((*places, *self._local(x)), x.dtype), slot)
         whole = lambda arrays: [jnp.zeros(x.shape, jnp.float32) for x in arrays]
         zeros = lambda tree: jax.tree.map(self._zeros, tree)
         carried = zeros(pieces.carried)
