@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh
 from trellis.inspect import collectives, compiled_memory, flops, products, scheduled_cycles
 from trellis.inspect.hlo import parse_program, replica_groups
 from trellis.mesh.topology import slice_devices
+from trellis.program.said import loop_turns
 from trellis.program.scopes import sometimes
 
 MESH = AbstractMesh((4, 2), ("data", "model"))
@@ -173,6 +174,25 @@ def test_a_branch_counts_as_often_as_its_scope_says():
         return lax.scan(body, x, jnp.arange(8))[0]
 
     assert flops(compiled(layers, (64, 64), (64, 64))) == 2 * 2 * 64**3
+
+
+def test_loops_over_experts_rows_run_as_often_as_the_load_says():
+    """Further rounds of an exchange, which an even load does not run, take no time and move nothing."""
+    device = jax.sharding.SingleDeviceSharding(slice_devices("v5e:2x4")[0])
+
+    def rounds(x, n):
+        with loop_turns(1000, 1000, before=1, by_load=True):
+            return lax.fori_loop(1, n, lambda i, x: jnp.tanh(x @ x), x)
+
+    given = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=device), jax.ShapeDtypeStruct((), jnp.int32)
+    text = jax.jit(rounds).lower(*given).compile().as_text()
+    turn, even, twice, thrice = (scheduled_cycles(text, load=load) for load in (None, 1.0, 2.0, 3.0))
+    assert 0 <= even < twice == turn and thrice - twice == twice - even
+
+
+def test_what_has_no_estimate_takes_no_cycles():
+    text = TPU.replace('"estimated_cycles":"5170"', '"estimated_cycles":"9223372036854775000"')
+    assert text != TPU and scheduled_cycles(text) == 0
 
 
 def test_cycles_grow_with_the_work():

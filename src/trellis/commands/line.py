@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from trellis.commands.command import Command
 from trellis.errors import TrellisError, UserError, did_you_mean
+from trellis.interrupts import keep_interrupts
 
 if TYPE_CHECKING:
     from trellis.recipes.load import Loaded
@@ -31,6 +32,8 @@ def commands() -> dict[str, Command]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. What the user can mend is printed without a traceback."""
+    if arguments is None:  # this process is the command
+        keep_interrupts()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         print(_overview())

@@ -52,19 +52,21 @@ def _direction(op_name: str | None) -> str:
     return "backward" if "transpose(" in op_name else "forward"
 
 
-def collectives(compiled, mesh: Mesh | AbstractMesh) -> Ledger:
+def collectives(compiled, mesh: Mesh | AbstractMesh, *, load: float | None = None) -> Ledger:
     """The collectives of a compiled program, as a ledger.
 
     Args:
         compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
         mesh: the mesh it was compiled for, whose device order numbers the program's partitions.
+        load: rows that experts on the fullest device get, in those of an even load; None where nothing is assumed, and
+            loops over them count once.
 
     Returns:
         Rows whose `what` is the operand's sizes on one device and whose `note` says `asynchronous` where it is.
     """
     program = program_of(compiled)
     rows = []
-    for found in collectives_in(program, mesh.size):
+    for found in collectives_in(program, mesh.size, load):
         axes = axes_met(found.groups, mesh.shape)
         if not axes:
             continue
@@ -221,19 +223,28 @@ def flops(compiled) -> int:
     return sum(product.flops * product.times for product in products(compiled))
 
 
-def scheduled_cycles(compiled) -> int:
+# Cycles of what libtpu has no estimate of: near 2^63 for a kernel on some chips.
+_NO_ESTIMATE = 2**48
+
+
+def scheduled_cycles(compiled, *, load: float | None = None) -> int:
     """The TPU compiler's own estimate for everything but collectives and custom kernels, loops multiplied out.
 
     Divide by the chip's clock for seconds. Zero for programs that carry no estimates (CPU, GPU).
+
+    Args:
+        compiled: a program, or its text.
+        load: as in `collectives`.
     """
-    return sum(cycles_by_line(compiled).values())
+    return sum(cycles_by_line(compiled, load=load).values())
 
 
-def cycles_by_line(compiled) -> dict[str, int]:
+def cycles_by_line(compiled, *, load: float | None = None) -> dict[str, int]:
     """The same for each line, `file.py:line (function)`, that it comes from; "" for what has none."""
     program, found = program_of(compiled), Counter[str]()
-    for instruction, times, _ in program.walk(fusions=False):
-        if cycles := re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes):
+    for instruction, times, _ in program.walk(fusions=False, load=load):
+        cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
+        if cycles and int(cycles[1]) < _NO_ESTIMATE:
             found[program.source(instruction, in_a_library)] += int(cycles[1]) * times
     return dict(found)
 

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
+from trellis.program.said import turns_in
 from trellis.program.scopes import share_of_turns
 
 _ITEM_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "bf16": 16}
@@ -190,8 +191,14 @@ class Program:
                 found.setdefault(name, instruction)
         return found
 
-    def trip_count(self, loop: Instruction) -> int | None:
-        """How often a `while` runs, from `known_trip_count` or from a condition that compares with a constant."""
+    def trip_count(self, loop: Instruction, load: float | None = None) -> int | None:
+        """How often a `while` runs, from `known_trip_count` or from a condition that compares with a constant.
+
+        Args:
+            loop: the instruction.
+            load: rows that experts on the fullest device get, in those of an even load: then loops over them run as
+                often as `trellis.program.said.loop_turns` said. None where nothing is assumed.
+        """
         known = re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.attributes)
         if known:
             return int(known[1])
@@ -201,19 +208,25 @@ class Program:
             for called in instruction.called().get("calls", []):
                 inner = self.computations.get(called, [])
                 constants += [int(i.literal) for i in inner if i.op == "constant" and re.fullmatch(r"-?\d+", i.literal)]
-        return constants[0] if len(set(constants)) == 1 else None
+        if len(set(constants)) == 1:
+            return constants[0]
+        return None if load is None else turns_in(loop.quoted("op_name") or "", load)
 
-    def walk(self, *, fusions: bool = True) -> Iterator[tuple[Instruction, int, str]]:
+    def walk(self, *, fusions: bool = True, load: float | None = None) -> Iterator[tuple[Instruction, int, str]]:
         """Every instruction with how often it runs and the computation it stands in.
 
         Loop bodies are multiplied out (a loop whose count is not known counts once); of a conditional's branches each
         counts as often as its scope says that the costly one runs (`trellis.program.scopes.sometimes`), or every time.
         Computations that only say how to combine two elements (`to_apply` of a reduction) are not entered, nor those of
         fusions where `fusions` is false.
-        """
-        yield from self._walk(self.entry, 1, fusions)
 
-    def _walk(self, name: str, times: int, fusions: bool) -> Iterator[tuple[Instruction, int, str]]:
+        Args:
+            fusions: whether to enter fusions.
+            load: as in `trip_count`; loops that do not run at this load are passed over.
+        """
+        yield from self._walk(self.entry, 1, fusions, load)
+
+    def _walk(self, name: str, times: int, fusions: bool, load: float | None) -> Iterator[tuple[Instruction, int, str]]:
         for instruction in self.computations.get(name, ()):
             yield instruction, times, name
             if instruction.op.endswith(("-done", "-update")):
@@ -225,12 +238,13 @@ class Program:
                     continue
                 inner = times
                 if instruction.op == "while":
-                    inner = times * (self.trip_count(instruction) or 1)
+                    turns = self.trip_count(instruction, load)
+                    inner = times * (1 if turns is None else turns)
                 elif instruction.op == "conditional":
                     runs, of = share_of_turns(instruction.quoted("op_name") or "")
                     inner = times * runs // of
-                for called in names:
-                    yield from self._walk(called, inner, fusions)
+                for called in names if inner else ():
+                    yield from self._walk(called, inner, fusions, load)
 
     def source(self, instruction: Instruction, skip: Callable[[str], bool] = lambda file: False) -> str:
         """`file.py:line (function)` from the metadata, or nothing.

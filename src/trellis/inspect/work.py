@@ -30,6 +30,8 @@ FREE = {
 # Operations that write a part of their first operand, and which operand they write there.
 UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general")
+# Pieces of which libtpu's schedule has no estimate: they are kernels.
+UNSCHEDULED = ("attention", "kernel", "grouped")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class Piece:
     """Work on one device.
 
     Attributes:
-        kind: "product", "attention", "kernel" or "elementwise".
+        kind: "product", "grouped" (rows sorted by group with a matrix for each, by a kernel), "attention", "kernel" or
+            "elementwise".
         flops: floating-point operations of the matrix units, once.
         vector: vector operations, weighted by `COSTS`, once.
         num_bytes: memory read and written, once.
@@ -133,7 +136,7 @@ def _product(operation: Operation, load: float) -> Piece:
         batch, rows, inner, columns = 1, round(a[0] * share_filled(operation, load)), a[-1], b[-1]
     return _piece(
         operation,
-        "product",
+        "product" if operation.name == "dot_general" else "grouped",
         f"{_show(left)} . {_show(right)}",
         flops=2.0 * batch * rows * inner * columns,
         num_bytes=left.num_bytes + right.num_bytes + out.num_bytes,

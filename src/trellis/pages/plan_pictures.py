@@ -21,7 +21,8 @@ KIND_COLORS = {
     "fragmentation": "#b8b0a0",
     "other": "#d0d0d0",
 }
-WORK_COLORS = {"product": "#4361a8", "attention": "#3d8b72", "kernel": "#3d8b72", "elementwise": "#8d6aa8"}
+WORK_COLORS = {"product": "#4361a8", "grouped": "#4361a8", "attention": "#3d8b72", "kernel": "#3d8b72",
+               "elementwise": "#8d6aa8"}  # fmt: skip
 MOVE_COLOR, ALONE_COLOR = "#c79a3b", "#b9605a"
 # Of the mesh axes, in turn.
 _HUES = (215, 160, 35, 280, 0, 100)
@@ -234,7 +235,7 @@ def _depth(plan: Plan) -> int:
     """How often a layer runs: the loop length with most of the products' time."""
     sums: dict[int, float] = {}
     for line in plan.times.lines:
-        if line.kind == "product" and line.times > 1:
+        if line.kind in ("product", "grouped") and line.times > 1:
             sums[line.times] = sums.get(line.times, 0.0) + line.seconds
     return max(sums, key=lambda times: sums[times], default=0)
 

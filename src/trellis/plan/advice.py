@@ -29,7 +29,11 @@ def advice(plan: Plan) -> list[str]:
             "larger, which read each weight for more tokens"
         )
     large = plan.target.chip.bf16_flops * plan.target.chip.matmul_efficiency  # what large products reach
-    narrow = sum(line.seconds for line in plan.times.lines if line.kind == "product" and 0 < line.rate < 0.67 * large)
+    narrow = sum(
+        line.seconds
+        for line in plan.times.lines
+        if line.kind in ("product", "grouped") and 0 < line.rate < 0.67 * large
+    )
     if narrow > 0.1 * total:
         found.append(
             f"{narrow / total:.0%} of the step are products narrower than the matrix units' {plan.target.chip.tile}: "

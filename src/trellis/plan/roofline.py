@@ -37,7 +37,7 @@ class Line:
     """One row of the time table: alike work on one line of the program, in one pass.
 
     Attributes:
-        kind: "product", "attention", "kernel", "elementwise", or a collective's kind.
+        kind: of a piece of work, or of a collective.
         label: what a person would call it.
         where: forward, recomputed, backward or update.
         seconds: in a step, nothing hidden.

@@ -10,6 +10,7 @@ from typing import Any
 from trellis.errors import UserError
 from trellis.files import no_room, write_json
 from trellis.inspect.compiled import cycles_by_line
+from trellis.inspect.work import UNSCHEDULED
 from trellis.plan.quick import Plan
 from trellis.plan.verdict import Verdict
 from trellis.run.config import Run
@@ -143,12 +144,10 @@ def _sent(verdict: Verdict) -> list[Line]:
 
 def _step(plan: Plan, verdict: Verdict) -> list[Line]:
     """Computation as scheduled, or as predicted where the compiler estimates none; kernels; collectives alone."""
-    kinds = (
-        ("attention", "kernel") if verdict.scheduled is not None else ("attention", "kernel", "product", "elementwise")
-    )
+    kinds = UNSCHEDULED if verdict.scheduled is not None else (*UNSCHEDULED, "product", "elementwise")
     lines = [Line("step", x.label or x.kind, x.source, x.seconds) for x in plan.times.lines if x.kind in kinds]
     if verdict.scheduled is not None:
-        cycles = cycles_by_line(verdict.compiled.text)
+        cycles = cycles_by_line(verdict.compiled.text, load=plan.load)
         lines += [Line("step", "computation", source, n / plan.target.chip.clock) for source, n in cycles.items()]
     for row in verdict.ledger.rows if verdict.ledger else ():
         if "asynchronous" not in row.note:

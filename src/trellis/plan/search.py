@@ -433,7 +433,9 @@ def _causes(candidate: Candidate) -> dict[str, float]:
         elif line.where == "recomputed":
             key = "computing activations again"
         else:
-            key = {"product": "in products", "elementwise": "in elementwise work"}.get(line.kind, "in attention")
+            key = {"product": "in products", "grouped": "in products", "elementwise": "in elementwise work"}.get(
+                line.kind, "in attention"
+            )
         found[key] += line.seconds - line.hidden
     return found
 

@@ -8,6 +8,7 @@ from trellis.inspect.compiled import Comparison, collectives, compare, scheduled
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.rows import Ledger
 from trellis.inspect.structure import Structure, structure_of
+from trellis.inspect.work import UNSCHEDULED
 from trellis.plan.compile import Compiled
 from trellis.plan.prepared import Prepared
 from trellis.plan.quick import Plan
@@ -19,12 +20,13 @@ class Verdict:
 
     Attributes:
         compiled: what the compiler made.
-        ledger: the collectives of the compiled program; None if it did not fit.
+        ledger: the collectives of the compiled program at the load assumed; None if it did not fit.
         comparison: the plan's ledger held against it, per mesh axis.
         structure: the rows of that ledger matched with those collectives; None if it did not fit.
         scheduled: seconds of everything but collectives and kernels by the compiler's own estimate; None where it
             gives none (GPU).
-        kernels: seconds of attention kernels, which the compiler does not estimate: the plan's.
+        kernels: seconds of kernels for attention and grouped products, of which the compiler has no estimate: the
+            plan's.
         exposed: seconds of synchronous collectives, at the plan's link rates.
         hidden: seconds of asynchronous ones.
         seconds: predicted time of a step from these.
@@ -49,11 +51,11 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
     The time is the scheduled computation (the plan's where the compiler estimates none), the kernels, and the
     collectives that run alone. Asynchronous collectives count where they take longer than all computation.
     """
-    kernels = sum(line.seconds for line in plan.times.lines if line.kind in ("attention", "kernel"))
+    kernels = sum(line.seconds for line in plan.times.lines if line.kind in UNSCHEDULED)
     if not compiled.text:
         return Verdict(compiled, None, None, None, None, kernels, 0.0, 0.0, None, None)
-    found = collectives(compiled.text, prepared.layout.mesh)
-    cycles = scheduled_cycles(compiled.text)
+    found = collectives(compiled.text, prepared.layout.mesh, load=plan.load)
+    cycles = scheduled_cycles(compiled.text, load=plan.load)
     clock = plan.target.chip.clock
     scheduled = cycles / clock if cycles and clock else None
     exposed = hidden = 0.0
@@ -66,10 +68,9 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
     computation = (scheduled if scheduled is not None else plan.times.computation - kernels) + kernels
     seconds = computation + exposed + max(0.0, hidden - computation)
     mfu = plan.model_flops / (seconds * plan.target.num_devices * plan.target.chip.bf16_flops)
-    # As the compiled program is read: loops whose number of turns it does not say count by one.
-    ledger = ledger_of(prepared.traced())
-    matched = structure_of(ledger, compiled.text, prepared.layout.mesh)
-    comparison = compare(ledger, found)
+    # All that may run: loops whose number of turns the program does not say count by one.
+    matched = structure_of(ledger_of(prepared.traced()), compiled.text, prepared.layout.mesh)
+    comparison = compare(plan.ledger, found)
     return Verdict(compiled, found, comparison, matched, scheduled, kernels, exposed, hidden, seconds, mfu)
 
 
@@ -99,7 +100,7 @@ def verdict_text(plan: Plan, verdict: Verdict) -> str:
             f"{numbers.seconds(verdict.scheduled)} scheduled"
             if verdict.scheduled is not None
             else "computation as predicted",
-            f"{numbers.seconds(verdict.kernels)} attention kernels",
+            f"{numbers.seconds(verdict.kernels)} kernels",
             f"{numbers.seconds(verdict.exposed)} collectives that nothing hides",
         ]
         lines.append(f"  step        {numbers.seconds(verdict.seconds)} = {' + '.join(parts)}; MFU {verdict.mfu:.1%}")

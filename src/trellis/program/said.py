@@ -77,11 +77,7 @@ def share_filled(operation: Operation, load: float) -> float:
         operation: any.
         load: rows of the fullest device, in those of an even load.
     """
-    found = _FILLED.findall(operation.scope)
-    if not found:
-        return 1.0
-    even, room = map(int, found[-1])
-    return min(load * even / room, 1.0)
+    return _filled(operation.scope, load)
 
 
 def turns_said(loop: Operation, load: float) -> int:
@@ -91,9 +87,32 @@ def turns_said(loop: Operation, load: float) -> int:
         loop: the loop.
         load: rows of the fullest device, in those of an even load.
     """
-    found = _TURNS.findall(loop.own_scope)
+    turns = _turns(loop.own_scope, loop.scope, load)
+    return 1 if turns is None else turns
+
+
+def turns_in(op_name: str, load: float) -> int | None:
+    """The same of a loop of a compiled program, whose scopes stand in its name; None where nobody says.
+
+    >>> turns_in("jit(step)/while/body/turns(1000 rows 300 a turn 1 groups 1 before load)/while", 1.0)
+    3
+    """
+    return _turns(op_name.rpartition("/body/")[2], op_name, load)
+
+
+def _filled(scope: str, load: float) -> float:
+    found = _FILLED.findall(scope)
     if not found:
-        return 1
+        return 1.0
+    even, room = map(int, found[-1])
+    return min(load * even / room, 1.0)
+
+
+def _turns(own: str, scope: str, load: float) -> int | None:
+    """By what is said of the loop itself, and in the scopes around it too."""
+    found = _TURNS.findall(own)
+    if not found:
+        return None
     rows, a_turn, groups, before = map(int, found[-1][:4])
-    rows = rows * (load if found[-1][4] else share_filled(loop, load))
+    rows = rows * (load if found[-1][4] else _filled(scope, load))
     return max(groups * math.ceil(rows / groups / a_turn) - before, 0)

@@ -36,6 +36,8 @@ class Shrunk:
 def shrunk(run: Run, layout: Layout) -> Shrunk:
     """The run with sizes shrunk for a layout, whose mesh stays as it is.
 
+    What the optimizer keeps is whole: rounded at random, a last bit of a gradient would show as a thousand of them.
+
     Args:
         run: the run; its mesh fits the layout's devices.
         layout: its layout on these.
@@ -53,6 +55,7 @@ def shrunk(run: Run, layout: Layout) -> Shrunk:
         data=dataclasses.replace(run.data, sequence_length=pos),
         batch_size=rows * ways("batch") * parts,
         microbatches=parts,
+        precision=dataclasses.replace(run.precision, moments={}),
     )
     return Shrunk(small, _chunk_bytes(run, small, ways, few=few))
 

@@ -11,6 +11,7 @@ from trellis.nn import Precision
 from trellis.optim.config import WSD, Constant, InverseSqrt, Optimizer, Schedule
 from trellis.run.data import Data
 from trellis.run.layouts import AXES, PRESETS, LayoutChoice, MeshSizes
+from trellis.run.lengths import Phase, SequenceLength, phases
 from trellis.run.schema import at_least
 
 # Names of files have 255 bytes at most on the usual file systems, of which a date takes a few.
@@ -170,6 +171,9 @@ class Run:
     batch_size: int | tuple[BatchSize, ...]
     """Sequences in a step, over all devices; or a list of {step, size} for a size that grows. Raise it for steadier
     steps and for more devices; lower it for more steps from the same tokens."""
+    lengths: tuple[SequenceLength, ...] = ()
+    """Other lengths of sequences later in the run, as a list of {step, length}, from data.sequence_length on. Set it to
+    learn from short sequences first, which are cheaper, and from long ones at the end."""
     steps: int
     """Steps of the run. Raise it for a better model, as long as the text is not repeated many times."""
     optimizer: Optimizer
@@ -249,6 +253,15 @@ class Run:
         self._check_sequence()
         self._check_profile()
         self._check_pipeline()
+        phases(self)  # each of them is a run, and what must hold of a run holds of it
+
+    def phases(self) -> tuple[Phase, ...]:
+        """The run as it is while sequences have one length, one after the other."""
+        return phases(self)
+
+    def at(self, step: int) -> "Run":
+        """The run as it is in the step of this index: of one length."""
+        return [phase.run for phase in phases(self) if phase.start <= step][-1]
 
     def batch_sizes(self) -> tuple[BatchSize, ...]:
         """The batch size as a list, whichever way it is written."""
@@ -367,4 +380,5 @@ __all__ = [
     "Profile",
     "Remat",
     "Run",
+    "SequenceLength",
 ]

@@ -1,14 +1,11 @@
 """What a token costs: the FLOPs that utilisation (MFU) is counted with."""
 
-import json
 import math
-import os
-import platform
 from collections.abc import Sequence
 from typing import Any
 
-from trellis.files import cache_folder, write_json
 from trellis.hardware.peak import matmul_peak
+from trellis.hardware.remembered import devices_here, recall, remember
 from trellis.models import LanguageModel
 from trellis.nn import Role, parameters
 from trellis.train.assemble import Assembled
@@ -59,24 +56,28 @@ def known_peak(devices: Sequence[Any], dtype: str) -> float | None:
     peak = matmul_peak(devices, dtype)
     if peak is None or devices[0].platform != "cpu":
         return peak
-    path = cache_folder("compiled") / "peaks.json"
-    key = f"{platform.node()}, {os.cpu_count()} cores, {dtype}"
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        found = {}
-    if peak > found.get(key, 0.0):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, found | {key: peak})
-    return max(peak, found.get(key, 0.0))
+    key = f"{devices_here(devices)}, {dtype}"
+    found = recall("peaks").get(key, 0.0)
+    if peak > found:
+        remember("peaks", key, peak)
+    return max(peak, found)
+
+
+def costs(assembled: Assembled) -> dict[str, float]:
+    """What a token of a run costs, in the first of its lengths of sequences, as `Work` has it."""
+    model, length = assembled.abstract.model, assembled.run.data.sequence_length
+    return {
+        "flops_per_token": flops_per_token(model, length),
+        "noncausal_flops_per_token": flops_per_token(model, length, causal=False),
+    }
 
 
 def work_of(assembled: Assembled) -> Work:
-    """What a token of a run costs, and what its devices could do."""
-    run, model = assembled.run, assembled.abstract.model
-    length = run.data.sequence_length
+    """What a token of a run costs, in the first of its lengths of sequences, and what its devices could do."""
+    devices = list(assembled.layout.mesh.devices.flat)
+    peak = lambda: known_peak(devices, assembled.run.precision.compute)
     return Work(
-        flops_per_token=flops_per_token(model, length),
-        noncausal_flops_per_token=flops_per_token(model, length, causal=False),
-        peak_flops=known_peak(assembled.layout.mesh.devices.flat, run.precision.compute),
+        **costs(assembled),
+        peak_flops=peak(),
+        measure_again=peak if devices[0].platform == "cpu" else None,
     )

@@ -17,6 +17,7 @@ import jax
 from trellis.checkpoints.room import NoRoom
 from trellis.errors import UserError
 from trellis.files import no_room, refused
+from trellis.interrupts import keep_interrupts
 
 # What the runtimes write when another process of the run is gone.
 _PEER = re.compile(
@@ -172,6 +173,6 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._received is not None and number == signal.SIGINT:
-            sys.unraisablehook = lambda _: None  # what it tears in other libraries says so with a traceback
+            keep_interrupts(quiet=True)  # what it tears in other libraries says so with a traceback
             raise KeyboardInterrupt
         self._received = number

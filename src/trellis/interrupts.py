@@ -1,0 +1,40 @@
+"""Ctrl-C reaches a program also where Python would drop it."""
+
+import signal
+import sys
+import threading
+from types import TracebackType
+from typing import Protocol
+
+_AGAIN_AFTER = 0.05  # seconds: until whatever dropped it has returned
+
+
+class Unraisable(Protocol):
+    """What Python hands to `sys.unraisablehook`."""
+
+    exc_type: type[BaseException]
+    exc_value: BaseException | None
+    exc_traceback: TracebackType | None
+    err_msg: str | None
+    object: object
+
+
+def keep_interrupts(quiet: bool = False) -> None:
+    """Has a Ctrl-C delivered once more that fell into a finalizer or a callback of the garbage collection.
+
+    Python can raise nothing there: it prints that the exception was ignored and goes on. JAX has such a callback, and
+    a large program spends a few per cent of its time in collections.
+
+    Args:
+        quiet: whether everything else that is dropped there goes unsaid, as befits a program that ends at once.
+    """
+
+    main_thread = threading.main_thread().ident or 0
+
+    def again(dropped: Unraisable) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            threading.Timer(_AGAIN_AFTER, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
+        elif not quiet:
+            sys.__unraisablehook__(dropped)
+
+    sys.unraisablehook = again

@@ -1,0 +1,45 @@
+"""Ctrl-C in a callback of the garbage collection."""
+
+import gc
+import signal
+import sys
+import time
+
+import pytest
+
+from trellis.interrupts import keep_interrupts
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What Python's own hook was told; the hook of the tests is put back at the end."""
+    told = []
+    monkeypatch.setattr(sys, "__unraisablehook__", lambda dropped: told.append(dropped.exc_type))
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    return told
+
+
+def in_a_collection(fault):
+    """Does something bad once, in a callback like JAX's own."""
+
+    def callback(phase, _):
+        gc.callbacks.remove(callback)
+        fault()
+
+    gc.callbacks.append(callback)
+    gc.collect()
+
+
+def test_ctrl_c_in_a_collection_is_delivered_after_it(said):
+    keep_interrupts()
+    with pytest.raises(KeyboardInterrupt):
+        in_a_collection(lambda: signal.raise_signal(signal.SIGINT))
+        time.sleep(30)
+    assert not said
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_of_what_else_is_dropped_python_tells(said, quiet):
+    keep_interrupts(quiet)
+    in_a_collection(lambda: 1 / 0)
+    assert said == ([] if quiet else [ZeroDivisionError])
