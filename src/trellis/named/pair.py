@@ -31,6 +31,10 @@ class Pair:
         self.x, self.y, self.summed, self.out, self.dtype, self.kind = x, y, summed, out, dtype, kind
         self.where: Assignment | None = assign([x, y], tuple(dict.fromkeys((*x.names, *y.names))))
 
+    def bring(self, x: NamedArray) -> NamedArray:
+        """The first factor, moved to where the product wants it."""
+        return bring_to_product(x, self.where, self.y)
+
     def multiply(self, x: NamedArray, narrow_x=None) -> NamedArray:
         """The product of the moved `x`, by `dot_general`, with partial sums over the mesh axes of summed names.
 
@@ -38,7 +42,7 @@ class Pair:
             x: the first factor, moved.
             narrow_x: of a narrow product, what `narrow` makes of the first factor, where several products have it.
         """
-        y, where = bring_to_product(self.y, self.where), self.where
+        y, where = bring_to_product(self.y, self.where, self.x), self.where
         narrow = [narrow_x or self.narrow(self.x), self.narrow(self.y)] if self.kind else []
         shared = [n for n in x.names if n in y.names]
         batch = [n for n in shared if n not in self.summed]

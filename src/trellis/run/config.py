@@ -7,6 +7,7 @@ from typing import Literal
 from trellis.errors import UserError
 from trellis.frozen import FrozenMap
 from trellis.models import ModelConfig
+from trellis.models.protocol import stacked
 from trellis.nn import Precision
 from trellis.optim.config import WSD, Constant, InverseSqrt, Optimizer, Schedule
 from trellis.run.data import Data
@@ -305,11 +306,12 @@ class Run:
                 where="accumulation",
                 fix="use --microbatches 2 or more, or leave it out",
             )
-        groups, stages, layers = self.layout.pipeline_groups, self.mesh.stage, self.model.layers
-        if groups > 1 and (stages == 1 or layers % (stages * groups)):
+        groups, stages, blocks = self.layout.pipeline_groups, self.mesh.stage, stacked(self.model)
+        if groups > 1 and (stages == 1 or blocks % (stages * groups)):
+            of_blocks = "" if blocks == self.model.layers else f" in {blocks} blocks"
             raise UserError(
                 "The stages of a pipeline hold their groups of layers, all of one size.",
-                seen=f"pipeline_groups={groups}, mesh.stage={stages}, model.layers={layers}",
+                seen=f"pipeline_groups={groups}, mesh.stage={stages}, model.layers={self.model.layers}{of_blocks}",
                 where="layout.pipeline_groups",
                 fix="use --mesh.stage 2 or more, and numbers of stages and groups whose product divides the layers",
             )
