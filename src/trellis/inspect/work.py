@@ -29,7 +29,7 @@ FREE = {
 }  # fmt: skip
 # Operations that write a part of their first operand, and which operand they write there.
 UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
-PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general")
+PRODUCTS = ("dot_general", "scaled_matmul_wrapper", "ragged_dot", "ragged_dot_general")
 # Pieces of which libtpu's schedule has no estimate: they are kernels.
 UNSCHEDULED = ("attention", "kernel", "grouped")
 
@@ -132,14 +132,16 @@ def _product(operation: Operation, load: float) -> Piece:
         inner = math.prod(min(a[i], b[j]) for i, j in zip(contract_a, contract_b))
         rows = math.prod(n for i, n in enumerate(a) if i not in (*contract_a, *batch_a))
         columns = math.prod(n for i, n in enumerate(b) if i not in (*contract_b, *batch_b))
+    elif operation.name == "scaled_matmul_wrapper":
+        (batch, rows, inner), columns = a, b[1]
     else:  # of each group of rows with its own matrix; kernels pass over rows that nobody filled
         batch, rows, inner, columns = 1, round(a[0] * share_filled(operation, load)), a[-1], b[-1]
     return _piece(
         operation,
-        "product" if operation.name == "dot_general" else "grouped",
+        "grouped" if operation.name.startswith("ragged") else "product",
         f"{_show(left)} . {_show(right)}",
         flops=2.0 * batch * rows * inner * columns,
-        num_bytes=left.num_bytes + right.num_bytes + out.num_bytes,
+        num_bytes=sum(value.num_bytes for value in (*operation.operands, out)),
         dims=(rows, inner, columns),
         dtype=str(left.aval.dtype),
     )
