@@ -201,8 +201,7 @@ def _group(group: list[Operation], outputs: set[Value]) -> Iterator[Piece]:
     for operation in group:
         name = operation.name
         if not _free(operation):
-            large = max([value.num_elements for value in (*operation.operands, *operation.results)], default=0)
-            cost = COSTS[name] * large
+            cost = COSTS[name] * _elements(operation)
             vector += cost
             if (operation.source or not heaviest.source) and cost > most:
                 heaviest, most = operation, cost
@@ -229,6 +228,16 @@ def _group(group: list[Operation], outputs: set[Value]) -> Iterator[Piece]:
     what = f"{len(group)} fused, {_show(heaviest.results[0])}"
     first = min(operation.number for operation in group)
     yield _piece(heaviest, "elementwise", what, vector=vector, num_bytes=reads + writes, number=first)
+
+
+def _elements(operation: Operation) -> int:
+    """How many elements an operation computes: of a part that is picked or written, no more than that."""
+    values = (*operation.operands, *operation.results)
+    if operation.name in ("gather", "dynamic_slice"):
+        values = operation.results
+    elif operation.name in UPDATES:
+        values = operation.operands[UPDATES[operation.name] :][:1]
+    return max([value.num_elements for value in values], default=0)
 
 
 def _free(operation: Operation) -> bool:
