@@ -65,6 +65,7 @@ def test_moments_that_an_optimizer_does_not_keep_are_refused(run_file, tmp_path,
 
 
 @pytest.mark.usefixtures("own_cache")
+@pytest.mark.slow
 def test_what_leaves_the_range_is_named_with_its_step_and_layer(run_file, tmp_path, capsys):
     words = ("--layout.preset", "single", "--precision.moments.mlp", "mxfp8", "--optimizer.learning_rate", "1e38")
     code, _, said = trellis(capsys, "train", run_file, "--run-dir", tmp_path, *words)

@@ -300,7 +300,8 @@ class _Loop:
         """
         for record in records:
             self._meter.add(record, int(record.values.pop("tokens")))
-            record.first = named_tensor(self._assembled.abstract.model, record.values.pop("out_of_range", -1.0))
+            if "out_of_range" in record.values:
+                record.first = named_tensor(self._assembled.abstract.model, record.values.pop("out_of_range"))
             self._learn(record)
             self._unchecked.append(record)
             evaluated = "validation_loss" in record.values
