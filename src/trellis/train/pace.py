@@ -64,16 +64,20 @@ class Pace:
 
 
 def tokens_of(run: Run, start: int, stop: int) -> int:
-    """Tokens that a run reads from one step to another, all batch sizes of its schedule counted.
+    """Tokens that a run reads from one step to another, all batch sizes and lengths of its schedules counted.
 
     >>> from trellis.recipes import tiny
     >>> tokens_of(tiny(), 0, 20)
     10240
     """
-    sizes = run.batch_sizes()
-    ends = [entry.step for entry in sizes[1:]] + [stop]
-    steps = [max(0, min(end, stop) - max(entry.step, start)) for entry, end in zip(sizes, ends, strict=True)]
-    return sum(n * entry.size for n, entry in zip(steps, sizes, strict=True)) * run.data.sequence_length
+    total = 0
+    for phase in run.phases():
+        sizes = phase.run.batch_sizes()
+        starts = [entry.step or phase.start for entry in sizes]
+        for first, end, entry in zip(starts, [*starts[1:], phase.stop], sizes, strict=True):
+            steps = max(0, min(end, stop) - max(first, start))
+            total += steps * entry.size * phase.run.data.sequence_length
+    return total
 
 
 def expected_pace(assembled: Assembled, work: Work) -> Pace | None:
