@@ -194,7 +194,7 @@ def place(array, axes, pending=(), copied=(), *, names=None):
 
     Where more than one collective is needed, sums settle first and each step is a move of its own (see
     `trellis.mesh.route`): a transition of several kinds is more than XLA's partitioner finds a way for, which gathers
-    the whole array and sends up to twelve times the bytes.
+    the whole array and sends several times the bytes (`benchmarks/transitions.py`).
 
     Sums that stay pending, and copies whose gradient they are, while slices go from one mesh axis to another: to the
     compiler of JAX 0.10.2 partial sums are copies, and it sends slices to whichever device has them. Such slices are
