@@ -2,9 +2,9 @@
 
     python benchmarks/transitions.py [COUNT]
 
-Draws COUNT (300) pairs of shardings for each mesh and rank, compiles both ways for CPU devices (XLA's partitioner is the
-same for all platforms) and adds up the bytes that a device sends by the compiled collectives. The ledger's bytes of the
-first way are held against what was compiled. Counts, exact on any machine.
+Draws COUNT (300) pairs of shardings for each mesh and rank, compiles both ways for CPU devices (XLA's partitioner is
+the same for all platforms) and adds up the bytes that a device sends by the compiled collectives. The ledger's bytes of
+the first way are held against what was compiled. Counts, exact on any machine.
 """
 
 import itertools
@@ -63,8 +63,9 @@ def main(count: int) -> None:
         fewer = [once / steps for steps, _, once in found if steps < once]
         same, more = sum(s == o for s, _, o in found), sum(s > o for s, _, o in found)
         right = sum(steps == told for steps, told, _ in found)
+        shape = " ".join(f"{axis}={size}" for axis, size in sizes.items())
         print(
-            f"{' '.join(f'{a}={n}' for a, n in sizes.items()):<16}{rank:>10}{len(found):>13}{same:>12}{len(fewer):>7}{more:>6}"
+            f"{shape:<16}{rank:>10}{len(found):>13}{same:>12}{len(fewer):>7}{more:>6}"
             f"{statistics.median(fewer):>28.2f}, {max(fewer):.1f}{right:>14}",
             flush=True,
         )
