@@ -182,7 +182,7 @@ def test_layers_that_stages_do_not_divide_are_dealt_out_once_each_way():
     layer = sum(x.size for x in jax.tree.leaves(model.layers)) // 3
     assert sum(row.total for row in dealt) == 2 * (4 * 4 * layer // 4) // 2
     stream = 4 * 16 * config.embed
-    assert sum(row.total for row in rows if row.kind == "permute") == 2 * (4 + 1) * stream
+    assert sum(row.total for row in rows if (row.kind, row.axis) == ("permute", "stage")) == 2 * (4 + 1) * stream
 
 
 def test_of_microbatches_that_do_not_divide_the_batch_there_are_none():

@@ -105,9 +105,9 @@ def pipelined(params, batch: Batch, cut: Callable, shared: Callable, loss: Calla
     layout, count = current_layout(), schedule.microbatches
     around = dataclasses.replace(layout.without(axis), mapped=layout.mapped)
     with around:
-        positions, batch = dealt(jax.tree.map(lambda x: _placed(x, around), batch, is_leaf=is_named))
-        microbatches = cut(batch, count), shared(jnp.arange(count))
-        with positions:  # out here: no permute may stand in what one stage alone does
+        dealing, batch = dealt(jax.tree.map(lambda x: _placed(x, around), batch, is_leaf=is_named))
+        parts = cut(batch, count), shared(jnp.arange(count))
+        with dealing:  # out here: no permute may stand in what one stage alone does
             inside = dataclasses.replace(current_layout(), mesh=without_axis(layout.mesh, axis))
     leaves, tree = jax.tree.flatten(params, is_leaf=_is_stack)
     at, *others = [i for i, leaf in enumerate(leaves) if _is_stack(leaf)]
@@ -118,20 +118,19 @@ def pipelined(params, batch: Batch, cut: Callable, shared: Callable, loss: Calla
         )
     stack, outer = leaves[at], leaves[:at] + leaves[at + 1 :]
     layers, block = jax.tree.flatten(stack.block)
-    parts = Parts.of(stack.axis, schedule.stages, schedule.groups)
     here = inside.mesh.abstract_mesh
     source = Source(
         function=lambda params, part: loss(params, *part),
         rebuild=lambda outer: jax.tree.unflatten(tree, [*outer[:at], stack, *outer[at:]]),
         outer=[struct(x, here) for x in outer],
         block=block,
-        chunk=[struct(x, here, ((), *state_of(x).axes[1:]), (parts.most, *x.shape[1:])) for x in layers],
-        part=jax.tree.map(lambda x: struct(x, here, state_of(x).axes[1:], x.shape[1:]), microbatches),
-        parts=parts,
+        layer=[struct(x, here, ((), *state_of(x).axes[1:]), (1, *x.shape[1:])) for x in layers],
+        part=jax.tree.map(lambda x: struct(x, here, state_of(x).axes[1:], x.shape[1:]), parts),
+        parts=Parts.of(stack.axis, schedule.stages, schedule.groups),
     )
     with on_another(inside.mesh), inside:
         pieces = Pieces(source)
-    sums, d_outer, d_layers = run(pieces, schedule, axis, Arrays(outer, layers, microbatches))
+    sums, d_outer, d_layers = run(pieces, schedule, axis, Arrays(outer, layers, parts))
     d_stack = jax.tree.unflatten(jax.tree.structure(stack), d_layers)
     return sums, jax.tree.unflatten(tree, [*d_outer[:at], d_stack, *d_outer[at:]])
 

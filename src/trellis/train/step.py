@@ -18,6 +18,7 @@ from trellis.mesh.layout import current_layout
 from trellis.mesh.reshard import place
 from trellis.models import LanguageModel, Measured
 from trellis.named import Keep, NamedArray, is_named
+from trellis.named.backend import loop_over
 from trellis.named.reshape import split_axis, transpose
 from trellis.nn import Precision, TokenLoss, next_token_loss, tied
 from trellis.nn.positions import dealt
@@ -25,6 +26,7 @@ from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
 from trellis.optim import all_finite, select
 from trellis.optim.averaging import average as moving_average
+from trellis.train.out_of_range import first_out_of_range
 from trellis.train.stages import dealt_out, in_stages, pipelined, schedule_of, stages_of
 from trellis.train.state import TrainState
 
@@ -45,6 +47,7 @@ class StepOptions:
         ema: decay of the moving average of the parameters.
         chunk_bytes: what the float32 logits of a chunk of the loss take; None for what suits the device.
         skip_nonfinite: leave parameters as they were where the loss or the gradient is not finite.
+        names_tensors: whether a step finds its first weight or gradient that is not finite.
     """
 
     precision: Precision = Precision(compute="float32")
@@ -55,6 +58,7 @@ class StepOptions:
     ema: float | None = None
     chunk_bytes: int | None = None
     skip_nonfinite: bool = False
+    names_tensors: bool = False
 
 
 def batch_loss(
@@ -112,7 +116,8 @@ def make_step(
 
     Returns:
         `step(state, batch) -> (state, metrics)`; metrics are float32 scalars: `loss` (nats a token), `z_loss`,
-        `accuracy`, `grad_norm`, `tokens`, `learning_rate`, and what the model measures of itself.
+        `accuracy`, `grad_norm`, `tokens`, `learning_rate`, what the model measures of itself, and where asked
+        `out_of_range`, of `first_out_of_range`.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -132,6 +137,8 @@ def make_step(
             "tokens": sums.tokens,
             **measured.metrics(sums.tokens),
         }
+        if options.names_tensors:
+            metrics["out_of_range"] = first_out_of_range(state.model, gradients)
         if learning_rate is not None:
             metrics["learning_rate"] = jnp.asarray(learning_rate(state.step), jnp.float32)
         new = model, optimizer_state, average
@@ -212,7 +219,7 @@ def _accumulate(value_and_grad, params, parts, key, ahead):
 
     zero = jnp.zeros((), jnp.float32)
     start = TokenLoss(zero, zero, zero, zero, zero)
-    (sums, gradients), measured = jax.lax.scan(body, (start, zeros), parts)
+    (sums, gradients), measured = loop_over(body, (start, zeros), parts)
     return sums, jax.tree.map(lambda x: x.sum(0), measured), gradients
 
 
