@@ -21,6 +21,7 @@ class Source:
     """What is to be run as a pipeline.
 
     Attributes:
+        name: of the layers' axis.
         function: `function(params, part) -> (loss, sums)` of one microbatch, in which the layers run.
         rebuild: parameters, from the list of those outside of the layers.
         outer: types of these, as they are used.
@@ -31,6 +32,7 @@ class Source:
         groups: of layers, on all stages together.
     """
 
+    name: str
     function: Callable
     rebuild: Callable
     outer: list[jax.ShapeDtypeStruct]
@@ -92,7 +94,7 @@ class Pieces:
     # What is traced.
 
     def _before(self, outer, part) -> Fold:
-        self.fold = before(self.source.function, self.source.rebuild(outer), part)
+        self.fold = before(self.source.name, self.source.function, self.source.rebuild(outer), part)
         return self.fold
 
     def _stage(self, chunk, carried, args, each, start):
@@ -111,7 +113,8 @@ class Pieces:
         return layers, jax.tree.map(lambda e: self._rows(e, start), each, is_leaf=is_named)
 
     def _finish(self, outer, carried, part):
-        return after(self.source.function, carried if self.fold.makes else carried[0], self.source.rebuild(outer), part)
+        result = carried if self.fold.makes else carried[0]
+        return after(self.source.name, self.source.function, result, self.source.rebuild(outer), part)
 
     def _trace_gradients(self) -> None:
         rebuilt = {}
