@@ -14,6 +14,7 @@ from trellis.named.pipeline.cut import Fold, after, before
 from trellis.named.pipeline.traced import Traced
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
+from trellis.program.reading import jaxprs_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Pieces:
         self.fold: Fold
         x = Traced.of(lambda *args: self._before(*args).x, self.outer, self.part)
         self.enter = without_dead(x)
+        self._check_enter()
         pair = lambda *args: (lambda fold: (fold.args, fold.each))(self._before(*args))
         self.context = without_dead(Traced.of(pair, self.outer, self.part))
         self._check_context()
@@ -145,6 +147,15 @@ class Pieces:
         self.leave = without_dead(Traced.of(leave, self.outer, self.part, self.carried))
         self.enter_back = without_dead(Traced.of(enter_back, self.outer, self.part, self.enter.out))
 
+    def _check_enter(self) -> None:
+        """A permute is one of all devices, in the backward pass too; a gather is one of those that it names."""
+        if _permutes(self.enter.closed.jaxpr):
+            raise NamesError(
+                f"what comes before the '{self.source.name}' of a pipeline runs on its first stage alone, where no "
+                "permute may stand, got one, as of a ring along sliced positions: reach other slices by a gather or an "
+                "exchange (the layout's context), or take the positions or the layers out of the layout's compute"
+            )
+
     def _check_context(self) -> None:
         """What all layers get is made again on every stage; of parameters its gradient would have to come back."""
         count = len(self.outer)
@@ -175,6 +186,11 @@ class Pieces:
             return x
         dim = x.index(name)
         return x.with_array(jax.lax.dynamic_slice_in_dim(x.array, start, self.source.rows, dim))
+
+
+def _permutes(jaxpr) -> bool:
+    equations = jaxpr.eqns
+    return any(e.primitive.name == "ppermute" or any(map(_permutes, jaxprs_in(e))) for e in equations)
 
 
 def without_dead(traced: Traced) -> Traced:
