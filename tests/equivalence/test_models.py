@@ -59,11 +59,6 @@ LAYOUTS = {
 FAMILIES = {
     "llama": CONFIGS["llama3"],  # tied embeddings
     "qwen3": CONFIGS["qwen3"],
-    "gpt2": dataclasses.replace(CONFIGS["gpt2_mistral"], layers=4, dropout=0.1),  # the same numbers dropped everywhere
-    "gptj": dataclasses.replace(CONFIGS["gptj"], heads=4),
-    "mixtral": dataclasses.replace(
-        CONFIGS["mixtral"], routing=Routing(balance=0.1, z_loss=0.01), shared_mlp=24, expert_biases=True
-    ),
     # A first layer without experts, and a stack of two: stages share the second.
     "deepseek_v3": dataclasses.replace(
         CONFIGS["deepseek_v3"], routing=Routing(scores="sigmoid", groups=4, groups_per_token=2, scale=2.5)
@@ -71,6 +66,11 @@ FAMILIES = {
     # Pairs of layers, and a load-balancing loss that goes through stages.
     "gpt_oss": dataclasses.replace(
         CONFIGS["gpt_oss"], layers=4, routing=Routing(balance=0.1, balance_over="sequence", z_loss=0.01)
+    ),
+    "gpt2": dataclasses.replace(CONFIGS["gpt2_mistral"], layers=4, dropout=0.1),  # the same numbers dropped everywhere
+    "gptj": dataclasses.replace(CONFIGS["gptj"], heads=4),
+    "mixtral": dataclasses.replace(
+        CONFIGS["mixtral"], routing=Routing(balance=0.1, z_loss=0.01), shared_mlp=24, expert_biases=True
     ),
 }
 # Experts on mesh axes: their own, tokens gathered or exchanged along it, with FSDP, tensor and context beside it; more
