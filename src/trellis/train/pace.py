@@ -21,8 +21,8 @@ from trellis.train.metrics import Work
 
 # What the steps of a run are made of, besides its mesh and its microbatches.
 _STEP = (
-    "accumulation", "batch_size", "clip_norm", "compiler_options", "ema", "layout", "model", "optimizer", "precision",
-    "remat", "z_loss",
+    "accumulation", "batch_size", "clip_norm", "compiler_options", "cpu", "ema", "layout", "model", "optimizer",
+    "precision", "remat", "z_loss",
 )  # fmt: skip
 # Of the peak in products, where nothing better is known: between what small and large models reach.
 _USUAL = 0.5
@@ -93,7 +93,7 @@ def expected_pace(assembled: Assembled, work: Work) -> Pace | None:
     place, key = _place(assembled), _key(assembled)
     known = {name: kept for name, kept in recall("paces").items() if _is_pace(kept)}
     if key in known:
-        basis = f"as in the run of {known[key]['date']} on this machine"
+        basis = f"as in {known[key].get('how', 'the run')} of {known[key]['date']} on this machine"
         return Pace(token_seconds=known[key]["token_seconds"], basis=basis, measured=True)
     if not work.peak_flops:
         return None
@@ -143,11 +143,18 @@ def tried_pace(assembled: Assembled, clock: Callable[[], float] = time.perf_coun
     return Pace(token_seconds=min(taken[1:]) / tokens_of(assembled.run, 0, 1), basis=basis, measured=True)
 
 
-def keep_pace(assembled: Assembled, work: Work, token_seconds: float) -> None:
-    """Keeps how fast a run's steps were, for the forecasts of later ones."""
+def keep_pace(assembled: Assembled, work: Work, token_seconds: float, *, how: str = "the run") -> None:
+    """Keeps how fast a run's steps were, for the forecasts of later ones.
+
+    Args:
+        assembled: the run.
+        work: what a token costs.
+        token_seconds: of a step, by its tokens.
+        how: what was measured, in words.
+    """
     date = time.strftime("%d %b %Y").lstrip("0")
     kept = {"token_seconds": token_seconds, "token_flops": work.flops_per_token, "name": assembled.run.name}
-    remember("paces", _key(assembled), kept | {"date": date})
+    remember("paces", _key(assembled), kept | {"date": date, "how": how})
 
 
 def _place(assembled: Assembled) -> str:
