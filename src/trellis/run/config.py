@@ -83,6 +83,8 @@ class Evaluation:
     batches: int | None = 16
     """Validation batches; null takes all there are. Raise it where the validation loss is noisy; lower it where
     evaluations take too long."""
+    sample: bool = False
+    """A text from the model at each evaluation, not only at the end. Set it to true to see how it learns to write."""
 
     def __post_init__(self):
         at_least(1, every=self.every, batches=self.batches)
