@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.train.small import make_run, trellis
+from trellis.errors import UserError
 from trellis.hardware.remembered import recall
 from trellis.named.tuned import Tuned, tuned_for
 from trellis.nn.attention.chunked import chunk_size, chunked_attention
@@ -73,7 +74,7 @@ def machine(tmp_path, monkeypatch):
         def trial(assembled):
             tried.append((assembled.layout.mesh.size, assembled.options.microbatches))
             clock.now += cost
-            return Pace(token_seconds=steps.get(tried[-1], 1.0), basis="", measured=True)
+            return Pace(token_seconds=1e-3 * steps.get(tried[-1], 1.0), basis="", measured=True)
 
         said = []
         found = choose(run, jax.devices()[:devices], tell=said.append, clock=clock, trial=trial)
@@ -118,6 +119,19 @@ def test_what_the_user_set_stays(machine):
 def test_short_runs_are_not_measured(machine, monkeypatch, run):
     monkeypatch.setattr(choices, "_LONG", 1e3)
     assert machine(run, {}) == (run, []) and not machine.tried and recall("choices") == {}
+
+
+def test_steps_that_take_long_are_not_tried(machine):
+    """By the guess of 2 ms a token one of 4,096 tokens takes 8 s: measuring would take longer than a user waits."""
+    run = dataclasses.replace(LONG, batch_size=64)
+    assert machine(run, {}) == (run, []) and not machine.tried
+
+
+def test_what_does_not_fit_the_memory_is_refused_before_it_is_tried(machine, monkeypatch):
+    monkeypatch.setattr("trellis.train.checks.memory_of_machine", lambda: 1000)
+    with pytest.raises(UserError, match="fit into the memory"):
+        machine(LONG, {})
+    assert not machine.tried
 
 
 def test_steps_are_tried_for_a_twentieth_of_the_run(machine):

@@ -18,16 +18,19 @@ import jax
 from trellis.errors import UserError
 from trellis.figures.numbers import duration
 from trellis.hardware.remembered import devices_here, recall, remember
+from trellis.inspect.memory import memory_of
 from trellis.mesh.platform import rehearses
 from trellis.run.config import Cpu, Run
 from trellis.run.folder import has_begun
 from trellis.run.run_file import read_run
 from trellis.run.schema import plain
 from trellis.train.assemble import Assembled, assemble
+from trellis.train.checks import check_step
 from trellis.train.devices import possible_counts
 from trellis.train.flops import work_of
-from trellis.train.pace import Pace, expected_pace, keep_pace, tokens_of, tried_pace
+from trellis.train.pace import LONGEST_STEP, Pace, expected_pace, keep_pace, tokens_of, tried_pace
 from trellis.train.probes import fastest, probes
+from trellis.train.summary import step_program
 
 # Seconds of a run that is worth the few seconds that kernels are measured for; no run of so few tokens is.
 _LONG, _FEW = 60.0, 100_000
@@ -87,6 +90,9 @@ def choose(
         tell: gets a line of words where something was chosen.
         clock: seconds.
         trial: the pace of a few steps.
+
+    Raises:
+        UserError: a step does not fit the memory.
     """
     if not _is_open(run, devices):
         return run
@@ -101,8 +107,9 @@ def choose(
     work = work_of(assembled)
     guess = expected_pace(assembled, work)
     whole = 0.0 if guess is None else guess.seconds(run, 0, run.steps)
-    if whole < _LONG:
+    if guess is None or whole < _LONG or guess.step_seconds(run) > LONGEST_STEP:
         return run
+    check_step(memory_of(step_program(assembled)).per_kind(), assembled)
     tell("measures what suits this processor, once")
     started = clock()
     found = _kernels(run, assembled, clock)

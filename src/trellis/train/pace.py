@@ -29,7 +29,7 @@ _USUAL = 0.5
 # Seconds of a step at least, however few its FLOPs: it has hundreds of operations.
 _LEAST_STEP = 5e-3
 # Seconds of a run that is worth a trial, and of a step that is short enough for one.
-_WORTH_A_TRIAL, _LONGEST_STEP = 20.0, 5.0
+_WORTH_A_TRIAL, LONGEST_STEP = 20.0, 5.0
 _TRIED = 3
 
 
@@ -122,7 +122,7 @@ def worth_a_trial(assembled: Assembled, guess: Pace | None, steps: int) -> bool:
     if not on_cpu or jax.process_count() > 1 or guess is None or guess.measured:
         return False
     long = guess.seconds(assembled.run, 0, steps) >= _WORTH_A_TRIAL
-    return long and guess.step_seconds(assembled.run) <= _LONGEST_STEP
+    return long and guess.step_seconds(assembled.run) <= LONGEST_STEP
 
 
 def tried_pace(assembled: Assembled, clock: Callable[[], float] = time.perf_counter) -> Pace:
