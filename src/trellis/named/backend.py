@@ -2,8 +2,8 @@
 
 `product`, `broadcast`, `rounded_once`, `loop_over` and `written_out` are what `contract`, `elementwise` and loops call
 for. On accelerators they are plain JAX. On a CPU they are written so that XLA's CPU compiler makes fast programs;
-each says what it found there. Layers ask `on_accelerator`, `fences_gradients`, `made_again`, `swaps_by_product` and
-`exchanges_ragged`, and which kernel a platform has is said where kernels are chosen.
+each says what it found there. Layers ask `on_accelerator`, `fences_gradients`, `made_again`, `swaps_by_product`,
+`exchanges_ragged` and `multiplies_blocks`, and which kernel a platform has is said where kernels are chosen.
 """
 
 import functools
@@ -17,9 +17,12 @@ from jax.custom_derivatives import SymbolicZero
 
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
-from trellis.mesh.platform import platform_of, unrolls_loops
+from trellis.mesh.platform import device_kind_of, platform_of, unrolls_loops
 from trellis.notation import spec_of
 from trellis.notation.state import sharding_on, state_of
+
+# Parts of the names of NVIDIA's GPUs with units for products of blocks.
+_BLOCK_UNITS = ("B200", "B300", "Blackwell")
 
 Dims = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -94,6 +97,11 @@ RAGGED = ("tpu", "cuda")  # platforms that have a ragged all-to-all
 def exchanges_ragged(a: jax.Array) -> bool:
     """Whether devices can send each other slices of different lengths."""
     return platform_of(a) in RAGGED
+
+
+def multiplies_blocks(a: jax.Array) -> bool:
+    """Whether a value will live on a GPU with units for products of numbers in blocks with their scales."""
+    return platform_of(a) == "cuda" and any(part in device_kind_of(a) for part in _BLOCK_UNITS)
 
 
 def rounded_once(fn: Callable) -> Callable:

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from trellis.mesh.manual.ops import mark_pending
 from trellis.named import backend
 from trellis.named.array import NamedArray
-from trellis.named.narrow import TYPES, Kind, product, rounded
+from trellis.named.blocks import named_scales
+from trellis.named.narrow import Kind, product, rounded
 from trellis.named.operand import refuse_cut
 from trellis.named.placing import Assignment, assign, bring_to_product, move, settle
 from trellis.notation import Dim, Shape, spec_of
@@ -68,11 +69,16 @@ class Pair:
         return settle(result) if mode == "auto" else result
 
     def narrow(self, x: NamedArray) -> tuple:
-        """A factor in narrow numbers, rounded where it is and then moved, and its scale."""
-        array, scale = rounded(x.array, TYPES[self.kind].forward)
+        """A factor in narrow numbers, rounded where it is and then moved, and its scale or scales."""
+        kept = [n for n in x.names if n not in self.summed]
+        dims = tuple(sorted(x.index(group[-1]) for group in (self.summed, kept) if group))
+        array, scales = rounded(x.array, self.kind, dims)
         if self.where is None:
-            return array, scale
-        return move(NamedArray(array, x.names), tuple(self.where[n] for n in x.names), frozenset()).array, scale
+            return array, scales
+        axes = tuple(self.where[n] for n in x.names)
+        if scales.ndim:
+            scales = move(named_scales(scales, x.names, dims), axes, frozenset()).array
+        return move(NamedArray(array, x.names), axes, frozenset()).array, scales
 
 
 def free(x: NamedArray, shared) -> list[str]:

@@ -57,10 +57,10 @@ def transition(before: State, after: State, num_bytes: int, sizes: Mapping[str, 
 
     - Pending sums settle first: a reduce-scatter where all of them scatter over one dimension, otherwise one
       all-reduce over all of them together, whatever is sliced afterwards.
-    - Then slices, which move nothing, and all-to-alls: before them a dimension that they slice is gathered where it
-      is to be, after them one that they leave is sliced.
-    - Other all-gathers come last, the last dimension first. Gathering over a mesh axis that is major to one that stays
-      takes a permute before it, and so does changing the mesh axis of a dimension.
+    - Where each dimension has as many slices as before, on other devices, one permute brings them there.
+    - Else slices follow, which move nothing, and all-to-alls.
+    - All-gathers come last, the last dimension first. Gathering over a mesh axis that is major to one that stays takes
+      a permute before it, and so does changing the mesh axis of a dimension.
 
     Mesh axes of size 1 do not appear.
 
@@ -101,26 +101,18 @@ def transition(before: State, after: State, num_bytes: int, sizes: Mapping[str, 
     elif settled:
         move("all-reduce", settled, local)
 
+    held = [[*axes, *(a for a in settled if from_dim.get(a) == i)] for i, axes in enumerate(old)]
+    if [count(axes) for axes in held] == [count(axes) for axes in new]:
+        changed = [axis for was, now in zip(held, new) if tuple(was) != now for axis in (*was, *now)]
+        if changed:  # as many slices of each dimension, on other devices
+            move("permute", dict.fromkeys(changed), local)
+        return moves
+
     gone = {i: [a for a in axes if a not in to_dim] for i, axes in enumerate(old)}
     come = {i: [a for a in axes if a not in from_dim] for i, axes in enumerate(new)}
-    swaps: dict[tuple[int, int], list[str]] = {}
-    for axis, source in from_dim.items():
-        if axis in to_dim and to_dim[axis] != source:
-            swaps.setdefault((source, to_dim[axis]), []).append(axis)
-
-    def gather(index: int) -> None:
-        nonlocal local
-        axes, gone[index] = gone[index], []
-        if axes and old[index][len(old[index]) - len(axes) :] != tuple(axes):
-            move("permute", old[index], local)
-        local *= count(axes)
-        if axes:
-            move("all-gather", axes, local)
-
     for index in range(len(old)):
         if not (gone[index] and come[index]):
-            if all(source != index for source, _ in swaps):
-                local //= count(come.pop(index))  # a slice
+            local //= count(come[index])  # a slice
             continue
         lost, gained = count(gone[index]), count(come[index])  # `a/x -> a/y`: other devices hold the same slices
         if lost % gained and gained % lost:  # halves are not made of thirds: whole, and then a slice
@@ -134,17 +126,26 @@ def transition(before: State, after: State, num_bytes: int, sizes: Mapping[str, 
             if ratio > 1:
                 local *= ratio
                 moves.append(Move("all-gather", tuple(gone[index]), local, (ratio - 1) * local // ratio))
-        gone[index], come[index] = [], []
+        for axis in gone[index]:
+            del from_dim[axis]
+        gone[index] = []
 
+    swaps: dict[tuple[int, int], list[str]] = {}
+    for axis, source in from_dim.items():
+        if axis in to_dim and to_dim[axis] != source:
+            swaps.setdefault((source, to_dim[axis]), []).append(axis)
     for (_, target), axes in swaps.items():
-        gather(target)
         move("all-to-all", axes, local)
         if new[target][len(new[target]) - len(axes) :] != tuple(axes):
             move("permute", new[target], local)
-    local //= math.prod(map(count, come.values()))
     for was, now in zip(old, new):
         if was != now and sorted(was) == sorted(now):
             move("permute", was, local)
-    for index in reversed(gone):
-        gather(index)
+    for index, axes in reversed(gone.items()):
+        if not axes:
+            continue
+        if old[index][len(old[index]) - len(axes) :] != tuple(axes):
+            move("permute", old[index], local)
+        local *= count(axes)
+        move("all-gather", axes, local)
     return moves
