@@ -365,3 +365,25 @@ def test_a_loop_whose_turns_hold_several_bodies_and_whose_gradient_stacks_pendin
         expected = jax.grad(plain, argnums=(0, 1, 2))(x, rows, w)
     for gradient, wanted in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_of_cumulative_products_of_slices_in_auto_mode():
+    """On slices XLA ends it in an error of its own."""
+    x = drawn(4, 2)
+    loss = lambda x: (x.cumprod("heads") ** 2).sum().array
+    expected = jax.grad(lambda x: (jnp.cumprod(x, axis=1) ** 2).sum())(jnp.asarray(x))
+    with tr.Layout(
+        tr.make_mesh(axis_type="auto", model=2, replica=2, expert=2), params={"heads": "expert"}, compute={}
+    ):
+        gradient = jax.jit(jax.grad(loss))(tr.shard(tr.named(x, "batch heads")))
+    np.testing.assert_allclose(gradient.array, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_mapping_arrays_of_a_mesh_beside_one_of_none_after_their_layout_has_ended():
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], data=2), compute={}):
+        x = tr.shard(tr.named(drawn(4, 2), "batch vocab"), "compute")
+    dot = tr.vmap(lambda row, other: tr.dot(row, other, over="vocab"), "batch")
+    with pytest.raises(
+        MeshError, match="arrays of one mesh, got some that are on none, .*: call it inside `with layout:`"
+    ):
+        dot(x, tr.named(jnp.ones((4, 2)), "batch vocab"))
