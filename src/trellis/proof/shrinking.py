@@ -38,7 +38,8 @@ class Shrunk:
 def shrunk(run: Run, layout: Layout) -> Shrunk:
     """The run with sizes shrunk for a layout, whose mesh stays as it is.
 
-    What the optimizer keeps is whole: rounded at random, a last bit of a gradient would show as a thousand of them.
+    Nothing is rounded at random, where a last bit of a gradient would show as a thousand of them: what the optimizer
+    keeps is whole, and updates go to the nearest number.
 
     Args:
         run: the run; its mesh fits the layout's devices.
@@ -57,7 +58,7 @@ def shrunk(run: Run, layout: Layout) -> Shrunk:
         data=dataclasses.replace(run.data, sequence_length=pos),
         batch_size=rows * ways("batch") * parts,
         microbatches=parts,
-        precision=dataclasses.replace(run.precision, moments={}),
+        precision=dataclasses.replace(run.precision, moments={}, updates="nearest"),
     )
     return Shrunk(small, _chunk_bytes(run, small, ways, few=few))
 
