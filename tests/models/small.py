@@ -1,8 +1,12 @@
 """A small model of every family, as `transformers` and as Trellis describe it."""
 
+import dataclasses
+
 from trellis.models import (
+    DeepseekV3Config,
     GPT2Config,
     GPTJConfig,
+    GptOssConfig,
     LinearScaling,
     Llama3Scaling,
     LlamaConfig,
@@ -11,11 +15,13 @@ from trellis.models import (
     Qwen3Config,
     Qwen3MoeConfig,
     Routing,
+    YarnScaling,
 )
 
 VOCAB, POSITIONS = 61, 64
 _GATED = dict(vocab=VOCAB, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, rope_theta=1e4)
 _LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=16)
+_YARN = YarnScaling(factor=4.0, original_context=16, truncate=False)
 
 CONFIGS: dict[str, ModelConfig] = {
     "llama": LlamaConfig(**_GATED, head_dim=8, tie_embeddings=False),
@@ -28,6 +34,16 @@ CONFIGS: dict[str, ModelConfig] = {
     "qwen3_moe": Qwen3MoeConfig(
         **_GATED, head_dim=16, experts=4, experts_per_token=2, tie_embeddings=False,
         routing=Routing(balance=0.02, normalize=False),
+    ),
+    "gpt_oss": GptOssConfig(
+        **_GATED, head_dim=8, window=6, experts=4, experts_per_token=2, tie_embeddings=False,
+        rope_scaling=_YARN, routing=Routing(balance=0.02),
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        vocab=VOCAB, embed=32, layers=3, dense_layers=1, heads=4, q_latent=24, kv_latent=16, nope_dim=8, rope_dim=4,
+        value_dim=6, dense_mlp=64, mlp=24, shared_mlp=24, experts=8, experts_per_token=2, rope_theta=1e4,
+        rope_scaling=dataclasses.replace(_YARN, truncate=True, mscale=0.8, mscale_all_dim=0.6), tie_embeddings=False,
+        routing=Routing(scores="sigmoid", scale=2.5, groups=4, groups_per_token=2, bias_rate=0.001),
     ),
     "gpt2": GPT2Config(
         vocab=VOCAB, positions=POSITIONS, embed=32, layers=2, heads=4, mlp=64, norm_eps=1e-5, dropout=0.0,

@@ -76,6 +76,15 @@ def test_rates_are_over_the_steps_since_the_line_before():
     assert meter.line(record(7, 4.0, 5.0))["tokens_per_second"] == 100.0
 
 
+def test_rates_begin_anew_where_a_token_costs_something_else():
+    meter = Meter(tokens=0, work=Work(flops_per_token=10.0, peak_flops=4000.0))
+    meter.add(record(1, 0.0, 8.0), 100)
+    meter.work = Work(flops_per_token=20.0, peak_flops=4000.0)
+    meter.add(record(2, 8.0, 9.0), 100)
+    line = meter.line(record(2, 8.0, 9.0))
+    assert (line["tokens"], line["tokens_per_second"], line["mfu"]) == (200, 100.0, 0.5)
+
+
 def test_rates_of_short_steps_are_over_a_second():
     """Two steps whose ends were seen together do not make a rate of their own."""
     meter = Meter(tokens=0, work=None)

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """`trellis train`."""
-    from trellis.run.folder import alone, claim, new_folder
+    from trellis.run.folder import alone, claim, has_begun, new_folder
+    from trellis.train.choices import as_it_began, choose
     from trellis.train.compilation import use_persistent_cache
     from trellis.train.devices import find_devices
     from trellis.train.distributed import initialize, is_first
@@ -43,6 +44,8 @@ def execute(args: argparse.Namespace) -> int:
     use_persistent_cache()
     initialize(coordinator=several.coordinator, processes=several.processes, process=several.process)
     resumed = Path(args.recipe) if (Path(args.recipe) / "run.yaml").is_file() else None
+    if args.run_dir or resumed:
+        run = as_it_began(run, Path(args.run_dir or resumed))
     devices = find_devices(run)  # the first look at the devices, which fixes how many a CPU has
     if args.run_dir is None and resumed is None and jax.process_count() > 1:
         raise UserError(
@@ -63,6 +66,9 @@ def execute(args: argparse.Namespace) -> int:
         raise UserError("A run pauses after some steps, or none.", seen=args.until, where="--until", fix=fix)
     folder = Path(args.run_dir) if args.run_dir else resumed or new_folder(run)
     with alone(folder) if is_first() else contextlib.nullcontext():
+        if not has_begun(folder):
+            run = choose(run, devices, tell=lambda text: print(text, flush=True))
+            devices = devices[: run.devices or len(devices)]
         claim(folder, run, write=is_first())
         try:
             code = train_run(run, folder, devices, until=args.until)
@@ -98,31 +104,38 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     from trellis.inspect import collectives, compiled_memory
     from trellis.inspect.graph import step_svg
     from trellis.inspect.ledger import ledger_of
+    from trellis.inspect.memory import memory_of
     from trellis.models.generate import Sampling, sample
+    from trellis.run.lengths import as_of_phase
     from trellis.train.assemble import assemble
     from trellis.train.checks import check_guard, check_marks, check_state, check_step
     from trellis.train.corpus import open_corpus
     from trellis.train.distributed import is_first
     from trellis.train.evaluation import Evaluator
-    from trellis.train.flops import work_of
+    from trellis.train.flops import costs, work_of
     from trellis.train.loop import Feed, train
     from trellis.train.pace import expected_pace, keep_pace, tried_pace, worth_a_trial
     from trellis.train.restoring import model_in_use
     from trellis.train.state import TrainState
     from trellis.train.structure import StructureCheck
-    from trellis.train.summary import describe, ledger_sums, sections, step_program
+    from trellis.train.summary import describe, ledger_sums, lengths, sections, step_program
 
     assembled = assemble(run, devices)
     check_state(assembled)
     corpus = open_corpus(run, progress=is_first())
-    program = step_program(assembled)
-    check_marks(run.remat, program)
-    ledger = ledger_of(program)
-    found = sections(assembled, program, ledger, corpus.num_tokens)
-    check_step(found["memory"], assembled)
-    check_guard(found["memory"], assembled)
+    programs = {}
+    for step, made in assembled.phases().items():
+        with as_of_phase(step):
+            programs[step] = step_program(made)
+            check_marks(run.remat, programs[step])
+            memory = memory_of(programs[step]).per_kind()
+            check_step(memory, made)
+            check_guard(memory, made)
+    ledgers = {step: ledger_of(program) for step, program in programs.items()}
+    ledger = ledgers[0]
+    found = sections(assembled, programs[0], ledger, corpus.num_tokens) | {"lengths": lengths(assembled, programs)}
     if is_first():
-        _write_ledger(folder, ledger, assembled)
+        _write_ledger(folder, ledgers, assembled)
         write_sections(folder, found)
         print(f"{describe(found)}\nfolder   {folder}", flush=True)
 
@@ -131,9 +144,17 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         return sample(model_in_use(assembled, state), corpus.tokenizer, "", new_tokens=_SAMPLE_TOKENS, sampling=how)[0]
 
     sharding = assembled.batch_sharding
+    evaluators = {
+        step: Evaluator(open_corpus(made.run).validation if step else corpus.validation, made.options, sharding)
+        for step, made in assembled.phases().items()
+    }
+
+    def evaluated(state: TrainState, made: int) -> dict[str, jax.Array]:
+        return [evaluate for start, evaluate in evaluators.items() if start < made][-1](state)
+
     feed = Feed(
         batches=lambda start: Loader(corpus.batches, sharding, start_step=start),
-        evaluate=Evaluator(corpus.validation, assembled.options, sharding) if corpus.validation else None,
+        evaluate=evaluated if corpus.validation else None,
         sample=None if corpus.tokenizer is None else sampled,
     )
     work, check = work_of(assembled), StructureCheck(assembled, ledger, folder)
@@ -145,14 +166,15 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         told = {"compiled": check, "first_collective": _first(ledger)}
         outcome = train(assembled, feed, folder, until=until, work=work, pace=pace, **told)
     if is_first() and outcome.token_seconds is not None:
-        keep_pace(assembled, work, outcome.token_seconds)
+        last = assembled.at(outcome.step - 1)
+        keep_pace(last, dataclasses.replace(work, **costs(last)), outcome.token_seconds)
     if is_first() and outcome.programs:
         compiled = outcome.programs[-1]
         found["compiled"] = dataclasses.asdict(compiled_memory(compiled))
         found["structure"] = check.found
         if ledger.auto:  # the types did not say what moves, but the compiled program does
             ledger = collectives(compiled, assembled.layout.mesh)
-            _write_ledger(folder, ledger, assembled)
+            _write_ledger(folder, {0: ledger}, assembled)
             found["ledger"] = ledger_sums(ledger)
         write_sections(folder, found)
         if run.profile is not None:
@@ -161,11 +183,13 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     return outcome.exit_code
 
 
-def _write_ledger(folder: Path, ledger: "Ledger", assembled: "Assembled") -> None:
-    """`ledger.txt`: what moves in a step, and below it what moves to compare copies."""
+def _write_ledger(folder: Path, ledgers: Mapping[int, "Ledger"], assembled: "Assembled") -> None:
+    """`ledger.txt`: what moves in a step, of each length of sequences, and below it what moves to compare copies."""
     from trellis.train.guard import Guard
 
-    text, every = f"{ledger}\n", assembled.run.guard.every
+    titles = {step: f"from step {step + 1} on\n\n" if len(ledgers) > 1 else "" for step in ledgers}
+    text = "\n".join(f"{titles[step]}{ledger}\n" for step, ledger in ledgers.items())
+    every = assembled.run.guard.every
     if every is not None:
         text += f"\nguard: after every {every} steps and before each checkpoint\n{Guard(assembled).ledger()}\n"
     (folder / "ledger.txt").write_text(text)

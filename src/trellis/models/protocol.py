@@ -91,11 +91,19 @@ class FamilyConfig(Protocol):
         """The model with fresh parameters, its vocabulary padded to a multiple."""
 
 
+def stacked(config: FamilyConfig) -> int:
+    """How many blocks a model's stack has, which the stages of a pipeline share: its layers, unless its family says
+    otherwise in `stacked`."""
+    return getattr(config, "stacked", config.layers)
+
+
 class LanguageModel(Protocol):
     """A model: tokens to hidden states, which the loss multiplies by the unembedding.
 
     Attributes:
         config: what defines it.
+        first_layers: blocks of another kind before the others, as a stack under a name of its own; None without.
+            `layer(x, *shared, attention=...)` is the stream after one of them.
         layers: its blocks. `layer(x, *each, *shared, attention=...)` is the stream after one of them.
         norm: of the stream after the last of them.
         unembedding: `"vocab embed"`; rows from `config.vocab` on are padding.
@@ -104,6 +112,7 @@ class LanguageModel(Protocol):
     """
 
     config: FamilyConfig
+    first_layers: Stacked | None
     layers: Stacked
     norm: Callable[[NamedArray], NamedArray]
     unembedding: NamedArray

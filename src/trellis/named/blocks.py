@@ -10,6 +10,7 @@ Scales are rounded up, so that no number is clipped (Mishra et al., 2025, arXiv:
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trellis.named.array import NamedArray, is_named
+from trellis.named.rounding import at_random, drawn_for, exponent_of, power_of_two
 from trellis.notation import spec_of
 from trellis.notation.state import sharding_on, state_of
 
@@ -24,26 +26,22 @@ BLOCK = 32
 _ELEMENT, _SCALE = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=["dim"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blocks:
     """An array in blocks.
 
     Attributes:
         values: the numbers in eight bits, in the array's shape.
-        scales: a power of two for each block; along `dim` as many as there are blocks.
-        dim: the dimension along which blocks lie.
+        scales: a power of two for each block; along dimensions with blocks as many as there are of them.
     """
 
     values: Any
     scales: Any
-    dim: int
 
     def opened(self, dtype=jnp.float32) -> Any:
         """The array that it stands for."""
-        values, scales = (x.array if is_named(x) else x for x in (self.values, self.scales))
-        wide = _cut(values, self.dim, values.shape[self.dim] // scales.shape[self.dim]).astype(jnp.float32)
-        array = _whole(wide * jnp.expand_dims(scales.astype(jnp.float32), self.dim + 1), self.dim).astype(dtype)
+        array = opened(*(x.array if is_named(x) else x for x in (self.values, self.scales)), dtype)
         return self.values.with_array(array) if is_named(self.values) else array
 
 
@@ -54,6 +52,16 @@ def block_of(length: int) -> int:
     (32, 24, 20)
     """
     return max(n for n in range(1, min(BLOCK, length) + 1) if length % n == 0)
+
+
+def cut_by(array: jax.Array, dim: int) -> int:
+    """How many slices a dimension has where they would cut blocks; 0 where blocks are whole."""
+    state = state_of(array)
+    if state.mode != "explicit":
+        return 0
+    sizes = jax.typeof(array).sharding.mesh.shape
+    ways = math.prod(sizes[axis] for axis in state.axes[dim])
+    return ways if array.shape[dim] // block_of(array.shape[dim]) % ways else 0
 
 
 def in_blocks(x: Any, dim: int, *, key: jax.Array | None = None, squares: bool = False) -> Blocks:
@@ -69,72 +77,66 @@ def in_blocks(x: Any, dim: int, *, key: jax.Array | None = None, squares: bool =
             another array, other bits are drawn: a compiler draws once for both.
     """
     array = x.array if is_named(x) else x
-    block = block_of(array.shape[dim])
-    wide = _cut(array.astype(jnp.float32), dim, block)
+    values, scales = blocked(array, (dim,), key=key, squares=squares)
+    return (
+        Blocks(x.with_array(values), named_scales(scales, x.names, (dim,))) if is_named(x) else Blocks(values, scales)
+    )
+
+
+def named_scales(scales: jax.Array, names: tuple[str, ...], dims: tuple[int, ...]) -> NamedArray:
+    """Scales by name: `mlp_block` where blocks lie along `mlp`."""
+    return NamedArray(scales, tuple(f"{n}_block" if i in dims else n for i, n in enumerate(names)))
+
+
+def blocked(
+    array: jax.Array, dims: tuple[int, ...], *, key: jax.Array | None = None, squares: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """A plain array in blocks along dimensions, all of whose numbers share a scale: the values and the scales."""
+    wide = _cut(array.astype(jnp.float32), {dim: block_of(array.shape[dim]) for dim in dims})
+    within = tuple(dim + n + 1 for n, dim in enumerate(sorted(dims)))
     wide = jnp.sqrt(wide) if squares else wide
-    scales = _power_of_two(jnp.max(jnp.abs(wide), axis=dim + 1, keepdims=True))
+    scales = _scale_of(jnp.max(jnp.abs(wide), axis=within, keepdims=True))
     scaled = jnp.clip(wide / scales, -_limit(), _limit())
     if key is not None:
-        scaled = _at_random(scaled, key, squares)
-    values = _whole(scaled.astype(_ELEMENT), dim)
-    scales = jnp.squeeze(scales, dim + 1).astype(_SCALE)
-    if not is_named(x):
-        return Blocks(values, scales, dim)
-    names = (*x.names[:dim], f"{x.names[dim]}_block", *x.names[dim + 1 :])
-    return Blocks(x.with_array(values), NamedArray(scales, names), dim)
+        bits = drawn_for(scaled, key)
+        half = bits & 0xFFFF if squares else bits >> 16
+        scaled = at_random(scaled, _ELEMENT, half.astype(jnp.float32) / 2.0**16, squares=squares)
+    return _whole(scaled.astype(_ELEMENT), within), jnp.squeeze(scales, within).astype(_SCALE)
+
+
+def opened(values: jax.Array, scales: jax.Array, dtype=jnp.float32) -> jax.Array:
+    """The plain array that values and scales stand for."""
+    blocks = {d: n // m for d, (n, m) in enumerate(zip(values.shape, scales.shape, strict=True)) if n != m}
+    within = tuple(dim + n + 1 for n, dim in enumerate(blocks))
+    wide = _cut(values, blocks).astype(jnp.float32) * jnp.expand_dims(scales.astype(jnp.float32), within)
+    return _whole(wide, within).astype(dtype)
 
 
 def _limit() -> float:
     return float(jnp.finfo(_ELEMENT).max)
 
 
-def _power_of_two(largest: jax.Array) -> jax.Array:
+def _scale_of(largest: jax.Array) -> jax.Array:
     """The least power of two that brings numbers within the type's range; of zeros it is 1."""
-    exponent = jnp.clip(_exponent(largest / _limit(), up=True), -126, 127)
-    power = _exactly(jnp.where(largest > 0, exponent, 0))
+    exponent = jnp.clip(exponent_of(largest / _limit(), up=True), -126, 127)
+    power = power_of_two(jnp.where(largest > 0, exponent, 0))
     return jnp.where(jnp.isfinite(largest), power, jnp.nan)
 
 
-def _exponent(x: jax.Array, *, up: bool = False) -> jax.Array:
-    """The whole part of log2 of positive numbers, or that above, from their bits."""
-    bits = lax.bitcast_convert_type(x, jnp.int32) + (0x7FFFFF if up else 0)
-    return (bits >> 23) - 127
+def _cut(array: jax.Array, blocks: dict[int, int]) -> jax.Array:
+    """Dimensions as two each: blocks, and places in a block. Slices stay with the blocks."""
+    for dim in sorted(blocks, reverse=True):
+        shape = (*array.shape[:dim], array.shape[dim] // blocks[dim], blocks[dim], *array.shape[dim + 1 :])
+        array = _reshaped(array, shape, lambda axes, d=dim: (*axes[: d + 1], (), *axes[d + 1 :]))
+    return array
 
 
-def _exactly(exponent: jax.Array) -> jax.Array:
-    """Two to the power of whole numbers from -126 to 127, in float32: `exp2` is not exact everywhere."""
-    return lax.bitcast_convert_type((exponent + 127).astype(jnp.int32) << 23, jnp.float32)
-
-
-def _at_random(scaled: jax.Array, key: jax.Array, squares: bool) -> jax.Array:
-    """Each number to one of its two neighbours in the type, the nearer the likelier."""
-    info = jnp.finfo(_ELEMENT)
-    size = jnp.abs(scaled)
-    step = _exactly(jnp.maximum(_exponent(size), int(info.minexp)) - int(info.nmant))
-    below = jnp.floor(size / step) * step
-    share = (size - below) / step
-    if squares:
-        share *= (size + below) / (2 * below + step)
-    state = state_of(scaled)
-    sharding = sharding_on(scaled, spec_of(state.axes)) if state.mode == "explicit" else None
-    drawn = jax.random.bits(key, scaled.shape, jnp.uint32, out_sharding=sharding)
-    half = drawn & 0xFFFF if squares else drawn >> 16
-    rounded = jnp.where(half.astype(jnp.float32) < share * 2.0**16, below + step, below)
-    if squares:
-        rounded = jnp.where(size > 0, jnp.maximum(rounded, float(info.smallest_subnormal)), rounded)
-    return jnp.copysign(jnp.where(jnp.isfinite(size), rounded, size), scaled)
-
-
-def _cut(array: jax.Array, dim: int, block: int) -> jax.Array:
-    """A dimension as two: blocks, and places in a block. Slices stay with the blocks."""
-    shape = (*array.shape[:dim], array.shape[dim] // block, block, *array.shape[dim + 1 :])
-    return _reshaped(array, shape, lambda axes: (*axes[: dim + 1], (), *axes[dim + 1 :]))
-
-
-def _whole(array: jax.Array, dim: int) -> jax.Array:
-    """Undoes `_cut`."""
-    shape = (*array.shape[:dim], array.shape[dim] * array.shape[dim + 1], *array.shape[dim + 2 :])
-    return _reshaped(array, shape, lambda axes: (*axes[: dim + 1], *axes[dim + 2 :]))
+def _whole(array: jax.Array, within: tuple[int, ...]) -> jax.Array:
+    """Undoes `_cut`: merges dimensions of places with the blocks before them."""
+    for dim in sorted(within, reverse=True):
+        shape = (*array.shape[: dim - 1], array.shape[dim - 1] * array.shape[dim], *array.shape[dim + 1 :])
+        array = _reshaped(array, shape, lambda axes, d=dim: (*axes[:d], *axes[d + 1 :]))
+    return array
 
 
 def _reshaped(array: jax.Array, shape: tuple[int, ...], to) -> jax.Array:

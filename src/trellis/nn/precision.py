@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from trellis.errors import UserError
 from trellis.frozen import FrozenMap
 from trellis.named import Narrow, is_named
 from trellis.nn.parameters import Parameter, Role, parameters
@@ -31,7 +32,10 @@ class Precision:
 
     params: DType = "float32"
     """Parameters and optimizer state. Choose bfloat16 where parameters and optimizer do not fit otherwise; small
-    updates are then lost."""
+    updates are then lost, but for updates=random."""
+    updates: Literal["nearest", "random"] = "nearest"
+    """How updated parameters are rounded to a type below float32: to the nearest number, or to one of two at random,
+    right in the mean. Choose random with params=bfloat16, so that small updates add up."""
     compute: DType = "bfloat16"
     """Activations, and parameters in use. Choose float32 on CPUs without bfloat16 products, and to see whether rounding
     is at fault."""
@@ -39,9 +43,10 @@ class Precision:
     """Computed in another type: a part of a parameter's name, and the type, as in norm: float32. Name parts that are
     sensitive, such as a router."""
 
-    products: Mapping[str, Literal["fp8", "int8"]] = dataclasses.field(default_factory=FrozenMap)
-    """Products in eight bits: a part of a weight's name, and fp8 or int8, as in mlp: int8. Choose it where the plan
-    says that it pays: on chips with units for it, and where gathered weights are what a step waits for."""
+    products: Mapping[str, Literal["fp8", "int8", "mxfp8"]] = dataclasses.field(default_factory=FrozenMap)
+    """Products in eight bits: a part of a weight's name, and fp8, int8 or mxfp8 (e4m3 with a scale for each 32 by
+    32 numbers), as in mlp: int8. Choose it where the plan says that it pays: on chips with units for it, and where
+    gathered weights are what a step waits for."""
 
     moments: Mapping[str, Literal["mxfp8"]] = dataclasses.field(default_factory=FrozenMap)
     """What the optimizer keeps of weights and tables, in eight bits: a part of a parameter's name, and mxfp8, e4m3 in
@@ -51,6 +56,22 @@ class Precision:
         object.__setattr__(self, "moments", FrozenMap(self.moments))
         object.__setattr__(self, "exceptions", FrozenMap(self.exceptions))
         object.__setattr__(self, "products", FrozenMap(self.products))
+        if self.updates == "random" and self.params == "float32":
+            raise UserError(
+                "Updates are rounded where parameters are kept in a type below float32.",
+                seen="updates=random, params=float32",
+                where="updates",
+                fix="use params=bfloat16 too, or updates=nearest",
+            )
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether some numbers are of a type with a small range."""
+        return bool(self.products or self.moments) or "float16" in (
+            self.params,
+            self.compute,
+            *self.exceptions.values(),
+        )
 
     def at_rest(self, model: Any) -> Any:
         """The parameters, named arrays anywhere in a tree, in the type that they are kept in."""
@@ -60,7 +81,7 @@ class Precision:
         """The parameters in the types that they are used in; weights of narrow products are marked (`tr.Narrow`)."""
         return self._marked(_cast(model, self.compute, self.exceptions))
 
-    def product_of(self, parameter: Parameter) -> Literal["fp8", "int8"] | None:
+    def product_of(self, parameter: Parameter) -> Literal["fp8", "int8", "mxfp8"] | None:
         """The kind of a parameter's products, where they are narrow: those of weights, by the first part that fits."""
         if parameter.role != Role.WEIGHT:
             return None

@@ -7,14 +7,15 @@ from trellis.hardware.chips import Target
 from trellis.inspect.timeline import FRAGMENTATION
 from trellis.plan.links import Links, links_of
 from trellis.run.config import Run
+from trellis.train.flops import attention_width, keys_seen
 
 # Bytes kept for each token and layer, in units of the residual stream's width, by checkpoint policy: the block's
 # input; and what the named saves, the products, or everything add per width of mlp and of heads.
 _KEEP = {"full": (1, 0, 0), "saved": (2, 2, 2), "offload": (1, 0, 0), "dots": (3, 2, 2), "none": (8, 5, 4)}
 # Share of the forward pass that is computed again.
 _AGAIN = {"full": 1.0, "offload": 1.0, "saved": 0.35, "dots": 0.15, "none": 0.0}
-# The same for `saved` with some names only.
-_SOME = {False: ((1, 0, 1), 0.9), True: ((1, 0, 2), 0.75)}  # of attention: its result; its operands too
+# The same for `saved` with so many names only: attention's result; its operands too; and one of the mlp's products.
+_SOME = {1: ((1, 0, 1), 0.9), 4: ((1, 0, 2), 0.75), 5: ((1, 1, 2), 0.55)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,11 +41,15 @@ def parameters(run: Run) -> tuple[float, float, float, float]:
     mlp = getattr(m, "mlp", 4 * embed)
     gated = 3 if hasattr(m, "kv_heads") else 2
     attention, dense = embed * head_dim * (2 * heads + 2 * kv), gated * embed * mlp
+    attention = getattr(m, "attention_weights", attention)
     tables = m.vocab * embed * (1 if getattr(m, "tie_embeddings", True) else 2)
     experts = getattr(m, "experts", 0)
     if not experts:
         return float((attention + dense) * layers), 0.0, float(tables), float(attention + dense)
-    return float(attention * layers), float(dense * experts * layers), float(tables), float(attention + dense * experts)
+    shared = gated * embed * (getattr(m, "shared_mlp", None) or 0)
+    apart = getattr(m, "dense_layers", 0)  # without experts
+    blocks = attention * layers + shared * (layers - apart) + gated * embed * getattr(m, "dense_mlp", 0) * apart
+    return float(blocks), float(dense * experts * (layers - apart)), float(tables), float(attention + dense * experts)
 
 
 def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
@@ -67,10 +72,10 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     tokens = max(b.size for b in run.batch_sizes()) * run.data.sequence_length
     local = tokens / (devices / model)  # of the batch and positions of one group
     keep, again = _KEEP[run.remat.policy], _AGAIN[run.remat.policy]
-    if run.remat.names and run.remat.policy == "saved" and not any("mlp" in name for name in run.remat.names):
-        keep, again = _SOME[len(run.remat.names) > 1]
+    if run.remat.policy == "saved" and len(run.remat.names) in _SOME:
+        keep, again = _SOME[len(run.remat.names)]
     length = run.data.sequence_length
-    attention = 6.0 * m.layers * m.heads * getattr(m, "head_dim", m.embed // m.heads) * length * tokens
+    attention = 6.0 * attention_width(m) * keys_seen(m, length) * tokens
     flops = (6 + 2 * again) * (active + tables / 2) * tokens / devices
     narrow = max(1.0, 128 / (getattr(m, "mlp", 4 * m.embed) / model))
     # A kernel's backward pass makes scores again: once on GPUs, for queries and for keys on TPUs. Named results stay.

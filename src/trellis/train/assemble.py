@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from trellis.data.batch import Batch
 from trellis.errors import UserError, did_you_mean
+from trellis.frozen import FrozenMap
 from trellis.mesh import Layout
 from trellis.mesh.platform import rehearses
 from trellis.models import ModelConfig
@@ -23,6 +24,7 @@ from trellis.optim import learning_rates, make_optimizer
 from trellis.optim.narrow import narrow_parts
 from trellis.run.config import Remat, Run
 from trellis.run.layouts import make_layout
+from trellis.run.lengths import as_of_phase
 from trellis.train.compilation import options_for
 from trellis.train.state import TrainState, abstract_state, new_state
 from trellis.train.step import StepOptions, make_step
@@ -43,6 +45,8 @@ class Assembled:
         init: makes the first state.
         abstract: the state as `jax.ShapeDtypeStruct`s with shardings.
         step: the step under `jax.jit`, its state donated; call and lower it inside `with layout:`.
+        later: what the run comes to once sequences have another length, by the first step of each length. The
+            attributes above are those of the first.
     """
 
     run: Run
@@ -52,6 +56,19 @@ class Assembled:
     init: Callable[[], TrainState]
     abstract: TrainState
     step: Any
+    later: Mapping[int, "Assembled"] = FrozenMap()
+
+    def at(self, step: int) -> "Assembled":
+        """What makes the step of this index."""
+        return [self, *(self.later[start] for start in sorted(self.later) if start <= step)][-1]
+
+    def phases(self) -> dict[int, "Assembled"]:
+        """What makes the steps from each of these indices on, in order."""
+        return {0: self, **{start: self.later[start] for start in sorted(self.later)}}
+
+    def takes(self, state: TrainState) -> TrainState:
+        """A state of the run, whose arrays are the same for every length, as that of the model for this one."""
+        return jax.tree.unflatten(jax.tree.structure(self.abstract), jax.tree.leaves(state))
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -66,8 +83,9 @@ class Assembled:
 
     def abstract_batch(self, step: int = 0) -> Batch:
         """The batch of a step as `jax.ShapeDtypeStruct`s with shardings."""
-        size = [entry.size for entry in self.run.batch_sizes() if entry.step <= step][-1]
-        shape = (size, self.run.data.sequence_length)
+        run = self.run.at(step)
+        size = [entry.size for entry in run.batch_sizes() if entry.step <= step][-1]
+        shape = (size, run.data.sequence_length)
 
         ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
         mask = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.batch_sharding)
@@ -89,6 +107,18 @@ def assemble(
     Raises:
         UserError: the mesh does not fit the devices, or the batch or a width does not divide.
     """
+    if not run.lengths:
+        return _assemble(run, devices, padding, chunk_bytes)
+    made = {}
+    for phase in run.phases():
+        with as_of_phase(phase.start):
+            made[phase.start] = _assemble(phase.run, devices, padding, chunk_bytes)
+    first = made.pop(0)
+    return dataclasses.replace(first, run=run, later=FrozenMap(made))
+
+
+def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes: int | None) -> Assembled:
+    """The same for a run of one length."""
     layout = make_layout(run.mesh, run.layout, devices, model_axes(run.model))
     _check_batch(run, layout)
     _check_widths(run, layout)
@@ -118,8 +148,10 @@ def assemble(
             policy=keep_of(run.remat),
             z_loss=run.z_loss,
             ema=run.ema,
+            tuned=run.cpu.tuned,
             chunk_bytes=chunk_bytes,
             skip_nonfinite=run.skip_nonfinite > 0,
+            names_tensors=run.precision.is_narrow,
         )
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
         make = lambda: new_state(make_model, optimizer, run.seed, average=run.ema is not None)
@@ -167,12 +199,13 @@ def _check_batch(run: Run, layout: Layout) -> None:
 
 
 def _check_widths(run: Run, layout: Layout) -> None:
-    """Refuses mesh axes that do not divide what they slice of a parameter. A vocabulary is padded so that they do."""
+    """Refuses mesh axes that do not divide what they slice of a parameter. A vocabulary is padded so that they do, and
+    stages have layers less than others."""
     for parameter in _declared(run.model):
         for which in ("params", "compute"):
             slices = zip(parameter.leaf.shape.items(), layout.assign(parameter.names, which), strict=True)
             for (name, length), axes in slices:
-                if name != "vocab":
+                if name != "vocab" and (name, which) != ("layers", "compute"):
                     parts = {axis: layout.mesh.shape[axis] for axis in axes}
                     _check_divides("Mesh axes divide what they slice.", f"model.{name}", length, parts)
 
@@ -264,7 +297,7 @@ def fast_microbatches(run: Run, layout: Layout, model: Any) -> int:
     """
     ways = lambda name: math.prod(layout.mesh.shape[axis] for axis in layout.assign((name,))[0])
     on_cpu = layout.mesh.devices.flat[0].platform == "cpu" and not rehearses(layout.mesh)
-    if not on_cpu or ways("layers") > 1 or model.looks_ahead:
+    if not on_cpu or run.mesh.stage != 1 or model.looks_ahead:
         return 1
     rows = math.gcd(*(entry.size for entry in run.batch_sizes())) // ways("batch")
     wanted = rows * run.data.sequence_length * jnp.dtype(run.precision.compute).itemsize / _PART_BYTES

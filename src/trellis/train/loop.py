@@ -1,6 +1,7 @@
 """The training loop: effects only. What a step computes is the step's affair."""
 
 import contextlib
+import dataclasses
 import math
 import statistics
 import time
@@ -20,8 +21,10 @@ from trellis.train.assemble import Assembled
 from trellis.train.compilation import CompiledStep
 from trellis.train.distributed import is_first
 from trellis.train.drain import Drain, Record
+from trellis.train.flops import costs
 from trellis.train.guard import Guard
 from trellis.train.metrics import Meter, Work
+from trellis.train.out_of_range import named_tensor
 from trellis.train.pace import Pace, tokens_of
 from trellis.train.profile import Profiler
 from trellis.train.progress import Progress
@@ -47,12 +50,13 @@ class Feed:
     Attributes:
         batches: `batches(n)` yields `(n, batch), (n + 1, batch), ...`, and has a `close`, as generators and loaders do.
             The batch of a step depends on nothing else.
-        evaluate: from a state to scalar arrays, on the device still, `validation_loss` among them.
+        evaluate: from a state, and how many steps were made, to scalar arrays on the device still, `validation_loss`
+            among them.
         sample: from a state to a text.
     """
 
     batches: Callable[[int], Any]
-    evaluate: Callable[[Any], dict[str, jax.Array]] | None = None
+    evaluate: Callable[[Any, int], dict[str, jax.Array]] | None = None
     sample: Callable[[Any], str] | None = None
 
 
@@ -65,8 +69,9 @@ class Outcome:
         step: how many steps were made, those before a resume counted in.
         exit_code: 0, or 128 and a signal's number: a checkpoint was written.
         lines: the lines of metrics that this process logged.
-        programs: the compiled step.
-        token_seconds: the median time of a step by its tokens, without the first ones; None after too few.
+        programs: the compiled steps, one for each shape of a batch.
+        token_seconds: the median time of a step by its tokens, of the last length of sequences and without the first
+            ones; None after too few.
     """
 
     state: Any
@@ -97,7 +102,7 @@ def train(
         folder: the run's folder. It gets `metrics.jsonl`, `timeline.jsonl`, `checkpoints/`, and `samples.jsonl` and
             `profile/` where asked; a `run.yaml` in it is copied into each checkpoint.
         until: pause after this step, with a checkpoint; None goes on to the end.
-        work: what a token costs, for MFU.
+        work: what a token costs in the first of the run's lengths of sequences, for MFU.
         pace: how fast steps are expected to be, which is told before the first.
         progress: where progress is shown; the default is stderr.
         compiled: from a program that was compiled, and the number of steps before it, to what is to be told of it.
@@ -148,26 +153,27 @@ class _Loop:
         self._saved, self._signals, self._compiled, self._pace = saved, signals, compiled, pace
         self._stop = self._run.steps if until is None else min(self._run.steps, until)
         self._not_finite = self._made = 0
+        self._first = ""
         self._newest: Any = None
         self._unchecked: deque[Record] = deque()
         self._paces: deque[float] = deque(maxlen=_REMEMBERED)
         self._lines: list[dict] = []
         self._trackers: list[Tracker] = []
-        self._guard = Guard(assembled)
+        self._programs: list[Any] = []
+        self._drain: Drain | None = None
         self._timeline = Timeline(folder / "timeline.jsonl" if is_first() else None)
 
     def go(self, work: Work | None, progress: Progress | None, first_collective: str | None) -> Outcome:
         assembled, run = self._assembled, self._run
         restored = self._saved.restore(assembled.abstract, resizable={"vocab": run.model.vocab})
         start, tokens = (0, 0) if restored is None else (restored.step, restored.data["tokens"])
-        state = assembled.init() if restored is None else restored.state
+        state = assembled.init() if restored is None else assembled.at(start - 1).takes(restored.state)
         del restored  # the step is about to donate its arrays
         self._progress = progress or Progress(run.steps)
         self._note(f"resuming after step {start}, from {self._saved.path(start)}" if start else "")
         self._timeline.add("resumed" if start else "started", start)
         self._foretell(start)
         self._meter = Meter(tokens=tokens, work=work)
-        step = CompiledStep(assembled.step, assembled.compiler_options)
         try:
             with contextlib.ExitStack() as self._open:
                 self._open.callback(self._progress.close)
@@ -179,13 +185,11 @@ class _Loop:
                     noted=lambda event, why: self._timeline.add(event, None, why=why),
                 )
                 self._open.callback(self._watch.close)
-                self._drain = Drain(max_ahead=_AHEAD, finished=self._watch.finished)
-                self._open.callback(self._drain.close)
                 if is_first():
                     self._trackers = open_trackers(run.logging.trackers, self._folder, step=start, config=plain(run))
                 for tracker in self._trackers:
                     self._open.callback(tracker.close)
-                state, made, exit_code = self._steps(step, state, start)
+                state, made, exit_code = self._steps(state, start)
                 self._watch.close()
                 if made >= run.steps:
                     self._sample(state, made)
@@ -198,11 +202,27 @@ class _Loop:
             step=made,
             exit_code=exit_code,
             lines=self._lines,
-            programs=step.programs,
+            programs=self._programs,
             token_seconds=self._measured(),
         )
 
-    def _steps(self, step: CompiledStep, state: Any, start: int) -> tuple[Any, int, int]:
+    def _enter(self, phase: Assembled, state: Any, index: int) -> tuple[CompiledStep, Any]:
+        """The step for sequences of a length, and the state for it. What is measured of steps is measured anew."""
+        if self._drain is not None:
+            self._handle(self._drain.flush(), certain=index)
+            size, length = phase.abstract_batch(index).tokens.shape
+            self._note(f"from step {index + 1} on, sequences of {length:,} tokens, {size:,} in a step")
+            self._timeline.add("length", index, sequence_length=length, batch_size=size)
+            self._pace, self._made = None, 0
+        if phase is not self._assembled and self._meter.work is not None:
+            self._meter.work = dataclasses.replace(self._meter.work, **costs(phase))
+        self._watch.forget()
+        self._drain = Drain(max_ahead=_AHEAD, finished=self._watch.finished)
+        self._open.callback(self._drain.close)
+        self._guard = Guard(phase)
+        return CompiledStep(phase.step, phase.compiler_options), phase.takes(state)
+
+    def _steps(self, state: Any, start: int) -> tuple[Any, int, int]:
         """From `start` to the end: the state, how many steps were made, and the exit code."""
         run, made = self._run, start
         profile = Profiler(self._folder / "profile", run.profile if is_first() else None)
@@ -212,11 +232,15 @@ class _Loop:
                 self._saved.wait()
             return state, start, 0
         batches = self._open.enter_context(contextlib.closing(self._feed.batches(start)))
-        asked = time.perf_counter()
+        asked, phase, step = time.perf_counter(), None, None
         for index, batch in batches:
             waited = (asked, time.perf_counter())
             made = index + 1
             profile.before(index)
+            if phase is not self._assembled.at(index):
+                phase = self._assembled.at(index)
+                with self._watch.excused("goes on to another length of sequences"):
+                    step, state = self._enter(phase, state, index)
             compiled = len(step.programs)
             self._watch.doing(f"hands over step {made}")
             with contextlib.nullcontext() if step.is_compiled(batch) else self._watch.excused("compiles the step"):
@@ -227,6 +251,7 @@ class _Loop:
                 seconds = time.perf_counter() - waited[1]
                 self._note(f"compiled the step in {duration(seconds)}")
                 self._timeline.add("compiled", index, seconds=seconds)
+                self._programs.append(step.programs[-1])
                 if self._compiled is not None and is_first():
                     with self._watch.excused("reads the compiled step"):
                         self._note(self._compiled(step.programs[-1], index))
@@ -240,8 +265,12 @@ class _Loop:
                 self._drain.add(compared)
             if self._feed.evaluate is not None and (made >= run.steps or _due(made, run.evaluation.every)):
                 with self._watch.excused(f"evaluates after step {made}"):
-                    self._drain.add(self._feed.evaluate(state))
+                    self._drain.add(self._feed.evaluate(state, made))
                 self._timeline.add("evaluation", made)
+                if run.evaluation.sample and not last:
+                    with self._watch.excused(f"samples after step {made}"):
+                        self._sample(state, made)
+                    self._drain.add({})  # the next step's time begins now
             self._handle(self._drain.poll(), certain=made - _AHEAD - 1)
             if save:
                 # What is saved is known to be good: every loss up to it was looked at, and its copies compared.
@@ -275,6 +304,8 @@ class _Loop:
         """
         for record in records:
             self._meter.add(record, int(record.values.pop("tokens")))
+            if "out_of_range" in record.values:
+                record.first = named_tensor(self._assembled.abstract.model, record.values.pop("out_of_range"))
             self._learn(record)
             self._unchecked.append(record)
             evaluated = "validation_loss" in record.values
@@ -293,15 +324,17 @@ class _Loop:
 
     def _foretell(self, start: int) -> None:
         """Says how long the run takes from a step on, where that is long enough to be worth a line."""
-        rule, left = self._run.evaluation, range(start + 1, self._stop + 1)
+        stop = min([self._stop, *(first for first in self._assembled.later if first > start)])
+        rule, left = self._run.evaluation, range(start + 1, stop + 1)
         if self._pace is None or not left:
             return
         evaluated = self._feed.evaluate is not None and rule.batches is not None
         times = sum(_due(step, rule.every) or step == self._run.steps for step in left) if evaluated else 0
         batches = times * (rule.batches or 0)
-        if self._pace.seconds(self._run, start, self._stop, batches) >= _WORTH_TELLING:
-            told = self._pace.tell(self._run, start, self._stop, evaluations=times, validation_batches=batches)
-            self._note(f"takes    {told}")
+        if self._pace.seconds(self._run, start, stop, batches) >= _WORTH_TELLING:
+            told = self._pace.tell(self._run, start, stop, evaluations=times, validation_batches=batches)
+            more = f"; from step {stop + 1} on sequences are longer" if stop < self._stop else ""
+            self._note(f"takes    {told}{more}")
 
     def _settle(self) -> None:
         """Waits for the steps that the devices were given."""
@@ -327,11 +360,13 @@ class _Loop:
         self._guard.check(record.arrays, record.step, lambda: _last_good(self._saved, others_live=True))
         loss, norm = record.values["loss"], record.values.get("grad_norm", 0.0)
         self._not_finite = 0 if math.isfinite(loss) and math.isfinite(norm) else self._not_finite + 1
+        if self._not_finite == 1 and record.first:
+            self._first = f"; the first that was not finite: {record.first}, at step {record.step}"
         if self._not_finite > self._run.skip_nonfinite:
             raise LossNotFinite(
                 "A run goes on while its loss and its gradient are finite.",
                 seen=f"loss {loss}, gradient norm {norm} at step {record.step}, {self._not_finite} in a row "
-                f"(allowed: {self._run.skip_nonfinite})",
+                f"(allowed: {self._run.skip_nonfinite}){self._first}",
                 where=_last_good(self._saved, others_live=True),
                 fix="go on with a larger --skip_nonfinite, which leaves such steps out, or start a new run with a "
                 "lower learning rate or clip_norm",

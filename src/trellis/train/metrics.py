@@ -48,10 +48,11 @@ class Meter:
 
     Args:
         tokens: how many tokens the run had seen before the first record.
-        work: what a token costs; None leaves `mfu` empty.
+        work: what a token costs; None leaves `mfu` empty. It may change between lines: rates are then those of the
+            steps since.
     """
 
-    def __init__(self, *, tokens: int, work: Work | None):
+    def __init__(self, *, tokens: int, work: Work | None = None):
         self.tokens = tokens
         self._work = work
         self._steps: deque[tuple[int, float, float]] = deque()  # tokens, seconds, seconds without a batch
@@ -62,6 +63,17 @@ class Meter:
         self.tokens += tokens
         self._steps.append((tokens, record.seconds, record.data_wait))
         self._new += 1
+
+    @property
+    def work(self) -> Work | None:
+        """What a token costs."""
+        return self._work
+
+    @work.setter
+    def work(self, work: Work | None) -> None:
+        self._work = work
+        self._steps.clear()
+        self._new = 0
 
     def line(self, record: Record) -> dict[str, float | int | None]:
         """The line of the step that was added last. A value that is no finite number becomes None.

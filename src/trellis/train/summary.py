@@ -73,8 +73,9 @@ def num_parameters(assembled: Assembled) -> int:
 
 def step_program(assembled: Assembled, step: int = 0) -> Program:
     """A step, traced, which JAX then need not do again: what its ledger and its memory are read from."""
-    with assembled.layout:
-        return trace(assembled.step, assembled.abstract, assembled.abstract_batch(step))
+    made = assembled.at(step)
+    with made.layout:
+        return trace(made.step, made.abstract, made.abstract_batch(step))
 
 
 def sections(assembled: Assembled, program: Program, ledger: Ledger, tokens: int | None) -> dict[str, Any]:
@@ -115,6 +116,21 @@ def ledger_sums(ledger: Ledger) -> dict[str, Any]:
     }
 
 
+def lengths(assembled: Assembled, programs: Mapping[int, Program]) -> list[dict[str, int]]:
+    """Of each phase of a run whose sequences become longer: its first step, its sequences, and a device's memory.
+
+    Args:
+        assembled: the run.
+        programs: the step of each phase, by its first step.
+    """
+    found = []
+    for step, made in assembled.phases().items():
+        size, length = made.abstract_batch(step).tokens.shape
+        held = sum(memory_of(programs[step]).per_kind().values())
+        found.append({"step": step, "length": length, "batch_size": size, "memory": held})
+    return found if assembled.later else []
+
+
 def describe(found: Mapping[str, Any]) -> str:
     """What a run is about to do, in a few lines.
 
@@ -139,6 +155,11 @@ def describe(found: Mapping[str, Any]) -> str:
         "memory": f"{size(sum(found['memory'].values()))} on each device: {memory}",
         "moves": moves,
     }
+    if found.get("lengths"):
+        lines["lengths"] = ", then ".join(
+            f"{p['batch_size']:,} x {p['length']:,} tokens from step {p['step'] + 1} on ({size(p['memory'])})"
+            for p in found["lengths"]
+        )
     return "\n".join(f"{name:<8} {line}" for name, line in lines.items())
 
 

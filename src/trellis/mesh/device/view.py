@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from trellis._compat import scan_counts, within_equation
+from trellis._compat import bind, scan_counts, within_equation
 from trellis.errors import TrellisError
 from trellis.mesh.device import rules
 from trellis.mesh.device.moves import moved
@@ -154,7 +154,7 @@ def _bound(equation: JaxprEqn, args: list) -> list:
     params = rules.without_sharding(equation.primitive.get_bind_params(equation.params))
     if "out_avals" in params:  # a kernel's, which say on which mesh they are
         params["out_avals"] = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in params["out_avals"])
-    out = equation.primitive.bind(*args, **params)
+    out = bind(equation.primitive, args, params)
     return list(out) if equation.primitive.multiple_results else [out]
 
 

@@ -91,8 +91,9 @@ class GatedMlp(eqx.Module):
     down: Weight
 
     @staticmethod
-    def init(config, *, key) -> "GatedMlp":
-        embed, mlp = Axis("embed", config.embed), Axis("mlp", config.mlp)
+    def init(config, *, key, width: int | None = None) -> "GatedMlp":
+        """The block, as wide as the configuration says where no other width is given."""
+        embed, mlp = Axis("embed", config.embed), Axis("mlp", width or config.mlp)
         keys = jax.random.split(key, 3)
         return GatedMlp(
             gate=weight(keys[0], (embed, mlp), over="embed"),
@@ -138,13 +139,14 @@ class Llama(eqx.Module):
     norm: RMSNorm
     head: Weight | None
     config: LlamaConfig = eqx.field(static=True)
-    unembedding_bias = None
+    unembedding_bias = first_layers = None
     looks_ahead = False
 
     @staticmethod
-    def init(config, *, key, vocab_multiple: int = 1, block=Block.init) -> "Llama":
+    def init(config, *, key, vocab_multiple: int = 1, block=Block.init, each: int = 1) -> "Llama":
+        """The model of such blocks, each of which is so many layers."""
         vocab = Axis("vocab", -(-config.vocab // vocab_multiple) * vocab_multiple)
-        embed, layers = Axis("embed", config.embed), Axis("layers", config.layers)
+        embed, layers = Axis("embed", config.embed), Axis("layers", config.layers // each)
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         deviation = config.embed**-0.5
         return Llama(

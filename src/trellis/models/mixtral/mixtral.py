@@ -92,6 +92,10 @@ class Block(eqx.Module):
         out, routed = self.mlp.measured(self.mlp_norm(x), counted, shares)
         return x + out, routed
 
+    def balanced(self, load: NamedArray, rate: float) -> "Block":
+        """The block with its experts' biases moved towards an even load."""
+        return eqx.tree_at(lambda block: block.mlp.bias, self, shift(self.mlp.bias, load, rate))
+
 
 class Mixtral(eqx.Module):
     """The model: tokens to hidden states, as Llama, and what is measured of its routing."""
@@ -101,7 +105,7 @@ class Mixtral(eqx.Module):
     norm: RMSNorm
     head: Weight | None
     config: MixtralConfig = eqx.field(static=True)
-    unembedding_bias = None
+    unembedding_bias = first_layers = None
     unembedding = Llama.unembedding
     start = Llama.start
 
@@ -113,16 +117,20 @@ class Mixtral(eqx.Module):
     def __call__(
         self, tokens: NamedArray, *, segment_ids=None, positions=None, policy=None, key=None, counted=None, ahead=None
     ) -> Output:
-        """Tokens to hidden states, and the routing's measures: the load of each layer, of the rest the mean."""
-        x, _, (rope, segment_ids) = self.start(tokens, segment_ids, positions, key)
-        counted = ones(tokens.axes) if counted is None else counted
+        """Tokens to hidden states: see `LanguageModel`."""
+        x, _, shared = self.start(tokens, segment_ids, positions, key)
+        return self.routed(x, shared, ones(tokens.axes) if counted is None else counted, ahead, policy)
+
+    def routed(self, x: NamedArray, shared, counted: NamedArray, ahead, policy) -> Output:
+        """From the stream before the layers to hidden states, and the routing's measures: the load of each layer, of
+        the rest the mean."""
         each = () if ahead is None else (ahead / ahead.sum("routes"),)
         call = lambda layer, x, *rest: layer.measured(x, *(rest if each else (None, *rest)))
-        x, routed = self.layers.scan(x, rope, segment_ids, counted, each=each, call=call, policy=policy)
+        x, routed = self.layers.scan(x, *shared, counted, each=each, call=call, policy=policy)
         hidden, routing = self.norm(x), self.config.routing
         return Output(hidden, Routed(routed.load, jnp.mean(routed.balance), jnp.mean(routed.z), routing))
 
     def balanced(self, load: NamedArray) -> "Mixtral":
         """The model with each expert's bias moved towards an even load, of which `f32["layers routes"]` was one."""
-        bias = lambda model: model.layers.block.mlp.bias
-        return eqx.tree_at(bias, self, shift(bias(self), load, self.config.routing.bias_rate))
+        moved = self.layers.block.balanced(load, self.config.routing.bias_rate)
+        return eqx.tree_at(lambda model: model.layers.block, self, moved)

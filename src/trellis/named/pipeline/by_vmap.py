@@ -29,6 +29,7 @@ from trellis.named.axis import Axis, NamesError
 from trellis.named.contract import einsum
 from trellis.named.create import arange
 from trellis.named.elementwise import where
+from trellis.named.pipeline.parts import Parts, spread
 from trellis.named.placing import move, settle
 from trellis.named.reshape import broadcast_to, merge_axes, split_axis, transpose
 from trellis.named.scan import scan
@@ -45,21 +46,15 @@ def pipeline_axis(layers: Axis) -> str | None:
     """The mesh axis that the layout in force spreads these layers over in use, if it does.
 
     Raises:
-        NamesError: several axes, a size that does not divide the layers, or a mesh that is not in explicit mode.
+        NamesError: several axes, or a mesh that is not in explicit mode.
     """
     layout = current_layout()
-    axes = layout.assign((layers.name,))[0] if layout is not None else ()
+    axes = layout.even().assign((layers.name,))[0] if layout is not None else ()
     if layout is None or not axes:
         return None
     written = f"'{'/'.join((layers.name, *axes))}'"
     if len(axes) > 1:
         raise NamesError(f"a pipeline runs along one mesh axis, got {written}: choose one of them")
-    stages = layout.mesh.shape[axes[0]]
-    if layers.size % stages:
-        raise NamesError(
-            f"every stage of a pipeline has the same number of layers, got {layers.size} layers as {written} over "
-            f"{stages} stages: use a number of stages that divides {layers.size}"
-        )
     if mode_of(layout.mesh) != "explicit":
         raise NamesError(f"a pipeline needs a mesh in explicit mode, got {written} in auto mode: change the mode")
     return axes[0]
@@ -92,7 +87,8 @@ def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each
         axis: the mesh axis of the stages.
         x: a tree of arrays that have the name `batch`.
         args: what every layer gets; arrays that have the name `batch` travel with their microbatch.
-        block: the stacked layers; their gradients are added up over the ticks in float32.
+        block: the stacked layers, their name anywhere in an array; one without it is every layer's. Their gradients
+            are added up over the ticks in float32.
         each: a tree of arrays with the layers' name. Random keys among them get the microbatch folded in.
 
     Raises:
@@ -111,6 +107,7 @@ def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each
     travelling = [leaf for leaf, does in zip(leaves, travels, strict=True) if does]
     plan = _Plan.of(layers, axis, travelling[0].shape[BATCH])
     entering = [plan.cut(leaf) for leaf in travelling]
+    block = jax.tree.map(lambda p: _leading(p, layers), block, is_leaf=is_named)
     kinds = [p.dtype for p in flat(block)]
     copied, form = jax.tree.flatten(jax.tree.map(plan.spread, block, is_leaf=is_named), is_leaf=is_named)
     each = jax.tree.map(plan.by_stage, each, is_leaf=is_named)
@@ -132,9 +129,10 @@ def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each
         ready = [where(here == 0, new, old) for new, old in zip(entering, moved, strict=True)]
 
         def one_stage(here, ready, copied, each):
-            return map_as_it_is(lambda ready, copied: work(here, ready, copied, tick, each), COPIES)(ready, copied)
+            one_copy = lambda ready, copied: work(here, ready, copied, tick, each)
+            return map_as_it_is(one_copy, COPIES, plan.over)(ready, copied)
 
-        done = map_as_it_is(one_stage, layers.name)(here, ready, copied, each)
+        done = map_as_it_is(one_stage, layers.name, (axis,))(here, ready, copied, each)
         return done, done[:carried]
 
     with plan.around:
@@ -152,6 +150,7 @@ class _Plan:
     Attributes:
         layers: the name of all layers, within the pipeline that of the stages.
         axis: the mesh axis of the stages.
+        over: the mesh axes that slice the batch.
         stages, copies, microbatches: how many; there is a copy of the layers for each slice of the batch.
         outside: the layout around the pipeline.
         around: that of a tick, in which stages and copies are dimensions.
@@ -160,6 +159,7 @@ class _Plan:
 
     layers: str
     axis: str
+    over: tuple[str, ...]
     stages: int
     copies: int
     microbatches: int
@@ -169,14 +169,14 @@ class _Plan:
 
     @staticmethod
     def of(layers: Axis, axis: str, batch: int) -> "_Plan":
-        outside = current_layout()
+        outside = current_layout().even()
         stages = outside.mesh.shape[axis]
         (over,) = outside.without(axis).assign((BATCH,))
         copies = math.prod(outside.mesh.shape[a] for a in over)
         count = microbatches_of(outside, axis, batch)
-        inside = dataclasses.replace(outside.without(axis, *over), cut=(BATCH,), overlap=())
+        inside = dataclasses.replace(outside.without(axis).without(*over), cut=(BATCH,), overlap=())
         around = dataclasses.replace(inside, cut=()).with_compute({layers.name: axis, COPIES: over})
-        return _Plan(layers.name, axis, stages, copies, count, outside, around, inside)
+        return _Plan(layers.name, axis, over, stages, copies, count, outside, around, inside)
 
     def cut(self, x: NamedArray) -> NamedArray:
         """`"batch ..."` as what enters in each tick, `"tick copies batch ..."`, the last microbatch repeated.
@@ -233,7 +233,10 @@ class _Plan:
 
     def by_stage(self, p):
         """What each layer gets, `"layers ..."`, as `"layers in_stage ..."`, the first over the stages."""
-        return self.split(settle(p)) if is_named(p) else p
+        if not is_named(p):
+            return p
+        with self.outside:
+            return self.split(settle(p))
 
     def split(self, p: NamedArray) -> NamedArray:
         """`"layers ..."` as `"layers in_stage ..."`: the stages, and the layers of one."""
@@ -246,6 +249,33 @@ class _Plan:
         permute = lambda part: jax.lax.ppermute(part, self.axis, steps)
         with jax.named_scope(scope_name(f"{x.type} -> {x.type}")):
             return x.with_array(jax.shard_map(permute, in_specs=spec, out_specs=spec)(x.array))
+
+
+def _leading(p, layers: Axis):
+    """A parameter with the layers' name in front."""
+    if not is_named(p):
+        return p
+    if layers.name not in p.names:
+        return broadcast_to(p, {layers.name: layers.size, **p.shape})
+    return transpose(p, (layers.name, *(n for n in p.names if n != layers.name)))
+
+
+def made_alike(parts: Parts, layers: str, axis: str, call: Callable, block, each: tuple):
+    """Uneven parts as parts of one size: how a layer is called, the stacked layers, and what each layer gets.
+
+    What a part has more than its layers is computed and left out.
+    """
+    if not parts.uneven:
+        return call, block, each
+    deal = lambda x: spread(x, layers, axis, parts) if is_named(x) and layers in x.names else x
+
+    def real_only(layer, x, real, *rest):
+        made = call(layer, x, *rest)
+        return jax.tree.map(lambda new, old: where(real, new, old), made, x, is_leaf=is_named)
+
+    real = NamedArray(jnp.asarray(parts.real()), (layers,))
+    block, each = (jax.tree.map(deal, tree, is_leaf=is_named) for tree in (block, each))
+    return real_only, block, (real, *each)
 
 
 def _renamed(tree, layers: str):
