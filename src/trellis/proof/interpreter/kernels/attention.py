@@ -2,7 +2,6 @@
 
 import numpy as np
 
-
 # The score of a hidden key in kernels of attention.
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)
 
@@ -23,7 +22,7 @@ def scores_of(q: np.ndarray, k: np.ndarray, seen: np.ndarray, bias: np.ndarray |
 def forward(scores: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The output, `batch heads pos head_dim`, and the log of the sums of exponentials, `batch heads pos`.
 
-    Of a query that sees no key the output is zero and the log as small as kernels make it, not a NaN and minus infinity:
+    Of a query that sees no key the output is zero and the log as small as kernels make it, no NaN and no infinity:
     where tiles are added up such a query counts for nothing.
     """
     largest = scores.max(-1, keepdims=True)
