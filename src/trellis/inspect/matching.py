@@ -1,6 +1,7 @@
 """Rows of a ledger and the arrays that a compiled program moves, each matched with the others."""
 
 import dataclasses
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -149,6 +150,7 @@ class Stock:
             self.take(match, "", ((match.key, 1),))
         self.take_equal(matches)
         self.take_added(matches)
+        self.take_pairs(matches)
         self.take_stacked(matches, exactly=True)
         for way, recipes in WAYS.items():
             for match in matches:
@@ -195,6 +197,19 @@ class Stock:
             if match.missing and match.row.kind in COPIES and there:
                 short = weights[key, match.row.direction] - there if match.row.role == "weights" else 0
                 match.done("an equal one", match.missing - min(max(short, 0), match.missing))
+
+    def take_pairs(self, matches: list[Match]) -> None:
+        """A gather or a scatter over some mesh axes and the next row's over others, done as one over all of them."""
+        for first, second in itertools.pairwise(matches):
+            (kind, axes, some, whole, _), (other, more, all_, *_) = first.key, second.key
+            same = (kind, first.row.what, first.row.source) == (other, second.row.what, second.row.source)
+            if not same or kind not in ("all-gather", "reduce-scatter") or axes & more:
+                continue
+            joint = Key(kind, axes | more, max(some, all_), whole, 1)
+            before = second.missing
+            if first.missing == before:
+                self.take(second, "one over the mesh axes of two", ((joint, 1),))
+                first.done("one over the mesh axes of two", before - second.missing)
 
     def take_stacked(self, matches: list[Match], *, exactly: bool) -> None:
         """Sums of a loop's turns that are stacked and done at once after it, also where each device keeps a slice.

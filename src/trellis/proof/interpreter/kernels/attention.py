@@ -29,8 +29,9 @@ def forward(scores: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     largest = np.where(np.isfinite(largest), largest, 0)
     weights = np.exp(scores - largest)
     total = weights.sum(-1, keepdims=True)
-    out = np.matmul(weights / np.where(total, total, 1), _repeated(v, scores))
-    return out, np.where(total, largest + np.log(total), HIDDEN)[..., 0].astype(scores.dtype)
+    some = np.where(total, total, 1)
+    out = np.matmul(weights / some, _repeated(v, scores))
+    return out, np.where(total, largest + np.log(some), HIDDEN)[..., 0].astype(scores.dtype)
 
 
 def backward(
