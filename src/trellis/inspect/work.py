@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from trellis.program import Body, Operation, Program, Value
 from trellis.program.manual import COLLECTIVES
 from trellis.program.reading import ENTER, KERNELS, LEAVE
-from trellis.program.said import share_filled, turns_said, work_said
+from trellis.program.said import grouped_said, share_filled, turns_said, work_said
 
 # Vector operations an element costs, relative to an addition (polynomials and Newton steps in float32).
 COSTS = collections.defaultdict(lambda: 1.0, {
@@ -97,7 +97,7 @@ def _pieces(body: Body, load: float) -> Iterator[Piece]:
         elif name in PRODUCTS:
             yield _product(operation, load)
         elif name in KERNELS:
-            yield _kernel(operation)
+            yield _kernel(operation, load)
         elif name == "conv_general_dilated":
             yield _convolution(operation)
         elif name not in COLLECTIVES and name not in (ENTER, LEAVE):
@@ -153,11 +153,15 @@ def _convolution(operation: Operation) -> Piece:
     return _piece(operation, "product", f"convolution {_show(out)}", flops=flops, num_bytes=moved)
 
 
-def _kernel(operation: Operation) -> Piece:
+def _kernel(operation: Operation, load: float) -> Piece:
     """A kernel, by what its author says of it; one of which nothing is said only moves its operands and results."""
     moved = sum(v.num_bytes for v in (*operation.operands, *operation.results) if hasattr(v.aval, "shape"))
-    kind, flops = work_said(operation) or ("kernel", 0.0)
     largest = max(operation.operands, key=lambda value: value.num_bytes)
+    if (found := grouped_said(operation, load)) is not None:
+        flops, dims = found
+        what, dtype = f"grouped {_show(largest)}", str(largest.aval.dtype)
+        return _piece(operation, "grouped", what, flops=flops, num_bytes=moved, dims=dims, dtype=dtype)
+    kind, flops = work_said(operation) or ("kernel", 0.0)
     return _piece(operation, kind, f"{kind} {_show(largest)}", flops=flops, num_bytes=moved)
 
 
