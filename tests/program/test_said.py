@@ -1,12 +1,11 @@
 """What authors say of kernels and loops in name scopes, and how it is counted."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
 
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
@@ -102,8 +101,12 @@ def grouped_flops(even: int, rows: int, groups: int, load: float, mesh=None) -> 
             return jnp.sum(grouped_matmul(x, w, sizes))
 
     x, w, sizes = jnp.ones((rows, 16)), jnp.ones((groups, 16, 8)), jnp.array([even // groups] * groups)
-    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-        program = trace(jax.grad(loss, argnums=(0, 1)), x, w, sizes)
+    gradient = jax.grad(loss, argnums=(0, 1))
+    if mesh is None:
+        program = trace(gradient, x, w, sizes)
+    else:
+        with jax.set_mesh(mesh):
+            program = trace(jax.shard_map(gradient, in_specs=P(), out_specs=P()), x, w, sizes)
     return [p.flops * p.times for p in work(program, load) if p.kind in ("product", "grouped")]
 
 

@@ -106,8 +106,11 @@ def _gradient(group, place, begins, ends, rows, d, out, total, *, tile: int):
 
 
 def _visits(sizes, count: int, tile: int):
-    """How many pairs there are of a group and a tile that has rows of it, or of an empty group and any tile; of each its
-    group and its tile; where each group begins and ends."""
+    """The pairs of a group and a tile that has rows of it, or of an empty group and any tile.
+
+    Returns:
+        How many there are, of each its group and its tile, and where each group begins and ends.
+    """
     sizes = sizes.astype(jnp.int32)
     ends = jnp.cumsum(sizes)
     begins, tiles = ends - sizes, -(-count // tile)
