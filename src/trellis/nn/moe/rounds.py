@@ -19,7 +19,7 @@ def in_rounds(one: Callable, now: Callable, rows, counted, counts, needed) -> ja
     """What all rounds make: of each row what was made of it in its round.
 
     Args:
-        one: `one(rows, counted, counts, turn)`, a round: rows in the places of those that move in it, anything in others.
+        one: `one(rows, counted, counts, turn)`, a round: rows in the places of those that move, anything in others.
         now: `now(counts, turn)`, which rows move in a turn, `bool["rows"]`.
         rows: `rows ...`.
         counted: `f32["..."]`, what they count.
