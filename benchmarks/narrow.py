@@ -1,12 +1,12 @@
-"""What products in eight bits bring: planned for accelerators, and trained, emulated, on this machine.
+"""What eight bits bring: planned for accelerators, and trained, emulated, on this machine.
 
     python benchmarks/narrow.py plan [--recipe llama_8b] [--on 8xH100 ...]
-    python benchmarks/narrow.py train [--recipe tiny] [--seeds 3] [--options ...]
+    python benchmarks/narrow.py train [--recipe tiny] [--seeds 3] [--kinds ...] [--options ...]
 
-`plan` predicts a step with the products of attention and feed-forward in the compute type, fp8 and int8. `train` runs
-the recipe in each for several seeds, in processes of their own, and compares the mean loss of the last tenth of the
-steps. Losses of eight-bit runs on a CPU are those of the types (`ml_dtypes` to the bit), not of any chip's units, which
-sum in another order.
+`plan` predicts a step with the products of attention and feed-forward in the compute type, fp8 and int8, and with what
+the optimizer keeps of the layers in mxfp8. `train` runs the recipe in each for several seeds, in processes of their
+own, and compares the mean loss of the last tenth of the steps. Losses of eight-bit runs on a CPU are those of the types
+(`ml_dtypes` to the bit), not of any chip's units, which sum in another order.
 """
 
 import argparse
@@ -18,13 +18,13 @@ import subprocess
 import sys
 import tempfile
 
-KINDS = (None, "fp8", "int8")
+KINDS = {
+    "bfloat16": [],
+    "fp8": ["--precision.products.attention", "fp8", "--precision.products.mlp", "fp8"],
+    "int8": ["--precision.products.attention", "int8", "--precision.products.mlp", "int8"],
+    "moments": ["--precision.moments.layers", "mxfp8"],
+}
 TARGETS = ("8xA100", "8xH100", "8xB200", "v5e:4x4", "v5p:2x2x2", "v6e:4x4")
-
-
-def options(kind: str | None) -> list[str]:
-    """The products of attention and feed-forward made in these numbers."""
-    return [] if kind is None else ["--precision.products.attention", kind, "--precision.products.mlp", kind]
 
 
 def trellis(*words: str) -> str:
@@ -35,17 +35,20 @@ def trellis(*words: str) -> str:
     return done.stdout
 
 
-def plans(recipe: str, targets: list[str]) -> None:
-    print(f"{recipe}: a step as planned, and the bytes that a device sends in it\n")
-    print(f"{'target':10} {'products':9} {'step':>8} {'change':>8} {'sent':>10}")
+def plans(recipe: str, targets: list[str], kinds: list[str]) -> None:
+    print(
+        f"{recipe}: a step as planned, the bytes that a device sends in it, and those that it holds of the optimizer\n"
+    )
+    print(f"{'target':10} {'kind':9} {'step':>8} {'change':>8} {'sent':>10} {'optimizer':>11}")
     for on in targets:
         first = None
-        for kind in KINDS:
-            plan = json.loads(trellis("plan", recipe, "--on", on, "--json", *options(kind)))["plan"]
+        for kind in kinds:
+            plan = json.loads(trellis("plan", recipe, "--on", on, "--json", *KINDS[kind]))["plan"]
             seconds, sent = plan["step_seconds"], sum(plan["communication"]["per_axis"].values())
             first = first or seconds
             change = f"{seconds / first - 1:+.1%}"
-            print(f"{on:10} {kind or 'bfloat16':9} {seconds:7.2f}s {change:>8} {sent / 2**30:7.1f}GiB")
+            held = plan["memory"]["kinds"]["optimizer"]
+            print(f"{on:10} {kind:9} {seconds:7.2f}s {change:>8} {sent / 2**30:7.1f}GiB {held / 2**30:8.2f}GiB")
 
 
 def last_loss(folder: pathlib.Path) -> float:
@@ -53,23 +56,23 @@ def last_loss(folder: pathlib.Path) -> float:
     return statistics.fmean(losses[-max(1, len(losses) // 10) :])
 
 
-def losses(recipe: str, seeds: int, more: list[str]) -> None:
+def losses(recipe: str, seeds: int, kinds: list[str], more: list[str]) -> None:
     print(
         f"{recipe} {' '.join(more)}: mean loss of the last tenth of the steps, on {platform.processor() or 'a CPU'}\n"
     )
-    print(f"{'products':9} {'seeds':>{9 * seeds}} {'mean':>8} {'change':>8}")
+    print(f"{'kind':9} {'seeds':>{9 * seeds}} {'mean':>8} {'change':>8}")
     first = None
-    for kind in KINDS:
+    for kind in kinds:
         found = []
         for seed in range(seeds):
             with tempfile.TemporaryDirectory() as folder:
                 words = ["--seed", str(seed), "--precision.compute", "bfloat16", "--logging.every", "1"]
-                trellis("train", recipe, "--run-dir", f"{folder}/run", *words, *options(kind), *more)
+                trellis("train", recipe, "--run-dir", f"{folder}/run", *words, *KINDS[kind], *more)
                 found.append(last_loss(pathlib.Path(folder) / "run"))
         mean = statistics.fmean(found)
         first = first or mean
         each = " ".join(f"{loss:8.4f}" for loss in found)
-        print(f"{kind or 'bfloat16':9} {each} {mean:8.4f} {mean / first - 1:+8.2%}", flush=True)
+        print(f"{kind:9} {each} {mean:8.4f} {mean / first - 1:+8.2%}", flush=True)
 
 
 def main() -> None:
@@ -78,12 +81,13 @@ def main() -> None:
     parser.add_argument("--recipe")
     parser.add_argument("--on", nargs="+", default=TARGETS)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[])
     args = parser.parse_args()
     if args.what == "plan":
-        plans(args.recipe or "llama_8b", args.on)
+        plans(args.recipe or "llama_8b", args.on, args.kinds)
     else:
-        losses(args.recipe or "tiny", args.seeds, args.options)
+        losses(args.recipe or "tiny", args.seeds, args.kinds, args.options)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_folder(name: str) -> Path:
-    """A folder of Trellis's in the user's cache: `compiled`, `data` or `plan`. It need not be there."""
+    """A folder of Trellis's in the user's cache: `compiled`, `data`, `measured` or `plan`. It need not be there."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trellis" / name
 
 

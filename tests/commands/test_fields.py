@@ -43,7 +43,11 @@ CHOOSE = {
         family: {"model": f"{{family: {family}, {_GROUPED}, experts: 4, experts_per_token: 2, tie_embeddings: false}}"}
         for family in ("mixtral", "qwen3_moe")
     },
+    "gpt_oss": {
+        "model": f"{{family: gpt_oss, {_GROUPED}, window: 8, experts: 4, experts_per_token: 2, tie_embeddings: false}}"
+    },
     "linear_scaling": {"model.rope_scaling": "{kind: linear, factor: 2.0}"},
+    "yarn_scaling": {"model.rope_scaling": "{kind: yarn, factor: 2.0, original_context: 16}"},
     "embedded": {"data.source": "{kind: embedded, vocab: 257}"},
     "mixture": {"data.source": "{kind: mixture, parts: [{name: a, path: STORES/train, weight: 1}]}"},
     "wsd": {"schedule": "wsd", "schedule.decay_steps": "2"},

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.data.corpora import END, make_store, random_texts, stream
 from trellis.data import Batch, Batches, Shuffle, Store, open_store
-from trellis.data.batch_sequence import BatchSizes
 from trellis.data.order.packing import best_fit
+from trellis.data.sizes import BatchSizes
 from trellis.errors import UserError
 
 
@@ -179,6 +179,45 @@ def test_a_schedule_of_batch_sizes_neither_skips_nor_repeats(folder):
     assert np.array_equal(np.sort(found), np.sort(stream(texts)))
 
 
+@given(
+    seed=st.integers(0, 3),
+    lengths=st.lists(st.sampled_from([4, 16, 32]), min_size=1, max_size=3).map(lambda some: [*some, 64]),
+    steps=st.integers(1, 3),
+    rows=st.sampled_from([1, 2, 3]),
+    shuffle=st.sampled_from([True, False, Shuffle(block=4, window=2)]),
+)
+@settings(max_examples=12, deadline=None)
+def test_a_step_reads_the_same_tokens_at_any_length(folder, seed, lengths, steps, rows, shuffle):
+    """Batches of as many tokens: those of a schedule of lengths hold what those of the longest length hold."""
+    store, texts = store_of(folder, seed, 30)
+    longest = max(lengths)
+    at = [steps * i for i in range(len(lengths))]
+    sizes = [(step, rows * longest // length) for step, length in zip(at, lengths, strict=True)]
+    options = {"seed": seed, "shuffle": shuffle, "max_epochs": 1, "pad_last": True}
+    plain = Batches(store, sequence_length=longest, batch_size=rows, **options)
+    cut = Batches(store, sequence_length=list(zip(at, lengths, strict=True)), batch_size=sizes, **options)
+    assert cut.num_steps == plain.num_steps
+    found = []
+    for step in range(plain.num_steps):
+        batch = cut.batch(step)
+        check_rows(batch)
+        assert batch.shape == (dict(sizes).get(step, batch.shape[0]), rows * longest // batch.shape[0])
+        assert targets_of(batch) == targets_of(plain.batch(step))
+        middle = batch.shape[0] // 2
+        halves = [cut.batch(step, rows=half) for half in (slice(0, middle), slice(middle, None))]
+        assert np.array_equal(np.concatenate([half.targets for half in halves]), batch.targets)
+        found += targets_of(batch)
+    assert np.array_equal(np.sort(found), np.sort(stream(texts)))
+
+
+def test_where_lengths_change_in_a_row_the_rest_of_it_is_left_out(folder):
+    store, _ = store_of(folder, 5, 30)
+    batches = Batches(store, sequence_length=[(0, 4), (1, 8)], batch_size=[(0, 3), (1, 2)], shuffle=False)
+    rows = Batches(store, sequence_length=8, batch_size=1, shuffle=False)
+    assert batches.batch(0).targets.ravel().tolist() == [*rows.batch(0).targets[0], *rows.batch(1).targets[0, :4]]
+    assert batches.batch(1).targets.tolist() == [rows.batch(n).targets[0].tolist() for n in (2, 3)]
+
+
 def test_the_end_of_the_data(folder):
     store, _ = store_of(folder, 1, 20)
     batches = Batches(store, sequence_length=16, batch_size=4, max_epochs=2)
@@ -193,7 +232,15 @@ def test_the_end_of_the_data(folder):
     ("options", "rule"),
     [
         ({"packing": "best"}, "A packing is one that Trellis knows."),
-        ({"sequence_length": 0}, "A sequence has at least one token."),
+        (
+            {"sequence_length": 0},
+            "Sequence lengths are one number, or (first step, tokens) from step 0 in rising order.",
+        ),
+        ({"sequence_length": [(0, 6), (9, 8)]}, "Each sequence length divides the longest."),
+        (
+            {"sequence_length": [(0, 4), (9, 8)], "packing": "pad"},
+            "Sequences of several lengths are cut from the same rows, which packed documents are not.",
+        ),
         ({"batch_size": 0}, "Batch sizes are one number, or (first step, rows) from step 0 in rising order."),
         ({"batch_size": [(5, 4)]}, "Batch sizes are one number, or (first step, rows) from step 0 in rising order."),
         ({"max_epochs": 0}, "Data is read at least once."),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.data.corpora import make_store, random_texts, second_key, second_permutation, stream
 from trellis.data import Batches, Mixture
-from trellis.data.batch_sequence import BatchSizes
+from trellis.data.sizes import BatchSizes
 from trellis.errors import UserError
 
 SIZES = {"big": 120, "middle": 40, "small": 10}
@@ -28,8 +28,8 @@ def stores(tmp_path_factory, texts):
 
 
 def rows_of(mixture, batch_size=4, **options):
-    options = {"sequence_length": 16, "packing": "chunk", "shuffle": None, "seed": 0, "max_epochs": None} | options
-    return mixture.rows(sizes=BatchSizes(batch_size), **options)
+    options = {"packing": "chunk", "shuffle": None, "seed": 0, "max_epochs": None} | options
+    return mixture.rows(sizes=BatchSizes(batch_size, 16), **options)
 
 
 @given(weights=st.lists(st.integers(0, 20), min_size=3, max_size=3).filter(sum), block=st.integers(9, 70))
@@ -186,3 +186,13 @@ def test_stores_of_two_tokenizers(stores, tmp_path):
     assert raised.value.seen.startswith("big: sha256 ") and ", other: sha256 " in raised.value.seen
     with pytest.raises(UserError, match="made by one tokenizer"):
         Mixture(stores={"big": stores["big"]}, weights={"big": 1}, validation={"held": other})
+
+
+def test_longer_sequences_later_keep_the_shares_and_the_tokens_of_a_step(stores):
+    weights = [(0, {"big": 1}), (3, {"middle": 2, "small": 1})]
+    mixture = Mixture(stores=stores, weights=weights, block=16)
+    plain = Batches(mixture, sequence_length=16, batch_size=2, seed=3)
+    cut = Batches(mixture, sequence_length=[(0, 4), (2, 8), (5, 16)], batch_size=[(0, 8), (2, 4), (5, 2)], seed=3)
+    for step in range(8):
+        same = [b.targets[b.loss_mask > 0].tolist() for b in (plain.batch(step), cut.batch(step))]
+        assert same[0] == same[1], step

@@ -64,6 +64,10 @@ FAMILIES = {
     "mixtral": dataclasses.replace(
         CONFIGS["mixtral"], routing=Routing(balance=0.1, z_loss=0.01), shared_mlp=24, expert_biases=True
     ),
+    # Pairs of layers, and a load-balancing loss that goes through stages.
+    "gpt_oss": dataclasses.replace(
+        CONFIGS["gpt_oss"], layers=4, routing=Routing(balance=0.1, balance_over="sequence", z_loss=0.01)
+    ),
 }
 # Experts on mesh axes: their own, tokens gathered or exchanged along it, with FSDP, tensor and context beside it; more
 # devices than an expert's tokens; and the axis of the tensor, along which tokens are whole.

@@ -2,7 +2,7 @@ import jax
 import pytest
 
 from trellis.hardware.chips import published_peak, target
-from trellis.hardware.peak import matmul_peak, measure_matmul_peak
+from trellis.hardware.peak import matmul_peak, measure_matmul_peak, square
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,14 @@ def test_measured_on_a_cpu():
     flops = measure_matmul_peak("float32", jax.devices()[:2], size=128)
     assert 1e6 < flops < 1e15
     assert 1e6 < matmul_peak(jax.devices()[:1], "bfloat16") < 1e15
+
+
+def test_what_is_measured_is_the_product_that_a_step_makes():
+    """Of bfloat16 factors with a float32 sum: with a bfloat16 one XLA's CPU compiler multiplies in float32."""
+    x = jax.ShapeDtypeStruct((8, 8), "bfloat16")
+    assert jax.eval_shape(square, x).dtype == "float32"
+    (product,) = [e for e in jax.make_jaxpr(square)(x).eqns if e.primitive.name == "dot_general"]
+    assert {str(v.aval.dtype) for v in product.invars} == {"bfloat16"}
 
 
 @pytest.mark.parametrize(

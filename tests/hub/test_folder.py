@@ -205,8 +205,8 @@ def change(folder, **fields):
         (dict(hidden_act="gelu"), "A llama has hidden_act silu here.\n  seen:  hidden_act: gelu"),
         (dict(hidden_size=...), "The configuration of a llama is complete.\n  seen:  no hidden_size"),
         (
-            dict(rope_parameters={"rope_type": "yarn"}),
-            "Rotary frequencies are scaled in a way that is known.\n  seen:  rope_type: yarn",
+            dict(rope_parameters={"rope_type": "longrope"}),
+            "Rotary frequencies are scaled in a way that is known.\n  seen:  rope_type: longrope",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from trellis.models import (
     GPT2Config,
     GPTJConfig,
+    GptOssConfig,
     LinearScaling,
     Llama3Scaling,
     LlamaConfig,
@@ -11,11 +12,13 @@ from trellis.models import (
     Qwen3Config,
     Qwen3MoeConfig,
     Routing,
+    YarnScaling,
 )
 
 VOCAB, POSITIONS = 61, 64
 _GATED = dict(vocab=VOCAB, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, rope_theta=1e4)
 _LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=16)
+_YARN = YarnScaling(factor=4.0, original_context=16, truncate=False)
 
 CONFIGS: dict[str, ModelConfig] = {
     "llama": LlamaConfig(**_GATED, head_dim=8, tie_embeddings=False),
@@ -28,6 +31,10 @@ CONFIGS: dict[str, ModelConfig] = {
     "qwen3_moe": Qwen3MoeConfig(
         **_GATED, head_dim=16, experts=4, experts_per_token=2, tie_embeddings=False,
         routing=Routing(balance=0.02, normalize=False),
+    ),
+    "gpt_oss": GptOssConfig(
+        **_GATED, head_dim=8, window=6, experts=4, experts_per_token=2, tie_embeddings=False,
+        rope_scaling=_YARN, routing=Routing(balance=0.02),
     ),
     "gpt2": GPT2Config(
         vocab=VOCAB, positions=POSITIONS, embed=32, layers=2, heads=4, mlp=64, norm_eps=1e-5, dropout=0.0,

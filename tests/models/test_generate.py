@@ -13,7 +13,7 @@ from trellis.named import einsum, named, shard
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = np.random.default_rng(0).integers(0, VOCAB, (2, 7)).tolist()
-FAMILIES = ["llama3", "qwen3", "mixtral", "gpt2_mistral", "gptj"]
+FAMILIES = ["llama3", "qwen3", "mixtral", "gpt_oss", "gpt2_mistral", "gptj"]
 
 
 def model_of(name):

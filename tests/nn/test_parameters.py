@@ -25,7 +25,7 @@ def test_every_parameter_of_every_family_says_what_it_is_for(name):
     for path, p in found.items():  # who reads a model would expect no other
         last = path.split(".")[-1]
         assert (p.role == Role.SCALE) == (last == "scale")
-        assert (p.role == Role.BIAS) == last.endswith("bias")
+        assert (p.role == Role.BIAS) == (last.endswith("bias") or last == "sinks" or ".biases." in path)
         assert (p.role == Role.TABLE) == (last in ("embedding", "positions"))
 
 
@@ -34,7 +34,7 @@ def products(c) -> dict[str, int]:
     if c.family in ("gpt2", "gptj"):
         return {"attention": 4 * c.embed * c.embed, "mlp": 2 * c.embed * c.mlp}
     attention = 2 * c.embed * c.head_dim * (c.heads + c.kv_heads)
-    if c.family in ("mixtral", "qwen3_moe"):
+    if c.family in ("mixtral", "qwen3_moe", "gpt_oss"):
         return {"attention": attention, "mlp": c.experts_per_token * 3 * c.embed * c.mlp, "router": c.embed * c.experts}
     return {"attention": attention, "mlp": 3 * c.embed * c.mlp}
 

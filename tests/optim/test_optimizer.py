@@ -5,7 +5,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from trellis.errors import UserError
 from trellis.named import NamedArray, named
+from trellis.named.blocks import Blocks
 from trellis.optim import (
     Adafactor,
     AdamW,
@@ -28,7 +30,7 @@ PARAMS = {
     "blocks/qkv": ("layers embed qkv heads head_dim", (8, 8, 3, 2, 4), (None, "data", None, "model")),
     "blocks/qkv_bias": ("layers qkv heads head_dim", (8, 3, 2, 4), (None, None, "model")),
     "blocks/out": ("layers heads head_dim embed", (8, 4, 4, 16), (None, "model", None, "data")),
-    "blocks/up": ("layers embed mlp", (8, 16, 24), (None, "data", "model")),
+    "blocks/up": ("layers embed mlp", (8, 16, 64), (None, "data", "model")),
     "blocks/norm": ("layers embed", (8, 16), (None, "data")),
     "blocks/experts": ("layers experts embed mlp", (2, 4, 16, 8), (None, "data", None, "model")),
     "single/q": ("embed heads head_dim", (16, 4, 4), ("data", "model")),
@@ -95,6 +97,45 @@ def test_sharded_equals_one_device(config, mode):
             assert leaf.array.ndim == len(leaf.names), "names in the state fit their arrays"
     like = {leaf.sharding for leaf in jax.tree.leaves(state) if leaf.shape == PARAMS["blocks/up"][1]}
     assert all(s.is_equivalent_to(shardings["blocks/up"], 3) for s in like)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("config", [r for r in RULES if getattr(r, "beta1", 0) is not None], ids=lambda r: r.kind)
+def test_eight_bits_are_the_same_on_every_mesh(config):
+    """Two steps: the first from the same bits, the second from what was rounded."""
+    chosen = lambda p: "norm" not in p.path
+    params, seeds = {n: x for n, x in tree(0).items() if n in ("blocks/out", "blocks/up", "final_norm")}, range(1, 3)
+    place = lambda values: {name: values[name] for name in params}
+    alone, kept = run(config, params, seeds, place, narrow=chosen)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    specs = {name: NamedSharding(mesh, PartitionSpec(*PARAMS[name][2])) for name in params}
+    with jax.set_mesh(mesh):
+        placed = lambda values: {name: jax.device_put(values[name], specs[name]) for name in params}
+        sliced, state = run(config, params, seeds, placed, narrow=chosen)
+    blocks = [x for x in jax.tree.leaves(state, is_leaf=_in_blocks) if _in_blocks(x)]
+    assert blocks and all(b.scales.dtype == jnp.float8_e8m0fnu for b in blocks)
+    assert any(str(b.scales.type) == "layers embed/data mlp_block/model" for b in blocks)
+    for name in params:
+        a, b = np.asarray(alone[name].array), np.asarray(sliced[name].array)
+        assert np.linalg.norm(a - b) <= 2e-3 * np.linalg.norm(a), name  # a last bit may round to another number
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(state), strict=True):
+        if a.dtype.itemsize == 1:
+            assert (np.asarray(a).view(np.uint8) == np.asarray(b).view(np.uint8)).mean() > 0.97
+
+
+def _in_blocks(x):
+    return isinstance(x, Blocks)
+
+
+def test_eight_bits_that_slices_cut_are_refused():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        up = named(jax.device_put(jnp.ones((4, 96)), NamedSharding(mesh, PartitionSpec(None, "data"))), "embed mlp")
+        optimizer = make_optimizer(RULES[0], Constant(warmup_steps=0), steps=1, narrow=lambda p: True)
+        with pytest.raises(
+            UserError, match=r"8 slices of `mlp`, in blocks of 32, (.|\n)*slice `mlp` over 1 device at most"
+        ):
+            optimizer.init({"up": up})
 
 
 @jax.numpy_dtype_promotion("standard")

@@ -132,6 +132,17 @@ def test_the_page_shows_the_run_and_needs_nothing_else(folder):
         assert expected in words, expected
 
 
+def test_curves_are_over_tokens_where_sequences_become_longer(folder):
+    with open(folder / "timeline.jsonl", "a") as file:
+        file.write('{"time": 61, "event": "length", "step": 12, "sequence_length": 4096, "batch_size": 1}\n')
+    text, words, _ = read(write_report(folder))
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+    assert data["name"] == "tokens" and data["steps"][-1] == 20 * 4096
+    assert "over tokens; 4,096 tokens a sequence from step 13 on" in words
+    at = 100 * (12 - 1) / (20 - 1)
+    assert text.count(f'x1="{at:.2f}" x2="{at:.2f}"') == len(data["charts"]), "a line in each chart"
+
+
 def test_the_script_gets_every_value(folder):
     text, _, _ = read(write_report(folder))
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])

@@ -21,7 +21,7 @@ from trellis.train.assemble import assemble, keep_of, vocab_multiple
 from trellis.train.evaluation import Evaluator, ValidationSet
 from trellis.train.flops import flops_per_token, known_peak, matmul_parameters
 from trellis.train.step import batch_loss
-from trellis.train.summary import arrays, describe, num_parameters, run_tokens, sections, step_program
+from trellis.train.summary import arrays, describe, num_parameters, sections, step_program
 
 LENGTH, ROWS = 16, 4
 
@@ -183,7 +183,7 @@ def test_what_a_run_is_about_to_do_is_plain_values(assembled, run):
 
     program = step_program(assembled)
     found = json.loads(json.dumps(sections(assembled, program, ledger_of(program), tokens=5000)))
-    assert found["tokens"] == {"run": run.steps * ROWS * LENGTH, "corpus": 5000} and run_tokens(assembled) == 640
+    assert found["tokens"] == {"run": run.steps * ROWS * LENGTH, "corpus": 5000} and run.steps * ROWS * LENGTH == 640
     assert found["mesh"] == {"data": 2, "model": 2} and found["ledger"]["per_axis"].keys() == {"data", "model"}
     table = next(a for a in arrays(assembled) if a["name"] == "embedding")
     assert table["bytes"] == 258 * 16 * 4 and table["device_bytes"] == table["bytes"] // 4

@@ -26,6 +26,32 @@ def record(step, start, end, loss=1.5, **values):
     )
 
 
+def test_an_mfu_over_one_has_the_peak_measured_again_and_says_so():
+    """Products measured on a busy machine: 800 FLOP/s, where a step of 100 tokens of 10 FLOPs takes a second."""
+    peaks, waited = iter([4000.0, 900.0]), []
+    work = Work(flops_per_token=10.0, noncausal_flops_per_token=12.0, peak_flops=800.0, measure_again=peaks.__next__)
+
+    def line_of(meter):
+        meter.add(record(1, 0.0, 1.0), 100)
+        return meter.line(record(1, 0.0, 1.0))
+
+    meter = Meter(tokens=0, work=work)
+    line = line_of(meter)
+    assert line["mfu"] == 1.25
+    line, told = meter.corrected(line, lambda: waited.append(True))
+    assert (line["mfu"], line["mfu_noncausal"], waited) == (0.25, 0.3, [True])
+    assert told == (
+        "peak     a step beat 800 FLOP/s, the peak that MFU was counted against; now 4.00 kFLOP/s, measured again"
+    )
+    assert line_of(meter)["mfu"] == 0.25  # later ones count against it too
+    meter = Meter(tokens=0, work=work)  # what is measured again is still less than what the step did
+    line, told = meter.corrected(line_of(meter), lambda: None)
+    assert line["mfu"] == 1.0 and told.endswith("now 1.00 kFLOP/s, which the step did: measured again it is no higher")
+    assert meter.corrected(line, lambda: None) == (line, "")
+    meter = Meter(tokens=0, work=Work(flops_per_token=10.0, peak_flops=800.0))  # a published peak stays
+    assert meter.corrected(line_of(meter), lambda: None)[1] == ""
+
+
 def test_rates_are_over_the_steps_since_the_line_before():
     work = Work(flops_per_token=10.0, noncausal_flops_per_token=12.0, peak_flops=4000.0)
     meter = Meter(tokens=1000, work=work)
@@ -48,6 +74,15 @@ def test_rates_are_over_the_steps_since_the_line_before():
     assert memory == pytest.approx(memory_bytes(), rel=0.5)
     meter.add(record(7, 4.0, 5.0), 100)
     assert meter.line(record(7, 4.0, 5.0))["tokens_per_second"] == 100.0
+
+
+def test_rates_begin_anew_where_a_token_costs_something_else():
+    meter = Meter(tokens=0, work=Work(flops_per_token=10.0, peak_flops=4000.0))
+    meter.add(record(1, 0.0, 8.0), 100)
+    meter.work = Work(flops_per_token=20.0, peak_flops=4000.0)
+    meter.add(record(2, 8.0, 9.0), 100)
+    line = meter.line(record(2, 8.0, 9.0))
+    assert (line["tokens"], line["tokens_per_second"], line["mfu"]) == (200, 100.0, 0.5)
 
 
 def test_rates_of_short_steps_are_over_a_second():

@@ -1,5 +1,7 @@
 """Runs whose products are made in eight bits: the same on every layout, and to the bit where they are resumed."""
 
+import json
+
 import pytest
 
 from tests.train.small import curve, trellis
@@ -27,3 +29,35 @@ def test_a_narrow_run_is_the_same_on_every_layout_and_when_resumed(run_file, tmp
     assert many[:2] == pytest.approx(whole[:2], rel=1e-5)
     assert many == pytest.approx(whole, rel=5e-3)  # a last bit that sums in another order may round to another number
     assert 1e-4 < abs(whole[-1] / plain[-1] - 1) < 0.02  # narrow, and near
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.slow
+def test_moments_in_eight_bits_are_checkpointed_sharded_and_resumed(run_file, tmp_path, capsys):
+    wide = ("--model.embed", "128")
+    narrow = (*wide, "--precision.moments.layers", "mxfp8", "--precision.moments.embedding", "mxfp8")
+    one = ("--layout.preset", "single", *narrow)
+    whole = trained(capsys, run_file, tmp_path / "one", *one)
+    assert trained(capsys, run_file, tmp_path / "parts", *one, "--until", "3") == whole[:3]
+    assert trained(capsys, run_file, tmp_path / "parts", *one) == whole
+    many = ("--devices", "8", "--mesh.model", "2", "--layout.preset", "fsdp_tensor", *narrow)
+    trained(capsys, run_file, tmp_path / "many", *one, "--until", "3")
+    found = trained(capsys, run_file, tmp_path / "many", *many)
+    assert found[3] == pytest.approx(whole[3], rel=1e-6)  # from the same bits, on another mesh
+    assert found == pytest.approx(whole, rel=5e-3)
+    lines = json.loads((tmp_path / "many/checkpoints/step-00000006/manifest.json").read_text())["entries"]
+    up = {name.rsplit("/", 1)[1]: line for name, line in lines.items() if "/mu/layers/" in name and "/up/" in name}
+    assert up["values"]["dtype"] == "float8_e4m3fn" and up["values"]["names"] == ["layers", "embed", "mlp"]
+    assert up["scales"]["dtype"] == "float8_e8m0fnu" and up["scales"]["names"] == ["layers", "embed", "mlp_block"]
+    plain = trained(capsys, run_file, tmp_path / "plain", "--layout.preset", "single", *wide)
+    assert 1e-6 < abs(whole[-1] / plain[-1] - 1) < 0.02
+
+
+def test_moments_that_an_optimizer_does_not_keep_are_refused(run_file, tmp_path, capsys):
+    words = ("train", run_file, "--run-dir", tmp_path / "run", "--precision.moments.mlp", "mxfp8")
+    code, _, said = trellis(capsys, *words, "--optimizer", "{kind: adafactor, learning_rate: 0.01}")
+    assert code == 2 and "`mlp` with adafactor, which keeps none of it" in said
+    code, _, said = trellis(capsys, *words[:-2], "--precision.moments.norm", "mxfp8")
+    assert code == 2 and "`norm` with adamw, which keeps none of it" in said
+    code, _, said = trellis(capsys, *words[:-2], "--precision.moments.mpl", "mxfp8")
+    assert code == 2 and "did you mean" in said

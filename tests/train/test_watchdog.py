@@ -47,6 +47,16 @@ def test_a_deadline_is_a_multiple_of_the_median_and_no_less_than_some_seconds(tm
     assert not (tmp_path / "watch").exists()
 
 
+def test_steps_of_another_kind_have_a_median_of_their_own(tmp_path):
+    dog = watched(tmp_path)
+    dog.forget()
+    assert dog.deadline is None
+    for step, seconds in ((9, 90.0), (10, 2.0), (11, 2.0), (12, 2.0)):
+        dog.finished(record(step, seconds))
+    assert dog.deadline == 6.0, "the first of them compiles and does not count"
+    dog.close()
+
+
 def test_a_late_step_ends_the_process_with_its_stacks(tmp_path, ended):
     noted = []
     dog = watched(tmp_path, noted=lambda *told: noted.append(told))

@@ -122,7 +122,7 @@ def toy(
     )
     feed = Feed(
         batches=batches,
-        evaluate=lambda state: measure(state["params"], fixed),
+        evaluate=lambda state, _: measure(state["params"], fixed),
         sample=lambda state: f"a sample after {int(state['step'])} steps",
     )
     return assembled, feed

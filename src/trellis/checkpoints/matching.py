@@ -51,12 +51,16 @@ def check_fit(folder: Path, name: str, saved: dict, entry: Entry, resizable: dic
 
 
 def clear_padding(array: jax.Array, saved: dict, resizable: dict[str, int]) -> jax.Array:
-    """Zeros beyond the true size of each axis that changed its length: padding may have held anything."""
+    """Zeros beyond the true size of each axis that changed its length: padding may have held anything.
+
+    Powers of two have no zero: they are 1.
+    """
+    blank = jnp.ones_like if array.dtype == jnp.float8_e8m0fnu else jnp.zeros_like
     for i, name in enumerate(saved.get("names", ())):
         if name in resizable and saved["shape"][i] != array.shape[i]:
             inside = np.arange(array.shape[i]) < resizable[name]
             keep = inside.reshape([-1 if j == i else 1 for j in range(array.ndim)])
-            clear = jax.jit(lambda a, k=keep: jnp.where(k, a, jnp.zeros_like(a)), out_shardings=array.sharding)
+            clear = jax.jit(lambda a, k=keep: jnp.where(k, a, blank(a)), out_shardings=array.sharding)
             array = clear(array)
     return array
 

@@ -21,17 +21,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """`trellis evaluate`."""
     from trellis.run.config import Evaluation as EvaluationRule
-    from trellis.run.folder import open_run
     from trellis.run.layouts import MeshSizes
     from trellis.train.assemble import assemble
     from trellis.train.compilation import use_persistent_cache
     from trellis.train.corpus import open_corpus
     from trellis.train.devices import find_devices
     from trellis.train.evaluation import Evaluator
-    from trellis.train.restoring import restore_model
+    from trellis.train.restoring import open_checkpoint, restore_model
 
     folder = Path(args.folder)
-    run = open_run(folder)
+    run, chosen = open_checkpoint(folder, args.step)
     if args.devices is not None:  # so many in one row, whatever the mesh of the run
         preset = "single" if args.devices == 1 else "auto"
         layout = dataclasses.replace(run.layout, preset=preset, params={}, compute={})
@@ -39,7 +38,7 @@ def execute(args: argparse.Namespace) -> int:
     run = dataclasses.replace(run, evaluation=EvaluationRule(every=None, batches=args.batches))
     use_persistent_cache()
     assembled = assemble(run, find_devices(run))
-    state, step = restore_model(assembled, folder, step=args.step)
+    state, step = restore_model(assembled, folder, step=chosen)
     corpus = open_corpus(run)
     if not corpus.validation:
         raise UserError(

@@ -25,12 +25,11 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.hardware.platform import choose_platform
     from trellis.hub import copy_tokenizer, write_folder, write_tokenizer
     from trellis.models import FAMILIES
-    from trellis.run.folder import open_run
     from trellis.train.assemble import assemble
-    from trellis.train.restoring import checkpoint_reader, for_use, tokenizer_of
+    from trellis.train.restoring import checkpoint_reader, for_use, open_checkpoint, tokenizer_of
 
     folder, to = Path(args.folder), Path(args.to)
-    run = open_run(folder)
+    run, at = open_checkpoint(folder, args.step)
     choose_platform()
     assembled = assemble(for_use(run, 1), jax.devices("cpu")[:1])
     positions = run.model.positions or run.data.sequence_length
@@ -39,7 +38,7 @@ def execute(args: argparse.Namespace) -> int:
     if tokenizer is None:
         print("without a tokenizer: the run's data holds none")
     end = None if tokenizer is None else tokenizer.end_of_document
-    step, read = checkpoint_reader(folder, run, assembled.abstract, step=args.step)
+    step, read = checkpoint_reader(folder, run, assembled.abstract, step=at)
     more = {"bos_token_id": end, "eos_token_id": end}
     model = assembled.abstract.model
     files = write_folder(

@@ -28,11 +28,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """`trellis generate`."""
     from trellis.models.generate import Sampling, sample
-    from trellis.run.folder import open_run
     from trellis.train.assemble import assemble
     from trellis.train.compilation import use_persistent_cache
     from trellis.train.devices import find_devices
-    from trellis.train.restoring import for_use, model_in_use, restore_model, tokenizer_of
+    from trellis.train.restoring import for_use, model_in_use, open_checkpoint, restore_model, tokenizer_of
 
     folder = Path(args.folder)
     for name in ("tokens", "samples", "devices"):
@@ -40,7 +39,8 @@ def execute(args: argparse.Namespace) -> int:
             seen = f"{name}={getattr(args, name)}"
             raise UserError("A count is 1 or more.", seen=seen, where=f"--{name}", fix="use 1 or more")
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    run = for_use(open_run(folder), args.devices)
+    run, step = open_checkpoint(folder, args.step)
+    run = for_use(run, args.devices)
     use_persistent_cache()
     assembled = assemble(run, find_devices(run))
     tokenizer = tokenizer_of(run)
@@ -51,7 +51,7 @@ def execute(args: argparse.Namespace) -> int:
             where=str(folder / "run.yaml"),
             fix="name a tokenizer.json there, at data.tokenizer",
         )
-    state, _ = restore_model(assembled, folder, step=args.step)
+    state, _ = restore_model(assembled, folder, step=step)
     how = {"new_tokens": args.tokens, "sampling": sampling, "seed": args.seed, "count": args.samples}
     with assembled.layout:
         texts = sample(model_in_use(assembled, state), tokenizer, args.prompt, **how)

@@ -19,6 +19,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """What each device holds at the highest point of a step of `args.run`, by kind, and by name."""
     from trellis.plan.adapt import adapt
+    from trellis.plan.phases import fullest, phases_text, plan_phases
     from trellis.plan.prepared import prepare
     from trellis.plan.quick import plan_of
     from trellis.plan.text import as_json, headline, kept_table, memory_table
@@ -27,7 +28,8 @@ def execute(args: argparse.Namespace) -> int:
     where, devices = _hardware(args)
     run, changed = adapt(args.run, where, args.given) if args.on else (args.run, [])
     planned = lambda run: plan_of(prepare(run, where, devices), where)
-    plan = planned(run)
+    plans = plan_phases(run, planned)
+    phase, plan = fullest(plans)
     if args.svg:
         Path(args.svg).write_text(plan.memory.svg(), encoding="utf-8")
         print(f"picture written to {args.svg}", file=sys.stderr)
@@ -36,9 +38,11 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     lines = headline(plan, changed).splitlines()
     lines = lines[: 3 + len(changed)] if args.on else lines[:2]
+    if run.lengths:
+        print(phases_text(plans) + "\n")
     print("\n".join(lines), memory_table(plan, 16), kept_table(plan), sep="\n\n")
     if not plan.fits:
-        print("\n" + excess_text(plan, ways_to_fit(run, planned)))
+        print("\n" + excess_text(plan, ways_to_fit(phase.run, planned)))
     return 0
 
 

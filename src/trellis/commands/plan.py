@@ -51,6 +51,7 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.hardware.chips import target
     from trellis.plan.adapt import adapt
     from trellis.plan.changes import changes_text
+    from trellis.plan.phases import fullest, phases_json, phases_text, plan_phases
     from trellis.plan.quick import quick_plan
     from trellis.plan.text import as_json, text
     from trellis.plan.ways_to_fit import excess_lines, ways_to_fit
@@ -60,12 +61,19 @@ def execute(args: argparse.Namespace) -> int:
     run, changed = adapt(args.run, where, args.given)
     assumed = {"price": _price(args.price), "load": _load(args.load)}
     out: dict[str, Any] = {"fitted": changed}
-    plan, more = None, []
+    plan, more, written = None, [], args.run
     try:
-        plan = quick_plan(run, where, **assumed)
+        plans = plan_phases(run, lambda r: quick_plan(r, where, **assumed))
+        if run.lengths:  # the rest is about the phase that decides whether the run fits
+            out["lengths"] = phases_json(plans)
+            written = args.run.at(fullest(plans).phase.start)
+            if not args.json:
+                print(phases_text(plans) + "\n")
+        run, plan = fullest(plans).phase.run, fullest(plans).plan
     except (UserError, ValueError) as error:
         if not args.search:  # the search looks for settings that do divide
             raise
+        run, written = run.phases()[-1].run, args.run.phases()[-1].run
         print(f"the run as it is cannot be planned: {error}\n", file=sys.stderr)
     if plan is not None:
         out["plan"] = as_json(plan)
@@ -93,7 +101,7 @@ def execute(args: argparse.Namespace) -> int:
         from trellis.plan.search import frontier_text, search, search_json
 
         best = args.top if args.compile else 0
-        found = search(run, where, written=args.run, compile_best=best, progress=sys.stderr.isatty(), **assumed)
+        found = search(run, where, written=written, compile_best=best, progress=sys.stderr.isatty(), **assumed)
         out["search"] = search_json(found)
         if not args.json:
             print("\n" + frontier_text(found))

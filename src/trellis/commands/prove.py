@@ -4,9 +4,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trellis.commands.command import Command
 from trellis.errors import UserError
+
+if TYPE_CHECKING:
+    from trellis.proof.proof import Proof
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +41,9 @@ def execute(args: argparse.Namespace) -> int:
 
     where = target(args.on, args.hardware)
     use_persistent_cache()
+    how = {"explain": not args.no_reason, "progress": True, "seed": args.seed}
     try:
-        proof = prove_run(args.run, where, args.given, explain=not args.no_reason, progress=True, seed=args.seed)
+        proofs = [prove_run(phase.run, where, args.given, **how) for phase in args.run.phases()]
     except (NotInterpreted, Failed) as error:
         raise UserError(
             "A compiled program is executed by an interpreter that knows all of its operations.",
@@ -46,18 +51,29 @@ def execute(args: argparse.Namespace) -> int:
             where=f"the program of {args.run.name} for {args.on}",
             fix="report it, with the recipe and the target; the run can be trained without a proof",
         ) from error
+    starts = [phase.start for phase in args.run.phases()]
     if args.programs:
-        folder = Path(args.programs)
-        folder.mkdir(parents=True, exist_ok=True)
-        found = {"compiled": proof.compiled.text}
-        if proof.finding is not None:
-            found |= {"right": proof.finding.right, "wrong": proof.finding.wrong}
-        for name, program in found.items():
-            if program:
-                (folder / f"{name}.hlo").write_text(program, encoding="utf-8")
-        print(f"programs written to {folder}", file=sys.stderr)
-    print(json.dumps(as_json(proof), indent=1) if args.json else text(proof))
-    return 0 if proof.proven else 3
+        for start, proof in zip(starts, proofs, strict=True):
+            _write(proof, Path(args.programs) / (f"step-{start + 1}" if len(proofs) > 1 else ""))
+        print(f"programs written to {args.programs}", file=sys.stderr)
+    if args.json:
+        found = [as_json(proof) for proof in proofs]
+        print(json.dumps(found[0] if len(found) == 1 else found, indent=1))
+    else:
+        titles = [f"from step {start + 1} on: " if len(proofs) > 1 else "" for start in starts]
+        print("\n\n".join(title + text(proof) for title, proof in zip(titles, proofs, strict=True)))
+    return 0 if all(proof.proven for proof in proofs) else 3
+
+
+def _write(proof: "Proof", folder: Path) -> None:
+    """The compiled program, and where it is wrong the ones around the mistake."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {"compiled": proof.compiled.text}
+    if proof.finding is not None:
+        found |= {"right": proof.finding.right, "wrong": proof.finding.wrong}
+    for name, program in found.items():
+        if program:
+            (folder / f"{name}.hlo").write_text(program, encoding="utf-8")
 
 
 COMMAND = Command(

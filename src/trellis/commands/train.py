@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,30 +98,38 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     from trellis.inspect import collectives, compiled_memory
     from trellis.inspect.graph import step_svg
     from trellis.inspect.ledger import ledger_of
+    from trellis.inspect.memory import memory_of
     from trellis.models.generate import Sampling, sample
+    from trellis.run.lengths import as_of_phase
     from trellis.train.assemble import assemble
     from trellis.train.checks import check_guard, check_marks, check_state, check_step
     from trellis.train.corpus import open_corpus
     from trellis.train.distributed import is_first
     from trellis.train.evaluation import Evaluator
-    from trellis.train.flops import work_of
+    from trellis.train.flops import costs, work_of
     from trellis.train.loop import Feed, train
+    from trellis.train.pace import expected_pace, keep_pace, tried_pace, worth_a_trial
     from trellis.train.restoring import model_in_use
     from trellis.train.state import TrainState
     from trellis.train.structure import StructureCheck
-    from trellis.train.summary import describe, ledger_sums, sections, step_program
+    from trellis.train.summary import describe, ledger_sums, lengths, sections, step_program
 
     assembled = assemble(run, devices)
     check_state(assembled)
     corpus = open_corpus(run, progress=is_first())
-    program = step_program(assembled)
-    check_marks(run.remat, program)
-    ledger = ledger_of(program)
-    found = sections(assembled, program, ledger, corpus.num_tokens)
-    check_step(found["memory"], assembled)
-    check_guard(found["memory"], assembled)
+    programs = {}
+    for step, made in assembled.phases().items():
+        with as_of_phase(step):
+            programs[step] = step_program(made)
+            check_marks(run.remat, programs[step])
+            memory = memory_of(programs[step]).per_kind()
+            check_step(memory, made)
+            check_guard(memory, made)
+    ledgers = {step: ledger_of(program) for step, program in programs.items()}
+    ledger = ledgers[0]
+    found = sections(assembled, programs[0], ledger, corpus.num_tokens) | {"lengths": lengths(assembled, programs)}
     if is_first():
-        _write_ledger(folder, ledger, assembled)
+        _write_ledger(folder, ledgers, assembled)
         write_sections(folder, found)
         print(f"{describe(found)}\nfolder   {folder}", flush=True)
 
@@ -130,22 +138,37 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         return sample(model_in_use(assembled, state), corpus.tokenizer, "", new_tokens=_SAMPLE_TOKENS, sampling=how)[0]
 
     sharding = assembled.batch_sharding
+    evaluators = {
+        step: Evaluator(open_corpus(made.run).validation if step else corpus.validation, made.options, sharding)
+        for step, made in assembled.phases().items()
+    }
+
+    def evaluated(state: TrainState, made: int) -> dict[str, jax.Array]:
+        return [evaluate for start, evaluate in evaluators.items() if start < made][-1](state)
+
     feed = Feed(
         batches=lambda start: Loader(corpus.batches, sharding, start_step=start),
-        evaluate=Evaluator(corpus.validation, assembled.options, sharding) if corpus.validation else None,
+        evaluate=evaluated if corpus.validation else None,
         sample=None if corpus.tokenizer is None else sampled,
     )
     work, check = work_of(assembled), StructureCheck(assembled, ledger, folder)
+    pace = expected_pace(assembled, work)
+    if worth_a_trial(assembled, pace, run.steps if until is None else until):
+        print("tries    a few steps on made-up tokens, to say how long the run takes", flush=True)
+        pace = tried_pace(assembled)
     with assembled.layout:
         told = {"compiled": check, "first_collective": _first(ledger)}
-        outcome = train(assembled, feed, folder, until=until, work=work, **told)
+        outcome = train(assembled, feed, folder, until=until, work=work, pace=pace, **told)
+    if is_first() and outcome.token_seconds is not None:
+        last = assembled.at(outcome.step - 1)
+        keep_pace(last, dataclasses.replace(work, **costs(last)), outcome.token_seconds)
     if is_first() and outcome.programs:
         compiled = outcome.programs[-1]
         found["compiled"] = dataclasses.asdict(compiled_memory(compiled))
         found["structure"] = check.found
         if ledger.auto:  # the types did not say what moves, but the compiled program does
             ledger = collectives(compiled, assembled.layout.mesh)
-            _write_ledger(folder, ledger, assembled)
+            _write_ledger(folder, {0: ledger}, assembled)
             found["ledger"] = ledger_sums(ledger)
         write_sections(folder, found)
         if run.profile is not None:
@@ -154,11 +177,13 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     return outcome.exit_code
 
 
-def _write_ledger(folder: Path, ledger: "Ledger", assembled: "Assembled") -> None:
-    """`ledger.txt`: what moves in a step, and below it what moves to compare copies."""
+def _write_ledger(folder: Path, ledgers: Mapping[int, "Ledger"], assembled: "Assembled") -> None:
+    """`ledger.txt`: what moves in a step, of each length of sequences, and below it what moves to compare copies."""
     from trellis.train.guard import Guard
 
-    text, every = f"{ledger}\n", assembled.run.guard.every
+    titles = {step: f"from step {step + 1} on\n\n" if len(ledgers) > 1 else "" for step in ledgers}
+    text = "\n".join(f"{titles[step]}{ledger}\n" for step, ledger in ledgers.items())
+    every = assembled.run.guard.every
     if every is not None:
         text += f"\nguard: after every {every} steps and before each checkpoint\n{Guard(assembled).ledger()}\n"
     (folder / "ledger.txt").write_text(text)

@@ -1,6 +1,5 @@
 """Batches by number: a pure function of the data, the seed and the step."""
 
-import bisect
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,56 +7,29 @@ import numpy as np
 from trellis.data.batch import Batch
 from trellis.data.order.order import Order, Shuffle, windowed
 from trellis.data.order.packing import open_rows, padding, pick
+from trellis.data.sizes import BatchSizes, Schedule
 from trellis.data.store.token_store import TokenStore
 from trellis.errors import UserError
 
-BatchSize = int | Sequence[tuple[int, int]]
-
-
-class BatchSizes:
-    """Rows of each step's batch: a constant, or a list of (first step, rows).
-
-    >>> sizes = BatchSizes([(0, 4), (10, 8)])
-    >>> sizes.at(9), sizes.at(10), sizes.first_row(12)
-    (4, 8, 56)
-    """
-
-    def __init__(self, batch_size: BatchSize):
-        stages = [(0, batch_size)] if isinstance(batch_size, int) else [tuple(stage) for stage in batch_size]
-        steps = [step for step, _ in stages]
-        if not stages or steps[0] != 0 or steps != sorted(set(steps)) or any(size < 1 for _, size in stages):
-            raise UserError(
-                "Batch sizes are one number, or (first step, rows) from step 0 in rising order.",
-                seen=batch_size,
-                where="batch_size",
-                fix="for example 512, or [(0, 256), (1000, 512)]",
-            )
-        self._steps, self._sizes = steps, [size for _, size in stages]
-        self._rows = [0]
-        for i in range(1, len(stages)):
-            self._rows.append(self._rows[-1] + (steps[i] - steps[i - 1]) * self._sizes[i - 1])
-
-    def at(self, step: int) -> int:
-        """Rows of the batch of `step`."""
-        return self._sizes[bisect.bisect_right(self._steps, step) - 1]
-
-    def first_row(self, step: int) -> int:
-        """Rows in all batches before `step`."""
-        stage = bisect.bisect_right(self._steps, step) - 1
-        return self._rows[stage] + (step - self._steps[stage]) * self._sizes[stage]
-
-    def steps_for(self, rows: int) -> int:
-        """How many whole batches `rows` rows fill."""
-        stage = bisect.bisect_right(self._rows, rows) - 1
-        return self._steps[stage] + (rows - self._rows[stage]) // self._sizes[stage]
-
 
 class Rows:
-    """The endless, shuffled sequence of rows of one store: epoch after epoch, each in another order."""
+    """The endless, shuffled sequence of rows of one store: epoch after epoch, each in another order.
 
-    def __init__(self, store: TokenStore, *, sequence_length: int, packing: str, seed: int, shuffle: Shuffle | None):
+    Rows have the last and longest of `lengths`; those of other lengths are pieces of them.
+    """
+
+    def __init__(self, store: TokenStore, *, lengths: Sequence[int], packing: str, seed: int, shuffle: Shuffle | None):
         self.store, self._seed, self._shuffle = store, seed, shuffle
-        self._rows = open_rows(store, sequence_length, packing)
+        if len(lengths) > 1 and packing != "chunk":
+            raise UserError(
+                "Sequences of several lengths are cut from the same rows, which packed documents are not.",
+                seen=f"packing {packing}, lengths {', '.join(map(str, lengths))}",
+                where="packing",
+                fix="concatenate documents, or use one sequence length",
+            )
+        self._cut = {length: open_rows(store, length, packing) for length in lengths}
+        self._longest = lengths[-1]
+        self._rows = self._cut[self._longest]
         if shuffle is not None and shuffle.needs_all_rows and not store.complete:
             raise UserError(
                 "A shuffle of all rows needs a complete store.",
@@ -73,9 +45,9 @@ class Rows:
             self._rows.wait_for(2**62)
         return self._rows.num_rows
 
-    def read(self, positions: np.ndarray) -> Batch:
-        """The rows at `positions` (`i64["batch"]`) of the sequence."""
-        return self._rows.read(self._order(positions))
+    def read(self, positions: np.ndarray, pieces: np.ndarray, length: int) -> Batch:
+        """Of the rows at `positions` (`i64["batch"]`) of the sequence, the pieces of a length with these numbers."""
+        return self._cut[length].read(self._order(positions) * (self._longest // length) + pieces)
 
     def _order(self, positions):
         if not self.store.complete:
@@ -94,7 +66,7 @@ class Batches:
 
     Args:
         data: a token store, or a `Mixture` of several.
-        sequence_length: tokens in a row.
+        sequence_length: tokens in a row, or a schedule of (first step, tokens), each a divisor of the longest.
         batch_size: rows of a batch, or a schedule of (first step, rows).
         seed: chooses the order.
         packing: "chunk" concatenates documents and cuts; "best_fit" packs whole documents; "pad" gives each its row.
@@ -110,8 +82,8 @@ class Batches:
         self,
         data,
         *,
-        sequence_length: int,
-        batch_size: BatchSize,
+        sequence_length: Schedule,
+        batch_size: Schedule,
         seed: int = 0,
         packing: str = "chunk",
         shuffle: bool | Shuffle = True,
@@ -120,13 +92,14 @@ class Batches:
         mask_documents: bool = True,
     ):
         shuffle = {True: Shuffle(), False: None}[shuffle] if isinstance(shuffle, bool) else shuffle
-        self.sequence_length, self.seed, self.data = sequence_length, seed, data
-        self.sizes, self._pad_last, self._mask_documents = BatchSizes(batch_size), pad_last, mask_documents
+        self.seed, self.data = seed, data
+        self.sizes, self._pad_last = BatchSizes(batch_size, sequence_length), pad_last
+        self._mask_documents = mask_documents
         if max_epochs is not None and max_epochs < 1:
             raise UserError("Data is read at least once.", seen=max_epochs, where="max_epochs", fix="use 1 or more")
-        options = {"sequence_length": sequence_length, "packing": packing, "shuffle": shuffle}
+        options = {"packing": packing, "shuffle": shuffle}
         if isinstance(data, TokenStore):
-            self._rows = Rows(data, seed=seed, **options)
+            self._rows = Rows(data, seed=seed, lengths=self.sizes.lengths, **options)
             self._max_rows = None if max_epochs is None else max_epochs * self._rows.num_rows
         else:
             self._rows = data.rows(seed=seed, sizes=self.sizes, max_epochs=max_epochs, **options)
@@ -159,13 +132,13 @@ class Batches:
                 where="batches",
                 fix="train for fewer steps, or allow more epochs",
             )
-        first = self.sizes.first_row(step)
-        start, stop, _ = (rows or slice(None)).indices(self.sizes.at(step))
-        positions = np.arange(first + start, first + max(start, stop), dtype=np.int64)
-        real = positions if self._max_rows is None else positions[positions < self._max_rows]
-        if len(real) == len(positions):
-            batch = self._rows.read(positions)
+        at, pieces = self.sizes.places(step, rows)
+        _, length = self.sizes.shape(step)
+        real = np.ones(len(at), bool) if self._max_rows is None else at < self._max_rows
+        read = lambda: self._rows.read(at[real], pieces[real], length)
+        if real.all():
+            batch = read()
         else:
-            batch = padding(len(positions) - len(real), self.sequence_length)
-            batch = pick([self._rows.read(real), batch], np.arange(len(positions))) if len(real) else batch
+            batch = padding(len(at) - int(real.sum()), length)
+            batch = pick([read(), batch], np.arange(len(at))) if real.any() else batch
         return batch if self._mask_documents else batch.without_documents()

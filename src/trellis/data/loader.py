@@ -100,7 +100,7 @@ def sharded(batches: Batches, step: int, sharding) -> Batch:
     """The batch of `step` as `jax.Array`s over the devices of `sharding`, reading this host's rows alone."""
     import jax
 
-    shape = (batches.sizes.at(step), batches.sequence_length)
+    shape = batches.sizes.shape(step)
     try:
         sharding.shard_shape(shape)
     except ValueError as error:

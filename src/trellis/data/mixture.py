@@ -9,10 +9,11 @@ from fractions import Fraction
 import numpy as np
 
 from trellis.data.batch import Batch
-from trellis.data.batch_sequence import Batches, BatchSizes, Rows
+from trellis.data.batch_sequence import Batches, Rows
 from trellis.data.order.order import Shuffle
 from trellis.data.order.packing import pick
 from trellis.data.order.permutation import Permutation, derive_key
+from trellis.data.sizes import BatchSizes
 from trellis.data.store.token_store import TokenStore
 from trellis.errors import UserError
 
@@ -94,7 +95,6 @@ class Mixture:
         seed: int,
         sizes: BatchSizes,
         max_epochs: int | None,
-        sequence_length: int,
         packing: str,
         shuffle: Shuffle | None,
     ) -> "MixtureRows":
@@ -102,7 +102,7 @@ class Mixture:
         sources = [
             Rows(
                 store,
-                sequence_length=sequence_length,
+                lengths=sizes.lengths,
                 packing=packing,
                 seed=derive_key(seed, _MIX, i),
                 shuffle=shuffle,
@@ -178,13 +178,13 @@ class MixtureRows:
         """Rows of all sources, each once."""
         return sum(source.num_rows for source in self._sources)
 
-    def read(self, positions: np.ndarray) -> Batch:
-        """The rows at `positions` (`i64["batch"]`)."""
+    def read(self, positions: np.ndarray, pieces: np.ndarray, length: int) -> Batch:
+        """Of the rows at `positions` (`i64["batch"]`), the pieces of a length with these numbers."""
         source, index = self.locate(positions)
         parts, places = [], []
         for s in np.unique(source):
             here = np.flatnonzero(source == s)
-            parts.append(self._sources[s].read(index[here]))
+            parts.append(self._sources[s].read(index[here], pieces[here], length))
             places.append(here)
         return pick(parts, np.argsort(np.concatenate(places), kind="stable"))
 

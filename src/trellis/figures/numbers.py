@@ -21,6 +21,15 @@ def size(num_bytes: float) -> str:
     return _scaled(num_bytes, 1024.0, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
 
 
+def flop_rate(per_second: float) -> str:
+    """A rate of arithmetic.
+
+    >>> flop_rate(4.85e11), flop_rate(989e12)
+    ('485 GFLOP/s', '989 TFLOP/s')
+    """
+    return _scaled(per_second, 1000.0, (" ", " k", " M", " G", " T", " P")) + "FLOP/s"
+
+
 def seconds(value: float) -> str:
     """A time that was measured or predicted, with three digits.
 

@@ -9,6 +9,9 @@ import jax.numpy as jnp
 
 from trellis.hardware.chips import published_peak
 
+# Seconds and tries that a measurement takes at least: a machine that is busy now may not be a moment later.
+_LONG, _TRIES = 0.3, 6
+
 
 def measure_matmul_peak(dtype: Any = "float32", devices: Sequence[Any] | None = None, size: int = 1024) -> float:
     """FLOP/s that square matrix products reach on all given devices at once: the best of several tries.
@@ -16,21 +19,27 @@ def measure_matmul_peak(dtype: Any = "float32", devices: Sequence[Any] | None = 
     Takes about a second. CPU devices of one machine share its cores, so their peak is that of all together.
 
     Args:
-        dtype: of the factors and the product.
+        dtype: of the factors. Sums are float32, as a step's are: for a bfloat16 result XLA's CPU compiler converts the
+            factors first and does not use the processor's bfloat16 instructions.
         devices: the default is every device of this process.
         size: the factors are "{size} {size}".
     """
     devices = jax.local_devices() if devices is None else devices
     dtype = jnp.dtype(dtype)
     factors = [jax.device_put(jnp.ones((size, size), dtype), device) for device in devices]
-    product = jax.jit(lambda x: jnp.matmul(x, x))
+    product = jax.jit(square)
     jax.block_until_ready([product(x) for x in factors])  # compiles
     seconds = []
-    for _ in range(6):
+    while len(seconds) < _TRIES or sum(seconds) < _LONG:
         start = time.perf_counter()
         jax.block_until_ready([product(x) for x in factors])
         seconds.append(time.perf_counter() - start)
     return 2.0 * size**3 * len(devices) / min(seconds)
+
+
+def square(x: jax.Array) -> jax.Array:
+    """A matrix times itself, in float32."""
+    return jnp.matmul(x, x, preferred_element_type=jnp.float32)
 
 
 def matmul_peak(devices: Sequence[Any], dtype: Any) -> float | None:

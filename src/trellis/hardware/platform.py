@@ -1,6 +1,7 @@
-"""Which of this machine's platforms JAX looks for, and how much of a GPU's memory it takes."""
+"""This machine: which of its platforms JAX looks for, how much of a GPU's memory it takes, what its processor is."""
 
 import os
+import platform
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,3 +36,12 @@ def claim_gpu_memory() -> None:
 def has_tpu() -> bool:
     """Whether this host has TPUs."""
     return any(Path("/dev").glob("accel[0-9]*")) or Path("/dev/vfio/0").exists()
+
+
+def processor() -> str:
+    """The name of this machine's processor."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
+    except OSError:
+        return platform.processor()

@@ -98,7 +98,7 @@ class Folder:
         parts = {d: _slices(names, leaf.shape, index) for d, index in indices.items()}
 
         def read(part: Mapping[str, slice], at: At) -> np.ndarray:
-            text = key.text.format(*at)
+            text = key.name(at)
             tensor = self._tensor(text, key.shape(sizes))
             real = {n: slice(min(s.start, sizes[n]), min(s.stop, sizes[n])) for n, s in part.items()}
             array = np.asarray(key.read(tensor, sizes, own, real), leaf.dtype)
@@ -203,7 +203,8 @@ def write_folder(
         raise UserError("An export goes to a folder of its own.", seen=there[0].name, where=str(to), fix=fix)
     contents = family.to_config_json(config, positions=positions, dtype=dtype) | dict(more or {})
     kind = np.dtype(DTYPES[DTYPE_NAMES[dtype]])
-    tensors = [t for p in parameters(model) for t in _tensors(p, key_of(family.keys, p), config.vocab, kind, read)]
+    made = [t for p in parameters(model) for t in _tensors(p, key_of(family.keys, p), config.vocab, kind, read)]
+    tensors = _joined(made)
     known = {t.name for t in tensors}
     for key in family.zeros:
         if key.text not in known:
@@ -248,17 +249,33 @@ def write_tokenizer(serialized: str, end_of_document: str, to: Path, *, position
     return [to / "tokenizer.json", _write(to / "tokenizer_config.json", config)]
 
 
-def _tensors(parameter: Parameter, key: Key, vocab: int, dtype: np.dtype, read: Callable) -> list[Tensor]:
+def _tensors(parameter: Parameter, key: Key, vocab: int, dtype: np.dtype, read: Callable) -> list[tuple[int, Tensor]]:
     own = parameter.names[key.counts :]
     sizes = dict(zip(parameter.names, parameter.leaf.array.shape, strict=True))
     cut = tuple(slice(vocab) if name == "vocab" else slice(None) for name in own)
     shape = key.shape(sizes | ({"vocab": vocab} if "vocab" in sizes else {}))
 
-    def one(at: At) -> Tensor:
+    def one(at: At) -> tuple[int, Tensor]:
         make = lambda: key.write(np.asarray(read(parameter, at))[cut], own)
-        return Tensor(key.text.format(*at), shape, dtype, make)
+        return key.half or 0, Tensor(key.name(at), shape, dtype, make)
 
     return [one(at) for at in np.ndindex(*parameter.leaf.array.shape[: key.counts])]
+
+
+def _joined(made: list[tuple[int, Tensor]]) -> list[Tensor]:
+    """The tensors, those of two parameters once."""
+    found: dict[str, list[tuple[int, Tensor]]] = {}
+    for half, tensor in made:
+        found.setdefault(tensor.name, []).append((half, tensor))
+
+    def one(parts: list[tuple[int, Tensor]]) -> Tensor:
+        first = parts[0][1]
+        if len(parts) == 1:
+            return first
+        ordered = [tensor for _, tensor in sorted(parts, key=lambda part: part[0])]
+        return first._replace(make=lambda: np.stack([t.make() for t in ordered], -1).reshape(first.shape))
+
+    return [one(parts) for parts in found.values()]
 
 
 def _each(parts: Mapping, read: Callable) -> Callable:

@@ -11,18 +11,36 @@ from trellis.nn.parameters import Parameter
 
 Slices = Mapping[str, slice]
 
+# The dimension along which two parameters share a tensor.
+HALF = "half"
+
 
 class Key(NamedTuple):
     """A parameter's key, with `{}` for a layer's number (and a second one for an expert's), and its dimensions there.
 
-    Dimensions are written in order; `(heads head_dim)` are several in one.
+    Dimensions are written in order; `(heads head_dim)` are several in one. Two parameters may share a tensor, whose
+    last dimension `half` takes them in turns: as in `embed (mlp half)`.
 
     >>> Key("model.layers.{}.self_attn.q_proj.weight", "(heads head_dim) embed").groups
     (('heads', 'head_dim'), ('embed',))
+    >>> Key("model.layers.{}.mlp.up_proj.weight", "mlp embed", first=3).name((2,))
+    'model.layers.5.mlp.up_proj.weight'
+
+    Attributes:
+        text, dims: as above.
+        half: which of the two a parameter is.
+        first, step: the number in the folder of the first layer of a parameter, and from one to the next.
     """
 
     text: str
     dims: str
+    half: int | None = None
+    first: int = 0
+    step: int = 1
+
+    def name(self, at: Sequence[int]) -> str:
+        """The tensor's name, of one position of each leading name."""
+        return self.text.format(*(self.first + self.step * i if place == 0 else i for place, i in enumerate(at)))
 
     @property
     def counts(self) -> int:
@@ -45,18 +63,21 @@ class Key(NamedTuple):
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The tensor's shape in the folder."""
+        sizes = {**sizes, HALF: 2}
         return tuple(math.prod(sizes[name] for name in group) for group in self.groups)
 
     def write(self, array: np.ndarray, names: Sequence[str]) -> np.ndarray:
-        """A parameter's layer as the folder has it.
+        """A parameter's layer as the folder has it; of a tensor that two share, its half, which has the other beside
+        it in the last dimension.
 
         Args:
             array: the values.
             names: its dimensions' names.
         """
-        order = [name for group in self.groups for name in group]
+        order = [name for group in self.groups for name in group if name != HALF]
         sizes = dict(zip(names, array.shape, strict=True))
-        return array.transpose([names.index(name) for name in order]).reshape(self.shape(sizes))
+        array = array.transpose([names.index(name) for name in order])
+        return array if self.half is not None else array.reshape(self.shape(sizes))
 
     def read(self, tensor: np.ndarray, sizes: Mapping[str, int], names: Sequence[str], part: Slices) -> np.ndarray:
         """Part of a parameter's layer; of the tensor, little more than that part is touched.
@@ -68,6 +89,8 @@ class Key(NamedTuple):
             part: which part of each dimension.
         """
         order = [name for group in self.groups for name in group]
+        sizes, half = {**sizes, HALF: 2}, 0 if self.half is None else self.half
+        part = {**part, HALF: slice(half, half + 1)}
         outer = tuple(_covering(group, sizes, part) for group in self.groups)
         shape: list[int] = []
         for group, piece in zip(self.groups, outer, strict=True):
@@ -76,7 +99,8 @@ class Key(NamedTuple):
         split = tensor[outer].reshape(shape)
         firsts = {group[0] for group in self.groups}
         split = split[tuple(slice(None) if name in firsts else part[name] for name in order)]
-        return split.transpose([order.index(name) for name in names])
+        kept = split.transpose([order.index(name) for name in (*names, *(HALF,) * (HALF in order))])
+        return kept[..., 0] if HALF in order else kept
 
 
 def _covering(group: tuple[str, ...], sizes: Mapping[str, int], part: Slices) -> slice:
@@ -93,7 +117,7 @@ def key_of(keys: Mapping[str, Key], parameter: Parameter) -> Key:
     """
     key = keys.get(parameter.path)
     own = parameter.names[key.counts :] if key is not None else ()
-    if key is None or sorted(own) != sorted(name for group in key.groups for name in group):
+    if key is None or sorted(own) != sorted(name for group in key.groups for name in group if name != HALF):
         raise NamesError(
             f"every parameter has a key with its dimensions, got {parameter.path} of '{' '.join(parameter.names)}' "
             f"for {key}, in the family's table of keys: add it there"

@@ -24,7 +24,8 @@ class Collective:
         name: of its instruction.
         kind: one of the ledger's.
         groups: the devices that take part together; of a permute who sends to whom.
-        arrays: what a device gives into it; several where the compiler has combined several into one.
+        arrays: what a device gives into it; several where the compiler has combined several into one, also as one
+            long array.
         times: how often it runs.
         origin: the instruction that says where it is from: its own, or that of the fusion it is in.
         asynchronous: whether it runs beside other work, as far as the text says.
@@ -65,7 +66,8 @@ def collectives_in(program: Program, num_devices: int, load: float | None = None
             continue
         arrays = [a for name in instruction.operands if (i := program.by_name.get(name)) for a in i.results]
         if instruction.op.startswith("collective-permute"):
-            arrays = arrays[:1]  # the in-place form has buffers and indices behind it
+            if not _combined(instruction, len(arrays)):
+                arrays = arrays[:1]  # the in-place form has buffers and indices behind it
             groups = source_target_pairs(instruction.attribute("source_target_pairs") or "")
         else:
             if instruction.op.startswith("ragged"):
@@ -73,11 +75,33 @@ def collectives_in(program: Program, num_devices: int, load: float | None = None
             groups = instruction.groups() or [tuple(range(num_devices))]
         if not arrays or not groups:
             continue
+        if kind == "all-reduce" and len(instruction.operands) == 1:
+            arrays = _laid_end_to_end(program, instruction.operands[0]) or arrays
         if kind == "all-reduce" and _scattered(program, computation, instruction):
             kind = "reduce-scatter"
         origin = instruction if instruction.quoted("op_name") else program.callers.get(computation, instruction)
         beside = _is_async(program, computation, instruction)
         yield Collective(instruction.name, kind, tuple(groups), tuple(arrays), times, origin, beside)
+
+
+def _combined(permute: Instruction, arrays: int) -> bool:
+    """Whether a permute sends several arrays at once: each of them is among its results, too."""
+    results = len(permute.results)
+    if permute.op == "collective-permute":
+        return results == arrays
+    return permute.type.startswith("((") and results >= 2 * arrays
+
+
+def _laid_end_to_end(program: Program, operand: str) -> list[Array]:
+    """The arrays that CUDA's compiler has laid end to end to sum them as one; none where the user has."""
+    made = program.by_name.get(operand)
+    if made is not None and made.op == "fusion":
+        (inside,) = made.called().get("calls", [""])
+        made = next((i for i in program.computations.get(inside, ()) if i.root), None)
+    if made is None or made.op != "concatenate" or (made.quoted("op_name") or "").endswith("/concatenate"):
+        return []
+    pieces = [piece for name in made.operands if (i := program.by_name.get(name)) for piece in i.results]
+    return pieces if all(len(piece.shape) == 1 for piece in pieces) else []
 
 
 def _scattered(program: Program, computation: str, reduce: Instruction) -> bool:

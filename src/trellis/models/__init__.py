@@ -2,13 +2,14 @@
 
 from trellis.models.families import FAMILIES, ModelConfig
 from trellis.models.gpt2 import GPT2, GPT2Config
+from trellis.models.gpt_oss import GptOssConfig
 from trellis.models.gptj import GPTJ, GPTJConfig
 from trellis.models.llama import Llama, LlamaConfig
 from trellis.models.mixtral import Mixtral, MixtralConfig
 from trellis.models.protocol import FamilyConfig, LanguageModel, Measured, Output
 from trellis.models.qwen3 import Qwen3Config
 from trellis.models.qwen3_moe import Qwen3MoeConfig
-from trellis.nn import LinearScaling, Llama3Scaling
+from trellis.nn import LinearScaling, Llama3Scaling, YarnScaling
 from trellis.nn.moe import Routing
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "FamilyConfig",
     "GPT2Config",
     "GPTJConfig",
+    "GptOssConfig",
     "LanguageModel",
     "LinearScaling",
     "Llama",
@@ -31,4 +33,5 @@ __all__ = [
     "Qwen3Config",
     "Qwen3MoeConfig",
     "Routing",
+    "YarnScaling",
 ]

@@ -3,6 +3,8 @@
 from trellis.hub import Family
 from trellis.models.gpt2 import GPT2Config
 from trellis.models.gpt2.hub import FAMILY as GPT2
+from trellis.models.gpt_oss import GptOssConfig
+from trellis.models.gpt_oss.hub import FAMILY as GPT_OSS
 from trellis.models.gptj import GPTJConfig
 from trellis.models.gptj.hub import FAMILY as GPTJ
 from trellis.models.llama import LlamaConfig
@@ -14,5 +16,7 @@ from trellis.models.qwen3.hub import FAMILY as QWEN3
 from trellis.models.qwen3_moe import Qwen3MoeConfig
 from trellis.models.qwen3_moe.hub import FAMILY as QWEN3_MOE
 
-ModelConfig = LlamaConfig | Qwen3Config | MixtralConfig | Qwen3MoeConfig | GPT2Config | GPTJConfig
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN3, MIXTRAL, QWEN3_MOE, GPT2, GPTJ)}
+ModelConfig = LlamaConfig | Qwen3Config | MixtralConfig | Qwen3MoeConfig | GptOssConfig | GPT2Config | GPTJConfig
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (LLAMA, QWEN3, MIXTRAL, QWEN3_MOE, GPT_OSS, GPT2, GPTJ)
+}

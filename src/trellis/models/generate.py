@@ -188,16 +188,18 @@ def _prefill(model: LanguageModel, tokens: NamedArray, total: int):
         kept += [k, v]
         return attend(q, k, v, **options)
 
-    hidden, (keys, values) = _through(model, tokens, None, (), attention)
-    return hidden, tuple(_with_room(x, total) for x in (keys, values))
+    hidden, cache = _through(model, tokens, None, (), attention)
+    return hidden, tuple(_with_room(x, total) for x in cache)
 
 
 def _decode(model: LanguageModel, token: NamedArray, at: jax.Array, cache):
     """The hidden state of one position, which is at `at`, and the cache with it."""
 
     def attention(kept, q, k, v, *, segment_ids=None, save_name=None, **options):
-        kept[:] = [_written(held, x, at) for held, x in zip(kept, (k, v), strict=True)]
-        return attend_cached(q, *kept, at + 1, **options)
+        # A block of several layers has a pair of each: the first is the next one's, and goes to the end.
+        own = [_written(held, x, at) for held, x in zip(kept[:2], (k, v), strict=True)]
+        kept[:] = [*kept[2:], *own]
+        return attend_cached(q, *own, at + 1, **options)
 
     positions = full(token.axes, at, jnp.int32)
     return _through(model, token, positions, cache, attention)

@@ -91,6 +91,12 @@ class FamilyConfig(Protocol):
         """The model with fresh parameters, its vocabulary padded to a multiple."""
 
 
+def stacked(config: FamilyConfig) -> int:
+    """How many blocks a model's stack has, which the stages of a pipeline share: its layers, unless its family says
+    otherwise in `stacked`."""
+    return getattr(config, "stacked", config.layers)
+
+
 class LanguageModel(Protocol):
     """A model: tokens to hidden states, which the loss multiplies by the unembedding.
 

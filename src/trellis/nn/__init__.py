@@ -18,18 +18,27 @@ from trellis.nn.attention import (
 )
 from trellis.nn.dropout import Dropout
 from trellis.nn.embedding import Embedding
-from trellis.nn.gate import swiglu
+from trellis.nn.gate import ClampedSwiGLU, swiglu
 from trellis.nn.initializers import constant, normal, weight
 from trellis.nn.linear import Linear
 from trellis.nn.loss import LossError, TokenLoss, cross_entropy, linear_cross_entropy, next_token_loss, tied
 from trellis.nn.norm import LayerNorm, RMSNorm
 from trellis.nn.parameters import Bias, Parameter, Role, Scale, Table, Weight, parameters
 from trellis.nn.precision import Precision
-from trellis.nn.rope import LinearScaling, Llama3Scaling, Scaling, frequencies, rotary_tables, rotate
+from trellis.nn.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    Scaling,
+    YarnScaling,
+    frequencies,
+    rotary_tables,
+    rotate,
+)
 
 __all__ = [
     "AttentionError",
     "Bias",
+    "ClampedSwiGLU",
     "Dropout",
     "Embedding",
     "LayerNorm",
@@ -46,6 +55,7 @@ __all__ = [
     "Table",
     "TokenLoss",
     "Weight",
+    "YarnScaling",
     "attend",
     "attend_cached",
     "constant",

@@ -1,9 +1,12 @@
 """The gate of SwiGLU (Shazeer, 2020, arXiv:2002.05202), with gradients that are made once."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 
 from trellis.mesh.linear import linear
-from trellis.named import is_named, silu
+from trellis.named import clip, is_named, minimum, sigmoid, silu
 from trellis.named.backend import fences_gradients, made_again, rounded_once
 
 
@@ -28,6 +31,31 @@ def swiglu(gate, up):
     if gate.names != up.names or not fences_gradients(gate.array):
         return silu(gate) * up
     return gate.with_array(_fenced(gate.array, up.array))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """SwiGLU with bounds on what it takes, so that no activation is far from the others (OpenAI, 2025,
+    arXiv:2508.10925, section 2.3): `gate * sigmoid(slope * gate) * (up + 1)`, of named or plain arrays.
+
+    >>> ClampedSwiGLU(limit=7.0)(tr.full({"mlp": 2}, 100.0), tr.full({"mlp": 2}, -100.0))
+    f32[mlp=2]
+    [-41.99972 -41.99972]
+
+    Attributes:
+        limit: the most that `gate` may be, and the most and, negative, the least that `up` may be.
+        slope: of the sigmoid.
+    """
+
+    limit: float
+    slope: float = 1.702
+
+    def __call__(self, gate, up):
+        if is_named(gate):
+            gate, up = minimum(gate, self.limit), clip(up, -self.limit, self.limit)
+            return gate * sigmoid(gate * self.slope) * (up + 1.0)
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(gate * self.slope) * (up + 1.0)
 
 
 @jax.custom_jvp

@@ -43,7 +43,12 @@ class Precision:
     """Products in eight bits: a part of a weight's name, and fp8 or int8, as in mlp: int8. Choose it where the plan
     says that it pays: on chips with units for it, and where gathered weights are what a step waits for."""
 
+    moments: Mapping[str, Literal["mxfp8"]] = dataclasses.field(default_factory=FrozenMap)
+    """What the optimizer keeps of weights and tables, in eight bits: a part of a parameter's name, and mxfp8, e4m3 in
+    blocks of 32 numbers, as in mlp: mxfp8. Choose it where parameters and optimizer do not fit otherwise."""
+
     def __post_init__(self):
+        object.__setattr__(self, "moments", FrozenMap(self.moments))
         object.__setattr__(self, "exceptions", FrozenMap(self.exceptions))
         object.__setattr__(self, "products", FrozenMap(self.products))
 
@@ -60,6 +65,13 @@ class Precision:
         if parameter.role != Role.WEIGHT:
             return None
         return next((kind for part, kind in self.products.items() if part in parameter.path), None)
+
+    def moments_of(self, parameter: Parameter) -> Literal["mxfp8"] | None:
+        """In which eight bits the optimizer keeps its averages of a parameter, where they are: those of weights and
+        tables, by the first part that fits."""
+        if parameter.role not in (Role.WEIGHT, Role.TABLE):
+            return None
+        return next((kind for part, kind in self.moments.items() if part in parameter.path), None)
 
     def _marked(self, model: Any) -> Any:
         kinds = [self.product_of(p) for p in parameters(model)] if self.products else []

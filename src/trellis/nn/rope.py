@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al., 2021, arXiv:2104.09864), with Llama 3's and linear scaling."""
+"""Rotary position embeddings (Su et al., 2021, arXiv:2104.09864), with linear, Llama 3's and YaRN scaling."""
 
 import dataclasses
 import math
@@ -31,6 +31,8 @@ class LinearScaling:
     def __post_init__(self):
         _check_positive(factor=self.factor)
 
+    magnitude = 1.0
+
     def __call__(self, frequencies: np.ndarray) -> np.ndarray:
         return frequencies / self.factor
 
@@ -62,6 +64,8 @@ class Llama3Scaling:
                 fix=f"use more than {self.low_freq_factor}, as in {4 * self.low_freq_factor}",
             )
 
+    magnitude = 1.0
+
     def __call__(self, frequencies: np.ndarray) -> np.ndarray:
         turns = self.original_context * frequencies / (2 * math.pi)
         smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
@@ -69,7 +73,65 @@ class Llama3Scaling:
         return (1 - smooth) * frequencies / self.factor + smooth * frequencies
 
 
-Scaling = LinearScaling | Llama3Scaling
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """Low frequencies divided by a factor, high ones kept, a ramp over those between, and larger scores (YaRN, Peng et
+    al., 2023, arXiv:2309.00071)."""
+
+    kind: Literal["yarn"] = "yarn"
+    factor: float
+    """How many times longer the context is than in training. Set it to the new length over the old one."""
+    beta_fast: float = 32.0
+    """Waves that turn more often than this in the original context are kept. Leave it at 32, as released models have
+    it."""
+    beta_slow: float = 1.0
+    """Waves that turn less often than this in it are stretched fully. Leave it at 1, as released models have it."""
+    original_context: int
+    """Positions in training. Set it to the length that the model was first trained with."""
+    truncate: bool = True
+    """Whether the ramp begins and ends at whole frequencies. Set it as an imported model has it."""
+    mscale: float = 1.0
+    """How fast queries and keys grow with the log of the factor. Set it as an imported model has it."""
+    mscale_all_dim: float = 0.0
+    """Of this growth, what a model leaves to the scale of its scores. Set it as an imported model has it."""
+
+    def __post_init__(self):
+        _check_positive(factor=self.factor, beta_slow=self.beta_slow, original_context=self.original_context)
+        if self.beta_fast <= self.beta_slow:
+            raise UserError(
+                "Waves that are kept turn more often than those that are stretched fully.",
+                seen=f"beta_fast={self.beta_fast}, beta_slow={self.beta_slow}",
+                where="beta_fast",
+                fix=f"use more than {self.beta_slow}, as in {32 * self.beta_slow}",
+            )
+
+    def growth(self, rate: float) -> float:
+        """A factor that grows with the log of the context's: `0.1 rate log(factor) + 1`.
+
+        >>> round(YarnScaling(factor=32.0, original_context=4096).growth(1.0), 4)
+        1.3466
+        """
+        return 0.1 * rate * math.log(max(self.factor, 1.0)) + 1.0
+
+    @property
+    def magnitude(self) -> float:
+        """A factor on cosines and sines, so of scores its square."""
+        return self.growth(self.mscale) / self.growth(self.mscale_all_dim)
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        count = len(frequencies)
+        step = math.log(frequencies[0] / frequencies[-1]) / (count - 1) if count > 1 else 1.0
+        # The place of the frequency that turns so often in the original context.
+        place = lambda turns: math.log(self.original_context * frequencies[0] / (2 * math.pi * turns)) / step
+        low, high = place(self.beta_fast), place(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * count - 1)
+        ramp = np.clip((np.arange(count) - low) / (high - low if high != low else 1e-3), 0.0, 1.0)
+        return frequencies * (1 - ramp) + frequencies / self.factor * ramp
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling
 
 QUERY = ("batch", "pos", "heads", "head_dim")
 
@@ -106,7 +168,8 @@ def rotary_tables(
         rates[:pairs] = np.repeat(frequencies(pairs, theta, scaling), 2)
     rates = NamedArray(jnp.asarray(rates, jnp.float32), (head_dim.name,))
     angles = _for_use(outer(multiply, positions.astype(jnp.float32), rates))
-    return cos(angles), sin(angles)
+    magnitude = 1.0 if scaling is None else scaling.magnitude
+    return (cos(angles), sin(angles)) if magnitude == 1 else (cos(angles) * magnitude, sin(angles) * magnitude)
 
 
 def _for_use(angles: NamedArray) -> NamedArray:

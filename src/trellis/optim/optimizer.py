@@ -1,15 +1,17 @@
 """From configuration to one Optax transformation: clip, direction, weight decay, learning rate."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from trellis.nn.parameters import Parameter
 from trellis.optim.config import Adafactor, AdamW, Lion, Muon, Optimizer, Schedule
 from trellis.optim.groups import decayed, on_arrays
 from trellis.optim.muon import muon
+from trellis.optim.narrow import in_eight_bits
 from trellis.optim.schedules import learning_rates
 
 
@@ -27,6 +29,7 @@ def make_optimizer(
     steps: int,
     clip_norm: float | None = None,
     exclude: Sequence[str] = (),
+    narrow: Callable[[Parameter], bool] | None = None,
 ) -> optax.GradientTransformation:
     """The optimizer of a run, for a tree of plain or named arrays under any sharding.
 
@@ -36,14 +39,16 @@ def make_optimizer(
         steps: steps of the run.
         clip_norm: gradients with a larger norm over all parameters are scaled down to it.
         exclude: parameters with one of these in their path or among their axes are not decayed.
+        narrow: of which parameters moving averages are kept in eight bits; None for none.
 
     Returns:
         An Optax transformation. `learning_rate` reads the last step's learning rate from its state.
     """
+    direction = _direction(config)
     rates = learning_rates(schedule, config.learning_rate, steps)
     rule = optax.chain(
         optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm),
-        _direction(config),
+        direction if narrow is None else in_eight_bits(direction, narrow),
         optax.add_decayed_weights(config.weight_decay, lambda params: decayed(params, exclude)),
         _scale_by(rates),
     )

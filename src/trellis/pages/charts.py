@@ -1,11 +1,12 @@
 """Curves as inline SVG. Axes are HTML, so that their text keeps its size on every screen."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trellis.figures.html import Markup, join, tag
 from trellis.figures.numbers import count
+from trellis.frozen import FrozenMap
 
 MOST_POINTS = 600
 
@@ -86,13 +87,14 @@ def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [int(t) if step >= 1 else round(t, 12) for t in ticks]
 
 
-def draw(chart: Chart, steps: Sequence[int], number: int) -> Markup:
+def draw(chart: Chart, steps: Sequence[int], number: int, marks: Mapping[float, str] = FrozenMap()) -> Markup:
     """The chart as HTML.
 
     Args:
         chart: what to draw.
-        steps: the step of each value.
+        steps: the step of each value, or whatever else grows with it.
         number: which chart of the page this is; the script finds its values by it.
+        marks: what begins where, as vertical lines.
     """
     low, high = chart.bounds()
     first, last = steps[0], max(steps[-1], steps[0] + 1)
@@ -110,6 +112,11 @@ def draw(chart: Chart, steps: Sequence[int], number: int) -> Markup:
         tag("line", x1=0, x2=100, y1=f"{y(t):.2f}", y2=f"{y(t):.2f}", vector_effect="non-scaling-stroke")
         for t in y_ticks
     ]
+    grid += [
+        tag("line", tag("title", told), x1=f"{x(at):.2f}", x2=f"{x(at):.2f}", y1=0, y2=100, class_="mark",
+            vector_effect="non-scaling-stroke")
+        for at, told in marks.items()
+    ]  # fmt: skip
     x_ticks = [t for t in nice_ticks(first, last, 6) if t == int(t)]
     plot = tag("svg", tag("g", *grid, class_="grid"), *lines, viewBox="0 0 100 100", preserveAspectRatio="none")
     names = [tag("span", tag("i", class_=f"s{i}"), s.name) for i, s in enumerate(chart.series)]
@@ -126,7 +133,7 @@ def draw(chart: Chart, steps: Sequence[int], number: int) -> Markup:
     )
 
 
-def script_data(charts: Sequence[Chart], steps: Sequence[int]) -> dict:
+def script_data(charts: Sequence[Chart], steps: Sequence[int], name: str = "step") -> dict:
     """What the page's script shows where the pointer is."""
     shown = [
         {
@@ -136,7 +143,7 @@ def script_data(charts: Sequence[Chart], steps: Sequence[int]) -> dict:
         }
         for chart in charts
     ]
-    return {"steps": list(steps), "charts": shown}
+    return {"name": name, "steps": list(steps), "charts": shown}
 
 
 def _curve(points: Sequence[tuple[float, float] | None], name: str, dots: bool) -> Markup:

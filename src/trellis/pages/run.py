@@ -32,11 +32,14 @@ def write_report(folder: str | Path) -> Path:
 def page(run: RunFolder) -> str:
     """The page as text."""
     shown = charts(run.lines)
-    steps = _thin_steps([line["step"] for line in run.lines])
-    drawn = [draw(chart, steps, number) for number, chart in enumerate(shown)]
-    note = None
+    marks = longer(run)
+    along = "tokens" if marks else "step"  # a step of longer sequences may have other tokens, and takes another time
+    steps = _thin_steps([line[along] for line in run.lines])
+    drawn = [draw(chart, steps, number, marks) for number, chart in enumerate(shown)]
+    notes = ["over tokens", *marks.values()] if marks else []
     if len(steps) < len(run.lines):
-        note = f"each point is the mean of {-(-len(run.lines) // len(steps))} lines"
+        notes.append(f"each point is the mean of {-(-len(run.lines) // len(steps))} lines")
+    note = "; ".join(notes) or None
     body = join(
         tag(
             "header",
@@ -64,7 +67,7 @@ def page(run: RunFolder) -> str:
         tag("footer", f"written {time.strftime('%Y-%m-%d %H:%M:%S')} by Trellis; `trellis report` writes it anew"),
         tag("div", id="tip"),
     )
-    data = json.dumps(script_data(shown, steps)).replace("</", "<\\/")
+    data = json.dumps(script_data(shown, steps, along)).replace("</", "<\\/")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -93,6 +96,17 @@ def charts(lines: list[dict[str, Any]]) -> list[Chart]:
         for c in found
         if c.known
     ]
+
+
+def longer(run: RunFolder) -> dict[float, str]:
+    """Where sequences of a run became longer: after how many tokens, in words."""
+    found: dict[float, str] = {}
+    for event in run.events:
+        changes = event["event"] == "length"
+        before = [line["tokens"] for line in run.lines if changes and line["step"] <= event["step"]]
+        if before:
+            found[before[-1]] = f"{event['sequence_length']:,} tokens a sequence from step {event['step'] + 1} on"
+    return found
 
 
 def tiles(run: RunFolder) -> list[tuple[str, str]]:

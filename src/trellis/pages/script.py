@@ -38,7 +38,7 @@ JS = """
       row.append(label, value);
       tip.append(row);
     };
-    line('step', steps[index].toLocaleString('en'));
+    line(data.name, steps[index].toLocaleString('en'));
     chart.series.forEach((s) => {
       if (s.values[index] !== null) line(s.name, short(s.values[index], chart.digits) + chart.unit);
     });

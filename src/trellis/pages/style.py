@@ -48,7 +48,7 @@ figcaption b{font-weight:600}
 .xaxis{grid-column:2}.xaxis span{position:absolute;top:4px;transform:translateX(-50%)}
 .plot{position:relative;outline:none;touch-action:pan-y;cursor:crosshair}
 .plot svg{position:absolute;inset:0;width:100%;height:100%;overflow:visible}
-.grid line{stroke:var(--line);stroke-width:1}
+.grid line{stroke:var(--line);stroke-width:1}.grid .mark{stroke:var(--muted);stroke-dasharray:4 3}
 .curve{fill:none;stroke-width:1.75;stroke-linejoin:round;stroke-linecap:round}
 .curve.s0,.dots.s0{stroke:var(--s0)}.curve.s1,.dots.s1{stroke:var(--s1)}
 .dots{fill:none;stroke-width:6.5;stroke-linecap:round}

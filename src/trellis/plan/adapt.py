@@ -40,7 +40,7 @@ def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[s
             )
             run = dataclasses.replace(run, mesh=fitted)
     if "batch_size" not in given:
-        parts = _parts(run, target)
+        parts = _parts(run, target) * _shrinks(run)
         grown = tuple(BatchSize(step=b.step, size=-(-b.size // parts) * parts) for b in run.batch_sizes())
         if grown != run.batch_sizes():
             before, after = (" then ".join(str(b.size) for b in sizes) for sizes in (run.batch_sizes(), grown))
@@ -99,6 +99,12 @@ def _parts(run: Run, target: Target) -> int:
     layout = make_layout(run.mesh, run.layout, described_devices(target))
     (axes,) = layout.assign(("batch",))
     return run.parts * math.prod(layout.mesh.shape[axis] for axis in axes)
+
+
+def _shrinks(run: Run) -> int:
+    """How many times fewer sequences there are in a step once they are longer, and a step keeps its tokens."""
+    longer = [entry.length for entry in run.lengths if entry.batch_size is None]
+    return math.lcm(*(length // math.gcd(length, run.data.sequence_length) for length in longer))
 
 
 def _words(mesh: MeshSizes) -> str:

@@ -50,7 +50,7 @@ def prepare(run: Run, target: Target, devices: Sequence[Any], *, chunk_bytes: in
     """The train step of a run on a target's devices.
 
     Args:
-        run: the run; its largest batch is planned for.
+        run: the run; its largest batch is planned for, and of several lengths of sequences the longest.
         target: what the devices are, for messages.
         devices: real ones, a compiler's, or described ones.
         chunk_bytes: of the loss, as in `assemble`.
@@ -58,6 +58,7 @@ def prepare(run: Run, target: Target, devices: Sequence[Any], *, chunk_bytes: in
     Raises:
         UserError: the mesh does not fill the target, or the batch or a width does not divide.
     """
+    run = max((phase.run for phase in run.phases()), key=lambda r: r.data.sequence_length)
     given = {name: size for name, size in dataclasses.asdict(run.mesh).items() if size != 1}
     if -1 not in given.values():
         check_tiles(given or {"data": 1}, target)

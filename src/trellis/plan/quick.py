@@ -97,7 +97,7 @@ def quick_plan(
     """Plans a run from types, without compiling.
 
     Args:
-        run: the run.
+        run: the run; of several lengths of sequences the longest is planned.
         target: the hardware.
         price: dollars for one device and hour.
         options: names of compiler options in use, which may hide communication; the run's own if None.

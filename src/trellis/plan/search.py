@@ -20,6 +20,7 @@ from trellis.errors import UserError
 from trellis.figures import numbers
 from trellis.figures.text import aligned
 from trellis.hardware.chips import Target
+from trellis.models.protocol import stacked
 from trellis.plan.adapt import DATA_AXES, data_sizes
 from trellis.plan.quick import Plan, quick_plan
 from trellis.plan.sketch import Sketch, sketch
@@ -142,7 +143,7 @@ def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[t
     """
     devices = target.num_devices
     for stages in STAGES:
-        if devices % stages == 0 and run.model.layers % stages == 0:
+        if devices % stages == 0 and stacked(run.model) % stages == 0:
             yield from _through(stages, run, target, written or run)
 
 
@@ -217,7 +218,7 @@ def _schedules(run: Run, stages: int) -> Iterator[_Schedule]:
     for count in (1, 2, 4, 8, 16) if stages == 1 else ():
         yield _Schedule(count, count, run.accumulation if count > 1 else "pending", none)
     for times, groups, how in itertools.product((1, 2, 4, 8), GROUPS, ACCUMULATIONS) if stages > 1 else ():
-        if run.model.layers % (stages * groups) == 0:
+        if stacked(run.model) % (stages * groups) == 0:
             own = {"pipeline_microbatches": times * stages, "pipeline_groups": groups}
             yield _Schedule(times * stages, 1, how, own)
 

@@ -7,6 +7,7 @@ from trellis.hardware.chips import Target
 from trellis.inspect.timeline import FRAGMENTATION
 from trellis.plan.links import Links, links_of
 from trellis.run.config import Run
+from trellis.train.flops import attention_width, keys_seen
 
 # Bytes kept for each token and layer, in units of the residual stream's width, by checkpoint policy: the block's
 # input; and what the named saves, the products, or everything add per width of mlp and of heads.
@@ -70,7 +71,7 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     if run.remat.names and run.remat.policy == "saved" and not any("mlp" in name for name in run.remat.names):
         keep, again = _SOME[len(run.remat.names) > 1]
     length = run.data.sequence_length
-    attention = 6.0 * m.layers * m.heads * getattr(m, "head_dim", m.embed // m.heads) * length * tokens
+    attention = 6.0 * attention_width(m) * keys_seen(m, length) * tokens
     flops = (6 + 2 * again) * (active + tables / 2) * tokens / devices
     narrow = max(1.0, 128 / (getattr(m, "mlp", 4 * m.embed) / model))
     # A kernel's backward pass makes scores again: once on GPUs, for queries and for keys on TPUs. Named results stay.

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from trellis.mesh import Layout
+from trellis.models.protocol import stacked
 from trellis.nn.loss.token_chunks import accelerator_chunk
 from trellis.nn.loss.vocab_chunks import cut
 from trellis.run.config import Run
@@ -36,6 +37,8 @@ class Shrunk:
 def shrunk(run: Run, layout: Layout) -> Shrunk:
     """The run with sizes shrunk for a layout, whose mesh stays as it is.
 
+    What the optimizer keeps is whole: rounded at random, a last bit of a gradient would show as a thousand of them.
+
     Args:
         run: the run; its mesh fits the layout's devices.
         layout: its layout on these.
@@ -53,6 +56,7 @@ def shrunk(run: Run, layout: Layout) -> Shrunk:
         data=dataclasses.replace(run.data, sequence_length=pos),
         batch_size=rows * ways("batch") * parts,
         microbatches=parts,
+        precision=dataclasses.replace(run.precision, moments={}),
     )
     return Shrunk(small, _chunk_bytes(run, small, ways, few=few))
 
@@ -103,10 +107,9 @@ def _model(run: Run, ways: Ways, pos: int, tokens: int) -> Any:
     model = run.model
     has = {field.name for field in dataclasses.fields(model)}.__contains__
     heads, kv_heads = _heads(model, ways)
-    sizes = {
-        "heads": heads,
-        "layers": _kept(model.layers, ways("layers") * run.layout.pipeline_groups, 2 if ways("layers") > 1 else LAYERS),
-    }
+    each, before = divmod(model.layers, blocks := stacked(model))  # layers of a block, and those that are not stacked
+    kept = _kept(blocks, ways("layers") * run.layout.pipeline_groups, 2 if ways("layers") > 1 else LAYERS)
+    sizes = {"heads": heads, "layers": before + each * kept}
     embed = multiple(max(min(model.embed, EMBED), 2 * ways("embed"), tokens), ways("embed"))
     if has("head_dim"):
         sizes |= {"head_dim": min(model.head_dim, HEAD_DIM), "kv_heads": kv_heads}
@@ -123,6 +126,8 @@ def _model(run: Run, ways: Ways, pos: int, tokens: int) -> Any:
         sizes["experts"] = _kept(model.experts, ways("experts"), 2)
         sizes["experts"] = max(sizes["experts"], min(model.experts, 4))
         sizes["experts_per_token"] = min(model.experts_per_token, sizes["experts"])
+    if has("window"):
+        sizes["window"] = min(model.window, pos)
     if has("positions"):
         sizes["positions"] = pos if model.positions == run.data.sequence_length else 2 * pos
     return dataclasses.replace(model, **sizes)

@@ -7,10 +7,12 @@ from typing import Literal
 from trellis.errors import UserError
 from trellis.frozen import FrozenMap
 from trellis.models import ModelConfig
+from trellis.models.protocol import stacked
 from trellis.nn import Precision
 from trellis.optim.config import WSD, Constant, InverseSqrt, Optimizer, Schedule
 from trellis.run.data import Data
 from trellis.run.layouts import AXES, PRESETS, LayoutChoice, MeshSizes
+from trellis.run.lengths import Phase, SequenceLength, phases
 from trellis.run.schema import at_least
 
 # Names of files have 255 bytes at most on the usual file systems, of which a date takes a few.
@@ -170,6 +172,9 @@ class Run:
     batch_size: int | tuple[BatchSize, ...]
     """Sequences in a step, over all devices; or a list of {step, size} for a size that grows. Raise it for steadier
     steps and for more devices; lower it for more steps from the same tokens."""
+    lengths: tuple[SequenceLength, ...] = ()
+    """Other lengths of sequences later in the run, as a list of {step, length}, from data.sequence_length on. Set it to
+    learn from short sequences first, which are cheaper, and from long ones at the end."""
     steps: int
     """Steps of the run. Raise it for a better model, as long as the text is not repeated many times."""
     optimizer: Optimizer
@@ -249,6 +254,15 @@ class Run:
         self._check_sequence()
         self._check_profile()
         self._check_pipeline()
+        phases(self)  # each of them is a run, and what must hold of a run holds of it
+
+    def phases(self) -> tuple[Phase, ...]:
+        """The run as it is while sequences have one length, one after the other."""
+        return phases(self)
+
+    def at(self, step: int) -> "Run":
+        """The run as it is in the step of this index: of one length."""
+        return [phase.run for phase in phases(self) if phase.start <= step][-1]
 
     def batch_sizes(self) -> tuple[BatchSize, ...]:
         """The batch size as a list, whichever way it is written."""
@@ -292,11 +306,12 @@ class Run:
                 where="accumulation",
                 fix="use --microbatches 2 or more, or leave it out",
             )
-        groups, stages, layers = self.layout.pipeline_groups, self.mesh.stage, self.model.layers
-        if groups > 1 and (stages == 1 or layers % (stages * groups)):
+        groups, stages, blocks = self.layout.pipeline_groups, self.mesh.stage, stacked(self.model)
+        if groups > 1 and (stages == 1 or blocks % (stages * groups)):
+            of_blocks = "" if blocks == self.model.layers else f" in {blocks} blocks"
             raise UserError(
                 "The stages of a pipeline hold their groups of layers, all of one size.",
-                seen=f"pipeline_groups={groups}, mesh.stage={stages}, model.layers={layers}",
+                seen=f"pipeline_groups={groups}, mesh.stage={stages}, model.layers={self.model.layers}{of_blocks}",
                 where="layout.pipeline_groups",
                 fix="use --mesh.stage 2 or more, and numbers of stages and groups whose product divides the layers",
             )
@@ -367,4 +382,5 @@ __all__ = [
     "Profile",
     "Remat",
     "Run",
+    "SequenceLength",
 ]

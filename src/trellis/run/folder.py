@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from trellis.errors import UserError, shortened
 from trellis.run.config import Run
@@ -46,13 +47,11 @@ def claim(folder: Path, run: Run, *, write: bool = True) -> None:
     """
     path = folder / "run.yaml"
     if path.exists() and has_begun(folder):
-        before, now = plain(read_run(path)), plain(run)
-        differ = [name for name in now if before.get(name) != now[name] and name not in _MAY_CHANGE]
+        before, now = _learned(read_run(path)), _learned(run)
+        differ = [name for name in now if before[name] != now[name]]
         if differ:
-            seen = "; ".join(
-                f"{name}: {shortened(str(before.get(name)), 80)} there, {shortened(str(now[name]), 80)} asked for"
-                for name in differ
-            )
+            told = lambda value: shortened(str(value), 80)
+            seen = "; ".join(f"{name}: {told(before[name])} there, {told(now[name])} asked for" for name in differ)
             raise UserError(
                 "A run folder holds one run, and the command that started it resumes it.",
                 seen=seen,
@@ -62,6 +61,13 @@ def claim(folder: Path, run: Run, *, write: bool = True) -> None:
     if write:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_run(run, path)
+
+
+def _learned(run: Run) -> dict[str, Any]:
+    """The fields of a run that decide what is learned from what; of lengths what is said, but for microbatches."""
+    found = {name: value for name, value in plain(run).items() if name not in _MAY_CHANGE}
+    said = lambda entry: {k: v for k, v in entry.items() if v is not None and k not in _MAY_CHANGE}
+    return found | {"lengths": [said(entry) for entry in found["lengths"]]}
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from trellis.run.config import (
     Profile,
     Remat,
     Run,
+    SequenceLength,
 )
 from trellis.run.data import Data, EmbeddedSource, MixturePart, MixtureSource, PartWeight, StoreSource
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
@@ -53,6 +54,7 @@ __all__ = [
     "Remat",
     "Restored",
     "Run",
+    "SequenceLength",
     "StepOptions",
     "StoreSource",
     "TrainState",

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from trellis.data.batch import Batch
 from trellis.errors import UserError, did_you_mean
+from trellis.frozen import FrozenMap
 from trellis.mesh import Layout
 from trellis.mesh.platform import rehearses
 from trellis.models import ModelConfig
@@ -20,8 +21,10 @@ from trellis.named import is_named
 from trellis.named.saving import Keep, nothing, products, saved
 from trellis.nn.parameters import Parameter, Role, parameters
 from trellis.optim import learning_rates, make_optimizer
+from trellis.optim.narrow import narrow_parts
 from trellis.run.config import Remat, Run
 from trellis.run.layouts import make_layout
+from trellis.run.lengths import as_of_phase
 from trellis.train.compilation import options_for
 from trellis.train.state import TrainState, abstract_state, new_state
 from trellis.train.step import StepOptions, make_step
@@ -42,6 +45,8 @@ class Assembled:
         init: makes the first state.
         abstract: the state as `jax.ShapeDtypeStruct`s with shardings.
         step: the step under `jax.jit`, its state donated; call and lower it inside `with layout:`.
+        later: what the run comes to once sequences have another length, by the first step of each length. The
+            attributes above are those of the first.
     """
 
     run: Run
@@ -51,6 +56,19 @@ class Assembled:
     init: Callable[[], TrainState]
     abstract: TrainState
     step: Any
+    later: Mapping[int, "Assembled"] = FrozenMap()
+
+    def at(self, step: int) -> "Assembled":
+        """What makes the step of this index."""
+        return [self, *(self.later[start] for start in sorted(self.later) if start <= step)][-1]
+
+    def phases(self) -> dict[int, "Assembled"]:
+        """What makes the steps from each of these indices on, in order."""
+        return {0: self, **{start: self.later[start] for start in sorted(self.later)}}
+
+    def takes(self, state: TrainState) -> TrainState:
+        """A state of the run, whose arrays are the same for every length, as that of the model for this one."""
+        return jax.tree.unflatten(jax.tree.structure(self.abstract), jax.tree.leaves(state))
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -65,8 +83,9 @@ class Assembled:
 
     def abstract_batch(self, step: int = 0) -> Batch:
         """The batch of a step as `jax.ShapeDtypeStruct`s with shardings."""
-        size = [entry.size for entry in self.run.batch_sizes() if entry.step <= step][-1]
-        shape = (size, self.run.data.sequence_length)
+        run = self.run.at(step)
+        size = [entry.size for entry in run.batch_sizes() if entry.step <= step][-1]
+        shape = (size, run.data.sequence_length)
 
         ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
         mask = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.batch_sharding)
@@ -88,11 +107,28 @@ def assemble(
     Raises:
         UserError: the mesh does not fit the devices, or the batch or a width does not divide.
     """
+    if not run.lengths:
+        return _assemble(run, devices, padding, chunk_bytes)
+    made = {}
+    for phase in run.phases():
+        with as_of_phase(phase.start):
+            made[phase.start] = _assemble(phase.run, devices, padding, chunk_bytes)
+    first = made.pop(0)
+    return dataclasses.replace(first, run=run, later=FrozenMap(made))
+
+
+def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes: int | None) -> Assembled:
+    """The same for a run of one length."""
     layout = make_layout(run.mesh, run.layout, devices, model_axes(run.model))
     _check_batch(run, layout)
     _check_widths(run, layout)
     optimizer = make_optimizer(
-        run.optimizer, run.schedule, steps=run.steps, clip_norm=run.clip_norm, exclude=run.weight_decay_exclude
+        run.optimizer,
+        run.schedule,
+        steps=run.steps,
+        clip_norm=run.clip_norm,
+        exclude=run.weight_decay_exclude,
+        narrow=(lambda p: run.precision.moments_of(p) is not None) if run.precision.moments else None,
     )
     multiple = padding or vocab_multiple(layout)
 
@@ -103,6 +139,7 @@ def assemble(
         shapes = abstract_state(make_model, optimizer, average=run.ema is not None)
         _check_parts_of_names(run, shapes.model)
         _check_narrow_products(run, shapes.model)
+        _check_narrow_moments(run, shapes)
         abstract = _placed(shapes, layout)
         options = StepOptions(
             precision=run.precision,
@@ -190,6 +227,7 @@ def _check_parts_of_names(run: Run, model: Any) -> None:
     asked = {"weight_decay_exclude": {*run.weight_decay_exclude} - {*default}}
     asked["precision.exceptions"] = {*run.precision.exceptions}
     asked["precision.products"] = {*run.precision.products}
+    asked["precision.moments"] = {*run.precision.moments}
     for field, parts in asked.items():
         for part in sorted(parts):
             in_path = field.startswith("precision.")
@@ -228,6 +266,18 @@ def _no_narrow_product(seen: str, model: Any) -> UserError:
         where="precision.products",
         fix=f"name parts of {', '.join(f'`{path}`' for path in able)}",
     )
+
+
+def _check_narrow_moments(run: Run, state: TrainState) -> None:
+    """Refuses parts of names of which the optimizer keeps nothing that could be in eight bits."""
+    parts = run.precision.moments
+    if parts and (left := sorted(set(parts) - narrow_parts(state.optimizer, parts))):
+        raise UserError(
+            "Eight bits are for the moving averages that an optimizer keeps of weights and tables.",
+            seen=f"`{left[0]}` with {run.optimizer.kind}, which keeps none of it",
+            where="precision.moments",
+            fix="leave it out, or name a part of a weight; adafactor keeps an average with --optimizer.beta1 0.9",
+        )
 
 
 def fast_microbatches(run: Run, layout: Layout, model: Any) -> int:

@@ -28,7 +28,7 @@ class Corpus:
 
     Attributes:
         batches: the batches of training, by step.
-        validation: the validation sets, by name; empty where there is none.
+        validation: the validation sets, by name, in sequences of the run's first length; empty where there is none.
         tokenizer: turns text into tokens and back; None where the store holds none.
     """
 
@@ -62,15 +62,14 @@ def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
         check_vocabulary(store, run.model.vocab)
         if tokenizer is not None and _tokenizer_of(store) is not None:
             check_tokenizer(store, tokenizer)
-    sizes = [(entry.step, entry.size) for entry in run.batch_sizes()]
-    rows = {
-        "sequence_length": data.sequence_length,
-        "packing": _PACKINGS[data.packing],
-        "mask_documents": data.mask_documents,
-    }
+    how = {"packing": _PACKINGS[data.packing], "mask_documents": data.mask_documents}
+    phases = run.phases()
+    sizes = [(entry.step or phase.start, entry.size) for phase in phases for entry in phase.run.batch_sizes()]
+    lengths = [(phase.start, phase.run.data.sequence_length) for phase in phases]
     shuffle = Shuffle(block=data.shuffle_block if data.shuffle_block > 1 else None)
-    batches = Batches(source, batch_size=sizes, seed=data.seed, shuffle=shuffle, **rows)
-    in_order = {"batch_size": sizes[0][1], "shuffle": False, "max_epochs": 1, "pad_last": True, **rows}
+    batches = Batches(source, batch_size=sizes, sequence_length=lengths, seed=data.seed, shuffle=shuffle, **how)
+    first = {"batch_size": sizes[0][1], "sequence_length": lengths[0][1]}
+    in_order = {"shuffle": False, "max_epochs": 1, "pad_last": True, **first, **how}
     validation = {
         name: ValidationSet(Batches(store, **in_order), store, run.evaluation.batches)
         for name, store in held_out.items()

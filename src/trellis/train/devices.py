@@ -60,7 +60,8 @@ def _divides(run: Run, left: int) -> bool:
     """Whether batches and widths can be sliced, with the mesh axis that takes what is left taking so much."""
     mesh = {name: left if size == -1 else size for name, size in dataclasses.asdict(run.mesh).items()}
     parts = math.prod(mesh[name] for name in ("replica", "data", "data_y", "data_z", "expert"))
-    return run.model.embed % left == 0 and all(b.size // run.parts % parts == 0 for b in run.batch_sizes())
+    batches = [(b.size, phase.run.parts) for phase in run.phases() for b in phase.run.batch_sizes()]
+    return run.model.embed % left == 0 and all(size // of % parts == 0 for size, of in batches)
 
 
 def _cores() -> int:

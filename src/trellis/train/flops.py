@@ -1,16 +1,14 @@
 """What a token costs: the FLOPs that utilisation (MFU) is counted with."""
 
-import json
 import math
-import os
-import platform
 from collections.abc import Sequence
 from typing import Any
 
-from trellis.files import cache_folder, write_json
 from trellis.hardware.peak import matmul_peak
-from trellis.models import LanguageModel
+from trellis.hardware.remembered import devices_here, recall, remember
+from trellis.models import FamilyConfig, LanguageModel
 from trellis.nn import Role, parameters
+from trellis.nn.attention.pattern import Pattern
 from trellis.train.assemble import Assembled
 from trellis.train.metrics import Work
 
@@ -33,17 +31,32 @@ def flops_per_token(model: LanguageModel, length: int, *, causal: bool = True) -
     """Floating-point operations of training on one token: forward once, backward twice.
 
     Six for each parameter that multiplies activations, and attention's two products over `length` keys, of which a
-    causal model needs half (the count of PaLM, Chowdhery et al., 2022, appendix B, has them all). Document masks and
-    sliding windows, which leave out more, are not counted.
+    causal model needs half (the count of PaLM, Chowdhery et al., 2022, appendix B, has them all), and a layer with a
+    window less. Document masks, which leave out more, are not counted.
 
     Args:
         model: a model or its abstract tree, with `config`.
         length: positions of a sequence.
-        causal: whether only the causal half of attention counts.
+        causal: whether only the causal half of attention counts, and only what windows show.
     """
-    config = model.config
-    attention = 12 * config.layers * config.heads * config.head_dim * length
-    return 6 * matmul_parameters(model) + attention / (2 if causal else 1)
+    keys = keys_seen(model.config, length) if causal else model.config.layers * length
+    return 6 * matmul_parameters(model) + 6 * attention_width(model.config) * keys
+
+
+def keys_seen(config: FamilyConfig, length: int) -> float:
+    """How many keys a query sees in all layers together, in the mean over a sequence.
+
+    Args:
+        config: what defines the model; its `windows`, where it has any, say what each layer sees.
+        length: positions of a sequence.
+    """
+    windows: Sequence[int | None] = getattr(config, "windows", (None,) * config.layers)
+    return sum(Pattern(window=window).pairs(length, length) for window in windows) / length
+
+
+def attention_width(config: FamilyConfig) -> int:
+    """What attention's two products are wide, all heads together: queries' width, and values' where it is another."""
+    return config.heads * (config.head_dim + getattr(config, "value_dim", config.head_dim))
 
 
 def known_peak(devices: Sequence[Any], dtype: str) -> float | None:
@@ -59,24 +72,28 @@ def known_peak(devices: Sequence[Any], dtype: str) -> float | None:
     peak = matmul_peak(devices, dtype)
     if peak is None or devices[0].platform != "cpu":
         return peak
-    path = cache_folder("compiled") / "peaks.json"
-    key = f"{platform.node()}, {os.cpu_count()} cores, {dtype}"
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        found = {}
-    if peak > found.get(key, 0.0):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, found | {key: peak})
-    return max(peak, found.get(key, 0.0))
+    key = f"{devices_here(devices)}, {dtype}"
+    found = recall("peaks").get(key, 0.0)
+    if peak > found:
+        remember("peaks", key, peak)
+    return max(peak, found)
+
+
+def costs(assembled: Assembled) -> dict[str, float]:
+    """What a token of a run costs, in the first of its lengths of sequences, as `Work` has it."""
+    model, length = assembled.abstract.model, assembled.run.data.sequence_length
+    return {
+        "flops_per_token": flops_per_token(model, length),
+        "noncausal_flops_per_token": flops_per_token(model, length, causal=False),
+    }
 
 
 def work_of(assembled: Assembled) -> Work:
-    """What a token of a run costs, and what its devices could do."""
-    run, model = assembled.run, assembled.abstract.model
-    length = run.data.sequence_length
+    """What a token of a run costs, in the first of its lengths of sequences, and what its devices could do."""
+    devices = list(assembled.layout.mesh.devices.flat)
+    peak = lambda: known_peak(devices, assembled.run.precision.compute)
     return Work(
-        flops_per_token=flops_per_token(model, length),
-        noncausal_flops_per_token=flops_per_token(model, length, causal=False),
-        peak_flops=known_peak(assembled.layout.mesh.devices.flat, run.precision.compute),
+        **costs(assembled),
+        peak_flops=peak(),
+        measure_again=peak if devices[0].platform == "cpu" else None,
     )

@@ -1,7 +1,9 @@
 """The training loop: effects only. What a step computes is the step's affair."""
 
 import contextlib
+import dataclasses
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,10 +21,12 @@ from trellis.train.assemble import Assembled
 from trellis.train.compilation import CompiledStep
 from trellis.train.distributed import is_first
 from trellis.train.drain import Drain, Record
+from trellis.train.flops import costs
 from trellis.train.guard import Guard
 from trellis.train.metrics import Meter, Work
+from trellis.train.pace import Pace, tokens_of
 from trellis.train.profile import Profiler
-from trellis.train.progress import Progress, forecast
+from trellis.train.progress import Progress
 from trellis.train.stopping import LossNotFinite, Signals, StoppedTogether, explain, explained_abort, leave_at_once
 from trellis.train.timeline import Timeline
 from trellis.train.trackers import Tracker, open_trackers
@@ -30,10 +34,12 @@ from trellis.train.watchdog import Watchdog
 
 # How many steps may be dispatched before the first of them is finished. (More than 32 hang XLA on several CPU devices.)
 _AHEAD = 4
-# From how many steps, after the first, a run's time is told.
-_PACED = 3
+# From how many steps, after the first, a run's time is told again, where it is off by more than a share of it.
+_PACED, _OFF = 3, 0.2
 # Seconds. Runs that are shorter spend their time elsewhere.
 _WORTH_TELLING = 20.0
+# Of so many of the newest steps the median is kept for later runs.
+_REMEMBERED = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +49,13 @@ class Feed:
     Attributes:
         batches: `batches(n)` yields `(n, batch), (n + 1, batch), ...`, and has a `close`, as generators and loaders do.
             The batch of a step depends on nothing else.
-        evaluate: from a state to scalar arrays, on the device still, `validation_loss` among them.
+        evaluate: from a state, and how many steps were made, to scalar arrays on the device still, `validation_loss`
+            among them.
         sample: from a state to a text.
     """
 
     batches: Callable[[int], Any]
-    evaluate: Callable[[Any], dict[str, jax.Array]] | None = None
+    evaluate: Callable[[Any, int], dict[str, jax.Array]] | None = None
     sample: Callable[[Any], str] | None = None
 
 
@@ -61,7 +68,9 @@ class Outcome:
         step: how many steps were made, those before a resume counted in.
         exit_code: 0, or 128 and a signal's number: a checkpoint was written.
         lines: the lines of metrics that this process logged.
-        programs: the compiled step.
+        programs: the compiled steps, one for each shape of a batch.
+        token_seconds: the median time of a step by its tokens, of the last length of sequences and without the first
+            ones; None after too few.
     """
 
     state: Any
@@ -69,6 +78,7 @@ class Outcome:
     exit_code: int
     lines: list[dict]
     programs: list[Any]
+    token_seconds: float | None
 
 
 def train(
@@ -78,6 +88,7 @@ def train(
     *,
     until: int | None = None,
     work: Work | None = None,
+    pace: Pace | None = None,
     progress: Progress | None = None,
     compiled: Callable[[Any, int], str] | None = None,
     first_collective: str | None = None,
@@ -90,7 +101,8 @@ def train(
         folder: the run's folder. It gets `metrics.jsonl`, `timeline.jsonl`, `checkpoints/`, and `samples.jsonl` and
             `profile/` where asked; a `run.yaml` in it is copied into each checkpoint.
         until: pause after this step, with a checkpoint; None goes on to the end.
-        work: what a token costs, for MFU.
+        work: what a token costs in the first of the run's lengths of sequences, for MFU.
+        pace: how fast steps are expected to be, which is told before the first.
         progress: where progress is shown; the default is stderr.
         compiled: from a program that was compiled, and the number of steps before it, to what is to be told of it.
             The first process calls it, while the devices make the program's first step.
@@ -111,7 +123,7 @@ def train(
         explained_abort(lambda: _last_good(saved, others_live=False)),
     ):
         try:
-            loop = _Loop(assembled, feed, folder, saved, signals, until, compiled)
+            loop = _Loop(assembled, feed, folder, saved, signals, until, compiled, pace)
             return loop.go(work, progress, first_collective)
         except BaseException as error:
             told = explain(error, _last_good(saved, others_live=jax.process_count() == 1))
@@ -134,29 +146,32 @@ class _Loop:
         signals: Signals,
         until: int | None,
         compiled: Callable[[Any, int], str] | None,
+        pace: Pace | None,
     ):
         self._assembled, self._run, self._feed, self._folder = assembled, assembled.run, feed, folder
-        self._saved, self._signals, self._compiled = saved, signals, compiled
+        self._saved, self._signals, self._compiled, self._pace = saved, signals, compiled, pace
         self._stop = self._run.steps if until is None else min(self._run.steps, until)
-        self._not_finite = 0
+        self._not_finite = self._made = 0
+        self._newest: Any = None
         self._unchecked: deque[Record] = deque()
-        self._paces: list[float] = []
+        self._paces: deque[float] = deque(maxlen=_REMEMBERED)
         self._lines: list[dict] = []
         self._trackers: list[Tracker] = []
-        self._guard = Guard(assembled)
+        self._programs: list[Any] = []
+        self._drain: Drain | None = None
         self._timeline = Timeline(folder / "timeline.jsonl" if is_first() else None)
 
     def go(self, work: Work | None, progress: Progress | None, first_collective: str | None) -> Outcome:
         assembled, run = self._assembled, self._run
         restored = self._saved.restore(assembled.abstract, resizable={"vocab": run.model.vocab})
         start, tokens = (0, 0) if restored is None else (restored.step, restored.data["tokens"])
-        state = assembled.init() if restored is None else restored.state
+        state = assembled.init() if restored is None else assembled.at(start - 1).takes(restored.state)
         del restored  # the step is about to donate its arrays
         self._progress = progress or Progress(run.steps)
         self._note(f"resuming after step {start}, from {self._saved.path(start)}" if start else "")
         self._timeline.add("resumed" if start else "started", start)
+        self._foretell(start)
         self._meter = Meter(tokens=tokens, work=work)
-        step = CompiledStep(assembled.step, assembled.compiler_options)
         try:
             with contextlib.ExitStack() as self._open:
                 self._open.callback(self._progress.close)
@@ -168,13 +183,11 @@ class _Loop:
                     noted=lambda event, why: self._timeline.add(event, None, why=why),
                 )
                 self._open.callback(self._watch.close)
-                self._drain = Drain(max_ahead=_AHEAD, finished=self._watch.finished)
-                self._open.callback(self._drain.close)
                 if is_first():
                     self._trackers = open_trackers(run.logging.trackers, self._folder, step=start, config=plain(run))
                 for tracker in self._trackers:
                     self._open.callback(tracker.close)
-                state, made, exit_code = self._steps(step, state, start)
+                state, made, exit_code = self._steps(state, start)
                 self._watch.close()
                 if made >= run.steps:
                     self._sample(state, made)
@@ -182,9 +195,32 @@ class _Loop:
         except Exception as error:
             self._timeline.add("stopped", None, why=str(error).splitlines()[0] if str(error) else type(error).__name__)
             raise
-        return Outcome(state=state, step=made, exit_code=exit_code, lines=self._lines, programs=step.programs)
+        return Outcome(
+            state=state,
+            step=made,
+            exit_code=exit_code,
+            lines=self._lines,
+            programs=self._programs,
+            token_seconds=self._measured(),
+        )
 
-    def _steps(self, step: CompiledStep, state: Any, start: int) -> tuple[Any, int, int]:
+    def _enter(self, phase: Assembled, state: Any, index: int) -> tuple[CompiledStep, Any]:
+        """The step for sequences of a length, and the state for it. What is measured of steps is measured anew."""
+        if self._drain is not None:
+            self._handle(self._drain.flush(), certain=index)
+            size, length = phase.abstract_batch(index).tokens.shape
+            self._note(f"from step {index + 1} on, sequences of {length:,} tokens, {size:,} in a step")
+            self._timeline.add("length", index, sequence_length=length, batch_size=size)
+            self._pace, self._made = None, 0
+        if phase is not self._assembled and self._meter.work is not None:
+            self._meter.work = dataclasses.replace(self._meter.work, **costs(phase))
+        self._watch.forget()
+        self._drain = Drain(max_ahead=_AHEAD, finished=self._watch.finished)
+        self._open.callback(self._drain.close)
+        self._guard = Guard(phase)
+        return CompiledStep(phase.step, phase.compiler_options), phase.takes(state)
+
+    def _steps(self, state: Any, start: int) -> tuple[Any, int, int]:
         """From `start` to the end: the state, how many steps were made, and the exit code."""
         run, made = self._run, start
         profile = Profiler(self._folder / "profile", run.profile if is_first() else None)
@@ -194,11 +230,15 @@ class _Loop:
                 self._saved.wait()
             return state, start, 0
         batches = self._open.enter_context(contextlib.closing(self._feed.batches(start)))
-        asked = time.perf_counter()
+        asked, phase, step = time.perf_counter(), None, None
         for index, batch in batches:
             waited = (asked, time.perf_counter())
             made = index + 1
             profile.before(index)
+            if phase is not self._assembled.at(index):
+                phase = self._assembled.at(index)
+                with self._watch.excused("goes on to another length of sequences"):
+                    step, state = self._enter(phase, state, index)
             compiled = len(step.programs)
             self._watch.doing(f"hands over step {made}")
             with contextlib.nullcontext() if step.is_compiled(batch) else self._watch.excused("compiles the step"):
@@ -209,9 +249,11 @@ class _Loop:
                 seconds = time.perf_counter() - waited[1]
                 self._note(f"compiled the step in {duration(seconds)}")
                 self._timeline.add("compiled", index, seconds=seconds)
+                self._programs.append(step.programs[-1])
                 if self._compiled is not None and is_first():
                     with self._watch.excused("reads the compiled step"):
                         self._note(self._compiled(step.programs[-1], index))
+            self._newest = metrics
             self._drain.push(made, metrics, waited)
             profile.after(index, metrics)
             exit_code = self._signals.exit_code(made)
@@ -221,7 +263,7 @@ class _Loop:
                 self._drain.add(compared)
             if self._feed.evaluate is not None and (made >= run.steps or _due(made, run.evaluation.every)):
                 with self._watch.excused(f"evaluates after step {made}"):
-                    self._drain.add(self._feed.evaluate(state))
+                    self._drain.add(self._feed.evaluate(state, made))
                 self._timeline.add("evaluation", made)
             self._handle(self._drain.poll(), certain=made - _AHEAD - 1)
             if save:
@@ -256,11 +298,14 @@ class _Loop:
         """
         for record in records:
             self._meter.add(record, int(record.values.pop("tokens")))
-            self._foretell(record)
+            self._learn(record)
             self._unchecked.append(record)
             evaluated = "validation_loss" in record.values
             if evaluated or _due(record.step, self._run.logging.every) or record.step >= self._stop:
-                line = self._meter.line(record)
+                line, better = self._meter.corrected(
+                    self._meter.line(record), lambda: jax.block_until_ready(self._newest)
+                )
+                self._note(better)
                 self._lines.append(line)
                 for tracker in self._trackers:
                     tracker.log(line)
@@ -269,19 +314,38 @@ class _Loop:
         while self._unchecked and self._unchecked[0].step <= certain:
             self._check(self._unchecked.popleft())
 
-    def _foretell(self, record: Record) -> None:
-        """Says how long the run takes, once a few steps are made: the first, which compiles, is not among them."""
-        if len(self._paces) > _PACED:
+    def _foretell(self, start: int) -> None:
+        """Says how long the run takes from a step on, where that is long enough to be worth a line."""
+        stop = min([self._stop, *(first for first in self._assembled.later if first > start)])
+        rule, left = self._run.evaluation, range(start + 1, stop + 1)
+        if self._pace is None or not left:
             return
-        self._paces.append(record.seconds)
-        if len(self._paces) <= _PACED:
-            return
-        rule, left = self._run.evaluation, range(record.step + 1, self._stop + 1)
         evaluated = self._feed.evaluate is not None and rule.batches is not None
         times = sum(_due(step, rule.every) or step == self._run.steps for step in left) if evaluated else 0
-        seconds = forecast(self._paces[1:], len(left), times * (rule.batches or 0))
-        if seconds >= _WORTH_TELLING:
-            self._note(f"takes    about {duration(seconds)} more: {len(left)} steps, {times} evaluations")
+        batches = times * (rule.batches or 0)
+        if self._pace.seconds(self._run, start, stop, batches) >= _WORTH_TELLING:
+            told = self._pace.tell(self._run, start, stop, evaluations=times, validation_batches=batches)
+            more = f"; from step {stop + 1} on sequences are longer" if stop < self._stop else ""
+            self._note(f"takes    {told}{more}")
+
+    def _settle(self) -> None:
+        """Waits for the steps that the devices were given."""
+        jax.block_until_ready(self._newest)
+
+    def _learn(self, record: Record) -> None:
+        """Takes down a step's pace, and tells it after the first few, of which the first compiled, if it is another."""
+        self._paces.append(record.seconds / tokens_of(self._run, record.step - 1, record.step))
+        self._made += 1
+        if self._made == 1:
+            self._paces.clear()
+        if self._made != 1 + _PACED or (found := self._measured()) is None:
+            return
+        told, self._pace = self._pace, Pace(token_seconds=found, basis="as the first steps did", measured=True)
+        if told is None or abs(found / told.token_seconds - 1) > _OFF:
+            self._foretell(record.step)
+
+    def _measured(self) -> float | None:
+        return statistics.median(self._paces) if len(self._paces) >= _PACED else None
 
     def _check(self, record: Record) -> None:
         """Stops the run when copies differ, or the loss was not finite more often in a row than is allowed."""

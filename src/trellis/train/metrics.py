@@ -2,10 +2,12 @@
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import jax
 
+from trellis.figures.numbers import flop_rate
 from trellis.train.drain import Record
 
 # A compiled step returns its metrics in alphabetical order; a line begins with what people look for.
@@ -22,11 +24,13 @@ class Work:
         flops_per_token: floating-point operations that training on one token takes, attention counted causally.
         noncausal_flops_per_token: the same with all of attention counted, as many others do; None leaves it out.
         peak_flops: the devices' dense peak together, per second; None where it is not known.
+        measure_again: measures the peak once more, where it is measured and not published.
     """
 
     flops_per_token: float
     noncausal_flops_per_token: float | None = None
     peak_flops: float | None
+    measure_again: Callable[[], float | None] | None = None
 
     def utilisation(self, tokens_per_second: float | None) -> dict[str, float | None]:
         """The model's FLOPs per second over the peak, from 0 to 1: `mfu`, and `mfu_noncausal` where that is counted."""
@@ -44,10 +48,11 @@ class Meter:
 
     Args:
         tokens: how many tokens the run had seen before the first record.
-        work: what a token costs; None leaves `mfu` empty.
+        work: what a token costs; None leaves `mfu` empty. It may change between lines: rates are then those of the
+            steps since.
     """
 
-    def __init__(self, *, tokens: int, work: Work | None):
+    def __init__(self, *, tokens: int, work: Work | None = None):
         self.tokens = tokens
         self._work = work
         self._steps: deque[tuple[int, float, float]] = deque()  # tokens, seconds, seconds without a batch
@@ -58,6 +63,17 @@ class Meter:
         self.tokens += tokens
         self._steps.append((tokens, record.seconds, record.data_wait))
         self._new += 1
+
+    @property
+    def work(self) -> Work | None:
+        """What a token costs."""
+        return self._work
+
+    @work.setter
+    def work(self, work: Work | None) -> None:
+        self._work = work
+        self._steps.clear()
+        self._new = 0
 
     def line(self, record: Record) -> dict[str, float | int | None]:
         """The line of the step that was added last. A value that is no finite number becomes None.
@@ -83,6 +99,26 @@ class Meter:
         )
         self._new = 0
         return {name: value if value is None or math.isfinite(value) else None for name, value in line.items()}
+
+    def corrected(self, line: dict, settle: Callable[[], object]) -> tuple[dict, str]:
+        """A line whose MFU is over 1 with a better peak, and what is to be told of it; another line as it is, and "".
+
+        On a busy machine the peak may be measured too low. It is measured again when a step beats it, and is at the
+        least what the step did.
+
+        Args:
+            line: as `line` made it.
+            settle: waits until the devices have nothing else to do.
+        """
+        work, rate = self._work, line["tokens_per_second"]
+        if work is None or work.measure_again is None or not work.peak_flops or (line["mfu"] or 0.0) <= 1.0:
+            return line, ""
+        settle()
+        reached, measured = rate * work.flops_per_token, work.measure_again() or 0.0
+        self._work = work = replace(work, peak_flops=max(reached, measured))
+        before = f"a step beat {flop_rate(reached / line['mfu'])}, the peak that MFU was counted against"
+        how = "measured again" if measured > reached else "which the step did: measured again it is no higher"
+        return line | work.utilisation(rate), f"peak     {before}; now {flop_rate(work.peak_flops)}, {how}"
 
 
 def memory_bytes() -> int | None:

@@ -1,11 +1,10 @@
 """What a run shows while it trains: one line that rewrites itself on a terminal, plain lines elsewhere."""
 
 import shutil
-import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TextIO
 
 from trellis.figures.numbers import count, duration, size
@@ -93,17 +92,3 @@ class Progress:
         width = shutil.get_terminal_size().columns - 1
         room = min(30, width - len(text) - 2)
         return f"{sparkline(self._losses, room)}  {text}" if room >= 5 else text[:width]
-
-
-def forecast(step_seconds: Sequence[float], steps: int, validation_batches: int) -> float:
-    """Seconds that the rest of a run takes, from a few of its steps. A forward pass is a third of a step.
-
-    >>> forecast([0.5, 0.5, 2.0], steps=100, validation_batches=30)
-    55.0
-
-    Args:
-        step_seconds: of steps that were made; one that was held up does not count for more than another.
-        steps: still to be made.
-        validation_batches: still to be evaluated.
-    """
-    return statistics.median(step_seconds) * (steps + validation_batches / 3)

@@ -14,10 +14,31 @@ from trellis.errors import UserError
 from trellis.hub.folder import At
 from trellis.nn.parameters import Parameter
 from trellis.run.config import Run
+from trellis.run.folder import open_run
 from trellis.run.layouts import LayoutChoice, MeshSizes
 from trellis.train.assemble import Assembled
 from trellis.train.corpus import open_corpus
 from trellis.train.state import TrainState
+
+
+def open_checkpoint(folder: Path, step: int | None = None) -> tuple[Run, int | None]:
+    """The run of a folder as it is at a checkpoint, and which one to restore.
+
+    A run whose sequences become longer has the length and the rotary frequencies of the checkpoint's last step.
+
+    Args:
+        folder: the run's folder.
+        step: the checkpoint of this step; None takes the newest.
+
+    Raises:
+        UserError: the folder is no run's.
+    """
+    run = open_run(folder)
+    if not run.lengths:
+        return run, step
+    with Checkpoints(folder / "checkpoints", read_only=True) as saved:
+        step = saved.latest() if step is None else step
+    return run.at(max((step or 0) - 1, 0)), step
 
 
 def restore_model(assembled: Assembled, folder: Path, *, step: int | None = None) -> tuple[TrainState, int]:

@@ -52,9 +52,10 @@ class StructureCheck:
         return self._line(found, seconds) if found.right else self._fault(found, text)
 
     def _ledger_at(self, step: int) -> Ledger:
-        """The ledger of a step, whose batch may be larger than the first one's."""
+        """The ledger of a step, whose batch may have another size than the first one's, or another length."""
         first, batch = (self._assembled.abstract_batch(at).tokens.shape for at in (0, step))
-        return self._ledger if batch == first else ledger_of(step_program(self._assembled, step))
+        same = batch == first and self._assembled.at(step) is self._assembled
+        return self._ledger if same else ledger_of(step_program(self._assembled, step))
 
     def _line(self, found: Structure, seconds: float) -> str:
         if not found.matches and not found.collectives:

@@ -9,12 +9,14 @@ from typing import Any
 import jax
 
 from trellis.figures.numbers import count, size
+from trellis.hardware.platform import processor
 from trellis.inspect import Ledger
 from trellis.inspect.memory import memory_of
 from trellis.named import is_named
 from trellis.notation.typeof import short_dtype
 from trellis.program import Program, trace
 from trellis.train.assemble import Assembled
+from trellis.train.pace import tokens_of
 
 
 def machine() -> dict[str, Any]:
@@ -31,7 +33,7 @@ def machine() -> dict[str, Any]:
         "processes": jax.process_count(),
         "host": platform.node(),
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_name(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -71,8 +73,9 @@ def num_parameters(assembled: Assembled) -> int:
 
 def step_program(assembled: Assembled, step: int = 0) -> Program:
     """A step, traced, which JAX then need not do again: what its ledger and its memory are read from."""
-    with assembled.layout:
-        return trace(assembled.step, assembled.abstract, assembled.abstract_batch(step))
+    made = assembled.at(step)
+    with made.layout:
+        return trace(made.step, made.abstract, made.abstract_batch(step))
 
 
 def sections(assembled: Assembled, program: Program, ledger: Ledger, tokens: int | None) -> dict[str, Any]:
@@ -88,7 +91,7 @@ def sections(assembled: Assembled, program: Program, ledger: Ledger, tokens: int
     return {
         "machine": machine(),
         "model": {"family": run.model.family, "parameters": num_parameters(assembled)},
-        "tokens": {"run": run_tokens(assembled), "corpus": tokens},
+        "tokens": {"run": tokens_of(run, 0, run.steps), "corpus": tokens},
         "mesh": dict(layout.mesh.shape),
         "microbatches": assembled.options.microbatches,
         "layout": {
@@ -113,13 +116,19 @@ def ledger_sums(ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def run_tokens(assembled: Assembled) -> int:
-    """Tokens that a run reads, all batch sizes of its schedule counted."""
-    run = assembled.run
-    sizes = run.batch_sizes()
-    ends = [entry.step for entry in sizes[1:]] + [run.steps]
-    steps = [max(0, min(end, run.steps) - entry.step) for entry, end in zip(sizes, ends, strict=True)]
-    return sum(n * entry.size for n, entry in zip(steps, sizes, strict=True)) * run.data.sequence_length
+def lengths(assembled: Assembled, programs: Mapping[int, Program]) -> list[dict[str, int]]:
+    """Of each phase of a run whose sequences become longer: its first step, its sequences, and a device's memory.
+
+    Args:
+        assembled: the run.
+        programs: the step of each phase, by its first step.
+    """
+    found = []
+    for step, made in assembled.phases().items():
+        size, length = made.abstract_batch(step).tokens.shape
+        held = sum(memory_of(programs[step]).per_kind().values())
+        found.append({"step": step, "length": length, "batch_size": size, "memory": held})
+    return found if assembled.later else []
 
 
 def describe(found: Mapping[str, Any]) -> str:
@@ -146,6 +155,11 @@ def describe(found: Mapping[str, Any]) -> str:
         "memory": f"{size(sum(found['memory'].values()))} on each device: {memory}",
         "moves": moves,
     }
+    if found.get("lengths"):
+        lines["lengths"] = ", then ".join(
+            f"{p['batch_size']:,} x {p['length']:,} tokens from step {p['step'] + 1} on ({size(p['memory'])})"
+            for p in found["lengths"]
+        )
     return "\n".join(f"{name:<8} {line}" for name, line in lines.items())
 
 
@@ -157,11 +171,3 @@ def device_bytes(tree: Any) -> int:
         itemsize = 4 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
         total += math.prod(shape) * itemsize
     return total
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
-    except OSError:
-        return platform.processor()

@@ -19,7 +19,8 @@ class Timeline:
             path.parent.mkdir(parents=True, exist_ok=True)
 
     def add(self, event: str, step: int | None, **more: object) -> None:
-        """Notes an event: started, resumed, compiled, evaluation, checkpoint, interrupted, stopped, finished, slow."""
+        """Notes an event: started, resumed, compiled, length, evaluation, checkpoint, interrupted, stopped, finished or
+        slow."""
         if self._path is not None:
             # A run does not end for want of a note; what it needs to write tells why.
             with contextlib.suppress(OSError), open(self._path, "a") as file:

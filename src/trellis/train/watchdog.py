@@ -66,6 +66,7 @@ class Watchdog:
         self._lock = threading.RLock()
         self._finished = self._dispatched = self._ticks = 0
         self._spent, self._excused, self._doing = 0.0, True, "starts"
+        self._compiles = True  # the first step, which is none of the others' kind
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         if rule.factor is not None:
@@ -99,13 +100,21 @@ class Watchdog:
     def finished(self, record: Record) -> None:
         """Notes that the devices finished a step, or what was added for it; its deadline is the next step's affair."""
         with self._lock:
-            if record.step > self._finished and self._finished:  # the first one of a process compiles
+            if record.step > self._finished and not self._compiles:
                 self._paces.append(record.seconds)
                 handed = (
                     record.waited[1] if record.waited else record.dispatched
                 )  # a CPU may compute while it dispatches
                 self._idle.append(max(0.0, handed - (record.idle_from or handed)))
+            self._compiles = False
             self._finished, self._spent = record.step, 0.0
+
+    def forget(self) -> None:
+        """Leaves the steps so far out of the median: those that follow are of another kind."""
+        with self._lock:
+            self._paces.clear()
+            self._idle.clear()
+            self._compiles = True
 
     @property
     def deadline(self) -> float | None:

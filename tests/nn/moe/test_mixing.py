@@ -10,9 +10,11 @@ import pytest
 from tests.nn.moe.emulated import ragged_all_to_all
 from trellis.mesh import Layout, make_mesh
 from trellis.named import named, named_jit, shard
+from trellis.nn import ClampedSwiGLU
 from trellis.nn.moe import Biases, Choices, ExpertsError, choose, grouped_matmul, mix, mixing, score
 
 BATCH, POS, EMBED, MLP, EXPERTS, CHOICES = 4, 6, 8, 12, 8, 2
+CLAMPED = ClampedSwiGLU(0.5)
 TENSOR = {"experts": "expert", "mlp": "model"}
 LAYOUTS = {
     "one": None,
@@ -45,8 +47,8 @@ def arrays():
 
 
 def loss(way, slack, x, router, gate, up, down, *biases):
-    added = Biases(*biases) if biases else None
-    out = mix(x, choose(score(x, router), CHOICES), gate, up, down, biases=added, way=way, slack=slack)
+    beside = dict(biases=Biases(*biases), gated=CLAMPED) if biases else {}
+    out = mix(x, choose(score(x, router), CHOICES), gate, up, down, way=way, slack=slack, **beside)
     weights = named(jnp.arange(1.0, x.shape["embed"] + 1), "embed")  # elements in a wrong place show
     return (out * out * weights).sum().array, out
 
@@ -68,7 +70,7 @@ def defined(biased=False):
     return run(jax.jit, arrays() + (biases() if biased else ()), "dense")
 
 
-# Where experts have biases too.
+# Where experts have biases, and gates with bounds.
 BIASED = {
     ("one", "grouped", 1.5), ("expert", "dense", 1.5), ("expert", "ragged", 0.3), ("expert, many", "slots", 1.5),
     ("expert, many", "gather", 1.5), ("tensor", "gather", 1.5), ("over model", "auto", 1.5), ("over both", "auto", 1.5),
@@ -122,7 +124,11 @@ def test_the_definition(biased):
         total = np.zeros(EMBED)
         for e in best:
             gated, upped = x[place] @ gate[e] + own[0][e], x[place] @ up[e] + own[1][e]
-            made = (gated / (1 + np.exp(-gated)) * upped) @ down[e] + own[2][e]
+            hidden = gated / (1 + np.exp(-gated)) * upped
+            if biased:
+                gated, upped = np.minimum(gated, 0.5), np.clip(upped, -0.5, 0.5)
+                hidden = gated / (1 + np.exp(-1.702 * gated)) * (upped + 1)
+            made = hidden @ down[e] + own[2][e]
             total += chances[e] / chances[best].sum() * made
         np.testing.assert_allclose(out.array[place], total, rtol=1e-4, atol=1e-6)
 

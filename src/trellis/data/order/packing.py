@@ -47,7 +47,8 @@ class ChunkRows:
     def read(self, rows: np.ndarray) -> Batch:
         """The given rows (`i64["batch"]`)."""
         length = self.sequence_length
-        begins = np.asarray(rows, np.int64) * length
+        # Pieces of a longer row, the last one's, may lie past the end.
+        begins = np.minimum(np.asarray(rows, np.int64) * length, self.store.num_tokens)
         inputs, targets, starts = self.store.shifted(begins, length)
         starts[:, 0] = True
         real = np.arange(length) < np.minimum(self.store.num_tokens - begins, length)[:, None]
@@ -133,10 +134,6 @@ def open_rows(store: TokenStore, sequence_length: int, packing: str) -> ChunkRow
             seen=packing,
             where="packing",
             fix="use one of " + ", ".join(PACKINGS),
-        )
-    if sequence_length < 1:
-        raise UserError(
-            "A sequence has at least one token.", seen=sequence_length, where="sequence_length", fix="use 1 or more"
         )
     if store.complete and not store.num_tokens:
         raise UserError(

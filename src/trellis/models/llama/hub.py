@@ -1,11 +1,13 @@
 """Llama's Hugging Face folders."""
 
+import dataclasses
+import math
 from collections.abc import Mapping
 
 from trellis import UserError
 from trellis.hub import Family, Key
 from trellis.models.llama.llama import LlamaConfig
-from trellis.nn import LinearScaling, Llama3Scaling
+from trellis.nn import LinearScaling, Llama3Scaling, Scaling, YarnScaling
 
 KEYS = {
     "embedding": Key("model.embed_tokens.weight", "vocab embed"),
@@ -36,6 +38,19 @@ def to_hub(config, positions: int) -> dict:
                 "high_freq_factor": s.high_freq_factor,
                 "original_max_position_embeddings": s.original_context,
             }
+        case YarnScaling() as s:
+            rope = {
+                "rope_type": "yarn",
+                "factor": s.factor,
+                "beta_fast": s.beta_fast,
+                "beta_slow": s.beta_slow,
+                "truncate": s.truncate,
+                "original_max_position_embeddings": s.original_context,
+            }
+            if s.mscale_all_dim:
+                rope |= {"mscale": s.mscale, "mscale_all_dim": s.mscale_all_dim}
+            else:
+                rope["attention_factor"] = s.magnitude
     return {
         "vocab_size": config.vocab,
         "hidden_size": config.embed,
@@ -72,7 +87,7 @@ def from_hub(hub: Mapping) -> dict:
     }
 
 
-def _scaling(rope: Mapping) -> LinearScaling | Llama3Scaling | None:
+def _scaling(rope: Mapping) -> Scaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -85,12 +100,32 @@ def _scaling(rope: Mapping) -> LinearScaling | Llama3Scaling | None:
             high_freq_factor=rope["high_freq_factor"],
             original_context=rope["original_max_position_embeddings"],
         )
+    if kind == "yarn":
+        return _yarn(rope)
     raise UserError(
         "Rotary frequencies are scaled in a way that is known.",
         seen=f"rope_type: {kind}",
         where="config.json",
-        fix="use a model with the type default, linear or llama3",
+        fix="use a model with the type default, linear, llama3 or yarn",
     )
+
+
+def _yarn(rope: Mapping) -> YarnScaling:
+    both = rope.get("mscale") and rope.get("mscale_all_dim")
+    found = YarnScaling(
+        factor=rope["factor"],
+        beta_fast=rope.get("beta_fast") or 32.0,
+        beta_slow=rope.get("beta_slow") or 1.0,
+        original_context=rope["original_max_position_embeddings"],
+        truncate=rope.get("truncate", True),
+        **({"mscale": rope["mscale"], "mscale_all_dim": rope["mscale_all_dim"]} if both else {}),
+    )
+    given = rope.get("attention_factor")
+    if given is None or math.isclose(given, found.magnitude, rel_tol=1e-6):
+        return found
+    # Of a magnitude that is no default: so much growth with the log of the factor.
+    mscale = (given * found.growth(found.mscale_all_dim) - 1.0) / (found.growth(1.0) - 1.0)
+    return dataclasses.replace(found, mscale=mscale)
 
 
 # What Llama and its descendants have in common.

@@ -142,9 +142,10 @@ class Llama(eqx.Module):
     looks_ahead = False
 
     @staticmethod
-    def init(config, *, key, vocab_multiple: int = 1, block=Block.init) -> "Llama":
+    def init(config, *, key, vocab_multiple: int = 1, block=Block.init, each: int = 1) -> "Llama":
+        """The model of such blocks, each of which is so many layers."""
         vocab = Axis("vocab", -(-config.vocab // vocab_multiple) * vocab_multiple)
-        embed, layers = Axis("embed", config.embed), Axis("layers", config.layers)
+        embed, layers = Axis("embed", config.embed), Axis("layers", config.layers // each)
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         deviation = config.embed**-0.5
         return Llama(

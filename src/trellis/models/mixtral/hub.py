@@ -1,5 +1,6 @@
 """Mixtral's Hugging Face folders."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping
 
@@ -34,7 +35,8 @@ def refuse_others(config, kind: str, *, allowed: Collection[str] = ()) -> None:
     plain = Routing()
     routing = ("scores", "normalize", "scale", "groups", "groups_per_token", "bias_rate", "capacity")
     own = {f"routing.{name}": (getattr(config.routing, name), getattr(plain, name)) for name in routing}
-    own |= {"shared_mlp": (config.shared_mlp, None), "expert_biases": (config.expert_biases, False)}
+    theirs = {"shared_mlp": None, "expert_biases": False}
+    own |= {f.name: (getattr(config, f.name), theirs[f.name]) for f in dataclasses.fields(config) if f.name in theirs}
     for name, (value, theirs) in own.items():
         if value != theirs and name.removeprefix("routing.") not in allowed:
             raise UserError(

@@ -92,6 +92,10 @@ class Block(eqx.Module):
         out, routed = self.mlp.measured(self.mlp_norm(x), counted, shares)
         return x + out, routed
 
+    def balanced(self, load: NamedArray, rate: float) -> "Block":
+        """The block with its experts' biases moved towards an even load."""
+        return eqx.tree_at(lambda block: block.mlp.bias, self, shift(self.mlp.bias, load, rate))
+
 
 class Mixtral(eqx.Module):
     """The model: tokens to hidden states, as Llama, and what is measured of its routing."""
@@ -124,5 +128,5 @@ class Mixtral(eqx.Module):
 
     def balanced(self, load: NamedArray) -> "Mixtral":
         """The model with each expert's bias moved towards an even load, of which `f32["layers routes"]` was one."""
-        bias = lambda model: model.layers.block.mlp.bias
-        return eqx.tree_at(bias, self, shift(bias(self), load, self.config.routing.bias_rate))
+        moved = self.layers.block.balanced(load, self.config.routing.bias_rate)
+        return eqx.tree_at(lambda model: model.layers.block, self, moved)

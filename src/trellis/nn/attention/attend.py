@@ -26,6 +26,7 @@ def attend(
     v: NamedArray,
     *,
     segment_ids: NamedArray | None = None,
+    sinks: NamedArray | None = None,
     window: int | None = None,
     **options,
 ) -> NamedArray:
@@ -46,24 +47,25 @@ def attend(
     Args:
         q: `"batch pos heads head_dim"`, or, of one example, without `batch`; so are the others then.
         k: `"batch key_pos kv_heads head_dim"`.
-        v: like `k`.
+        v: like `k`, or with `value_dim` for `head_dim`, a width of its own, which the result has then.
         segment_ids: `i32["batch pos"]`, the document of each position; a query
             sees only its own document.
+        sinks: `"heads"`, a score beside those of the keys that has no value, so that weights may add up to less than 1.
         window: a query sees this many keys at most, itself included.
         **options: of `trellis.nn.dot_product_attention`: `causal`, `scale`,
             `logit_softcap`, `upcast`, `implementation`, `save_name`.
 
     Returns:
-        `"batch pos heads head_dim"`, without `batch` if the queries have none.
+        `"batch pos heads head_dim"`, or `value_dim`, without `batch` if the queries have none.
 
     Raises:
         NamesError: an array's positions are sliced over mesh axes in an order that their kinds do not allow.
     """
     if "batch" not in q.names:
         alone = [None if x is None else _batch_of_one(x) for x in (q, k, v, segment_ids)]
-        out = attend(*alone[:3], segment_ids=alone[3], window=window, **options)
+        out = attend(*alone[:3], segment_ids=alone[3], sinks=sinks, window=window, **options)
         return NamedArray(jnp.squeeze(out.array, 0), out.names[1:])
-    q, k, v = q.transpose(QUERY), k.transpose(KEY), v.transpose(KEY)
+    q, k, v = q.transpose(QUERY), k.transpose(KEY), v.transpose((*KEY[:3], _width(v)))
     places = _Places.of(current_layout(), q, k, window)
     q, k, v = _in_place(q, k, v, places)
     plain = None
@@ -71,9 +73,9 @@ def attend(
         ids = segment_ids.transpose(QUERY[:2])
         of_queries, of_keys = (state_of(x.array).axes[:2] for x in (q, k))
         plain = tuple(move(ids, axes, frozenset()).array for axes in (of_queries, of_keys))
-    out = NamedArray(
-        dot_product_attention(q.array, k.array, v.array, segment_ids=plain, window=window, **options), QUERY
-    )
+    own = None if sinks is None else _own_sinks(sinks, places).array
+    made = dot_product_attention(q.array, k.array, v.array, segment_ids=plain, sinks=own, window=window, **options)
+    out = NamedArray(made, (*QUERY[:3], _width(v)))
     return out if places is None else move(out, places.around, frozenset())
 
 
@@ -81,7 +83,19 @@ def _batch_of_one(x: NamedArray) -> NamedArray:
     return NamedArray(jnp.expand_dims(x.array, 0), ("batch", *x.names))
 
 
-def attend_cached(q: NamedArray, k: NamedArray, v: NamedArray, length, **options) -> NamedArray:
+def _width(v: NamedArray) -> str:
+    """What the width of values is called."""
+    return "value_dim" if "value_dim" in v.names else "head_dim"
+
+
+def _own_sinks(sinks: NamedArray, places: "_Places | None") -> NamedArray:
+    """Sinks as the queries' heads are."""
+    return sinks if places is None else move(sinks, (places.queries[2],), frozenset())
+
+
+def attend_cached(
+    q: NamedArray, k: NamedArray, v: NamedArray, length, *, sinks: NamedArray | None = None, **options
+) -> NamedArray:
     """Attention of one new position over what a cache holds, the new position included, on any layout.
 
     Names: those of `q`.
@@ -91,24 +105,28 @@ def attend_cached(q: NamedArray, k: NamedArray, v: NamedArray, length, **options
     Args:
         q: `"batch pos heads head_dim"` with one position.
         k: `"batch key_pos kv_heads head_dim"`.
-        v: like `k`.
+        v: like `k`, or with `value_dim` for `head_dim`.
         length: `i32[""]`, how many positions of the cache are filled.
+        sinks: `"heads"`, as in `attend`.
         **options: of `trellis.nn.attention.decode.decode_attention`: `window`,
             `scale`, `logit_softcap`, `upcast`.
 
     Returns:
-        `"batch pos heads head_dim"` with one position.
+        `"batch pos heads head_dim"` or `value_dim`, with one position.
     """
-    q, k, v = q.transpose(QUERY), k.transpose(KEY), v.transpose(KEY)
-    q, k, v = _in_place(q, k, v, _Places.of(current_layout(), q, k, None))
+    q, k, v = q.transpose(QUERY), k.transpose(KEY), v.transpose((*KEY[:3], _width(v)))
+    places = _Places.of(current_layout(), q, k, None)
+    q, k, v = _in_place(q, k, v, places)
 
-    def one(q, k, v, ids, length):
+    def one(q, k, v, ids, length, *own):
         lengths = jnp.full(q.shape[0], length)
-        return decode_attention(q[:, 0], k, v, lengths, **options)[:, None]
+        return decode_attention(q[:, 0], k, v, lengths, sinks=own[0] if own else None, **options)[:, None]
 
     place = placement_of(q.array, k.array, v.array, None)
-    out = place.run(one, (q.array, k.array, v.array), (length,), (PartitionSpec(),), check=False)
-    return NamedArray(out, QUERY)
+    own = () if sinks is None else (_own_sinks(sinks, places).array,)
+    specs = (PartitionSpec(), *(PartitionSpec(place.heads or None) for _ in own))
+    out = place.run(one, (q.array, k.array, v.array), (length, *own), specs, check=False)
+    return NamedArray(out, (*QUERY[:3], _width(v)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def chunked_attention(
     grouped = q.reshape(batch, pos, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
     keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     out = _attend(grouped, keys, values, segment_ids, settings)
-    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
+    return out.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1)
 
 
 def _spans(pos: int, key_pos: int, settings: _Settings):
@@ -196,7 +196,7 @@ class ChunkedTiles:
 
     def forward(self, tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids):
         out, log_sum = _forward(_grouped(q, k), k, v, ids, self._settings(tile))
-        return out.reshape(q.shape), log_sum[..., 0].reshape(q.shape[:3]).astype(jnp.float32)
+        return out.reshape(*q.shape[:3], -1), log_sum[..., 0].reshape(q.shape[:3]).astype(jnp.float32)
 
     def backward(self, tile: Tile, q, k, v, ids: Ids, out, log_sum, d_out):
         settings = self._settings(tile)

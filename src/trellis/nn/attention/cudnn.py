@@ -9,8 +9,13 @@ from trellis._compat import cudnn_backward, cudnn_forward
 from trellis.nn.attention.pattern import Pattern, same_document
 from trellis.nn.attention.sliced.tile import Ids, Tile
 
+# The widths of queries and of values in multi-head latent attention, for which there are kernels from Hopper on.
+MLA = {192, 128}
 
-def cudnn_refuses(q: jax.Array, *, pattern: Pattern, logit_softcap: float | None, upcast: bool) -> str | None:
+
+def cudnn_refuses(
+    q: jax.Array, v: jax.Array, *, pattern: Pattern, logit_softcap: float | None, upcast: bool
+) -> str | None:
     """Why cuDNN cannot compute this attention, or None if it can."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, not {q.dtype}"
@@ -18,8 +23,10 @@ def cudnn_refuses(q: jax.Array, *, pattern: Pattern, logit_softcap: float | None
         return f"it has no cap on scores (logit_softcap={logit_softcap})"
     if pattern.window is not None and not pattern.causal:
         return f"its sliding window (window={pattern.window}) is for causal attention only"
-    if q.shape[-1] % 8 or q.shape[-1] > 128:
-        return f"it takes a head_dim that is a multiple of 8 and at most 128, not {q.shape[-1]}"
+    widths = {q.shape[-1], v.shape[-1]}
+    if any(width % 8 or width > 128 for width in widths) and widths != MLA:
+        seen = " and ".join(map(str, sorted(widths)))
+        return f"it takes a head_dim that is a multiple of 8 and at most 128, or 192 with values of 128, not {seen}"
     if not upcast:
         return "it always computes scores in float32 (upcast=False)"
     return None

@@ -16,18 +16,20 @@ def decode_attention(
     scale: float | None = None,
     logit_softcap: float | None = None,
     upcast: bool = True,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention of the newest position of each sequence over its cache.
 
     Args:
         q: `batch heads head_dim`, the queries of the newest positions.
         k: `batch key_pos kv_heads head_dim`, the cache, the newest position's key included.
-        v: like `k`.
+        v: like `k`; its heads may have another width, which the result has then.
         lengths: `i32["batch"]`, how many positions of each cache are filled, at least 1; the newest is `lengths - 1`.
         window: see only the last `window` filled positions.
         scale: multiplies the scores; `head_dim ** -0.5` if None.
         logit_softcap: scores become `cap * tanh(scores / cap)`.
         upcast: compute scores and weights in float32.
+        sinks: `heads`, a score beside those of the keys that has no value.
 
     Returns:
         `batch heads head_dim`.
@@ -46,5 +48,8 @@ def decode_attention(
     if window is not None:
         seen = seen & (places >= lengths[:, None] - window)
     scores = jnp.where(seen[:, None, None], scores, hidden_score(dtype))
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgs,bskh->bkgh", weights, v).reshape(q.shape)
+    if sinks is not None:
+        own = jnp.broadcast_to(sinks.astype(dtype).reshape(1, kv_heads, -1, 1), (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, own], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :key_pos].astype(v.dtype)
+    return jnp.einsum("bkgs,bskh->bkgh", weights, v).reshape(batch, heads, -1)

@@ -13,6 +13,7 @@ from trellis.nn.attention.reference import reference_attention
 from trellis.nn.attention.sharded import Placement, placement_of
 from trellis.nn.attention.sliced.attention import sliced_attention
 from trellis.nn.attention.sliced.program import Sliced
+from trellis.nn.attention.sliced.whole import Whole
 from trellis.nn.attention.splash import SplashTiles, splash_attention, splash_kernel, splash_refuses
 from trellis.notation import Dim, Shape
 from trellis.notation.state import mode_of
@@ -33,6 +34,7 @@ def dot_product_attention(
     causal: bool = True,
     window: int | None = None,
     segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    sinks: jax.Array | None = None,
     scale: float | jax.Array | None = None,
     logit_softcap: float | None = None,
     upcast: bool = True,
@@ -57,10 +59,11 @@ def dot_product_attention(
     Args:
         q: `batch pos heads head_dim`.
         k: `batch key_pos kv_heads head_dim`.
-        v: like `k`.
+        v: like `k`; its heads may have another width, which the result has then.
         causal: a query sees no later key. Position 0 of `pos` and of `key_pos` is the same place.
         window: a query sees this many keys at most, itself included (and as many ahead where not causal).
         segment_ids: `i32["batch pos"]` and `i32["batch key_pos"]`: a query sees only keys of its own document.
+        sinks: `heads`, a score beside those of the keys that has no value, so that weights add up to less than 1.
         scale: multiplies the scores; `head_dim ** -0.5` if None. An array (a scalar that depends on the layer, say)
             is multiplied into the queries.
         logit_softcap: scores become `cap * tanh(scores / cap)`.
@@ -72,7 +75,7 @@ def dot_product_attention(
             kernel does not run again (cuDNN's has no such name: saving its output does not save its second run).
 
     Returns:
-        `batch pos heads head_dim`, sharded like `q`.
+        `batch pos heads head_dim`, with the width of values, sharded like `q`.
 
     Raises:
         AttentionError: shapes or shardings do not agree, or the implementation cannot compute this.
@@ -82,18 +85,21 @@ def dot_product_attention(
     >>> dot_product_attention(q, kv, kv).shape
     (1, 4, 2, 8)
     """
-    _check(q, k, v, window, segment_ids, implementation)
+    _check(q, k, v, window, segment_ids, sinks, implementation)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(scale, jax.Array):
         q, scale = q * scale.astype(q.dtype), 1.0
     pattern = Pattern(causal=causal, window=window if window is None or window < k.shape[1] else None)
     place = placement_of(q, k, v, segment_ids)
-    chosen = _choose(q, k, place, pattern, logit_softcap, upcast, implementation)
+    chosen = _choose(q, k, v, place, pattern, logit_softcap, upcast, implementation)
     arrays = (q, k, v, *(segment_ids or ()))
     scores = dict(pattern=pattern, scale=float(scale), logit_softcap=logit_softcap, upcast=upcast)
     if place.pos:
         program = _sliced(place, q, k, chosen, **scores)
-        return sliced_attention(place, program, q, k, v, segment_ids, save_name=save_name)
+        return sliced_attention(place, program, q, k, v, segment_ids, sinks, save_name=save_name)
+    if chosen != "reference" and (sinks is not None or (chosen == "cudnn" and q.shape[-1] != v.shape[-1])):
+        whole = Whole(_tiles(chosen, q, scale=float(scale), logit_softcap=logit_softcap, upcast=upcast), pattern)
+        return sliced_attention(place, whole, q, k, v, segment_ids, sinks, save_name=save_name)
     if chosen == "splash":
         return _splash(place, arrays, pattern, float(scale), logit_softcap, save_name)
     if chosen == "cudnn":
@@ -102,7 +108,9 @@ def dot_product_attention(
     elif chosen == "chunked":
         kernel = lambda q, k, v, ids: chunked_attention(q, k, v, ids, save_name=save_name, **scores)
     else:
-        kernel = lambda q, k, v, ids: reference_attention(q, k, v, ids, **scores)
+        own = () if sinks is None else (sinks,)
+        kernel = lambda q, k, v, ids, *own: reference_attention(q, k, v, ids, sinks=own[0] if own else None, **scores)
+        return place.run(kernel, arrays, own, tuple(PartitionSpec(place.heads or None) for _ in own))
     return place.run(kernel, arrays)
 
 
@@ -115,19 +123,23 @@ def _sliced(place: Placement, q, k, chosen: str, *, pattern: Pattern, scale, log
             f" and key_pos={k.shape[1]} over {'/'.join(place.pos)}, {pieces} pieces, in attention: "
             f"use a length that {pieces} divides"
         )
-    if chosen == "splash":
-        kernels = SplashTiles(scale=scale, logit_softcap=logit_softcap)
-    elif chosen == "cudnn":
-        kernels = CudnnTiles(scale=scale)
-    else:
-        chunk = q.shape[1] if chosen == "reference" else None
-        kernels = ChunkedTiles(scale=scale, logit_softcap=logit_softcap, upcast=upcast, chunk=chunk)
+    kernels = _tiles(chosen, q, scale=scale, logit_softcap=logit_softcap, upcast=upcast)
     layout = current_layout()
     dims = ("batch", place.batch), ("key_pos", place.key_pos), ("kv_heads", place.kv_heads), ("head_dim", ())
     order = (0, 1, 2, 3) if kernels.axis == 1 else (0, 2, 1, 3)
     text = str(Shape(tuple(Dim(*dims[i]) for i in order)))
     whole = place.pos[len(place.key_pos) :]
     return Sliced(kernels, pattern, place.key_pos, whole, layout is not None and layout.dealt == place.pos, text)
+
+
+def _tiles(chosen: str, q, *, scale: float, logit_softcap: float | None, upcast: bool):
+    """What computes a tile."""
+    if chosen == "splash":
+        return SplashTiles(scale=scale, logit_softcap=logit_softcap)
+    if chosen == "cudnn":
+        return CudnnTiles(scale=scale)
+    chunk = q.shape[1] if chosen == "reference" else None
+    return ChunkedTiles(scale=scale, logit_softcap=logit_softcap, upcast=upcast, chunk=chunk)
 
 
 def _splash(place: Placement, arrays, pattern, scale, logit_softcap, save_name):
@@ -153,19 +165,19 @@ def _splash(place: Placement, arrays, pattern, scale, logit_softcap, save_name):
 def _saying(kernel, pattern: Pattern):
     """A kernel that says what it computes on one device, for the planner."""
 
-    def run(q, k, *rest):
+    def run(q, k, v, *rest):
         (batch, pos, heads, head_dim), key_pos = q.shape, k.shape[1]
-        with kernel_work("attention", 4.0 * batch * heads * pattern.pairs(pos, key_pos) * head_dim):
-            return kernel(q, k, *rest)
+        with kernel_work("attention", 2.0 * batch * heads * pattern.pairs(pos, key_pos) * (head_dim + v.shape[3])):
+            return kernel(q, k, v, *rest)
 
     return run
 
 
-def _choose(q, k, place, pattern, logit_softcap, upcast, implementation) -> str:
+def _choose(q, k, v, place, pattern, logit_softcap, upcast, implementation) -> str:
     if implementation not in ("auto", "cudnn", "splash"):
         return implementation
     refuses = {
-        "cudnn": lambda: cudnn_refuses(q, pattern=pattern, logit_softcap=logit_softcap, upcast=upcast),
+        "cudnn": lambda: cudnn_refuses(q, v, pattern=pattern, logit_softcap=logit_softcap, upcast=upcast),
         "splash": lambda: splash_refuses(q, k, pieces=2 * place.shards(place.pos) if place.pos else 1, upcast=upcast),
     }
     layout = current_layout()
@@ -183,14 +195,21 @@ def _choose(q, k, place, pattern, logit_softcap, upcast, implementation) -> str:
     return best if best and refuses[best]() is None else "chunked"
 
 
-def _check(q, k, v, window, segment_ids, implementation) -> None:
+def _check(q, k, v, window, segment_ids, sinks, implementation) -> None:
     where = "in attention"
     if implementation not in IMPLEMENTATIONS:
         raise AttentionError(
             f"attention has the implementations {', '.join(IMPLEMENTATIONS)}, got {implementation!r}, {where}: "
             "use one of them"
         )
-    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+    if (
+        q.ndim != 4
+        or k.ndim != 4
+        or v.ndim != 4
+        or k.shape[:3] != v.shape[:3]
+        or q.shape[0] != k.shape[0]
+        or q.shape[3] != k.shape[3]
+    ):
         raise AttentionError(
             "q is 'batch pos heads head_dim', k and v are 'batch key_pos kv_heads head_dim', got shapes "
             f"{q.shape}, {k.shape}, {v.shape}, {where}: reshape or reorder the dimensions"
@@ -203,6 +222,10 @@ def _check(q, k, v, window, segment_ids, implementation) -> None:
     if not q.dtype == k.dtype == v.dtype:
         raise AttentionError(
             f"q, k and v have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}, {where}: cast them to one"
+        )
+    if sinks is not None and sinks.shape != (q.shape[2],):
+        raise AttentionError(
+            f"sinks are one score a head, got shape {sinks.shape} for heads={q.shape[2]}, {where}: pass 'heads'"
         )
     if window is not None and window < 1:
         raise AttentionError(

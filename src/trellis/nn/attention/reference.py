@@ -16,6 +16,7 @@ def reference_attention(
     scale: float,
     logit_softcap: float | None,
     upcast: bool,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention that holds every score: `batch kv_heads groups pos key_pos` of them.
 
@@ -34,5 +35,8 @@ def reference_attention(
         scores = jnp.where(seen[None, None, None], scores, hidden_score(dtype))
     if segment_ids is not None:
         scores = jnp.where(same_document(*segment_ids)[:, None, None], scores, hidden_score(dtype))
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q.shape)
+    if sinks is not None:
+        own = jnp.broadcast_to(sinks.astype(dtype).reshape(1, kv_heads, -1, 1, 1), (*scores.shape[:4], 1))
+        scores = jnp.concatenate([scores, own], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :key_pos].astype(v.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(batch, pos, heads, -1)

@@ -2,9 +2,10 @@
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from trellis.named import Axis, NamedArray, dot_each, einsum, save
-from trellis.nn.gate import swiglu
+from trellis.nn.gate import ClampedSwiGLU, swiglu
 from trellis.nn.initializers import constant, weight
 from trellis.nn.moe.config import Routing
 from trellis.nn.moe.measures import Routed, measure
@@ -43,7 +44,7 @@ class Shared(eqx.Module):
 
 
 class Experts(eqx.Module):
-    """A mixture of SwiGLU blocks: each token goes to the few that its router picks, and gets their weighted sum.
+    """A mixture of gated blocks: each token goes to the few that its router picks, and gets their weighted sum.
 
     >>> axes = [tr.Axis("embed", 8), tr.Axis("mlp", 16), tr.Axis("experts", 4)]
     >>> layer = Experts.init(*axes, per_token=2, key=jax.random.key(0))
@@ -59,8 +60,10 @@ class Experts(eqx.Module):
         down: `"experts mlp embed"`.
         shared: a block for all tokens; None without one.
         biases: of the experts' products; None without.
+        router_bias: `"routes"`, added to the router's scores; None without.
         per_token: how many experts each token goes to.
         routing: how tokens are kept evenly over experts, and how they get there.
+        gated: what an expert's first two products come to; None for SwiGLU.
     """
 
     router: Weight
@@ -70,8 +73,10 @@ class Experts(eqx.Module):
     down: Weight
     shared: Shared | None
     biases: Biases | None
+    router_bias: Bias | None
     per_token: int = eqx.field(static=True)
     routing: Routing = eqx.field(static=True)
+    gated: ClampedSwiGLU | None = eqx.field(static=True, default=None)
 
     @staticmethod
     def init(
@@ -85,6 +90,8 @@ class Experts(eqx.Module):
         out_scale: float = 1.0,
         shared: Axis | None = None,
         biases: bool = False,
+        router_bias: bool = False,
+        gated: ClampedSwiGLU | None = None,
     ) -> "Experts":
         """Fresh experts.
 
@@ -98,6 +105,8 @@ class Experts(eqx.Module):
             out_scale: factor on the deviation of the weights that lead out.
             shared: the width of a block for all tokens, named as the experts' is.
             biases: whether the experts' products have them.
+            router_bias: whether the router's scores have one.
+            gated: what an expert's first two products come to; None for SwiGLU.
         """
         routes, keys = experts.alias("routes"), jax.random.split(key, 4)
         beside = (
@@ -111,12 +120,14 @@ class Experts(eqx.Module):
             down=weight(keys[3], (experts, mlp, embed), over="mlp", scale=out_scale),
             shared=beside,
             biases=Biases.init(embed, mlp, experts) if biases else None,
+            router_bias=constant(routes, 0.0) if router_bias else None,
             per_token=per_token,
             routing=routing,
+            gated=gated,
         )
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        return self._mixed(x, choose(score(x, self.router), self.per_token, self.routing, bias=self.bias))
+        return self._mixed(x, choose(self._scores(x), self.per_token, self.routing, bias=self.bias))
 
     def measured(
         self, x: NamedArray, counted: NamedArray, shares: NamedArray | None = None
@@ -127,14 +138,20 @@ class Experts(eqx.Module):
             x: `"batch pos embed"`.
             counted, shares: as in `measure`.
         """
-        scores = score(x, self.router)
+        scores = self._scores(x)
         choices = choose(scores, self.per_token, self.routing, bias=self.bias)
         routed = measure(scores, choices, counted, self.routing, shares=shares)
         return self._mixed(x, choices), routed
+
+    def _scores(self, x: NamedArray) -> NamedArray:
+        scores = score(x, self.router)
+        return scores if self.router_bias is None else scores + self.router_bias.astype(jnp.float32)
 
     def _mixed(self, x: NamedArray, choices: Choices) -> NamedArray:
         routing = self.routing
         if routing.capacity is not None:
             choices = limit(choices, self.router.shape["routes"], routing.capacity)
-        out = mix(x, choices, self.gate, self.up, self.down, biases=self.biases, way=routing.way, slack=routing.slack)
+        products = self.gate, self.up, self.down
+        own = dict(biases=self.biases, gated=self.gated)
+        out = mix(x, choices, *products, **own, way=routing.way, slack=routing.slack)
         return out if self.shared is None else out + self.shared(x)

@@ -12,6 +12,7 @@ from trellis.mesh.manual.ops import Axes, mark_pending, vary
 from trellis.named import Axis, NamedArray, dot_each, einsum, one_hot, save, settle, silu
 from trellis.named.backend import RAGGED, exchanges_ragged, platform_of
 from trellis.named.placing import move
+from trellis.nn.gate import ClampedSwiGLU
 from trellis.nn.initializers import constant
 from trellis.nn.moe.config import Way
 from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_experts
@@ -80,6 +81,7 @@ def mix(
     down: NamedArray,
     *,
     biases: Biases | None = None,
+    gated: ClampedSwiGLU | None = None,
     way: Way = "auto",
     slack: float = 1.5,
 ) -> NamedArray:
@@ -110,6 +112,7 @@ def mix(
         gate, up: `"experts embed mlp"`.
         down: `"experts mlp embed"`.
         biases: what is added to these products.
+        gated: what the first two products come to, where it is not SwiGLU.
         way: how.
         slack: room of an exchange's buffers, in rows of an even load. What does not fit goes in further rounds.
 
@@ -119,16 +122,18 @@ def mix(
     Raises:
         ExpertsError: the way is not one that the layout or the backend has.
     """
-    out = _mixed(x, choices, gate, up, down, biases, way, slack)
+    out = _mixed(x, choices, gate, up, down, biases, gated, way, slack)
     return out if biases is None else out + _weighted(choices, biases.down).astype(x.dtype)
 
 
-def _mixed(x, choices: Choices, gate, up, down, biases: Biases | None, way: Way, slack: float) -> NamedArray:
+def _mixed(
+    x, choices: Choices, gate, up, down, biases: Biases | None, gated: ClampedSwiGLU | None, way: Way, slack: float
+) -> NamedArray:
     experts = gate.axis("experts").size
     places = _places(x)
     chosen = _chosen(way, places, x, choices.ids.shape["choices"])
     if chosen == "dense":
-        return _dense(x, choices, gate, up, down, biases)
+        return _dense(x, choices, gate, up, down, biases, gated)
     if chosen == "grouped":
         places = dataclasses.replace(places, experts=())
     x, weights = x.transpose(TOKENS), choices.weights.transpose((*TOKENS[:2], "choices"))
@@ -144,7 +149,7 @@ def _mixed(x, choices: Choices, gate, up, down, biases: Biases | None, way: Way,
         x, ids, weights, gate, up, down, *added = (vary(a, used) for a in given)
         tokens = x.reshape(-1, x.shape[-1])
         pairs = (ids.reshape(tokens.shape[0], -1), weights.reshape(tokens.shape[0], -1))
-        compute = lambda rows, sizes, counted: _swiglu(rows, sizes, counted, gate, up, down, added)
+        compute = lambda rows, sizes, counted: _products(rows, sizes, counted, gate, up, down, added, gated)
         count = experts // devices
         if chosen in ("ragged", "slots"):
             ragged = chosen == "ragged"
@@ -176,7 +181,7 @@ def _mixed(x, choices: Choices, gate, up, down, biases: Biases | None, way: Way,
     return settle(NamedArray(mapped(*moved), TOKENS))
 
 
-def _swiglu(rows, sizes, counted, gate, up, down, added=()):
+def _products(rows, sizes, counted, gate, up, down, added=(), gated_by: ClampedSwiGLU | None = None):
     """What the experts of one device make of rows sorted by expert, times what each row counts."""
     rows = save(rows, "mlp_rows")
     gated, upped = grouped_matmul(rows, gate, sizes), grouped_matmul(rows, up, sizes)
@@ -187,7 +192,8 @@ def _swiglu(rows, sizes, counted, gate, up, down, added=()):
         mine = (group < sizes.shape[0])[:, None]  # the others may be no numbers, and so may their gradients be
         gated, upped = (jnp.where(mine, y + own @ bias, 0) for y, bias in zip((gated, upped), added, strict=True))
     gated, upped = save(gated, "mlp_gate"), save(upped, "mlp_up")
-    hidden = (jax.nn.silu(gated) * upped).astype(jnp.float32) * counted[:, None]
+    hidden = jax.nn.silu(gated) * upped if gated_by is None else gated_by(gated, upped)
+    hidden = hidden.astype(jnp.float32) * counted[:, None]
     return grouped_matmul(hidden.astype(rows.dtype), down, sizes)
 
 
@@ -198,7 +204,7 @@ def _weighted(choices: Choices, of_expert: NamedArray) -> NamedArray:
     return einsum("... routes, routes embed -> ... embed", weights, of_expert)
 
 
-def _dense(x, choices: Choices, gate, up, down, biases: Biases | None):
+def _dense(x, choices: Choices, gate, up, down, biases: Biases | None, gated_by: ClampedSwiGLU | None):
     """By definition: all experts for all tokens."""
     experts = gate.axis("experts")
     hot = one_hot(choices.ids, Axis("experts", experts.size))
@@ -206,7 +212,7 @@ def _dense(x, choices: Choices, gate, up, down, biases: Biases | None):
     gated, upped = dot_each(x, (gate, up), over="embed")  # "batch pos experts mlp"
     if biases is not None:
         gated, upped = gated + biases.gate, upped + biases.up
-    hidden = silu(gated) * upped
+    hidden = silu(gated) * upped if gated_by is None else gated_by(gated, upped)
     return einsum("batch pos experts mlp, experts mlp embed -> batch pos embed", hidden * weights, down)
 
 

@@ -92,12 +92,12 @@ def _copy_done(instruction: Instruction, machine) -> Callable:
 def _start(instruction: Instruction, machine) -> Callable:
     """The start of an operation, or of a computation, that its `-done` waits for: operands, result, and contexts.
 
-    Nothing runs meanwhile here: the result is made at once. An all-reduce's start has the type of its result.
+    Nothing runs meanwhile here: the result is made at once.
     """
     if instruction.op == "copy-start":
         return _copy_start(instruction, machine)
     code = {"async-start": "call"}.get(instruction.op, instruction.op.removesuffix("-start"))
-    kind, whole = machine.type(instruction), code == "all-reduce"
+    kind, whole = machine.type(instruction), _is_its_result(instruction)
     parts = tuple_parts(instruction.type)
     if not whole and len(parts) < 2:
         raise NotInterpreted(f"{instruction.op} of the type {instruction.type}")
@@ -113,10 +113,16 @@ def _start(instruction: Instruction, machine) -> Callable:
     return run
 
 
+def _is_its_result(start: Instruction) -> bool:
+    """Whether the start of an all-reduce has the type of its result alone, as it has until JAX 0.10."""
+    parts = tuple_parts(start.type)
+    return start.op == "all-reduce-start" and not (parts and parts[0].startswith("("))
+
+
 def _done(instruction: Instruction, machine) -> Callable:
     if instruction.op == "copy-done":
         return _copy_done(instruction, machine)
-    if instruction.op == "all-reduce-done":
+    if _is_its_result(machine.program.by_name[instruction.operands[0]]):
         return lambda values, team: values[0]
     return lambda values, team: values[0][1]
 

@@ -4,10 +4,11 @@ All devices' programs run in step, one operation after the other, with numpy; a 
 devices hold. It knows no JAX and shares no code with XLA, so that what it finds is not XLA's own opinion.
 """
 
+import contextlib
 import functools
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -29,6 +30,18 @@ OPERATIONS: Mapping[str, Callable] = {
 }
 
 Observer = Callable[[Instruction, Value, Team], None]
+
+
+@contextlib.contextmanager
+def _named(instruction: Instruction) -> Iterator[None]:
+    """Whatever goes wrong with an operation is said with its name."""
+    try:
+        yield
+    except (NotInterpreted, Faulty, Failed):
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__} "
+        raise Failed(f"{instruction.op} {instruction.name} of {instruction.type}: {kind}{error}") from error
 
 
 class Interpreter:
@@ -120,16 +133,13 @@ class Interpreter:
     def _step(
         self, computation: str, instruction: Instruction, function: Callable, operands: list, team: Team
     ) -> Value:
-        try:
+        with _named(instruction):
             found = function(operands, team)
-        except (NotInterpreted, Faulty, Failed):
-            raise
-        except Exception as error:
-            raise Failed(f"{instruction.op} {instruction.name} of {instruction.type}: {error}") from error
         kind = self.type(instruction)
         if isinstance(kind, ArrayType) and kind.dtype not in NO_DATA and computation not in self._scalars:
-            if found.shape[1:] != kind.shape:
-                raise Failed(f"{instruction.op} {instruction.name} is {instruction.type}, made {found.shape[1:]}")
+            made = found.shape[1:] if isinstance(found, np.ndarray) else "another kind of value"
+            if made != kind.shape:
+                raise Failed(f"{instruction.op} {instruction.name} is {instruction.type}, made {made}")
         if self.observe is not None and computation not in self._scalars:
             self.observe(instruction, found, team)
         return found
@@ -145,7 +155,8 @@ class Interpreter:
                 gone = [name for name in dict.fromkeys(names) if last[name] == index]
                 if instruction.name not in last:
                     gone.append(instruction.name)
-                function = None if instruction.op == "parameter" else self.prepared(instruction)
+                with _named(instruction):
+                    function = None if instruction.op == "parameter" else self.prepared(instruction)
                 plan.append((instruction, function, names, gone))
             self._plans[computation] = plan
         return self._plans[computation]

@@ -1,4 +1,7 @@
-"""Attention over positions in slices, on whole arrays: each device's program, and the gradient of all."""
+"""Attention by tiles, on whole arrays: each device's program, and the gradient of all.
+
+Positions are in slices, or, where heads have sinks, may be whole.
+"""
 
 import dataclasses
 import functools
@@ -11,7 +14,9 @@ from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
 from trellis.nn.attention.chunked import ChunkedTiles
 from trellis.nn.attention.sharded import Placement
+from trellis.nn.attention.sinks import sinks_gradient, with_sinks
 from trellis.nn.attention.sliced.program import Sliced
+from trellis.nn.attention.sliced.whole import Whole
 from trellis.notation import spec_of
 
 
@@ -20,22 +25,25 @@ class _Attention:
     """What a call is of; hashable, for `custom_jvp` and `custom_vjp`."""
 
     place: Placement
-    program: Sliced
+    program: Sliced | Whole
     save_name: str | None
 
     def run(self, local, arrays, inputs, outputs):
         """A program of one device's slices. Gradients are not taken of it, so JAX need not know what varies."""
+        if self.place.mesh is None:
+            return local(*arrays)
         specs = [tuple(spec_of(*state) for state in states) for states in (inputs, outputs)]
         mapped = jax.shard_map(local, mesh=self.place.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
         return mapped(*arrays)
 
-    def states(self, ids) -> list:
-        """Mesh axes, pending sums and copies of queries, keys, values, and documents."""
+    def states(self, ids, sinks) -> list:
+        """Mesh axes, pending sums and copies of queries, keys, values, of documents, and of sinks."""
         place = self.place
         q = (place.batch, place.pos, place.heads, ()), (), place.copied[0]
         keys = [((place.batch, place.key_pos, place.kv_heads, ()), (), copied) for copied in place.copied[1:]]
         documents = [((place.batch, axes), (), ()) for axes in (place.pos, place.key_pos)]
-        return [q, *keys, *(documents if ids is not None else [])]
+        own = [((place.heads,), (), ())]
+        return [q, *keys, *(documents if ids is not None else []), *(own if sinks is not None else [])]
 
     @property
     def results(self) -> list:
@@ -50,84 +58,111 @@ class _Attention:
         axes = tuple(a for a in (*place.batch, *place.pos, *place.heads) if a not in own)
         return lax.psum(gradient, axes) if axes else gradient
 
+    def summed_sinks(self, gradient):
+        """That of sinks, which are whole where batch and positions are sliced."""
+        axes = (*self.place.batch, *self.place.pos)
+        return lax.psum(gradient, axes) if axes else gradient
+
 
 def sliced_attention(
-    place: Placement, program: Sliced, q, k, v, segment_ids, *, save_name: str | None = None
+    place: Placement, program: Sliced | Whole, q, k, v, segment_ids, sinks=None, *, save_name: str | None = None
 ) -> jax.Array:
-    """Softmax attention whose queries are sliced along `pos`, keys along the same mesh axes or the major ones of them.
+    """Softmax attention by tiles. Where queries are sliced along `pos`, keys are along the same mesh axes or the major
+    ones of them.
 
     Arguments as in `trellis.nn.dot_product_attention`.
     """
     if (layout := current_layout()) is not None and layout.mapped:  # no gradient of one's own under such a `vmap`
         place, (q, k, v) = place.without_copies((q, k, v))
         run = jax.jit(lambda *arrays: _forward(_Attention(place, program, save_name), *arrays)[0])
-        return run(q, k, v, segment_ids)
+        return run(q, k, v, segment_ids, sinks)
     attend = _attend_by_kernel if program.kernels.opaque else _attend
     try:
-        return attend(_Attention(place, program, save_name), q, k, v, segment_ids)
+        return attend(_Attention(place, program, save_name), q, k, v, segment_ids, sinks)
     except ValueError as error:  # mapped over a name that is whole, where `layout.mapped` is empty
         if not any(place.copied) or "dangerous when PartitionSpec" not in str(error):
             raise
     place, (q, k, v) = place.without_copies((q, k, v))
-    return attend(_Attention(place, program, save_name), q, k, v, segment_ids)
+    return attend(_Attention(place, program, save_name), q, k, v, segment_ids, sinks)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attend(call: _Attention, q, k, v, ids):
-    return _forward(call, q, k, v, ids)[0]
+def _attend(call: _Attention, q, k, v, ids, sinks):
+    return _forward(call, q, k, v, ids, sinks)[0]
 
 
-def _forward(call: _Attention, q, k, v, ids):
-    def local(q, k, v, *ids):
+def _forward(call: _Attention, q, k, v, ids, sinks):
+    def local(q, k, v, *more):
+        *ids, own = more if sinks is not None else (*more, None)
         k, v = (call.place.own_heads(x, q.shape[2]) for x in (k, v))
-        return call.program.forward(q, k, v, ids or None)
+        out, log_sum = call.program.forward(q, k, v, tuple(ids) or None)
+        return (out, log_sum) if own is None else with_sinks(out, log_sum, own)
 
-    return call.run(local, (q, k, v, *(ids or ())), call.states(ids), call.results)
+    return call.run(local, _given(q, k, v, ids=ids, sinks=sinks), call.states(ids, sinks), call.results)
 
 
-def _kept(call: _Attention, q, k, v, ids):
+def _given(*arrays, ids, sinks) -> tuple:
+    """All arrays there are."""
+    return (*arrays, *(ids or ()), *(() if sinks is None else (sinks,)))
+
+
+def _kept(call: _Attention, q, k, v, ids, sinks):
     """The result, and what its derivative needs."""
-    out, log_sum = _forward(call, q, k, v, ids)
+    out, log_sum = _forward(call, q, k, v, ids, sinks)
     if call.save_name is not None:
         out, log_sum = (checkpoint_name(x, call.save_name) for x in (out, log_sum))
-    return out, (q, k, v, ids, out, log_sum)
+    return out, (q, k, v, ids, sinks, out, log_sum)
 
 
 @_attend.defjvp
 def _derivative(call: _Attention, primals, tangents):
     out, kept = _kept(call, *primals)
     change = linear(functools.partial(_attend_change, call), functools.partial(_attend_backward, call))
-    return out, change(kept, tangents[:3])
+    own = () if primals[4] is None else (tangents[4],)
+    return out, change(kept, (*tangents[:3], *own))
 
 
 def _attend_change(call: _Attention, kept, changes):
     """Kernels have no forward mode: in it the tiles are computed in chunks."""
-    q, k, v, ids, *_ = kept
+    q, k, v, ids, sinks, *_ = kept
     if (kernels := call.program.kernels).opaque:
         chunks = ChunkedTiles(scale=kernels.scale, logit_softcap=kernels.logit_softcap)
         call = dataclasses.replace(call, program=dataclasses.replace(call.program, kernels=chunks))
-    return jax.jvp(lambda q, k, v: _forward(call, q, k, v, ids)[0], (q, k, v), tuple(changes))[1]
+    varied = (q, k, v) if sinks is None else (q, k, v, sinks)
+    run = lambda q, k, v, sinks=None: _forward(call, q, k, v, ids, sinks)[0]
+    return jax.jvp(run, varied, tuple(changes))[1]
 
 
 def _attend_backward(call: _Attention, kept, d_out):
-    q, k, v, ids, out, log_sum = kept
+    """The gradients of queries, keys and values, and of sinks, where there are any."""
+    q, k, v, ids, sinks, out, log_sum = kept
 
-    def local(q, k, v, out, log_sum, d_out, *ids):
+    def local(q, k, v, out, log_sum, d_out, *more):
+        *ids, mine = more if sinks is not None else (*more, None)
         own, spread = jax.vjp(lambda *keys: tuple(call.place.own_heads(x, q.shape[2]) for x in keys), k, v)
-        d_q, *d_keys = call.program.backward(q, *own, ids or None, out, log_sum, d_out)
+        d_q, *d_keys = call.program.backward(q, *own, tuple(ids) or None, out, log_sum, d_out)
         d_keys = spread(tuple(d_keys))
-        return d_q, *(call.summed(d, copied) for d, copied in zip(d_keys, call.place.copied[1:], strict=True))
+        found = d_q, *(call.summed(d, copied) for d, copied in zip(d_keys, call.place.copied[1:], strict=True))
+        if mine is None:
+            return found
+        return *found, call.summed_sinks(sinks_gradient(out, d_out, log_sum, mine))
 
-    queries, *keys = call.states(ids)
-    states = [queries, *keys[:2], *call.results, call.results[0], *keys[2:]]
-    gradients = [(axes, copied, pending) for axes, pending, copied in (queries, *keys[:2])]
-    return call.run(local, (q, k, v, out, log_sum, d_out, *(ids or ())), states, gradients)
+    queries, *keys = call.states(ids, None)
+    own = [] if sinks is None else call.states(None, sinks)[-1:]
+    states = [queries, *keys[:2], *call.results, call.results[0], *keys[2:], *own]
+    gradients = [(axes, copied, pending) for axes, pending, copied in (queries, *keys[:2], *own)]
+    return call.run(local, _given(q, k, v, out, log_sum, d_out, ids=ids, sinks=sinks), states, gradients)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_by_kernel(call: _Attention, q, k, v, ids):
+def _attend_by_kernel(call: _Attention, q, k, v, ids, sinks):
     """The same by kernels that know no forward mode, and whose tangents JAX cannot even trace."""
-    return _forward(call, q, k, v, ids)[0]
+    return _forward(call, q, k, v, ids, sinks)[0]
 
 
-_attend_by_kernel.defvjp(_kept, lambda call, kept, d_out: (*_attend_backward(call, kept, d_out), None))
+def _by_kernel_backward(call: _Attention, kept, d_out):
+    *found, d_sinks = (*_attend_backward(call, kept, d_out), *(() if kept[4] is not None else (None,)))
+    return (*found, None, d_sinks)
+
+
+_attend_by_kernel.defvjp(_kept, _by_kernel_backward)

@@ -70,7 +70,8 @@ class Sliced:
         queries = queries._replace(out=out, log_sum=self._dealt(log_sum, 2), d_out=d_out)
         run = self._near_back if self.pattern.window is not None else self._around_back
         d_q, d_k, d_v = run(queries, keys)
-        leaving = self._leave(d_q, axis), *(self._keys_leave(d, axis, turned(k, axis)) for d in (d_k, d_v))
+        back = lambda d, x: self._keys_leave(d, axis, turned(x, axis))
+        leaving = self._leave(d_q, axis), back(d_k, k), back(d_v, v)
         return tuple(turned(d, axis).astype(x.dtype) for d, x in zip(leaving, (q, k, v), strict=True))
 
     # Positions in natural order are dealt out on the way in, and back on the way out.
@@ -128,7 +129,7 @@ class Sliced:
     def _around(self, queries: Queries, keys: Keys) -> Part:
         rotation = self._rotation(queries)
         meet = lambda visit_, keys, total: visit(self.kernels, *visit_, queries, keys, total)
-        total, groups = empty(queries.q, self.kernels.axis), rotation.groups
+        total, groups = empty(queries.q, keys.v, self.kernels.axis), rotation.groups
         coming = self._sent(rotation.travel, keys) if groups > 1 else None
         for first in rotation.own_first():
             total = meet(first, keys, total)
@@ -184,7 +185,7 @@ class Sliced:
     # Under a window keys go to their neighbours.
 
     def _near(self, queries: Queries, keys: Keys) -> Part:
-        total = empty(queries.q, self.kernels.axis)
+        total = empty(queries.q, keys.v, self.kernels.axis)
         meet = lambda visit_, keys, total: visit(self.kernels, *visit_, queries, keys, total)
         ways = self._ways(queries)
         for way in ways:

@@ -118,10 +118,10 @@ NOTHING = -1e30
 """The log of a sum over no keys: small enough to weigh nothing beside any other, and no infinity to subtract."""
 
 
-def empty(q: jax.Array, axis: int) -> Part:
-    """The result over no keys, of queries in the kernels' order."""
+def empty(q: jax.Array, v: jax.Array, axis: int) -> Part:
+    """The result over no keys, of queries and values in the kernels' order."""
     batch, heads, pos = q.shape[0], q.shape[3 - axis], q.shape[axis]
-    return Part(jnp.zeros(q.shape, jnp.float32), jnp.full((batch, heads, pos), NOTHING, jnp.float32))
+    return Part(jnp.zeros((*q.shape[:3], v.shape[3]), jnp.float32), jnp.full((batch, heads, pos), NOTHING, jnp.float32))
 
 
 def together(first: Part, second: Part, axis: int) -> Part:

@@ -60,7 +60,7 @@ class Queries(NamedTuple):
 def visit(kernels: Kernels, tile: Tile, entries: Sequence[Entry], queries: Queries, keys: Keys, total: Part) -> Part:
     """The result so far, and of these keys."""
     q, k, v, ids = _picked(kernels, tile, entries, queries, keys)
-    with _said(kernels, tile, q):
+    with said(kernels, tile, q, v):
         outs, logs = kernels.forward(tile, q, k, v, ids)
     count = len(entries)
     for entry, out, log_sum in zip(entries, jnp.split(outs, count), jnp.split(logs, count), strict=True):
@@ -80,7 +80,7 @@ def visit_back(kernels: Kernels, tile: Tile, entries: Sequence[Entry], queries: 
         _joined([_cut(x, e.query, tile.queries, dim) for e in entries])
         for x, dim in ((queries.out, kernels.axis), (queries.log_sum, 2), (queries.d_out, kernels.axis))
     ]
-    with _said(kernels, tile, q):
+    with said(kernels, tile, q, v):
         found = kernels.backward(tile, q, k, v, ids, *rows)
     d_k, d_v = d_keys
     for entry, *more in zip(entries, *(jnp.split(x, len(entries)) for x in found), strict=True):
@@ -91,11 +91,13 @@ def visit_back(kernels: Kernels, tile: Tile, entries: Sequence[Entry], queries: 
     return d_q, (d_k, d_v)
 
 
-def _said(kernels: Kernels, tile: Tile, q) -> contextlib.AbstractContextManager:
+def said(kernels: Kernels, tile: Tile, q, v) -> contextlib.AbstractContextManager:
     """What the call computes, for the planner; chunks say it themselves, as products."""
     if not kernels.opaque:
         return contextlib.nullcontext()
-    return kernel_work("attention", 4.0 * q.shape[0] * q.shape[3 - kernels.axis] * tile.pairs * q.shape[3])
+    return kernel_work(
+        "attention", 2.0 * q.shape[0] * q.shape[3 - kernels.axis] * tile.pairs * (q.shape[3] + v.shape[3])
+    )
 
 
 def _picked(kernels: Kernels, tile: Tile, entries, queries: Queries, keys: Keys) -> tuple[jax.Array, ..., Ids]:

@@ -15,13 +15,15 @@ def kernel(target: str, instruction: Instruction, machine) -> Callable:
     """The forward or the backward kernel, by the custom call's target.
 
     Queries, keys, values and the output's gradient are `batch pos heads head_dim`; results are `batch heads pos
-    head_dim`, the log of the sums of exponentials `batch heads pos`.
+    head_dim`, the log of the sums of exponentials `batch heads pos`, and working memory.
 
     Raises:
-        NotInterpreted: with dropout, padding or a mask of another kind.
+        NotInterpreted: with dropout, padding, rows of several sequences, or a mask of another kind.
     """
     kind = machine.type(instruction)
     settings = _settings(instruction)
+    if int(settings.get("max_seg_per_batch", 1)) > 1 or settings.get("is_paged_attention"):
+        raise NotInterpreted(f"{target} with several sequences in a row, or with pages")
     if settings["dropout_rate"] or settings["mask_type"] not in ("NO_MASK", "CAUSAL") or "Dropout" in target:
         raise NotInterpreted(f"{target} with {settings['mask_type']} and dropout {settings['dropout_rate']}")
     scale, window, biased = settings["fmha_scale"], int(settings["sliding_window_length"]), "Bias" in target
@@ -48,7 +50,7 @@ def kernel(target: str, instruction: Instruction, machine) -> Callable:
         scores = scored(q, k, bias)
         found = attention.backward(q * scale, k, v, scores, log_sum, d_out, (out * d_out).sum(-1))
         d_q, d_k, d_v, d_scores = found
-        if bias is None:
+        if bias is None or len(kind) < 5:  # the bias has a gradient where one is asked for
             return _padded(kind, (d_q * scale, d_k, d_v), q.dtype)
         over = tuple(i for i, (n, m) in enumerate(zip(bias.shape, d_scores.shape)) if n != m)
         return _padded(kind, (d_q * scale, d_k, d_v, d_scores.sum(over, keepdims=True)), q.dtype)

@@ -1,0 +1,192 @@
+"""GPT-OSS (OpenAI, 2025, arXiv:2508.10925): mixtures of experts; attention with sinks, to a window and to all in turns.
+
+Written for one device, in named tensors; a layout makes it parallel. Layers are stacked in pairs, of which the first
+sees a window and the second everything, since a kernel's mask is fixed when it is compiled. Axes beside those of
+`llama.py`:
+
+    layers     pairs of blocks
+    pair       the two blocks of a pair, in what is measured
+    experts    the experts' weights
+    routes     the experts as the router sees them: each token's scores, whole on every device
+    choices    the experts that a token goes to
+"""
+
+import dataclasses
+from typing import Literal
+
+import equinox as eqx
+import jax
+
+from trellis import Axis, NamedArray, UserError, dot_each, einsum, save, stack, unbind
+from trellis.models import fields
+from trellis.models.llama import Llama
+from trellis.models.mixtral import Mixtral
+from trellis.nn import Bias, ClampedSwiGLU, RMSNorm, Weight, attend, constant, rotate, weight
+from trellis.nn.moe import Experts, Routed, Routing, check_count, shift
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GptOssConfig:
+    """What defines a GPT-OSS."""
+
+    family: Literal["gpt_oss"] = "gpt_oss"
+    vocab: fields.Vocab
+    embed: fields.Embed
+    layers: fields.Layers
+    heads: fields.Heads
+    kv_heads: fields.KVHeads
+    head_dim: fields.HeadDim
+    window: int
+    """Keys that a query of the first, third, ... block sees, itself included. Raise it for more attention to what is
+    near; cost grows with it."""
+    mlp: fields.ExpertMlp
+    experts: fields.Experts
+    experts_per_token: fields.ExpertsPerToken
+    swiglu_limit: float = 7.0
+    """Bound on what an expert's gate takes. Set it as an imported model has it."""
+    rope_theta: fields.RopeTheta
+    rope_scaling: fields.RopeScaling = None
+    norm_eps: fields.RMSNormEps = 1e-5
+    tie_embeddings: fields.TieEmbeddings
+    routing: fields.RoutingField = Routing()
+    positions = None  # sequences may have any length
+
+    def __post_init__(self):
+        fields.check_sizes(self)
+        fields.check_key_heads(self)
+        check_count(self.experts_per_token, self.experts, "model.experts_per_token", self.routing)
+        if self.layers % 2:
+            raise UserError(
+                "Blocks come in pairs: one that sees a window, and one that sees everything.",
+                seen=f"layers={self.layers}",
+                where="model.layers",
+                fix=f"use an even number, {self.layers + 1} for example",
+            )
+
+    @property
+    def stacked(self) -> int:
+        """Pairs of blocks."""
+        return self.layers // 2
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """What each block's queries see."""
+        return (self.window, None) * self.stacked
+
+    def init(self, *, key, vocab_multiple: int = 1) -> Mixtral:
+        """The model with fresh parameters, its vocabulary padded to a multiple."""
+        plain = Llama.init(self, key=key, vocab_multiple=vocab_multiple, block=Pair.init, each=2)
+        return Mixtral(plain.embedding, plain.layers, plain.norm, plain.head, self)
+
+
+class Attention(eqx.Module):
+    """Grouped-query attention with rotary positions, biases, and a sink of each head: a score that no key has."""
+
+    q: Weight
+    k: Weight
+    v: Weight
+    out: Weight
+    q_bias: Bias
+    k_bias: Bias
+    v_bias: Bias
+    out_bias: Bias
+    sinks: Bias
+    window: int | None = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: GptOssConfig, window: int | None, *, key) -> "Attention":
+        embed, head_dim = Axis("embed", config.embed), Axis("head_dim", config.head_dim)
+        heads, kv_heads = Axis("heads", config.heads), Axis("kv_heads", config.kv_heads)
+        keys = jax.random.split(key, 4)
+        return Attention(
+            q=weight(keys[0], (embed, heads, head_dim), over="embed"),
+            k=weight(keys[1], (embed, kv_heads, head_dim), over="embed"),
+            v=weight(keys[2], (embed, kv_heads, head_dim), over="embed"),
+            out=weight(
+                keys[3], (heads, head_dim, embed), over=("heads", "head_dim"), scale=(2 * config.layers) ** -0.5
+            ),
+            q_bias=constant((heads, head_dim), 0.0),
+            k_bias=constant((kv_heads, head_dim), 0.0),
+            v_bias=constant((kv_heads, head_dim), 0.0),
+            out_bias=constant(embed, 0.0),
+            sinks=constant(heads, 0.0),
+            window=window,
+        )
+
+    def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
+        q, k, v = dot_each(x, (self.q, self.k, self.v), over="embed")  # "batch pos heads head_dim", or kv_heads
+        q, k, v = q + self.q_bias, k + self.k_bias, v + self.v_bias
+        q, k, v = save(rotate(q, rope), "query"), save(rotate(k, rope), "key"), save(v, "value")
+        k, v = k.rename(pos="key_pos"), v.rename(pos="key_pos")
+        seen = dict(segment_ids=segment_ids, window=self.window, sinks=self.sinks)
+        out = attention(q, k, v, **seen, save_name="attention")
+        return (
+            einsum("batch pos heads head_dim, heads head_dim embed -> batch pos embed", out, self.out) + self.out_bias
+        )
+
+
+class Block(eqx.Module):
+    """One layer: attention, then experts, each on a norm and added to the stream."""
+
+    attention_norm: RMSNorm
+    attention: Attention
+    mlp_norm: RMSNorm
+    mlp: Experts
+
+    @staticmethod
+    def init(config: GptOssConfig, window: int | None, *, key) -> "Block":
+        embed, mlp, experts = Axis("embed", config.embed), Axis("mlp", config.mlp), Axis("experts", config.experts)
+        attention_key, mlp_key = jax.random.split(key)
+        return Block(
+            attention_norm=RMSNorm.init(embed, config.norm_eps),
+            attention=Attention.init(config, window, key=attention_key),
+            mlp_norm=RMSNorm.init(embed, config.norm_eps),
+            mlp=Experts.init(
+                embed, mlp, experts, config.experts_per_token, config.routing,
+                key=mlp_key, out_scale=(2 * config.layers) ** -0.5, biases=True, router_bias=True,
+                gated=ClampedSwiGLU(config.swiglu_limit),
+            ),
+        )  # fmt: skip
+
+    def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
+        x = x + self.attention(self.attention_norm(x), rope, segment_ids, attention)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def measured(self, x: NamedArray, shares: NamedArray | None, rope, segment_ids, counted: NamedArray):
+        """The stream after this layer, and what is measured of its routing."""
+        x = x + self.attention(self.attention_norm(x), rope, segment_ids)
+        out, routed = self.mlp.measured(self.mlp_norm(x), counted, shares)
+        return x + out, routed
+
+
+class Pair(eqx.Module):
+    """Two layers: one whose queries see a window, and one whose queries see everything."""
+
+    near: Block
+    far: Block
+
+    @staticmethod
+    def init(config: GptOssConfig, *, key) -> "Pair":
+        near_key, far_key = jax.random.split(key)
+        return Pair(
+            near=Block.init(config, config.window, key=near_key),
+            far=Block.init(config, None, key=far_key),
+        )
+
+    def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
+        return self.far(self.near(x, rope, segment_ids, attention), rope, segment_ids, attention)
+
+    def measured(self, x: NamedArray, shares: NamedArray | None, rope, segment_ids, counted: NamedArray):
+        """The stream after both layers, and what is measured of their routing: of the load each, of the rest the
+        mean."""
+        of_near, of_far = (None, None) if shares is None else unbind(shares, "pair")
+        x, near = self.near.measured(x, of_near, rope, segment_ids, counted)
+        x, far = self.far.measured(x, of_far, rope, segment_ids, counted)
+        load = stack((near.load, far.load), "pair")
+        return x, Routed(load, (near.balance + far.balance) / 2, (near.z + far.z) / 2, near.routing)
+
+    def balanced(self, load: NamedArray, rate: float) -> "Pair":
+        """The pair with its experts' biases moved towards an even load."""
+        loads = unbind(load, "pair")
+        moved = [shift(block.mlp.bias, own, rate) for block, own in zip((self.near, self.far), loads, strict=True)]
+        return eqx.tree_at(lambda pair: [pair.near.mlp.bias, pair.far.mlp.bias], self, moved)

@@ -1,0 +1,144 @@
+"""Numbers of eight bits in blocks along one axis, each block with a scale: the MX formats.
+
+MXFP8 is e4m3 in blocks of 32, whose scale is a power of two in eight bits (e8m0). Scales are an array of their own:
+beside `f8_e4m3fn[layers embed mlp]` lies `f8_e8m0fnu[layers embed mlp_block]`, sliced as the numbers are. A block lies
+on one device, so that nothing moves and the numbers do not depend on the mesh.
+
+Source: Rouhani et al., 2023, arXiv:2310.10537, and the OCP Microscaling Formats specification 1.0.
+Scales are rounded up, so that no number is clipped (Mishra et al., 2025, arXiv:2506.08027).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from trellis.named.array import NamedArray, is_named
+from trellis.notation import spec_of
+from trellis.notation.state import sharding_on, state_of
+
+BLOCK = 32
+_ELEMENT, _SCALE = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=["dim"])
+@dataclasses.dataclass(frozen=True, slots=True)
+class Blocks:
+    """An array in blocks.
+
+    Attributes:
+        values: the numbers in eight bits, in the array's shape.
+        scales: a power of two for each block; along `dim` as many as there are blocks.
+        dim: the dimension along which blocks lie.
+    """
+
+    values: Any
+    scales: Any
+    dim: int
+
+    def opened(self, dtype=jnp.float32) -> Any:
+        """The array that it stands for."""
+        values, scales = (x.array if is_named(x) else x for x in (self.values, self.scales))
+        wide = _cut(values, self.dim, values.shape[self.dim] // scales.shape[self.dim]).astype(jnp.float32)
+        array = _whole(wide * jnp.expand_dims(scales.astype(jnp.float32), self.dim + 1), self.dim).astype(dtype)
+        return self.values.with_array(array) if is_named(self.values) else array
+
+
+def block_of(length: int) -> int:
+    """How many numbers share a scale along an axis of this length: 32, or the largest divisor below.
+
+    >>> block_of(4096), block_of(48), block_of(20)
+    (32, 24, 20)
+    """
+    return max(n for n in range(1, min(BLOCK, length) + 1) if length % n == 0)
+
+
+def in_blocks(x: Any, dim: int, *, key: jax.Array | None = None, squares: bool = False) -> Blocks:
+    """An array, named or plain, in blocks along a dimension.
+
+    Args:
+        x: of floats. A block with a number that is not finite has a scale that is not.
+        dim: which dimension. A device's slice of it holds whole blocks.
+        key: rounds at random, so that the mean is the number; None rounds to the nearest. What is drawn for an element
+            depends on its place in the whole array, so it is the same on every mesh.
+        squares: `x` holds squares of what is to be kept. The roots are kept, which have twice the range, and rounded so
+            that the mean of their squares is `x`; none but zero becomes zero. Needs a key. With the same key as for
+            another array, other bits are drawn: a compiler draws once for both.
+    """
+    array = x.array if is_named(x) else x
+    block = block_of(array.shape[dim])
+    wide = _cut(array.astype(jnp.float32), dim, block)
+    wide = jnp.sqrt(wide) if squares else wide
+    scales = _power_of_two(jnp.max(jnp.abs(wide), axis=dim + 1, keepdims=True))
+    scaled = jnp.clip(wide / scales, -_limit(), _limit())
+    if key is not None:
+        scaled = _at_random(scaled, key, squares)
+    values = _whole(scaled.astype(_ELEMENT), dim)
+    scales = jnp.squeeze(scales, dim + 1).astype(_SCALE)
+    if not is_named(x):
+        return Blocks(values, scales, dim)
+    names = (*x.names[:dim], f"{x.names[dim]}_block", *x.names[dim + 1 :])
+    return Blocks(x.with_array(values), NamedArray(scales, names), dim)
+
+
+def _limit() -> float:
+    return float(jnp.finfo(_ELEMENT).max)
+
+
+def _power_of_two(largest: jax.Array) -> jax.Array:
+    """The least power of two that brings numbers within the type's range; of zeros it is 1."""
+    exponent = jnp.clip(_exponent(largest / _limit(), up=True), -126, 127)
+    power = _exactly(jnp.where(largest > 0, exponent, 0))
+    return jnp.where(jnp.isfinite(largest), power, jnp.nan)
+
+
+def _exponent(x: jax.Array, *, up: bool = False) -> jax.Array:
+    """The whole part of log2 of positive numbers, or that above, from their bits."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) + (0x7FFFFF if up else 0)
+    return (bits >> 23) - 127
+
+
+def _exactly(exponent: jax.Array) -> jax.Array:
+    """Two to the power of whole numbers from -126 to 127, in float32: `exp2` is not exact everywhere."""
+    return lax.bitcast_convert_type((exponent + 127).astype(jnp.int32) << 23, jnp.float32)
+
+
+def _at_random(scaled: jax.Array, key: jax.Array, squares: bool) -> jax.Array:
+    """Each number to one of its two neighbours in the type, the nearer the likelier."""
+    info = jnp.finfo(_ELEMENT)
+    size = jnp.abs(scaled)
+    step = _exactly(jnp.maximum(_exponent(size), int(info.minexp)) - int(info.nmant))
+    below = jnp.floor(size / step) * step
+    share = (size - below) / step
+    if squares:
+        share *= (size + below) / (2 * below + step)
+    state = state_of(scaled)
+    sharding = sharding_on(scaled, spec_of(state.axes)) if state.mode == "explicit" else None
+    drawn = jax.random.bits(key, scaled.shape, jnp.uint32, out_sharding=sharding)
+    half = drawn & 0xFFFF if squares else drawn >> 16
+    rounded = jnp.where(half.astype(jnp.float32) < share * 2.0**16, below + step, below)
+    if squares:
+        rounded = jnp.where(size > 0, jnp.maximum(rounded, float(info.smallest_subnormal)), rounded)
+    return jnp.copysign(jnp.where(jnp.isfinite(size), rounded, size), scaled)
+
+
+def _cut(array: jax.Array, dim: int, block: int) -> jax.Array:
+    """A dimension as two: blocks, and places in a block. Slices stay with the blocks."""
+    shape = (*array.shape[:dim], array.shape[dim] // block, block, *array.shape[dim + 1 :])
+    return _reshaped(array, shape, lambda axes: (*axes[: dim + 1], (), *axes[dim + 1 :]))
+
+
+def _whole(array: jax.Array, dim: int) -> jax.Array:
+    """Undoes `_cut`."""
+    shape = (*array.shape[:dim], array.shape[dim] * array.shape[dim + 1], *array.shape[dim + 2 :])
+    return _reshaped(array, shape, lambda axes: (*axes[: dim + 1], *axes[dim + 2 :]))
+
+
+def _reshaped(array: jax.Array, shape: tuple[int, ...], to) -> jax.Array:
+    state = state_of(array)
+    if state.mode != "explicit":
+        return array.reshape(shape)
+    return lax.reshape(array, shape, out_sharding=sharding_on(array, spec_of(to(state.axes))))

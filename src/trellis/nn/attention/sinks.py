@@ -1,0 +1,47 @@
+"""Attention sinks: a score of each head that no key has, so that its weights may add up to less than 1.
+
+A head's sink stands in the denominator of its softmax beside the scores of all keys, and has no value (Xiao et al.,
+2023, arXiv:2309.17453; OpenAI, 2025, arXiv:2508.10925, section 2.2). So it is one more part of all keys, put together
+with the rest as parts are (`sliced/tile.py`): of a result `o` and the log of its sums `s`, with a sink `c` the log is
+`m = log(exp(s) + exp(c))` and the result `o exp(s - m)`. Given these two, a kernel's gradient is the right one, whoever
+made them; the sink's own is minus the sum of its weights times the mean of what its queries' weights pull.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def with_sinks(out: jax.Array, log_sum: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The result and the log of the sums, sinks included.
+
+    Args:
+        out: `batch pos heads head_dim`, over the keys.
+        log_sum: `f32["batch heads pos"]`.
+        sinks: `heads`.
+
+    >>> import jax.numpy as jnp
+    >>> out, log_sum = with_sinks(jnp.ones((1, 1, 1, 2)), jnp.zeros((1, 1, 1)), jnp.zeros(1))
+    >>> out.ravel().tolist()
+    [0.5, 0.5]
+    """
+    total = jnp.logaddexp(log_sum, _row(sinks))
+    share = jnp.exp(log_sum - total).swapaxes(1, 2)[..., None]
+    return (out.astype(jnp.float32) * share).astype(out.dtype), total
+
+
+def sinks_gradient(out: jax.Array, d_out: jax.Array, log_sum: jax.Array, sinks: jax.Array) -> jax.Array:
+    """The gradient of sinks, `heads`.
+
+    Args:
+        out, d_out: the result, sinks included, and its gradient, `batch pos heads head_dim`.
+        log_sum: `f32["batch heads pos"]`, sinks included.
+        sinks: `heads`.
+    """
+    pulled = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    weights = jnp.exp(_row(sinks) - log_sum)
+    return -(weights * pulled).sum((0, 2)).astype(sinks.dtype)
+
+
+def _row(sinks: jax.Array) -> jax.Array:
+    """In float32, as the log of sums has heads."""
+    return sinks.astype(jnp.float32)[None, :, None]

@@ -1,0 +1,163 @@
+"""What an optimizer keeps of parameters, in eight bits: opened for a step's update, rounded after it.
+
+Moving averages change by less in a step than two neighbours of eight bits are apart, so that rounding to the nearest
+would leave them where they are. They are rounded at random, from keys that depend on the step, the parameter and an
+element's place in the whole array: a run is the same to the bit wherever it goes on.
+"""
+
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from trellis.errors import UserError
+from trellis.named import is_named
+from trellis.named.blocks import Blocks, block_of, in_blocks
+from trellis.nn.parameters import Parameter, parameters
+from trellis.notation import typeof
+from trellis.notation.state import state_of
+
+# What rules keep of each parameter, by their states' types; True for averages of squares.
+_KEPT: dict[type, dict[str, bool]] = {
+    optax.ScaleByAdamState: {"mu": False, "nu": True},
+    optax.ScaleByLionState: {"mu": False},
+    optax.TraceState: {"trace": False},
+    optax.EmaState: {"ema": False},
+}
+# Axes that layouts slice over all devices, and those that are padded as a mesh asks.
+_FINELY, _PADDED = "embed", "vocab"
+
+
+class NarrowState(NamedTuple):
+    """Steps taken, and the rule's state with the chosen parts in blocks."""
+
+    count: jax.Array
+    rule: Any
+
+
+def in_eight_bits(
+    rule: optax.GradientTransformation, choose: Callable[[Parameter], bool]
+) -> optax.GradientTransformation:
+    """A rule that keeps its moving averages of chosen parameters in eight bits (`trellis.named.blocks`).
+
+    Averages of squares are kept as their roots. The update of a step is made with what the averages are before they are
+    rounded.
+
+    Args:
+        rule: AdamW's, Lion's or Muon's direction, or Adafactor's with a moving average of updates.
+        choose: of which parameters.
+    """
+
+    def init(params: Any) -> NarrowState:
+        return NarrowState(jnp.int32(0), _closed(rule.init(params), jnp.int32(0), choose))
+
+    def update(updates: Any, state: NarrowState, params: Any = None) -> tuple[Any, NarrowState]:
+        updates, new = rule.update(updates, _opened(state.rule), params)
+        count = optax.safe_increment(state.count)
+        return updates, NarrowState(count, _closed(new, count, choose))
+
+    return optax.GradientTransformation(init, update)
+
+
+def narrow_parts(state: Any, parts: dict[str, str]) -> set[str]:
+    """Which of some parts of names an optimizer keeps something of in eight bits.
+
+    Args:
+        state: the optimizer's, or its types.
+        parts: parts of parameters' names.
+    """
+    blocks = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, Blocks) or is_named(x))
+    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, x in blocks if isinstance(x, Blocks)]
+    return {part for part in parts if any(part in _dotted(path) for path in paths)}
+
+
+def _closed(state: Any, count: jax.Array, choose: Callable[[Parameter], bool]) -> Any:
+    """A rule's state with the chosen parts in blocks."""
+    key = jax.random.fold_in(jax.random.key(0), count)
+
+    def tree(kept: Any, squares: bool) -> Any:
+        def leaf(p: Parameter) -> Any:
+            path = _dotted(p.path)
+            if not choose(p._replace(path=path)):
+                return p.leaf
+            dim = block_dim(p)
+            _check_slices(path, p, dim)
+            mine = jax.random.fold_in(key, zlib.crc32(path.encode()))
+            return in_blocks(p.leaf, dim, key=mine, squares=squares)
+
+        structure = jax.tree.structure(kept, is_leaf=is_named)
+        return jax.tree.unflatten(structure, [leaf(p) for p in parameters(kept)])
+
+    def one(part: Any) -> Any:
+        fields = _KEPT.get(type(part), {})
+        return part._replace(**{f: tree(getattr(part, f), squares) for f, squares in fields.items()})
+
+    return jax.tree.map(lambda part: one(part) if type(part) in _KEPT else part, state, is_leaf=_is_kept)
+
+
+def _opened(state: Any) -> Any:
+    """A rule's state as the rule knows it."""
+
+    def one(part: Any) -> Any:
+        def leaf(x: Any, squares: bool) -> Any:
+            if not isinstance(x, Blocks):
+                return x
+            found = x.opened()
+            return jax.tree.map(jnp.square, found) if squares else found
+
+        fields = _KEPT.get(type(part), {})
+        opened = {
+            f: jax.tree.map(lambda x, s=squares: leaf(x, s), getattr(part, f), is_leaf=_is_whole)
+            for f, squares in fields.items()
+        }
+        return part._replace(**opened)
+
+    return jax.tree.map(lambda part: one(part) if type(part) in _KEPT else part, state, is_leaf=_is_kept)
+
+
+def block_dim(p: Parameter) -> int:
+    """The dimension of a parameter along which blocks lie: its longest axis besides those that layouts slice finely.
+
+    It is a function of the parameter alone, so that a run's state is the same on every mesh.
+    """
+    dims = range(p.counting, p.ndim) if p.counting < p.ndim else range(p.ndim)
+    if not p.names:
+        return p.ndim - 1
+    rank = lambda d: (p.names[d] != _PADDED, p.names[d] != _FINELY, p.leaf.shape[p.names[d]], d)
+    return max(dims, key=rank)
+
+
+def _check_slices(path: str, p: Parameter, dim: int) -> None:
+    """Refuses slices that cut blocks."""
+    array = p.leaf.array if is_named(p.leaf) else p.leaf
+    state = state_of(array)
+    if state.mode != "explicit":
+        return
+    sizes = jax.typeof(array).sharding.mesh.shape
+    ways = math.prod(sizes[axis] for axis in state.axes[dim])
+    block = block_of(array.shape[dim])
+    if array.shape[dim] // block % ways:
+        name = p.names[dim] if p.names else f"dimension {dim}"
+        most = math.gcd(array.shape[dim] // block, ways)
+        raise UserError(
+            "Numbers of a block, which have one scale, lie on one device.",
+            seen=f"{ways} slices of `{name}`, in blocks of {block}, of {typeof(p.leaf)}, what is kept of `{path}`",
+            where="precision.moments",
+            fix=f"slice `{name}` over {most} device{'s' * (most > 1)} at most, or leave `{path}` out",
+        )
+
+
+def _is_kept(part: Any) -> bool:
+    return type(part) in _KEPT
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, Blocks) or is_named(x)
+
+
+def _dotted(path: str) -> str:
+    return path.replace("/", ".")  # groups of parameters have slashes, as checkpoints have

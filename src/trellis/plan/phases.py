@@ -1,0 +1,91 @@
+"""Plans of a run whose sequences become longer: one for each length, side by side."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from trellis.figures import numbers
+from trellis.figures.text import aligned
+from trellis.plan.quick import Plan
+from trellis.run.config import Run
+from trellis.run.lengths import Phase, as_of_phase
+
+
+class PhasePlan(NamedTuple):
+    """A phase of a run, and its plan."""
+
+    phase: Phase
+    plan: Plan
+
+    @property
+    def seconds(self) -> float:
+        """Of all its steps."""
+        return (self.phase.stop - self.phase.start) * self.plan.seconds
+
+
+def plan_phases(run: Run, planned: Callable[[Run], Plan]) -> list[PhasePlan]:
+    """The plan of each phase of a run; a run of one length has one.
+
+    Args:
+        run: the run.
+        planned: plans a run of one length.
+
+    Raises:
+        UserError: a phase cannot be planned, as where its length does not divide over the mesh.
+    """
+    found = []
+    for phase in run.phases():
+        with as_of_phase(phase.start):
+            found.append(PhasePlan(phase, planned(phase.run)))
+    return found
+
+
+def fullest(plans: Sequence[PhasePlan]) -> PhasePlan:
+    """The phase that needs the most memory: where it fits, the run does."""
+    return max(plans, key=lambda p: p.plan.memory.peak)
+
+
+def phases_text(plans: Sequence[PhasePlan]) -> str:
+    """A line for each phase, and how long the run takes."""
+    rows = []
+    for phase, plan in plans:
+        length = phase.run.data.sequence_length
+        sizes = " then ".join(f"{entry.size:,}" for entry in phase.run.batch_sizes())
+        rows.append(
+            (
+                f"{phase.start + 1:,} to {phase.stop:,}",
+                f"{sizes} x {length:,}",
+                numbers.size(plan.memory.peak),
+                "yes" if plan.fits else "NO",
+                numbers.seconds(plan.seconds),
+                f"{plan.mfu:.1%}",
+                numbers.duration((phase.stop - phase.start) * plan.seconds),
+            )
+        )
+    header = ("steps", "sequences", "memory", "fits", "a step", "MFU", "all of them")
+    most = fullest(plans)
+    whole = "all lengths fit" if most.plan.fits else "the run DOES NOT FIT"
+    return "\n".join(
+        [
+            f"lengths of sequences: {whole}; {numbers.duration(sum(p.seconds for p in plans))} of steps",
+            aligned(header, rows, right=(2, 4, 5, 6)),
+            f"what follows is for steps {most.phase.start + 1:,} to {most.phase.stop:,}, which need the most memory",
+        ]
+    )
+
+
+def phases_json(plans: Sequence[PhasePlan]) -> list[dict[str, Any]]:
+    """The same as plain values; seconds and bytes."""
+    return [
+        {
+            "step": phase.start,
+            "stop": phase.stop,
+            "length": phase.run.data.sequence_length,
+            "batch_sizes": [entry.size for entry in phase.run.batch_sizes()],
+            "peak": plan.memory.peak,
+            "fits": plan.fits,
+            "step_seconds": plan.seconds,
+            "mfu": plan.mfu,
+            "seconds": (phase.stop - phase.start) * plan.seconds,
+        }
+        for phase, plan in plans
+    ]

@@ -1,0 +1,149 @@
+"""Sequences that become longer in the middle of a run: its phases, each of which is a run of one length."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from trellis.errors import UserError
+from trellis.nn import Scaling
+from trellis.run.schema import at_least
+
+if TYPE_CHECKING:
+    from trellis.run.config import BatchSize, Run
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceLength:
+    """Sequences of another length, from one step on."""
+
+    step: int
+    """The first step with this length. Choose it where the loss on short sequences falls slowly."""
+    length: int
+    """Tokens in a sequence. Raise it over the run: early steps learn as much from short sequences, which cost less."""
+    batch_size: int | None = None
+    """Sequences in a step; null keeps the tokens of a step, so that a sequence of twice the length comes in batches of
+    half the size. Set it where a step is to have more tokens than before, or fewer."""
+    microbatches: int | None = None
+    """Parts of a batch; null keeps the run's. Lower it where fewer sequences are to be cut into parts."""
+    rope_theta: float | None = None
+    """The base of the rotary frequencies from here on; null keeps it. Raise it with the length."""
+    rope_scaling: Scaling | None = None
+    """How rotary frequencies are changed from here on; null keeps it. Set it where the length is many times that of
+    the phase before."""
+
+    def __post_init__(self):
+        at_least(1, step=self.step, length=self.length, batch_size=self.batch_size, microbatches=self.microbatches)
+        if self.rope_theta is not None and self.rope_theta <= 0:
+            fix = "use a positive number, as in 500000.0"
+            raise UserError("`rope_theta` is positive.", seen=self.rope_theta, where="lengths.rope_theta", fix=fix)
+
+
+class Phase(NamedTuple):
+    """Steps with sequences of one length, from `start` to before `stop`, and the run as it is in them."""
+
+    start: int
+    stop: int
+    run: "Run"
+
+
+def phases(run: "Run") -> tuple[Phase, ...]:
+    """The phases of a run; a run of one length is its only one.
+
+    Raises:
+        UserError: lengths are not in the order of steps, or not those of rows that can be cut; or what must hold of a
+            run does not hold of a phase.
+    """
+    if not run.lengths:
+        return (Phase(0, run.steps, run),)
+    _check(run)
+    found, starts = [], [0, *(entry.step for entry in run.lengths), run.steps]
+    change: dict = {"length": run.data.sequence_length}
+    for start, stop, entry in zip(starts, starts[1:], (None, *run.lengths), strict=False):
+        with as_of_phase(start):
+            if entry is not None:
+                kept = ("rope_theta", "rope_scaling")
+                given = {name: getattr(entry, name) for name in kept if getattr(entry, name) is not None}
+                change |= given | {"length": entry.length}
+            found.append(Phase(start, stop, _run_of(run, start, stop, entry, change)))
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def as_of_phase(start: int) -> Iterator[None]:
+    """Within it, what is wrong with a phase is told as of its entry in `lengths`; the first phase has none."""
+    try:
+        yield
+    except UserError as error:
+        if not start:
+            raise
+        fix = error.fix.replace("--data.sequence_length", "a length of").replace("--batch_size", "a batch_size of")
+        seen = f"{error.seen}, from step {start} on"
+        raise UserError(error.rule, seen=seen, where="lengths", fix=fix) from None
+
+
+def _check(run: "Run") -> None:
+    starts = [entry.step for entry in run.lengths]
+    if starts != sorted(set(starts)) or starts[-1] >= run.steps:
+        raise UserError(
+            "Lengths are listed in the order of the steps they begin at, which are steps of the run.",
+            seen=f"steps {', '.join(map(str, starts))} of {run.steps}",
+            where="lengths",
+            fix="write [{step: 1000, length: 4096}, {step: 2000, length: 32768}], and --steps past the last of them",
+        )
+    lengths = [run.data.sequence_length, *(entry.length for entry in run.lengths)]
+    if odd := [n for n in lengths if max(lengths) % n]:
+        raise UserError(
+            "Each length divides the longest: shorter sequences are pieces of the same rows.",
+            seen=f"{odd[0]} and {max(lengths)}",
+            where="lengths",
+            fix=f"use {(n := max(lengths) // odd[0] * odd[0])} or {n + odd[0]} for {max(lengths)}, or powers of two",
+        )
+    if len(set(lengths)) > 1 and run.data.packing != "concatenate":
+        raise UserError(
+            "Sequences of several lengths are pieces of the same rows, which whole documents are not.",
+            seen=f"data.packing={run.data.packing}, lengths {', '.join(map(str, lengths))}",
+            where="lengths",
+            fix="use --data.packing concatenate, or one length",
+        )
+
+
+def _run_of(run: "Run", start: int, stop: int, entry: SequenceLength | None, change: dict) -> "Run":
+    rope = {name: value for name, value in change.items() if name != "length"}
+    if missing := [name for name in rope if not hasattr(run.model, name)]:
+        raise UserError(
+            "Rotary frequencies are changed of models that have them.",
+            seen=f"{missing[0]} for a {run.model.family}",
+            where="lengths",
+            fix="leave it out, or use a model with it: llama, qwen3 or a mixture of experts",
+        )
+    size, parts = entry and entry.batch_size, entry and entry.microbatches
+    return dataclasses.replace(
+        run,
+        lengths=(),
+        data=dataclasses.replace(run.data, sequence_length=change["length"]),
+        model=dataclasses.replace(run.model, **rope),
+        batch_size=size or _sizes(run, start, stop, change["length"]),
+        microbatches=parts or run.microbatches,
+    )
+
+
+def _sizes(run: "Run", start: int, stop: int, length: int) -> "int | tuple[BatchSize, ...]":
+    """The batch sizes of the run from `start` to `stop`, for sequences of a length: a step keeps its tokens."""
+    found = []
+    sizes = run.batch_sizes()
+    for entry, following in zip(sizes, (*sizes[1:], None), strict=True):
+        if entry.step >= stop or (following is not None and following.step <= start):
+            continue
+        size, rest = divmod(entry.size * run.data.sequence_length, length)
+        if rest:
+            least = length // math.gcd(length, run.data.sequence_length)
+            raise UserError(
+                "A step keeps its tokens where sequences become longer.",
+                seen=f"{entry.size} sequences of {run.data.sequence_length} tokens, and a length of {length}",
+                where="lengths",
+                fix=f"give this length a batch_size, or use multiples of {least} for the run's",
+            )
+        found.append(dataclasses.replace(entry, step=entry.step if entry.step > start else 0, size=size))
+    return found[0].size if len(found) == 1 else tuple(found)

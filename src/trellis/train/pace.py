@@ -1,0 +1,171 @@
+"""How long a run takes, before it begins: from earlier runs on this machine, the peak of products, or a trial."""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trellis.figures.numbers import duration, flop_rate, seconds
+from trellis.hardware.remembered import devices_here, recall, remember
+from trellis.run.config import Run
+from trellis.run.schema import plain
+from trellis.train.assemble import Assembled
+from trellis.train.compilation import CompiledStep
+from trellis.train.metrics import Work
+
+# What the steps of a run are made of, besides its mesh and its microbatches.
+_STEP = (
+    "accumulation", "batch_size", "clip_norm", "compiler_options", "ema", "layout", "model", "optimizer", "precision",
+    "remat", "z_loss",
+)  # fmt: skip
+# Of the peak in products, where nothing better is known: between what small and large models reach.
+_USUAL = 0.5
+# Seconds of a step at least, however few its FLOPs: it has hundreds of operations.
+_LEAST_STEP = 5e-3
+# Seconds of a run that is worth a trial, and of a step that is short enough for one.
+_WORTH_A_TRIAL, _LONGEST_STEP = 20.0, 5.0
+_TRIED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How fast steps are.
+
+    Attributes:
+        token_seconds: of a step, divided by its tokens.
+        basis: how that is known, in words.
+        measured: whether it was these very steps that were measured.
+    """
+
+    token_seconds: float
+    basis: str
+    measured: bool
+
+    def step_seconds(self, run: Run, step: int = 0) -> float:
+        """Of a step of a run."""
+        return self.token_seconds * tokens_of(run, step, step + 1)
+
+    def seconds(self, run: Run, start: int, stop: int, validation_batches: int = 0) -> float:
+        """From one step of a run to another. A validation batch takes a forward pass, a third of a step."""
+        evaluated = validation_batches / 3 * run.batch_sizes()[-1].size * run.data.sequence_length
+        return self.token_seconds * (tokens_of(run, start, stop) + evaluated)
+
+    def tell(self, run: Run, start: int, stop: int, *, evaluations: int, validation_batches: int) -> str:
+        """The same in words: `about 5 min 12 s: 600 steps of 0.52 s and 3 evaluations, as ...`."""
+        whole = duration(self.seconds(run, start, stop, validation_batches))
+        also = f" and {evaluations} evaluations" if evaluations > 1 else " and an evaluation" if evaluations else ""
+        return f"about {whole}: {stop - start} steps of {seconds(self.step_seconds(run, start))}{also}, {self.basis}"
+
+
+def tokens_of(run: Run, start: int, stop: int) -> int:
+    """Tokens that a run reads from one step to another, all batch sizes and lengths of its schedules counted.
+
+    >>> from trellis.recipes import tiny
+    >>> tokens_of(tiny(), 0, 20)
+    10240
+    """
+    total = 0
+    for phase in run.phases():
+        sizes = phase.run.batch_sizes()
+        starts = [entry.step or phase.start for entry in sizes]
+        for first, end, entry in zip(starts, [*starts[1:], phase.stop], sizes, strict=True):
+            steps = max(0, min(end, stop) - max(first, start))
+            total += steps * entry.size * phase.run.data.sequence_length
+    return total
+
+
+def expected_pace(assembled: Assembled, work: Work) -> Pace | None:
+    """The pace of a run that has not begun, as far as this machine's cache and the peak of products tell it.
+
+    Best is what the same step took in an earlier run. Else it is as large a share of the peak as the run reached whose
+    tokens cost most nearly as much; where nothing ran before, half of the peak. None where no peak is known.
+
+    Args:
+        assembled: the run.
+        work: what a token costs, and what the devices could do.
+    """
+    place, key = _place(assembled), _key(assembled)
+    known = {name: kept for name, kept in recall("paces").items() if _is_pace(kept)}
+    if key in known:
+        basis = f"as in the run of {known[key]['date']} on this machine"
+        return Pace(token_seconds=known[key]["token_seconds"], basis=basis, measured=True)
+    if not work.peak_flops:
+        return None
+    products = f"the {flop_rate(work.peak_flops)} that products reach here"
+    near = [kept for name, kept in known.items() if name.startswith(place)]
+    if near:
+        best = min(near, key=lambda kept: abs(math.log(kept["token_flops"] / work.flops_per_token)))
+        rate = best["token_flops"] / best["token_seconds"]
+        basis = f"at {rate / work.peak_flops:.0%} of {products}, as in the run of {best['name']} on this machine"
+    else:
+        rate = _USUAL * work.peak_flops
+        basis = f"at {_USUAL:.0%} of {products}, a guess: nothing like it has run on this machine"
+    tokens = tokens_of(assembled.run, 0, 1)
+    return Pace(token_seconds=max(work.flops_per_token / rate, _LEAST_STEP / tokens), basis=basis, measured=False)
+
+
+def worth_a_trial(assembled: Assembled, guess: Pace | None, steps: int) -> bool:
+    """Whether a few steps may be made to know the pace of a run: on a CPU of one's own, where nothing measured it.
+
+    Args:
+        assembled: the run.
+        guess: its expected pace.
+        steps: of the run.
+    """
+    on_cpu = assembled.layout.mesh.devices.flat[0].platform == "cpu"
+    if not on_cpu or jax.process_count() > 1 or guess is None or guess.measured:
+        return False
+    long = guess.seconds(assembled.run, 0, steps) >= _WORTH_A_TRIAL
+    return long and guess.step_seconds(assembled.run) <= _LONGEST_STEP
+
+
+def tried_pace(assembled: Assembled, clock: Callable[[], float] = time.perf_counter) -> Pace:
+    """The pace of a few steps on made-up tokens, from a first state of their own; nothing of them stays."""
+    step = CompiledStep(assembled.step, assembled.compiler_options)
+    with assembled.layout:
+        state = assembled.init()
+        batch = jax.tree.map(
+            lambda x: jax.device_put(jnp.ones(x.shape, x.dtype), x.sharding), assembled.abstract_batch()
+        )
+        taken = []
+        for _ in range(1 + _TRIED):
+            started = clock()
+            state, metrics = step(state, batch)
+            jax.block_until_ready((state, metrics))
+            taken.append(clock() - started)
+    basis = f"as the faster of {_TRIED} trial steps did"
+    return Pace(token_seconds=min(taken[1:]) / tokens_of(assembled.run, 0, 1), basis=basis, measured=True)
+
+
+def keep_pace(assembled: Assembled, work: Work, token_seconds: float) -> None:
+    """Keeps how fast a run's steps were, for the forecasts of later ones."""
+    date = time.strftime("%d %b %Y").lstrip("0")
+    kept = {"token_seconds": token_seconds, "token_flops": work.flops_per_token, "name": assembled.run.name}
+    remember("paces", _key(assembled), kept | {"date": date})
+
+
+def _place(assembled: Assembled) -> str:
+    return f"{devices_here(list(assembled.layout.mesh.devices.flat))}, {assembled.run.precision.compute}, "
+
+
+def _key(assembled: Assembled) -> str:
+    """Where a step runs, and a digest of what it is made of."""
+    run = plain(assembled.run)
+    parts: Mapping[str, Any] = {name: run[name] for name in _STEP} | {
+        "length": assembled.run.data.sequence_length,
+        "mesh": dict(assembled.layout.mesh.shape),
+        "microbatches": assembled.options.microbatches,
+    }
+    return _place(assembled) + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _is_pace(kept: Any) -> bool:
+    wanted = ("token_seconds", "token_flops")
+    whole = isinstance(kept, dict) and {*wanted, "name", "date"} <= kept.keys()
+    return whole and all(isinstance(kept[name], float | int) and kept[name] > 0 for name in wanted)

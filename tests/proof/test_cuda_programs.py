@@ -1,0 +1,138 @@
+"""What CUDA's compiler writes, in the forms of several versions of JAX, as the interpreter reads it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trellis.commands.line import main
+from trellis.proof.interpreter import Failed, Interpreter, NotInterpreted
+
+BATCH, LENGTH, HEADS, KEY_HEADS, SIZE = 2, 8, 4, 2, 4
+SCALE, SEEN = 0.5, np.tril(np.ones((LENGTH, LENGTH), bool))
+ADD = """HloModule m, num_partitions=4
+add (a: f32[], b: f32[]) -> f32[] {
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT sum = f32[] add(%a, %b)
+}
+ENTRY main () -> f32[] {
+"""
+GROUPS = "channel_id=1, replica_groups={{0,1},{2,3}}, use_global_device_ids=true, to_apply=%add"
+
+
+@pytest.mark.parametrize("type_", ["f32[3]{0}", "((f32[3]{0}), f32[3]{0})"], ids=["0.10", "0.11"])
+def test_the_start_of_a_sum(type_):
+    text = f"""{ADD}
+  x = f32[3]{{0}} parameter(0)
+  start = {type_} all-reduce-start(%x), {GROUPS}
+  ROOT done = f32[3]{{0}} all-reduce-done(%start)
+}}
+"""
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    (found,) = Interpreter(text)([x])
+    np.testing.assert_array_equal(found, (x.reshape(2, 2, 3).sum(1))[[0, 0, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    "type_", ["(f32[3]{0}, s32[])", "((f32[3]{0}, s32[]), (f32[3]{0}, s32[]))"], ids=["0.10", "0.11"]
+)
+def test_the_start_of_two_sums(type_):
+    text = f"""{ADD}
+  x = f32[3]{{0}} parameter(0)
+  n = s32[] parameter(1)
+  start = {type_} all-reduce-start(%x, %n), {GROUPS}
+  done = (f32[3]{{0}}, s32[]) all-reduce-done(%start)
+  ROOT count = s32[] get-tuple-element(%done), index=1
+}}
+"""
+    given = [np.zeros((4, 3), np.float32), np.arange(4, dtype=np.int32)]
+    (found,) = Interpreter(text)(given)
+    np.testing.assert_array_equal(found, [1, 1, 5, 5])
+
+
+def call(backward: bool, results: str, operands: dict[str, str], settings: str = "") -> str:
+    """A program that is one call of cuDNN's attention with a bias."""
+    lines = [f"  {name} = {type_} parameter({i})" for i, (name, type_) in enumerate(operands.items())]
+    config = f'"fmha_scale":{SCALE},"mask_type":"CAUSAL","dropout_rate":0,"sliding_window_length":0{settings}'
+    names = ", ".join(f"%{name}" for name in operands)
+    return "\n".join(
+        [
+            "HloModule m, num_partitions=1",
+            "ENTRY main () -> f32[] {",
+            *lines,
+            f"  ROOT call = {results} custom-call({names}), "
+            f'custom_call_target="__cudnn$fmhaScaleBiasSoftmax{"Backward" if backward else ""}", '
+            f'backend_config={{"cudnn_fmha_backend_config":{{{config}}}}}',
+            "}",
+        ]
+    )
+
+
+Q, K = (f"bf16[{BATCH},{LENGTH},{heads},{SIZE}]{{3,2,1,0}}" for heads in (HEADS, KEY_HEADS))
+OUT, D_K = (f"bf16[{BATCH},{heads},{LENGTH},{SIZE}]{{3,1,2,0}}" for heads in (HEADS, KEY_HEADS))
+BIAS, LOG_SUM = f"bf16[1,{HEADS},{LENGTH},{LENGTH}]{{3,2,1,0}}", f"f32[{BATCH},{HEADS},{LENGTH}]{{2,1,0}}"
+
+
+def attention(q, k, v, bias):
+    """`batch heads pos head_dim`, of `batch pos heads head_dim`."""
+    k, v = (jnp.repeat(x, HEADS // KEY_HEADS, 2) for x in (k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * SCALE + bias
+    return jnp.einsum("bhqk,bkhd->bhqd", jax.nn.softmax(jnp.where(SEEN, scores, -jnp.inf)), v)
+
+
+@pytest.fixture(scope="module")
+def given():
+    """Queries, keys, values and the bias."""
+    random = np.random.default_rng(0)
+    shapes = [(BATCH, LENGTH, heads, SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS)] + [(1, HEADS, LENGTH, LENGTH)]
+    return [random.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def run(text, arrays):
+    return [x[0] for x in Interpreter(text)([a[None] for a in arrays])]
+
+
+def test_attention_of_cudnn(given):
+    """Forward, and backward with and without a gradient of the bias, which JAX 0.11 leaves out where none is asked."""
+    operands = {"q": Q, "k": K, "v": K, "bias": BIAS}
+    out, log_sum, _ = run(call(False, f"({OUT}, {LOG_SUM}, u8[0]{{0}})", operands), given)
+    wanted, pull = jax.vjp(attention, *given)
+    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-6)
+
+    d_out = np.random.default_rng(1).normal(size=wanted.shape).astype(np.float32)
+    kept = [*given[:3], log_sum, d_out.swapaxes(1, 2), given[3], out.swapaxes(1, 2)]
+    operands = {"q": Q, "k": K, "v": K, "log_sum": LOG_SUM, "d_out": Q, "bias": BIAS, "out": Q}
+    d_q, d_k, d_v, d_bias = pull(d_out)
+    gradients = [d_q.swapaxes(1, 2), d_k.swapaxes(1, 2), d_v.swapaxes(1, 2), d_bias]
+    for results in (f"({OUT}, {D_K}, {D_K}, {BIAS}, u8[0]{{0}})", f"({OUT}, {D_K}, {D_K}, u8[0]{{0}})"):
+        *found, workspace = run(call(True, results, operands), kept)
+        assert workspace.size == 0
+        for mine, theirs in zip(found, gradients[: len(found)], strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_not_known_is_named(given):
+    operands = {"q": Q, "k": K, "v": K, "bias": BIAS}
+    packed = call(False, f"({OUT}, {LOG_SUM}, u8[0]{{0}})", operands, ',"max_seg_per_batch":4')
+    with pytest.raises(NotInterpreted, match="several sequences in a row"):
+        run(packed, given)
+    broken = packed.replace(',"max_seg_per_batch":4', "").replace('"mask_type"', '"mask"')
+    with pytest.raises(Failed, match="custom-call call of .*KeyError 'mask_type'"):
+        run(broken, given)
+    tuple_ = f"{ADD}\n  x = f32[3]{{0}} parameter(0)\n  pair = (f32[3]{{0}}) tuple(%x)\n"
+    with pytest.raises(Failed, match="copy one is .*another kind of value"):
+        run(tuple_ + "  ROOT one = f32[3]{0} copy(%pair)\n}\n", [np.zeros(3, np.float32)])
+
+
+@pytest.mark.slow
+def test_the_command_says_what_it_does_not_know(capsys, monkeypatch):
+    """In the place of a compiler's new operation: exit code 2 and four parts, no traceback."""
+    from trellis.proof.interpreter import machine
+
+    known = {name: make for name, make in machine.OPERATIONS.items() if name != "all-gather"}
+    monkeypatch.setattr(machine, "OPERATIONS", known)
+    assert main(["prove", "tiny", "--on", "v5e:2x2", "--no-reason"]) == 2
+    said = capsys.readouterr().err
+    assert "the operation all-gather" in said and "the program of tiny for v5e:2x2" in said
+    assert said.count("seen: ") == said.count("where: ") == said.count("fix: ") == 1
