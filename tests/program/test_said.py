@@ -125,7 +125,7 @@ def test_kernels_for_grouped_products_say_their_work(on):
     for load in (1.0, 1.2, 4.0):
         filled = min(load * even, rows)
         for counted in grouped_flops(even, rows, groups, load, mesh):
-            assert 0 <= counted / (2 * 16 * 8) - filled <= groups * tile
+            assert -1 <= counted / (2 * 16 * 8) - filled <= groups * tile  # rows are whole
 
 
 @pytest.mark.slow

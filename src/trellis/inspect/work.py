@@ -125,7 +125,7 @@ def _piece(operation: Operation, kind: str, what: str, **counted) -> Piece:
 
 def _product(operation: Operation, load: float) -> Piece:
     left, right, out = *operation.operands[:2], operation.results[0]
-    a, b = left.local_shape, right.local_shape
+    a, b, share = left.local_shape, right.local_shape, 1.0
     if operation.name == "dot_general":
         (contract_a, contract_b), (batch_a, batch_b) = operation.params["dimension_numbers"]
         batch = math.prod(min(a[i], b[j]) for i, j in zip(batch_a, batch_b))
@@ -133,13 +133,14 @@ def _product(operation: Operation, load: float) -> Piece:
         rows = math.prod(n for i, n in enumerate(a) if i not in (*contract_a, *batch_a))
         columns = math.prod(n for i, n in enumerate(b) if i not in (*contract_b, *batch_b))
     else:  # of each group of rows with its own matrix; kernels pass over rows that nobody filled
-        batch, rows, inner, columns = 1, round(a[0] * share_filled(operation, load)), a[-1], b[-1]
+        share = share_filled(operation, load)
+        batch, rows, inner, columns = 1, round(a[0] * share), a[-1], b[-1]
     return _piece(
         operation,
         "product" if operation.name == "dot_general" else "grouped",
         f"{_show(left)} . {_show(right)}",
         flops=2.0 * batch * rows * inner * columns,
-        num_bytes=left.num_bytes + right.num_bytes + out.num_bytes,
+        num_bytes=share * (left.num_bytes + out.num_bytes) + right.num_bytes,
         dims=(rows, inner, columns),
         dtype=str(left.aval.dtype),
     )
@@ -155,10 +156,13 @@ def _convolution(operation: Operation) -> Piece:
 
 def _kernel(operation: Operation, load: float) -> Piece:
     """A kernel, by what its author says of it; one of which nothing is said only moves its operands and results."""
-    moved = sum(v.num_bytes for v in (*operation.operands, *operation.results) if hasattr(v.aval, "shape"))
+    arrays = [v for v in (*operation.operands, *operation.results) if hasattr(v.aval, "shape")]
+    moved = sum(v.num_bytes for v in arrays)
     largest = max(operation.operands, key=lambda value: value.num_bytes)
     if (found := grouped_said(operation, load)) is not None:
         flops, dims = found
+        rows = sum(v.num_bytes for v in arrays if len(v.local_shape) == 2)  # weights have three dimensions, tables one
+        moved -= (1 - share_filled(operation, load)) * rows
         what, dtype = f"grouped {_show(largest)}", str(largest.aval.dtype)
         return _piece(operation, "grouped", what, flops=flops, num_bytes=moved, dims=dims, dtype=dtype)
     kind, flops = work_said(operation) or ("kernel", 0.0)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 # From rows sorted by expert, how many each expert has, and what each row counts, to what the experts make of them.
 # Rows after the last expert's have no meaning: any number or none, and so may what is made of them be.
@@ -64,15 +65,16 @@ reorder.defvjp(lambda x, order, place: (_rows(x, order), place), lambda place, d
 
 
 def _rows(x, index):
-    return jnp.take(x, index, axis=0, mode="clip")
+    return x.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
 def _summed(made, copies):
-    total = jnp.zeros((), jnp.float32)
+    total = 0.0
     for j in range(copies.shape[1]):
-        there = (copies[:, j] < made.shape[0]).reshape(-1, *[1] * (made.ndim - 1))
+        taken = _rows(made, copies[:, j]).astype(jnp.float32)
+        there = lax.broadcast_in_dim(copies[:, j] < made.shape[0], taken.shape, (0,))
         # Where there is none, what is taken may be no number.
-        total = total + jnp.where(there, _rows(made, copies[:, j]).astype(jnp.float32), 0.0)
+        total = total + lax.select(there, taken, jnp.zeros_like(taken))
     return total.astype(made.dtype)
 
 
