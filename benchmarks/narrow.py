@@ -1,29 +1,40 @@
 """What eight bits bring: planned for accelerators, and trained, emulated, on this machine.
 
     python benchmarks/narrow.py plan [--recipe llama_8b] [--on 8xH100 ...]
+    python benchmarks/narrow.py compiled [--on b200:8 v5e:2x4 ...]
     python benchmarks/narrow.py train [--recipe tiny] [--seeds 3] [--kinds ...] [--options ...]
 
-`plan` predicts a step with the products of attention and feed-forward in the compute type, fp8 and int8, and with what
-the optimizer keeps of the layers in mxfp8. `train` runs the recipe in each for several seeds, in processes of their
-own, and compares the mean loss of the last tenth of the steps. Losses of eight-bit runs on a CPU are those of the types
-(`ml_dtypes` to the bit), not of any chip's units, which sum in another order.
+`plan` predicts a step with the products of attention and feed-forward in the compute type, fp8, int8 and mxfp8, and
+with what the optimizer keeps of the layers in mxfp8. `compiled` says what a compiler makes of a feed-forward layer's
+loss and gradients on a four by two mesh: its products, and what it gathers. `train` runs the recipe in each for
+several seeds, in processes of their own, and compares the mean loss of the last tenth of the steps. Losses of eight-
+bit runs on a CPU are those of the types (`ml_dtypes` to the bit), not of any chip's units, which sum in another order.
 """
 
 import argparse
+import collections
 import json
 import pathlib
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 
+import jax
+import jax.numpy as jnp
+
+import trellis as tr
+
 KINDS = {
     "bfloat16": [],
     "fp8": ["--precision.products.attention", "fp8", "--precision.products.mlp", "fp8"],
     "int8": ["--precision.products.attention", "int8", "--precision.products.mlp", "int8"],
+    "mxfp8": ["--precision.products.attention", "mxfp8", "--precision.products.mlp", "mxfp8"],
     "moments": ["--precision.moments.layers", "mxfp8"],
 }
+COMPILED = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4")
 TARGETS = ("8xA100", "8xH100", "8xB200", "v5e:4x4", "v5p:2x2x2", "v6e:4x4")
 
 
@@ -49,6 +60,43 @@ def plans(recipe: str, targets: list[str], kinds: list[str]) -> None:
             change = f"{seconds / first - 1:+.1%}"
             held = plan["memory"]["kinds"]["optimizer"]
             print(f"{on:10} {kind:9} {seconds:7.2f}s {change:>8} {sent / 2**30:7.1f}GiB {held / 2**30:8.2f}GiB")
+
+
+def compiled(targets: list[str], kinds: list[str]) -> None:
+    print(f"{'target':10} {'kind':9} products, and what is gathered, forward and backward\n")
+    for on in targets:
+        for kind in kinds:
+            text = program(on, kind)
+            calls = re.findall(r'custom_call_target="(__cu[^"]*)"', text)
+            calls += [f"convolution to {made}" for made in re.findall(r"= (\w+)\[[\d,]*\]\S* convolution\(", text)]
+            gathers = [line for line in text.splitlines() if re.search(r" all-gather(-start)?\(", line)]
+            types = {found for line in gathers for found in re.findall(r"(\w+)\[\d", line.partition(" all-gather")[0])}
+            shown = ", ".join(f"{count} x {call}" for call, count in collections.Counter(calls).items())
+            print(f"{on:10} {kind:9} {shown}; gathers {', '.join(sorted(types)) or 'nothing alone'}", flush=True)
+
+
+def program(on: str, kind: str) -> str:
+    """The compiled gradients of a layer whose weights are sliced over four devices, and its width over two."""
+    devices = tr.target_devices(on)
+    mesh = tr.make_mesh(devices, data=4, model=2)
+    slices = {"embed": "data", "mlp": "model"}
+
+    def abstract(spec, **axes):
+        sharding = jax.NamedSharding(mesh, jax.P(*spec))
+        return tr.NamedArray(jax.ShapeDtypeStruct(tuple(axes.values()), jnp.bfloat16, sharding=sharding), tuple(axes))
+
+    def loss(weights, x):
+        up, down = (w if kind == "bfloat16" else tr.Narrow(w, kind) for w in weights)
+        out = tr.dot(tr.gelu(tr.dot(x, up, over="embed")), down, over="mlp")
+        return ((out - x).astype(jnp.float32) ** 2).mean().array
+
+    up = abstract(("data", "model"), embed=512, mlp=1024)
+    down = abstract(("model", "data"), mlp=1024, embed=512)
+    x = abstract(("data", None, None), batch=8, pos=128, embed=512)
+    # Ahead of time nothing is tried out, and XLA would take Triton's products without trying cuBLAS's.
+    options = {"xla_gpu_enable_triton_gemm": False} if devices[0].platform == "gpu" else {}
+    with tr.Layout(mesh, params=slices, compute={"batch": "data", "mlp": "model"}):
+        return tr.named_jit(jax.grad(loss, (0, 1))).lower((up, down), x).compile(compiler_options=options).as_text()
 
 
 def last_loss(folder: pathlib.Path) -> float:
@@ -77,15 +125,17 @@ def losses(recipe: str, seeds: int, kinds: list[str], more: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("plan", "train"))
+    parser.add_argument("what", choices=("plan", "compiled", "train"))
     parser.add_argument("--recipe")
-    parser.add_argument("--on", nargs="+", default=TARGETS)
+    parser.add_argument("--on", nargs="+")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[])
     args = parser.parse_args()
     if args.what == "plan":
-        plans(args.recipe or "llama_8b", args.on, args.kinds)
+        plans(args.recipe or "llama_8b", args.on or TARGETS, args.kinds)
+    elif args.what == "compiled":
+        compiled(args.on or COMPILED, [kind for kind in args.kinds if kind != "moments"])
     else:
         losses(args.recipe or "tiny", args.seeds, args.kinds, args.options)
 

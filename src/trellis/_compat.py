@@ -34,6 +34,16 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(constants), len(carries)
 
 
+def bind(primitive, args, params):
+    """A primitive on values; of one that stands for a function (`searchsorted` in JAX 0.12.0) what the function does.
+
+    Such a primitive is typed by the mesh that it was traced on. What says so is private.
+    """
+    if primitive.name == "call_hi_primitive":
+        return primitive.to_lojax(*args, **params)
+    return primitive.bind(*args, **params)
+
+
 @contextlib.contextmanager
 def cudnn_assumed(version: int = 91000) -> Iterator[None]:
     """Lets cuDNN attention be traced, and compiled for a GPU that is not here, as if cuDNN were installed.

@@ -12,14 +12,14 @@ import sys
 import threading
 import time
 
+import conftest  # noqa: F401  before anything imports JAX: eight CPU devices, the tests' strictness and their compiler
+
 from .tally import Tally
 
 
 def main() -> int:
     options = _options()
     if options.worker:
-        import conftest  # noqa: F401  eight CPU devices, and the tests' strictness
-
         from .worker import work
 
         seeds = [int(seed) for seed in sys.stdin.read().split()]

@@ -317,7 +317,7 @@ def draw(seed: int) -> Case:
             case, seed=seed, statements=(*case.statements, made), outputs=(result,), broken=made.kind, must=must,
             derivative=derivative,
         ).pruned()  # fmt: skip
-        if made.kind == "another mesh":
+        if made.kind == "another mesh" and case.inputs:
             case = _moved(rng, case)
         return case if case.floats() else dataclasses.replace(case, derivative="none")
     raise Unfit

@@ -241,3 +241,97 @@ def test_branches_by_hand_that_give_two_shardings_are_refused_in_the_notation():
         ),
     ):
         slices(drawn(6))
+
+
+@pytest.mark.parametrize("compute", [{"layers": "stage"}, {"layers": "stage", "batch": "data"}])
+def test_a_pipeline_of_layers_whose_name_stands_anywhere_or_nowhere(compute):
+    """`layers` is the last name of one parameter, and no name of the other, which all layers have in common."""
+    x, w, bias = drawn(4, 3), drawn(3, 4, seed=1), drawn(3, seed=2)
+
+    def loss(w, bias, x):
+        stack = tr.Stacked({"w": w, "bias": bias}, tr.Axis("layers", 4))
+        return (stack.fold(x, call=lambda own, x: tr.tanh(x * own["w"] + own["bias"])) ** 2).sum().array
+
+    def plain(w, bias, x):
+        for layer in range(4):
+            x = jnp.tanh(x * w[:, layer] + bias)
+        return (x**2).sum()
+
+    with tr.Layout(tr.make_mesh(jax.devices()[:4], stage=2, data=2), compute=compute):
+        args = tr.shard((tr.named(w, "embed layers"), tr.named(bias, "embed"), tr.named(x, "batch embed")), "compute")
+        gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*args)
+    with jax.numpy_rank_promotion("allow"):
+        expected = jax.grad(plain, argnums=(0, 1, 2))(w, bias, x)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("params", [{"embed": "data"}, {"rank": "data"}, {"embed": "data", "mlp": "data"}])
+def test_the_gradient_of_a_product_of_parameters_that_a_mapped_function_closes_over(params):
+    """Of one that rests in slices of the mapped mesh axis with one that is whole, and of two in slices."""
+    x, a, b = drawn(4, 6), drawn(6, 2, seed=1), drawn(2, 4, seed=2)
+
+    def loss(x, a, b):
+        rows = tr.vmap(lambda row: tr.dot(row, tr.dot(a, b, over="rank"), over="embed"), "batch")(x)
+        return (rows * rows).sum().array
+
+    expected = jax.grad(lambda x, a, b: ((x @ (a @ b)) ** 2).sum(), argnums=(0, 1, 2))(x, a, b)
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], data=2), params=params, compute={"batch": "data"}):
+        names = ("batch embed", "embed rank", "rank mlp")
+        args = [tr.named(each, text) for each, text in zip((x, a, b), names, strict=True)]
+        gradients = jax.grad(loss, argnums=(0, 1, 2))(tr.shard(args[0], "compute"), *map(tr.shard, args[1:]))
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4)
+
+
+def test_a_second_derivative_of_products_of_a_whole_value_in_a_mapped_function():
+    x = drawn(4)
+
+    def loss(x):
+        y = x.rename(layers="mlp")
+        rows = tr.vmap(lambda _: tr.dot_each(y, [y], over="mlp")[0], "layers")(x)
+        return (rows * rows).sum().array
+
+    expected = jax.jvp(jax.grad(lambda x: 4 * (x * x).sum() ** 2), (x,), (np.ones_like(x),))[1]
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], model=2), compute={"layers": "model"}):
+        placed = tr.shard(tr.named(x, "layers"), "compute")
+        second = jax.jvp(jax.grad(loss), (placed,), (jax.tree.map(jnp.ones_like, placed),))[1]
+    np.testing.assert_allclose(second.array, expected, rtol=1e-5)
+
+
+def test_a_mapped_function_may_give_what_is_sliced_over_the_mesh_axis_that_it_is_mapped_over():
+    x, y = drawn(4, 3), drawn(6, seed=1)
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], model=2), params={"heads": "model"}, compute={"layers": "model"}):
+        rows, outside = tr.shard(tr.named(x, "layers mlp"), "compute"), tr.shard(tr.named(y, "heads"))
+        same = tr.vmap(lambda row: outside, "layers")(rows)
+        np.testing.assert_array_equal(same.array, np.broadcast_to(y, (4, 6)))
+        with pytest.raises(tr.NamesError, match="a name stands for one dimension, got 'layers layers mlp'"):
+            tr.vmap(lambda row: rows, "layers")(rows)
+
+
+def test_without_a_layout_a_mapped_function_is_passed_what_is_sliced_over_the_mesh_axis_that_it_is_mapped_over():
+    x, y = drawn(4), drawn(6, seed=1)
+    mesh = tr.make_mesh(jax.devices()[:2], model=2)
+    with jax.set_mesh(mesh):
+        put = lambda a, name: tr.named(jax.device_put(a, jax.NamedSharding(mesh, jax.P("model"))), name)
+        rows, outside = put(x, "layers"), put(y, "heads")
+        passed = tr.vmap(lambda row, outside: row * outside, "layers")(rows, outside)
+        np.testing.assert_allclose(passed.array, x[:, None] * y[None], rtol=1e-6)
+        with pytest.raises(MeshError, match="arrays that are whole along .*, got one in slices .* make it an argument"):
+            tr.vmap(lambda row: row * outside, "layers")(rows)
+
+
+def test_a_cond_in_manual_mode_that_is_mapped_and_reads_a_constant_is_refused_by_an_error_of_ours():
+    x, constant = drawn(4, 3), np.linspace(0.0, 1.0, 3, dtype=np.float32)
+
+    @tr.shard_map
+    def slices(x: f32["layers/model mlp"]) -> f32["layers/model mlp"]:
+        add = lambda row: row + tr.named(jnp.asarray(constant), "mlp")
+        return tr.vmap(lambda row: jax.lax.cond(row.sum().array > 0, add, lambda row: row, row), "layers")(x)
+
+    mesh = tr.make_mesh(jax.devices()[:2], model=2)
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(MeshError, match=r"a cond whose branches .* use where\(...\) instead of cond"),
+    ):
+        slices(tr.named(jax.device_put(x, jax.NamedSharding(mesh, jax.P("model"))), "layers mlp"))

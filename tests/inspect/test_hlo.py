@@ -13,6 +13,7 @@ from trellis.inspect import collectives, compiled_memory, flops, products, sched
 from trellis.inspect.hlo import parse_program, replica_groups
 from trellis.mesh.topology import slice_devices
 from trellis.program.said import loop_turns
+from trellis.program.scopes import sometimes
 
 MESH = AbstractMesh((4, 2), ("data", "model"))
 COLUMNS = [(0, 2, 4, 6), (1, 3, 5, 7)]  # along the first of two axes
@@ -160,6 +161,19 @@ def test_products_in_a_loop_count_as_often_as_it_runs():
     (product,) = products(program)
     assert product.times == 5
     assert product.source.startswith("test_hlo.py:")
+
+
+def test_a_branch_counts_as_often_as_its_scope_says():
+    """Of eight turns of a loop two take the product, which the compiled program does not know."""
+
+    def layers(x, w):
+        def body(x, turn):
+            with sometimes(2, 8):
+                return lax.cond(turn % 4 == 3, lambda: jnp.tanh(x @ w), lambda: x), None
+
+        return lax.scan(body, x, jnp.arange(8))[0]
+
+    assert flops(compiled(layers, (64, 64), (64, 64))) == 2 * 2 * 64**3
 
 
 def test_loops_over_experts_rows_run_as_often_as_the_load_says():

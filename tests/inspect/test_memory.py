@@ -159,6 +159,19 @@ def test_both_passes_inside_a_loop_over_microbatches():
     assert found.largest().num_bytes == LAYERS * BATCH * MLP * 4  # of one microbatch
 
 
+def test_what_loops_within_loops_carry_is_there_once():
+    """A store that each turn writes rows of, as the stages of a pipeline do with what they keep."""
+
+    def fill(x):
+        put = lambda store, at: (lax.dynamic_update_index_in_dim(store, jnp.sin(x + store[0]), at, 0), None)
+        turn = lambda store, t: (lax.scan(put, store, 4 * t + jnp.arange(4))[0], None)
+        return lax.scan(turn, jnp.zeros((16, *x.shape)), jnp.arange(4))[0].sum()
+
+    found = memory(fill, jnp.ones((64, 64)))
+    store = 16 * 64 * 64 * 4
+    assert store <= found.peak < 1.5 * store and store <= found.total < 1.5 * store
+
+
 def test_results_take_donated_memory_or_their_own():
     double = lambda x: (x * 2, jnp.sum(x))
     x = jnp.ones((64, 64))

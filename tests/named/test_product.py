@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trellis.mesh.meshes import make_mesh
-from trellis.named.backend import product
+from trellis.named.backend import loop_over, product
 
 # Shapes and the summed dimensions: one or several, in either order, with the narrower operand on either side.
 CASES = [
@@ -102,3 +102,29 @@ def test_the_cotangent_is_settled_once_on_a_cpu():
     assert text.count("optimization_barrier") == 2
     batched = str(jax.make_jaxpr(jax.grad(lambda w: product(w, w, (((1,), (1,)), ((0,), (0,)))).sum()))(w))
     assert "optimization_barrier" not in batched
+
+
+def test_a_weight_gradient_is_no_product_over_the_first_dimension_of_its_left_operand():
+    """Which XLA's CPU compiler would make again of a product that is transposed, for the slow path."""
+    x, w = jnp.ones((64, 48)), jnp.ones((48, 16))
+    numbers = (((1,), (0,)), ((), ()))
+    text = jax.jit(jax.grad(lambda w: jnp.sum(jnp.tanh(product(x, w, numbers))))).lower(w).compile().as_text()
+    assert "f32[16,48]" in text and "lhs_contracting_dims={0}" not in text
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_loop_over_parts_is_a_scan_and_nothing_in_it_slices_parts_but_what_comes_next(count):
+    parts = jnp.arange(count), jax.random.normal(jax.random.key(0), (count, 3, 8))
+
+    def body(carry, part):
+        number, rows = part
+        weights = jnp.exp(carry["total"] * 0 + rows[:, :, None] - rows[:, None, :])
+        return {"total": carry["total"] + weights.mean(), "last": number}, weights.sum()
+
+    start = {"total": jnp.float32(0), "last": jnp.int32(-1)}
+    run = jax.jit(lambda parts: loop_over(body, start, parts))
+    wanted = jax.lax.scan(body, start, parts)
+    for seen, expected in zip(jax.tree.leaves(run(parts)), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(seen, expected, rtol=1e-6)
+    exponentials = [c for c in run.lower(parts).compile().as_text().split("\n\n") if " exponential(" in c]
+    assert exponentials and not any("dynamic-slice(" in computation for computation in exponentials)

@@ -35,6 +35,7 @@ def test_changes_keep_less_then_cut_the_batch():
     words = [options for options, _ in changes(run(remat__policy="dots", batch_size="8"))]
     assert words == [
         "--remat.policy saved",
+        "--remat.policy saved --remat.names query,key,value,attention,mlp_up",
         "--remat.policy saved --remat.names query,key,value,attention",
         "--remat.policy saved --remat.names attention",
         "--remat.policy full",

@@ -1,6 +1,6 @@
 """The text of a compiled program (`compiled.as_text()`), read into computations, instructions and how often each runs.
 
-Reads what XLA prints for CPU, GPU and TPU. It is a reader of one text format and knows no JAX.
+Reads what XLA prints for CPU, GPU and TPU. It is a reader of one text format.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from trellis.program.said import turns_in
+from trellis.program.scopes import share_of_turns
 
 _ITEM_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "bf16": 16}
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
@@ -215,8 +216,9 @@ class Program:
         """Every instruction with how often it runs and the computation it stands in.
 
         Loop bodies are multiplied out (a loop whose count is not known counts once); of a conditional's branches each
-        counts once. Computations that only say how to combine two elements (`to_apply` of a reduction) are not
-        entered, nor those of fusions where `fusions` is false.
+        counts as often as its scope says that the costly one runs (`trellis.program.scopes.sometimes`), or every time.
+        Computations that only say how to combine two elements (`to_apply` of a reduction) are not entered, nor those of
+        fusions where `fusions` is false.
 
         Args:
             fusions: whether to enter fusions.
@@ -238,6 +240,9 @@ class Program:
                 if instruction.op == "while":
                     turns = self.trip_count(instruction, load)
                     inner = times * (1 if turns is None else turns)
+                elif instruction.op == "conditional":
+                    runs, of = share_of_turns(instruction.quoted("op_name") or "")
+                    inner = times * runs // of
                 for called in names if inner else ():
                     yield from self._walk(called, inner, fusions, load)
 

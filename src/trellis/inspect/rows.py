@@ -100,7 +100,8 @@ class Ledger:
         """Bytes one device sends over each mesh axis.
 
         A joint gather or reduction over `data,model` moves as many bytes as one over each axis after the other, and
-        is split so; a joint all-to-all or permute is not, and has an entry of its own, `data,model`.
+        is split so; a joint all-to-all or permute is not, and has an entry of its own, `data,model`, in the mesh's
+        order.
         """
         sums: collections.Counter[str] = collections.Counter()
         for row in self.rows:
@@ -116,9 +117,11 @@ class Ledger:
         >>> Ledger((row,), {"x": 4, "y": 2}).split(row)
         [('y', 100), ('x', 600)]
         """
-        if len(row.axes) == 1 or row.kind in ("all-to-all", "permute") or not set(row.axes) <= set(self.mesh):
+        if len(row.axes) == 1 or not set(row.axes) <= set(self.mesh):
             return [(row.axis, row.wire)]
         order = list(self.mesh)
+        if row.kind in ("all-to-all", "permute"):
+            return [(",".join(sorted(row.axes, key=order.index)), row.wire)]
         size = math.prod(self.mesh[axis] for axis in row.axes)
         held, parts = 1, []
         for axis in sorted(row.axes, key=order.index, reverse=True):

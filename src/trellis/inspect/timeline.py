@@ -53,12 +53,14 @@ class _Held:
         pinned: whether it stays to the end.
         uses: by how many values and chains it is kept alive.
         lazy: whether its reader makes it, although it would be written as a rule.
+        around: whether it is a loop's carry, seen within: its memory is counted around the loop.
     """
 
-    __slots__ = ("buffer", "made_of", "uses", "pinned", "lazy")
+    __slots__ = ("buffer", "made_of", "uses", "pinned", "lazy", "around")
 
     def __init__(self, buffer: _Room | None, made_of: "tuple[_Held, ...]" = (), pinned: bool = False):
         self.buffer, self.made_of, self.pinned, self.uses, self.lazy = buffer, made_of, pinned, 0, False
+        self.around = False
 
     def leaves(self) -> "list[_Held]":
         """What a chain that is not there yet is made of."""
@@ -302,6 +304,8 @@ class _Walk:
         inner = _Walk(body, self.weights, self.held)
         for value in body.inputs:  # carries are counted here; constants and slices of stacks are read in place
             inner.enter(value, _Held(None, pinned=True))
+        for value, _ in entering[first : first + carried]:
+            inner.of(value).around = True
         inner.run()
         self.kept += inner.kept
         where, around = inner.where or operation.source, {held.buffer for held in self.live.values()}
@@ -313,7 +317,7 @@ class _Walk:
             self.mark(inner.peak, inner.at_peak, where)
         for value, held in zip(operation.results[:carried], carries):
             self.values[value] = held
-            held.pinned, held.uses = False, 1
+            held.pinned, held.uses = held.around, 1
 
     def carry(self, operation: Operation, inner: Value, outer: Value, last: Value) -> _Held:
         """A loop's carry, in the place of its first value where that ends here.
@@ -329,6 +333,8 @@ class _Walk:
         if "backward" in passes and last.maker.direction == "update":  # the sum over microbatches
             held.buffer = dataclasses.replace(held.buffer, kind="gradients")
         old = self.of(outer) if outer.literal is None else None
+        if old is not None and old.around and old.uses <= 1:  # a loop in a loop, which carries what that carries
+            return old
         if old is not None and old.buffer is not None and old.uses <= 1 and not old.pinned:
             held.buffer = dataclasses.replace(held.buffer, kind=old.buffer.kind)
             if self.live.pop(id(old), None):

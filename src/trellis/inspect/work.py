@@ -29,7 +29,7 @@ FREE = {
 }  # fmt: skip
 # Operations that write a part of their first operand, and which operand they write there.
 UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
-PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general")
+PRODUCTS = ("dot_general", "scaled_matmul_wrapper", "ragged_dot", "ragged_dot_general")
 # Pieces of which libtpu's schedule has no estimate: they are kernels.
 UNSCHEDULED = ("attention", "kernel", "grouped")
 
@@ -132,15 +132,17 @@ def _product(operation: Operation, load: float) -> Piece:
         inner = math.prod(min(a[i], b[j]) for i, j in zip(contract_a, contract_b))
         rows = math.prod(n for i, n in enumerate(a) if i not in (*contract_a, *batch_a))
         columns = math.prod(n for i, n in enumerate(b) if i not in (*contract_b, *batch_b))
+    elif operation.name == "scaled_matmul_wrapper":
+        (batch, rows, inner), columns = a, b[1]
     else:  # of each group of rows with its own matrix; kernels pass over rows that nobody filled
         share = share_filled(operation, load)
         batch, rows, inner, columns = 1, round(a[0] * share), a[-1], b[-1]
     return _piece(
         operation,
-        "product" if operation.name == "dot_general" else "grouped",
+        "grouped" if operation.name.startswith("ragged") else "product",
         f"{_show(left)} . {_show(right)}",
         flops=2.0 * batch * rows * inner * columns,
-        num_bytes=share * (left.num_bytes + out.num_bytes) + right.num_bytes,
+        num_bytes=sum(v.num_bytes for v in (*operation.operands, out)) - (1 - share) * (left.num_bytes + out.num_bytes),
         dims=(rows, inner, columns),
         dtype=str(left.aval.dtype),
     )
@@ -207,8 +209,7 @@ def _group(group: list[Operation], outputs: set[Value]) -> Iterator[Piece]:
     for operation in group:
         name = operation.name
         if not _free(operation):
-            large = max([value.num_elements for value in (*operation.operands, *operation.results)], default=0)
-            cost = COSTS[name] * large
+            cost = COSTS[name] * _elements(operation)
             vector += cost
             if (operation.source or not heaviest.source) and cost > most:
                 heaviest, most = operation, cost
@@ -235,6 +236,16 @@ def _group(group: list[Operation], outputs: set[Value]) -> Iterator[Piece]:
     what = f"{len(group)} fused, {_show(heaviest.results[0])}"
     first = min(operation.number for operation in group)
     yield _piece(heaviest, "elementwise", what, vector=vector, num_bytes=reads + writes, number=first)
+
+
+def _elements(operation: Operation) -> int:
+    """How many elements an operation computes: of a part that is picked or written, no more than that."""
+    values = (*operation.operands, *operation.results)
+    if operation.name in ("gather", "dynamic_slice"):
+        values = operation.results
+    elif operation.name in UPDATES:
+        values = operation.operands[UPDATES[operation.name] :][:1]
+    return max([value.num_elements for value in values], default=0)
 
 
 def _free(operation: Operation) -> bool:

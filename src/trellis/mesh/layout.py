@@ -82,7 +82,7 @@ class Layout:
             its stages; None: the most that divide it, at most 4 a stage.
         pipeline_groups: how many groups of layers each stage has in a training step, so that a part of the batch goes
             around the stages as often.
-        mapped: mesh axes that the program is mapped over (see `without`).
+        mapped: the mesh axes that the program is mapped over (see `without`), those of each map.
         cut: names of which the program sees a part, such as the batch within
             a pipeline: nothing may be computed along them.
 
@@ -101,7 +101,7 @@ class Layout:
     pipeline_microbatches: int | None = dataclasses.field(default=None, kw_only=True)
     pipeline_groups: int = dataclasses.field(default=1, kw_only=True)
     dealt: Axes = dataclasses.field(default=(), kw_only=True)
-    mapped: Axes = dataclasses.field(default=(), kw_only=True)
+    mapped: tuple[Axes, ...] = dataclasses.field(default=(), kw_only=True)
     cut: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
 
     def __post_init__(self):
@@ -166,7 +166,7 @@ class Layout:
             params=drop(self.params),
             compute=drop(self.compute),
             overlap=tuple(n for n in self.overlap if not set(dict(self.compute)[n]) & set(axes)),
-            mapped=(*self.mapped, *axes),
+            mapped=(*self.mapped, axes) if axes else self.mapped,
         )
 
     def with_dealt(self, axes: Sequence[str]) -> "Layout":

@@ -12,12 +12,21 @@ def platform_of(x: jax.Array) -> str:
     A mesh says it, also one of devices that are not here (ahead-of-time compilation); without a mesh it is JAX's
     default backend.
     """
+    platform = getattr(_device(x), "platform", None) or jax.default_backend()
+    return {"gpu": "cuda"}.get(platform, platform)
+
+
+def device_kind_of(x: jax.Array) -> str:
+    """What their makers call the devices that a value being traced will live on, as in "NVIDIA B200"."""
+    return getattr(_device(x), "device_kind", None) or jax.devices()[0].device_kind
+
+
+def _device(x: jax.Array) -> Any:
+    """What is known of the devices of a value's mesh, or of the mesh in force; None without one."""
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty:
         mesh = jax.sharding.get_abstract_mesh()
-    device = None if mesh.empty else mesh.abstract_device
-    platform = getattr(device, "platform", None) or jax.default_backend()
-    return {"gpu": "cuda"}.get(platform, platform)
+    return None if mesh.empty else mesh.abstract_device
 
 
 def unrolls_loops(x: Any) -> bool:

@@ -10,6 +10,7 @@ Scales are rounded up, so that no number is clipped (Mishra et al., 2025, arXiv:
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -24,26 +25,22 @@ BLOCK = 32
 _ELEMENT, _SCALE = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=["dim"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blocks:
     """An array in blocks.
 
     Attributes:
         values: the numbers in eight bits, in the array's shape.
-        scales: a power of two for each block; along `dim` as many as there are blocks.
-        dim: the dimension along which blocks lie.
+        scales: a power of two for each block; along dimensions with blocks as many as there are of them.
     """
 
     values: Any
     scales: Any
-    dim: int
 
     def opened(self, dtype=jnp.float32) -> Any:
         """The array that it stands for."""
-        values, scales = (x.array if is_named(x) else x for x in (self.values, self.scales))
-        wide = _cut(values, self.dim, values.shape[self.dim] // scales.shape[self.dim]).astype(jnp.float32)
-        array = _whole(wide * jnp.expand_dims(scales.astype(jnp.float32), self.dim + 1), self.dim).astype(dtype)
+        array = opened(*(x.array if is_named(x) else x for x in (self.values, self.scales)), dtype)
         return self.values.with_array(array) if is_named(self.values) else array
 
 
@@ -54,6 +51,16 @@ def block_of(length: int) -> int:
     (32, 24, 20)
     """
     return max(n for n in range(1, min(BLOCK, length) + 1) if length % n == 0)
+
+
+def cut_by(array: jax.Array, dim: int) -> int:
+    """How many slices a dimension has where they would cut blocks; 0 where blocks are whole."""
+    state = state_of(array)
+    if state.mode != "explicit":
+        return 0
+    sizes = jax.typeof(array).sharding.mesh.shape
+    ways = math.prod(sizes[axis] for axis in state.axes[dim])
+    return ways if array.shape[dim] // block_of(array.shape[dim]) % ways else 0
 
 
 def in_blocks(x: Any, dim: int, *, key: jax.Array | None = None, squares: bool = False) -> Blocks:
@@ -69,19 +76,37 @@ def in_blocks(x: Any, dim: int, *, key: jax.Array | None = None, squares: bool =
             another array, other bits are drawn: a compiler draws once for both.
     """
     array = x.array if is_named(x) else x
-    block = block_of(array.shape[dim])
-    wide = _cut(array.astype(jnp.float32), dim, block)
+    values, scales = blocked(array, (dim,), key=key, squares=squares)
+    return (
+        Blocks(x.with_array(values), named_scales(scales, x.names, (dim,))) if is_named(x) else Blocks(values, scales)
+    )
+
+
+def named_scales(scales: jax.Array, names: tuple[str, ...], dims: tuple[int, ...]) -> NamedArray:
+    """Scales by name: `mlp_block` where blocks lie along `mlp`."""
+    return NamedArray(scales, tuple(f"{n}_block" if i in dims else n for i, n in enumerate(names)))
+
+
+def blocked(
+    array: jax.Array, dims: tuple[int, ...], *, key: jax.Array | None = None, squares: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """A plain array in blocks along dimensions, all of whose numbers share a scale: the values and the scales."""
+    wide = _cut(array.astype(jnp.float32), {dim: block_of(array.shape[dim]) for dim in dims})
+    within = tuple(dim + n + 1 for n, dim in enumerate(sorted(dims)))
     wide = jnp.sqrt(wide) if squares else wide
-    scales = _power_of_two(jnp.max(jnp.abs(wide), axis=dim + 1, keepdims=True))
+    scales = _power_of_two(jnp.max(jnp.abs(wide), axis=within, keepdims=True))
     scaled = jnp.clip(wide / scales, -_limit(), _limit())
     if key is not None:
         scaled = _at_random(scaled, key, squares)
-    values = _whole(scaled.astype(_ELEMENT), dim)
-    scales = jnp.squeeze(scales, dim + 1).astype(_SCALE)
-    if not is_named(x):
-        return Blocks(values, scales, dim)
-    names = (*x.names[:dim], f"{x.names[dim]}_block", *x.names[dim + 1 :])
-    return Blocks(x.with_array(values), NamedArray(scales, names), dim)
+    return _whole(scaled.astype(_ELEMENT), within), jnp.squeeze(scales, within).astype(_SCALE)
+
+
+def opened(values: jax.Array, scales: jax.Array, dtype=jnp.float32) -> jax.Array:
+    """The plain array that values and scales stand for."""
+    blocks = {d: n // m for d, (n, m) in enumerate(zip(values.shape, scales.shape, strict=True)) if n != m}
+    within = tuple(dim + n + 1 for n, dim in enumerate(blocks))
+    wide = _cut(values, blocks).astype(jnp.float32) * jnp.expand_dims(scales.astype(jnp.float32), within)
+    return _whole(wide, within).astype(dtype)
 
 
 def _limit() -> float:
@@ -125,16 +150,20 @@ def _at_random(scaled: jax.Array, key: jax.Array, squares: bool) -> jax.Array:
     return jnp.copysign(jnp.where(jnp.isfinite(size), rounded, size), scaled)
 
 
-def _cut(array: jax.Array, dim: int, block: int) -> jax.Array:
-    """A dimension as two: blocks, and places in a block. Slices stay with the blocks."""
-    shape = (*array.shape[:dim], array.shape[dim] // block, block, *array.shape[dim + 1 :])
-    return _reshaped(array, shape, lambda axes: (*axes[: dim + 1], (), *axes[dim + 1 :]))
+def _cut(array: jax.Array, blocks: dict[int, int]) -> jax.Array:
+    """Dimensions as two each: blocks, and places in a block. Slices stay with the blocks."""
+    for dim in sorted(blocks, reverse=True):
+        shape = (*array.shape[:dim], array.shape[dim] // blocks[dim], blocks[dim], *array.shape[dim + 1 :])
+        array = _reshaped(array, shape, lambda axes, d=dim: (*axes[: d + 1], (), *axes[d + 1 :]))
+    return array
 
 
-def _whole(array: jax.Array, dim: int) -> jax.Array:
-    """Undoes `_cut`."""
-    shape = (*array.shape[:dim], array.shape[dim] * array.shape[dim + 1], *array.shape[dim + 2 :])
-    return _reshaped(array, shape, lambda axes: (*axes[: dim + 1], *axes[dim + 2 :]))
+def _whole(array: jax.Array, within: tuple[int, ...]) -> jax.Array:
+    """Undoes `_cut`: merges dimensions of places with the blocks before them."""
+    for dim in sorted(within, reverse=True):
+        shape = (*array.shape[: dim - 1], array.shape[dim - 1] * array.shape[dim], *array.shape[dim + 1 :])
+        array = _reshaped(array, shape, lambda axes, d=dim: (*axes[:d], *axes[d + 1 :]))
+    return array
 
 
 def _reshaped(array: jax.Array, shape: tuple[int, ...], to) -> jax.Array:

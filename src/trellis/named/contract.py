@@ -10,7 +10,7 @@ from trellis.named.narrow import Narrow, marked
 from trellis.named.operand import check_sizes, on_one_mesh, operand, types_of
 from trellis.named.overlap import overlapped
 from trellis.named.pair import Pair, free
-from trellis.named.placing import bring_to_product, missing_axes
+from trellis.named.placing import missing_axes, outside
 from trellis.named.placing import settle as settle_to_layout
 from trellis.named.reduce import sum as sum_over
 from trellis.named.reshape import transpose
@@ -133,7 +133,7 @@ def dot_each(
     results: dict[int, NamedArray] = {}
     for group in _alike(x, pairs):
         found = _overlapped(x, [pairs[i] for i in group], settle)
-        moved = bring_to_product(x, pairs[group[0]].where) if found is None else x
+        moved = pairs[group[0]].bring(x) if found is None else x
         narrow = {pairs[i].kind: pairs[i] for i in group if pairs[i].kind}
         narrow = {kind: pair.narrow(x) for kind, pair in narrow.items()}
         for n, i in enumerate(group):
@@ -147,7 +147,7 @@ def _alike(x: NamedArray, pairs: list[Pair]) -> list[list[int]]:
     groups: dict = {}
     for i, pair in enumerate(pairs):
         where = pair.where
-        key = None if where is None else (tuple(where[n] for n in x.names), missing_axes(x, where))
+        key = None if where is None else (tuple(where[n] for n in x.names), missing_axes(x, where), outside(pair.y))
         groups.setdefault(key, []).append(i)
     return list(groups.values())
 
@@ -224,7 +224,7 @@ def _products(arrays: list[NamedArray], out: Words, what: str, dtype, settle: bo
         pair = Pair(left, right, tuple(n for n in shared if n not in needed), order, dtype, kind)
         settled = settle or not last
         ringed = _overlapped(left, [pair], settled)
-        result = pair.multiply(bring_to_product(left, pair.where)) if ringed is None else ringed[0]
+        result = pair.multiply(pair.bring(left)) if ringed is None else ringed[0]
         result = settle_to_layout(result) if settled else result
     return result
 

@@ -6,7 +6,9 @@ products. A scale is current: the largest element of the whole array, over all d
 the type, so the result does not depend on the mesh.
 
 fp8 takes e4m3 forward and e5m2 for gradients (Micikevicius et al., 2022, arXiv:2209.05433); int8 takes symmetric whole
-numbers from -127 to 127 for all three (as in AQT and Jetfire: Xi et al., 2024, arXiv:2403.12422).
+numbers from -127 to 127 for all three (as in AQT and Jetfire: Xi et al., 2024, arXiv:2403.12422). mxfp8 takes e4m3 for
+all three, with a scale for each tile of 32 by 32 numbers (`trellis.named.blocks`), so that one rounding serves the
+products over either side of a tile.
 """
 
 import dataclasses
@@ -21,10 +23,12 @@ from trellis.mesh.linear import linear
 from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
+from trellis.named.blocks import block_of, blocked, cut_by, opened
+from trellis.named.scaled import scaled_product
 from trellis.notation import spec_of, typeof
 from trellis.notation.state import sharding_on, state_of
 
-Kind = Literal["fp8", "int8"]
+Kind = Literal["fp8", "int8", "mxfp8"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,11 +36,13 @@ class _Types:
     forward: Any
     gradient: Any
     wide: Any
+    in_blocks: bool = False
 
 
 TYPES = {
     "fp8": _Types(jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32),
     "int8": _Types(jnp.int8, jnp.int8, jnp.int32),
+    "mxfp8": _Types(jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float32, in_blocks=True),
 }
 
 
@@ -55,7 +61,7 @@ class Narrow:
 
     Attributes:
         weight: a named array of floats.
-        kind: "fp8" or "int8".
+        kind: "fp8", "int8" or "mxfp8".
     """
 
     weight: NamedArray
@@ -82,7 +88,7 @@ def marked(operands: tuple, what: str) -> tuple[tuple[NamedArray, ...], Kind | N
     plain = tuple(x.weight if isinstance(x, Narrow) else x for x in operands)
     if unknown := [kind for kind in kinds if kind not in TYPES]:
         raise NamesError(
-            f"a narrow product is in {' or '.join(TYPES)}, got '{unknown[0]}', in {what}: write one of these"
+            f"a narrow product is in {', '.join(TYPES)}, got '{unknown[0]}', in {what}: write one of these"
         )
     if wrong := [x for x in plain if hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jnp.floating)]:
         raise NamesError(f"a narrow product is one of floats, got {typeof(wrong[0])}, in {what}: cast it, with .astype")
@@ -94,16 +100,36 @@ def marked(operands: tuple, what: str) -> tuple[tuple[NamedArray, ...], Kind | N
     return plain, kinds.pop()
 
 
-def rounded(array, dtype) -> tuple[jax.Array, jax.Array]:
-    """A plain array in a narrow type, and the scale that it is to be multiplied by, float32.
+def rounded(array, kind: Kind, dims: tuple[int, ...], *, gradient: bool = False) -> tuple[jax.Array, jax.Array]:
+    """A plain array in narrow numbers, and the scale or scales that they are to be multiplied by.
 
-    The array's gradient does not come through here. The type's largest number stands for the array's largest; an array
-    with an element that is not finite has a scale that is not, and so has what is made of it.
+    The array's gradient does not come through here. The type's largest number stands for the largest of an array or a
+    tile; one with an element that is not finite has a scale that is not, and so has what is made of it.
+
+    Args:
+        array: what is rounded.
+        kind: to which numbers.
+        dims: the dimensions along which tiles lie, where a kind has them.
+        gradient: whether it is a gradient.
+
+    Raises:
+        NamesError: slices would cut tiles.
     """
     fixed = lax.stop_gradient(array)
     state = state_of(fixed)
     if state.copied:
         fixed = place(fixed, state.axes)
+    types = TYPES[kind]
+    if types.in_blocks:
+        if cut := [dim for dim in dims if cut_by(fixed, dim)]:
+            raise NamesError(
+                f"numbers that share a scale lie on one device, got {cut_by(fixed, cut[0])} slices of dimension "
+                f"{cut[0]} of {typeof(fixed)}, in tiles of {block_of(fixed.shape[cut[0]])}, in a product in {kind}: "
+                "slice it over fewer devices, or use fp8"
+            )
+        values, scales = blocked(fixed, dims)
+        return values, _once(scales, array)
+    dtype = types.gradient if gradient else types.forward
     whole = jnp.issubdtype(dtype, jnp.integer)
     limit = 127.0 if whole else float(jnp.finfo(dtype).max)
     wide = fixed.astype(jnp.float32)
@@ -192,11 +218,19 @@ def _derivative(static: _Static, primals, tangents):
 
     def gradients(fixed, gradient):
         qx, sx, qy, sy = fixed
-        q, s = rounded(gradient, TYPES[static.kind].gradient)
+        q, s = rounded(gradient, static.kind, _innermost(static), gradient=True)
         s = _not_again(s, gradient)
         return _gradient(static, 0, q, s, qy, sy), _gradient(static, 1, q, s, qx, sx)
 
     return out, linear(change, gradients)(fixed, (tangents[0], tangents[1]))
+
+
+def _innermost(static: _Static) -> tuple[int, ...]:
+    """Of a product's result, the last dimension that comes from either factor."""
+    summed, batch = static.numbers
+    free = [len(state.axes) - len(s) - len(b) for state, s, b in zip(static.states, summed, batch, strict=True)]
+    ends = (len(batch[0]) + free[0], len(batch[0]) + free[0] + free[1])
+    return tuple(end - 1 for end, count in zip(ends, free, strict=True) if count)
 
 
 def _gradient(static: _Static, which: int, q, s, other, scale) -> jax.Array:
@@ -221,6 +255,8 @@ def _gradient(static: _Static, which: int, q, s, other, scale) -> jax.Array:
 
 def _scaled(a, sa, b, sb, numbers, kind: Kind, dtype, spec) -> jax.Array:
     """The product of two narrow arrays, times their scales; partial sums are scaled before they are summed."""
+    if TYPES[kind].in_blocks:
+        return scaled_product(a, sa, b, sb, numbers, dtype=dtype, spec=spec)
     wide = _plain(a, b, numbers=numbers, dtype=TYPES[kind].wide, spec=spec)
     scale = sa * sb
     state = state_of(wide)
@@ -236,4 +272,6 @@ def _plain(a, b, *, numbers, dtype, spec) -> jax.Array:
 
 def _opened(q, scale, like) -> jax.Array:
     """A narrow array as the number that it stands for."""
+    if scale.ndim:
+        return opened(q, scale, like.dtype)
     return (q.astype(jnp.float32) * scale).astype(like.dtype)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from trellis.mesh.manual.ops import mark_pending
 from trellis.named import backend
 from trellis.named.array import NamedArray
-from trellis.named.narrow import TYPES, Kind, product, rounded
+from trellis.named.blocks import named_scales
+from trellis.named.narrow import Kind, product, rounded
 from trellis.named.operand import refuse_cut
 from trellis.named.placing import Assignment, assign, bring_to_product, move, settle
 from trellis.notation import Dim, Shape, spec_of
@@ -31,6 +32,10 @@ class Pair:
         self.x, self.y, self.summed, self.out, self.dtype, self.kind = x, y, summed, out, dtype, kind
         self.where: Assignment | None = assign([x, y], tuple(dict.fromkeys((*x.names, *y.names))))
 
+    def bring(self, x: NamedArray) -> NamedArray:
+        """The first factor, moved to where the product wants it."""
+        return bring_to_product(x, self.where, self.y)
+
     def multiply(self, x: NamedArray, narrow_x=None) -> NamedArray:
         """The product of the moved `x`, by `dot_general`, with partial sums over the mesh axes of summed names.
 
@@ -38,7 +43,7 @@ class Pair:
             x: the first factor, moved.
             narrow_x: of a narrow product, what `narrow` makes of the first factor, where several products have it.
         """
-        y, where = bring_to_product(self.y, self.where), self.where
+        y, where = bring_to_product(self.y, self.where, self.x), self.where
         narrow = [narrow_x or self.narrow(self.x), self.narrow(self.y)] if self.kind else []
         shared = [n for n in x.names if n in y.names]
         batch = [n for n in shared if n not in self.summed]
@@ -64,11 +69,16 @@ class Pair:
         return settle(result) if mode == "auto" else result
 
     def narrow(self, x: NamedArray) -> tuple:
-        """A factor in narrow numbers, rounded where it is and then moved, and its scale."""
-        array, scale = rounded(x.array, TYPES[self.kind].forward)
+        """A factor in narrow numbers, rounded where it is and then moved, and its scale or scales."""
+        kept = [n for n in x.names if n not in self.summed]
+        dims = tuple(sorted(x.index(group[-1]) for group in (self.summed, kept) if group))
+        array, scales = rounded(x.array, self.kind, dims)
         if self.where is None:
-            return array, scale
-        return move(NamedArray(array, x.names), tuple(self.where[n] for n in x.names), frozenset()).array, scale
+            return array, scales
+        axes = tuple(self.where[n] for n in x.names)
+        if scales.ndim:
+            scales = move(named_scales(scales, x.names, dims), axes, frozenset()).array
+        return move(NamedArray(array, x.names), axes, frozenset()).array, scales
 
 
 def free(x: NamedArray, shared) -> list[str]:

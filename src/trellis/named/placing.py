@@ -84,10 +84,36 @@ def bring(x: NamedArray, where: Assignment | None) -> NamedArray:
     return move(x, tuple(where[name] for name in x.names), missing_axes(x, where))
 
 
-def bring_to_product(x: NamedArray, where: Assignment | None) -> NamedArray:
+def outside(x: NamedArray) -> frozenset[str]:
+    """Inside a mapped program, the mapped mesh axes that slice an array: those of a parameter from outside of it."""
+    layout, state = current_layout(), state_of(x.array)
+    if layout is None or state.mode != "explicit":
+        return frozenset()
+    return frozenset(a for mine in state.axes for a in mine).intersection(a for group in layout.mapped for a in group)
+
+
+def mapped_name(axes: tuple[str, ...]) -> str:
+    """What `vmap` calls the dimension whose positions are the devices along these mesh axes."""
+    return f"mapped over {'/'.join(axes)}"
+
+
+def _on_each_device(x: NamedArray, axes: frozenset[str]) -> NamedArray:
+    """The same values, as a value that is mapped over these mesh axes, whatever they come from."""
+    for group in current_layout().mapped:
+        if axes.intersection(group):
+            device = jax.reshard(jax.lax.axis_index(mapped_name(group)), spec_of(()))
+            x = x.with_array(x.array - (0 * device).astype(x.dtype))  # the compiler drops the zero
+    return x
+
+
+def bring_to_product(x: NamedArray, where: Assignment | None, other: NamedArray) -> NamedArray:
     """An operand as a product wants it: also, inside a mapped program, of a parameter from outside of it.
 
-    Such a parameter is whole to the program. Over the mapped mesh axes that slice it at rest it is held as copies.
+    Such a parameter is whole to the program. Over the mapped mesh axes that slice it at rest it is held as copies, for
+    a product with what each device has of its own. With another such parameter it is just gathered.
+
+    Args:
+        other: the other operand, where it came from.
     """
     if where is None:
         return x
@@ -98,9 +124,11 @@ def bring_to_product(x: NamedArray, where: Assignment | None) -> NamedArray:
             f"{', '.join(a for n in x.names for a in where[n])}, while no layout is in force: "
             "call it inside `with layout:`, which puts it there"
         )
-    held = {a for mine in state_of(x.array).axes for a in mine}
-    outside = held.intersection(layout.mapped) if layout is not None else frozenset()
-    return move(x, tuple(where[name] for name in x.names), missing_axes(x, where) | outside)
+    mine, theirs = outside(x), outside(other)
+    if theirs and not mine:
+        x = _on_each_device(x, theirs)
+    copied = frozenset() if theirs else mine
+    return move(x, tuple(where[name] for name in x.names), missing_axes(x, where) | copied)
 
 
 def move(x: NamedArray, axes, copied: frozenset[str]) -> NamedArray:

@@ -21,6 +21,7 @@ from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import Name, NamesError, name_of
 from trellis.named.mapped import Mapped, entered, front, inside, is_mapped, length_of, named_leaves, restore
 from trellis.named.operand import types_of
+from trellis.named.placing import mapped_name
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of, sharding_on, state_of
 from trellis.notation.struct import check_divides
@@ -64,12 +65,12 @@ def vmap(fn: Callable, axis: Name) -> Callable:
     return mapped
 
 
-def map_as_it_is(fn: Callable, name: str) -> Callable:
-    """`vmap` over a name as the arrays are, for programs that say themselves how devices share it."""
+def map_as_it_is(fn: Callable, name: str, axes: Axes) -> Callable:
+    """`vmap` over a name as the arrays are, for programs that say themselves how devices share it: over mesh axes."""
 
     def mapped(*args):
         tree = (args, {})
-        return restore(_plainly(fn, front(tree, name), length_of(tree, name, "vmap")), name, "vmap")
+        return restore(_plainly(fn, front(tree, name), length_of(tree, name, "vmap"), axes), name, "vmap")
 
     return mapped
 
@@ -87,8 +88,9 @@ def _in_manual(fn: Callable, name: str, length: int, tree):
     return restore(_plainly(fn, front(tree, name), length), name, "vmap", axes)
 
 
-def _plainly(fn: Callable, tree, length: int):
-    """The mapped function on a marked tree, over the leading dimension of what is marked."""
+def _plainly(fn: Callable, tree, length: int, over: Axes = ()):
+    """The mapped function on a marked tree, over the leading dimension of what is marked: devices along mesh axes."""
+    axis_name = mapped_name(over) if over else None
     in_axes = jax.tree.map(lambda x: 0 if is_mapped(x) else None, tree, is_leaf=is_mapped)
 
     def call(tree, _=None):
@@ -97,14 +99,27 @@ def _plainly(fn: Callable, tree, length: int):
 
     try:
         if any(axis == 0 for axis in jax.tree.leaves(in_axes)):
-            return jax.vmap(call, in_axes=(in_axes,), axis_size=length)(tree)
-        return jax.vmap(call, in_axes=(in_axes, 0))(tree, jnp.zeros(length, jnp.int8))  # an axis that no argument has
+            return jax.vmap(call, in_axes=(in_axes,), axis_size=length, axis_name=axis_name)(tree)
+        counted = jnp.zeros(length, jnp.int8)  # an axis that no argument has
+        return jax.vmap(call, in_axes=(in_axes, 0), axis_name=axis_name)(tree, counted)
     except Exception as error:
         if "Mapped away dimension" in str(error):
             seen = str(error).split(": ")[-1]
             raise MeshError(
                 f"vmap goes over a dimension that its arrays have sliced alike, got {seen} of one "
                 "mapped array and another: call it while their layout is in force, or place one with shard(x, {...})"
+            ) from error
+        if "pvary is a invariant->variant" in str(error):  # so it is in JAX 0.10.2 to 0.12.0
+            raise MeshError(
+                "in manual mode JAX maps a cond whose branches read what is mapped, got a branch that reads an array "
+                "which devices hold alike, in vmap: use where(...) instead of cond, or make the array an argument of "
+                "the mapped function"
+            ) from error
+        if "partitions cannot overlap" in str(error):  # without a layout, which would have it whole in here
+            raise MeshError(
+                "a mapped function reads arrays that are whole along the mesh axes it is mapped over, got one in "
+                f"slices of them ({str(error).split('Got ')[-1]}), in vmap: make it an argument of the function, or "
+                "call vmap inside `with layout:`"
             ) from error
         if type(error).__name__ != "ShardingTypeError":  # a private name of JAX's
             raise
@@ -155,10 +170,13 @@ class _Map:
                 Mapped(m) if m is not None else c if c is not None else x
                 for m, c, x in zip(moving, copies, still, strict=True)
             ]
-            return _plainly(self.fn, jax.tree.unflatten(structure, slots), self.length // self.parts)
+            made = _plainly(self.fn, jax.tree.unflatten(structure, slots), self.length // self.parts)
+            return jax.tree.map(self.whole, made)
 
         counted = jax.reshard(jnp.zeros(self.parts, jnp.int8), spec_of([self.axes]))
-        result = jax.vmap(lambda moving, copies, _: part(moving, copies))(moving, copies, counted)
+        result = jax.vmap(lambda moving, copies, _: part(moving, copies), axis_name=mapped_name(self.axes))(
+            moving, copies, counted
+        )
         return restore(jax.tree.map(self.joined, result), self.name, "vmap")
 
     def sliced(self, tree):
@@ -192,6 +210,14 @@ class _Map:
     def cut(self, x):
         """The leading dimension as devices and what each of them has."""
         return _each(x, lambda a: self._reshaped(a, (self.parts, a.shape[0] // self.parts, *a.shape[1:]), [()]))
+
+    def whole(self, a):
+        """A result without slices over the mesh axes, which one that comes from outside of the function may have."""
+        state = state_of(a)
+        if state.mode != "explicit" or not set(self.axes) & {*state.copied, *(a for mine in state.axes for a in mine)}:
+            return a
+        axes = [tuple(a for a in mine if a not in self.axes) for mine in state.axes]
+        return place(a, axes, state.pending, state.copied - set(self.axes), names=tuple(f"_{i}" for i in range(a.ndim)))
 
     def joined(self, a):
         """Devices and what each of them has as one leading dimension."""

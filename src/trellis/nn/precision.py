@@ -39,9 +39,10 @@ class Precision:
     """Computed in another type: a part of a parameter's name, and the type, as in norm: float32. Name parts that are
     sensitive, such as a router."""
 
-    products: Mapping[str, Literal["fp8", "int8"]] = dataclasses.field(default_factory=FrozenMap)
-    """Products in eight bits: a part of a weight's name, and fp8 or int8, as in mlp: int8. Choose it where the plan
-    says that it pays: on chips with units for it, and where gathered weights are what a step waits for."""
+    products: Mapping[str, Literal["fp8", "int8", "mxfp8"]] = dataclasses.field(default_factory=FrozenMap)
+    """Products in eight bits: a part of a weight's name, and fp8, int8 or mxfp8 (e4m3 with a scale for each 32 by
+    32 numbers), as in mlp: int8. Choose it where the plan says that it pays: on chips with units for it, and where
+    gathered weights are what a step waits for."""
 
     moments: Mapping[str, Literal["mxfp8"]] = dataclasses.field(default_factory=FrozenMap)
     """What the optimizer keeps of weights and tables, in eight bits: a part of a parameter's name, and mxfp8, e4m3 in
@@ -60,7 +61,7 @@ class Precision:
         """The parameters in the types that they are used in; weights of narrow products are marked (`tr.Narrow`)."""
         return self._marked(_cast(model, self.compute, self.exceptions))
 
-    def product_of(self, parameter: Parameter) -> Literal["fp8", "int8"] | None:
+    def product_of(self, parameter: Parameter) -> Literal["fp8", "int8", "mxfp8"] | None:
         """The kind of a parameter's products, where they are narrow: those of weights, by the first part that fits."""
         if parameter.role != Role.WEIGHT:
             return None

@@ -16,10 +16,9 @@ import optax
 
 from trellis.errors import UserError
 from trellis.named import is_named
-from trellis.named.blocks import Blocks, block_of, in_blocks
+from trellis.named.blocks import Blocks, block_of, cut_by, in_blocks
 from trellis.nn.parameters import Parameter, parameters
 from trellis.notation import typeof
-from trellis.notation.state import state_of
 
 # What rules keep of each parameter, by their states' types; True for averages of squares.
 _KEPT: dict[type, dict[str, bool]] = {
@@ -134,13 +133,8 @@ def block_dim(p: Parameter) -> int:
 def _check_slices(path: str, p: Parameter, dim: int) -> None:
     """Refuses slices that cut blocks."""
     array = p.leaf.array if is_named(p.leaf) else p.leaf
-    state = state_of(array)
-    if state.mode != "explicit":
-        return
-    sizes = jax.typeof(array).sharding.mesh.shape
-    ways = math.prod(sizes[axis] for axis in state.axes[dim])
-    block = block_of(array.shape[dim])
-    if array.shape[dim] // block % ways:
+    if ways := cut_by(array, dim):
+        block = block_of(array.shape[dim])
         name = p.names[dim] if p.names else f"dimension {dim}"
         most = math.gcd(array.shape[dim] // block, ways)
         raise UserError(

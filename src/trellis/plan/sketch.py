@@ -14,8 +14,8 @@ from trellis.train.flops import attention_width, keys_seen
 _KEEP = {"full": (1, 0, 0), "saved": (2, 2, 2), "offload": (1, 0, 0), "dots": (3, 2, 2), "none": (8, 5, 4)}
 # Share of the forward pass that is computed again.
 _AGAIN = {"full": 1.0, "offload": 1.0, "saved": 0.35, "dots": 0.15, "none": 0.0}
-# The same for `saved` with some names only.
-_SOME = {False: ((1, 0, 1), 0.9), True: ((1, 0, 2), 0.75)}  # of attention: its result; its operands too
+# The same for `saved` with so many names only: attention's result; its operands too; and one of the mlp's products.
+_SOME = {1: ((1, 0, 1), 0.9), 4: ((1, 0, 2), 0.75), 5: ((1, 1, 2), 0.55)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     tokens = max(b.size for b in run.batch_sizes()) * run.data.sequence_length
     local = tokens / (devices / model)  # of the batch and positions of one group
     keep, again = _KEEP[run.remat.policy], _AGAIN[run.remat.policy]
-    if run.remat.names and run.remat.policy == "saved" and not any("mlp" in name for name in run.remat.names):
-        keep, again = _SOME[len(run.remat.names) > 1]
+    if run.remat.policy == "saved" and len(run.remat.names) in _SOME:
+        keep, again = _SOME[len(run.remat.names)]
     length = run.data.sequence_length
     attention = 6.0 * attention_width(m) * keys_seen(m, length) * tokens
     flops = (6 + 2 * again) * (active + tables / 2) * tokens / devices

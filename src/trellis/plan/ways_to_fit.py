@@ -12,7 +12,11 @@ from trellis.run.config import Run
 # From what keeps most to what keeps least for the backward pass.
 _POLICIES = ("none", "dots", "saved", "full")
 # Of the policy `saved`, some of the names that every family of models marks.
-SOME_NAMES = (("query", "key", "value", "attention"), ("attention",))
+SOME_NAMES = (
+    ("query", "key", "value", "attention", "mlp_up"),
+    ("query", "key", "value", "attention"),
+    ("attention",),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ def of_parameters(program: Program) -> set[Value]:
 
     def read(body: Body) -> None:
         for operation in body.operations:
-            inputs = operation.inputs
+            inputs = _read(operation)
             if not operation.bodies:
                 if inputs and found.issuperset(inputs):
                     found.update(operation.results)
@@ -55,14 +55,13 @@ def roles(program: Program) -> dict[Operation, str]:
                 needed.update(operation.inputs)
         for operation in body.operations:
             for inner in operation.bodies:
-                loop = operation.carries
                 marks = (
                     [result in needed for result in operation.results]
-                    if loop is None
-                    else [index < loop[1] for index in range(len(inner.results))]
+                    if operation.carries is None
+                    else _carried_whole(operation, inner)
                 )
                 read(inner, {value for value, mark in zip(inner.results, marks) if mark})
-            inputs = operation.inputs
+            inputs = _read(operation)
             if inputs and weights.issuperset(inputs):
                 found[operation] = "weights"
             elif operation.direction == "backward" and needed.isdisjoint(operation.results[:1]):
@@ -72,6 +71,25 @@ def roles(program: Program) -> dict[Operation, str]:
 
     read(program, set())
     return found
+
+
+def _read(operation: Operation) -> list[Value]:
+    """The values that results are made of: of a part that is picked, not where it stands."""
+    return [v for v in operation.operands[:1] if v.literal is None] if operation.name in PARTS else operation.inputs
+
+
+def _carried_whole(loop: Operation, body: Body) -> list[bool]:
+    """Of each result of a loop's body, whether the next turn reads it: carries, but for those that a turn writes a part
+    of, as results are stacked."""
+    first, count = loop.carries
+    carries = [inner for inner, _ in loop.entering(body)[first : first + count]]
+
+    def written(result: Value, carry: Value) -> bool:
+        maker = result.maker
+        return maker is not None and maker.name == "dynamic_update_slice" and maker.operands[0] is carry
+
+    carried = [not written(result, carry) for result, carry in zip(body.results, carries)]
+    return carried + [False] * (len(body.results) - count)
 
 
 class Parameters:

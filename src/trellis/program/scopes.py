@@ -89,7 +89,7 @@ def sometimes(runs: int, of: int) -> contextlib.AbstractContextManager:
     return jax.named_scope(f"sometimes({runs} of {of})")
 
 
-_SOMETIMES = re.compile(r"sometimes\((\d+) of (\d+)\)$")
+_SOMETIMES = re.compile(r"sometimes\((\d+) of (\d+)\)(?:/cond)?$")
 
 
 def share_of_turns(scope: str) -> tuple[int, int]:
@@ -97,6 +97,8 @@ def share_of_turns(scope: str) -> tuple[int, int]:
 
     >>> share_of_turns("while/body/sometimes(4 of 16)"), share_of_turns("while/body")
     ((4, 16), (1, 1))
+    >>> share_of_turns("while/body/sometimes(4 of 16)/cond")  # as a compiled program has it
+    (4, 16)
     """
     found = _SOMETIMES.search(scope)
     return (int(found[1]), int(found[2])) if found else (1, 1)

@@ -117,14 +117,13 @@ def pipelined(params, batch: Batch, cut: Callable, shared: Callable, loss: Calla
         )
     stack, outer = leaves[at], leaves[:at] + leaves[at + 1 :]
     layers, block = jax.tree.flatten(stack.block)
-    rows = stack.axis.size // schedule.parts
     here = inside.mesh.abstract_mesh
     source = Source(
         function=lambda params, part: loss(params, *part),
         rebuild=lambda outer: jax.tree.unflatten(tree, [*outer[:at], stack, *outer[at:]]),
         outer=[struct(x, here) for x in outer],
         block=block,
-        chunk=[struct(x, here, ((), *state_of(x).axes[1:]), (rows, *x.shape[1:])) for x in layers],
+        layer=[struct(x, here, ((), *state_of(x).axes[1:]), (1, *x.shape[1:])) for x in layers],
         part=jax.tree.map(lambda x: struct(x, here, state_of(x).axes[1:], x.shape[1:]), parts),
         count=stack.axis.size,
         groups=schedule.parts,

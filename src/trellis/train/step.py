@@ -18,6 +18,7 @@ from trellis.mesh.layout import current_layout
 from trellis.mesh.reshard import place
 from trellis.models import LanguageModel, Measured
 from trellis.named import Keep, NamedArray, is_named
+from trellis.named.backend import loop_over
 from trellis.named.reshape import split_axis, transpose
 from trellis.nn import Precision, TokenLoss, next_token_loss, tied
 from trellis.nn.positions import dealt
@@ -206,7 +207,7 @@ def _accumulate(value_and_grad, params, parts, key, ahead):
 
     zero = jnp.zeros((), jnp.float32)
     start = TokenLoss(zero, zero, zero, zero, zero)
-    (sums, gradients), measured = jax.lax.scan(body, (start, zeros), parts)
+    (sums, gradients), measured = loop_over(body, (start, zeros), parts)
     return sums, jax.tree.map(lambda x: x.sum(0), measured), gradients
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from trellis._compat import scan_counts, within_equation
+from trellis._compat import bind, scan_counts, within_equation
 from trellis.errors import TrellisError
 from trellis.mesh.device import rules
 from trellis.mesh.device.moves import moved
@@ -151,10 +151,14 @@ _CALLS = frozenset("jit pjit closed_call core_call remat2 checkpoint custom_jvp_
 
 
 def _bound(equation: JaxprEqn, args: list) -> list:
+    if (written_out := getattr(equation.params.get("_prim"), "expand", None)) is not None:
+        # An operation that JAX keeps as one until it compiles, such as searchsorted (0.12). It says on which mesh its
+        # results are; the operations that it consists of do not.
+        return jax.tree.leaves(written_out(*args))
     params = rules.without_sharding(equation.primitive.get_bind_params(equation.params))
     if "out_avals" in params:  # a kernel's, which say on which mesh they are
         params["out_avals"] = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in params["out_avals"])
-    out = equation.primitive.bind(*args, **params)
+    out = bind(equation.primitive, args, params)
     return list(out) if equation.primitive.multiple_results else [out]
 
 

@@ -92,7 +92,8 @@ def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each
         axis: the mesh axis of the stages.
         x: a tree of arrays that have the name `batch`.
         args: what every layer gets; arrays that have the name `batch` travel with their microbatch.
-        block: the stacked layers; their gradients are added up over the ticks in float32.
+        block: the stacked layers, their name anywhere in an array; one without it is every layer's. Their gradients
+            are added up over the ticks in float32.
         each: a tree of arrays with the layers' name. Random keys among them get the microbatch folded in.
 
     Raises:
@@ -111,6 +112,7 @@ def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each
     travelling = [leaf for leaf, does in zip(leaves, travels, strict=True) if does]
     plan = _Plan.of(layers, axis, travelling[0].shape[BATCH])
     entering = [plan.cut(leaf) for leaf in travelling]
+    block = jax.tree.map(lambda p: _leading(p, layers), block, is_leaf=is_named)
     kinds = [p.dtype for p in flat(block)]
     copied, form = jax.tree.flatten(jax.tree.map(plan.spread, block, is_leaf=is_named), is_leaf=is_named)
     each = jax.tree.map(plan.by_stage, each, is_leaf=is_named)
@@ -132,9 +134,10 @@ def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each
         ready = [where(here == 0, new, old) for new, old in zip(entering, moved, strict=True)]
 
         def one_stage(here, ready, copied, each):
-            return map_as_it_is(lambda ready, copied: work(here, ready, copied, tick, each), COPIES)(ready, copied)
+            one_copy = lambda ready, copied: work(here, ready, copied, tick, each)
+            return map_as_it_is(one_copy, COPIES, plan.over)(ready, copied)
 
-        done = map_as_it_is(one_stage, layers.name)(here, ready, copied, each)
+        done = map_as_it_is(one_stage, layers.name, (axis,))(here, ready, copied, each)
         return done, done[:carried]
 
     with plan.around:
@@ -152,6 +155,7 @@ class _Plan:
     Attributes:
         layers: the name of all layers, within the pipeline that of the stages.
         axis: the mesh axis of the stages.
+        over: the mesh axes that slice the batch.
         stages, copies, microbatches: how many; there is a copy of the layers for each slice of the batch.
         outside: the layout around the pipeline.
         around: that of a tick, in which stages and copies are dimensions.
@@ -160,6 +164,7 @@ class _Plan:
 
     layers: str
     axis: str
+    over: tuple[str, ...]
     stages: int
     copies: int
     microbatches: int
@@ -174,9 +179,9 @@ class _Plan:
         (over,) = outside.without(axis).assign((BATCH,))
         copies = math.prod(outside.mesh.shape[a] for a in over)
         count = microbatches_of(outside, axis, batch)
-        inside = dataclasses.replace(outside.without(axis, *over), cut=(BATCH,), overlap=())
+        inside = dataclasses.replace(outside.without(axis).without(*over), cut=(BATCH,), overlap=())
         around = dataclasses.replace(inside, cut=()).with_compute({layers.name: axis, COPIES: over})
-        return _Plan(layers.name, axis, stages, copies, count, outside, around, inside)
+        return _Plan(layers.name, axis, over, stages, copies, count, outside, around, inside)
 
     def cut(self, x: NamedArray) -> NamedArray:
         """`"batch ..."` as what enters in each tick, `"tick copies batch ..."`, the last microbatch repeated.
@@ -246,6 +251,15 @@ class _Plan:
         permute = lambda part: jax.lax.ppermute(part, self.axis, steps)
         with jax.named_scope(scope_name(f"{x.type} -> {x.type}")):
             return x.with_array(jax.shard_map(permute, in_specs=spec, out_specs=spec)(x.array))
+
+
+def _leading(p, layers: Axis):
+    """A parameter with the layers' name in front."""
+    if not is_named(p):
+        return p
+    if layers.name not in p.names:
+        return broadcast_to(p, {layers.name: layers.size, **p.shape})
+    return transpose(p, (layers.name, *(n for n in p.names if n != layers.name)))
 
 
 def _renamed(tree, layers: str):

@@ -9,6 +9,9 @@ They are dealt out once a step, before they are gathered for use, in permutes of
 back the same way.
 """
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 
@@ -37,9 +40,9 @@ def _collected(parts, group: int, axis: str, stages: int):
     """The part of a group that this stage works on: part `group * stages + stage` of all, which is at rest in place
     `part % groups` of stage `part // groups`."""
     groups = len(parts)
-    total = jnp.zeros_like(parts[0])
+    found = []  # a stage gets one part, and zeros from the other permutes
     for place in range(groups):
         of = [(group * stages + stage, stage) for stage in range(stages)]
-        routes = [(part // groups, stage) for part, stage in of if part % groups == place]
-        total = total + permute(parts[place], (axis,), routes) if routes else total
-    return total
+        if routes := [(part // groups, stage) for part, stage in of if part % groups == place]:
+            found.append(permute(parts[place], (axis,), routes))
+    return functools.reduce(operator.add, found)

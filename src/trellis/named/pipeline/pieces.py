@@ -10,8 +10,11 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from trellis.named.array import is_named
 from trellis.named.axis import NamesError
+from trellis.named.backend import written_out
+from trellis.named.index import index
 from trellis.named.pipeline.cut import Fold, after, before
 from trellis.named.pipeline.traced import Traced
+from trellis.named.scan import loop
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
 
@@ -24,8 +27,8 @@ class Source:
         function: `function(params, part) -> (loss, sums)` of one microbatch, in which the layers run.
         rebuild: parameters, from the list of those outside of the layers.
         outer: types of these, as they are used.
-        block: the tree of the parameters of one stage's group of layers.
-        chunk: their types, a list.
+        block: the tree of the parameters of a layer.
+        layer: their types, a list, each with the layers' name in front, of size 1.
         part: types of one microbatch.
         count: how many layers there are.
         groups: of layers, on all stages together.
@@ -35,7 +38,7 @@ class Source:
     rebuild: Callable
     outer: list[jax.ShapeDtypeStruct]
     block: Any
-    chunk: list[jax.ShapeDtypeStruct]
+    layer: list[jax.ShapeDtypeStruct]
     part: Any
     count: int
     groups: int
@@ -55,33 +58,40 @@ def struct(array, mesh: jax.sharding.AbstractMesh, axes=None, shape=None) -> jax
     return jax.ShapeDtypeStruct(shape, array.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
 
 
-NAMES = ("enter", "context", "stage", "leave", "stage_back", "enter_back")
+NAMES = ("enter", "context", "row", "layer", "leave", "layer_back", "enter_back")
 
 
 class Pieces:
     """The traced pieces; each is of whole arrays, for one microbatch.
 
+    Layers are pieces one by one, so that a device's program reads each one's parameters where they are, and puts what
+    it keeps, and the gradients, where they stay: nothing of a stage is stacked and copied first.
+
     Attributes:
-        enter: `(outer, part) -> carried`, for the first stage.
+        enter: `(outer, part) -> x`, for the first stage.
         context: `(outer, part) -> (args, each)`, what all layers get, and what each gets.
-        stage: `(chunk, carried, args, each, start) -> (carried, kept)`, the second what the backward pass needs.
-        stage_back: `(chunk, carried, args, each, start, kept, d_carried) -> (d_chunk, d_carried)`.
-        leave: `(outer, part, carried) -> (sums, d_outer, d_carried)`.
-        enter_back: `(outer, part, d_carried) -> d_outer`.
+        row: `(each, number) -> each`, what one layer gets of the second.
+        layer: `(block, x, args, each) -> ((x, y), kept)`, the last what the backward pass needs beside the arguments.
+        layer_back: `(block, x, args, each, kept, d_x, d_y) -> (d_block, d_x)`.
+        leave: `(outer, part, carried) -> (sums, d_outer, d_carried)`, with the gradients of `left_by` alone.
+        enter_back: `(outer, part, d_x) -> d_outer`, with the gradients of `entered_by` alone.
+        entered_by: which of the parameters outside of the layers are read before them.
+        left_by: which of them are read behind them.
     """
 
     def __init__(self, source: Source):
         self.source = source
-        self.outer, self.chunk, self.part = source.outer, source.chunk, source.part
-        mesh = self.chunk[0].sharding.mesh
-        self.start = jax.ShapeDtypeStruct((), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, jax.P()))
+        self.outer, self.part = source.outer, source.part
+        mesh = source.layer[0].sharding.mesh
+        self.number = jax.ShapeDtypeStruct((), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, jax.P()))
         self.fold: Fold
-        x = Traced.of(lambda *args: self._before(*args).x, self.outer, self.part)
-        self.enter = without_dead(x)
+        self.enter = without_dead(Traced.of(lambda *args: self._before(*args).x, self.outer, self.part))
+        self.entered_by = self._read_by(self.enter)
         pair = lambda *args: (lambda fold: (fold.args, fold.each))(self._before(*args))
         self.context = without_dead(Traced.of(pair, self.outer, self.part))
         self._check_context()
         self.args, self.each = self.context.out
+        self.row = Traced.of(self._row, self.each, self.number)
         self.carried = (self.enter.out, self._made())
         self._trace_gradients()
 
@@ -89,26 +99,31 @@ class Pieces:
         """Every traced piece."""
         return {name: getattr(self, name) for name in NAMES}
 
+    @property
+    def unroll(self) -> int:
+        """How many layers of a group one turn of the loop over them holds."""
+        stack, rows = self.fold.stack, self.source.rows
+        return rows if stack.unrolled or written_out(rows, self.enter.out) else min(stack.unroll or 1, rows)
+
     # What is traced.
 
     def _before(self, outer, part) -> Fold:
         self.fold = before(self.source.function, self.source.rebuild(outer), part)
         return self.fold
 
-    def _stage(self, chunk, carried, args, each, start):
-        fold, (x, made) = self.fold, carried
-        layers, mine = self._layers(chunk, each, start)
-        if not fold.makes:
-            return layers.fold(x, *args, each=mine, call=fold.call, policy=fold.policy), made
-        x, new = layers.scan(x, *args, each=mine, call=fold.call, policy=fold.policy)
-        put = lambda all_, y: jax.lax.dynamic_update_slice_in_dim(all_, y.astype(all_.dtype), start, 0)
-        return x, jax.tree.map(put, made, new)
+    def _layer(self, block, x, args, each):
+        """One layer. It picks its parameters where it reads them: kept for its backward pass are the arguments."""
+        fold, name = self.fold, self.fold.stack.axis.name
+        stack = dataclasses.replace(fold.stack, block=jax.tree.unflatten(self.source.block, block))
+        pick = lambda e: index(e, {name: 0}) if is_named(e) and name in e.names else e
+        call = fold.call or (lambda layer, x, *rest: layer(x, *rest))
 
-    def _layers(self, chunk, each, start):
-        """One stage's group of layers, and its rows of what each layer gets."""
-        block = jax.tree.unflatten(self.source.block, chunk)
-        layers = dataclasses.replace(self.fold.stack, block=block, axis=self.fold.stack.axis.resize(self.source.rows))
-        return layers, jax.tree.map(lambda e: self._rows(e, start), each, is_leaf=is_named)
+        def one(x):
+            mine = jax.tree.map(pick, each, is_leaf=is_named)
+            out = call(stack.layer(0), x, *mine, *args)
+            return out if fold.makes else (out, None)
+
+        return loop(one, fold.stack.axis.resize(1), False, 1, fold.policy, once=lambda body: body)(x)
 
     def _finish(self, outer, carried, part):
         return after(self.source.function, carried if self.fold.makes else carried[0], self.source.rebuild(outer), part)
@@ -116,37 +131,45 @@ class Pieces:
     def _trace_gradients(self) -> None:
         rebuilt = {}
 
-        def forward(chunk, carried, args, each, start):
-            run = lambda chunk, carried: self._stage(chunk, carried, args, each, start)
-            out, pull = jax.vjp(run, chunk, carried)
-            kept, rebuilt["pull"] = _split(pull, (chunk, carried))
+        def forward(block, x, args, each):
+            out, pull = jax.vjp(lambda block, x: self._layer(block, x, args, each), block, x)
+            kept, rebuilt["pull"] = _split(pull, (block, x, args, each))
             return out, kept
 
-        def backward(chunk, carried, args, each, start, kept, d_carried):
-            return rebuilt["pull"]((chunk, carried), kept)(d_carried)
+        def backward(block, x, args, each, kept, d_x, d_y):
+            return rebuilt["pull"]((block, x, args, each), kept)((d_x, d_y))
 
-        stage = (self.chunk, self.carried, self.args, self.each, self.start)
-        self.stage = Traced.of(forward, *stage)
-        kept = self.stage.out[1]
-        self.stage_back = without_dead(Traced.of(backward, *stage, kept, self.carried))
+        layer = (self.source.layer, self.enter.out, self.args, self.row.out)
+        self.layer = Traced.of(forward, *layer)
+        (x, y), kept = self.layer.out
+        self.layer_back = without_dead(Traced.of(backward, *layer, kept, x, y))
+
+        def loss(outer, part, carried):
+            return self._finish(outer, carried, part)[1]
+
+        self.left_by = self._read_by(without_dead(Traced.of(loss, self.outer, self.part, self.carried)))
 
         def leave(outer, part, carried):
-            finish = lambda outer, carried: self._finish(outer, carried, part)
-            (_, sums), (d_outer, d_carried) = jax.value_and_grad(finish, argnums=(0, 1), has_aux=True)(outer, carried)
+            some = [outer[i] for i in self.left_by]
+            finish = lambda some, carried: self._finish(_with(outer, self.left_by, some), carried, part)
+            (_, sums), (d_outer, d_carried) = jax.value_and_grad(finish, argnums=(0, 1), has_aux=True)(some, carried)
             return sums, d_outer, d_carried
 
         def enter_back(outer, part, d_x):
-            _, pull = jax.vjp(lambda outer: self._before(outer, part).x, outer)
+            some = [outer[i] for i in self.entered_by]
+            _, pull = jax.vjp(lambda some: self._before(_with(outer, self.entered_by, some), part).x, some)
             return pull(d_x)[0]
 
         self.leave = without_dead(Traced.of(leave, self.outer, self.part, self.carried))
         self.enter_back = without_dead(Traced.of(enter_back, self.outer, self.part, self.enter.out))
 
+    def _read_by(self, traced: Traced) -> list[int]:
+        """Which of the parameters outside of the layers a piece reads."""
+        return [i for i, live in enumerate(_live(traced)[: len(self.outer)]) if live]
+
     def _check_context(self) -> None:
         """What all layers get is made again on every stage; of parameters its gradient would have to come back."""
-        count = len(self.outer)
-        live = dce_jaxpr(self.context.closed.jaxpr, [True] * len(self.context.closed.jaxpr.outvars))[1]
-        if any(live[:count]):
+        if self._read_by(self.context):
             raise NamesError(
                 "what all layers of a pipeline get is made of the batch alone, got an argument of the layers that is "
                 "made of parameters: give it to the layers as a part of what they carry"
@@ -154,24 +177,28 @@ class Pieces:
 
     def _made(self):
         """Types of what all layers make beside what they carry, each under the layers' name."""
-        if not self.fold.makes:
-            return None
-        fold, mesh = self.fold, self.start.sharding.mesh
-
-        def scanned(chunk, x, args, each, start):
-            layers, mine = self._layers(chunk, each, start)
-            return layers.scan(x, *args, each=mine, call=fold.call, policy=fold.policy)[1]
-
-        one = jax.eval_shape(scanned, self.chunk, self.enter.out, self.args, self.each, self.start)
+        mesh = self.number.sharding.mesh
+        one = jax.eval_shape(self._layer, self.source.layer, self.enter.out, self.args, self.row.out)[1]
         return jax.tree.map(lambda y: struct(y, mesh, shape=(self.source.count, *y.shape[1:])), one)
 
-    def _rows(self, x, start):
-        """One group's rows of what each layer gets."""
+    def _row(self, each, number):
+        """What one layer gets of what each layer gets."""
         name = self.fold.stack.axis.name
-        if not (is_named(x) and name in x.names):
-            return x
-        dim = x.index(name)
-        return x.with_array(jax.lax.dynamic_slice_in_dim(x.array, start, self.source.rows, dim))
+        pick = lambda x: jax.lax.dynamic_slice_in_dim(x.array, number, 1, x.index(name))
+        has = lambda x: is_named(x) and name in x.names
+        return jax.tree.map(lambda x: x.with_array(pick(x)) if has(x) else x, each, is_leaf=is_named)
+
+
+def _with(arrays: list, places: list[int], some: list) -> list:
+    """The arrays with others in some places."""
+    found = dict(zip(places, some, strict=True))
+    return [found.get(i, x) for i, x in enumerate(arrays)]
+
+
+def _live(traced: Traced) -> list[bool]:
+    """Of each argument whether a result is made of it."""
+    jaxpr = traced.closed.jaxpr
+    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
 
 
 def without_dead(traced: Traced) -> Traced:

@@ -99,8 +99,7 @@ class _Device:
 
     def run(self, outer, layers, parts):
         schedule = self.schedule
-        groups = [x.reshape(schedule.groups, -1, *x.shape[1:]) for x in layers]
-        program = _Program(self, outer, groups, parts)
+        program = _Program(self, outer, layers, parts)
         carry = program.start()
         first = range(schedule.forward_only)
         both = range(schedule.forward_only, schedule.forward_ends)
@@ -110,7 +109,7 @@ class _Device:
         carry = _each(last, carry, lambda carry, tick: program.backward(carry, None, tick, last))
         sums = jax.tree.map(lambda x: lax.psum(x, self.axis), carry.sums)
         d_outer = [d if stays else lax.psum(d, self.axis) for d, stays in zip(carry.d_outer, self.pending, strict=True)]
-        return sums, d_outer, [d.reshape(-1, *d.shape[2:]) for d in carry.d_layers]
+        return sums, d_outer, carry.d_layers
 
 
 def _each(ticks: range, carry, body):
@@ -131,13 +130,13 @@ class _Program:
 
     def start(self) -> _Carried:
         """Before the first tick."""
-        slot = (self.pieces.carried, self.pieces.stage.out[1])
-        kept = jax.tree.map(lambda x: jnp.zeros((self.schedule.slots + 1, *self._local(x)), x.dtype), slot)
+        pieces, places = self.pieces, (self.schedule.slots + 1, self.pieces.source.rows)
+        slot = (pieces.enter.out, pieces.layer.out[1])
+        kept = jax.tree.map(lambda x: lax.empty((*places, *self._local(x)), x.dtype), slot)
         whole = lambda arrays: [jnp.zeros(x.shape, jnp.float32) for x in arrays]
         zeros = lambda tree: jax.tree.map(self._zeros, tree)
-        carried = zeros(self.pieces.carried)
-        sums = zeros(self.pieces.leave.out[0])
-        return _Carried(carried, carried, kept, whole(self.layers), whole(self.outer), sums)
+        carried = zeros(pieces.carried)
+        return _Carried(carried, carried, kept, whole(self.layers), whole(self.outer), zeros(pieces.leave.out[0]))
 
     def forward(self, carry: _Carried, tick, ticks: range):
         """The forward half of one of these ticks, and the gradient of what leaves the last stage in it, if it does."""
@@ -148,19 +147,33 @@ class _Program:
         enters = sum(self.schedule.entering(t).works for t in ticks)
         with sometimes(enters, len(ticks)):
             entered = lax.cond(first, lambda: self._call("enter", self.outer, part), lambda: entered)
-        carried = (entered, made)
         args, each = self._call("context", self.outer, part)
-        out, kept = self._call("stage", self._chunk(unit), carried, args, each, self._start(unit))
         place = jnp.where(unit.works, self.places[unit.number], self.schedule.slots)
-        put = lambda all_, one: lax.dynamic_update_index_in_dim(all_, one.astype(all_.dtype), place, 0)
-        carry = carry._replace(arrived=self._sent(out, 1), kept=jax.tree.map(put, carry.kept, (carried, kept)))
+
+        def layer(state, row):
+            x, made, kept = state
+            number = self._number(unit, row)
+            (out, y), more = self._call("layer", self._block(unit, row), x, args, self._call("row", each, number))
+            kept = jax.tree.map(lambda all_, one: _put(all_, one, place, row), kept, (x, more))
+            put = lambda all_, one: lax.dynamic_update_slice_in_dim(all_, one.astype(all_.dtype), number, 0)
+            return out, jax.tree.map(put, made, y), kept
+
+        *out, kept = self._layers(layer, (entered, made, carry.kept))
+        out = tuple(out)
+        carry = carry._replace(arrived=self._sent(out, 1), kept=kept)
         leaves = sum(self.schedule.leaving(t).works for t in ticks)
         if not leaves:
             return carry, None
+
+        def leave():
+            sums, d_outer, d_out = self._call("leave", self.outer, part, out)
+            return _added(carry.sums, sums), self._outer(carry, self.pieces.left_by, d_outer), d_out
+
         here = unit.works & self.last & (unit.group == self.schedule.groups - 1)
+        no_gradient = lambda: jax.tree.map(self._zeros, self.pieces.carried)
         with sometimes(leaves, len(ticks)):
-            sums, d_outer, d_out = self._if(here, "leave", self.outer, part, out)
-        return carry._replace(sums=_added(carry.sums, sums), d_outer=_added(carry.d_outer, d_outer)), d_out
+            sums, d_outer, d_out = lax.cond(here, leave, lambda: (carry.sums, carry.d_outer, no_gradient()))
+        return carry._replace(sums=sums, d_outer=d_outer), d_out
 
     def backward(self, carry: _Carried, d_out, tick, ticks: range) -> _Carried:
         """The backward half; `d_out` is the gradient of what left in the same tick, or None where nothing leaves."""
@@ -171,23 +184,29 @@ class _Program:
             own = self.last & (unit.group == self.schedule.groups - 1)
             d_carried = jax.tree.map(lambda mine, sent: jnp.where(own, mine, sent), d_out, d_carried)
         args, each = self._call("context", self.outer, part)
-        pick = lambda x: lax.dynamic_index_in_dim(x, self.places[unit.number], 0, keepdims=False)
-        carried, kept = jax.tree.map(pick, carry.kept)
-        d_chunk, d_carried = self._call(
-            "stage_back", self._chunk(unit), carried, args, each, self._start(unit), kept, d_carried
-        )
-        add = lambda total, d: total.at[unit.group].add(jnp.where(unit.works, d, 0).astype(total.dtype))
-        carry = carry._replace(
-            returned=self._sent(d_carried, -1),
-            d_layers=[add(total, d) for total, d in zip(carry.d_layers, d_chunk, strict=True)],
-        )
+        place = self.places[unit.number]
+        d_x, d_made = d_carried
+
+        def layer(state, row):
+            d_x, d_layers = state
+            number = self._number(unit, row)
+            x, kept = jax.tree.map(lambda all_: all_[place, row], carry.kept)
+            d_y = jax.tree.map(lambda d: lax.dynamic_slice_in_dim(d, number, 1), d_made)
+            given = self._block(unit, row), x, args, self._call("row", each, number), kept
+            d_block, d_x = self._call("layer_back", *given, d_x, d_y)
+            at = self._place(unit, row)
+            mine = [jnp.where(unit.works, d, 0) for d in d_block]
+            return d_x, [_add(total, d, at) for total, d in zip(d_layers, mine, strict=True)]
+
+        d_x, d_layers = self._layers(layer, (d_x, carry.d_layers), reverse=True)
+        carry = carry._replace(returned=self._sent((d_x, d_made), -1), d_layers=d_layers)
         returns = sum(self.schedule.returned(t).works for t in ticks)
         if not returns:
             return carry
+        here = unit.works & (self.stage == 0) & (unit.group == 0)
+        back = lambda: self._outer(carry, self.pieces.entered_by, self._call("enter_back", self.outer, part, d_x))
         with sometimes(returns, len(ticks)):
-            here = unit.works & (self.stage == 0) & (unit.group == 0)
-            d_outer = self._if(here, "enter_back", self.outer, part, d_carried[0])
-        return carry._replace(d_outer=_added(carry.d_outer, d_outer))
+            return carry._replace(d_outer=lax.cond(here, back, lambda: carry.d_outer))
 
     # Parts of these.
 
@@ -195,10 +214,27 @@ class _Program:
         piece = getattr(self.pieces, name)
         return piece(self.view, *args)
 
-    def _if(self, here, name: str, *args):
-        """What a piece gives on the device where it belongs, and zeros elsewhere."""
-        out = getattr(self.pieces, name).out
-        return lax.cond(here, lambda: self._call(name, *args), lambda: jax.tree.map(self._zeros, out))
+    def _layers(self, body, carry, reverse: bool = False):
+        """The layers of a group, one after the other."""
+        rows = jnp.arange(self.pieces.source.rows)
+        step = lambda carry, row: (body(carry, row), None)
+        return lax.scan(step, carry, rows, reverse=reverse, unroll=self.pieces.unroll)[0]
+
+    def _place(self, unit: Unit, row):
+        """Which of this device's layers one of a group is."""
+        return unit.group * self.pieces.source.rows + row
+
+    def _number(self, unit: Unit, row):
+        """Which of all layers it is."""
+        return (unit.group * self.schedule.stages + self.stage) * self.pieces.source.rows + row
+
+    def _block(self, unit: Unit, row) -> list[jax.Array]:
+        return [lax.dynamic_slice_in_dim(x, self._place(unit, row), 1) for x in self.layers]
+
+    def _outer(self, carry: _Carried, places: list[int], more: list[jax.Array]) -> list[jax.Array]:
+        """The gradients of what is outside of the layers, with more of some."""
+        found = dict(zip(places, more, strict=True))
+        return [_added(total, found[i]) if i in found else total for i, total in enumerate(carry.d_outer)]
 
     def _local(self, x) -> tuple[int, ...]:
         return self.view.local(x.shape, state_of(x).axes)
@@ -209,12 +245,6 @@ class _Program:
     def _part(self, microbatch):
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, 0, keepdims=False), self.parts)
 
-    def _chunk(self, unit: Unit) -> list[jax.Array]:
-        return [lax.dynamic_index_in_dim(x, unit.group, 0, keepdims=False) for x in self.layers]
-
-    def _start(self, unit: Unit):
-        return (unit.group * self.schedule.stages + self.stage) * self.pieces.source.rows
-
     def _sent(self, tree, by: int):
         """To the next stage, or the one before."""
         count = self.schedule.stages
@@ -224,3 +254,13 @@ class _Program:
 
 def _added(total, more):
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
+
+
+def _put(all_, one, place, row):
+    """Into a row of a place."""
+    return lax.dynamic_update_slice(all_, one.astype(all_.dtype)[None, None], (place, row, *[0] * one.ndim))
+
+
+def _add(total, more, at):
+    """Onto a row: in place, by the product that makes it."""
+    return lax.dynamic_update_slice_in_dim(total, _added(lax.dynamic_slice_in_dim(total, at, 1), more), at, 0)

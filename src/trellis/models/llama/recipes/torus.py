@@ -68,6 +68,8 @@ def on_torus(run: Run, name: str, batch_size: int, mesh: MeshSizes, remat: Remat
 # What the feed-forward block computes is computed again, attention is not.
 ATTENTION_KEPT = Remat(policy="saved", names=("query", "key", "value", "attention"))
 MARKED_KEPT = Remat(policy="saved")
+# One of the two products before the gate is computed again.
+HALF_AGAIN = Remat(policy="saved", names=("query", "key", "value", "attention", "mlp_up"))
 
 
 def llama_8b_v5e_256() -> Run:
@@ -116,7 +118,7 @@ def llama_70b_v5p_512() -> Run:
 
     trellis plan llama_70b_v5p_512 --on v5p:8x8x8
     """
-    return on_torus(llama_70b(), "llama_70b_v5p_512", 512, MeshSizes(data=8, data_y=8, data_z=8), ATTENTION_KEPT, V5P)
+    return on_torus(llama_70b(), "llama_70b_v5p_512", 512, MeshSizes(data=8, data_y=8, data_z=8), HALF_AGAIN, V5P)
 
 
 def llama_70b_v6e_256() -> Run:
