@@ -143,6 +143,7 @@ def test_groups_hold_each_device_once():
 def test_a_run_tells_a_fault_and_keeps_the_program(tmp_path):
     batch = SimpleNamespace(tokens=np.zeros((8, 4)))
     assembled = SimpleNamespace(layout=SimpleNamespace(mesh=MESH), abstract_batch=lambda step: batch)
+    assembled.at = lambda step: assembled  # one length of the sequences
     check = StructureCheck(assembled, Ledger(ROWS, dict(MESH.shape)), tmp_path)
     program = lambda text: SimpleNamespace(as_text=lambda: text)
     told = check(program(PROGRAM), 0)

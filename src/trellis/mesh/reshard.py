@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 
 import jax
 from jax.sharding import NamedSharding
@@ -9,6 +10,7 @@ from jax.sharding import NamedSharding
 from trellis._compat import move
 from trellis.errors import TrellisError
 from trellis.mesh.manual.reshard import manual_reshard
+from trellis.mesh.route import route
 from trellis.notation import Dim, NotationError, Shape, parse_transition, spec_of
 from trellis.notation.state import State, state_of
 from trellis.notation.struct import check_divides
@@ -32,9 +34,9 @@ def reshard(transition: str, x):
         a -> a/x          slice               (gradient: all-gather)
         a -> a ~x         cast                (gradient: all-reduce)
 
-    In explicit mode this is one `jax.reshard`, in manual mode the `jax.lax`
-    collectives themselves, in auto mode a sharding constraint (there are no
-    pending sums there), without a mesh nothing.
+    In explicit mode this is one `jax.reshard` for each collective, in manual
+    mode the `jax.lax` collectives themselves, in auto mode a sharding
+    constraint (there are no pending sums there), without a mesh nothing.
 
     Names: those of `x`.
     Gradient: by the table, nothing, an all-gather, an all-reduce, a reduce-scatter or an all-to-all.
@@ -190,9 +192,13 @@ def _real(axes, mesh) -> frozenset[str]:
 def place(array, axes, pending=(), copied=(), *, names=None):
     """Moves a plain array (explicit or auto mode) to the given mesh axes and states.
 
-    In one step, but for sums that stay pending, and copies whose gradient they are, while slices go from one mesh axis
-    to another: to the compiler of JAX 0.10.2 partial sums are copies, and it sends slices to whichever device has them.
-    Such slices are gathered first, and taken then.
+    Where more than one collective is needed, sums settle first and each step is a move of its own (see
+    `trellis.mesh.route`): a transition of several kinds is more than XLA's partitioner finds a way for, which gathers
+    the whole array and sends several times the bytes (`benchmarks/transitions.py`).
+
+    Sums that stay pending, and copies whose gradient they are, while slices go from one mesh axis to another: to the
+    compiler of JAX 0.10.2 partial sums are copies, and it sends slices to whichever device has them. Such slices are
+    gathered first, and taken then.
 
     Args:
         array: any sharding.
@@ -217,11 +223,41 @@ def place(array, axes, pending=(), copied=(), *, names=None):
     if state.mode == "explicit" and (pending & state.pending or copied & state.copied) and _changes(state.axes, axes):
         array = place(array, map(_shared, state.axes, axes), state.pending, state.copied, names=names)
         state = state_of(array)
-    spec = spec_of(axes, pending, copied)
     if state.mode == "auto":
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(axes)))
-    with jax.named_scope(_scope(names, state, axes, pending, copied)):
-        return move(array, NamedSharding(mesh, spec))
+    settled = _settled(state, axes, pending, array.shape, mesh)
+    way = route(settled.axes, axes, array.shape, mesh.shape)
+    if state.mode == "explicit" and len(way) > 1:
+        for between in (settled.axes, *way[:-1]):
+            array = _move(array, names, _between(state, between, settled.pending, copied), mesh)
+    return _move(array, names, State("explicit", axes, pending, copied), mesh)
+
+
+def _move(array, names, after: State, mesh):
+    before = state_of(array)
+    if before == after:
+        return array
+    with jax.named_scope(_scope(names, before, after)):
+        return move(array, NamedSharding(mesh, spec_of(after.axes, after.pending, after.copied)))
+
+
+def _settled(state: State, axes, pending, shape, mesh) -> State:
+    """Where an array lies once its sums have settled: scattered over a dimension if all of them go there."""
+    settled = state.pending - pending
+    homes = {i for axis in settled for i in range(len(axes)) if axis in axes[i]}
+    held = [tuple(axis for axis in mine if mesh.shape[axis] > 1) for mine in state.axes]
+    if len(homes) == 1 and settled <= set(axes[home := homes.pop()]):
+        scattered = (*held[home], *(axis for axis in axes[home] if axis in settled))
+        if shape[home] % math.prod(mesh.shape[axis] for axis in scattered) == 0:
+            held[home] = scattered
+    return State("explicit", tuple(held), state.pending & pending, state.copied)
+
+
+def _between(state: State, axes, pending, copied) -> State:
+    """The state on the way: what has been gathered by now is held as the copies that it is to be in the end."""
+    sliced = {axis for mine in axes for axis in mine}
+    gathered = {axis for mine in state.axes for axis in mine} - sliced
+    return State("explicit", axes, pending, (state.copied - sliced) | (gathered & copied))
 
 
 def _shared(before, after) -> tuple[str, ...]:
@@ -243,11 +279,11 @@ def _changes(before, after) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _scope(names, state: State, axes, pending, copied) -> str:
-    def shape(axes, pending, copied):
-        return Shape(tuple(map(Dim, names, axes)), tuple(sorted(pending)), tuple(sorted(copied)))
+def _scope(names, before: State, after: State) -> str:
+    def shape(state: State) -> Shape:
+        return Shape(tuple(map(Dim, names, state.axes)), tuple(sorted(state.pending)), tuple(sorted(state.copied)))
 
-    return scope_name(f"{shape(state.axes, state.pending, state.copied)} -> {shape(axes, pending, copied)}")
+    return scope_name(f"{shape(before)} -> {shape(after)}")
 
 
 def scope_name(text: str) -> str:

@@ -53,6 +53,15 @@ class Precision:
         object.__setattr__(self, "exceptions", FrozenMap(self.exceptions))
         object.__setattr__(self, "products", FrozenMap(self.products))
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether some numbers are of a type with a small range."""
+        return bool(self.products or self.moments) or "float16" in (
+            self.params,
+            self.compute,
+            *self.exceptions.values(),
+        )
+
     def at_rest(self, model: Any) -> Any:
         """The parameters, named arrays anywhere in a tree, in the type that they are kept in."""
         return _cast(model, self.params, FrozenMap())

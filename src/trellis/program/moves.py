@@ -57,7 +57,8 @@ def transition(before: State, after: State, num_bytes: int, sizes: Mapping[str, 
 
     - Pending sums settle first: a reduce-scatter where all of them scatter over one dimension, otherwise one
       all-reduce over all of them together, whatever is sliced afterwards.
-    - Then slices, which move nothing, and all-to-alls.
+    - Where each dimension has as many slices as before, on other devices, one permute brings them there.
+    - Else slices follow, which move nothing, and all-to-alls.
     - All-gathers come last, the last dimension first. Gathering over a mesh axis that is major to one that stays takes
       a permute before it, and so does changing the mesh axis of a dimension.
 
@@ -99,6 +100,13 @@ def transition(before: State, after: State, num_bytes: int, sizes: Mapping[str, 
         from_dim.update({axis: to_dim[axis] for axis in settled})
     elif settled:
         move("all-reduce", settled, local)
+
+    held = [[*axes, *(a for a in settled if from_dim.get(a) == i)] for i, axes in enumerate(old)]
+    if [count(axes) for axes in held] == [count(axes) for axes in new]:
+        changed = [axis for was, now in zip(held, new) if tuple(was) != now for axis in (*was, *now)]
+        if changed:  # as many slices of each dimension, on other devices
+            move("permute", dict.fromkeys(changed), local)
+        return moves
 
     gone = {i: [a for a in axes if a not in to_dim] for i, axes in enumerate(old)}
     come = {i: [a for a in axes if a not in from_dim] for i, axes in enumerate(new)}

@@ -150,6 +150,7 @@ def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes
             ema=run.ema,
             chunk_bytes=chunk_bytes,
             skip_nonfinite=run.skip_nonfinite > 0,
+            names_tensors=run.precision.is_narrow,
         )
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
         make = lambda: new_state(make_model, optimizer, run.seed, average=run.ema is not None)

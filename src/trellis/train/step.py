@@ -26,6 +26,7 @@ from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
 from trellis.optim import all_finite, select
 from trellis.optim.averaging import average as moving_average
+from trellis.train.out_of_range import first_out_of_range
 from trellis.train.stages import dealt_out, in_stages, pipelined, schedule_of, stages_of
 from trellis.train.state import TrainState
 
@@ -46,6 +47,7 @@ class StepOptions:
         ema: decay of the moving average of the parameters.
         chunk_bytes: what the float32 logits of a chunk of the loss take; None for what suits the device.
         skip_nonfinite: leave parameters as they were where the loss or the gradient is not finite.
+        names_tensors: whether a step finds its first weight or gradient that is not finite.
     """
 
     precision: Precision = Precision(compute="float32")
@@ -56,6 +58,7 @@ class StepOptions:
     ema: float | None = None
     chunk_bytes: int | None = None
     skip_nonfinite: bool = False
+    names_tensors: bool = False
 
 
 def batch_loss(
@@ -113,7 +116,8 @@ def make_step(
 
     Returns:
         `step(state, batch) -> (state, metrics)`; metrics are float32 scalars: `loss` (nats a token), `z_loss`,
-        `accuracy`, `grad_norm`, `tokens`, `learning_rate`, and what the model measures of itself.
+        `accuracy`, `grad_norm`, `tokens`, `learning_rate`, what the model measures of itself, and where asked
+        `out_of_range`, of `first_out_of_range`.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -133,6 +137,8 @@ def make_step(
             "tokens": sums.tokens,
             **measured.metrics(sums.tokens),
         }
+        if options.names_tensors:
+            metrics["out_of_range"] = first_out_of_range(state.model, gradients)
         if learning_rate is not None:
             metrics["learning_rate"] = jnp.asarray(learning_rate(state.step), jnp.float32)
         new = model, optimizer_state, average
