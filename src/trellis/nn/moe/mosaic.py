@@ -124,7 +124,7 @@ def _visits(sizes, count: int, tile: int):
 
 def _rows_of_a_tile(count: int, groups: int) -> int:
     """Many where groups are large, to load operands in long pieces; few where they are small, to multiply few twice."""
-    tile = next((t for t in (512, 256) if count >= 8 * t * groups), LANES)
+    tile = next((t for t in (512, 256) if count >= 16 * t * groups), LANES)
     return min(tile, -(-count // 16) * 16)
 
 
