@@ -18,6 +18,7 @@ from trellis.train.assemble import vocab_multiple
 # Sizes that are enough for what is in them: a width for several tiles of every device, a sequence for two blocks of an
 # attention kernel, layers for a first, a middle and a last one.
 EMBED, HEAD_DIM, MLP, VOCAB, POS, LAYERS = 256, 64, 384, 1024, 256, 3
+LATENT = {"nope_dim": HEAD_DIM, "rope_dim": HEAD_DIM // 2, "value_dim": HEAD_DIM}
 MOST_CHUNKS = 3
 
 
@@ -113,6 +114,10 @@ def _model(run: Run, ways: Ways, pos: int, tokens: int) -> Any:
     embed = multiple(max(min(model.embed, EMBED), 2 * ways("embed"), tokens), ways("embed"))
     if has("head_dim"):
         sizes |= {"head_dim": min(model.head_dim, HEAD_DIM), "kv_heads": kv_heads}
+    elif has("rope_dim"):
+        sizes |= {name: min(getattr(model, name), most) for name, most in LATENT.items()}
+        sizes |= {"q_latent": min(model.q_latent, embed), "kv_latent": min(model.kv_latent, embed)}
+        sizes |= {name: min(getattr(model, name), MLP) for name in ("dense_mlp", "shared_mlp")}
     else:
         each = min(model.embed // model.heads, HEAD_DIM)
         embed = multiple(embed, math.lcm(each * ways("heads"), ways("embed")))

@@ -10,6 +10,7 @@ from trellis.models import ModelConfig
 from trellis.models.protocol import stacked
 from trellis.nn import Precision
 from trellis.optim.config import WSD, Constant, InverseSqrt, Optimizer, Schedule
+from trellis.run.cpu import Cpu
 from trellis.run.data import Data
 from trellis.run.layouts import AXES, PRESETS, LayoutChoice, MeshSizes
 from trellis.run.lengths import Phase, SequenceLength, phases
@@ -82,6 +83,8 @@ class Evaluation:
     batches: int | None = 16
     """Validation batches; null takes all there are. Raise it where the validation loss is noisy; lower it where
     evaluations take too long."""
+    sample: bool = False
+    """A text from the model at each evaluation, not only at the end. Set it to true to see how it learns to write."""
 
     def __post_init__(self):
         at_least(1, every=self.every, batches=self.batches)
@@ -183,8 +186,8 @@ class Run:
     """The learning rate over the run, relative to the optimizer's."""
     microbatches: int | None = None
     """Parts that a device's share of a batch is cut into, one after the other, to save memory; null is one, and on a
-    CPU parts of about 1,024 tokens in float32, 2,048 in bfloat16, which are the fastest there. Raise it where a step
-    does not fit the memory."""
+    CPU what was measured to be fastest, or parts of about 1,024 tokens in float32, 2,048 in bfloat16. Raise it where a
+    step does not fit the memory."""
     accumulation: Literal["pending", "sharded"] = "pending"
     """Of a step in several parts, by microbatches or stages: pending gathers parameters and settles gradients once a
     step, and holds both whole meanwhile; sharded does so once a part. Choose sharded where a step does not fit."""
@@ -227,6 +230,8 @@ class Run:
     """Options of the compiler for the step, as in xla_tpu_scoped_vmem_limit_kib: 65536. Those of other platforms than
     the run's (xla_tpu_..., xla_gpu_..., xla_cpu_...) are left out. Set them to try what a compiler can do for a step;
     the recipes of TPU slices have theirs."""
+    cpu: Cpu = Cpu()
+    """What is faster on one CPU and slower on another."""
     seed: int = 0
     """Of the initial parameters and of dropout. Change it to see how much of a difference is chance."""
     devices: int | None = None
@@ -370,6 +375,7 @@ __all__ = [
     "PRESETS",
     "BatchSize",
     "CheckpointRule",
+    "Cpu",
     "Data",
     "DeadlineRule",
     "Distributed",

@@ -27,6 +27,8 @@ _BATCH = f"replica/{_DATA}/expert/stage"
 _LAYERS = {"layers": "stage"}
 _TENSOR = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
 _EXPERTS = {"experts": "expert"}
+# What parameters have that lead from a latent to heads, instead of the stream's width.
+_LATENTS = ("q_latent", "kv_latent")
 
 # Maps in use and at rest. Mesh axes that a mesh does not have, or has with size 1, drop out; of two names in one array
 # that want the same mesh axis, the earlier entry gets it. So `pos: .../model` at the end slices positions over
@@ -47,6 +49,8 @@ _KINDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {**_EXPERTS, "batch": _BATCH, **_TENSOR, "pos": f"{_CONTEXT}/model"},
     ),
 }
+for _params, _ in _KINDS.values():
+    _params.update({name: _params["embed"] for name in _LATENTS if "embed" in _params})
 # Each of them with the layers over the stages of a pipeline, before the batch: what is left of its axes is the batch's.
 PRESETS: dict[str, tuple[dict[str, str], dict[str, str]]] = {"single": ({}, {})} | {
     name: ({**_LAYERS, **params}, {**_LAYERS, **compute}) for name, (params, compute) in _KINDS.items()

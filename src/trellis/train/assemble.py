@@ -148,6 +148,7 @@ def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes
             policy=keep_of(run.remat),
             z_loss=run.z_loss,
             ema=run.ema,
+            tuned=run.cpu.tuned,
             chunk_bytes=chunk_bytes,
             skip_nonfinite=run.skip_nonfinite > 0,
             names_tensors=run.precision.is_narrow,

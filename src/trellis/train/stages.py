@@ -108,17 +108,20 @@ def pipelined(params, batch: Batch, cut: Callable, shared: Callable, loss: Calla
         parts = cut(batch, count), shared(jnp.arange(count))
         with dealing:  # out here: no permute may stand in what one stage alone does
             inside = dataclasses.replace(current_layout(), mesh=without_axis(layout.mesh, axis))
-    leaves, tree = jax.tree.flatten(params, is_leaf=_is_stack)
-    at, *others = [i for i, leaf in enumerate(leaves) if _is_stack(leaf)]
+    name = params.layers.axis.name  # a stack of another name is whole on every stage, and runs in the first
+    is_stack = lambda x: isinstance(x, Stacked) and x.axis.name == name
+    leaves, tree = jax.tree.flatten(params, is_leaf=is_stack)
+    at, *others = [i for i, leaf in enumerate(leaves) if is_stack(leaf)]
     if others:
         raise NamesError(
             f"a pipeline's layers are one stack, got {1 + len(others)} of them in a model: make one stack of groups of "
-            f"layers, or take '{params.layers.axis.name}' out of the layout's compute"
+            f"layers, or take '{name}' out of the layout's compute"
         )
     stack, outer = leaves[at], leaves[:at] + leaves[at + 1 :]
     layers, block = jax.tree.flatten(stack.block)
     here = inside.mesh.abstract_mesh
     source = Source(
+        name=name,
         function=lambda params, part: loss(params, *part),
         rebuild=lambda outer: jax.tree.unflatten(tree, [*outer[:at], stack, *outer[at:]]),
         outer=[struct(x, here) for x in outer],
@@ -133,10 +136,6 @@ def pipelined(params, batch: Batch, cut: Callable, shared: Callable, loss: Calla
     sums, d_outer, d_layers = run(pieces, schedule, axis, Arrays(outer, layers, parts))
     d_stack = jax.tree.unflatten(jax.tree.structure(stack), d_layers)
     return sums, jax.tree.unflatten(tree, [*d_outer[:at], d_stack, *d_outer[at:]])
-
-
-def _is_stack(x) -> bool:
-    return isinstance(x, Stacked)
 
 
 def _placed(x, layout: Layout):

@@ -20,6 +20,7 @@ from trellis.models import LanguageModel, Measured
 from trellis.named import Keep, NamedArray, is_named
 from trellis.named.backend import loop_over
 from trellis.named.reshape import split_axis, transpose
+from trellis.named.tuned import Tuned, tuned_for
 from trellis.nn import Precision, TokenLoss, next_token_loss, tied
 from trellis.nn.positions import dealt
 from trellis.notation import spec_of
@@ -45,6 +46,7 @@ class StepOptions:
         policy: what each layer keeps for the backward pass.
         z_loss: weight of the squared log-normalizer in the loss.
         ema: decay of the moving average of the parameters.
+        tuned: how a CPU's kernels are cut.
         chunk_bytes: what the float32 logits of a chunk of the loss take; None for what suits the device.
         skip_nonfinite: leave parameters as they were where the loss or the gradient is not finite.
         names_tensors: whether a step finds its first weight or gradient that is not finite.
@@ -56,6 +58,7 @@ class StepOptions:
     policy: Keep | None = None
     z_loss: float = 0.0
     ema: float | None = None
+    tuned: Tuned = Tuned()
     chunk_bytes: int | None = None
     skip_nonfinite: bool = False
     names_tensors: bool = False
@@ -74,7 +77,7 @@ def batch_loss(
         ahead: of a model that looks ahead: the sum of `measured.ahead` over the batch that this is a part of.
     """
     layout, batch = dealt(batch)
-    with layout:
+    with layout, tuned_for(options.tuned):
         return _measured_loss(model, batch, options, key, ahead)
 
 
@@ -122,7 +125,8 @@ def make_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
-        sums, measured, gradients = loss_and_gradients(state.model, batch.named(), options, key)
+        with tuned_for(options.tuned):  # the backward pass is traced after `batch_loss`
+            sums, measured, gradients = loss_and_gradients(state.model, batch.named(), options, key)
         with jax.numpy_dtype_promotion("standard"):  # Optax raises floats to integer powers
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.model)
         model = measured.update(optax.apply_updates(state.model, updates))

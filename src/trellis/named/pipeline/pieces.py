@@ -17,6 +17,7 @@ from trellis.named.pipeline.traced import Traced
 from trellis.named.scan import loop
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
+from trellis.program.reading import jaxprs_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Source:
     """What is to be run as a pipeline.
 
     Attributes:
+        name: of the layers' axis.
         function: `function(params, part) -> (loss, sums)` of one microbatch, in which the layers run.
         rebuild: parameters, from the list of those outside of the layers.
         outer: types of these, as they are used.
@@ -34,6 +36,7 @@ class Source:
         groups: of layers, on all stages together.
     """
 
+    name: str
     function: Callable
     rebuild: Callable
     outer: list[jax.ShapeDtypeStruct]
@@ -86,6 +89,7 @@ class Pieces:
         self.number = jax.ShapeDtypeStruct((), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, jax.P()))
         self.fold: Fold
         self.enter = without_dead(Traced.of(lambda *args: self._before(*args).x, self.outer, self.part))
+        self._check_enter()
         self.entered_by = self._read_by(self.enter)
         pair = lambda *args: (lambda fold: (fold.args, fold.each))(self._before(*args))
         self.context = without_dead(Traced.of(pair, self.outer, self.part))
@@ -108,7 +112,7 @@ class Pieces:
     # What is traced.
 
     def _before(self, outer, part) -> Fold:
-        self.fold = before(self.source.function, self.source.rebuild(outer), part)
+        self.fold = before(self.source.name, self.source.function, self.source.rebuild(outer), part)
         return self.fold
 
     def _layer(self, block, x, args, each):
@@ -126,7 +130,8 @@ class Pieces:
         return loop(one, fold.stack.axis.resize(1), False, 1, fold.policy, once=lambda body: body)(x)
 
     def _finish(self, outer, carried, part):
-        return after(self.source.function, carried if self.fold.makes else carried[0], self.source.rebuild(outer), part)
+        result = carried if self.fold.makes else carried[0]
+        return after(self.source.name, self.source.function, result, self.source.rebuild(outer), part)
 
     def _trace_gradients(self) -> None:
         rebuilt = {}
@@ -162,6 +167,15 @@ class Pieces:
 
         self.leave = without_dead(Traced.of(leave, self.outer, self.part, self.carried))
         self.enter_back = without_dead(Traced.of(enter_back, self.outer, self.part, self.enter.out))
+
+    def _check_enter(self) -> None:
+        """A permute is one of all devices, in the backward pass too; a gather is one of those that it names."""
+        if _permutes(self.enter.closed.jaxpr):
+            raise NamesError(
+                f"what comes before the '{self.source.name}' of a pipeline runs on its first stage alone, where no "
+                "permute may stand, got one, as of a ring along sliced positions: reach other slices by a gather or an "
+                "exchange (the layout's context), or take the positions or the layers out of the layout's compute"
+            )
 
     def _read_by(self, traced: Traced) -> list[int]:
         """Which of the parameters outside of the layers a piece reads."""
@@ -199,6 +213,11 @@ def _live(traced: Traced) -> list[bool]:
     """Of each argument whether a result is made of it."""
     jaxpr = traced.closed.jaxpr
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
+
+
+def _permutes(jaxpr) -> bool:
+    equations = jaxpr.eqns
+    return any(e.primitive.name == "ppermute" or any(map(_permutes, jaxprs_in(e))) for e in equations)
 
 
 def without_dead(traced: Traced) -> Traced:
