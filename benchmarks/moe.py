@@ -10,8 +10,9 @@ that a mixture cannot do without.
 On TPUs: the same of a layer of Mixtral 8x7B in bfloat16, 8 experts on 8 chips, 2,048 tokens each, compiled ahead of
 time (needs libtpu, no TPU). `other` is the compiler's own estimate of everything but collectives and its grouped
 kernels, which have none, over the bound, in cycles of the chip's matrix units. The kernels are all products forward and
-backward, which are the bound where the load is even; the products of the dense way are in `other`. `wire` is what one chip sends, of a ragged exchange at most. Further rounds of an exchange,
-which run only where the load is uneven, are left out of both.
+backward, which are the bound where the load is even; the products of the dense way are in `other`. `wire` is what one
+chip sends, of a ragged exchange at most. Further rounds of an exchange, which run only where the load is uneven, are
+left out of both.
 """
 
 import argparse
