@@ -27,6 +27,7 @@ from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
 from trellis.optim import all_finite, select
 from trellis.optim.averaging import average as moving_average
+from trellis.optim.updated import updated
 from trellis.train.out_of_range import first_out_of_range
 from trellis.train.stages import dealt_out, in_stages, pipelined, schedule_of, stages_of
 from trellis.train.state import TrainState
@@ -129,7 +130,8 @@ def make_step(
             sums, measured, gradients = loss_and_gradients(state.model, batch.named(), options, key)
         with jax.numpy_dtype_promotion("standard"):  # Optax raises floats to integer powers
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.model)
-        model = measured.update(optax.apply_updates(state.model, updates))
+        at_random = key if options.precision.updates == "random" else None
+        model = measured.update(updated(state.model, updates, at_random))
         average = state.average
         if options.ema is not None:
             average = moving_average(average, model, options.ema, state.step)
@@ -188,7 +190,13 @@ def loss_and_gradients(model: LanguageModel, batch: Batch, options: StepOptions,
 def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, options: StepOptions, key, axis: str):
     """The same of a model whose layers are spread over stages."""
     copied = _copied if options.accumulation == "pending" else lambda params: params
-    use, pull = jax.vjp(lambda params: in_stages(copied(dealt_out(to_use(params), axis)), axis), model)
+
+    def used(params):
+        dealt = dealt_out(to_use(params), axis)
+        with current_layout().even():
+            return in_stages(copied(dealt), axis)
+
+    use, pull = jax.vjp(used, model)
     scale = 1.0 / jnp.maximum(batch.loss_mask.astype(jnp.float32).sum().array, 1.0)
 
     def shared(numbers):
