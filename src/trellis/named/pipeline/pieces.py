@@ -100,7 +100,7 @@ class Pieces:
     @property
     def unroll(self) -> int:
         """How many layers of a group one turn of the loop over them holds."""
-        stack, rows = self.fold.stack, self.source.parts.least
+        stack, rows = self.fold.stack, self.source.parts.most
         return rows if stack.unrolled or written_out(rows, self.enter.out) else min(stack.unroll or 1, rows)
 
     @property

@@ -223,16 +223,22 @@ class _Program:
     def _layers(self, unit: Unit, body, carry, reverse: bool = False):
         """The layers of a group, one after the other: `body(carry, row, there)`.
 
-        The last argument is None for layers that every group has. For the one that only the larger have, which stands
-        behind them, it says whether this group is one of these.
+        The last argument is None for layers that every group has. Of others it says whether this group has them: of the
+        one that only the larger groups have, or of all in the same loop where layers permute.
         """
+        size = jnp.asarray(self.all.sizes)[self._group(unit)]
+
+        def some(carry, count: int, there=lambda row: None):
+            step = lambda carry, row: (body(carry, row, there(row)), None)
+            return lax.scan(step, carry, jnp.arange(count), reverse=reverse, unroll=min(self.pieces.unroll, count))[0]
+
+        if self.together:
+            return some(carry, self.all.most, lambda row: size > row)
         least = self.all.least
-        step = lambda carry, row: (body(carry, row, None), None)
-        alike = lambda carry: lax.scan(step, carry, jnp.arange(least), reverse=reverse, unroll=self.pieces.unroll)[0]
         if not self.all.uneven:
-            return alike(carry)
-        further = lambda carry: body(carry, least, jnp.asarray(self.all.sizes)[self._group(unit)] > least)
-        return alike(further(carry)) if reverse else further(alike(carry))
+            return some(carry, least)
+        further = lambda carry: body(carry, least, size > least)
+        return some(further(carry), least) if reverse else further(some(carry, least))
 
     def _where(self, there, make, leave):
         """What `make` gives where a layer is there, what `leave` gives elsewhere.
