@@ -10,7 +10,6 @@ from trellis.optim.config import AdamW, Cosine
 from trellis.run.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Remat, Run
 from trellis.run.data import Data, StoreSource
 
-
 # What is not of an expert is sliced over all devices, latents over as many as divide them: gathering it costs as much
 # as from a few.
 ATTENTION = {"embed": "data/expert", "q_latent": "expert", "kv_latent": "expert"}
