@@ -13,7 +13,8 @@ def starter() -> Run:
     """A Llama of 5.0M parameters on the Python standard library's sources: a few minutes on two cores.
 
     Its training loss falls from 7.6 after 10 steps to about 3.1 after 600, with a validation loss of 2.83 (1.16 bits
-    a byte), within 0.05 on any number of devices and under any layout.
+    a byte), within 0.05 on any number of devices and under any layout. It samples after 200, 400 and 600 steps, and
+    reads like code from the second time on.
 
     make train
     trellis train starter
@@ -41,7 +42,7 @@ def starter() -> Run:
         schedule=Cosine(warmup_steps=60),
         precision=Precision(compute="float32"),
         checkpoints=CheckpointRule(every=200),
-        evaluation=Evaluation(every=200, batches=16),
+        evaluation=Evaluation(every=200, batches=16, sample=True),
         logging=Logging(every=10),
     )
 
@@ -75,6 +76,6 @@ def tiny() -> Run:
         optimizer=AdamW(learning_rate=1e-2),
         schedule=Cosine(warmup_steps=4),
         checkpoints=CheckpointRule(every=10),
-        evaluation=Evaluation(every=10, batches=2),
+        evaluation=Evaluation(every=10, batches=2, sample=False),
         logging=Logging(every=1),
     )

@@ -18,6 +18,7 @@ class Record:
         step: how many steps had been made after this one.
         values: the metrics, those that were added for the same step (an evaluation) among them.
         arrays: of what was added, that which is no scalar.
+        first: words for the step's first weight or gradient that was not finite; empty where none is known.
         dispatched: when the step was handed to the device.
         done: when the device had finished it.
         idle_from: when the device had finished what it was given before; None for the first.
@@ -33,6 +34,7 @@ class Record:
     idle_from: float | None = None
     released: float = 0.0
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    first: str = ""
 
     @property
     def seconds(self) -> float:
@@ -104,7 +106,10 @@ class Drain:
             self._raise()
 
     def add(self, metrics: Mapping[str, jax.Array]) -> None:
-        """Adds to the step pushed last what was dispatched after it: an evaluation's scalars, small arrays."""
+        """Adds to the step pushed last what was dispatched after it: an evaluation's scalars, small arrays.
+
+        With nothing to add, the next step's time begins now.
+        """
         with self._change:
             self._raise()
             self._pending[-1].later.update(metrics)

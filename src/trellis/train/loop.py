@@ -24,6 +24,7 @@ from trellis.train.drain import Drain, Record
 from trellis.train.flops import costs
 from trellis.train.guard import Guard
 from trellis.train.metrics import Meter, Work
+from trellis.train.out_of_range import named_tensor
 from trellis.train.pace import Pace, tokens_of
 from trellis.train.profile import Profiler
 from trellis.train.progress import Progress
@@ -152,6 +153,7 @@ class _Loop:
         self._saved, self._signals, self._compiled, self._pace = saved, signals, compiled, pace
         self._stop = self._run.steps if until is None else min(self._run.steps, until)
         self._not_finite = self._made = 0
+        self._first = ""
         self._newest: Any = None
         self._unchecked: deque[Record] = deque()
         self._paces: deque[float] = deque(maxlen=_REMEMBERED)
@@ -265,6 +267,10 @@ class _Loop:
                 with self._watch.excused(f"evaluates after step {made}"):
                     self._drain.add(self._feed.evaluate(state, made))
                 self._timeline.add("evaluation", made)
+                if run.evaluation.sample and not last:
+                    with self._watch.excused(f"samples after step {made}"):
+                        self._sample(state, made)
+                    self._drain.add({})  # the next step's time begins now
             self._handle(self._drain.poll(), certain=made - _AHEAD - 1)
             if save:
                 # What is saved is known to be good: every loss up to it was looked at, and its copies compared.
@@ -298,6 +304,8 @@ class _Loop:
         """
         for record in records:
             self._meter.add(record, int(record.values.pop("tokens")))
+            if "out_of_range" in record.values:
+                record.first = named_tensor(self._assembled.abstract.model, record.values.pop("out_of_range"))
             self._learn(record)
             self._unchecked.append(record)
             evaluated = "validation_loss" in record.values
@@ -352,11 +360,13 @@ class _Loop:
         self._guard.check(record.arrays, record.step, lambda: _last_good(self._saved, others_live=True))
         loss, norm = record.values["loss"], record.values.get("grad_norm", 0.0)
         self._not_finite = 0 if math.isfinite(loss) and math.isfinite(norm) else self._not_finite + 1
+        if self._not_finite == 1 and record.first:
+            self._first = f"; the first that was not finite: {record.first}, at step {record.step}"
         if self._not_finite > self._run.skip_nonfinite:
             raise LossNotFinite(
                 "A run goes on while its loss and its gradient are finite.",
                 seen=f"loss {loss}, gradient norm {norm} at step {record.step}, {self._not_finite} in a row "
-                f"(allowed: {self._run.skip_nonfinite})",
+                f"(allowed: {self._run.skip_nonfinite}){self._first}",
                 where=_last_good(self._saved, others_live=True),
                 fix="go on with a larger --skip_nonfinite, which leaves such steps out, or start a new run with a "
                 "lower learning rate or clip_norm",
