@@ -5,10 +5,11 @@
     python benchmarks/narrow.py train [--recipe tiny] [--seeds 3] [--kinds ...] [--options ...]
 
 `plan` predicts a step with the products of attention and feed-forward in the compute type, fp8, int8 and mxfp8, and
-with what the optimizer keeps of the layers in mxfp8. `compiled` says what a compiler makes of a feed-forward layer's
-loss and gradients on a four by two mesh: its products, and what it gathers. `train` runs the recipe in each for
-several seeds, in processes of their own, and compares the mean loss of the last tenth of the steps. Losses of eight-
-bit runs on a CPU are those of the types (`ml_dtypes` to the bit), not of any chip's units, which sum in another order.
+with what the optimizer keeps of the layers in mxfp8, and with parameters kept in bfloat16. `compiled` says what a
+compiler makes of a feed-forward layer's loss and gradients on a four by two mesh: its products, and what it gathers.
+`train` runs the recipe in each for several seeds, in processes of their own, and compares the mean loss of the last
+tenth of the steps. Losses of eight-bit runs on a CPU are those of the types (`ml_dtypes` to the bit), not of any
+chip's units, which sum in another order.
 """
 
 import argparse
@@ -33,7 +34,10 @@ KINDS = {
     "int8": ["--precision.products.attention", "int8", "--precision.products.mlp", "int8"],
     "mxfp8": ["--precision.products.attention", "mxfp8", "--precision.products.mlp", "mxfp8"],
     "moments": ["--precision.moments.layers", "mxfp8"],
+    "nearest": ["--precision.params", "bfloat16"],
+    "random": ["--precision.params", "bfloat16", "--precision.updates", "random"],
 }
+PRODUCTS = ("bfloat16", "fp8", "int8", "mxfp8")
 COMPILED = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4")
 TARGETS = ("8xA100", "8xH100", "8xB200", "v5e:4x4", "v5p:2x2x2", "v6e:4x4")
 
@@ -135,7 +139,7 @@ def main() -> None:
     if args.what == "plan":
         plans(args.recipe or "llama_8b", args.on or TARGETS, args.kinds)
     elif args.what == "compiled":
-        compiled(args.on or COMPILED, [kind for kind in args.kinds if kind != "moments"])
+        compiled(args.on or COMPILED, [kind for kind in args.kinds if kind in PRODUCTS])
     else:
         losses(args.recipe or "tiny", args.seeds, args.kinds, args.options)
 

@@ -1,7 +1,7 @@
 """Training speed on a CPU, side by side: Trellis, plain JAX, transformers on torch, nanoGPT, Levanter.
 
     python benchmarks/train_speed.py [--shape nano small-llama] [--dtype float32 bfloat16] [--rounds 8]
-        [--nanogpt FOLDER] [--levanter-python PATH] [--out benchmarks/results/train_speed.json]
+        [--nanogpt FOLDER] [--levanter-python PATH] [--out benchmarks/results/train_speed_PROCESSOR.json]
 
 Every contestant is a process of its own, started as its users start it, with the same shape, batch and kind of
 optimizer (AdamW, clipping). They train in turn, a few steps each a round, so whatever else the machine does hits
@@ -112,6 +112,17 @@ def race(shape: str, dtype: str, who: list[str], rounds: int, elsewhere: dict[st
     return rows
 
 
+def processor() -> str:
+    """The name of this machine's processor, as its system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    found = dict(line.split(":", 1) for line in lines if ":" in line)
+    told = {key.strip(): value.strip() for key, value in found.items()}
+    return f"{told.get('model name', platform.machine())} (family {told.get('cpu family', '?')})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", default=["nano", "small-llama"], choices=["nano", "small-llama"])
@@ -134,7 +145,7 @@ def main() -> None:
     who = args.who or [name for name in CONTESTANTS if name not in absent]
     rows = [row for s in args.shape for d in args.dtype for row in race(s, d, who, args.rounds, elsewhere)]
     if args.out:
-        machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        machine = {"processor": processor(), "cores": len(os.sched_getaffinity(0))}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
 

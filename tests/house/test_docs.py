@@ -1,6 +1,7 @@
 """Code in the README and the docs runs, and commands in them are understood."""
 
 import io
+import json
 import re
 import shlex
 from pathlib import Path
@@ -74,3 +75,19 @@ def test_the_readme_shows_what_a_run_says():
 STEP = re.compile(
     r"step (\d+)/600  loss (\S+)  (\S+)k tok/s  MFU (\S+) % \((\S+) % non-causal\)  (\d+) MiB(?:  left .*)?$"
 )
+
+
+def test_every_processor_that_was_measured_has_its_table_and_no_other():
+    page = (ROOT / "docs" / "cpu-speed.md").read_text()
+    tables = re.findall(r"^### (.*?), (\w+) cores$\n(.*?)(?=^##)", page, re.MULTILINE | re.DOTALL)
+    files = sorted((ROOT / "benchmarks" / "results").glob("train_speed*.json"))
+    found = {path: json.loads(path.read_text()) for path in files}
+    assert len(tables) == len(files) > 0
+    for path, measured in found.items():
+        ((cores, text),) = [
+            (cores, text) for name, cores, text in tables if measured["machine"]["processor"].startswith(name)
+        ]
+        assert f"results/{path.name}" in text
+        assert cores in (str(measured["machine"]["cores"]), {2: "two", 4: "four"}.get(measured["machine"]["cores"]))
+        for row in measured["rows"]:
+            assert f"| {row['tokens_per_second']:,} | {row['against_plain']:g} |" in text, row

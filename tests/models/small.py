@@ -1,6 +1,9 @@
 """A small model of every family, as `transformers` and as Trellis describe it."""
 
+import dataclasses
+
 from trellis.models import (
+    DeepseekV3Config,
     GPT2Config,
     GPTJConfig,
     GptOssConfig,
@@ -35,6 +38,12 @@ CONFIGS: dict[str, ModelConfig] = {
     "gpt_oss": GptOssConfig(
         **_GATED, head_dim=8, window=6, experts=4, experts_per_token=2, tie_embeddings=False,
         rope_scaling=_YARN, routing=Routing(balance=0.02),
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        vocab=VOCAB, embed=32, layers=3, dense_layers=1, heads=4, q_latent=24, kv_latent=16, nope_dim=8, rope_dim=4,
+        value_dim=6, dense_mlp=64, mlp=24, shared_mlp=24, experts=8, experts_per_token=2, rope_theta=1e4,
+        rope_scaling=dataclasses.replace(_YARN, truncate=True, mscale=0.8, mscale_all_dim=0.6), tie_embeddings=False,
+        routing=Routing(scores="sigmoid", scale=2.5, groups=4, groups_per_token=2, bias_rate=0.001),
     ),
     "gpt2": GPT2Config(
         vocab=VOCAB, positions=POSITIONS, embed=32, layers=2, heads=4, mlp=64, norm_eps=1e-5, dropout=0.0,

@@ -13,7 +13,7 @@ from trellis.named import einsum, named, shard
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = np.random.default_rng(0).integers(0, VOCAB, (2, 7)).tolist()
-FAMILIES = ["llama3", "qwen3", "mixtral", "gpt_oss", "gpt2_mistral", "gptj"]
+FAMILIES = ["llama3", "qwen3", "mixtral", "gpt_oss", "deepseek_v3", "gpt2_mistral", "gptj"]
 
 
 def model_of(name):
@@ -46,7 +46,7 @@ def test_cache_is_exact(name):
 
 
 @pytest.mark.slow(but=1)
-@pytest.mark.parametrize("name", ["llama3", "mixtral", "gptj"])
+@pytest.mark.parametrize("name", ["llama3", "mixtral", "deepseek_v3", "gptj"])
 def test_on_a_mesh(name):
     """Sliced batch, heads, widths and vocabulary; positions, which come one by one, are whole whatever the layout."""
     model = model_of(name)

@@ -56,11 +56,15 @@ def test_a_layer_sees_its_window():
 
 def test_biases_of_both_layers_move_towards_an_even_load():
     config = dataclasses.replace(SMALL, routing=Routing(bias_rate=0.1))
-    model = config.init(key=jax.random.key(0))
     tokens = named(jnp.arange(24, dtype=jnp.int32).reshape(2, 12), "batch pos")
-    load = model(tokens).measured.load
+
+    def balanced():
+        model = config.init(key=jax.random.key(0))
+        load = model(tokens).measured.load
+        return load, model.balanced(load).layers.block
+
+    load, pair = jax.jit(balanced)()
     assert load.shape == {"layers": 1, "pair": 2, "routes": 4} and load.sum().array == 2 * 24 * 2
-    pair = model.balanced(load).layers.block
     for i, block in enumerate((pair.near, pair.far)):
         own = load["pair", i].array
         np.testing.assert_allclose(block.mlp.bias.array, 0.1 * np.sign(own.mean() - own))

@@ -63,6 +63,8 @@ def test_every_parameter_has_a_gradient(config):
 
     gradients = jax.jit(jax.grad(loss))(model)
     for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        if jax.tree_util.keystr(path).endswith(".mlp.bias.array"):
+            continue  # picks experts, and nothing else
         layers = gradient if "layers" in jax.tree_util.keystr(path) else gradient[None]
         assert (jnp.abs(layers).reshape(len(layers), -1).max(1) > 0).all(), jax.tree_util.keystr(path)
 

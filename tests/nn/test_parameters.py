@@ -33,6 +33,12 @@ def products(c) -> dict[str, int]:
     """Parameters of a block that multiply activations, family by family, by hand."""
     if c.family in ("gpt2", "gptj"):
         return {"attention": 4 * c.embed * c.embed, "mlp": 2 * c.embed * c.mlp}
+    if c.family == "deepseek_v3":
+        down = c.embed * (c.q_latent + c.kv_latent + c.rope_dim)
+        up = c.heads * (c.q_latent * (c.nope_dim + c.rope_dim) + c.kv_latent * (c.nope_dim + c.value_dim))
+        experts = 3 * c.embed * (c.experts_per_token * c.mlp + c.shared_mlp) + c.embed * c.experts
+        mlp = experts * (c.layers - c.dense_layers) + 3 * c.embed * c.dense_mlp * c.dense_layers
+        return {"attention": down + up + c.heads * c.value_dim * c.embed, "mlp": mlp / c.layers}
     attention = 2 * c.embed * c.head_dim * (c.heads + c.kv_heads)
     if c.family in ("mixtral", "qwen3_moe", "gpt_oss"):
         return {"attention": attention, "mlp": c.experts_per_token * 3 * c.embed * c.mlp, "router": c.embed * c.experts}

@@ -1,6 +1,7 @@
 """Metrics are fetched behind the loop: these tests hold the device still and see the loop go on."""
 
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,17 @@ def test_pushing_and_polling_do_not_wait_for_the_device(drain):
     gate.event.set()
     assert [(r.step, r.values) for r in drain.flush()] == [(1, {"loss": 0.5}), (2, {"loss": 0.25})]
     assert drain.poll() == []
+
+
+def test_what_the_loop_does_between_two_steps_is_no_time_of_the_next(drain):
+    drain.push(1, {"loss": jnp.float32(1)})
+    drain.add({"validation_loss": jnp.float32(2)})
+    began = time.perf_counter()  # a sample, say
+    drain.add({})
+    drain.push(2, {"loss": jnp.float32(3)})
+    first, second = drain.flush()
+    assert first.values == {"loss": 1.0, "validation_loss": 2.0}
+    assert first.done <= began <= first.released == second.idle_from
 
 
 def test_only_too_far_ahead_waits_for_the_oldest_step(drain):

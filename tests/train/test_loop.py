@@ -57,6 +57,13 @@ def losses(folder):
     return [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
 
 
+def test_a_run_that_is_asked_to_samples_at_each_evaluation(tmp_path, mesh):
+    run = dataclasses.replace(EVERY, evaluation=dataclasses.replace(EVERY.evaluation, sample=True))
+    train(*toy(mesh, run), tmp_path)
+    samples = [(sample["step"], sample["text"]) for sample in read_lines(tmp_path / "samples.jsonl")]
+    assert samples == [(step, f"a sample after {step} steps") for step in (5, 10, 12)]
+
+
 def test_a_run_writes_its_folder(tmp_path, mesh):
     (tmp_path / "run.yaml").write_text("steps: 12\n")
     shown = io.StringIO()

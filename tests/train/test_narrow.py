@@ -71,3 +71,14 @@ def test_what_leaves_the_range_is_named_with_its_step_and_layer(run_file, tmp_pa
     code, _, said = trellis(capsys, "train", run_file, "--run-dir", tmp_path, *words)
     assert code == 3
     assert re.search("the first that was not finite: the gradient of `layers.*` of layer 1, at step 2", said), said
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.slow
+def test_updates_at_random_are_the_same_when_resumed(run_file, tmp_path, capsys):
+    words = ("--layout.preset", "single", "--precision.params", "bfloat16", "--precision.updates", "random")
+    whole = trained(capsys, run_file, tmp_path / "one", *words)
+    assert trained(capsys, run_file, tmp_path / "parts", *words, "--until", "3") == whole[:3]
+    assert trained(capsys, run_file, tmp_path / "parts", *words) == whole
+    nearest = trained(capsys, run_file, tmp_path / "nearest", *words[:4])
+    assert nearest[0] == whole[0] and nearest[-1] != whole[-1]

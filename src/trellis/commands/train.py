@@ -33,7 +33,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """`trellis train`."""
-    from trellis.run.folder import alone, claim, new_folder
+    from trellis.run.folder import alone, claim, has_begun, new_folder
+    from trellis.train.choices import as_it_began, choose
     from trellis.train.compilation import use_persistent_cache
     from trellis.train.devices import find_devices
     from trellis.train.distributed import initialize, is_first
@@ -43,6 +44,8 @@ def execute(args: argparse.Namespace) -> int:
     use_persistent_cache()
     initialize(coordinator=several.coordinator, processes=several.processes, process=several.process)
     resumed = Path(args.recipe) if (Path(args.recipe) / "run.yaml").is_file() else None
+    if args.run_dir or resumed:
+        run = as_it_began(run, Path(args.run_dir or resumed))
     devices = find_devices(run)  # the first look at the devices, which fixes how many a CPU has
     if args.run_dir is None and resumed is None and jax.process_count() > 1:
         raise UserError(
@@ -63,6 +66,9 @@ def execute(args: argparse.Namespace) -> int:
         raise UserError("A run pauses after some steps, or none.", seen=args.until, where="--until", fix=fix)
     folder = Path(args.run_dir) if args.run_dir else resumed or new_folder(run)
     with alone(folder) if is_first() else contextlib.nullcontext():
+        if not has_begun(folder):
+            run = choose(run, devices, tell=lambda text: print(text, flush=True))
+            devices = devices[: run.devices or len(devices)]
         claim(folder, run, write=is_first())
         try:
             code = train_run(run, folder, devices, until=args.until)

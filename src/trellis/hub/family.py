@@ -16,7 +16,7 @@ class Family:
         config: our configuration's class.
         model_type: what `config.json` calls it.
         architecture: the class in `transformers`.
-        keys: where each parameter is, by its path in the model.
+        keys: where each parameter is, by its path in the model; or what gives that of a configuration.
         to_hub: the fields of `config.json`, from a configuration and the longest sequence.
         from_hub: our fields, from those of `config.json`.
         fixed: fields of `config.json` that must have these values, since our model has no others.
@@ -27,12 +27,16 @@ class Family:
     config: type
     model_type: str
     architecture: str
-    keys: Mapping[str, Key]
+    keys: Mapping[str, Key] | Callable[[Any], Mapping[str, Key]]
     to_hub: Callable[[Any, int], dict]
     from_hub: Callable[[Mapping], dict]
     fixed: Mapping[str, Any]
     zeros: Sequence[Key] = ()
     elsewhere: Callable[[str], tuple[str, Callable]] | None = None
+
+    def keys_of(self, config: Any) -> Mapping[str, Key]:
+        """Where each parameter of a model of this configuration is, by its path."""
+        return self.keys(config) if callable(self.keys) else self.keys
 
     def to_config_json(self, config: Any, *, positions: int, dtype: str) -> dict:
         """The contents of `config.json`.

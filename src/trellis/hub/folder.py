@@ -83,8 +83,10 @@ class Folder:
             UserError: a parameter is not in the folder, or has another shape there.
         """
 
+        keys = self.family.keys_of(self.config)
+
         def load(parameter: Parameter) -> NamedArray:
-            return NamedArray(self._load(parameter, key_of(self.family.keys, parameter)), parameter.names)
+            return NamedArray(self._load(parameter, key_of(keys, parameter)), parameter.names)
 
         with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):  # single devices' parts, then whole arrays
             leaves = [load(parameter) for parameter in parameters(model)]
@@ -203,7 +205,8 @@ def write_folder(
         raise UserError("An export goes to a folder of its own.", seen=there[0].name, where=str(to), fix=fix)
     contents = family.to_config_json(config, positions=positions, dtype=dtype) | dict(more or {})
     kind = np.dtype(DTYPES[DTYPE_NAMES[dtype]])
-    made = [t for p in parameters(model) for t in _tensors(p, key_of(family.keys, p), config.vocab, kind, read)]
+    keys = family.keys_of(config)
+    made = [t for p in parameters(model) for t in _tensors(p, key_of(keys, p), config.vocab, kind, read)]
     tensors = _joined(made)
     known = {t.name for t in tensors}
     for key in family.zeros:

@@ -1,5 +1,6 @@
 """Families of models, a folder each, and what the rest of Trellis needs of one (`protocol.py`)."""
 
+from trellis.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
 from trellis.models.families import FAMILIES, ModelConfig
 from trellis.models.gpt2 import GPT2, GPT2Config
 from trellis.models.gpt_oss import GptOssConfig
@@ -16,6 +17,8 @@ __all__ = [
     "FAMILIES",
     "GPT2",
     "GPTJ",
+    "DeepseekV3",
+    "DeepseekV3Config",
     "FamilyConfig",
     "GPT2Config",
     "GPTJConfig",

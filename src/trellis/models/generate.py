@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trellis import Layout, NamedArray, UserError, current_layout, einsum, full, named, named_jit, shard, take
+from trellis import Layout, NamedArray, Stacked, UserError, current_layout, einsum, full, named, named_jit, shard, take
 from trellis.models.protocol import LanguageModel
 from trellis.nn import attend, attend_cached
 
@@ -188,8 +188,8 @@ def _prefill(model: LanguageModel, tokens: NamedArray, total: int):
         kept += [k, v]
         return attend(q, k, v, **options)
 
-    hidden, cache = _through(model, tokens, None, (), attention)
-    return hidden, tuple(_with_room(x, total) for x in cache)
+    hidden, caches = _through(model, tokens, None, [()] * len(_stacks(model)), attention)
+    return hidden, [tuple(_with_room(x, total) for x in cache) for cache in caches]
 
 
 def _decode(model: LanguageModel, token: NamedArray, at: jax.Array, cache):
@@ -205,8 +205,12 @@ def _decode(model: LanguageModel, token: NamedArray, at: jax.Array, cache):
     return _through(model, token, positions, cache, attention)
 
 
-def _through(model: LanguageModel, tokens: NamedArray, positions, cache, attention):
-    """Tokens through the model, where attention is another function; also what that left for each layer.
+def _stacks(model: LanguageModel) -> list[Stacked]:
+    return [model.layers] if model.first_layers is None else [model.first_layers, model.layers]
+
+
+def _through(model: LanguageModel, tokens: NamedArray, positions, caches, attention):
+    """Tokens through the model, where attention is another function; also what that left for each layer of each stack.
 
     `attention(kept, q, k, v, ...)` finds a layer's part of the cache in the list `kept` and leaves its part there.
     """
@@ -217,8 +221,12 @@ def _through(model: LanguageModel, tokens: NamedArray, positions, cache, attenti
         x = layer(x, *rest, attention=lambda *args, **options: attention(kept, *args, **options))
         return x, tuple(kept)
 
-    x, cache = model.layers.scan(x, *shared, each=(tuple(cache), *each), call=call)
-    return model.norm(x), cache
+    left = []
+    for stack, cache in zip(_stacks(model), caches, strict=True):
+        mine = each if stack is model.layers else ()
+        x, cache = stack.scan(x, *shared, each=(tuple(cache), *mine), call=call)
+        left.append(cache)
+    return model.norm(x), left
 
 
 def _with_room(x: NamedArray, total: int) -> NamedArray:

@@ -102,6 +102,8 @@ class LanguageModel(Protocol):
 
     Attributes:
         config: what defines it.
+        first_layers: blocks of another kind before the others, as a stack under a name of its own; None without.
+            `layer(x, *shared, attention=...)` is the stream after one of them.
         layers: its blocks. `layer(x, *each, *shared, attention=...)` is the stream after one of them.
         norm: of the stream after the last of them.
         unembedding: `"vocab embed"`; rows from `config.vocab` on are padding.
@@ -110,6 +112,7 @@ class LanguageModel(Protocol):
     """
 
     config: FamilyConfig
+    first_layers: Stacked | None
     layers: Stacked
     norm: Callable[[NamedArray], NamedArray]
     unembedding: NamedArray

@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
 from trellis.mesh.platform import device_kind_of, platform_of, unrolls_loops
+from trellis.named.tuned import tuned
 from trellis.notation import spec_of
 from trellis.notation.state import sharding_on, state_of
 
@@ -223,11 +224,13 @@ def _gradient_a(a, b, d, summed: Dims):
 def _gradient_b(a, b, d, summed: Dims):
     a_free, b_free = _free(a, summed[0]), _free(b, summed[1])
     rows, columns = tuple(range(len(a_free))), tuple(range(len(a_free), d.ndim))
+    to_b = dict(zip(*summed, strict=True))
+    if tuned().turned == "none":
+        return _dot(a, d, a_free, rows, like=b, made=tuple(to_b[i] for i in sorted(summed[0])) + b_free)
     if _size(a, summed[0]) <= _size(d, columns):
         turned = lax.optimization_barrier(jnp.transpose(a, summed[0] + a_free))
         return _dot(turned, d, _last(turned, rows), rows, like=b, made=summed[1] + b_free)
     turned = lax.optimization_barrier(jnp.transpose(d, columns + rows))
-    to_b = dict(zip(*summed, strict=True))
     made = b_free + tuple(to_b[i] for i in sorted(summed[0]))
     return _dot(turned, a, _last(turned, rows), a_free, like=b, made=made)
 

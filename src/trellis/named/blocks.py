@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trellis.named.array import NamedArray, is_named
+from trellis.named.rounding import at_random, drawn_for, exponent_of, power_of_two
 from trellis.notation import spec_of
 from trellis.notation.state import sharding_on, state_of
 
@@ -94,10 +95,12 @@ def blocked(
     wide = _cut(array.astype(jnp.float32), {dim: block_of(array.shape[dim]) for dim in dims})
     within = tuple(dim + n + 1 for n, dim in enumerate(sorted(dims)))
     wide = jnp.sqrt(wide) if squares else wide
-    scales = _power_of_two(jnp.max(jnp.abs(wide), axis=within, keepdims=True))
+    scales = _scale_of(jnp.max(jnp.abs(wide), axis=within, keepdims=True))
     scaled = jnp.clip(wide / scales, -_limit(), _limit())
     if key is not None:
-        scaled = _at_random(scaled, key, squares)
+        bits = drawn_for(scaled, key)
+        half = bits & 0xFFFF if squares else bits >> 16
+        scaled = at_random(scaled, _ELEMENT, half.astype(jnp.float32) / 2.0**16, squares=squares)
     return _whole(scaled.astype(_ELEMENT), within), jnp.squeeze(scales, within).astype(_SCALE)
 
 
@@ -113,41 +116,11 @@ def _limit() -> float:
     return float(jnp.finfo(_ELEMENT).max)
 
 
-def _power_of_two(largest: jax.Array) -> jax.Array:
+def _scale_of(largest: jax.Array) -> jax.Array:
     """The least power of two that brings numbers within the type's range; of zeros it is 1."""
-    exponent = jnp.clip(_exponent(largest / _limit(), up=True), -126, 127)
-    power = _exactly(jnp.where(largest > 0, exponent, 0))
+    exponent = jnp.clip(exponent_of(largest / _limit(), up=True), -126, 127)
+    power = power_of_two(jnp.where(largest > 0, exponent, 0))
     return jnp.where(jnp.isfinite(largest), power, jnp.nan)
-
-
-def _exponent(x: jax.Array, *, up: bool = False) -> jax.Array:
-    """The whole part of log2 of positive numbers, or that above, from their bits."""
-    bits = lax.bitcast_convert_type(x, jnp.int32) + (0x7FFFFF if up else 0)
-    return (bits >> 23) - 127
-
-
-def _exactly(exponent: jax.Array) -> jax.Array:
-    """Two to the power of whole numbers from -126 to 127, in float32: `exp2` is not exact everywhere."""
-    return lax.bitcast_convert_type((exponent + 127).astype(jnp.int32) << 23, jnp.float32)
-
-
-def _at_random(scaled: jax.Array, key: jax.Array, squares: bool) -> jax.Array:
-    """Each number to one of its two neighbours in the type, the nearer the likelier."""
-    info = jnp.finfo(_ELEMENT)
-    size = jnp.abs(scaled)
-    step = _exactly(jnp.maximum(_exponent(size), int(info.minexp)) - int(info.nmant))
-    below = jnp.floor(size / step) * step
-    share = (size - below) / step
-    if squares:
-        share *= (size + below) / (2 * below + step)
-    state = state_of(scaled)
-    sharding = sharding_on(scaled, spec_of(state.axes)) if state.mode == "explicit" else None
-    drawn = jax.random.bits(key, scaled.shape, jnp.uint32, out_sharding=sharding)
-    half = drawn & 0xFFFF if squares else drawn >> 16
-    rounded = jnp.where(half.astype(jnp.float32) < share * 2.0**16, below + step, below)
-    if squares:
-        rounded = jnp.where(size > 0, jnp.maximum(rounded, float(info.smallest_subnormal)), rounded)
-    return jnp.copysign(jnp.where(jnp.isfinite(size), rounded, size), scaled)
 
 
 def _cut(array: jax.Array, blocks: dict[int, int]) -> jax.Array:

@@ -39,7 +39,7 @@ Bias = Annotated[NamedArray, Role.BIAS]
 """Is added to activations."""
 
 # Axes that only say how many of a parameter there are, where they lead.
-COUNTING = ("stage", "layers", "experts")
+COUNTING = ("stage", "layers", "dense_layers", "experts")
 
 
 class Parameter(NamedTuple):

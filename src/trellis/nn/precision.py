@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from trellis.errors import UserError
 from trellis.frozen import FrozenMap
 from trellis.named import Narrow, is_named
 from trellis.nn.parameters import Parameter, Role, parameters
@@ -31,7 +32,10 @@ class Precision:
 
     params: DType = "float32"
     """Parameters and optimizer state. Choose bfloat16 where parameters and optimizer do not fit otherwise; small
-    updates are then lost."""
+    updates are then lost, but for updates=random."""
+    updates: Literal["nearest", "random"] = "nearest"
+    """How updated parameters are rounded to a type below float32: to the nearest number, or to one of two at random,
+    right in the mean. Choose random with params=bfloat16, so that small updates add up."""
     compute: DType = "bfloat16"
     """Activations, and parameters in use. Choose float32 on CPUs without bfloat16 products, and to see whether rounding
     is at fault."""
@@ -52,6 +56,13 @@ class Precision:
         object.__setattr__(self, "moments", FrozenMap(self.moments))
         object.__setattr__(self, "exceptions", FrozenMap(self.exceptions))
         object.__setattr__(self, "products", FrozenMap(self.products))
+        if self.updates == "random" and self.params == "float32":
+            raise UserError(
+                "Updates are rounded where parameters are kept in a type below float32.",
+                seen="updates=random, params=float32",
+                where="updates",
+                fix="use params=bfloat16 too, or updates=nearest",
+            )
 
     @property
     def is_narrow(self) -> bool:

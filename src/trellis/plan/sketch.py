@@ -41,11 +41,15 @@ def parameters(run: Run) -> tuple[float, float, float, float]:
     mlp = getattr(m, "mlp", 4 * embed)
     gated = 3 if hasattr(m, "kv_heads") else 2
     attention, dense = embed * head_dim * (2 * heads + 2 * kv), gated * embed * mlp
+    attention = getattr(m, "attention_weights", attention)
     tables = m.vocab * embed * (1 if getattr(m, "tie_embeddings", True) else 2)
     experts = getattr(m, "experts", 0)
     if not experts:
         return float((attention + dense) * layers), 0.0, float(tables), float(attention + dense)
-    return float(attention * layers), float(dense * experts * layers), float(tables), float(attention + dense * experts)
+    shared = gated * embed * (getattr(m, "shared_mlp", None) or 0)
+    apart = getattr(m, "dense_layers", 0)  # without experts
+    blocks = attention * layers + shared * (layers - apart) + gated * embed * getattr(m, "dense_mlp", 0) * apart
+    return float(blocks), float(dense * experts * (layers - apart)), float(tables), float(attention + dense * experts)
 
 
 def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:

@@ -18,6 +18,7 @@ from trellis.train.assemble import vocab_multiple
 # Sizes that are enough for what is in them: a width for several tiles of every device, a sequence for two blocks of an
 # attention kernel, layers for a first, a middle and a last one.
 EMBED, HEAD_DIM, MLP, VOCAB, POS, LAYERS = 256, 64, 384, 1024, 256, 3
+LATENT = {"nope_dim": HEAD_DIM, "rope_dim": HEAD_DIM // 2, "value_dim": HEAD_DIM}
 MOST_CHUNKS = 3
 
 
@@ -37,7 +38,8 @@ class Shrunk:
 def shrunk(run: Run, layout: Layout) -> Shrunk:
     """The run with sizes shrunk for a layout, whose mesh stays as it is.
 
-    What the optimizer keeps is whole: rounded at random, a last bit of a gradient would show as a thousand of them.
+    Nothing is rounded at random, where a last bit of a gradient would show as a thousand of them: what the optimizer
+    keeps is whole, and updates go to the nearest number.
 
     Args:
         run: the run; its mesh fits the layout's devices.
@@ -56,7 +58,7 @@ def shrunk(run: Run, layout: Layout) -> Shrunk:
         data=dataclasses.replace(run.data, sequence_length=pos),
         batch_size=rows * ways("batch") * parts,
         microbatches=parts,
-        precision=dataclasses.replace(run.precision, moments={}),
+        precision=dataclasses.replace(run.precision, moments={}, updates="nearest"),
     )
     return Shrunk(small, _chunk_bytes(run, small, ways, few=few))
 
@@ -108,14 +110,21 @@ def _model(run: Run, ways: Ways, pos: int, tokens: int) -> Any:
     has = {field.name for field in dataclasses.fields(model)}.__contains__
     heads, kv_heads = _heads(model, ways)
     each, before = divmod(model.layers, blocks := stacked(model))  # layers of a block, and those that are not stacked
-    kept = _kept(blocks, ways("layers") * run.layout.pipeline_groups, 2 if ways("layers") > 1 else LAYERS)
+    groups = ways("layers") * run.layout.pipeline_groups
+    uneven = blocks % groups > 0  # some groups have a layer less, and at rest stages slice the width instead
+    kept = _kept(blocks, groups, 2 if ways("layers") > 1 else LAYERS) + uneven
     sizes = {"heads": heads, "layers": before + each * kept}
-    embed = multiple(max(min(model.embed, EMBED), 2 * ways("embed"), tokens), ways("embed"))
+    wide = ways("embed") * (ways("layers") if uneven else 1)
+    embed = multiple(max(min(model.embed, EMBED), 2 * wide, tokens), wide)
     if has("head_dim"):
         sizes |= {"head_dim": min(model.head_dim, HEAD_DIM), "kv_heads": kv_heads}
+    elif has("rope_dim"):
+        sizes |= {name: min(getattr(model, name), most) for name, most in LATENT.items()}
+        sizes |= {"q_latent": min(model.q_latent, embed), "kv_latent": min(model.kv_latent, embed)}
+        sizes |= {name: min(getattr(model, name), MLP) for name in ("dense_mlp", "shared_mlp")}
     else:
         each = min(model.embed // model.heads, HEAD_DIM)
-        embed = multiple(embed, math.lcm(each * ways("heads"), ways("embed")))
+        embed = multiple(embed, math.lcm(each * ways("heads"), wide))
         sizes["heads"] = embed // each
         if has("rotary_dim"):
             sizes["rotary_dim"] = min(model.rotary_dim, each)

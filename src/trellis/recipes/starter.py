@@ -41,7 +41,7 @@ def starter() -> Run:
         schedule=Cosine(warmup_steps=60),
         precision=Precision(compute="float32"),
         checkpoints=CheckpointRule(every=200),
-        evaluation=Evaluation(every=200, batches=16),
+        evaluation=Evaluation(every=200, batches=16, sample=True),
         logging=Logging(every=10),
     )
 
@@ -75,6 +75,6 @@ def tiny() -> Run:
         optimizer=AdamW(learning_rate=1e-2),
         schedule=Cosine(warmup_steps=4),
         checkpoints=CheckpointRule(every=10),
-        evaluation=Evaluation(every=10, batches=2),
+        evaluation=Evaluation(every=10, batches=2, sample=False),
         logging=Logging(every=1),
     )

@@ -10,6 +10,7 @@ from trellis.models import ModelConfig
 from trellis.models.protocol import stacked
 from trellis.nn import Precision
 from trellis.optim.config import WSD, Constant, InverseSqrt, Optimizer, Schedule
+from trellis.run.cpu import Cpu
 from trellis.run.data import Data
 from trellis.run.layouts import AXES, PRESETS, LayoutChoice, MeshSizes
 from trellis.run.lengths import Phase, SequenceLength, phases
@@ -82,6 +83,8 @@ class Evaluation:
     batches: int | None = 16
     """Validation batches; null takes all there are. Raise it where the validation loss is noisy; lower it where
     evaluations take too long."""
+    sample: bool = False
+    """A text from the model at each evaluation, not only at the end. Set it to true to see how it learns to write."""
 
     def __post_init__(self):
         at_least(1, every=self.every, batches=self.batches)
@@ -183,8 +186,8 @@ class Run:
     """The learning rate over the run, relative to the optimizer's."""
     microbatches: int | None = None
     """Parts that a device's share of a batch is cut into, one after the other, to save memory; null is one, and on a
-    CPU parts of about 1,024 tokens in float32, 2,048 in bfloat16, which are the fastest there. Raise it where a step
-    does not fit the memory."""
+    CPU what was measured to be fastest, or parts of about 1,024 tokens in float32, 2,048 in bfloat16. Raise it where a
+    step does not fit the memory."""
     accumulation: Literal["pending", "sharded"] = "pending"
     """Of a step in several parts, by microbatches or stages: pending gathers parameters and settles gradients once a
     step, and holds both whole meanwhile; sharded does so once a part. Choose sharded where a step does not fit."""
@@ -227,6 +230,8 @@ class Run:
     """Options of the compiler for the step, as in xla_tpu_scoped_vmem_limit_kib: 65536. Those of other platforms than
     the run's (xla_tpu_..., xla_gpu_..., xla_cpu_...) are left out. Set them to try what a compiler can do for a step;
     the recipes of TPU slices have theirs."""
+    cpu: Cpu = Cpu()
+    """What is faster on one CPU and slower on another."""
     seed: int = 0
     """Of the initial parameters and of dropout. Change it to see how much of a difference is chance."""
     devices: int | None = None
@@ -307,13 +312,20 @@ class Run:
                 fix="use --microbatches 2 or more, or leave it out",
             )
         groups, stages, blocks = self.layout.pipeline_groups, self.mesh.stage, stacked(self.model)
-        if groups > 1 and (stages == 1 or blocks % (stages * groups)):
+        if groups > 1 and stages == 1:
+            raise UserError(
+                "The stages of a pipeline hold groups of layers.",
+                seen=f"pipeline_groups={groups}, mesh.stage=1",
+                where="layout.pipeline_groups",
+                fix="use --mesh.stage 2 or more",
+            )
+        if blocks < stages * groups:
             of_blocks = "" if blocks == self.model.layers else f" in {blocks} blocks"
             raise UserError(
-                "The stages of a pipeline hold their groups of layers, all of one size.",
-                seen=f"pipeline_groups={groups}, mesh.stage={stages}, model.layers={self.model.layers}{of_blocks}",
-                where="layout.pipeline_groups",
-                fix="use --mesh.stage 2 or more, and numbers of stages and groups whose product divides the layers",
+                "Every group of layers of every stage has a layer.",
+                seen=f"mesh.stage={stages}, pipeline_groups={groups}, model.layers={self.model.layers}{of_blocks}",
+                where="mesh.stage",
+                fix=f"use numbers of stages and groups whose product is {blocks} or less",
             )
 
     def _check_batch(self) -> None:
@@ -370,6 +382,7 @@ __all__ = [
     "PRESETS",
     "BatchSize",
     "CheckpointRule",
+    "Cpu",
     "Data",
     "DeadlineRule",
     "Distributed",

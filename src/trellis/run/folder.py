@@ -14,7 +14,7 @@ from trellis.run.schema import plain
 # What may differ when a run goes on: how long, where, and what is written about it. Not what is learned from what.
 _MAY_CHANGE = (
     "name", "steps", "mesh", "layout", "devices", "distributed", "checkpoints", "evaluation", "logging", "guard",
-    "deadline", "profile", "microbatches", "remat", "skip_nonfinite",
+    "deadline", "profile", "microbatches", "cpu", "remat", "skip_nonfinite",
 )  # fmt: skip
 
 

@@ -148,6 +148,7 @@ def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes
             policy=keep_of(run.remat),
             z_loss=run.z_loss,
             ema=run.ema,
+            tuned=run.cpu.tuned,
             chunk_bytes=chunk_bytes,
             skip_nonfinite=run.skip_nonfinite > 0,
             names_tensors=run.precision.is_narrow,
@@ -198,12 +199,13 @@ def _check_batch(run: Run, layout: Layout) -> None:
 
 
 def _check_widths(run: Run, layout: Layout) -> None:
-    """Refuses mesh axes that do not divide what they slice of a parameter. A vocabulary is padded so that they do."""
+    """Refuses mesh axes that do not divide what they slice of a parameter. A vocabulary is padded so that they do, and
+    stages have layers less than others."""
     for parameter in _declared(run.model):
         for which in ("params", "compute"):
             slices = zip(parameter.leaf.shape.items(), layout.assign(parameter.names, which), strict=True)
             for (name, length), axes in slices:
-                if name != "vocab":
+                if name != "vocab" and (name, which) != ("layers", "compute"):
                     parts = {axis: layout.mesh.shape[axis] for axis in axes}
                     _check_divides("Mesh axes divide what they slice.", f"model.{name}", length, parts)
 
@@ -295,7 +297,7 @@ def fast_microbatches(run: Run, layout: Layout, model: Any) -> int:
     """
     ways = lambda name: math.prod(layout.mesh.shape[axis] for axis in layout.assign((name,))[0])
     on_cpu = layout.mesh.devices.flat[0].platform == "cpu" and not rehearses(layout.mesh)
-    if not on_cpu or ways("layers") > 1 or model.looks_ahead:
+    if not on_cpu or run.mesh.stage != 1 or model.looks_ahead:
         return 1
     rows = math.gcd(*(entry.size for entry in run.batch_sizes())) // ways("batch")
     wanted = rows * run.data.sequence_length * jnp.dtype(run.precision.compute).itemsize / _PART_BYTES

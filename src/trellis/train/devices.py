@@ -48,12 +48,16 @@ def default_count(run: Run, cores: int) -> int:
     """One CPU device a core, as far as the mesh and the batch can be divided so."""
     if run.layout.preset == "single":
         return 1
+    return max(possible_counts(run, cores), default=1)
+
+
+def possible_counts(run: Run, most: int) -> list[int]:
+    """How many CPU devices, up to so many, the mesh and the batch can be divided over."""
     sizes = dataclasses.asdict(run.mesh).values()
     known = math.prod(size for size in sizes if size != -1)
     if -1 not in sizes:
-        return known if known <= cores else 1
-    fits = [n for n in range(known, min(cores, _MOST_BY_DEFAULT) + 1, known) if _divides(run, n // known)]
-    return max(fits, default=1)
+        return [known] if known <= most else []
+    return [n for n in range(known, min(most, _MOST_BY_DEFAULT) + 1, known) if _divides(run, n // known)]
 
 
 def _divides(run: Run, left: int) -> bool:

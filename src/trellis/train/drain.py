@@ -106,7 +106,10 @@ class Drain:
             self._raise()
 
     def add(self, metrics: Mapping[str, jax.Array]) -> None:
-        """Adds to the step pushed last what was dispatched after it: an evaluation's scalars, small arrays."""
+        """Adds to the step pushed last what was dispatched after it: an evaluation's scalars, small arrays.
+
+        With nothing to add, the next step's time begins now.
+        """
         with self._change:
             self._raise()
             self._pending[-1].later.update(metrics)

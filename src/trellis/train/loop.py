@@ -267,6 +267,10 @@ class _Loop:
                 with self._watch.excused(f"evaluates after step {made}"):
                     self._drain.add(self._feed.evaluate(state, made))
                 self._timeline.add("evaluation", made)
+                if run.evaluation.sample and not last:
+                    with self._watch.excused(f"samples after step {made}"):
+                        self._sample(state, made)
+                    self._drain.add({})  # the next step's time begins now
             self._handle(self._drain.poll(), certain=made - _AHEAD - 1)
             if save:
                 # What is saved is known to be good: every loss up to it was looked at, and its copies compared.

@@ -21,15 +21,15 @@ from trellis.train.metrics import Work
 
 # What the steps of a run are made of, besides its mesh and its microbatches.
 _STEP = (
-    "accumulation", "batch_size", "clip_norm", "compiler_options", "ema", "layout", "model", "optimizer", "precision",
-    "remat", "z_loss",
+    "accumulation", "batch_size", "clip_norm", "compiler_options", "cpu", "ema", "layout", "model", "optimizer",
+    "precision", "remat", "z_loss",
 )  # fmt: skip
 # Of the peak in products, where nothing better is known: between what small and large models reach.
 _USUAL = 0.5
 # Seconds of a step at least, however few its FLOPs: it has hundreds of operations.
 _LEAST_STEP = 5e-3
 # Seconds of a run that is worth a trial, and of a step that is short enough for one.
-_WORTH_A_TRIAL, _LONGEST_STEP = 20.0, 5.0
+_WORTH_A_TRIAL, LONGEST_STEP = 20.0, 5.0
 _TRIED = 3
 
 
@@ -93,7 +93,7 @@ def expected_pace(assembled: Assembled, work: Work) -> Pace | None:
     place, key = _place(assembled), _key(assembled)
     known = {name: kept for name, kept in recall("paces").items() if _is_pace(kept)}
     if key in known:
-        basis = f"as in the run of {known[key]['date']} on this machine"
+        basis = f"as in {known[key].get('how', 'the run')} of {known[key]['date']} on this machine"
         return Pace(token_seconds=known[key]["token_seconds"], basis=basis, measured=True)
     if not work.peak_flops:
         return None
@@ -122,7 +122,7 @@ def worth_a_trial(assembled: Assembled, guess: Pace | None, steps: int) -> bool:
     if not on_cpu or jax.process_count() > 1 or guess is None or guess.measured:
         return False
     long = guess.seconds(assembled.run, 0, steps) >= _WORTH_A_TRIAL
-    return long and guess.step_seconds(assembled.run) <= _LONGEST_STEP
+    return long and guess.step_seconds(assembled.run) <= LONGEST_STEP
 
 
 def tried_pace(assembled: Assembled, clock: Callable[[], float] = time.perf_counter) -> Pace:
@@ -143,11 +143,18 @@ def tried_pace(assembled: Assembled, clock: Callable[[], float] = time.perf_coun
     return Pace(token_seconds=min(taken[1:]) / tokens_of(assembled.run, 0, 1), basis=basis, measured=True)
 
 
-def keep_pace(assembled: Assembled, work: Work, token_seconds: float) -> None:
-    """Keeps how fast a run's steps were, for the forecasts of later ones."""
+def keep_pace(assembled: Assembled, work: Work, token_seconds: float, *, how: str = "the run") -> None:
+    """Keeps how fast a run's steps were, for the forecasts of later ones.
+
+    Args:
+        assembled: the run.
+        work: what a token costs.
+        token_seconds: of a step, by its tokens.
+        how: what was measured, in words.
+    """
     date = time.strftime("%d %b %Y").lstrip("0")
     kept = {"token_seconds": token_seconds, "token_flops": work.flops_per_token, "name": assembled.run.name}
-    remember("paces", _key(assembled), kept | {"date": date})
+    remember("paces", _key(assembled), kept | {"date": date, "how": how})
 
 
 def _place(assembled: Assembled) -> str:

@@ -20,12 +20,14 @@ from trellis.models import LanguageModel, Measured
 from trellis.named import Keep, NamedArray, is_named
 from trellis.named.backend import loop_over
 from trellis.named.reshape import split_axis, transpose
+from trellis.named.tuned import Tuned, tuned_for
 from trellis.nn import Precision, TokenLoss, next_token_loss, tied
 from trellis.nn.positions import dealt
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
 from trellis.optim import all_finite, select
 from trellis.optim.averaging import average as moving_average
+from trellis.optim.updated import updated
 from trellis.train.out_of_range import first_out_of_range
 from trellis.train.stages import dealt_out, in_stages, pipelined, schedule_of, stages_of
 from trellis.train.state import TrainState
@@ -45,6 +47,7 @@ class StepOptions:
         policy: what each layer keeps for the backward pass.
         z_loss: weight of the squared log-normalizer in the loss.
         ema: decay of the moving average of the parameters.
+        tuned: how a CPU's kernels are cut.
         chunk_bytes: what the float32 logits of a chunk of the loss take; None for what suits the device.
         skip_nonfinite: leave parameters as they were where the loss or the gradient is not finite.
         names_tensors: whether a step finds its first weight or gradient that is not finite.
@@ -56,6 +59,7 @@ class StepOptions:
     policy: Keep | None = None
     z_loss: float = 0.0
     ema: float | None = None
+    tuned: Tuned = Tuned()
     chunk_bytes: int | None = None
     skip_nonfinite: bool = False
     names_tensors: bool = False
@@ -74,7 +78,7 @@ def batch_loss(
         ahead: of a model that looks ahead: the sum of `measured.ahead` over the batch that this is a part of.
     """
     layout, batch = dealt(batch)
-    with layout:
+    with layout, tuned_for(options.tuned):
         return _measured_loss(model, batch, options, key, ahead)
 
 
@@ -122,10 +126,12 @@ def make_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
-        sums, measured, gradients = loss_and_gradients(state.model, batch.named(), options, key)
+        with tuned_for(options.tuned):  # the backward pass is traced after `batch_loss`
+            sums, measured, gradients = loss_and_gradients(state.model, batch.named(), options, key)
         with jax.numpy_dtype_promotion("standard"):  # Optax raises floats to integer powers
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.model)
-        model = measured.update(optax.apply_updates(state.model, updates))
+        at_random = key if options.precision.updates == "random" else None
+        model = measured.update(updated(state.model, updates, at_random))
         average = state.average
         if options.ema is not None:
             average = moving_average(average, model, options.ema, state.step)
@@ -184,7 +190,13 @@ def loss_and_gradients(model: LanguageModel, batch: Batch, options: StepOptions,
 def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, options: StepOptions, key, axis: str):
     """The same of a model whose layers are spread over stages."""
     copied = _copied if options.accumulation == "pending" else lambda params: params
-    use, pull = jax.vjp(lambda params: in_stages(copied(dealt_out(to_use(params), axis)), axis), model)
+
+    def used(params):
+        dealt = dealt_out(to_use(params), axis)
+        with current_layout().even():
+            return in_stages(copied(dealt), axis)
+
+    use, pull = jax.vjp(used, model)
     scale = 1.0 / jnp.maximum(batch.loss_mask.astype(jnp.float32).sum().array, 1.0)
 
     def shared(numbers):

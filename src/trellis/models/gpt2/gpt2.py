@@ -170,7 +170,7 @@ class GPT2(eqx.Module):
     layers: Stacked
     norm: LayerNorm
     config: GPT2Config = eqx.field(static=True)
-    unembedding_bias = None
+    unembedding_bias = first_layers = None
     looks_ahead = False
 
     @staticmethod

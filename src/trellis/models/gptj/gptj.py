@@ -161,6 +161,7 @@ class GPTJ(eqx.Module):
     unembedding: Weight
     unembedding_bias: Bias | None
     config: GPTJConfig = eqx.field(static=True)
+    first_layers = None
     looks_ahead = False
 
     @staticmethod

@@ -91,8 +91,9 @@ class GatedMlp(eqx.Module):
     down: Weight
 
     @staticmethod
-    def init(config, *, key) -> "GatedMlp":
-        embed, mlp = Axis("embed", config.embed), Axis("mlp", config.mlp)
+    def init(config, *, key, width: int | None = None) -> "GatedMlp":
+        """The block, as wide as the configuration says where no other width is given."""
+        embed, mlp = Axis("embed", config.embed), Axis("mlp", width or config.mlp)
         keys = jax.random.split(key, 3)
         return GatedMlp(
             gate=weight(keys[0], (embed, mlp), over="embed"),
@@ -138,7 +139,7 @@ class Llama(eqx.Module):
     norm: RMSNorm
     head: Weight | None
     config: LlamaConfig = eqx.field(static=True)
-    unembedding_bias = None
+    unembedding_bias = first_layers = None
     looks_ahead = False
 
     @staticmethod

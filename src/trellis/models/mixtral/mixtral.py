@@ -105,7 +105,7 @@ class Mixtral(eqx.Module):
     norm: RMSNorm
     head: Weight | None
     config: MixtralConfig = eqx.field(static=True)
-    unembedding_bias = None
+    unembedding_bias = first_layers = None
     unembedding = Llama.unembedding
     start = Llama.start
 
@@ -117,12 +117,16 @@ class Mixtral(eqx.Module):
     def __call__(
         self, tokens: NamedArray, *, segment_ids=None, positions=None, policy=None, key=None, counted=None, ahead=None
     ) -> Output:
-        """Tokens to hidden states, and the routing's measures: the load of each layer, of the rest the mean."""
-        x, _, (rope, segment_ids) = self.start(tokens, segment_ids, positions, key)
-        counted = ones(tokens.axes) if counted is None else counted
+        """Tokens to hidden states: see `LanguageModel`."""
+        x, _, shared = self.start(tokens, segment_ids, positions, key)
+        return self.routed(x, shared, ones(tokens.axes) if counted is None else counted, ahead, policy)
+
+    def routed(self, x: NamedArray, shared, counted: NamedArray, ahead, policy) -> Output:
+        """From the stream before the layers to hidden states, and the routing's measures: the load of each layer, of
+        the rest the mean."""
         each = () if ahead is None else (ahead / ahead.sum("routes"),)
         call = lambda layer, x, *rest: layer.measured(x, *(rest if each else (None, *rest)))
-        x, routed = self.layers.scan(x, rope, segment_ids, counted, each=each, call=call, policy=policy)
+        x, routed = self.layers.scan(x, *shared, counted, each=each, call=call, policy=policy)
         hidden, routing = self.norm(x), self.config.routing
         return Output(hidden, Routed(routed.load, jnp.mean(routed.balance), jnp.mean(routed.z), routing))
 

@@ -45,7 +45,7 @@ def _from_hub(hub: Mapping) -> dict:
     }
 
 
-def _fused(text: str) -> tuple[str, Callable]:
+def fused(text: str) -> tuple[str, Callable]:
     """Where `save_pretrained(save_original_format=False)` puts a tensor: all experts of a layer in one."""
     found = re.fullmatch(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", text)
     if found is None:
@@ -65,5 +65,5 @@ FAMILY = Family(
     to_hub=_to_hub,
     from_hub=_from_hub,
     fixed=GATED | {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    elsewhere=_fused,
+    elsewhere=fused,
 )

@@ -43,17 +43,20 @@ class _Reached(BaseException):
         self.fold = fold
 
 
-_met: contextvars.ContextVar["Callable[[Fold], Any] | None"] = contextvars.ContextVar("layers met", default=None)
+# The name of the layers that a program is cut at, and what is done where they are met.
+_met: contextvars.ContextVar["tuple[str, Callable[[Fold], Any]] | None"] = contextvars.ContextVar(
+    "layers met", default=None
+)
 
 
 def meet(fold: Fold) -> tuple | None:
-    """What a stack of layers gives instead of running, as a tuple of one, or None where nothing is cut."""
-    found = _met.get()
-    return None if found is None else (found(fold),)
+    """What a stack of layers gives instead of running, as a tuple of one, or None where nothing is cut at its name."""
+    name, found = _met.get() or (None, None)
+    return (found(fold),) if found is not None and fold.stack.axis.name == name else None
 
 
-def before(function: Callable, *args) -> Fold:
-    """The call of the layers in `function(*args)`.
+def before(name: str, function: Callable, *args) -> Fold:
+    """The call of the layers of this name in `function(*args)`.
 
     Raises:
         NamesError: it calls none.
@@ -62,7 +65,7 @@ def before(function: Callable, *args) -> Fold:
     def stop(fold: Fold):
         raise _Reached(fold)
 
-    with _meeting(stop):
+    with _meeting(name, stop):
         try:
             function(*args)
         except _Reached as reached:
@@ -73,8 +76,8 @@ def before(function: Callable, *args) -> Fold:
     )
 
 
-def after(function: Callable, result: Any, *args) -> Any:
-    """`function(*args)`, where the layers have given `result`.
+def after(name: str, function: Callable, result: Any, *args) -> Any:
+    """`function(*args)`, where the layers of this name have given `result`.
 
     Raises:
         NamesError: it calls a second stack of layers.
@@ -91,13 +94,13 @@ def after(function: Callable, result: Any, *args) -> Any:
             )
         return result
 
-    with _meeting(give):
+    with _meeting(name, give):
         return function(*args)
 
 
 @contextlib.contextmanager
-def _meeting(how: Callable[[Fold], Any]) -> Iterator[None]:
-    token = _met.set(how)
+def _meeting(name: str, how: Callable[[Fold], Any]) -> Iterator[None]:
+    token = _met.set((name, how))
     try:
         yield
     finally:

@@ -13,10 +13,12 @@ from trellis.named.axis import NamesError
 from trellis.named.backend import written_out
 from trellis.named.index import index
 from trellis.named.pipeline.cut import Fold, after, before
+from trellis.named.pipeline.parts import Parts
 from trellis.named.pipeline.traced import Traced
 from trellis.named.scan import loop
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
+from trellis.program.reading import jaxprs_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,29 +26,24 @@ class Source:
     """What is to be run as a pipeline.
 
     Attributes:
+        name: of the layers' axis.
         function: `function(params, part) -> (loss, sums)` of one microbatch, in which the layers run.
         rebuild: parameters, from the list of those outside of the layers.
         outer: types of these, as they are used.
         block: the tree of the parameters of a layer.
         layer: their types, a list, each with the layers' name in front, of size 1.
         part: types of one microbatch.
-        count: how many layers there are.
-        groups: of layers, on all stages together.
+        parts: how the layers are cut.
     """
 
+    name: str
     function: Callable
     rebuild: Callable
     outer: list[jax.ShapeDtypeStruct]
     block: Any
     layer: list[jax.ShapeDtypeStruct]
     part: Any
-    count: int
-    groups: int
-
-    @property
-    def rows(self) -> int:
-        """Layers of a group."""
-        return self.count // self.groups
+    parts: Parts
 
 
 def struct(array, mesh: jax.sharding.AbstractMesh, axes=None, shape=None) -> jax.ShapeDtypeStruct:
@@ -86,6 +83,7 @@ class Pieces:
         self.number = jax.ShapeDtypeStruct((), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, jax.P()))
         self.fold: Fold
         self.enter = without_dead(Traced.of(lambda *args: self._before(*args).x, self.outer, self.part))
+        self._check_enter()
         self.entered_by = self._read_by(self.enter)
         pair = lambda *args: (lambda fold: (fold.args, fold.each))(self._before(*args))
         self.context = without_dead(Traced.of(pair, self.outer, self.part))
@@ -102,13 +100,18 @@ class Pieces:
     @property
     def unroll(self) -> int:
         """How many layers of a group one turn of the loop over them holds."""
-        stack, rows = self.fold.stack, self.source.rows
+        stack, rows = self.fold.stack, self.source.parts.least
         return rows if stack.unrolled or written_out(rows, self.enter.out) else min(stack.unroll or 1, rows)
+
+    @property
+    def permutes(self) -> bool:
+        """Whether something goes from device to device in a layer, which all stages have to do or none."""
+        return any(_permutes(piece.closed.jaxpr) for piece in (self.layer, self.layer_back))
 
     # What is traced.
 
     def _before(self, outer, part) -> Fold:
-        self.fold = before(self.source.function, self.source.rebuild(outer), part)
+        self.fold = before(self.source.name, self.source.function, self.source.rebuild(outer), part)
         return self.fold
 
     def _layer(self, block, x, args, each):
@@ -126,7 +129,8 @@ class Pieces:
         return loop(one, fold.stack.axis.resize(1), False, 1, fold.policy, once=lambda body: body)(x)
 
     def _finish(self, outer, carried, part):
-        return after(self.source.function, carried if self.fold.makes else carried[0], self.source.rebuild(outer), part)
+        result = carried if self.fold.makes else carried[0]
+        return after(self.source.name, self.source.function, result, self.source.rebuild(outer), part)
 
     def _trace_gradients(self) -> None:
         rebuilt = {}
@@ -163,6 +167,15 @@ class Pieces:
         self.leave = without_dead(Traced.of(leave, self.outer, self.part, self.carried))
         self.enter_back = without_dead(Traced.of(enter_back, self.outer, self.part, self.enter.out))
 
+    def _check_enter(self) -> None:
+        """A permute is one of all devices, in the backward pass too; a gather is one of those that it names."""
+        if _permutes(self.enter.closed.jaxpr):
+            raise NamesError(
+                f"what comes before the '{self.source.name}' of a pipeline runs on its first stage alone, where no "
+                "permute may stand, got one, as of a ring along sliced positions: reach other slices by a gather or an "
+                "exchange (the layout's context), or take the positions or the layers out of the layout's compute"
+            )
+
     def _read_by(self, traced: Traced) -> list[int]:
         """Which of the parameters outside of the layers a piece reads."""
         return [i for i, live in enumerate(_live(traced)[: len(self.outer)]) if live]
@@ -179,7 +192,7 @@ class Pieces:
         """Types of what all layers make beside what they carry, each under the layers' name."""
         mesh = self.number.sharding.mesh
         one = jax.eval_shape(self._layer, self.source.layer, self.enter.out, self.args, self.row.out)[1]
-        return jax.tree.map(lambda y: struct(y, mesh, shape=(self.source.count, *y.shape[1:])), one)
+        return jax.tree.map(lambda y: struct(y, mesh, shape=(self.source.parts.layers, *y.shape[1:])), one)
 
     def _row(self, each, number):
         """What one layer gets of what each layer gets."""
@@ -199,6 +212,11 @@ def _live(traced: Traced) -> list[bool]:
     """Of each argument whether a result is made of it."""
     jaxpr = traced.closed.jaxpr
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
+
+
+def _permutes(jaxpr) -> bool:
+    equations = jaxpr.eqns
+    return any(e.primitive.name == "ppermute" or any(map(_permutes, jaxprs_in(e))) for e in equations)
 
 
 def without_dead(traced: Traced) -> Traced:

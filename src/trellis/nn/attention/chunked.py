@@ -16,6 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from trellis.mesh.linear import linear
+from trellis.named.tuned import tuned
 from trellis.nn.attention.pattern import Pattern, hidden_score, same_document
 from trellis.nn.attention.sliced.tile import Ids, Tile
 
@@ -34,12 +35,13 @@ class _Settings(NamedTuple):
 
 
 def chunk_size(pos: int) -> int:
-    """Queries per chunk: 128, or more where that would unroll over 16 chunks.
+    """Queries per chunk: 128 or what the program was tuned for, or more where that would unroll over 16 chunks.
 
     >>> chunk_size(512), chunk_size(8192)
     (128, 512)
     """
-    return max(CHUNK, -(-pos // (MAX_CHUNKS * CHUNK)) * CHUNK)
+    chunk = tuned().attention_chunk or CHUNK
+    return max(chunk, -(-pos // (MAX_CHUNKS * chunk)) * chunk)
 
 
 def chunked_attention(

@@ -12,6 +12,7 @@ from trellis.errors import TrellisError
 from trellis.mesh.manual.ops import Axes, vary
 from trellis.mesh.platform import platform_of
 from trellis.mesh.reshard import place
+from trellis.named.tuned import tuned
 from trellis.nn.loss.formulas import Settings
 from trellis.nn.loss.token_chunks import CHUNK, chunk_size, summed_by_tokens
 from trellis.nn.loss.vocab_chunks import VocabChunks, cut, summed_by_vocab
@@ -96,7 +97,7 @@ def linear_cross_entropy(
     weights = jnp.ones_like(targets, jnp.float32) if weights is None else weights.astype(jnp.float32)
     platform = platform_of(x)
     total_type = jnp.dtype("float32") if platform == "cpu" else unembed.dtype
-    mine = chunk or CHUNK.get(platform)
+    mine = chunk or (tuned().loss_chunk or CHUNK[platform] if platform in CHUNK else None)
     settings = Settings(z_loss, logit_softcap, vocab_size, vocab_first, mine, total_type, chunk_bytes=chunk_bytes)
     states = [state_of(a) for a in (x, unembed, targets)]
     if states[0].mode != "explicit":

@@ -1,0 +1,51 @@
+"""Rounding at random, to one of a number's two neighbours in a type, the nearer the likelier: right in the mean.
+
+What is drawn for an element depends on its place in the whole array, so it is the same on every mesh.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from trellis.notation import spec_of
+from trellis.notation.state import sharding_on, state_of
+
+
+def drawn_for(x: jax.Array, key: jax.Array) -> jax.Array:
+    """32 random bits for each element of a plain array, made where it is: `u32`."""
+    state = state_of(x)
+    sharding = sharding_on(x, spec_of(state.axes)) if state.mode == "explicit" else None
+    return jax.random.bits(key, x.shape, jnp.uint32, out_sharding=sharding)
+
+
+def at_random(x: jax.Array, dtype, chance: jax.Array, *, squares: bool = False) -> jax.Array:
+    """Float32 numbers rounded to numbers of a narrower type, float32 still.
+
+    Args:
+        x: within the type's range, or not finite, which stays.
+        dtype: of floats.
+        chance: for each number one that is evenly drawn from 0 to 1.
+        squares: rounded so that the mean of the squares is that of `x`; none but zero becomes zero.
+    """
+    info = jnp.finfo(dtype)
+    size = jnp.abs(x)
+    step = power_of_two(jnp.maximum(jnp.maximum(exponent_of(size), int(info.minexp)) - int(info.nmant), -126))
+    below = jnp.floor(size / step) * step
+    share = (size - below) / step
+    if squares:
+        share *= (size + below) / (2 * below + step)
+    rounded = jnp.where(chance < share, below + step, below)
+    if squares:
+        rounded = jnp.where(size > 0, jnp.maximum(rounded, float(info.smallest_subnormal)), rounded)
+    return jnp.copysign(jnp.where(jnp.isfinite(size), rounded, size), x)
+
+
+def exponent_of(x: jax.Array, *, up: bool = False) -> jax.Array:
+    """The whole part of log2 of positive numbers, or that above, from their bits."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) + (0x7FFFFF if up else 0)
+    return (bits >> 23) - 127
+
+
+def power_of_two(exponent: jax.Array) -> jax.Array:
+    """Two to the power of whole numbers from -126 to 127, in float32: `exp2` is not exact everywhere."""
+    return lax.bitcast_convert_type((exponent + 127).astype(jnp.int32) << 23, jnp.float32)

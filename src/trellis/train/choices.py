@@ -1,0 +1,209 @@
+"""What a run leaves open for the CPU that it trains on: measured before the first long run, kept for later ones.
+
+The choice is written into the run's file, and a run that goes on has what it began with: how a sum is cut into parts
+decides how it is rounded.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from trellis.errors import UserError
+from trellis.figures.numbers import duration
+from trellis.hardware.remembered import devices_here, recall, remember
+from trellis.inspect.memory import memory_of
+from trellis.mesh.platform import rehearses
+from trellis.run.config import Cpu, Run
+from trellis.run.folder import has_begun
+from trellis.run.run_file import read_run
+from trellis.run.schema import plain
+from trellis.train.assemble import Assembled, assemble
+from trellis.train.checks import check_step
+from trellis.train.devices import possible_counts
+from trellis.train.flops import work_of
+from trellis.train.pace import LONGEST_STEP, Pace, expected_pace, keep_pace, tokens_of, tried_pace
+from trellis.train.probes import fastest, probes
+from trellis.train.summary import step_program
+
+# Seconds of a run that is worth the few seconds that kernels are measured for; no run of so few tokens is.
+_LONG, _FEW = 60.0, 100_000
+# Steps are tried as long as that takes no more than this share of the run.
+_SHARE = 0.05
+_GAIN = 0.95
+# Not part of what decides a choice.
+_BESIDE = (
+    "name", "steps", "schedule", "checkpoints", "evaluation", "logging", "guard", "deadline", "profile", "seed",
+    "distributed", "skip_nonfinite", "weight_decay_exclude",
+)  # fmt: skip
+
+
+def as_it_began(run: Run, folder: Path) -> Run:
+    """A run that goes on in a folder, with what it leaves open chosen as it was when it began.
+
+    On another mesh, layout or number of devices only the kernels' choices stay.
+
+    Args:
+        run: as it was asked for.
+        folder: the run's folder, in which nothing need be.
+    """
+    path = folder / "run.yaml"
+    if not has_begun(folder) or not path.is_file():
+        return run
+    before = read_run(path)
+    names = [field.name for field in dataclasses.fields(Cpu) if getattr(run.cpu, field.name) is None]
+    run = dataclasses.replace(
+        run, cpu=dataclasses.replace(run.cpu, **{name: getattr(before.cpu, name) for name in names})
+    )
+    there = (run.mesh, run.layout) == (before.mesh, before.layout) and run.devices in (None, before.devices)
+    if not there:
+        return run
+    microbatches = run.microbatches or before.microbatches
+    try:
+        return dataclasses.replace(run, devices=before.devices, microbatches=microbatches)
+    except UserError:  # another batch size, which `claim` has its own words for
+        return run
+
+
+def choose(
+    run: Run,
+    devices: Sequence[Any],
+    *,
+    tell: Callable[[str], None] = print,
+    clock: Callable[[], float] = time.perf_counter,
+    trial: Callable[[Assembled], Pace] = tried_pace,
+) -> Run:
+    """A run with everything chosen that it leaves open on a CPU, as far as that was measured or is worth it.
+
+    Kernels are timed by themselves, in seconds. Numbers of microbatches and of devices are tried in whole steps, as
+    long as that takes no more than a twentieth of the run. What is usual stays unless another is faster by 5 %.
+
+    Args:
+        run: the run.
+        devices: all that it may use.
+        tell: gets a line of words where something was chosen.
+        clock: seconds.
+        trial: the pace of a few steps.
+
+    Raises:
+        UserError: a step does not fit the memory.
+    """
+    if not _is_open(run, devices):
+        return run
+    key = _key(run, devices)
+    kept = recall("choices").get(key)
+    if kept is not None and (known := _applied(run, kept)) is not None:
+        tell(f"chosen   {_words(known, kept)}, as measured on {kept['date']}")
+        return known
+    assembled = assemble(run, devices)
+    if rehearses(assembled.layout.mesh):
+        return run
+    work = work_of(assembled)
+    guess = expected_pace(assembled, work)
+    whole = 0.0 if guess is None else guess.seconds(run, 0, run.steps)
+    if guess is None or whole < _LONG or guess.step_seconds(run) > LONGEST_STEP:
+        return run
+    check_step(memory_of(step_program(assembled)).per_kind(), assembled)
+    tell("measures what suits this processor, once")
+    started = clock()
+    found = _kernels(run, assembled, clock)
+    run = _applied(run, found) or run
+    budget = _SHARE * whole - (clock() - started)
+    run, pace = _steps(run, devices, budget, clock, trial)
+    last = assemble(run, devices[: run.devices or len(devices)])
+    keep_pace(last, work_of(last), pace.token_seconds, how="trial steps")
+    found |= {"devices": run.devices, "microbatches": run.microbatches}
+    date = time.strftime("%d %b %Y").lstrip("0")
+    remember("choices", key, found | {"date": date})
+    tell(f"chosen   {_words(run, found)}, in {duration(clock() - started)}; kept for this machine")
+    return run
+
+
+def _is_open(run: Run, devices: Sequence[Any]) -> bool:
+    here = devices[0].platform == "cpu" and jax.process_count() == 1
+    asked = run.microbatches, run.devices, run.cpu.attention_chunk, run.cpu.loss_chunk, run.cpu.turned
+    plain_run = not run.lengths and run.mesh.stage == 1
+    return here and run.cpu.measure and plain_run and None in asked and tokens_of(run, 0, run.steps) > _FEW
+
+
+def _kernels(run: Run, assembled: Assembled, clock: Callable[[], float]) -> dict[str, Any]:
+    """The fastest of what the run leaves open, by field of `run.cpu`."""
+    ways = math.prod(assembled.layout.mesh.shape[axis] for axis in assembled.layout.assign(("batch",))[0])
+    rows = run.batch_sizes()[0].size // ways // assembled.options.microbatches
+    open_ = {name: calls for name, calls in probes(run, rows).items() if getattr(run.cpu, name) is None}
+    return {name: fastest(calls, next(iter(calls)), clock) for name, calls in open_.items()}
+
+
+def _steps(
+    run: Run, devices: Sequence[Any], budget: float, clock: Callable[[], float], trial: Callable[[Assembled], Pace]
+) -> tuple[Run, Pace]:
+    """The run with the microbatches and devices of the fastest steps, of those that there was time to try."""
+    started = clock()
+    assembled = assemble(run, devices)
+    usual = dataclasses.replace(
+        run,
+        devices=run.devices or len(devices),
+        microbatches=run.microbatches or assembled.options.microbatches,
+    )
+    best, pace = usual, trial(assembled)
+    one = clock() - started
+    for other in _others(run, usual, len(devices)):
+        if clock() - started + one > budget:
+            break
+        try:
+            new = trial(assemble(other, devices[: other.devices]))
+        except UserError:  # does not divide
+            continue
+        if new.token_seconds < _GAIN * pace.token_seconds:
+            best, pace = other, new
+    return best, pace
+
+
+def _others(run: Run, usual: Run, most: int) -> list[Run]:
+    """What may be faster than the usual, the likeliest first."""
+    count, found = usual.microbatches or 1, []
+    if run.microbatches is None:
+        found += [(2 * count, usual.devices)] + [(count // 2, usual.devices)] * (count > 1)
+    if run.devices is None:
+        fewer = [n for n in possible_counts(run, most) if n in (most // 2, 1)]
+        found += [(count, n) for n in reversed(fewer)]
+    runs = []
+    for microbatches, devices in found:
+        try:
+            runs.append(dataclasses.replace(usual, microbatches=microbatches, devices=devices))
+        except UserError:  # does not divide the batch
+            continue
+    return runs
+
+
+def _applied(run: Run, found: dict[str, Any]) -> Run | None:
+    """The run with what was found for what it leaves open; None where that does not fit, as of another version."""
+    try:
+        names = [f.name for f in dataclasses.fields(Cpu) if getattr(run.cpu, f.name) is None]
+        cpu = dataclasses.replace(run.cpu, **{name: found[name] for name in names if name in found})
+        several = {name: found.get(name) for name in ("devices", "microbatches") if getattr(run, name) is None}
+        return dataclasses.replace(run, cpu=cpu, **several)
+    except (UserError, TypeError):
+        return None
+
+
+def _words(run: Run, found: dict[str, Any]) -> str:
+    parts = [f"{found[name]} {name}" for name in ("devices", "microbatches") if found.get(name)]
+    parts += [f"{words} of {found[name]}" for name, words in _KERNELS.items() if found.get(name)]
+    turned = {"narrower": "turned operands", "none": "operands as they are"}.get(run.cpu.turned or "")
+    return ", ".join(parts + [f"weight gradients by {turned}"] * (turned is not None))
+
+
+_KERNELS = {"attention_chunk": "attention in chunks", "loss_chunk": "loss in chunks"}
+
+
+def _key(run: Run, devices: Sequence[Any]) -> str:
+    decides = {name: value for name, value in plain(run).items() if name not in _BESIDE}
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+    return f"{devices_here(devices)}, {digest}"

@@ -1,0 +1,57 @@
+"""Updates of parameters that are kept in bfloat16."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import trellis as tr
+from trellis.errors import UserError
+from trellis.nn import Precision
+from trellis.optim.updated import updated
+
+
+def test_small_updates_add_up_where_they_are_rounded_at_random():
+    """A thousandth of what two neighbours of 1 are apart, 2,000 times: twice that distance, give or take a deviation
+    of its root."""
+    params = {"w": tr.ones({"embed": 64, "mlp": 32}, jnp.bfloat16)}
+    change = {"w": tr.full({"embed": 64, "mlp": 32}, 2.0**-7 / 1000, jnp.bfloat16)}
+    step = jax.jit(lambda params, key: updated(params, change, key))
+    loop = jax.jit(lambda params: jax.lax.fori_loop(0, 2000, lambda n, p: step(p, jax.random.key(n)), params))
+    moved = np.asarray(loop(params)["w"].array, np.float32)
+    assert moved.mean() == pytest.approx(1 + 2 * 2.0**-7, abs=5 * 2.0**-7 * (2 / moved.size) ** 0.5)
+    assert (np.asarray(updated(params, change)["w"].array) == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_number_becomes_one_of_its_neighbours(dtype):
+    params = {"w": jax.random.normal(jax.random.key(0), (512,)).astype(dtype)}
+    change = {"w": (1e-3 * jax.random.normal(jax.random.key(1), (512,))).astype(dtype)}
+    exact = np.asarray(params["w"], np.float64) + np.asarray(change["w"], np.float64)
+    info = jnp.finfo(dtype)
+    apart = 2.0 ** (np.maximum(np.floor(np.log2(np.abs(exact))), int(info.minexp)) - int(info.nmant))
+    drawn = np.stack([np.asarray(updated(params, change, jax.random.key(n))["w"], np.float64) for n in range(64)])
+    assert (np.abs(drawn - exact) <= apart * (1 + 1e-6)).all()
+    assert np.abs(drawn.mean(0) - exact).max() < 6 * apart.max() / 2 / 8
+
+
+def test_the_same_on_every_mesh():
+    params = {"w": tr.random.normal(jax.random.key(0), {"embed": 64, "mlp": 32}).astype(jnp.bfloat16)}
+    change = {"w": 1e-3 * tr.random.normal(jax.random.key(1), {"embed": 64, "mlp": 32})}
+    alone = updated(params, change, jax.random.key(2))
+    with tr.Layout(tr.make_mesh(data=4, model=2), params={"embed": "data", "mlp": "model"}, compute={}):
+        sliced = tr.named_jit(updated)(tr.shard(params), tr.shard(change), jax.random.key(2))
+    assert str(sliced["w"].type) == "embed/data mlp/model"
+    np.testing.assert_array_equal(np.asarray(alone["w"].array), np.asarray(sliced["w"].array))
+
+
+def test_whole_parameters_are_updated_as_ever():
+    params, change = {"w": jnp.arange(4.0), "n": jnp.arange(3)}, {"w": jnp.full(4, 0.1), "n": jnp.ones(3, jnp.int32)}
+    wanted, found = optax.apply_updates(params, change), updated(params, change, jax.random.key(0))
+    assert all((wanted[name] == found[name]).all() for name in params)
+
+
+def test_updates_that_are_not_rounded_are_refused():
+    with pytest.raises(UserError, match="updates=random, params=float32"):
+        Precision(updates="random")
