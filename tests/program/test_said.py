@@ -45,7 +45,7 @@ def test_a_kernel_says_its_work_or_estimates_it():
         assert (piece.kind, piece.flops, piece.num_bytes) == (kind, flops, 2 * x.nbytes)
 
 
-@pytest.mark.parametrize("on, backward", [("v5e:2x2", 3.5), ("4xH100", 2.5)])  # splash makes the scores twice
+@pytest.mark.parametrize("on, backward", [("v5e:2x2", 2.5), ("4xH100", 2.5)])  # splash makes the scores twice
 def test_attention_kernels_say_theirs(on, backward):
     where = target(on)
     run = load_run("llama_8b", {"model.layers": "2", "batch_size": "8", "microbatches": "1", "remat.policy": "none"})
