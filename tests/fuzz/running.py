@@ -200,7 +200,7 @@ def own(error: BaseException) -> bool:
 # What a layout may refuse of a program that breaks no rule.
 LEGAL = re.compile(
     r"a mesh axis divides what it slices|strict|pipeline|JAX maps an operation over slices|JAX's types carry|"
-    r"a mapped function reads arrays that are whole"
+    r"a mapped function reads arrays that are whole|kv_heads are sharded as heads"
 )
 
 
@@ -214,6 +214,10 @@ def _refused(error: Exception, case: Case) -> Outcome:
     if case.broken == "jax.numpy on partial sums" and re.search("unreduced|U:", text):
         return Outcome("kept out", text, "JAX: " + rule)
     if case.broken == "not by name" and "of all xs should be replicated" in text:  # of jax.lax.scan, before it calls us
+        return Outcome("kept out", text, "JAX: " + rule)
+    if (
+        case.broken == "another mesh" and "enter your `jit` into a mesh context" in text
+    ):  # of jax.jit, after all is traced
         return Outcome("kept out", text, "JAX: " + rule)
     if not own(error):
         where = [f for f in traceback.extract_tb(error.__traceback__) if "/src/trellis/" in f.filename]

@@ -9,6 +9,7 @@ import pytest
 import trellis as tr
 from trellis import f32
 from trellis.mesh import MeshError
+from trellis.mesh.reshard import ReshardError
 
 
 def drawn(*shape, seed=0):
@@ -387,3 +388,42 @@ def test_mapping_arrays_of_a_mesh_beside_one_of_none_after_their_layout_has_ende
         MeshError, match="arrays of one mesh, got some that are on none, .*: call it inside `with layout:`"
     ):
         dot(x, tr.named(jnp.ones((4, 2)), "batch vocab"))
+
+
+def test_slices_of_other_sizes_in_manual_mode_are_refused_with_the_function_and_the_way_out():
+    @tr.shard_map
+    def slices(x: f32["pos/data"], y: f32["pos"]) -> f32["pos"]:
+        return jnp.maximum(x, y)
+
+    with (
+        jax.set_mesh(tr.make_mesh(jax.devices()[:2], data=2)),
+        pytest.raises(tr.TypeMismatch, match=r"got \(2,\), \(4,\), in `.*slices`: reshard one of them"),
+    ):
+        slices(drawn(4), drawn(4))
+
+
+@pytest.mark.parametrize("axes", [None, {"context"}])
+@pytest.mark.parametrize("sliced", ["pos/context mlp", "pos mlp"])
+def test_copies_are_not_summed_as_if_they_were_partial_sums(axes, sliced):
+    """Also where only some mesh axes are manual, and JAX's types do not tell partial sums."""
+
+    def slices(x: f32["pos mlp"]) -> f32[sliced]:
+        return tr.reshard(f"pos mlp +context -> {sliced}", x)
+
+    def declared(x: f32["pos mlp"]) -> f32[sliced]:
+        return tr.reshard(f"pos mlp +context -> {sliced}", tr.pending("pos mlp +context", x))
+
+    with jax.set_mesh(tr.make_mesh(jax.devices()[:4], context=2, data=2)):
+        for fn, said in ((slices, "not pending along context"), (declared, "the same along context")):
+            with pytest.raises(tr.TypeMismatch, match=said):
+                tr.shard_map(fn, axes=axes)(tr.reshard("pos mlp -> pos mlp", jnp.ones((4, 2))))
+
+
+def test_what_lies_on_another_mesh_is_not_settled_on_this_one():
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], data=2), compute={}):
+        x = tr.shard(tr.named(drawn(4), "layers"), "compute")
+    with (
+        tr.Layout(tr.make_mesh(jax.devices()[:2], replica=2), compute={"layers": "replica"}),
+        pytest.raises(ReshardError, match="its own mesh, got 'replica' for one of a mesh with data: move it"),
+    ):
+        tr.settle(x)
