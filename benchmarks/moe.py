@@ -9,10 +9,10 @@ that a mixture cannot do without.
 
 On TPUs: the same of a layer of Mixtral 8x7B in bfloat16, 8 experts on 8 chips, 2,048 tokens each, compiled ahead of
 time (needs libtpu, no TPU). `other` is the compiler's own estimate of everything but collectives and its grouped
-kernels, which have none, over the bound, in cycles of the chip's matrix units. The kernels are the products forward and
-of the rows' gradients, two thirds of the bound where the load is even; the weights' gradients, and all products of the
-dense way, are in `other`. `wire` is what one chip sends, of a ragged exchange at most. Further rounds of an exchange,
-which run only where the load is uneven, are left out of both.
+kernels, which have none, over the bound, in cycles of the chip's matrix units. The kernels are all products forward and
+backward, which are the bound where the load is even; the products of the dense way are in `other`. `wire` is what one
+chip sends, of a ragged exchange at most. Further rounds of an exchange, which run only where the load is uneven, are
+left out of both.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def on_tpu(chosen: str, ways: list[str]) -> None:
     cycles = flops / (chip.bf16_flops / chip.clock)
     print(f"{chosen}, libtpu's schedule: {tokens} tokens a chip, {' '.join(f'{k} {v}' for k, v in sizes.items())},")
     print(f"bfloat16, forward and backward; the bound is {cycles / 1e6:.1f}M cycles\n")
-    print(f"{'way':10}  other / bound  temporaries       wire  ragged products  compiled in")
+    print(f"{'way':10}  other / bound  temporaries       wire  grouped kernels  compiled in")
     for way in ways:
         with tr.Layout(mesh, *LAYOUT) as layout:
             given = [
@@ -156,7 +156,7 @@ def always_run(text: str) -> tuple[int, int]:
             continue
         found = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
         cycles += int(found[1]) * times if found else 0
-        kernels += times * instruction.name.startswith("ragged-dot-none")
+        kernels += times * instruction.name.startswith(("ragged-dot-none", "grouped_gradient"))
     return cycles, kernels
 
 

@@ -16,11 +16,15 @@ from trellis.named import Keep, named_jit, shard
 from trellis.named.jit import abstract
 from trellis.nn.attention.sharded import Placement
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
+from trellis.train.assemble import model_axes
 from trellis.train.step import StepOptions, loss_and_gradients
 
 CONFIGS = {
     "tied": dataclasses.replace(FAMILIES["llama"], layers=4),
     "dropout": FAMILIES["gpt2"],
+    "odd": dataclasses.replace(FAMILIES["llama"], layers=3),
+    "odd_groups": dataclasses.replace(FAMILIES["llama"], layers=6),
+    "odd_experts": dataclasses.replace(FAMILIES["mixtral"], layers=3, routing=Routing(z_loss=0.01)),
     "experts": dataclasses.replace(FAMILIES["mixtral"], layers=4, routing=Routing(z_loss=0.01)),
 }
 TENSOR = MeshSizes(stage=2, data=2, model=2), LayoutChoice(preset="auto", pipeline_microbatches=4)
@@ -54,7 +58,7 @@ def one_device(name: str, microbatches: int):
 def check(name, sizes, choice, parts, **options):
     model, (wanted, metrics) = whole(name), one_device(name, parts)
     count = sizes.stage * sizes.data * sizes.model * sizes.expert
-    with make_layout(sizes, choice, jax.devices()[:count]):
+    with make_layout(sizes, choice, jax.devices()[:count], model_axes(CONFIGS[name])):
         placed = shard(model, "params"), shard(Batch(**batch()).named(), "compute")
         got, measured = found(named_jit, *placed, StepOptions(**options))
     assert_near(got, wanted)
@@ -103,6 +107,25 @@ def test_experts_in_stages():
     check("experts", *EXPERTS, 2)
 
 
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("accumulation", ["pending", "sharded"])
+def test_stages_of_which_the_last_has_a_layer_less(accumulation):
+    check("odd", *TENSOR, 4, accumulation=accumulation)
+
+
+@pytest.mark.slow
+def test_experts_in_stages_of_which_the_last_has_a_layer_less():
+    """What each layer measures comes out beside the stream, at its own place."""
+    check("odd_experts", EXPERTS[0], dataclasses.replace(EXPERTS[1], pipeline_groups=1), 2)
+
+
+@pytest.mark.slow
+def test_groups_of_two_sizes_and_layers_that_permute():
+    """Six layers in four groups, 1, 2, 2 and 1 of them; what permutes is made by all stages, and left out by some."""
+    overlap = LayoutChoice(preset="auto", overlap=("mlp", "heads"), pipeline_microbatches=4, pipeline_groups=2)
+    check("odd_groups", TENSOR[0], overlap, 4)
+
+
 @pytest.mark.slow
 def test_parameters_gathered_once_a_microbatch_and_more_microbatches():
     choice = dataclasses.replace(TENSOR[1], pipeline_microbatches=2)
@@ -144,6 +167,22 @@ def test_stages_send_the_stream_and_its_gradient_in_every_tick(groups):
     of_layers = [row for row in permutes if "layers" in row.what]
     assert sum(row.total for row in permutes) - sum(row.total for row in of_layers) == 2 * (4 * groups + 1) * stream
     assert bool(of_layers) == (groups > 1)
+
+
+def test_layers_that_stages_do_not_divide_are_dealt_out_once_each_way():
+    """Three layers, of which two stages have room for two each: half of what a device has of four goes to the other."""
+    config = CONFIGS["odd"]
+    choice = LayoutChoice(preset="fsdp", pipeline_microbatches=4)
+    with make_layout(MeshSizes(stage=2, data=2), choice, jax.devices()[:4], model_axes(config)):
+        model = jax.eval_shape(lambda: config.init(key=jax.random.key(0), vocab_multiple=8))
+        types = abstract(model, "params"), abstract(Batch(**batch()).named(), "compute")
+        rows = ledger(lambda m, b: loss_and_gradients(m, b, StepOptions())[2], *types).rows
+    dealt = [row for row in rows if row.kind == "all-to-all"]
+    assert {row.axis for row in dealt} == {"stage"}
+    layer = sum(x.size for x in jax.tree.leaves(model.layers)) // 3
+    assert sum(row.total for row in dealt) == 2 * (4 * 4 * layer // 4) // 2
+    stream = 4 * 16 * config.embed
+    assert sum(row.total for row in rows if (row.kind, row.axis) == ("permute", "stage")) == 2 * (4 + 1) * stream
 
 
 def test_of_microbatches_that_do_not_divide_the_batch_there_are_none():

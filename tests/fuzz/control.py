@@ -223,6 +223,8 @@ def branches(s: Scope, grow: Grow):
     for _ in range(2):
         param = s.param(x.dims, x)
         fn = body(s, grow, [param])
+        # Without a layout a result lies where what it is made of does, and branches are to give one type.
+        s.require(s.setting.mode != "types" or not fn.uses())
         (made,) = fn.returns
         extra = [n for n in made.names if n not in param.names]
         s.require(all(param.sizes.get(n, size) == size for n, size in made.dims if n not in extra))

@@ -79,7 +79,8 @@ def _exact(table: Ledger, mesh: Mapping[str, int]) -> Ledger:
     for row in table.rows:
         axes = [a for a in row.axes if mesh.get(a, 2) > 1]
         joint = row.kind in ("all-reduce", "reduce-scatter") and len(axes) > 1
-        for over in [(a,) for a in axes] if joint else [row.axes]:
+        # Which of several copies a permute sends is XLA's affair.
+        for over in [(a,) for a in axes] if joint else [("any",) if row.kind == "permute" else row.axes]:
             kind, payload = "all-reduce" if joint else row.kind, UNIT * row.payload
             wire = wire_bytes(kind, math.prod(mesh[a] for a in over), payload) if set(over) <= set(mesh) else payload
             rows.append(dataclasses.replace(row, kind=kind, axes=over, payload=payload, wire=wire))

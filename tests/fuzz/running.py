@@ -215,6 +215,10 @@ def _refused(error: Exception, case: Case) -> Outcome:
         return Outcome("kept out", text, "JAX: " + rule)
     if case.broken == "not by name" and "of all xs should be replicated" in text:  # of jax.lax.scan, before it calls us
         return Outcome("kept out", text, "JAX: " + rule)
+    if (
+        case.broken == "another mesh" and "enter your `jit` into a mesh context" in text
+    ):  # of jax.jit, after all is traced
+        return Outcome("kept out", text, "JAX: " + rule)
     if not own(error):
         where = [f for f in traceback.extract_tb(error.__traceback__) if "/src/trellis/" in f.filename]
         if where:

@@ -335,3 +335,84 @@ def test_a_cond_in_manual_mode_that_is_mapped_and_reads_a_constant_is_refused_by
         pytest.raises(MeshError, match=r"a cond whose branches .* use where\(...\) instead of cond"),
     ):
         slices(tr.named(jax.device_put(x, jax.NamedSharding(mesh, jax.P("model"))), "layers mlp"))
+
+
+@pytest.mark.parametrize("unroll, reverse", [(2, False), (3, True)])
+def test_a_loop_whose_turns_hold_several_bodies_and_whose_gradient_stacks_pending_sums(unroll, reverse):
+    """With a key for each position, and a last group of fewer positions where three do not divide four."""
+    x, rows, w = drawn(5, 3), drawn(4, 3, seed=1), drawn(4, 5, seed=2)
+    keys = jax.random.split(jax.random.key(0), 4)
+
+    def loss(x, rows, w):
+        def body(x, key, row):
+            parts = tr.dot(x, w, over="embed", settle=False).sum("mlp")
+            noise = tr.random.normal(key, {"mlp": 3})
+            return tr.tanh(x + tr.logaddexp(tr.settle(parts), w).sum("vocab") + row * noise), row
+
+        last, seen = tr.scan(body, "layers", unroll=unroll, reverse=reverse)(x, tr.named(keys, "layers"), rows)
+        return ((last * last).sum() + (seen * seen).sum()).array
+
+    def plain(x, rows, w):
+        for i in reversed(range(4)) if reverse else range(4):
+            noise = jax.random.normal(keys[i], (3,))
+            x = jnp.tanh(x + jnp.logaddexp((x.T @ w.T).sum(0)[:, None], w).sum(0)[:, None] + rows[i] * noise)
+        return (x * x).sum() + (rows * rows).sum()
+
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], data=2), compute={"vocab": "data"}):
+        named = tr.named(x, "embed mlp"), tr.named(rows, "layers mlp"), tr.named(w, "vocab embed")
+        gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*tr.shard(named, "compute"))
+    with jax.numpy_rank_promotion("allow"):
+        expected = jax.grad(plain, argnums=(0, 1, 2))(x, rows, w)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_of_cumulative_products_of_slices_in_auto_mode():
+    """On slices XLA ends it in an error of its own."""
+    x = drawn(4, 2)
+    loss = lambda x: (x.cumprod("heads") ** 2).sum().array
+    expected = jax.grad(lambda x: (jnp.cumprod(x, axis=1) ** 2).sum())(jnp.asarray(x))
+    with tr.Layout(
+        tr.make_mesh(axis_type="auto", model=2, replica=2, expert=2), params={"heads": "expert"}, compute={}
+    ):
+        gradient = jax.jit(jax.grad(loss))(tr.shard(tr.named(x, "batch heads")))
+    np.testing.assert_allclose(gradient.array, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_mapping_arrays_of_a_mesh_beside_one_of_none_after_their_layout_has_ended():
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], data=2), compute={}):
+        x = tr.shard(tr.named(drawn(4, 2), "batch vocab"), "compute")
+    dot = tr.vmap(lambda row, other: tr.dot(row, other, over="vocab"), "batch")
+    with pytest.raises(
+        MeshError, match="arrays of one mesh, got some that are on none, .*: call it inside `with layout:`"
+    ):
+        dot(x, tr.named(jnp.ones((4, 2)), "batch vocab"))
+
+
+def test_slices_of_other_sizes_in_manual_mode_are_refused_with_the_function_and_the_way_out():
+    @tr.shard_map
+    def slices(x: f32["pos/data"], y: f32["pos"]) -> f32["pos"]:
+        return jnp.maximum(x, y)
+
+    with (
+        jax.set_mesh(tr.make_mesh(jax.devices()[:2], data=2)),
+        pytest.raises(tr.TypeMismatch, match=r"got \(2,\), \(4,\), in `.*slices`: reshard one of them"),
+    ):
+        slices(drawn(4), drawn(4))
+
+
+@pytest.mark.parametrize("axes", [None, {"context"}])
+@pytest.mark.parametrize("sliced", ["pos/context mlp", "pos mlp"])
+def test_copies_are_not_summed_as_if_they_were_partial_sums(axes, sliced):
+    """Also where only some mesh axes are manual, and JAX's types do not tell partial sums."""
+
+    def slices(x: f32["pos mlp"]) -> f32[sliced]:
+        return tr.reshard(f"pos mlp +context -> {sliced}", x)
+
+    def declared(x: f32["pos mlp"]) -> f32[sliced]:
+        return tr.reshard(f"pos mlp +context -> {sliced}", tr.pending("pos mlp +context", x))
+
+    with jax.set_mesh(tr.make_mesh(jax.devices()[:4], context=2, data=2)):
+        for fn, said in ((slices, "not pending along context"), (declared, "the same along context")):
+            with pytest.raises(tr.TypeMismatch, match=said):
+                tr.shard_map(fn, axes=axes)(tr.reshard("pos mlp -> pos mlp", jnp.ones((4, 2))))

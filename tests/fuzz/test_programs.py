@@ -23,8 +23,8 @@ def test_programs_are_right_or_refused(block):
 
 @pytest.mark.slow
 def test_the_ledger_of_a_sample_agrees_with_the_compiled_programs():
-    """Made under `jit`: bytes by kind and mesh axis. XLA takes another way for a few, and never moves what the ledger
-    says is nowhere moved."""
+    """Made under `jit`: bytes by kind and mesh axis. XLA goes another way for a few, and never moves anything where the
+    ledger says that nothing moves."""
     held = []
     for seed in range(1000, 1100):
         case = kinds.draw(seed)
@@ -35,7 +35,7 @@ def test_the_ledger_of_a_sample_agrees_with_the_compiled_programs():
             assert outcome.what in ("right", "other moves"), case.text(outcome.detail)
             held.append(outcome.what)
     assert len(held) > 40
-    assert held.count("right") >= 0.8 * len(held), f"{held.count('right')} of {len(held)} agree"
+    assert held.count("right") >= 0.95 * len(held), f"{held.count('right')} of {len(held)} agree"
 
 
 def test_every_kind_of_program_and_step_is_among_them():

@@ -13,6 +13,8 @@ from trellis.commands.line import commands
 from trellis.inspect.ledger import ledger_of
 from trellis.recipes import starter
 from trellis.train.assemble import assemble
+from trellis.train.choices import MEASURES, TRIAL, words_of
+from trellis.train.pace import Pace
 from trellis.train.progress import Progress
 from trellis.train.summary import describe, sections, step_program
 
@@ -53,7 +55,9 @@ def test_commands_exist(page: Path):
 
 def test_the_readme_shows_what_a_run_says():
     """The recording of the first run: what does not hang on the machine's speed, and the form of what does."""
-    (block,) = re.findall(r"^```\n(model .*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (before, block) = re.findall(
+        r"^```\n(measures .*?)(^model .*?)^```", (ROOT / "README.md").read_text(), re.M | re.S
+    )[0]
     shown = [line.removesuffix("...").rstrip() for line in block.splitlines()]
     run, corpus = starter(), float(re.search(r"corpus of ([\d.]+)M", block)[1]) * 1e6
     assembled = assemble(run, jax.devices()[:2])
@@ -64,6 +68,14 @@ def test_the_readme_shows_what_a_run_says():
     assert f"matched  {len(ledger)} of {len(ledger)} rows of the ledger are in the" in block
     steps = [line for line in shown if line.startswith("step ")]
     assert len(steps) == 2
+    measured, chosen = before.splitlines()
+    assert measured == MEASURES
+    words = words_of(run, {"devices": 2, "microbatches": 2, "attention_chunk": 64, "loss_chunk": 512})
+    assert chosen == f"chosen   {words}, ..."
+    pace = Pace(token_seconds=1e-4, basis=f"as in {TRIAL} of ... on this machine", measured=True)
+    told = pace.tell(run, 0, run.steps, evaluations=run.steps // run.evaluation.every, validation_batches=48)
+    masked = re.sub(r"(?<=about ).*?(?=:)|(?<=steps of ).*?(?= and)", "...", told)
+    assert f"takes    {masked}" in block
     for line in steps:
         step, loss, speed, mfu, noncausal, memory = map(float, STEP.match(line).groups())
         values = {"step": int(step), "loss": loss, "tokens_per_second": 1e3 * speed, "memory_bytes": memory * 2**20}

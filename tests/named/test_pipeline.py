@@ -184,9 +184,9 @@ def test_mistakes():
     mesh = make_mesh(stage=4, data=2)
     use = {"layers": "stage", "batch": "data"}
     x = named(jnp.ones((16, 2)), "batch embed")
-    assert mistake(Layout(mesh, (), use), of(6), x) == (
-        "every stage of a pipeline has the same number of layers, got 6 layers as 'layers/stage' over 4 stages: "
-        "use a number of stages that divides 6"
+    assert mistake(Layout(mesh, (), use, uneven=("layers",)), of(3), x) == (
+        "every part of a pipeline has a layer, got 3 'layers' in 1 group on each of 4 stages: use numbers whose "
+        "product is 3 or less"
     )
     assert mistake(Layout(mesh, (), {"layers": ("stage", "data")}), of(8), x) == (
         "a pipeline runs along one mesh axis, got 'layers/stage/data': choose one of them"
@@ -203,3 +203,15 @@ def test_mistakes():
     assert mistake(Layout(auto, (), use), of(4), x) == (
         "a pipeline needs a mesh in explicit mode, got 'layers/stage' in auto mode: change the mode"
     )
+
+
+@pytest.mark.parametrize("count, stages", [(3, 2), (6, 4)])
+def test_stages_with_a_layer_less(count, stages):
+    """Values and gradients of numbers of layers that stages do not divide."""
+    expected = named_jit(value_and_gradients)(layers(count), *inputs())
+    mesh = make_mesh(jax.devices()[: stages * 2], stage=stages, data=2)
+    maps = {"embed": ("data", "stage")}, {"layers": "stage", "batch": "data"}
+    with Layout(mesh, *maps, pipeline_microbatches=2, uneven=("layers",)):
+        stacked = shard(layers(count), "params")
+        found = named_jit(value_and_gradients)(stacked, *placed(*inputs()))
+    check_close(found, expected)

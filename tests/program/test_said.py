@@ -5,13 +5,15 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
 
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.work import work
 from trellis.nn.attention.pattern import Pattern
-from trellis.nn.moe.grouped import BLOCK, grouped_matmul
+from trellis.nn.moe import grouped_matmul
+from trellis.nn.moe.blocks import BLOCK
 from trellis.plan.prepared import prepare
 from trellis.plan.quick import quick_plan
 from trellis.program import trace
@@ -91,18 +93,39 @@ def test_a_loop_within_a_loop_has_its_own_number():
     assert [piece.times for piece in work(program) if piece.kind == "product"] == [10]
 
 
-def test_grouped_products_count_the_rows_that_are_filled():
-    rows, groups, even = 8 * BLOCK, 2, 6 * BLOCK
+def grouped_flops(even: int, rows: int, groups: int, load: float, mesh=None) -> list[float]:
+    """FLOPs of both gradients of grouped products over a buffer that an even load fills in part."""
 
     def loss(x, w, sizes):
         with filled_rows(even, rows):
             return jnp.sum(grouped_matmul(x, w, sizes))
 
-    x, w, sizes = jnp.ones((rows, 16)), jnp.ones((groups, 16, 8)), jnp.array([even // 2] * 2)
-    program = trace(jax.grad(loss, argnums=(0, 1)), x, w, sizes)
+    x, w, sizes = jnp.ones((rows, 16)), jnp.ones((groups, 16, 8)), jnp.array([even // groups] * groups)
+    gradient = jax.grad(loss, argnums=(0, 1))
+    if mesh is None:
+        program = trace(gradient, x, w, sizes)
+    else:
+        with jax.set_mesh(mesh):
+            program = trace(jax.shard_map(gradient, in_specs=P(), out_specs=P()), x, w, sizes)
+    return [p.flops * p.times for p in work(program, load) if p.kind in ("product", "grouped")]
+
+
+def test_grouped_products_count_the_rows_that_are_filled():
+    rows, even = 8 * BLOCK, 6 * BLOCK
     for load, filled in ((1.0, even), (7 / 6, 7 * BLOCK + BLOCK), (4.0, rows)):  # whole blocks of each group
-        counted = [p.flops * p.times for p in work(program, load) if p.kind == "product"]
-        assert counted == [2 * filled * 16 * 8] * 2  # of both operands; nobody reads the result
+        # of both operands; nobody reads the result
+        assert grouped_flops(even, rows, 2, load) == [2 * filled * 16 * 8] * 2
+
+
+@pytest.mark.parametrize("on", ["v5e:2x2", "4xH100"])
+def test_kernels_for_grouped_products_say_their_work(on):
+    """The rows that are filled, and what completes the last tile of each group."""
+    mesh = jax.sharding.Mesh(described_devices(target(on))[:1], "x", axis_types=(jax.sharding.AxisType.Explicit,))
+    even, rows, groups, tile = 6 * 4096, 8 * 4096, 4, 512
+    for load in (1.0, 1.2, 4.0):
+        filled = min(load * even, rows)
+        for counted in grouped_flops(even, rows, groups, load, mesh):
+            assert -1 <= counted / (2 * 16 * 8) - filled <= groups * tile  # rows are whole
 
 
 @pytest.mark.slow

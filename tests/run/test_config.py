@@ -157,10 +157,19 @@ def change(**fields):
         (
             lambda: change(layout=LayoutChoice(pipeline_groups=2)),
             [
-                "The stages of a pipeline hold their groups of layers, all of one size.",
-                "pipeline_groups=2, mesh.stage=1, model.layers=2",
+                "The stages of a pipeline hold groups of layers.",
+                "pipeline_groups=2, mesh.stage=1",
                 "layout.pipeline_groups",
-                "use --mesh.stage 2 or more, and numbers of stages and groups whose product divides the layers",
+                "use --mesh.stage 2 or more",
+            ],
+        ),
+        (
+            lambda: change(mesh=MeshSizes(stage=2), layout=LayoutChoice(pipeline_groups=2)),
+            [
+                "Every group of layers of every stage has a layer.",
+                "mesh.stage=2, pipeline_groups=2, model.layers=2",
+                "mesh.stage",
+                "use numbers of stages and groups whose product is 2 or less",
             ],
         ),
         (

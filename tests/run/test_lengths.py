@@ -92,6 +92,7 @@ def test_a_run_that_has_begun_keeps_its_lengths(tmp_path):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_each_length_is_planned_and_the_fullest_decides():
     where = target("8xH100")
     options = {"lengths": "[{step: 8, length: 128}, {step: 12, length: 1024, batch_size: 64}]"}

@@ -67,8 +67,10 @@ def execute(args: argparse.Namespace) -> int:
     folder = Path(args.run_dir) if args.run_dir else resumed or new_folder(run)
     with alone(folder) if is_first() else contextlib.nullcontext():
         if not has_begun(folder):
-            run = choose(run, devices, tell=lambda text: print(text, flush=True))
-            devices = devices[: run.devices or len(devices)]
+            chosen = choose(run, devices, tell=lambda text: print(text, flush=True))
+            if chosen.devices != run.devices:
+                devices = devices[: chosen.devices]
+            run = chosen
         claim(folder, run, write=is_first())
         try:
             code = train_run(run, folder, devices, until=args.until)

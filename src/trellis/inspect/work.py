@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from trellis.program import Body, Operation, Program, Value
 from trellis.program.manual import COLLECTIVES
 from trellis.program.reading import ENTER, KERNELS, LEAVE
-from trellis.program.said import share_filled, turns_said, work_said
+from trellis.program.said import grouped_said, share_filled, turns_said, work_said
 
 # Vector operations an element costs, relative to an addition (polynomials and Newton steps in float32).
 COSTS = collections.defaultdict(lambda: 1.0, {
@@ -97,7 +97,7 @@ def _pieces(body: Body, load: float) -> Iterator[Piece]:
         elif name in PRODUCTS:
             yield _product(operation, load)
         elif name in KERNELS:
-            yield _kernel(operation)
+            yield _kernel(operation, load)
         elif name == "conv_general_dilated":
             yield _convolution(operation)
         elif name not in COLLECTIVES and name not in (ENTER, LEAVE):
@@ -125,7 +125,7 @@ def _piece(operation: Operation, kind: str, what: str, **counted) -> Piece:
 
 def _product(operation: Operation, load: float) -> Piece:
     left, right, out = *operation.operands[:2], operation.results[0]
-    a, b = left.local_shape, right.local_shape
+    a, b, share = left.local_shape, right.local_shape, 1.0
     if operation.name == "dot_general":
         (contract_a, contract_b), (batch_a, batch_b) = operation.params["dimension_numbers"]
         batch = math.prod(min(a[i], b[j]) for i, j in zip(batch_a, batch_b))
@@ -135,13 +135,14 @@ def _product(operation: Operation, load: float) -> Piece:
     elif operation.name == "scaled_matmul_wrapper":
         (batch, rows, inner), columns = a, b[1]
     else:  # of each group of rows with its own matrix; kernels pass over rows that nobody filled
-        batch, rows, inner, columns = 1, round(a[0] * share_filled(operation, load)), a[-1], b[-1]
+        share = share_filled(operation, load)
+        batch, rows, inner, columns = 1, round(a[0] * share), a[-1], b[-1]
     return _piece(
         operation,
         "grouped" if operation.name.startswith("ragged") else "product",
         f"{_show(left)} . {_show(right)}",
         flops=2.0 * batch * rows * inner * columns,
-        num_bytes=sum(value.num_bytes for value in (*operation.operands, out)),
+        num_bytes=sum(v.num_bytes for v in (*operation.operands, out)) - (1 - share) * (left.num_bytes + out.num_bytes),
         dims=(rows, inner, columns),
         dtype=str(left.aval.dtype),
     )
@@ -155,11 +156,18 @@ def _convolution(operation: Operation) -> Piece:
     return _piece(operation, "product", f"convolution {_show(out)}", flops=flops, num_bytes=moved)
 
 
-def _kernel(operation: Operation) -> Piece:
+def _kernel(operation: Operation, load: float) -> Piece:
     """A kernel, by what its author says of it; one of which nothing is said only moves its operands and results."""
-    moved = sum(v.num_bytes for v in (*operation.operands, *operation.results) if hasattr(v.aval, "shape"))
-    kind, flops = work_said(operation) or ("kernel", 0.0)
+    arrays = [v for v in (*operation.operands, *operation.results) if hasattr(v.aval, "shape")]
+    moved = sum(v.num_bytes for v in arrays)
     largest = max(operation.operands, key=lambda value: value.num_bytes)
+    if (found := grouped_said(operation, load)) is not None:
+        flops, dims = found
+        rows = sum(v.num_bytes for v in arrays if len(v.local_shape) == 2)  # weights have three dimensions, tables one
+        moved -= (1 - share_filled(operation, load)) * rows
+        what, dtype = f"grouped {_show(largest)}", str(largest.aval.dtype)
+        return _piece(operation, "grouped", what, flops=flops, num_bytes=moved, dims=dims, dtype=dtype)
+    kind, flops = work_said(operation) or ("kernel", 0.0)
     return _piece(operation, kind, f"{kind} {_show(largest)}", flops=flops, num_bytes=moved)
 
 

@@ -75,6 +75,8 @@ class Layout:
             that of axes that are not named) gathers them, "ring" passes them from device to device, and "exchange"
             exchanges slices of positions for slices of heads. An array's positions are sliced over axes of a ring
             first, then over those that gather, then over those that exchange.
+        uneven: names of layers of which the stages of a pipeline have not all as many: their entry in `compute` is for
+            the pipeline alone, which deals them out, and elsewhere they are whole.
         dealt: mesh axes over whose slices positions are dealt out, so that each has as much to do under a causal mask
             (see `trellis.mesh.dealing`); what is in natural order is dealt out in attention.
         pipeline_microbatches: where `compute` spreads layers over a mesh axis,
@@ -100,6 +102,7 @@ class Layout:
     context: "tuple[tuple[str, str], ...] | Mapping[str, str]" = dataclasses.field(default=(), kw_only=True)
     pipeline_microbatches: int | None = dataclasses.field(default=None, kw_only=True)
     pipeline_groups: int = dataclasses.field(default=1, kw_only=True)
+    uneven: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
     dealt: Axes = dataclasses.field(default=(), kw_only=True)
     mapped: tuple[Axes, ...] = dataclasses.field(default=(), kw_only=True)
     cut: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
@@ -156,7 +159,12 @@ class Layout:
             overlap=self.overlap,
             pipeline_microbatches=self.pipeline_microbatches,
             pipeline_groups=self.pipeline_groups,
+            uneven=self.uneven,
         )
+
+    def even(self) -> "Layout":
+        """The same for layers that have been dealt out to stages, with as many rows for each."""
+        return dataclasses.replace(self, uneven=())
 
     def without(self, *axes: str) -> "Layout":
         """The same maps without some mesh axes: the layout of a program that is mapped over them."""
@@ -219,7 +227,7 @@ def _assign(layout: Layout, names: tuple[str, ...], which: str) -> tuple[Axes, .
     taken: dict[str, Axes] = {}
     used: set[str] = set()
     for name, axes in getattr(layout, which):
-        if name in names and name not in taken:
+        if name in names and name not in taken and (which == "params" or name not in layout.uneven):
             mine = tuple(a for a in axes if a not in used and layout.mesh.shape[a] > 1)
             taken[name] = mine
             used.update(mine)

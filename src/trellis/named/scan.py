@@ -13,8 +13,8 @@ from trellis.named.mapped import entered, front, inside, is_mapped, length_of, n
 from trellis.named.operand import refuse_cut, refuse_pending
 from trellis.named.placing import whole
 from trellis.named.saving import Keep, checkpoint
-from trellis.notation import TypeMismatch, typeof
-from trellis.notation.state import State, mode_of, state_of
+from trellis.notation import TypeMismatch, spec_of, typeof
+from trellis.notation.state import State, mode_of, sharding_on, state_of
 
 
 def scan(
@@ -71,7 +71,9 @@ def loop(fn: Callable, axis: Name, reverse: bool, unroll: int, policy, *, once: 
             one = checkpoint(body, policy)
             if 0 < length <= unroll:
                 return _written_out(once(one), carry, moving, length, reverse)
-            return jax.lax.scan(one, carry, moving, length=length, reverse=reverse, unroll=unroll)
+            if unroll > 1:
+                return _in_groups(once(one), carry, moving, length, unroll, reverse)
+            return jax.lax.scan(one, carry, moving, length=length, reverse=reverse)
 
         try:
             carry, ys = run(carry)
@@ -114,6 +116,32 @@ def _written_out(one, carry, moving, length: int, reverse: bool):
     for i in reversed(range(length)) if reverse else range(length):
         carry, ys[i] = one(carry, jax.tree.unflatten(structure, [part[i] for part in parts]))
     return carry, jax.tree.map(lambda *y: jnp.stack(y), *(ys[i] for i in range(length)))
+
+
+def _in_groups(one, carry, moving, length: int, size: int, reverse: bool):
+    """What `jax.lax.scan` computes with `unroll`: a loop over groups of positions, and the rest written out.
+
+    JAX 0.10.2 to 0.12.0 cannot unroll a loop that stacks copies (`~`) or pending sums, as its gradient does.
+    """
+    even = length // size * size
+    groups = jax.tree.map(lambda x: _folded(jax.lax.slice_in_dim(x, 0, even), 1, (even // size, size)), moving)
+    rest = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, even, length), moving)
+    group = lambda carry, part: _written_out(one, carry, part, size, reverse)
+    if length > even and reverse:
+        carry, last = _written_out(one, carry, rest, length - even, reverse)
+    carry, ys = jax.lax.scan(group, carry, groups, length=even // size, reverse=reverse)
+    ys = jax.tree.map(lambda y: _folded(y, 2, (even,)), ys)
+    if length > even and not reverse:
+        carry, last = _written_out(one, carry, rest, length - even, reverse)
+    return carry, jax.tree.map(lambda *y: jnp.concatenate(y), ys, last) if length > even else ys
+
+
+def _folded(x, count: int, sizes: tuple[int, ...]):
+    """A plain array, of which dimensions of these sizes stand for the first ones, so many, which are not sliced."""
+    state = state_of(x)
+    spec = spec_of([*[()] * len(sizes), *state.axes[count:]], state.pending, state.copied)
+    out = sharding_on(x, spec) if state.mode == "explicit" else None
+    return jax.lax.reshape(x, (*sizes, *x.shape[count:]), out_sharding=out)
 
 
 def _check_carry(before, after, name: str, body: Callable) -> None:

@@ -12,7 +12,8 @@ from trellis.named.axis import Axis, NamesError
 from trellis.named.backend import written_out
 from trellis.named.index import index
 from trellis.named.pipeline import cut
-from trellis.named.pipeline.by_vmap import fold_pipeline, pipeline_axis
+from trellis.named.pipeline.by_vmap import fold_pipeline, made_alike, pipeline_axis
+from trellis.named.pipeline.parts import Parts
 from trellis.named.random import split
 from trellis.named.saving import Keep
 from trellis.named.scan import loop, scan
@@ -67,13 +68,14 @@ class Stacked(eqx.Module):
             return met[0]
         axis = pipeline_axis(self.axis)
         if axis is not None:
-            stages = current_layout().mesh.shape[axis]
+            parts = Parts.of(self.axis, current_layout().mesh.shape[axis])
+            run, block, each = made_alike(parts, self.axis.name, axis, _call(call), self.block, tuple(each))
 
             def stage(x, args, block, each):
-                part = dataclasses.replace(self, block=block, axis=self.axis.resize(self.axis.size // stages))
-                return part.fold(x, *args, each=each, call=call, policy=policy)
+                part = dataclasses.replace(self, block=block, axis=self.axis.resize(parts.most))
+                return part.fold(x, *args, each=each, call=run, policy=policy)
 
-            return fold_pipeline(stage, self.axis, axis, x, args, self.block, tuple(each))
+            return fold_pipeline(stage, self.axis.resize(parts.most * parts.stages), axis, x, args, block, each)
         return self._run(lambda layer, x, *rest: (_call(call)(layer, x, *rest), None), x, args, each, policy)[0]
 
     def scan(self, x, *args, each=(), call: Callable | None = None, policy: Keep | None = None):

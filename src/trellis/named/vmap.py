@@ -103,31 +103,43 @@ def _plainly(fn: Callable, tree, length: int, over: Axes = ()):
         counted = jnp.zeros(length, jnp.int8)  # an axis that no argument has
         return jax.vmap(call, in_axes=(in_axes, 0), axis_name=axis_name)(tree, counted)
     except Exception as error:
-        if "Mapped away dimension" in str(error):
-            seen = str(error).split(": ")[-1]
-            raise MeshError(
-                f"vmap goes over a dimension that its arrays have sliced alike, got {seen} of one "
-                "mapped array and another: call it while their layout is in force, or place one with shard(x, {...})"
-            ) from error
-        if "pvary is a invariant->variant" in str(error):  # so it is in JAX 0.10.2 to 0.12.0
-            raise MeshError(
-                "in manual mode JAX maps a cond whose branches read what is mapped, got a branch that reads an array "
-                "which devices hold alike, in vmap: use where(...) instead of cond, or make the array an argument of "
-                "the mapped function"
-            ) from error
-        if "partitions cannot overlap" in str(error):  # without a layout, which would have it whole in here
-            raise MeshError(
-                "a mapped function reads arrays that are whole along the mesh axes it is mapped over, got one in "
-                f"slices of them ({str(error).split('Got ')[-1]}), in vmap: make it an argument of the function, or "
-                "call vmap inside `with layout:`"
-            ) from error
-        if type(error).__name__ != "ShardingTypeError":  # a private name of JAX's
+        if (said := _in_our_words(error)) is None:
             raise
-        raise MeshError(
+        raise MeshError(said) from error
+
+
+def _in_our_words(error: Exception) -> str | None:
+    """What JAX says of a `vmap` that it does not do."""
+    text = str(error)
+    if "Mapped away dimension" in text:
+        return (
+            f"vmap goes over a dimension that its arrays have sliced alike, got {text.split(': ')[-1]} of one mapped "
+            "array and another: call it while their layout is in force, or place one with shard(x, {...})"
+        )
+    if "Length of device assignment" in text:
+        return (
+            "vmap takes arrays of one mesh, got some that are on none, while no layout is in force: call it inside "
+            "`with layout:`, which puts them there"
+        )
+    if "pvary is a invariant->variant" in text:  # so it is in JAX 0.10.2 to 0.12.0
+        return (
+            "in manual mode JAX maps a cond whose branches read what is mapped, got a branch that reads an array which "
+            "devices hold alike, in vmap: use where(...) instead of cond, or make the array an argument of the mapped "
+            "function"
+        )
+    if "partitions cannot overlap" in text:  # without a layout, which would have it whole in here
+        return (
+            "a mapped function reads arrays that are whole along the mesh axes it is mapped over, got one in slices "
+            f"of them ({text.split('Got ')[-1]}), in vmap: make it an argument of the function, or call vmap inside "
+            "`with layout:`"
+        )
+    if type(error).__name__ == "ShardingTypeError":  # a private name of JAX's
+        return (
             "JAX maps an operation over slices where it knows how these are sliced, got one where it does not "
-            f"({str(error).splitlines()[0]}), in vmap: use operations by name, where(...) instead of cond, or take "
-            "that name out of the layout's compute"
-        ) from error
+            f"({text.splitlines()[0]}), in vmap: use operations by name, where(...) instead of cond, or take that name "
+            "out of the layout's compute"
+        )
+    return None
 
 
 def _axes_of(tree, name: str) -> Axes:

@@ -11,6 +11,7 @@ from trellis.inspect.ledger import ledger_of
 from trellis.inspect.memory import Memory, memory_of
 from trellis.inspect.rows import Ledger
 from trellis.inspect.work import Piece, work
+from trellis.named.pipeline.parts import Parts
 from trellis.named.pipeline.schedule import Schedule
 from trellis.plan.links import Links, links_of
 from trellis.plan.prepared import Prepared, prepare
@@ -41,6 +42,7 @@ class Plan:
         price: dollars for one device and hour, or None.
         load: rows that experts on the fullest device get, in those of an even load.
         schedule: of a pipeline's stages, or None.
+        layers: of each part of the pipeline, where they are not all as many.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Plan:
     price: float | None = None
     load: float = 1.0
     schedule: Schedule | None = None
+    layers: tuple[int, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -134,7 +137,9 @@ def plan_of(
     )
     with prepared.layout:
         schedule = schedule_of(prepared.state.model, prepared.batch.tokens.shape[0], prepared.parts)
-    return dataclasses.replace(plan, schedule=schedule)
+    layers = prepared.state.model.layers.axis.size
+    parts = None if schedule is None else Parts(layers, schedule.stages, schedule.groups)
+    return dataclasses.replace(plan, schedule=schedule, layers=parts.sizes if parts and parts.uneven else ())
 
 
 def plan_step(

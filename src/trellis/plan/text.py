@@ -37,6 +37,8 @@ def headline(plan: Plan, fitted: Sequence[str] = ()) -> str:
     ]
     if plan.schedule is not None:
         lines.append(f"  stages      {stages_text(plan.schedule)}")
+    if plan.layers:
+        lines.append(f"  layers      {', '.join(map(str, plan.layers))}: a tick takes as long as the most of them")
     if plan.load != 1.0:
         lines.append(f"  load        the fullest device has {plan.load:g} times the rows of an even load")
     if (price := plan.dollars_per_billion_tokens) is not None:

@@ -31,6 +31,23 @@ def kernel_work(kind: str, flops: float) -> contextlib.AbstractContextManager:
     return jax.named_scope(f"work({kind} {flops:.0f})")
 
 
+def grouped_work(
+    rows: int, inner: int, columns: int, *, groups: int, tile: int, over_rows: bool = False
+) -> contextlib.AbstractContextManager:
+    """The scope of a kernel for sorted rows with a matrix for each group of them.
+
+    Args:
+        rows: at most; in a buffer (`filled_rows`) those that are filled count.
+        inner: columns of the rows.
+        columns: of the other operand.
+        groups: of rows, each of which takes whole tiles.
+        tile: rows of a tile.
+        over_rows: whether the product sums over each group's rows, as a gradient by the matrices does.
+    """
+    form = "gradient" if over_rows else "product"
+    return jax.named_scope(f"grouped({form} {rows} rows {inner} {columns} in {groups} groups by {tile})")
+
+
 def filled_rows(even: int, room: int) -> contextlib.AbstractContextManager:
     """The scope of what is done to a buffer of rows: an even load fills so many of its rows."""
     return jax.named_scope(f"filled({even} of {room})")
@@ -52,6 +69,7 @@ def loop_turns(
 
 
 _WORK, _FILLED = re.compile(r"work\((\w+) (\d+)\)"), re.compile(r"filled\((\d+) of (\d+)\)")
+_GROUPED = re.compile(r"grouped\((product|gradient) (\d+) rows (\d+) (\d+) in (\d+) groups by (\d+)\)")
 _TURNS = re.compile(r"turns\((\d+) rows (\d+) a turn (\d+) groups (\d+) before( load)?\)")
 # Products of an attention kernel in the backward pass, by how many gradients it gives; of the forward pass's two.
 _GRADIENT_PRODUCTS = {1: 3, 2: 4, 3: 5}
@@ -68,6 +86,24 @@ def work_said(operation: Operation) -> tuple[str, float] | None:
         gradients = sum(len(value.shape) >= 3 and bool(value.readers) for value in operation.results)
         flops *= _GRADIENT_PRODUCTS[max(1, min(gradients, 3))] / 2
     return kind, flops
+
+
+def grouped_said(operation: Operation, load: float) -> tuple[float, tuple[int, int, int]] | None:
+    """FLOPs of a kernel for sorted rows, and its sizes: rows, what is summed, columns.
+
+    Args:
+        operation: a kernel.
+        load: rows of the fullest device, in those of an even load.
+    """
+    found = _GROUPED.findall(operation.scope)
+    if not found:
+        return None
+    rows, inner, columns, groups, tile = map(int, found[-1][1:])
+    # The last tile of each group is half full, in the mean of all sizes.
+    rows = min(round(rows * share_filled(operation, load)) + groups * tile // 2, rows + groups * tile)
+    if found[-1][0] == "product":
+        return 2.0 * rows * inner * columns, (rows, inner, columns)
+    return 2.0 * rows * inner * columns, (inner, -(-rows // groups), columns)
 
 
 def share_filled(operation: Operation, load: float) -> float:

@@ -110,9 +110,12 @@ def _model(run: Run, ways: Ways, pos: int, tokens: int) -> Any:
     has = {field.name for field in dataclasses.fields(model)}.__contains__
     heads, kv_heads = _heads(model, ways)
     each, before = divmod(model.layers, blocks := stacked(model))  # layers of a block, and those that are not stacked
-    kept = _kept(blocks, ways("layers") * run.layout.pipeline_groups, 2 if ways("layers") > 1 else LAYERS)
+    groups = ways("layers") * run.layout.pipeline_groups
+    uneven = blocks % groups > 0  # some groups have a layer less, and at rest stages slice the width instead
+    kept = _kept(blocks, groups, 2 if ways("layers") > 1 else LAYERS) + uneven
     sizes = {"heads": heads, "layers": before + each * kept}
-    embed = multiple(max(min(model.embed, EMBED), 2 * ways("embed"), tokens), ways("embed"))
+    wide = ways("embed") * (ways("layers") if uneven else 1)
+    embed = multiple(max(min(model.embed, EMBED), 2 * wide, tokens), wide)
     if has("head_dim"):
         sizes |= {"head_dim": min(model.head_dim, HEAD_DIM), "kv_heads": kv_heads}
     elif has("rope_dim"):
@@ -121,7 +124,7 @@ def _model(run: Run, ways: Ways, pos: int, tokens: int) -> Any:
         sizes |= {name: min(getattr(model, name), MLP) for name in ("dense_mlp", "shared_mlp")}
     else:
         each = min(model.embed // model.heads, HEAD_DIM)
-        embed = multiple(embed, math.lcm(each * ways("heads"), ways("embed")))
+        embed = multiple(embed, math.lcm(each * ways("heads"), wide))
         sizes["heads"] = embed // each
         if has("rotary_dim"):
             sizes["rotary_dim"] = min(model.rotary_dim, each)

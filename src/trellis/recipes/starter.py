@@ -13,7 +13,8 @@ def starter() -> Run:
     """A Llama of 5.0M parameters on the Python standard library's sources: a few minutes on two cores.
 
     Its training loss falls from 7.6 after 10 steps to about 3.1 after 600, with a validation loss of 2.83 (1.16 bits
-    a byte), within 0.05 on any number of devices and under any layout.
+    a byte), within 0.05 on any number of devices and under any layout. It samples after 200, 400 and 600 steps, and
+    reads like code from the second time on.
 
     make train
     trellis train starter

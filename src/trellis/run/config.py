@@ -312,13 +312,20 @@ class Run:
                 fix="use --microbatches 2 or more, or leave it out",
             )
         groups, stages, blocks = self.layout.pipeline_groups, self.mesh.stage, stacked(self.model)
-        if groups > 1 and (stages == 1 or blocks % (stages * groups)):
+        if groups > 1 and stages == 1:
+            raise UserError(
+                "The stages of a pipeline hold groups of layers.",
+                seen=f"pipeline_groups={groups}, mesh.stage=1",
+                where="layout.pipeline_groups",
+                fix="use --mesh.stage 2 or more",
+            )
+        if blocks < stages * groups:
             of_blocks = "" if blocks == self.model.layers else f" in {blocks} blocks"
             raise UserError(
-                "The stages of a pipeline hold their groups of layers, all of one size.",
-                seen=f"pipeline_groups={groups}, mesh.stage={stages}, model.layers={self.model.layers}{of_blocks}",
-                where="layout.pipeline_groups",
-                fix="use --mesh.stage 2 or more, and numbers of stages and groups whose product divides the layers",
+                "Every group of layers of every stage has a layer.",
+                seen=f"mesh.stage={stages}, pipeline_groups={groups}, model.layers={self.model.layers}{of_blocks}",
+                where="mesh.stage",
+                fix=f"use numbers of stages and groups whose product is {blocks} or less",
             )
 
     def _check_batch(self) -> None:

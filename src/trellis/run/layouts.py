@@ -14,6 +14,7 @@ from trellis.mesh import Layout, make_mesh
 _ACTIVATIONS = ("batch", "pos", "key_pos")
 # What a model may have fewer of than a mesh axis has devices: grouped queries share key and value heads.
 _FEW = "kv_heads"
+_STACK = "layers"
 
 Preset = Literal[
     "auto", "single", "data", "fsdp", "expert", "tensor", "fsdp_tensor", "fsdp_tensor_sequence", "context", "hybrid"
@@ -286,6 +287,10 @@ def make_layout(
         ways = math.prod(sizes[axis] for axis in found.get(_FEW, ()))
         if axes is not None and _FEW not in own and axes.get(_FEW, 0) % ways:
             del found[_FEW]  # each device along the axis then has them all, and reads those of its query heads
+    stage = [a for a in here[1].get(_STACK, ()) if a == "stage"]
+    uneven = axes is not None and stage and axes.get(_STACK, 0) % (sizes["stage"] * choice.pipeline_groups)
+    if uneven and _STACK not in choice.params and here[0].pop(_STACK, None):
+        here[0]["embed"] = [*here[0].get("embed", ()), *stage]  # a step then deals layers out to the stages
     params, compute = ({n: over for n, over in m.items() if over} for m in here)
     arranged = make_mesh(devices, axis_type=choice.mode, **sizes)
     overlap = [name for name in choice.overlap if name in compute]
@@ -299,6 +304,7 @@ def make_layout(
         context={axis: kind for axis, kind in choice.kinds.items() if axis in sizes},
         pipeline_microbatches=choice.pipeline_microbatches,
         pipeline_groups=choice.pipeline_groups,
+        uneven=(_STACK,) if uneven else (),
     )
 
 

@@ -199,12 +199,13 @@ def _check_batch(run: Run, layout: Layout) -> None:
 
 
 def _check_widths(run: Run, layout: Layout) -> None:
-    """Refuses mesh axes that do not divide what they slice of a parameter. A vocabulary is padded so that they do."""
+    """Refuses mesh axes that do not divide what they slice of a parameter. A vocabulary is padded so that they do, and
+    stages have layers less than others."""
     for parameter in _declared(run.model):
         for which in ("params", "compute"):
             slices = zip(parameter.leaf.shape.items(), layout.assign(parameter.names, which), strict=True)
             for (name, length), axes in slices:
-                if name != "vocab":
+                if name != "vocab" and (name, which) != ("layers", "compute"):
                     parts = {axis: layout.mesh.shape[axis] for axis in axes}
                     _check_divides("Mesh axes divide what they slice.", f"model.{name}", length, parts)
 
@@ -265,7 +266,7 @@ def _no_narrow_product(seen: str, model: Any) -> UserError:
         if p.role == Role.WEIGHT and p.path.startswith("layers.")
     ]
     return UserError(
-        "Products in eight bits are those of layers' weights, experts' in fp8 and int8; the unembedding's stay whole.",
+        "Products in eight bits are those of layers' weights, experts' in fp8 and int8, not the unembedding's.",
         seen=seen,
         where="precision.products",
         fix=f"name parts of {', '.join(f'`{path}`' for path in able)}",
@@ -298,7 +299,7 @@ def fast_microbatches(run: Run, layout: Layout, model: Any) -> int:
     """
     ways = lambda name: math.prod(layout.mesh.shape[axis] for axis in layout.assign((name,))[0])
     on_cpu = layout.mesh.devices.flat[0].platform == "cpu" and not rehearses(layout.mesh)
-    if not on_cpu or ways("layers") > 1 or model.looks_ahead:
+    if not on_cpu or run.mesh.stage != 1 or model.looks_ahead:
         return 1
     rows = math.gcd(*(entry.size for entry in run.batch_sizes())) // ways("batch")
     wanted = rows * run.data.sequence_length * jnp.dtype(run.precision.compute).itemsize / _PART_BYTES

@@ -37,6 +37,8 @@ _LONG, _FEW = 60.0, 100_000
 # Steps are tried as long as that takes no more than this share of the run.
 _SHARE = 0.05
 _GAIN = 0.95
+# What is told, and what a pace is called that was found so.
+MEASURES, TRIAL = "measures what suits this processor, once", "trial steps"
 # Not part of what decides a choice.
 _BESIDE = (
     "name", "steps", "schedule", "checkpoints", "evaluation", "logging", "guard", "deadline", "profile", "seed",
@@ -99,7 +101,7 @@ def choose(
     key = _key(run, devices)
     kept = recall("choices").get(key)
     if kept is not None and (known := _applied(run, kept)) is not None:
-        tell(f"chosen   {_words(known, kept)}, as measured on {kept['date']}")
+        tell(f"chosen   {words_of(known, kept)}, as measured on {kept['date']}")
         return known
     assembled = assemble(run, devices)
     if rehearses(assembled.layout.mesh):
@@ -110,18 +112,18 @@ def choose(
     if guess is None or whole < _LONG or guess.step_seconds(run) > LONGEST_STEP:
         return run
     check_step(memory_of(step_program(assembled)).per_kind(), assembled)
-    tell("measures what suits this processor, once")
+    tell(MEASURES)
     started = clock()
     found = _kernels(run, assembled, clock)
     run = _applied(run, found) or run
     budget = _SHARE * whole - (clock() - started)
     run, pace = _steps(run, devices, budget, clock, trial)
     last = assemble(run, devices[: run.devices or len(devices)])
-    keep_pace(last, work_of(last), pace.token_seconds, how="trial steps")
+    keep_pace(last, work_of(last), pace.token_seconds, how=TRIAL)
     found |= {"devices": run.devices, "microbatches": run.microbatches}
     date = time.strftime("%d %b %Y").lstrip("0")
     remember("choices", key, found | {"date": date})
-    tell(f"chosen   {_words(run, found)}, in {duration(clock() - started)}; kept for this machine")
+    tell(f"chosen   {words_of(run, found)}, in {duration(clock() - started)}; kept for this machine")
     return run
 
 
@@ -193,7 +195,8 @@ def _applied(run: Run, found: dict[str, Any]) -> Run | None:
         return None
 
 
-def _words(run: Run, found: dict[str, Any]) -> str:
+def words_of(run: Run, found: dict[str, Any]) -> str:
+    """What was chosen, in words."""
     parts = [f"{found[name]} {name}" for name in ("devices", "microbatches") if found.get(name)]
     parts += [f"{words} of {found[name]}" for name, words in _KERNELS.items() if found.get(name)]
     turned = {"narrower": "turned operands", "none": "operands as they are"}.get(run.cpu.turned or "")

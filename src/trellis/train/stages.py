@@ -18,6 +18,7 @@ from trellis.mesh.reshard import place
 from trellis.named import NamesError, Stacked, is_named
 from trellis.named.pipeline.by_vmap import microbatches_of, pipeline_axis
 from trellis.named.pipeline.interleaving import interleaved
+from trellis.named.pipeline.parts import Parts, spread
 from trellis.named.pipeline.pieces import Pieces, Source, struct
 from trellis.named.pipeline.run import Arrays, run
 from trellis.named.pipeline.schedule import Schedule
@@ -45,18 +46,14 @@ def schedule_of(model, rows: int, times: int) -> Schedule | None:
         times: parts of the batch of which the layout says into how many microbatches each is cut.
 
     Raises:
-        NamesError: stages and groups that do not divide the layers, or groups and stages that do not the microbatches.
+        NamesError: more stages and groups than layers, or groups and stages that do not divide the microbatches.
     """
     if (axis := stages_of(model)) is None:
         return None
-    layout, layers = current_layout(), model.layers.axis
+    layout = current_layout()
     stages, groups = layout.mesh.shape[axis], layout.pipeline_groups
     microbatches = times * microbatches_of(layout, axis, rows // times)
-    if layers.size % (stages * groups):
-        raise NamesError(
-            f"the stages of a pipeline hold groups of layers of one size, got {layers.size} '{layers.name}' in "
-            f"{groups} groups on each of {stages} stages: use numbers whose product divides {layers.size}"
-        )
+    Parts.of(model.layers.axis, stages, groups)
     if groups > 1 and microbatches % stages:
         raise NamesError(
             f"with several groups of layers on a stage, stages divide the microbatches, got {microbatches} of them on "
@@ -67,9 +64,13 @@ def schedule_of(model, rows: int, times: int) -> Schedule | None:
 
 def dealt_out(params, axis: str):
     """Parameters with their layers dealt out to the stages in the layout's groups of layers."""
-    layout, layers = current_layout(), params.layers.axis.name
-    deal = lambda x: interleaved(x, axis, layout.mesh.shape[axis], layout.pipeline_groups)
-    return jax.tree.map(lambda x: deal(x) if layers in x.names else x, params, is_leaf=is_named)
+    layout, layers = current_layout(), params.layers.axis
+    parts = Parts.of(layers, layout.mesh.shape[axis], layout.pipeline_groups)
+
+    def deal(x):
+        return spread(x, layers.name, axis, parts) if parts.uneven else interleaved(x, axis, parts.stages, parts.groups)
+
+    return jax.tree.map(lambda x: deal(x) if layers.name in x.names else x, params, is_leaf=is_named)
 
 
 def in_stages(params, axis: str):
@@ -128,8 +129,7 @@ def pipelined(params, batch: Batch, cut: Callable, shared: Callable, loss: Calla
         block=block,
         layer=[struct(x, here, ((), *state_of(x).axes[1:]), (1, *x.shape[1:])) for x in layers],
         part=jax.tree.map(lambda x: struct(x, here, state_of(x).axes[1:], x.shape[1:]), parts),
-        count=stack.axis.size,
-        groups=schedule.parts,
+        parts=Parts.of(stack.axis, schedule.stages, schedule.groups),
     )
     with on_another(inside.mesh), inside:
         pieces = Pieces(source)

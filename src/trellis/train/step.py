@@ -190,7 +190,13 @@ def loss_and_gradients(model: LanguageModel, batch: Batch, options: StepOptions,
 def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, options: StepOptions, key, axis: str):
     """The same of a model whose layers are spread over stages."""
     copied = _copied if options.accumulation == "pending" else lambda params: params
-    use, pull = jax.vjp(lambda params: in_stages(copied(dealt_out(to_use(params), axis)), axis), model)
+
+    def used(params):
+        dealt = dealt_out(to_use(params), axis)
+        with current_layout().even():
+            return in_stages(copied(dealt), axis)
+
+    use, pull = jax.vjp(used, model)
     scale = 1.0 / jnp.maximum(batch.loss_mask.astype(jnp.float32).sum().array, 1.0)
 
     def shared(numbers):

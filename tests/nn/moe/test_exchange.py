@@ -17,12 +17,12 @@ DEVICES, TOKENS, EMBED, COUNT, CHOICES = 4, 6, 3, 2, 2
 EXPERTS = DEVICES * COUNT
 
 
-def compute(rows, sizes):
+def compute(rows, sizes, weights):
     """Expert e of a device scales by e + 1; the devices differ too. Rows of nobody become what is no number."""
     ends = jnp.cumsum(sizes)
     expert = (jnp.arange(rows.shape[0])[:, None] >= ends[None]).sum(1, dtype=jnp.float32)
     scale = jnp.where(expert < COUNT, expert + 1.0 + 10.0 * jax.lax.axis_index("x").astype(jnp.float32), jnp.nan)
-    return rows * scale[:, None]
+    return rows * (scale * weights)[:, None]
 
 
 def put(x):
@@ -88,9 +88,9 @@ def test_every_token_finds_its_experts(way, monkeypatch):
 def test_alone():
     x, ids, weights = tokens("even")
 
-    def mine(rows, sizes):
+    def mine(rows, sizes, weights):
         expert = (jnp.arange(rows.shape[0])[:, None] >= jnp.cumsum(sizes)[None]).sum(1, dtype=jnp.float32)
-        return rows * (1 + expert[:, None])
+        return rows * ((1 + expert) * weights)[:, None]
 
     out = local_experts(x, ids, weights, mine, count=EXPERTS)
     ids = np.asarray(ids)
@@ -109,7 +109,8 @@ def test_what_moves():
     scattered = ("reduce-scatter", row * TOKENS * others)
     assert rows("gather") == [("all-gather", row * TOKENS * others), ("all-gather", weights), scattered]
     room = 20  # 1.5 times the 12 choices of 6 tokens, in whole slots of 4 devices
-    slots = [r for r in moved["slots"] if r.dtype.startswith("f")]
+    counted, *slots = [r for r in moved["slots"] if r.dtype.startswith("f")]
+    assert (counted.kind, counted.wire, counted.times) == ("all-gather", weights, 1)
     size = row * room * others // DEVICES
     assert [(r.kind, r.wire, r.times) for r in slots] == [("all-to-all", size, times) for times in (1, 1, 1, 1)]
     assert [r.note for r in slots] == ["", "", *["once a turn of a while loop"] * 2]

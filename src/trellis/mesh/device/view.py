@@ -151,10 +151,6 @@ _CALLS = frozenset("jit pjit closed_call core_call remat2 checkpoint custom_jvp_
 
 
 def _bound(equation: JaxprEqn, args: list) -> list:
-    if (written_out := getattr(equation.params.get("_prim"), "expand", None)) is not None:
-        # An operation that JAX keeps as one until it compiles, such as searchsorted (0.12). It says on which mesh its
-        # results are; the operations that it consists of do not.
-        return jax.tree.leaves(written_out(*args))
     params = rules.without_sharding(equation.primitive.get_bind_params(equation.params))
     if "out_avals" in params:  # a kernel's, which say on which mesh they are
         params["out_avals"] = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in params["out_avals"])

@@ -5,7 +5,7 @@ import jax
 from trellis.mesh.manual.ops import mark_pending, without_single_axes
 from trellis.mesh.manual.reshard import TransitionError, known_axes
 from trellis.notation import NotationError, Shape, parse, typeof
-from trellis.notation.binding import bind_shape, live, partly_manual, real_axes
+from trellis.notation.binding import bind_shape, live, real_axes
 from trellis.notation.state import mode_of, state_of
 
 
@@ -35,7 +35,7 @@ def pending(text: str, x):
     real: Shape = real_axes(shape, mesh)
     x = without_single_axes(x)
     state = state_of(x)
-    if not partly_manual() and (same := [a for a in real.pending if a not in state.varying]):
+    if same := [a for a in real.pending if a not in state.varying]:
         raise TransitionError(
             f"parts of a sum differ between devices, got {typeof(x)}, which is the same along {', '.join(same)}, in "
             f"{where}: take '+{same[0]}' out, or slice what is summed"

@@ -70,9 +70,10 @@ def check_slice(x, shape: Shape, where: str, rule: str = _LEFT, mentioned: set[s
     x = ops.without_single_axes(x)
     state = state_of(x)
     sliced, states = set(shape.mesh_axes), {*shape.pending, *shape.copied}
-    if partly_manual():
+    if partly_manual():  # a type does not tell partial sums from slices, but both differ from device to device
         extra = state.varying - sliced - states
-        wrong = None
+        same = set(shape.pending) - state.varying
+        wrong = (set(shape.pending), set(shape.pending) - same, "+", "pending") if same else None
     else:
         extra = state.varying - sliced
         wrong = next(

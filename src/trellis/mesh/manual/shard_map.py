@@ -130,6 +130,14 @@ class _Call:
                 f"a manual function takes its arrays as arguments, got one from outside of it, in `{self.name}`: "
                 f"pass it as an annotated argument ({str(error).split('Got input with ')[-1]})"
             ) from error
+        except TypeError as error:
+            if "incompatible shapes for broadcasting" not in str(error):
+                raise
+            raise TypeMismatch(
+                "slices on a device broadcast by their own sizes, got "
+                f"{str(error).splitlines()[0].split('broadcasting: ')[-1].rstrip('.')}, in `{self.name}`: reshard one "
+                "of them, or correct the annotation that says how it is sliced"
+            ) from error
         except ValueError as error:
             if "of type `Explicit`" not in str(error):  # JAX 0.10: all of type; 0.12: that is of type
                 raise

@@ -29,6 +29,7 @@ from trellis.named.axis import Axis, NamesError
 from trellis.named.contract import einsum
 from trellis.named.create import arange
 from trellis.named.elementwise import where
+from trellis.named.pipeline.parts import Parts, spread
 from trellis.named.placing import move, settle
 from trellis.named.reshape import broadcast_to, merge_axes, split_axis, transpose
 from trellis.named.scan import scan
@@ -45,21 +46,15 @@ def pipeline_axis(layers: Axis) -> str | None:
     """The mesh axis that the layout in force spreads these layers over in use, if it does.
 
     Raises:
-        NamesError: several axes, a size that does not divide the layers, or a mesh that is not in explicit mode.
+        NamesError: several axes, or a mesh that is not in explicit mode.
     """
     layout = current_layout()
-    axes = layout.assign((layers.name,))[0] if layout is not None else ()
+    axes = layout.even().assign((layers.name,))[0] if layout is not None else ()
     if layout is None or not axes:
         return None
     written = f"'{'/'.join((layers.name, *axes))}'"
     if len(axes) > 1:
         raise NamesError(f"a pipeline runs along one mesh axis, got {written}: choose one of them")
-    stages = layout.mesh.shape[axes[0]]
-    if layers.size % stages:
-        raise NamesError(
-            f"every stage of a pipeline has the same number of layers, got {layers.size} layers as {written} over "
-            f"{stages} stages: use a number of stages that divides {layers.size}"
-        )
     if mode_of(layout.mesh) != "explicit":
         raise NamesError(f"a pipeline needs a mesh in explicit mode, got {written} in auto mode: change the mode")
     return axes[0]
@@ -174,7 +169,7 @@ class _Plan:
 
     @staticmethod
     def of(layers: Axis, axis: str, batch: int) -> "_Plan":
-        outside = current_layout()
+        outside = current_layout().even()
         stages = outside.mesh.shape[axis]
         (over,) = outside.without(axis).assign((BATCH,))
         copies = math.prod(outside.mesh.shape[a] for a in over)
@@ -238,7 +233,10 @@ class _Plan:
 
     def by_stage(self, p):
         """What each layer gets, `"layers ..."`, as `"layers in_stage ..."`, the first over the stages."""
-        return self.split(settle(p)) if is_named(p) else p
+        if not is_named(p):
+            return p
+        with self.outside:
+            return self.split(settle(p))
 
     def split(self, p: NamedArray) -> NamedArray:
         """`"layers ..."` as `"layers in_stage ..."`: the stages, and the layers of one."""
@@ -260,6 +258,24 @@ def _leading(p, layers: Axis):
     if layers.name not in p.names:
         return broadcast_to(p, {layers.name: layers.size, **p.shape})
     return transpose(p, (layers.name, *(n for n in p.names if n != layers.name)))
+
+
+def made_alike(parts: Parts, layers: str, axis: str, call: Callable, block, each: tuple):
+    """Uneven parts as parts of one size: how a layer is called, the stacked layers, and what each layer gets.
+
+    What a part has more than its layers is computed and left out.
+    """
+    if not parts.uneven:
+        return call, block, each
+    deal = lambda x: spread(x, layers, axis, parts) if is_named(x) and layers in x.names else x
+
+    def real_only(layer, x, real, *rest):
+        made = call(layer, x, *rest)
+        return jax.tree.map(lambda new, old: where(real, new, old), made, x, is_leaf=is_named)
+
+    real = NamedArray(jnp.asarray(parts.real()), (layers,))
+    block, each = (jax.tree.map(deal, tree, is_leaf=is_named) for tree in (block, each))
+    return real_only, block, (real, *each)
 
 
 def _renamed(tree, layers: str):

@@ -13,6 +13,7 @@ from trellis.named.axis import NamesError
 from trellis.named.backend import written_out
 from trellis.named.index import index
 from trellis.named.pipeline.cut import Fold, after, before
+from trellis.named.pipeline.parts import Parts
 from trellis.named.pipeline.traced import Traced
 from trellis.named.scan import loop
 from trellis.notation import spec_of
@@ -32,8 +33,7 @@ class Source:
         block: the tree of the parameters of a layer.
         layer: their types, a list, each with the layers' name in front, of size 1.
         part: types of one microbatch.
-        count: how many layers there are.
-        groups: of layers, on all stages together.
+        parts: how the layers are cut.
     """
 
     name: str
@@ -43,13 +43,7 @@ class Source:
     block: Any
     layer: list[jax.ShapeDtypeStruct]
     part: Any
-    count: int
-    groups: int
-
-    @property
-    def rows(self) -> int:
-        """Layers of a group."""
-        return self.count // self.groups
+    parts: Parts
 
 
 def struct(array, mesh: jax.sharding.AbstractMesh, axes=None, shape=None) -> jax.ShapeDtypeStruct:
@@ -106,8 +100,13 @@ class Pieces:
     @property
     def unroll(self) -> int:
         """How many layers of a group one turn of the loop over them holds."""
-        stack, rows = self.fold.stack, self.source.rows
+        stack, rows = self.fold.stack, self.source.parts.least
         return rows if stack.unrolled or written_out(rows, self.enter.out) else min(stack.unroll or 1, rows)
+
+    @property
+    def permutes(self) -> bool:
+        """Whether something goes from device to device in a layer, which all stages have to do or none."""
+        return any(_permutes(piece.closed.jaxpr) for piece in (self.layer, self.layer_back))
 
     # What is traced.
 
@@ -193,7 +192,7 @@ class Pieces:
         """Types of what all layers make beside what they carry, each under the layers' name."""
         mesh = self.number.sharding.mesh
         one = jax.eval_shape(self._layer, self.source.layer, self.enter.out, self.args, self.row.out)[1]
-        return jax.tree.map(lambda y: struct(y, mesh, shape=(self.source.count, *y.shape[1:])), one)
+        return jax.tree.map(lambda y: struct(y, mesh, shape=(self.source.parts.layers, *y.shape[1:])), one)
 
     def _row(self, each, number):
         """What one layer gets of what each layer gets."""

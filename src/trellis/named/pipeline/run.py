@@ -127,10 +127,12 @@ class _Program:
         self.stage = lax.axis_index(self.axis)
         self.last = self.stage == self.schedule.stages - 1
         self.places = jnp.asarray(self.schedule.places())[self.stage]
+        self.all = self.pieces.source.parts
+        self.together = self.all.uneven and self.pieces.permutes
 
     def start(self) -> _Carried:
         """Before the first tick."""
-        pieces, places = self.pieces, (self.schedule.slots + 1, self.pieces.source.rows)
+        pieces, places = self.pieces, (self.schedule.slots + 1, self.all.most)
         slot = (pieces.enter.out, pieces.layer.out[1])
         kept = jax.tree.map(lambda x: lax.empty((*places, *self._local(x)), x.dtype), slot)
         whole = lambda arrays: [jnp.zeros(x.shape, jnp.float32) for x in arrays]
@@ -150,15 +152,18 @@ class _Program:
         args, each = self._call("context", self.outer, part)
         place = jnp.where(unit.works, self.places[unit.number], self.schedule.slots)
 
-        def layer(state, row):
+        def layer(state, row, there):
             x, made, kept = state
             number = self._number(unit, row)
-            (out, y), more = self._call("layer", self._block(unit, row), x, args, self._call("row", each, number))
+            own = lambda: jax.tree.map(lambda all_: lax.dynamic_slice_in_dim(all_, number, 1), made)
+            given = self._block(unit, row), x, args, self._call("row", each, number)
+            no_layer = lambda: ((x, own()), jax.tree.map(self._zeros, self.pieces.layer.out[1]))
+            (out, y), more = self._where(there, lambda: self._call("layer", *given), no_layer)
             kept = jax.tree.map(lambda all_, one: _put(all_, one, place, row), kept, (x, more))
             put = lambda all_, one: lax.dynamic_update_slice_in_dim(all_, one.astype(all_.dtype), number, 0)
             return out, jax.tree.map(put, made, y), kept
 
-        *out, kept = self._layers(layer, (entered, made, carry.kept))
+        *out, kept = self._layers(unit, layer, (entered, made, carry.kept))
         out = tuple(out)
         carry = carry._replace(arrived=self._sent(out, 1), kept=kept)
         leaves = sum(self.schedule.leaving(t).works for t in ticks)
@@ -187,18 +192,19 @@ class _Program:
         place = self.places[unit.number]
         d_x, d_made = d_carried
 
-        def layer(state, row):
+        def layer(state, row, there):
             d_x, d_layers = state
             number = self._number(unit, row)
             x, kept = jax.tree.map(lambda all_: all_[place, row], carry.kept)
             d_y = jax.tree.map(lambda d: lax.dynamic_slice_in_dim(d, number, 1), d_made)
             given = self._block(unit, row), x, args, self._call("row", each, number), kept
-            d_block, d_x = self._call("layer_back", *given, d_x, d_y)
+            no_layer = lambda: (jax.tree.map(self._zeros, self.pieces.layer_back.out[0]), d_x)
+            d_block, d_x = self._where(there, lambda: self._call("layer_back", *given, d_x, d_y), no_layer)
             at = self._place(unit, row)
             mine = [jnp.where(unit.works, d, 0) for d in d_block]
             return d_x, [_add(total, d, at) for total, d in zip(d_layers, mine, strict=True)]
 
-        d_x, d_layers = self._layers(layer, (d_x, carry.d_layers), reverse=True)
+        d_x, d_layers = self._layers(unit, layer, (d_x, carry.d_layers), reverse=True)
         carry = carry._replace(returned=self._sent((d_x, d_made), -1), d_layers=d_layers)
         returns = sum(self.schedule.returned(t).works for t in ticks)
         if not returns:
@@ -214,19 +220,42 @@ class _Program:
         piece = getattr(self.pieces, name)
         return piece(self.view, *args)
 
-    def _layers(self, body, carry, reverse: bool = False):
-        """The layers of a group, one after the other."""
-        rows = jnp.arange(self.pieces.source.rows)
-        step = lambda carry, row: (body(carry, row), None)
-        return lax.scan(step, carry, rows, reverse=reverse, unroll=self.pieces.unroll)[0]
+    def _layers(self, unit: Unit, body, carry, reverse: bool = False):
+        """The layers of a group, one after the other: `body(carry, row, there)`.
+
+        The last argument is None for layers that every group has. For the one that only the larger have, which stands
+        behind them, it says whether this group is one of these.
+        """
+        least = self.all.least
+        step = lambda carry, row: (body(carry, row, None), None)
+        alike = lambda carry: lax.scan(step, carry, jnp.arange(least), reverse=reverse, unroll=self.pieces.unroll)[0]
+        if not self.all.uneven:
+            return alike(carry)
+        further = lambda carry: body(carry, least, jnp.asarray(self.all.sizes)[self._group(unit)] > least)
+        return alike(further(carry)) if reverse else further(alike(carry))
+
+    def _where(self, there, make, leave):
+        """What `make` gives where a layer is there, what `leave` gives elsewhere.
+
+        A layer that permutes is computed on all stages, and left out where it is not there.
+        """
+        if there is None:
+            return make()
+        if not self.together:
+            return lax.cond(there, make, leave)
+        return jax.tree.map(lambda mine, other: jnp.where(there, mine, other), make(), leave())
+
+    def _group(self, unit: Unit):
+        """Which of all groups one of this stage is."""
+        return unit.group * self.schedule.stages + self.stage
 
     def _place(self, unit: Unit, row):
         """Which of this device's layers one of a group is."""
-        return unit.group * self.pieces.source.rows + row
+        return unit.group * self.all.most + row
 
     def _number(self, unit: Unit, row):
         """Which of all layers it is."""
-        return (unit.group * self.schedule.stages + self.stage) * self.pieces.source.rows + row
+        return jnp.asarray(self.all.firsts)[self._group(unit)] + row
 
     def _block(self, unit: Unit, row) -> list[jax.Array]:
         return [lax.dynamic_slice_in_dim(x, self._place(unit, row), 1) for x in self.layers]

@@ -5,7 +5,7 @@ along the exchange's mesh axes holds `count` experts, in the order of the axes, 
 """
 
 import math
-from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,9 @@ from jax import lax
 
 from trellis.errors import UserError
 from trellis.mesh.manual.ops import vary, varying_axes
-from trellis.nn.moe.ragged import ragged_all_to_all
-from trellis.nn.moe.rows import Compute, combine, local_experts, sort_by_expert, take_rows
+from trellis.nn.moe.ragged import in_tiles, ragged_all_to_all
+from trellis.nn.moe.rounds import in_rounds
+from trellis.nn.moe.rows import Compute, local_experts, reorder, sort_by_expert, sum_rows, take_rows
 from trellis.program.said import filled_rows, loop_turns
 
 Axes = tuple[str, ...]
@@ -42,7 +43,7 @@ def gather_experts(
         x: `tokens embed`, this device's.
         ids: `i32["tokens choices"]`, experts counted over all devices; larger numbers are nobody's.
         weights: `f32["tokens choices"]`.
-        compute: what this device's experts do to rows sorted by expert, `compute(rows, sizes)`.
+        compute: what this device's experts do to rows sorted by expert, `compute(rows, sizes, weights)`.
         axes: the mesh axes that slice experts.
         count: how many experts each device has.
         tokens: those of the axes that slice tokens too; all if not given. Along the others all devices hold the same
@@ -61,9 +62,9 @@ def gather_experts(
         x, ids, weights = (lax.all_gather(a, tokens, axis=0, tiled=True) for a in (x, ids, weights))
     first = lax.axis_index(axes) * count
 
-    def filling(rows, sizes):
+    def filling(rows, sizes, weights):
         with filled_rows(ids.size // lax.axis_size(axes), ids.size):
-            return compute(rows, sizes)
+            return compute(rows, sizes, weights)
 
     made = local_experts(x, ids - first, weights, filling, count=count)
     return lax.psum_scatter(made, tokens, scatter_dimension=0, tiled=True) if tokens else made
@@ -84,8 +85,11 @@ def exchange_experts(
 
     No token is dropped, and no buffer has room for the case that all tokens choose one device. A buffer has room for
     `slack` times the rows of an even load. What does not fit goes in further rounds, as many as the fullest device
-    needs; usually there are none. A further round is computed again in the backward pass, so that it needs memory
-    only while it runs.
+    needs; usually there are none, and then they cost nothing. A further round is computed again in the backward pass,
+    so that it needs memory only while it runs.
+
+    What a choice counts is known to its expert (a gather of one number for each choice), which weighs what it makes:
+    then the backward pass needs no results of experts again, neither their last product nor their way back.
 
     With `ragged` only rows with a token travel (`jax.lax.ragged_all_to_all`), and a device's buffer is shared by all
     senders. Without it, for backends that have no such collective, each pair of devices exchanges a slot of the same
@@ -95,7 +99,7 @@ def exchange_experts(
         x: `tokens embed`, this device's.
         ids: `i32["tokens choices"]`, experts counted over all devices; larger numbers are nobody's.
         weights: `f32["tokens choices"]`.
-        compute: what this device's experts do to rows sorted by expert, `compute(rows, sizes)`.
+        compute: what this device's experts do to rows sorted by expert, `compute(rows, sizes, weights)`.
         axes: the mesh axes that slice experts and tokens.
         count: how many experts each device has.
         ragged: whether only rows with a token travel.
@@ -120,10 +124,10 @@ def exchange_experts(
     varying = tuple(sorted({*varying_axes(x, ids, weights), *axes}))
     x, ids, weights = (vary(a, varying) for a in (x, ids, weights))
     order, place, sizes = sort_by_expert(ids.reshape(-1), devices * count)
-    real = jnp.sum(sizes)
-    order = jnp.where(jnp.arange(pairs) < real, order, pairs)
-    place = jnp.where(place < real, place, pairs)
-    rows = take_rows(x, jnp.where(order < pairs, order // choices, tokens), place.reshape(tokens, choices))
+    place = jnp.where(place < jnp.sum(sizes), place, pairs)
+    copies = place.reshape(tokens, choices)
+    rows = take_rows(in_tiles(x) if ragged else x, order // choices, copies)
+    counted = lax.all_gather(take_rows(weights.reshape(-1), order, place[:, None]), axes, axis=0, tiled=True)
     # From every device, how many rows it has for every expert.
     counts = lax.all_gather(sizes, axes, axis=0).reshape(devices, devices, count)
 
@@ -136,94 +140,113 @@ def exchange_experts(
         needed = -(-counts.sum(2).max() // (room // devices))
     needed = lax.pmax(needed, varying)  # all devices of the mesh agree, whether or not they exchange rows
 
-    def filling(rows, sizes):
+    def filling(rows, sizes, weights):
         with filled_rows(pairs, room):
-            return compute(rows, sizes)
+            return compute(rows, sizes, weights)
 
-    def one(rows, counts, turn):
-        return _round(rows, counts, turn, filling, axes=axes, room=room, ragged=ragged)
+    def one(rows, counted, counts, turn):
+        turn = Turn.of(counts, turn, axes, room, ragged)
+        return _round(rows, counted, counts, turn, filling, axes=axes, room=room, ragged=ragged)
 
-    made = one(rows, counts, jnp.int32(0))
     if worst > room:
-        pure, held = jax.closure_convert(one, rows, counts, jnp.int32(1))
+        now = lambda counts, turn: Turn.of(counts, turn, axes, room, ragged).inside(pairs)
         with loop_turns(pairs, room, before=1, by_load=True):
-            made = _further(pure, made, rows, counts, needed, held)
-    return combine(made, weights, place.reshape(tokens, choices), order)
+            made = in_rounds(one, now, rows, counted, counts, needed)
+    else:
+        made = one(rows, counted, counts, jnp.int32(0))
+    return sum_rows(made, copies, order // choices).reshape(x.shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _further(one, made, rows, counts, needed, held):
-    """`made` and what the rounds from the second on make, as many as are needed; the backward pass makes it again.
+class Turn(NamedTuple):
+    """What moves in one turn of the exchange.
 
-    Args:
-        one: `one(rows, counts, turn, *held)`, a round.
-        made: `rows embed`, of the first round.
-        rows, counts: of all rounds.
-        needed: `i32[""]`, the same on all devices.
-        held: what the experts compute with.
+    Attributes:
+        start: `i32["from to"]`, how many of a sender's rows for a receiver moved before.
+        moved: `i32["from to"]`, how many move now.
+        lands: `i32["from to"]`, where in the receiver's buffer.
+        mine: `i32["to"]`, where this device's rows for each receiver begin among its rows.
+        me: `i32[""]`, this device.
     """
-    return lax.fori_loop(jnp.int32(1), needed, lambda turn, total: total + one(rows, counts, turn, *held), made)
+
+    start: jax.Array
+    moved: jax.Array
+    lands: jax.Array
+    mine: jax.Array
+    me: jax.Array
+
+    @staticmethod
+    def of(counts: jax.Array, turn: jax.Array, axes: Axes, room: int, ragged: bool) -> "Turn":
+        """That of a turn.
+
+        Args:
+            counts: `i32["from to count"]`, rows for each expert.
+            turn: from 0.
+            axes: the mesh axes that the devices are along.
+            room: of a buffer.
+            ragged: whether senders share it.
+        """
+        sent, me = counts.sum(2), lax.axis_index(axes)
+        # Where a sender's rows for a receiver begin among all that the receiver gets, and how many have room now.
+        size = room if ragged else room // counts.shape[0]
+        begins = jnp.cumsum(sent, 0) - sent if ragged else jnp.zeros_like(sent)
+        start = jnp.clip(turn * size - begins, 0, sent)
+        moved = jnp.clip((turn + 1) * size - begins, 0, sent) - start
+        slot = jnp.arange(counts.shape[0], dtype=jnp.int32)[:, None] * size
+        lands = begins + start - turn * size if ragged else jnp.broadcast_to(slot, sent.shape)
+        return Turn(start, moved, jnp.clip(lands, 0, room), jnp.cumsum(sent[me]) - sent[me] + start[me], me)
+
+    def inside(self, rows: int) -> jax.Array:
+        """Which of this device's rows move: `bool["rows"]`."""
+        number = jnp.arange(rows, dtype=jnp.int32)[:, None]
+        mine = self.mine[None]
+        return ((number >= mine) & (number < mine + self.moved[self.me][None])).any(1)
 
 
-def _further_forward(one, made, rows, counts, needed, held):
-    return _further(one, made, rows, counts, needed, held), (rows, counts, needed, held)
-
-
-def _further_backward(one, kept, d):
-    rows, counts, needed, held = kept
-
-    def body(turn, total):
-        _, pull = jax.vjp(lambda rows, held: one(rows, counts, turn, *held), rows, held)
-        return jax.tree.map(jnp.add, total, pull(d))
-
-    none = lambda x: vary(jnp.zeros_like(x), varying_axes(x))
-    d_rows, d_held = lax.fori_loop(jnp.int32(1), needed, body, jax.tree.map(none, (rows, held)))
-    return d, d_rows, None, None, d_held
-
-
-_further.defvjp(_further_forward, _further_backward)
-
-
-def _round(rows, counts, turn, compute: Compute, *, axes: Axes, room: int, ragged: bool):
-    """One turn of the exchange: the rows that have room now, at the places of `rows`; zeros at the others."""
+def _round(rows, counted, counts, turn: Turn, compute: Compute, *, axes: Axes, room: int, ragged: bool):
+    """One turn of the exchange: the rows that move in it, at the places of `rows`; anything at the others."""
     devices, _, count = counts.shape
-    me = lax.axis_index(axes)
-    sent = counts.sum(2)  # from, to
-    # Where a sender's rows for a receiver begin among all that the receiver gets, and how many of them have room now.
-    size = room if ragged else room // devices
-    begins = jnp.cumsum(sent, 0) - sent if ragged else jnp.zeros_like(sent)
-    start = jnp.clip(turn * size - begins, 0, sent)
-    moved = jnp.clip((turn + 1) * size - begins, 0, sent) - start
-    slot = jnp.arange(devices, dtype=jnp.int32)[:, None] * size
-    lands = begins + start - turn * size if ragged else jnp.broadcast_to(slot, sent.shape)
-    lands = jnp.clip(lands, 0, room)
-    mine = jnp.cumsum(sent[me]) - sent[me] + start[me]  # where this device's rows for each receiver begin in `rows`
-
+    me = turn.me
     if ragged:
-        there = (mine, moved[me], lands[me], moved[:, me])
-        back = (lands[:, me], moved[:, me], _from(axes, counts, start), moved[me])
+        there = (turn.mine, turn.moved[me], turn.lands[me], turn.moved[:, me])
+        back = (turn.lands[:, me], turn.moved[:, me], _from(counts, turn), turn.moved[me])
         got = ragged_all_to_all(rows, room, there, back, axes)
     else:
-        index, copies = _slots(mine, moved[me], size, rows.shape[0])
-        got = lax.all_to_all(take_rows(rows, index, copies), axes, 0, 0, tiled=True)
+        index, places = _slots(turn.mine, turn.moved[me], room // devices, rows.shape[0])
+        got = lax.all_to_all(take_rows(rows, index, places), axes, 0, 0, tiled=True)
 
-    expert = _experts_of(counts[:, me], start[:, me], moved[:, me], lands[:, me], room)
+    expert, sender, number = _experts_of(counts[:, me], turn.start[:, me], turn.moved[:, me], turn.lands[:, me], room)
+    weights = take_rows(counted, *_weights_of(counts, turn, sender, number, room, rows.shape[0]))
     order, place, sizes = sort_by_expert(expert, count)
-    made = compute(take_rows(got, order, place[:, None]), sizes)
-    # Rows that nobody sent come out last, with no meaning.
-    real = place < sizes.sum()
-    made = take_rows(made, jnp.where(real, place, room), jnp.where(real[order], order, room)[:, None])
+    given = reorder(got, order, place)
+    made = compute(given.reshape(room, -1), sizes, reorder(weights, order, place))
+    made = reorder(made.reshape(given.shape), place, order)
     if ragged:
         return ragged_all_to_all(made, rows.shape[0], back, there, axes)
     made = lax.all_to_all(made, axes, 0, 0, tiled=True)
-    return take_rows(made, copies[:, 0], index[:, None])
+    return sum_rows(made, places, index)
 
 
-def _from(axes: Axes, counts, start):
+def _from(counts, turn: Turn):
     """Where this device's results go to: the place of its rows from each sender among that sender's rows."""
     sent = counts.sum(2)
-    begins = jnp.cumsum(sent, 1) - sent + start
-    return begins[:, lax.axis_index(axes)]
+    return (jnp.cumsum(sent, 1) - sent + turn.start)[:, turn.me]
+
+
+def _weights_of(counts, turn: Turn, sender, number, room: int, pairs: int):
+    """Which of all devices' weights belongs to each place of this device's buffer, and in which place each is.
+
+    Args:
+        counts, turn: of the exchange.
+        sender, number: `i32["places"]`, of each place the device that its row is from, and which of its rows for us.
+        room: places in the buffer.
+        pairs: weights of each device.
+    """
+    sent, me = counts.sum(2), turn.me
+    begins = (jnp.cumsum(sent, 1) - sent)[:, me]  # of our rows among each sender's
+    number_of = jnp.arange(pairs, dtype=jnp.int32)[None] - (begins + turn.start[:, me])[:, None]
+    inside = (number_of >= 0) & (number_of < turn.moved[:, me, None])
+    places = jnp.where(inside, turn.lands[:, me, None] + number_of, room)
+    return sender * pairs + begins[sender] + number, places.reshape(-1, 1)
 
 
 def _slots(first, moved, size: int, rows: int):
@@ -238,7 +261,8 @@ def _slots(first, moved, size: int, rows: int):
 
 
 def _experts_of(counts, start, moved, lands, room: int):
-    """The expert, counted on this device, of every place of its buffer; their number for places without a row.
+    """Of every place of this device's buffer the expert, counted here (their number for places without a row), the
+    sender, and which of its rows for this device it has.
 
     Args:
         counts: `i32["senders count"]`, rows for each of this device's experts, which come in this order.
@@ -252,7 +276,7 @@ def _experts_of(counts, start, moved, lands, room: int):
     sender = jnp.argmax(inside, 1)
     number = place - lands[sender] + start[sender]  # which of the sender's rows for this device
     expert = (number[:, None] >= jnp.cumsum(counts, 1)[sender]).sum(1, dtype=jnp.int32)
-    return jnp.where(inside.any(1), expert, counts.shape[1])
+    return jnp.where(inside.any(1), expert, counts.shape[1]), sender, number
 
 
 def check_axes(axes: Axes, where: str) -> None:

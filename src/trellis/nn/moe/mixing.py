@@ -153,7 +153,7 @@ def _mixed(
         gate, up, down = held((gate, up, down), kinds, rounded)
         tokens = x.reshape(-1, x.shape[-1])
         pairs = (ids.reshape(tokens.shape[0], -1), weights.reshape(tokens.shape[0], -1))
-        compute = lambda rows, sizes: _products(rows, sizes, gate, up, down, added, gated)
+        compute = lambda rows, sizes, counted: _products(rows, sizes, counted, gate, up, down, added, gated)
         count = experts // devices
         if chosen in ("ragged", "slots"):
             ragged = chosen == "ragged"
@@ -193,17 +193,20 @@ def _mixed(
     return settle(NamedArray(mapped(*moved), TOKENS))
 
 
-def _products(rows, sizes, gate, up, down, added=(), gated_by: ClampedSwiGLU | None = None):
-    """What the experts of one device make of rows sorted by expert."""
+def _products(rows, sizes, counted, gate, up, down, added=(), gated_by: ClampedSwiGLU | None = None):
+    """What the experts of one device make of rows sorted by expert, times what each row counts."""
+    rows = save(rows, "mlp_rows")
     gated, upped = grouped_each(rows, (gate, up), sizes)
     if added:
         # As a product: its gradient is one too, whose sums over rows are float32.
         group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")
         own = jax.nn.one_hot(group, sizes.shape[0], dtype=rows.dtype)
-        gated, upped = (y + own @ bias for y, bias in zip((gated, upped), added, strict=True))
+        mine = (group < sizes.shape[0])[:, None]  # the others may be no numbers, and so may their gradients be
+        gated, upped = (jnp.where(mine, y + own @ bias, 0) for y, bias in zip((gated, upped), added, strict=True))
     gated, upped = save(gated, "mlp_gate"), save(upped, "mlp_up")
     hidden = jax.nn.silu(gated) * upped if gated_by is None else gated_by(gated, upped)
-    return grouped_each(hidden, (down,), sizes)[0]
+    hidden = hidden.astype(jnp.float32) * counted[:, None]
+    return grouped_each(hidden.astype(rows.dtype), (down,), sizes)[0]
 
 
 def _weighted(choices: Choices, of_expert: NamedArray) -> NamedArray:

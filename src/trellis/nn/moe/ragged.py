@@ -14,10 +14,10 @@ Way = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 4))
 def ragged_all_to_all(x: jax.Array, room: int, there: Way, back: Way, axes: tuple[str, ...]) -> jax.Array:
-    """Rows to other devices, as many to each as there are; zeros where no row arrives.
+    """Rows to other devices, as many to each as there are; anything where no row arrives.
 
     Args:
-        x: `rows embed`.
+        x: `rows ...`, as `in_tiles` makes them.
         room: rows of the result.
         there: where rows for each device begin here, how many, where they land there, and how many come from each.
         back: the same for the way back, which the gradient takes.
@@ -26,13 +26,18 @@ def ragged_all_to_all(x: jax.Array, room: int, there: Way, back: Way, axes: tupl
     return _send(x, room, there, axes)
 
 
-def _send(x, room: int, way: Way, axes):
+def in_tiles(x: jax.Array) -> jax.Array:
+    """Rows in tiles of their own where they fill these, `rows embed` to `rows 16 ...`.
+
+    A TPU moves whole tiles: such a row is neither padded nor taken apart.
+    """
     rows, embed = x.shape
-    # A TPU moves whole tiles: a row in tiles of its own, full ones, is neither padded nor taken apart.
-    tile = (16, embed // 16) if embed % (16 * 128) == 0 else (1, embed)
-    empty = vary(jnp.zeros((room, *tile), x.dtype), varying_axes(x))
-    moved = lax.ragged_all_to_all(x.reshape(rows, *tile), empty, *way, axis_name=axes)
-    return moved.reshape(room, embed)
+    return x.reshape(rows, *((16, embed // 16) if embed % (16 * 128) == 0 else (1, embed)))
+
+
+def _send(x, room: int, way: Way, axes):
+    empty = vary(lax.empty((room, *x.shape[1:]), x.dtype), varying_axes(x))
+    return lax.ragged_all_to_all(x, empty, *way, axis_name=axes)
 
 
 def _forward(x, room: int, there: Way, back: Way, axes):

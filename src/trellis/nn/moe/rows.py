@@ -4,44 +4,78 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-# From rows sorted by expert, and how many each expert has, to what the experts make of them.
-Compute = Callable[[jax.Array, jax.Array], jax.Array]
+# From rows sorted by expert, how many each expert has, and what each row counts, to what the experts make of them.
+# Rows after the last expert's have no meaning: any number or none, and so may what is made of them be.
+Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @jax.custom_vjp
 def take_rows(x: jax.Array, index: jax.Array, copies: jax.Array) -> jax.Array:
-    """Rows of `x` at `index`, and zeros where that is `len(x)`.
+    """Rows of `x` at `index`; any row where that is outside.
 
-    The gradient is a gather too (and a sum over copies), where JAX's own would scatter.
+    The gradient is gathers too, and a sum over copies, where JAX's own would scatter. It never holds all copies of all
+    rows side by side.
 
     Args:
-        x: `rows embed`.
+        x: `rows ...`.
         index: `i32["places"]`; no row more often than `copies` says.
         copies: `i32["rows count"]`, where each row is in the result; the number of places for nowhere.
 
     >>> import jax.numpy as jnp
-    >>> x, order = jnp.array([[1.0], [2.0]]), jnp.array([1, 2, 0])
-    >>> take_rows(x, order, jnp.array([[2], [0]])).ravel().tolist()
-    [2.0, 0.0, 1.0]
+    >>> x, order = jnp.array([[1.0], [2.0]]), jnp.array([1, 0])
+    >>> take_rows(x, order, jnp.array([[1], [0]])).ravel().tolist()
+    [2.0, 1.0]
     """
     return _rows(x, index)
 
 
-def _forward(x, index, copies):
-    return _rows(x, index), copies
+take_rows.defvjp(lambda x, index, copies: (_rows(x, index), copies), lambda copies, d: (_summed(d, copies), None, None))
 
 
-def _backward(copies, d):
-    taken = _rows(d, copies.reshape(-1)).reshape(*copies.shape, *d.shape[1:])
-    return taken.sum(1, dtype=jnp.float32).astype(d.dtype) if copies.shape[1] > 1 else taken[:, 0], None, None
+@jax.custom_vjp
+def sum_rows(made: jax.Array, copies: jax.Array, index: jax.Array) -> jax.Array:
+    """Sums of rows, in float32: what `take_rows` is backward, and the other way round.
+
+    Args:
+        made: `places ...`.
+        copies: `i32["rows count"]`, which of them are summed; the number of places for none.
+        index: `i32["places"]`, to which sum each goes; any number where it goes to none.
+
+    >>> import jax.numpy as jnp
+    >>> sum_rows(jnp.array([[1.0], [10.0]]), jnp.array([[0, 1], [2, 2]]), jnp.array([0, 0])).ravel().tolist()
+    [11.0, 0.0]
+    """
+    return _summed(made, copies)
 
 
-take_rows.defvjp(_forward, _backward)
+sum_rows.defvjp(
+    lambda made, copies, index: (_summed(made, copies), index), lambda index, d: (_rows(d, index), None, None)
+)
+
+
+@jax.custom_vjp
+def reorder(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
+    """All rows of `x` in another order, `x[order]`; in reverse `x[place]`."""
+    return _rows(x, order)
+
+
+reorder.defvjp(lambda x, order, place: (_rows(x, order), place), lambda place, d: (_rows(d, place), None, None))
 
 
 def _rows(x, index):
-    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+    return x.at[index].get(mode="clip", wrap_negative_indices=False)
+
+
+def _summed(made, copies):
+    total = 0.0
+    for j in range(copies.shape[1]):
+        taken = _rows(made, copies[:, j]).astype(jnp.float32)
+        there = lax.broadcast_in_dim(copies[:, j] < made.shape[0], taken.shape, (0,))
+        # Where there is none, what is taken may be no number.
+        total = total + lax.select(there, taken, jnp.zeros_like(taken))
+    return total.astype(made.dtype)
 
 
 def sort_by_expert(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -70,7 +104,7 @@ def local_experts(x: jax.Array, ids: jax.Array, weights: jax.Array, compute: Com
         ids: `i32["tokens choices"]`, experts counted from this device's first, all of a token different. Numbers
             outside of 0 to `count - 1` are somebody else's, and add nothing.
         weights: `f32["tokens choices"]`.
-        compute: what the experts do to rows sorted by expert.
+        compute: what the experts do to rows sorted by expert, `compute(rows, sizes, weights)`.
         count: how many experts are here.
 
     Returns:
@@ -79,51 +113,8 @@ def local_experts(x: jax.Array, ids: jax.Array, weights: jax.Array, compute: Com
     tokens, choices = ids.shape
     room = tokens * min(choices, count)  # what the fullest device gets: a token's experts are all different
     order, place, sizes = sort_by_expert(ids.reshape(-1), count)
-    here = place < sizes.sum()
-    place = jnp.where(here, place, room)
-    order = order[:room]
-    rows = take_rows(x, order // choices, place.reshape(tokens, choices))
-    made = compute(rows, sizes)
-    # Which pair each row is of: beyond the last row with an expert, none.
-    pair = jnp.where(jnp.arange(room) < sizes.sum(), order, tokens * choices)
-    return combine(made, weights, place.reshape(tokens, choices), pair)
-
-
-@jax.custom_vjp
-def combine(made: jax.Array, weights: jax.Array, place: jax.Array, pair: jax.Array) -> jax.Array:
-    """The weighted sum of the rows that each token's experts made.
-
-    Neither this nor its gradient ever holds all choices of all tokens side by side: forward there is one gather for
-    each choice, backward one for all.
-
-    Args:
-        made: `rows embed`.
-        weights: `f32["tokens choices"]`.
-        place: `i32["tokens choices"]`, where each choice's row is; the number of rows for nowhere.
-        pair: `i32["rows"]`, of which token and choice each row is, `token * choices + choice`; the number of these for
-            none.
-
-    >>> import jax.numpy as jnp
-    >>> made, weights = jnp.array([[1.0], [10.0]]), jnp.array([[0.25, 0.5]])
-    >>> combine(made, weights, jnp.array([[1, 0]]), jnp.array([1, 0])).tolist()
-    [[3.0]]
-    """
-    total = 0.0
-    for j in range(weights.shape[1]):
-        total = total + weights[:, j, None] * _rows(made, place[:, j]).astype(jnp.float32)
-    return total.astype(made.dtype)
-
-
-def _combine_forward(made, weights, place, pair):
-    return combine(made, weights, place, pair), (made, weights, place, pair)
-
-
-def _combine_backward(kept, d):
-    made, weights, place, pair = kept
-    pulled = _rows(d, pair // weights.shape[1]).astype(jnp.float32)
-    d_made = (pulled * _rows(weights.reshape(-1), pair)[:, None]).astype(made.dtype)
-    d_weights = _rows((pulled * made.astype(jnp.float32)).sum(1), place)
-    return d_made, d_weights.astype(weights.dtype), None, None
-
-
-combine.defvjp(_combine_forward, _combine_backward)
+    place = jnp.where(place < sizes.sum(), place, room)
+    order, copies = order[:room], place.reshape(tokens, choices)
+    rows = take_rows(x, order // choices, copies)
+    made = compute(rows, sizes, take_rows(weights.reshape(-1), order, place[:, None]))
+    return sum_rows(made, copies, order // choices)

@@ -117,6 +117,7 @@ TARGETS: Mapping[str, Callable] = {
     **dict.fromkeys(("TopK", "__gpu$TopK"), _largest),
     "cu_threefry2x32_ffi": _threefry,
 }
+_NAMED_APART = ("tpu_custom_call", "__gpu$xla.gpu.triton")
 # By how the target begins, or the instruction's name where all kernels have one target.
 KERNELS: Mapping[str, Callable] = {**kernels.SPLASH, **kernels.CUDNN, **kernels.GROUPED}
 
@@ -127,7 +128,7 @@ def _custom_call(instruction: Instruction, machine) -> Callable:
         return TARGETS[target](instruction, machine)
     # Kernels of one target are told apart by their names, which are the instruction's or stand in the scopes around it.
     scopes = (instruction.quoted("op_name") or "").split("/")[::-1]
-    names = (instruction.name, *scopes) if target == "tpu_custom_call" else (target,)
+    names = (instruction.name, *scopes) if target in _NAMED_APART else (target,)
     for name in names:
         for start, make in KERNELS.items():
             if name.startswith(start):

@@ -1,4 +1,4 @@
-"""libtpu's kernels for `jax.lax.ragged_dot`: sorted rows with one weight for each group of them."""
+"""Kernels for sorted rows with one weight for each group of them: libtpu's for `jax.lax.ragged_dot`, and our own."""
 
 import base64
 import re
@@ -34,12 +34,40 @@ def _product(name: str, instruction: Instruction, machine) -> Callable:
     def one(_, begins, *rest: np.ndarray) -> np.ndarray:
         rows, weights = rest[-2:]
         weights = weights if found[1] == "0" else weights.swapaxes(1, 2)
-        out = np.full(kind.shape, np.nan, rows.dtype)
-        for group, (first, last) in enumerate(zip(begins[:-1], begins[1:])):
-            out[first:last] = rows[first:last] @ weights[group]
-        return out
+        return _written(kind.shape, rows, weights, enumerate(zip(begins[:-1], begins[1:])))
 
     return lambda values, team: each(one, values, team)
+
+
+def _our_product(name: str, instruction: Instruction, machine) -> Callable:
+    """Tiles of rows, of each its group, its first row and where the group's end; weights may be swapped."""
+    kind, swapped = machine.type(instruction), name.startswith("grouped_product_swapped")
+
+    def one(group, first, end, rows, weights) -> np.ndarray:
+        weights = weights.swapaxes(1, 2) if swapped else weights
+        return _written(kind.shape, rows, weights, zip(group, zip(first, end)))
+
+    return lambda values, team: each(one, values, team)
+
+
+def _our_gradient(name: str, instruction: Instruction, machine) -> Callable:
+    """Where each group's rows begin and end, the rows, and their gradients; before them what a TPU walks by."""
+    kind = machine.type(instruction)
+
+    def one(*values: np.ndarray) -> np.ndarray:
+        begins, ends, rows, d = values[-4:]
+        sums = [rows[first:last].T @ d[first:last] for first, last in zip(begins, ends)]
+        return np.stack(sums).reshape(kind.shape).astype(d.dtype)
+
+    return lambda values, team: each(one, values, team)
+
+
+def _written(shape, rows, weights, parts) -> np.ndarray:
+    """Products of the parts of the rows, `(group, (first, last))`; what is in none is not written: NaN."""
+    out = np.full(shape, np.nan, rows.dtype)
+    for group, (first, last) in parts:
+        out[first:last] = rows[first:last] @ weights[group]
+    return out
 
 
 def _body(instruction: Instruction) -> str:
@@ -49,4 +77,9 @@ def _body(instruction: Instruction) -> str:
     return base64.b64decode(code + "=" * (-len(code) % 4)).decode(errors="replace")
 
 
-KERNELS: dict[str, Callable] = {"ragged-dot-metadata": _metadata, "ragged-dot-none": _product}
+KERNELS: dict[str, Callable] = {
+    "ragged-dot-metadata": _metadata,
+    "ragged-dot-none": _product,
+    "grouped_product": _our_product,
+    "grouped_gradient": _our_gradient,
+}

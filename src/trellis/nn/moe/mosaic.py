@@ -1,0 +1,134 @@
+"""Grouped products on TPUs: `jax.lax.ragged_dot`, and a kernel of our own for the gradient by the weights.
+
+libtpu makes a kernel of `ragged_dot` that multiplies the rows that there are; of its gradient by the weights it makes a
+dense product, every row with every weight.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from trellis.nn.moe.tiles import shaped
+from trellis.program.said import grouped_work
+
+LANES = 128
+# The sides of a tile of the result, at most; the larger they are, the fewer times rows are read. With float32 sums, and
+# operands and results on their way, they take a third of the vector memory of the smallest chip.
+DOWN, ACROSS = 1024, 1024
+VECTOR_MEMORY = 48 * 2**20
+
+
+def multiply(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: bool = False) -> jax.Array:
+    """As `grouped_matmul`; `weights` are `groups in out`, or `groups out in` where they are swapped."""
+    return lax.ragged_dot(rows, weights.swapaxes(1, 2) if swapped else weights, sizes)
+
+
+def weights_gradient(
+    rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp.dtype, *, interpret: bool = False
+) -> jax.Array:
+    """Of each group, its rows' products with their gradients, summed: `groups in out`, zeros for an empty one.
+
+    Args:
+        rows: `rows in`.
+        d: `rows out`.
+        sizes: `i32["groups"]`.
+        dtype: of the result; sums are float32.
+        interpret: runs the kernel on any backend, slowly.
+    """
+    (count, inner), columns, groups = rows.shape, d.shape[1], sizes.shape[0]
+    tile, down, across = _rows_of_a_tile(count, groups), _side(inner, DOWN), _side(columns, ACROSS)
+    visits, *tables = _visits(sizes, count, tile)
+    shape, given = shaped((groups, inner, columns), dtype, *tables, rows, d)
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=4,
+        in_specs=[
+            pl.BlockSpec((tile, down), lambda i, j, visit, group, place, *_: (place[visit], i)),
+            pl.BlockSpec((tile, across), lambda i, j, visit, group, place, *_: (place[visit], j)),
+        ],
+        out_specs=pl.BlockSpec((None, down, across), lambda i, j, visit, group, *_: (group[visit], i, j)),
+        grid=(pl.cdiv(inner, down), pl.cdiv(columns, across), visits),
+        scratch_shapes=[pltpu.VMEM((down, across), jnp.float32)],
+    )
+    read = rows.nbytes * pl.cdiv(columns, across) + d.nbytes * pl.cdiv(inner, down)
+    call = pl.pallas_call(
+        functools.partial(_gradient, tile=tile),
+        name="grouped_gradient",
+        grid_spec=grid,
+        out_shape=shape,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VECTOR_MEMORY
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * count * inner * columns,
+            bytes_accessed=read + groups * inner * columns * jnp.dtype(dtype).itemsize,
+            transcendentals=0,
+        ),
+        interpret=interpret,
+    )
+    with grouped_work(count, inner, columns, groups=groups, tile=2 * tile, over_rows=True):
+        return call(*given)
+
+
+def _gradient(group, place, begins, ends, rows, d, out, total, *, tile: int):
+    visit, mine = pl.program_id(2), group[pl.program_id(2)]
+    first = (visit == 0) | (group[jnp.maximum(visit - 1, 0)] != mine)
+    last = (visit == pl.num_programs(2) - 1) | (group[jnp.minimum(visit + 1, group.shape[0] - 1)] != mine)
+    begin, end, here = begins[mine], ends[mine], place[visit] * tile
+    whole = (begin <= here) & (here + tile <= end)
+
+    @pl.when(first)
+    def _():
+        total[...] = jnp.zeros_like(total)
+
+    def add(x, y):
+        total[...] += lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    @pl.when(whole)
+    def _():
+        add(rows[...], d[...])
+
+    @pl.when(~whole & (begin < end))
+    def _():
+        # Rows of others, and of nobody, which may be any number or none. Selected in float32, as every chip can.
+        def own(x):
+            number = here + lax.broadcasted_iota(jnp.int32, x.shape, 0)
+            return jnp.where((begin <= number) & (number < end), x.astype(jnp.float32), 0.0).astype(x.dtype)
+
+        add(own(rows[...]), own(d[...]))
+
+    @pl.when(last)
+    def _():
+        out[...] = total[...].astype(out.dtype)
+
+
+def _visits(sizes, count: int, tile: int):
+    """The pairs of a group and a tile that has rows of it, or of an empty group and any tile.
+
+    Returns:
+        How many there are, of each its group and its tile, and where each group begins and ends.
+    """
+    sizes = sizes.astype(jnp.int32)
+    ends = jnp.cumsum(sizes)
+    begins, tiles = ends - sizes, -(-count // tile)
+    first = jnp.minimum(begins // tile, tiles - 1)
+    last = jnp.cumsum(jnp.where(sizes > 0, (ends - 1) // tile - first + 1, 1))
+    number = jnp.arange(tiles + sizes.shape[0], dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(last, number, side="right").astype(jnp.int32), sizes.shape[0] - 1)
+    before = jnp.where(group > 0, last[group - 1], 0)
+    return last[-1], group, jnp.minimum(first[group] + number - before, tiles - 1), begins, ends
+
+
+def _rows_of_a_tile(count: int, groups: int) -> int:
+    """Many where groups are large, to load operands in long pieces; few where they are small, to multiply few twice."""
+    tile = next((t for t in (512, 256) if count >= 16 * t * groups), LANES)
+    return min(tile, -(-count // 16) * 16)
+
+
+def _side(size: int, most: int) -> int:
+    """The largest multiple of the lanes that divides the size; all of it where none does and it is small."""
+    sides = [side for side in range(LANES, most + 1, LANES) if size % side == 0]
+    return sides[-1] if sides else min(size, most)

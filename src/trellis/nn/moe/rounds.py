@@ -1,0 +1,87 @@
+"""Further rounds of an exchange, which cost nothing where there are none.
+
+A round is a function of rows, and of what experts compute with. The first is an ordinary part of the program, so that
+rematerialization sees what it keeps. Those after it stand in a loop, which rarely runs: forward it starts from what the
+first made, backward from the gradients that the first gave, and nothing is added or set to zero for it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from trellis.mesh.manual.ops import vary, varying_axes
+
+
+def in_rounds(one: Callable, now: Callable, rows, counted, counts, needed) -> jax.Array:
+    """What all rounds make: of each row what was made of it in its round.
+
+    Args:
+        one: `one(rows, counted, counts, turn)`, a round: rows in the places of those that move, anything in others.
+        now: `now(counts, turn)`, which rows move in a turn, `bool["rows"]`.
+        rows: `rows ...`.
+        counted: `f32["..."]`, what they count.
+        counts: integers, how many there are.
+        needed: `i32[""]`, the same on all devices.
+    """
+    pure, held = jax.closure_convert(one, rows, counted, counts, jnp.int32(1))
+    rows, counted, held, relayed = _shared(pure, now, rows, counted, counts, needed, held)
+    made = pure(rows, counted, counts, jnp.int32(0), *held)
+    fixed = jax.tree.map(lax.stop_gradient, (rows, counted, held))
+    return _further(pure, now, made, relayed, *fixed[:2], counts, needed, fixed[2])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _further(one, now, made, relayed, rows, counted, counts, needed, held):
+    """`made`, and what the rounds from the second on make in its place; the gradient is relayed to `_shared`."""
+
+    def body(turn, total):
+        return _chosen(now(counts, turn), one(rows, counted, counts, turn, *held), total)
+
+    return lax.fori_loop(jnp.int32(1), needed, body, made)
+
+
+def _further_forward(one, now, *given):
+    return _further(one, now, *given), None
+
+
+def _further_backward(one, now, kept, d):
+    return d, d, None, None, None, None, None
+
+
+_further.defvjp(_further_forward, _further_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _shared(one, now, rows, counted, counts, needed, held):
+    """What all rounds read, and a value whose gradient is that of what they make.
+
+    Its backward pass runs after the first round's: with the gradients that gave, it runs the others.
+    """
+    return rows, counted, held, vary(jnp.zeros_like(rows), varying_axes(rows))
+
+
+def _shared_forward(one, now, *given):
+    return _shared(one, now, *given), given
+
+
+def _shared_backward(one, now, kept, d):
+    rows, counted, counts, needed, held = kept
+    *first, d_made = d
+
+    def body(turn, total):
+        _, pull = jax.vjp(lambda rows, counted, held: one(rows, counted, counts, turn, *held), rows, counted, held)
+        d_rows, *more = pull(d_made)
+        return [_chosen(now(counts, turn), d_rows, total[0]), *jax.tree.map(jnp.add, total[1:], more)]
+
+    d_rows, d_counted, d_held = lax.fori_loop(jnp.int32(1), needed, body, first)
+    return d_rows, d_counted, None, None, d_held
+
+
+_shared.defvjp(_shared_forward, _shared_backward)
+
+
+def _chosen(moves, new, old):
+    return jnp.where(moves.reshape(-1, *[1] * (new.ndim - 1)), new, old)

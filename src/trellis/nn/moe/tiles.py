@@ -1,0 +1,62 @@
+"""Which rows of which group each tile has, where groups of sorted rows are cut into tiles of one group each."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from trellis.mesh.manual.ops import vary, varying_axes
+
+
+class Tiles(NamedTuple):
+    """Tiles of one group's rows each: the first begins where its group does, and the last may end before it is full.
+
+    Attributes:
+        count: `i32[""]`, how many there are.
+        begins, ends: `i32["groups"]`, where each group's rows are.
+        last: `i32["groups"]`, the number of tiles up to and with those of each group.
+        rows: of a tile.
+    """
+
+    count: jax.Array
+    begins: jax.Array
+    ends: jax.Array
+    last: jax.Array
+    rows: int
+
+    def group(self, tile: jax.Array) -> jax.Array:
+        """The group of a tile, or of each of several."""
+        return jnp.searchsorted(self.last, tile, side="right").astype(jnp.int32)
+
+    def first(self, tile: jax.Array) -> jax.Array:
+        """The first row of a tile, or of each of several."""
+        group = self.group(tile)
+        before = jnp.where(group > 0, self.last[group - 1], 0)
+        return self.begins[group] + (tile - before) * self.rows
+
+
+def shaped(shape: tuple[int, ...], dtype, *arrays: jax.Array) -> tuple[jax.ShapeDtypeStruct, tuple[jax.Array, ...]]:
+    """The type of a kernel's result, which differs between devices along all manual mesh axes along which an operand
+    does, and the operands as differing along them too.
+    """
+    axes = varying_axes(*arrays)
+    arrays = tuple(vary(a, axes) for a in arrays)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(arrays[0]).manual_axis_type), arrays
+
+
+def tiles_of(sizes: jax.Array, rows: int) -> Tiles:
+    """The tiles of groups.
+
+    Args:
+        sizes: `i32["groups"]`.
+        rows: of a tile.
+
+    >>> import jax.numpy as jnp
+    >>> tiles = tiles_of(jnp.array([5, 0, 2]), 4)
+    >>> number = jnp.arange(int(tiles.count))
+    >>> tiles.group(number).tolist(), tiles.first(number).tolist()
+    ([0, 0, 2], [0, 4, 5])
+    """
+    sizes = sizes.astype(jnp.int32)
+    ends, last = jnp.cumsum(sizes), jnp.cumsum(-(-sizes // rows))
+    return Tiles(last[-1], ends - sizes, ends, last, rows)

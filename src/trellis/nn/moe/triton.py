@@ -1,0 +1,151 @@
+"""Grouped products on NVIDIA GPUs, by kernels of our own in Pallas's dialect for Triton.
+
+XLA makes of `jax.lax.ragged_dot` a dense product there, as many times the work as there are groups. These multiply the
+rows that there are, and what completes the last tile of each group.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from trellis.nn.moe.tiles import shaped, tiles_of
+from trellis.program.said import grouped_work
+
+# A program's tile of the result, and how much of the sum it loads at once (half as much of float32). Programs that
+# run together share operands in the cache where they walk over a few tiles of rows before the next one of columns.
+ROWS, COLUMNS, SUMMED, ACROSS = 128, 256, 64, 8
+LAUNCH = plgpu.CompilerParams(num_warps=8, num_stages=3)
+LEAST = 16  # of a tile's sides: fewer fill no matrix unit
+
+
+def multiply(
+    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: bool = False, interpret: bool = False
+) -> jax.Array:
+    """As `grouped_matmul`; rows of nobody are not written.
+
+    Args:
+        rows: `rows in`.
+        weights: `groups in out`, or `groups out in` where they are swapped.
+        sizes: `i32["groups"]`.
+        swapped: see `weights`.
+        interpret: runs the kernel on any backend, slowly.
+    """
+    count, inner = rows.shape
+    groups, columns = weights.shape[0], weights.shape[1 if swapped else 2]
+    across, summed = _side(columns, COLUMNS), _side(inner, SUMMED * 2 // rows.dtype.itemsize)
+    down = min(-(-count // ROWS) + groups, count)  # tiles of rows, at most
+    tiles = tiles_of(sizes, ROWS)
+    number = jnp.arange(down, dtype=jnp.int32)
+    group = jnp.minimum(tiles.group(number), groups - 1)
+    first, end = (jnp.where(number < tiles.count, x, 0) for x in (tiles.first(number), tiles.ends[group]))
+    kernel = functools.partial(_product, across=across, summed=summed, down=down, swapped=swapped)
+    shape, given = shaped((count, columns), rows.dtype, group, first, end, rows, weights)
+    call = pl.pallas_call(
+        kernel,
+        name="grouped_product_swapped" if swapped else "grouped_product",
+        grid=(down * -(-columns // across),),
+        out_shape=shape,
+        compiler_params=LAUNCH,
+        interpret=interpret,
+    )
+    with grouped_work(count, inner, columns, groups=groups, tile=ROWS):
+        return call(*given)
+
+
+def _product(group, first, end, rows, weights, out, *, across: int, summed: int, down: int, swapped: bool):
+    inner, columns = rows.shape[1], out.shape[1]
+    row, column = _walk(pl.program_id(0), down, -(-columns // across))
+    begin, past = first[row], end[row]
+    columns_here, column_first = column * across + jnp.arange(across), column * across
+
+    @pl.when(begin < past)
+    def _():
+        own = begin + jnp.arange(ROWS) < past
+        shown = columns_here < columns
+        mine = group[row]
+
+        def add(i, total):
+            terms = i * summed + jnp.arange(summed) < inner
+            x = _load(rows.at[pl.ds(begin, ROWS), pl.ds(i * summed, summed)], own[:, None] & terms[None])
+            if swapped:
+                y = weights.at[mine, pl.ds(column_first, across), pl.ds(i * summed, summed)]
+                return total + _dot(x, _load(y, shown[:, None] & terms[None]), (1, 1))
+            y = weights.at[mine, pl.ds(i * summed, summed), pl.ds(column_first, across)]
+            return total + _dot(x, _load(y, terms[:, None] & shown[None]), (1, 0))
+
+        total = lax.fori_loop(0, -(-inner // summed), add, jnp.zeros((ROWS, across), jnp.float32))
+        place = out.at[pl.ds(begin, ROWS), pl.ds(column_first, across)]
+        plgpu.store(place, total.astype(out.dtype), mask=own[:, None] & shown[None])
+
+
+def weights_gradient(
+    rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp.dtype, *, interpret: bool = False
+) -> jax.Array:
+    """Of each group, its rows' products with their gradients, summed: `groups in out`, zeros for an empty one.
+
+    Args:
+        rows: `rows in`.
+        d: `rows out`.
+        sizes: `i32["groups"]`.
+        dtype: of the result; sums are float32.
+        interpret: runs the kernel on any backend, slowly.
+    """
+    (count, inner), columns, groups = rows.shape, d.shape[1], sizes.shape[0]
+    down, across, summed = _side(inner, ROWS), _side(columns, COLUMNS), SUMMED * 2 // rows.dtype.itemsize
+    ends = jnp.cumsum(sizes.astype(jnp.int32))
+    shape, given = shaped((groups, inner, columns), dtype, ends - sizes, ends, rows, d)
+    call = pl.pallas_call(
+        functools.partial(_gradient, down=down, across=across, summed=summed),
+        name="grouped_gradient",
+        grid=(-(-inner // down) * -(-columns // across), groups),
+        out_shape=shape,
+        compiler_params=LAUNCH,
+        interpret=interpret,
+    )
+    with grouped_work(count, inner, columns, groups=groups, tile=summed, over_rows=True):
+        return call(*given)
+
+
+def _gradient(begins, ends, rows, d, out, *, down: int, across: int, summed: int):
+    inner, columns = rows.shape[1], d.shape[1]
+    row, column = _walk(pl.program_id(0), -(-inner // down), -(-columns // across))
+    group = pl.program_id(1)
+    begin, past = begins[group], ends[group]
+    inside, shown = row * down + jnp.arange(down) < inner, column * across + jnp.arange(across) < columns
+
+    def add(i, total):
+        first = begin + i * summed
+        own = (first + jnp.arange(summed) < past)[:, None]
+        x = _load(rows.at[pl.ds(first, summed), pl.ds(row * down, down)], own & inside[None])
+        y = _load(d.at[pl.ds(first, summed), pl.ds(column * across, across)], own & shown[None])
+        return total + _dot(x, y, (0, 0))
+
+    total = lax.fori_loop(0, pl.cdiv(past - begin, summed), add, jnp.zeros((down, across), jnp.float32))
+    place = out.at[group, pl.ds(row * down, down), pl.ds(column * across, across)]
+    plgpu.store(place, total.astype(out.dtype), mask=inside[:, None] & shown[None])
+
+
+def _walk(number, down: int, across: int):
+    """A program's tile of rows and of columns: `ACROSS` tiles of rows, then the next column of these."""
+    band = number // (ACROSS * across)
+    height = jnp.minimum(down - band * ACROSS, ACROSS)
+    within = number - band * ACROSS * across
+    return band * ACROSS + within % height, within // height
+
+
+def _load(ref, mask):
+    return plgpu.load(ref, mask=mask, other=0.0)
+
+
+def _dot(x, y, summed: tuple[int, int]):
+    return lax.dot_general(x, y, (((summed[0],), (summed[1],)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _side(size: int, most: int) -> int:
+    """A tile's side: a power of two, no larger than what holds all."""
+    return min(most, max(LEAST, 2 ** math.ceil(math.log2(size))))

@@ -1,0 +1,126 @@
+"""Grouped products by every platform's way: interpreted here, and compiled for machines that are not here."""
+
+import functools
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from trellis.hardware.chips import target
+from trellis.hardware.described import described_devices
+from trellis.mesh.topology import target_devices
+from trellis.nn.moe import grouped_matmul, mosaic, tiles, triton
+
+ROWS, INNER, COLUMNS = 300, 40, 24
+# Even, with empty groups, one that has all, rows left over, more rows than a tile and fewer, nothing at all.
+LOADS = [(75, 75, 75, 75), (5, 0, 130, 9), (0, 0, 300, 0), (0, 0, 0, 299), (128, 0, 0, 128), (1, 2, 3, 4), (0, 0, 0, 0)]
+PRODUCTS = {"triton": functools.partial(triton.multiply, interpret=True)}
+GRADIENTS = {
+    "triton": functools.partial(triton.weights_gradient, interpret=True),
+    "mosaic": functools.partial(mosaic.weights_gradient, interpret=True),
+}
+
+
+def drawn(sizes):
+    """Rows, gradients and weights; no numbers past the last group, which nobody may read."""
+    shapes = (ROWS, INNER), (ROWS, COLUMNS), (len(sizes), INNER, COLUMNS)
+    rows, d, weights = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
+    return rows.at[sum(sizes) :].set(jnp.nan), d.at[sum(sizes) :].set(jnp.nan), weights
+
+
+def parts(sizes):
+    return enumerate(np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", PRODUCTS)
+def test_products_are_those_of_each_group(platform):
+    multiply = jax.jit(PRODUCTS[platform], static_argnames="swapped")
+    for sizes in LOADS:
+        rows, d, weights = drawn(sizes)
+        made = multiply(rows, weights, jnp.array(sizes))
+        back = multiply(d, weights, jnp.array(sizes), swapped=True)
+        for group, mine in parts(sizes):
+            np.testing.assert_allclose(made[mine], rows[mine] @ weights[group], rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(back[mine], d[mine] @ weights[group].T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", GRADIENTS)
+def test_gradients_are_those_of_each_group(platform):
+    gradient = jax.jit(GRADIENTS[platform], static_argnums=3)
+    for sizes in LOADS:
+        rows, d, _ = drawn(sizes)
+        made = gradient(rows, d, jnp.array(sizes), jnp.float32)
+        for group, mine in parts(sizes):
+            np.testing.assert_allclose(made[group], rows[mine].T @ d[mine], rtol=1e-4, atol=1e-4)
+
+
+def test_tiles_hold_the_rows_and_no_more_than_completes_them():
+    for sizes in LOADS:
+        found = tiles.tiles_of(jnp.array(sizes), 16)
+        group, first = (f(jnp.arange(found.count)) for f in (found.group, found.first))
+        seen = [(g, r) for g, f in zip(group.tolist(), first.tolist()) for r in range(f, min(f + 16, found.ends[g]))]
+        assert seen == [(g, r) for g, mine in parts(sizes) for r in mine]
+        assert found.count * 16 <= sum(sizes) + 16 * len(sizes)
+
+
+def compiled(name, rows=4096, inner=256, columns=512, groups=4):
+    """The text of the products and both gradients for one device of a target, and bytes of temporaries."""
+    mesh = jax.sharding.Mesh(target_devices(name)[:1], "x", axis_types=(AxisType.Explicit,))
+    given = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+        for shape, dtype in (
+            ((rows, inner), jnp.bfloat16),
+            ((groups, inner, columns), jnp.bfloat16),
+            ((groups,), jnp.int32),
+            ((rows, columns), jnp.bfloat16),
+        )
+    ]
+
+    def both(rows, weights, sizes, d):
+        made, pull = jax.vjp(lambda *a: grouped_matmul(*a, sizes), rows, weights)
+        return made, pull(d)
+
+    sliced = jax.shard_map(both, in_specs=P(), out_specs=P())
+    with jax.set_mesh(mesh):
+        done = jax.jit(sliced).lower(*given).compile()
+    return done.as_text(), done.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_tpus_have_kernels_and_no_dense_product(name):
+    text, temporaries = compiled(name)
+    assert len(re.findall(r"%ragged-dot-none[\w.]* = ", text)) == 2
+    assert len(re.findall(r"%grouped_gradient[\w.]* = ", text)) == 1
+    assert not re.search(r"= \S+ (dot|convolution)\(", text)
+    assert temporaries < 2 * 2**20  # a matrix of each group, transposed, and tables of tiles
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")  # in JAX 0.12
+@pytest.mark.parametrize("name, node", [("h100:1", "8xH100"), ("b200:1", "8xB200")])
+def test_gpus_have_kernels_and_no_dense_product(name, node):
+    """Compiled where JAX's CUDA plugin is; lowered, which makes the kernels' own programs, where it is not."""
+    if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13"):
+        text, temporaries = compiled(name)
+        assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+        assert not re.search(r"= \S+ dot\(", text)
+        assert temporaries < 2**20
+    given = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 256), (4, 256, 512), (4096, 512))]
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    all_three = lambda rows, weights, d, sizes: (
+        triton.multiply(rows, weights, sizes),
+        triton.multiply(d, weights, sizes, swapped=True),
+        triton.weights_gradient(rows, d, sizes, jnp.bfloat16),
+    )
+    mesh = jax.sharding.Mesh(described_devices(target(node))[:1], "x", axis_types=(AxisType.Explicit,))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(all_three).trace(*given, sizes).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("@__gpu$xla.gpu.triton") == 3 and "stablehlo.dot_general" not in lowered
