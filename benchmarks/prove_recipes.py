@@ -36,7 +36,7 @@ def row(case: cases.Case) -> str:
         return _ROW.format(case.name, case.family, case.on, "", "not proven", "", " ".join(seen).strip()[:150])
     proof = json.loads(done.stdout)
     mesh = " ".join(f"{axis}={size}" for axis, size in proof["mesh"].items() if size > 1)
-    error = "does not end" if proof["error"] is None else f"{proof['error']:.1e}"
+    error = "not finite" if proof["error"] is None else f"{proof['error']:.1e}"
     matched, faults = proof["structure"], proof["structure"]["faults"]
     there = f"{matched['rows'] - sum(fault.startswith('missing') for fault in faults)}/{matched['rows']}"
     more = "; ".join(faults) or f"{sum(proof['seconds'].values()):.0f} s"

@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import AbstractMesh
 
 from trellis.inspect import collectives, compiled_memory, flops, products, scheduled_cycles
+from trellis.inspect.compiled import gathered_bytes
 from trellis.inspect.hlo import parse_program, replica_groups
 from trellis.mesh.topology import slice_devices
 from trellis.program.said import loop_turns
@@ -188,6 +189,14 @@ def test_loops_over_experts_rows_run_as_often_as_the_load_says():
     text = jax.jit(rounds).lower(*given).compile().as_text()
     turn, even, twice, thrice = (scheduled_cycles(text, load=load) for load in (None, 1.0, 2.0, 3.0))
     assert 0 <= even < twice == turn and thrice - twice == twice - even
+
+
+def test_gathers_without_an_estimate_count_by_their_bytes():
+    plain = 'fusion(%w, %x), kind=kOutput, calls=%beside, metadata={op_name="jit(f)/jvp()/while/body/dot_general"}'
+    text = TPU.replace(plain, plain.replace("dot_general", "gather"))
+    assert text != TPU and not gathered_bytes(TPU)
+    assert not gathered_bytes(text)  # the schedule has it
+    assert sum(gathered_bytes(text.replace("estimated_cycles", "cycles")).values()) == 3 * 2 * 2 * 512 * 256
 
 
 def test_what_has_no_estimate_takes_no_cycles():

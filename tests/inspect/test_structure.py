@@ -109,6 +109,26 @@ def test_a_loop_may_leave_a_sum_until_after_its_last_turn_and_not_out():
     assert not found(PROGRAM, (summed, summed, gathered)).right
 
 
+def test_stacked_sums_of_a_loop_may_be_scattered():
+    text = PROGRAM.replace(
+        "%all-gather.1 = f32[16,16]{1,0} all-gather(%all-reduce.1), channel_id=2, replica_groups={{0,2},{1,3}}",
+        "%scattered = f32[4,16]{1,0} reduce-scatter(%all-reduce.1), replica_groups={{0,2},{1,3}}, to_apply=%sum",
+    )
+    row = dataclasses.replace(ROWS[0], axes=("data",), payload=64, times=8)
+    assert found(text, (ROWS[0], row)).right
+    assert not found(text, (ROWS[0], dataclasses.replace(row, times=7))).right
+
+
+def test_two_gathers_may_be_one():
+    text = PROGRAM.replace("f32[16,16]{1,0} all-gather", "f32[32,16]{1,0} all-gather").replace(
+        "{{0,2},{1,3}}, dimensions", "{{0,2,1,3}}, dimensions"
+    )
+    first = dataclasses.replace(ROWS[1], what="rows/model/data embed -> rows embed")
+    second = dataclasses.replace(first, axes=("model",), payload=2048, wire=1024)
+    assert found(text, (ROWS[0], first, second)).right
+    assert not found(text, (ROWS[0], first, dataclasses.replace(second, payload=4096))).right
+
+
 def test_an_array_may_be_padded_and_not_cut():
     row = dataclasses.replace(ROWS[0], payload=480)
     assert found(PROGRAM, (row, ROWS[1])).right

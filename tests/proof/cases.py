@@ -119,6 +119,8 @@ def _run(family: str, index: int, sizes: MeshSizes, choice: LayoutChoice, way: s
     model = FAMILIES[family]
     if way != "auto":
         model = dataclasses.replace(model, routing=dataclasses.replace(model.routing, way=way))
+    if choice.preset == "hybrid" and sizes.replica == 1:  # it would have a replica on each host, of which v5p has two
+        choice = dataclasses.replace(choice, preset="auto")
     base = RECIPES["llama_84m"]()
     return dataclasses.replace(
         base,

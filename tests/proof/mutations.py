@@ -1,6 +1,7 @@
 """Compiled programs with one mistake each, as compilers make them: in groups, operations, orders, tables and scales."""
 
 import dataclasses
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from trellis.hardware.chips import target
 from trellis.inspect.hlo import replica_groups, source_target_pairs
 from trellis.proof.interpreter import Failed, NotInterpreted
 from trellis.proof.one_device import on_one_device
+from trellis.proof.proof import Proof
 from trellis.proof.runs import small_trial
 from trellis.recipes import load_run
 
@@ -31,15 +33,26 @@ class Outcome:
 
     Attributes:
         kind: what the mistake is.
-        result: "found", "no result changes", or "within the bound".
+        result: "found"; "nothing changes" where every result is the same to the last bit on every device; "rounding"
+            where the deviation from one device is no larger than twice that of the right program; or "missed".
         error: of the program with the mistake, against one device.
         right_error: of the program as it was compiled.
+        collective: whether it is in a collective.
+        structure: whether the program's structure is wrong, too.
+        line: the first line that differs.
     """
 
     kind: str
     result: str
     error: float
     right_error: float
+    collective: bool
+    structure: bool
+    line: str
+
+
+# Mistakes that leave the collectives as they are.
+ELSEWHERE = ("slices shifted by one shard", "a factor dropped")
 
 
 def outcomes(recipe: str, on: str, options: dict[str, str], random: np.random.Generator, most: int):
@@ -57,9 +70,17 @@ def outcomes(recipe: str, on: str, options: dict[str, str], random: np.random.Ge
             proof = subject.execute(compiled, text=text)
         except (Failed, NotInterpreted, ValueError):
             continue
-        same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(proof.results, right.results, strict=True))
-        result = "found" if not proof.proven else "no result changes" if same else "within the bound"
-        yield Outcome(kind, result, proof.error, right.error)
+        line = next(new for new, old in zip(text.split("\n"), compiled.text.split("\n")) if new != old).strip()
+        structure = not proof.structure.right
+        yield Outcome(kind, _result(proof, right), proof.error, right.error, kind not in ELSEWHERE, structure, line)
+
+
+def _result(proof: Proof, right: Proof) -> str:
+    if not proof.proven:
+        return "found"
+    if all(np.array_equal(a, b, equal_nan=True) for a, b in zip(proof.results, right.results, strict=True)):
+        return "nothing changes"
+    return "rounding" if proof.error <= 2 * right.error else "missed"
 
 
 def mutations(text: str, random: np.random.Generator, most: int) -> list[Mutation]:
@@ -85,7 +106,8 @@ def _candidates(lines: list[str], random: np.random.Generator) -> Iterator[tuple
         if _SCALED.search(line):
             yield "a factor dropped", lambda n=number: _with(lines, {n: _unscaled(lines[n])})
         if _ONCE.match(line):
-            yield "a sum taken twice", lambda n=number: _with(lines, {n: _doubled(lines[n])})
+            what = "a maximum" if _is_maximum(lines, line) else "a sum"
+            yield f"{what} taken twice", lambda n=number: _with(lines, {n: _doubled(lines[n])})
     for key, numbers in channels.items():
         yield from _of_collective(lines, key.split()[0], numbers, random)
 
@@ -130,6 +152,14 @@ def _doubled(line: str) -> str:
     head, name, type_, operand, rest = _ONCE.match(line).groups()
     first = f"  %{name}.once = {type_} all-reduce(%{operand}){rest}"
     return f"{first}\n{head}%{name} = {type_} all-reduce(%{name}.once){rest}"
+
+
+def _is_maximum(lines: list[str], line: str) -> bool:
+    """Whether a reduction takes the maximum, which may be taken twice."""
+    name = re.search(r"to_apply=(%[\w.\-]+)", line)[1]
+    begin = next(number for number, other in enumerate(lines) if other.startswith(f"{name} "))
+    inside = itertools.takewhile(lambda other: other != "}", lines[begin:])
+    return any(" maximum(" in other for other in inside)
 
 
 def _unscaled(line: str) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from trellis.commands.line import main
 from trellis.proof.interpreter import Failed, Interpreter, NotInterpreted
+from trellis.proof.interpreter.kernels.attention import forward
 
 BATCH, LENGTH, HEADS, KEY_HEADS, SIZE = 2, 8, 4, 2, 4
 SCALE, SEEN = 0.5, np.tril(np.ones((LENGTH, LENGTH), bool))
@@ -99,6 +100,8 @@ def test_attention_of_cudnn(given):
     out, log_sum, _ = run(call(False, f"({OUT}, {LOG_SUM}, u8[0]{{0}})", operands), given)
     wanted, pull = jax.vjp(attention, *given)
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-6)
+    alone, workspace = run(call(False, f"({OUT}, u8[0]{{0}})", operands), given)
+    assert (alone == out).all() and workspace.size == 0
 
     d_out = np.random.default_rng(1).normal(size=wanted.shape).astype(np.float32)
     kept = [*given[:3], log_sum, d_out.swapaxes(1, 2), given[3], out.swapaxes(1, 2)]
@@ -110,6 +113,16 @@ def test_attention_of_cudnn(given):
         assert workspace.size == 0
         for mine, theirs in zip(found, gradients[: len(found)], strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_query_that_sees_nothing_counts_for_nothing():
+    """As in a tile of another document: added to another tile's by the logs of their sums it changes nothing."""
+    v = np.random.default_rng(2).normal(size=(1, 1, 3, SIZE)).astype(np.float32)
+    scores = np.array([[[[0.5, -np.inf, 1], [-np.inf] * 3]]], np.float32)
+    out, log_sum = forward(scores, v)
+    assert np.isfinite(out).all() and np.isfinite(log_sum).all() and (out[0, 0, 1] == 0).all()
+    assert np.exp(log_sum[0, 0, 1] - log_sum[0, 0, 0]) == 0
+    np.testing.assert_allclose(out[0, 0, 0], (v[0, 0, 0] + v[0, 0, 2] * np.exp(0.5)) / (1 + np.exp(0.5)), rtol=1e-6)
 
 
 def test_what_is_not_known_is_named(given):

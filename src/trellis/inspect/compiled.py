@@ -249,6 +249,22 @@ def cycles_by_line(compiled, *, load: float | None = None) -> dict[str, int]:
     return dict(found)
 
 
+def gathered_bytes(compiled, *, load: float | None = None) -> dict[str, int]:
+    """Bytes that gathers and scatters of rows read and write, by line, where a TPU's schedule has no estimate of them.
+
+    Args:
+        compiled: a program, or its text.
+        load: as in `collectives`.
+    """
+    program, found = program_of(compiled), Counter[str]()
+    for instruction, times, _ in program.walk(fusions=False, load=load):
+        what = (instruction.quoted("op_name") or "").rpartition("/")[2]
+        if what.startswith(("gather", "scatter")) and '"estimated_cycles"' not in instruction.attributes:
+            moved = 2 * sum(array.num_bytes for array in instruction.results)
+            found[program.source(instruction, in_a_library)] += moved * times
+    return dict(found)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompiledMemory:
     """Bytes one device needs to run a program, by the compiler's own count.

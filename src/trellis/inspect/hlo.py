@@ -171,11 +171,13 @@ class Program:
         computations: instructions by computation.
         entry: the computation that runs.
         frames: `stack_frame_id` to (file, line, function, parent's id), where the text has such a table.
+        aliases: of results the arguments whose memory they take over.
     """
 
     computations: dict[str, list[Instruction]]
     entry: str
     frames: dict[int, tuple[str, int, str, int]]
+    aliases: dict[int, int]
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
@@ -293,7 +295,18 @@ def parse_program(text: str) -> Program:
     if entry is None:
         raise ValueError("a compiled program's text has an ENTRY computation, and this text has none: pass as_text()")
     computations = {name: [_instruction(line) for line in inside] for name, inside in lines.items()}
-    return Program(computations, entry, _frames(text))
+    return Program(computations, entry, _frames(text), _aliases(text))
+
+
+def _aliases(text: str) -> dict[int, int]:
+    """The arguments that results replace, by the head of a program's text.
+
+    >>> _aliases("HloModule f, input_output_alias={ {0}: (0, {}, may-alias), {2}: (1, {}, must-alias) }, layout={}")
+    {0: 0, 2: 1}
+    """
+    listed = re.search(r"input_output_alias=\{(.*?)\}(?:, \w+=|$)", text.partition("\n")[0])
+    pairs = re.findall(r"\{(\d+)\}: \((\d+), \{\}", listed[1]) if listed else []
+    return {int(result): int(argument) for result, argument in pairs}
 
 
 def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:

@@ -1,6 +1,7 @@
 """Rows of a ledger and the arrays that a compiled program moves, each matched with the others."""
 
 import dataclasses
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -149,11 +150,13 @@ class Stock:
             self.take(match, "", ((match.key, 1),))
         self.take_equal(matches)
         self.take_added(matches)
+        self.take_pairs(matches)
+        self.take_stacked(matches, exactly=True)
         for way, recipes in WAYS.items():
             for match in matches:
                 for recipe in recipes(match.key, sizes):
                     self.take(match, way, recipe)
-        self.take_stacked(matches)
+        self.take_stacked(matches, exactly=False)
         self.take_joined(matches)
         self.take_padded(matches)
         for match in matches:  # copies in any of these ways
@@ -195,22 +198,40 @@ class Stock:
                 short = weights[key, match.row.direction] - there if match.row.role == "weights" else 0
                 match.done("an equal one", match.missing - min(max(short, 0), match.missing))
 
-    def take_stacked(self, matches: list[Match]) -> None:
-        """Sums of a loop's turns that are stacked and done at once after it, where a loop around it may be left too."""
-        for exactly in (True, False):
-            for match in matches:
-                kind, axes, elements, whole, _ = match.key
-                for key, items in self.items.items():
-                    if (kind, key.kind, key.axes, key.whole) != ("all-reduce", "all-reduce", axes, whole):
-                        continue
-                    if not key.elements > elements > 0 or key.elements % elements:
-                        continue
-                    for item in items:
-                        turns, times = item.left // elements, match.row.times
-                        fits = turns == times if exactly else turns and times % turns == 0
-                        if item.unused and match.missing == times and fits:
-                            item.left = 0
-                            match.done("one for all turns of a loop", times)
+    def take_pairs(self, matches: list[Match]) -> None:
+        """A gather or a scatter over some mesh axes and the next row's over others, done as one over all of them."""
+        for first, second in itertools.pairwise(matches):
+            (kind, axes, some, whole, _), (other, more, all_, *_) = first.key, second.key
+            same = (kind, first.row.what, first.row.source) == (other, second.row.what, second.row.source)
+            if not same or kind not in ("all-gather", "reduce-scatter") or axes & more:
+                continue
+            joint = Key(kind, axes | more, max(some, all_), whole, 1)
+            before = second.missing
+            if first.missing == before:
+                self.take(second, "one over the mesh axes of two", ((joint, 1),))
+                first.done("one over the mesh axes of two", before - second.missing)
+
+    def take_stacked(self, matches: list[Match], *, exactly: bool) -> None:
+        """Sums of a loop's turns that are stacked and done at once after it, also where each device keeps a slice.
+
+        Args:
+            matches: the rows.
+            exactly: one sum for all turns; else a loop around it may be left too.
+        """
+        kinds = ("all-reduce", "reduce-scatter") if exactly else ("all-reduce",)
+        for match in matches:
+            kind, axes, elements, whole, _ = match.key
+            for key, items in self.items.items():
+                if kind != "all-reduce" or key.kind not in kinds or (key.axes, key.whole) != (axes, whole):
+                    continue
+                if not key.elements > elements > 0 or key.elements % elements:
+                    continue
+                for item in items:
+                    turns, times = item.left // elements, match.row.times
+                    fits = turns == times if exactly else turns and times % turns == 0
+                    if item.unused and match.missing == times and fits:
+                        item.left = 0
+                        match.done("one for all turns of a loop", times)
 
     def take_joined(self, matches: list[Match]) -> None:
         """Arrays that are parts of a longer one, over the same devices."""

@@ -11,7 +11,8 @@ elements as its type says, as often. Compilers may do the same otherwise, and th
 - a copy that an equal one has moved before, and numbers that are added before they are summed over devices.
 
 What no row asks for is named. Along mesh axes it is the compiler's own affair. A collective over other groups of
-devices is a fault, and so is a sum over devices that hold the sum already.
+devices is a fault, and so is a sum over devices that hold the sum already, and a result that should be a copy and may
+differ from device to device (`trellis.inspect.copies`).
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from jax.sharding import AbstractMesh, Mesh
 from trellis.frames import in_a_library
 from trellis.inspect.collective import Collective, collectives_in
 from trellis.inspect.compiled import program_of
+from trellis.inspect.copies import Apart, copies_apart
 from trellis.inspect.groups import axes_of, axes_of_pairs
 from trellis.inspect.hlo import Instruction, Program, item_bits
 from trellis.inspect.matching import Match, Part, Stock
@@ -43,6 +45,7 @@ class Structure:
         besides: arrays that it moves along mesh axes and that no row asks for, and how often.
         strange: collectives over groups that are the devices along no mesh axes.
         twice: sums of what was summed over the same devices before.
+        apart: results that should be copies and may differ.
     """
 
     matches: tuple[Match, ...]
@@ -50,6 +53,7 @@ class Structure:
     besides: tuple[tuple[Part, int], ...]
     strange: tuple[Part, ...]
     twice: tuple[Part, ...]
+    apart: tuple[Apart, ...]
 
     @property
     def missing(self) -> list[Match]:
@@ -59,7 +63,7 @@ class Structure:
     @property
     def right(self) -> bool:
         """Whether every row was found and nothing is wrong."""
-        return not (self.missing or self.strange or self.twice)
+        return not (self.missing or self.strange or self.twice or self.apart)
 
     @property
     def faults(self) -> list[str]:
@@ -68,6 +72,7 @@ class Structure:
             *(f"missing: {match.what}" for match in self.missing),
             *(f"not along mesh axes: {part.what}" for part in self.strange),
             *(f"summed twice: {part.what}" for part in self.twice),
+            *(f"not the same on all devices: {apart}" for apart in self.apart),
         ]
         return list(dict.fromkeys(faults))
 
@@ -118,7 +123,16 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
     decided = tuple(match for match in matches if not (match.missing and set(match.row.axes) & set(ledger.auto)))
     besides = [(part, runs) for part, runs in stock.rest() if part.cut == 1]
     strange = [part for part in parts if not part.axes] + [part for part, _ in stock.rest() if part.cut > 1]
-    return Structure(decided, len(found), tuple(besides), tuple(strange), tuple(_twice(program, parts)))
+    if 1 not in mesh.shape.values():  # a sum over an axis of one device is over groups of one
+        strange += [part for collective in found if _alone(collective) for part in _pieces(program, collective, ())]
+    apart = tuple(copies_apart(program, mesh.shape))
+    return Structure(decided, len(found), tuple(besides), tuple(strange), tuple(_twice(program, parts)), apart)
+
+
+def _alone(collective: Collective) -> bool:
+    """Whether it is a sum of numbers in which each device is alone."""
+    numbers = any(math.prod(array.shape) == 1 for array in collective.arrays)
+    return collective.kind == "all-reduce" and collective.size == 1 and numbers
 
 
 def _parts(program: Program, collective: Collective, mesh: Mesh | AbstractMesh) -> list[Part]:
@@ -131,6 +145,11 @@ def _parts(program: Program, collective: Collective, mesh: Mesh | AbstractMesh) 
     else:
         axes = axes_of(groups, mesh.shape, ordered=kind != "all-reduce")
     cut = 1 if kind == "permute" else math.prod(mesh.shape[axis] for axis in axes) // collective.size
+    return _pieces(program, collective, axes, cut)
+
+
+def _pieces(program: Program, collective: Collective, axes: tuple[str, ...], cut: int = 1) -> list[Part]:
+    kind = collective.kind
     lengths = [(collective.payload(array) * 8 // item_bits(array.dtype), array.dtype) for array in collective.arrays]
     if kind == "all-to-all":  # the pieces of one array
         lengths = [(sum(length for length, _ in lengths), lengths[0][1])]

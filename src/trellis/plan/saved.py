@@ -9,7 +9,7 @@ from typing import Any
 
 from trellis.errors import UserError
 from trellis.files import no_room, write_json
-from trellis.inspect.compiled import cycles_by_line
+from trellis.inspect.compiled import cycles_by_line, gathered_bytes
 from trellis.inspect.work import UNSCHEDULED
 from trellis.plan.quick import Plan
 from trellis.plan.verdict import Verdict
@@ -149,6 +149,8 @@ def _step(plan: Plan, verdict: Verdict) -> list[Line]:
     if verdict.scheduled is not None:
         cycles = cycles_by_line(verdict.compiled.text, load=plan.load)
         lines += [Line("step", "computation", source, n / plan.target.chip.clock) for source, n in cycles.items()]
+        moved, rate = gathered_bytes(verdict.compiled.text, load=plan.load), plan.target.chip.streaming_bandwidth
+        lines += [Line("step", "gathers of rows", source, n / rate) for source, n in moved.items()]
     for row in verdict.ledger.rows if verdict.ledger else ():
         if "asynchronous" not in row.note:
             seconds = plan.links.seconds(row.wire, row.axes) * row.times

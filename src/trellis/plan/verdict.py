@@ -4,7 +4,7 @@ import dataclasses
 
 from trellis.figures import numbers
 from trellis.figures.text import aligned
-from trellis.inspect.compiled import Comparison, collectives, compare, scheduled_cycles
+from trellis.inspect.compiled import Comparison, collectives, compare, gathered_bytes, scheduled_cycles
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.rows import Ledger
 from trellis.inspect.structure import Structure, structure_of
@@ -25,8 +25,8 @@ class Verdict:
         structure: the rows of that ledger matched with those collectives; None if it did not fit.
         scheduled: seconds of everything but collectives and kernels by the compiler's own estimate; None where it
             gives none (GPU).
-        kernels: seconds of kernels for attention and grouped products, of which the compiler has no estimate: the
-            plan's.
+        kernels: seconds of what the compiler has no estimate of: kernels for attention and grouped products, as the
+            plan has them, and gathers of rows, by their bytes.
         exposed: seconds of synchronous collectives, at the plan's link rates.
         hidden: seconds of asynchronous ones.
         seconds: predicted time of a step from these.
@@ -58,6 +58,8 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
     cycles = scheduled_cycles(compiled.text, load=plan.load)
     clock = plan.target.chip.clock
     scheduled = cycles / clock if cycles and clock else None
+    if scheduled is not None:
+        kernels += sum(gathered_bytes(compiled.text, load=plan.load).values()) / plan.target.chip.streaming_bandwidth
     exposed = hidden = 0.0
     for row in found.rows:
         seconds = plan.links.seconds(row.wire, row.axes) * row.times
@@ -100,7 +102,7 @@ def verdict_text(plan: Plan, verdict: Verdict) -> str:
             f"{numbers.seconds(verdict.scheduled)} scheduled"
             if verdict.scheduled is not None
             else "computation as predicted",
-            f"{numbers.seconds(verdict.kernels)} kernels",
+            f"{numbers.seconds(verdict.kernels)} kernels and gathers",
             f"{numbers.seconds(verdict.exposed)} collectives that nothing hides",
         ]
         lines.append(f"  step        {numbers.seconds(verdict.seconds)} = {' + '.join(parts)}; MFU {verdict.mfu:.1%}")

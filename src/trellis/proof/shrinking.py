@@ -50,7 +50,7 @@ def shrunk(run: Run, layout: Layout) -> Shrunk:
     pos = min(run.data.sequence_length, math.lcm(max(POS, 128 * ways.context), ways("pos")))
     model = _model(run, ways, pos, tokens=rows * pos if few else 0)
     if not few:
-        rows = max(rows, model.embed * ways("pos") // pos + 1)
+        rows = _cut_by_stages(max(rows, model.embed * ways("pos") // pos + 1), run, ways)
     parts = min(run.parts, 2)
     small = dataclasses.replace(
         run,
@@ -160,11 +160,15 @@ def _vocab(vocab: int, ways: Ways) -> int:
 def _rows(run: Run, ways: Ways) -> int:
     """Sequences of a device in a microbatch: one where there is one, else two, or what the pipeline needs."""
     largest = max(entry.size for entry in run.batch_sizes())
-    rows = min(largest // (ways("batch") * run.parts), 2)
+    return _cut_by_stages(max(min(largest // (ways("batch") * run.parts), 2), 1), run, ways)
+
+
+def _cut_by_stages(rows: int, run: Run, ways: Ways) -> int:
+    """As many sequences or more, which a pipeline's microbatches cut into equal parts."""
     stages, asked = ways("layers", "compute"), run.layout.pipeline_microbatches
     while asked and rows * stages % asked:
         rows += 1
-    return max(rows, 1)
+    return rows
 
 
 def _few(run: Run, ways: Ways) -> bool:

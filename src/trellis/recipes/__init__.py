@@ -1,7 +1,19 @@
 """Runs that are ready to go. Each is a function; its docstring has the command."""
 
+from trellis.models.deepseek_v3.recipes import (
+    deepseek_v3,
+    deepseek_v3_b200_256,
+    deepseek_v3_v5p_512,
+    deepseek_v3_v6e_1024,
+)
 from trellis.models.gpt2.recipes import (
     gpt2_small,
+)
+from trellis.models.gpt_oss.recipes import (
+    gpt_oss_20b,
+    gpt_oss_20b_b200_8,
+    gpt_oss_20b_v5p_64,
+    gpt_oss_20b_v6e_64,
 )
 from trellis.models.llama.recipes.large import (
     llama_8b,
@@ -58,7 +70,15 @@ from trellis.recipes.starter import starter, tiny
 
 __all__ = [
     "RECIPES",
+    "deepseek_v3",
+    "deepseek_v3_b200_256",
+    "deepseek_v3_v5p_512",
+    "deepseek_v3_v6e_1024",
     "gpt2_small",
+    "gpt_oss_20b",
+    "gpt_oss_20b_b200_8",
+    "gpt_oss_20b_v5p_64",
+    "gpt_oss_20b_v6e_64",
     "hardware_of",
     "llama32_1b_v5e_16",
     "llama_1b",

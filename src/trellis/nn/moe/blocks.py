@@ -3,6 +3,8 @@
 There `jax.lax.ragged_dot` multiplies every row with every weight.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,12 +14,13 @@ from trellis.nn.moe.tiles import tiles_of
 from trellis.program.said import loop_turns
 
 BLOCK = 128  # rows that are multiplied at once: enough to keep a CPU's cores busy, few enough to waste little
+LEAST = 16  # fewer are hardly a product
 
 
 def multiply(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: bool = False) -> jax.Array:
     """As `grouped_matmul`; `weights` are `groups in out`, or `groups out in` where they are swapped."""
     weights = weights.swapaxes(1, 2) if swapped else weights
-    block = min(BLOCK, rows.shape[0])
+    block = _block(rows.shape[0], weights.shape[0])
     tiles = tiles_of(sizes, block)
     padded = jnp.pad(rows, ((0, block), (0, 0)))
 
@@ -41,7 +44,8 @@ def weights_gradient(rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp
         sizes: `i32["groups"]`.
         dtype: of the result.
     """
-    count, groups, block = rows.shape[0], sizes.shape[0], min(BLOCK, rows.shape[0])
+    count, groups = rows.shape[0], sizes.shape[0]
+    block = _block(count, groups)
     tiles = tiles_of(sizes, block)
     rows, d = (jnp.pad(x, ((0, block), (0, 0))) for x in (rows, d))
 
@@ -55,6 +59,11 @@ def weights_gradient(rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp
     zeros = _zeros((groups, rows.shape[1], d.shape[1]), jnp.float32, rows, d, sizes)
     with loop_turns(count, block, groups=groups):
         return lax.fori_loop(0, tiles.count, body, zeros).astype(dtype)
+
+
+def _block(count: int, groups: int) -> int:
+    """As many rows as a group has in the mean, where these are few."""
+    return min(BLOCK, max(LEAST, 2 ** math.floor(math.log2(max(count // groups, 1)))), count)
 
 
 def _zeros(shape, dtype, *like):

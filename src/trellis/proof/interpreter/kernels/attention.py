@@ -2,6 +2,9 @@
 
 import numpy as np
 
+# The score of a hidden key in kernels of attention.
+HIDDEN = -0.7 * float(np.finfo(np.float32).max)
+
 
 def scores_of(q: np.ndarray, k: np.ndarray, seen: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     """`batch heads pos key_pos`, -inf where a query does not see a key. Query head h reads key head h // groups.
@@ -17,12 +20,18 @@ def scores_of(q: np.ndarray, k: np.ndarray, seen: np.ndarray, bias: np.ndarray |
 
 
 def forward(scores: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The output, `batch heads pos head_dim`, and the log of the sums of exponentials, `batch heads pos`."""
+    """The output, `batch heads pos head_dim`, and the log of the sums of exponentials, `batch heads pos`.
+
+    Of a query that sees no key the output is zero and the log as small as kernels make it, no NaN and no infinity:
+    where tiles are added up such a query counts for nothing.
+    """
     largest = scores.max(-1, keepdims=True)
     largest = np.where(np.isfinite(largest), largest, 0)
     weights = np.exp(scores - largest)
     total = weights.sum(-1, keepdims=True)
-    return np.matmul(weights / total, _repeated(v, scores)), (largest + np.log(total))[..., 0]
+    some = np.where(total, total, 1)
+    out = np.matmul(weights / some, _repeated(v, scores))
+    return out, np.where(total, largest + np.log(some), HIDDEN)[..., 0].astype(scores.dtype)
 
 
 def backward(
