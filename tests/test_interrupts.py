@@ -2,6 +2,7 @@
 
 import gc
 import signal
+import subprocess
 import sys
 import time
 
@@ -43,3 +44,16 @@ def test_of_what_else_is_dropped_python_tells(said, quiet):
     keep_interrupts(quiet)
     in_a_collection(lambda: 1 / 0)
     assert said == ([] if quiet else [ZeroDivisionError])
+
+
+def test_ctrl_c_at_the_exit_ends_at_once_with_the_exit_code():
+    program = """
+import atexit, signal, time
+from trellis.interrupts import end_at_once_on_interrupt
+atexit.register(time.sleep, 60)
+atexit.register(signal.raise_signal, signal.SIGINT)
+print("done")
+end_at_once_on_interrupt(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "done\n", "")

@@ -1,5 +1,6 @@
 """Ctrl-C reaches a program also where Python would drop it."""
 
+import os
 import signal
 import sys
 import threading
@@ -38,3 +39,13 @@ def keep_interrupts(quiet: bool = False) -> None:
             sys.__unraisablehook__(dropped)
 
     sys.unraisablehook = again
+
+
+def end_at_once_on_interrupt(code: int) -> None:
+    """From here on Ctrl-C ends this process at once and says nothing: it is ending anyway, with this exit code.
+
+    Raised in one of the functions that Python calls at its exit, it would print that function's traceback.
+    """
+    if threading.current_thread() is threading.main_thread():  # Python lets only that one set handlers
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, lambda *_: os._exit(code))

@@ -12,7 +12,7 @@ from tests.equivalence.test_models import FAMILIES, WHOLE, assert_near, batch
 from trellis.data.batch import Batch
 from trellis.inspect import ledger
 from trellis.models import Routing
-from trellis.named import Keep, named_jit, shard
+from trellis.named import Keep, NamesError, named_jit, shard
 from trellis.named.jit import abstract
 from trellis.nn.attention.sharded import Placement
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
@@ -120,10 +120,18 @@ def test_experts_in_stages_of_which_the_last_has_a_layer_less():
 
 
 @pytest.mark.slow
-def test_groups_of_two_sizes_and_layers_that_permute():
-    """Six layers in four groups, 1, 2, 2 and 1 of them; what permutes is made by all stages, and left out by some."""
-    overlap = LayoutChoice(preset="auto", overlap=("mlp", "heads"), pipeline_microbatches=4, pipeline_groups=2)
-    check("odd_groups", TENSOR[0], overlap, 4)
+def test_groups_of_two_sizes():
+    """Six layers in four groups, 1, 2, 2 and 1 of them."""
+    check("odd_groups", TENSOR[0], LayoutChoice(preset="auto", pipeline_microbatches=4, pipeline_groups=2), 4)
+
+
+def test_layers_that_permute_are_not_left_out():
+    overlap = LayoutChoice(preset="auto", overlap=("mlp", "heads"), pipeline_microbatches=4)
+    model = whole("odd")
+    with make_layout(TENSOR[0], overlap, jax.devices(), model_axes(CONFIGS["odd"])):
+        placed = shard(model, "params"), shard(Batch(**batch()).named(), "compute")
+        with pytest.raises(NamesError, match="are as many on each stage of a pipeline, got 3 'layers' in 2 parts"):
+            found(named_jit, *placed, StepOptions())
 
 
 @pytest.mark.slow

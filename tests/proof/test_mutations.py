@@ -15,4 +15,5 @@ def test_mistakes_are_found():
     found = [outcome.kind for outcome in seen if outcome.result == "found"]
     assert len(found) >= 18
     assert {"a sum left out", "a sum taken twice", "members of two groups swapped"} <= set(found)
-    assert not [o for o in seen if o.result == "found" and o.collective and not o.structure]
+    hidden = [o.line for o in seen if o.result == "found" and o.collective and not o.structure]
+    assert all("= f32[]" in line for line in hidden), hidden  # of single numbers one may stand for another

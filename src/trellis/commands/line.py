@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from trellis.commands.command import Command
 from trellis.errors import TrellisError, UserError, did_you_mean
-from trellis.interrupts import keep_interrupts
+from trellis.interrupts import end_at_once_on_interrupt, keep_interrupts
 
 if TYPE_CHECKING:
     from trellis.recipes.load import Loaded
@@ -31,10 +31,20 @@ def commands() -> dict[str, Command]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code. What the user can mend is printed without a traceback."""
-    if arguments is None:  # this process is the command
-        keep_interrupts()
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    """Runs one command and returns its exit code. What the user can mend is printed without a traceback.
+
+    Args:
+        arguments: the command and its words; None for those of this process, which is then nothing but the command.
+    """
+    if arguments is not None:
+        return _main(list(arguments))
+    keep_interrupts()
+    code = _main(sys.argv[1:])
+    end_at_once_on_interrupt(code)
+    return code
+
+
+def _main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         print(_overview())
         return 0

@@ -29,7 +29,7 @@ def route(before: Axes, after: Axes, shape: tuple[int, ...], sizes: Mapping[str,
         sizes: of the mesh axes.
 
     >>> route((("x",), ()), ((), ("x", "y")), (8, 8), {"x": 2, "y": 2})
-    [((), ('x',)), ((), ('x', 'y'))]
+    [(('x', 'y'), ()), ((), ('x', 'y'))]
     """
     changed = [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
     known = {axis: sizes[axis] for i in changed for axis in (*before[i], *after[i])}

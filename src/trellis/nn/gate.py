@@ -38,9 +38,9 @@ class ClampedSwiGLU:
     """SwiGLU with bounds on what it takes, so that no activation is far from the others (OpenAI, 2025,
     arXiv:2508.10925, section 2.3): `gate * sigmoid(slope * gate) * (up + 1)`, of named or plain arrays.
 
-    >>> ClampedSwiGLU(limit=7.0)(tr.full({"mlp": 2}, 100.0), tr.full({"mlp": 2}, -100.0))
+    >>> tr.round(ClampedSwiGLU(limit=7.0)(tr.full({"mlp": 2}, 100.0), tr.full({"mlp": 2}, -100.0)))
     f32[mlp=2]
-    [-41.99972 -41.99972]
+    [-42. -42.]
 
     Attributes:
         limit: the most that `gate` may be, and the most and, negative, the least that `up` may be.

@@ -103,11 +103,6 @@ class Pieces:
         stack, rows = self.fold.stack, self.source.parts.least
         return rows if stack.unrolled or written_out(rows, self.enter.out) else min(stack.unroll or 1, rows)
 
-    @property
-    def permutes(self) -> bool:
-        """Whether something goes from device to device in a layer, which all stages have to do or none."""
-        return any(_permutes(piece.closed.jaxpr) for piece in (self.layer, self.layer_back))
-
     # What is traced.
 
     def _before(self, outer, part) -> Fold:
@@ -147,6 +142,7 @@ class Pieces:
         self.layer = Traced.of(forward, *layer)
         (x, y), kept = self.layer.out
         self.layer_back = without_dead(Traced.of(backward, *layer, kept, x, y))
+        self._check_layers()
 
         def loss(outer, part, carried):
             return self._finish(outer, carried, part)[1]
@@ -174,6 +170,17 @@ class Pieces:
                 f"what comes before the '{self.source.name}' of a pipeline runs on its first stage alone, where no "
                 "permute may stand, got one, as of a ring along sliced positions: reach other slices by a gather or an "
                 "exchange (the layout's context), or take the positions or the layers out of the layout's compute"
+            )
+
+    def _check_layers(self) -> None:
+        """A permute is one of all devices, and in uneven parts some stages leave a layer out."""
+        parts = self.source.parts
+        if parts.uneven and any(_permutes(piece.closed.jaxpr) for piece in (self.layer, self.layer_back)):
+            raise NamesError(
+                f"layers that permute (a ring along sliced positions, overlapped products) are as many on each stage "
+                f"of a pipeline, got {parts.layers} '{self.source.name}' in {parts.count} parts: use stages and groups "
+                "that divide them, or reach other slices by a gather or an exchange (the layout's context), and no "
+                "overlap"
             )
 
     def _read_by(self, traced: Traced) -> list[int]:

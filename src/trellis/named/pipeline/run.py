@@ -5,7 +5,7 @@ gradient is made here, not by differentiating the ticks, in which every forward 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -128,7 +128,6 @@ class _Program:
         self.last = self.stage == self.schedule.stages - 1
         self.places = jnp.asarray(self.schedule.places())[self.stage]
         self.all = self.pieces.source.parts
-        self.together = self.all.uneven and self.pieces.permutes
 
     def start(self) -> _Carried:
         """Before the first tick."""
@@ -158,7 +157,7 @@ class _Program:
             own = lambda: jax.tree.map(lambda all_: lax.dynamic_slice_in_dim(all_, number, 1), made)
             given = self._block(unit, row), x, args, self._call("row", each, number)
             no_layer = lambda: ((x, own()), jax.tree.map(self._zeros, self.pieces.layer.out[1]))
-            (out, y), more = self._where(there, lambda: self._call("layer", *given), no_layer)
+            (out, y), more = _where(there, lambda: self._call("layer", *given), no_layer)
             kept = jax.tree.map(lambda all_, one: _put(all_, one, place, row), kept, (x, more))
             put = lambda all_, one: lax.dynamic_update_slice_in_dim(all_, one.astype(all_.dtype), number, 0)
             return out, jax.tree.map(put, made, y), kept
@@ -199,7 +198,7 @@ class _Program:
             d_y = jax.tree.map(lambda d: lax.dynamic_slice_in_dim(d, number, 1), d_made)
             given = self._block(unit, row), x, args, self._call("row", each, number), kept
             no_layer = lambda: (jax.tree.map(self._zeros, self.pieces.layer_back.out[0]), d_x)
-            d_block, d_x = self._where(there, lambda: self._call("layer_back", *given, d_x, d_y), no_layer)
+            d_block, d_x = _where(there, lambda: self._call("layer_back", *given, d_x, d_y), no_layer)
             at = self._place(unit, row)
             mine = [jnp.where(unit.works, d, 0) for d in d_block]
             return d_x, [_add(total, d, at) for total, d in zip(d_layers, mine, strict=True)]
@@ -233,17 +232,6 @@ class _Program:
             return alike(carry)
         further = lambda carry: body(carry, least, jnp.asarray(self.all.sizes)[self._group(unit)] > least)
         return alike(further(carry)) if reverse else further(alike(carry))
-
-    def _where(self, there, make, leave):
-        """What `make` gives where a layer is there, what `leave` gives elsewhere.
-
-        A layer that permutes is computed on all stages, and left out where it is not there.
-        """
-        if there is None:
-            return make()
-        if not self.together:
-            return lax.cond(there, make, leave)
-        return jax.tree.map(lambda mine, other: jnp.where(there, mine, other), make(), leave())
 
     def _group(self, unit: Unit):
         """Which of all groups one of this stage is."""
@@ -279,6 +267,11 @@ class _Program:
         count = self.schedule.stages
         routes = [(s, (s + by) % count) for s in range(count)]
         return jax.tree.map(lambda x: permute(x, (self.axis,), routes), tree)
+
+
+def _where(there, make: Callable, leave: Callable):
+    """What `make` gives where a layer is there, what `leave` gives elsewhere. None: it is there on all stages."""
+    return make() if there is None else lax.cond(there, make, leave)
 
 
 def _added(total, more):
