@@ -124,8 +124,9 @@ def splash_table(mask, heads: int, block_sizes, logit_softcap: float | None, int
     whole, one = masks.MultiHeadMask([mask] * heads), dict(head_shards=1, q_seq_shards=1)
     b = block_sizes
     forward, function = info.process_mask(whole, (b.block_q, b.block_kv), **one)
-    queries, _ = info.process_mask(whole, (b.block_q_dq, b.block_kv_dq), **one)
-    keys, _ = info.process_mask_dkv(whole, (b.block_q_dkv, b.block_kv_dkv), **one)
+    fused = b.use_fused_bwd_kernel
+    queries = None if fused else info.process_mask(whole, (b.block_q_dq, b.block_kv_dq), **one)[0]
+    keys, _ = info.process_mask_dkv(whole, (b.block_q_dkv, b.block_kv_dkv), shrink_grid=not fused, **one)
     settings = dict(
         mask_value=kernel.DEFAULT_MASK_VALUE,
         is_mqa=False,

@@ -200,7 +200,7 @@ def own(error: BaseException) -> bool:
 # What a layout may refuse of a program that breaks no rule.
 LEGAL = re.compile(
     r"a mesh axis divides what it slices|strict|pipeline|JAX maps an operation over slices|JAX's types carry|"
-    r"a mapped function reads arrays that are whole"
+    r"a mapped function reads arrays that are whole|kv_heads are sharded as heads"
 )
 
 

@@ -9,6 +9,7 @@ import pytest
 import trellis as tr
 from trellis import f32
 from trellis.mesh import MeshError
+from trellis.mesh.reshard import ReshardError
 
 
 def drawn(*shape, seed=0):
@@ -416,3 +417,13 @@ def test_copies_are_not_summed_as_if_they_were_partial_sums(axes, sliced):
         for fn, said in ((slices, "not pending along context"), (declared, "the same along context")):
             with pytest.raises(tr.TypeMismatch, match=said):
                 tr.shard_map(fn, axes=axes)(tr.reshard("pos mlp -> pos mlp", jnp.ones((4, 2))))
+
+
+def test_what_lies_on_another_mesh_is_not_settled_on_this_one():
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], data=2), compute={}):
+        x = tr.shard(tr.named(drawn(4), "layers"), "compute")
+    with (
+        tr.Layout(tr.make_mesh(jax.devices()[:2], replica=2), compute={"layers": "replica"}),
+        pytest.raises(ReshardError, match="its own mesh, got 'replica' for one of a mesh with data: move it"),
+    ):
+        tr.settle(x)

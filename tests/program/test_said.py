@@ -45,8 +45,8 @@ def test_a_kernel_says_its_work_or_estimates_it():
         assert (piece.kind, piece.flops, piece.num_bytes) == (kind, flops, 2 * x.nbytes)
 
 
-@pytest.mark.parametrize("on, backward", [("v5e:2x2", 3.5), ("4xH100", 2.5)])  # splash makes the scores twice
-def test_attention_kernels_say_theirs(on, backward):
+@pytest.mark.parametrize("on", ["v5e:2x2", "4xH100"])
+def test_attention_kernels_say_theirs(on):
     where = target(on)
     run = load_run("llama_8b", {"model.layers": "2", "batch_size": "8", "microbatches": "1", "remat.policy": "none"})
     pieces = work(prepare(run, where, described_devices(where)).traced())
@@ -54,7 +54,7 @@ def test_attention_kernels_say_theirs(on, backward):
              for way in ("forward", "backward")}  # fmt: skip
     model, length = run.model, run.data.sequence_length
     causal = 4 * 2 * model.layers * model.heads * model.head_dim * length * length / 2  # two sequences on each device
-    assert found == {"forward": causal, "backward": backward * causal}
+    assert found == {"forward": causal, "backward": 2.5 * causal}
 
 
 def test_pairs_of_patterns():

@@ -212,7 +212,12 @@ def place(array, axes, pending=(), copied=(), *, names=None):
     state = state_of(array)
     if state.mode == "none":
         return array
-    mesh = jax.typeof(array).sharding.mesh
+    mesh, axes = jax.typeof(array).sharding.mesh, tuple(map(tuple, axes))
+    if other := [a for mine in axes for a in mine if a not in mesh.shape]:
+        raise ReshardError(
+            f"an array is moved over the axes of its own mesh, got '{other[0]}' for one of a mesh with "
+            f"{', '.join(mesh.axis_names)}: move it to the mesh in force first, with shard(x) or shard(x, 'compute')"
+        )
     axes = tuple(tuple(a for a in mine if mesh.shape[a] > 1) for mine in axes)
     pending, copied = _real(pending, mesh), _real(copied, mesh)
     if state.mode == "explicit" and (axes, pending, copied) == (state.axes, state.pending, state.copied):

@@ -129,14 +129,28 @@ def rounded(array, kind: Kind, dims: tuple[int, ...], *, gradient: bool = False)
             )
         values, scales = blocked(fixed, dims)
         return values, _once(scales, array)
-    dtype = types.gradient if gradient else types.forward
+    values, scale = with_one_scale(fixed.astype(jnp.float32), kind, gradient=gradient)
+    return values, _once(scale, array)
+
+
+def with_one_scale(wide: jax.Array, kind: Kind, *, gradient: bool, over: tuple[str, ...] = ()):
+    """Float32 numbers rounded by their largest: narrow numbers, and the scale.
+
+    Args:
+        wide: what is rounded.
+        kind: to which numbers.
+        gradient: whether it is a gradient.
+        over: in manual mode, the mesh axes along which other devices have more of the numbers.
+    """
+    dtype = TYPES[kind].gradient if gradient else TYPES[kind].forward
     whole = jnp.issubdtype(dtype, jnp.integer)
     limit = 127.0 if whole else float(jnp.finfo(dtype).max)
-    wide = fixed.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide))
+    if over:
+        largest = lax.pmax(largest, over)
     scale = jnp.where(largest > 0, largest / limit, 1.0)
     scaled = jnp.clip(wide / scale, -limit, limit)
-    return (jnp.round(scaled) if whole else scaled).astype(dtype), _once(scale, array)
+    return (jnp.round(scaled) if whole else scaled).astype(dtype), scale
 
 
 # A narrow product's derivative takes the rounded factors as constants: differentiated again it would be zero where it
@@ -150,15 +164,16 @@ def _once(scale, array):
 
 @_once.defjvp
 def _once_derivative(primals, tangents):
-    return _not_again(*primals), jnp.zeros_like(tangents[0])
+    return not_again(*primals), jnp.zeros_like(tangents[0])
 
 
 @jax.custom_jvp
-def _not_again(scale, array):
+def not_again(scale, array):
+    """The scale of what is made of an array in a first derivative; a second one is refused."""
     return scale
 
 
-@_not_again.defjvp
+@not_again.defjvp
 def _refused(primals, tangents):
     raise NamesError(
         f"a narrow product has first derivatives, got a second one, of a factor {typeof(primals[1])}: differentiate a "
@@ -219,7 +234,7 @@ def _derivative(static: _Static, primals, tangents):
     def gradients(fixed, gradient):
         qx, sx, qy, sy = fixed
         q, s = rounded(gradient, static.kind, _innermost(static), gradient=True)
-        s = _not_again(s, gradient)
+        s = not_again(s, gradient)
         return _gradient(static, 0, q, s, qy, sy), _gradient(static, 1, q, s, qx, sx)
 
     return out, linear(change, gradients)(fixed, (tangents[0], tangents[1]))

@@ -245,7 +245,8 @@ def _check_parts_of_names(run: Run, model: Any) -> None:
 
 
 def _check_narrow_products(run: Run, model: Any) -> None:
-    """Refuses parts of names that ask for narrow products where there are none: all but weights of layers' einsums."""
+    """Refuses parts of names that ask for narrow products where there are none: all but weights of layers, and of their
+    experts those of tiles."""
     precision = run.precision
     marked = [p for p in parameters(model) if precision.product_of(p)]
     for part in precision.products:
@@ -253,7 +254,8 @@ def _check_narrow_products(run: Run, model: Any) -> None:
             seen = f"`{part}`, of which no part is a weight that multiplies"
             raise _no_narrow_product(seen, model)
     for p in marked:
-        if not p.path.startswith("layers.") or "experts" in p.names:
+        in_tiles = "experts" in p.names and precision.product_of(p) == "mxfp8"
+        if not p.path.startswith("layers.") or in_tiles:
             raise _no_narrow_product(f"{precision.product_of(p)} for `{p.path}`", model)
 
 
@@ -261,10 +263,10 @@ def _no_narrow_product(seen: str, model: Any) -> UserError:
     able = [
         p.path.removeprefix("layers.")
         for p in parameters(model)
-        if p.role == Role.WEIGHT and p.path.startswith("layers.") and "experts" not in p.names
+        if p.role == Role.WEIGHT and p.path.startswith("layers.")
     ]
     return UserError(
-        "Products in eight bits are those of the weights of layers; experts' and the unembedding's stay whole.",
+        "Products in eight bits are those of layers' weights, experts' in fp8 and int8, not the unembedding's.",
         seen=seen,
         where="precision.products",
         fix=f"name parts of {', '.join(f'`{path}`' for path in able)}",

@@ -151,6 +151,7 @@ def _splash(place: Placement, arrays, pattern, scale, logit_softcap, save_name):
         pattern=pattern,
         logit_softcap=logit_softcap,
         save_name=save_name,
+        row_bytes=arrays[0].shape[3] * arrays[0].dtype.itemsize,
         head_shards=place.shards(place.heads),
     )
     specs = ()

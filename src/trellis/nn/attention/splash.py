@@ -11,7 +11,12 @@ from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.sliced.tile import Ids, Tile
 
 LANES = 128
-BLOCK = 512
+# Sides of the blocks of scores. By libtpu's schedule a v5p fills its matrix units to 70 % in the forward pass over
+# blocks of 512, to 85 % over blocks of 1,024; but of a causal mask's scores it computes the more for nothing the fewer
+# blocks there are.
+BLOCK, LARGE_BLOCK, MANY = 512, 1024, 8
+# Bytes of a head's row up to which the large ones fit the vector memory.
+LARGE_ROW = 512
 
 
 def splash_refuses(q: jax.Array, k: jax.Array, *, pieces: int, upcast: bool) -> str | None:
@@ -33,18 +38,20 @@ def splash_kernel(
     pattern: Pattern,
     logit_softcap: float | None,
     save_name: str | None,
+    row_bytes: int = LARGE_ROW,
     head_shards: int = 1,
     interpret: bool = False,
 ):
     """The kernel for a whole `heads pos key_pos` mask: a pytree, so that a mesh can shard its block tables.
 
-    `head_shards` says over how many devices `heads` will be sharded. `interpret` runs it on any backend, slowly.
+    `row_bytes` is what one head of a query takes. `head_shards` says over how many devices `heads` will be sharded.
+    `interpret` runs it on any backend, slowly.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     return splash.make_splash_mha(
-        splash.MultiHeadMask([_mask(Tile(pos, key_pos, pattern))] * heads),
-        block_sizes=_blocks(pos, key_pos),
+        splash.MultiHeadMask([_mask(tile := Tile(pos, key_pos, pattern))] * heads),
+        block_sizes=_blocks(tile, row_bytes),
         attn_logits_soft_cap=logit_softcap,
         residual_checkpoint_name=save_name,
         head_shards=head_shards,
@@ -66,25 +73,43 @@ def _mask(tile: Tile):
     return splash.LocalMask(shape, (pattern.window - 1, right), offset=tile.ahead)
 
 
-def _blocks(pos: int, key_pos: int):
+def _blocks(tile: Tile, row_bytes: int):
+    """Sizes of blocks, and whether the backward pass is one kernel, five products instead of seven.
+
+    That kernel writes the gradient of all queries for each block of keys, to be added up after it, and passes over
+    blocks that are hidden: it is for few blocks of keys, most of them seen.
+    """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    block_q, block_kv = _block(pos), _block(key_pos)
+    many = tile.full or min(tile.queries, tile.keys) >= MANY * LARGE_BLOCK
+    most = LARGE_BLOCK if many and row_bytes <= LARGE_ROW else BLOCK
+    block_q, block_kv = _block(tile.queries, most), _block(tile.keys, most)
+    compute = BLOCK if block_kv % BLOCK == 0 else block_kv
+    fused = tile.pattern.window is None and tile.keys <= MANY * block_kv
     return splash.BlockSizes(
         block_q=block_q,
         block_kv=block_kv,
-        block_kv_compute=block_kv,
+        block_kv_compute=compute,
         block_q_dkv=block_q,
         block_kv_dkv=block_kv,
-        block_kv_dkv_compute=block_kv,
-        block_q_dq=block_q,
-        block_kv_dq=block_kv,
+        block_kv_dkv_compute=block_kv if fused else compute,
+        block_q_dq=None if fused else block_q,
+        block_kv_dq=None if fused else block_kv,
+        use_fused_bwd_kernel=fused,
     )
 
 
-def _block(length: int) -> int:
-    """The largest multiple of 128 that divides `length` and is at most 512."""
-    return max(block for block in range(LANES, BLOCK + 1, LANES) if length % block == 0)
+def _block(length: int, most: int) -> int:
+    """The largest multiple of 128 that divides `length` and is at most `most`."""
+    return max(block for block in range(LANES, most + 1, LANES) if length % block == 0)
+
+
+def _for_cores(heads: int, *arrays):
+    """Arrays `batch heads ...`, of which a batch of an odd size has its heads in two halves: a chip of two cores gives
+    each of them a part of the batch, and in the backward pass of nothing else."""
+    if arrays[0].shape[0] % 2 == 0 or heads % 2:
+        return arrays
+    return [x.reshape(2 * x.shape[0], x.shape[1] // 2, *x.shape[2:]) for x in arrays]
 
 
 def splash_attention(
@@ -95,11 +120,18 @@ def splash_attention(
 
     queries = (q * jnp.asarray(scale, q.dtype)).transpose(0, 2, 1, 3)
     keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    whole, batch = queries.shape, queries.shape[0]
+    queries, keys, values = _for_cores(keys.shape[1], queries, keys, values)
     if segment_ids is None:
         out = jax.vmap(kernel)(queries, keys, values)
     else:
-        out = jax.vmap(kernel)(queries, keys, values, splash.SegmentIds(*segment_ids))
-    return out.transpose(0, 2, 1, 3)
+        ids = (_as_often(x, len(queries) // batch) for x in segment_ids)
+        out = jax.vmap(kernel)(queries, keys, values, splash.SegmentIds(*ids))
+    return out.reshape(*whole[:3], v.shape[3]).transpose(0, 2, 1, 3)
+
+
+def _as_often(ids: jax.Array, times: int) -> jax.Array:
+    return ids if times == 1 else jnp.repeat(ids, times, axis=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,17 +149,22 @@ class SplashTiles:
         return splash_forward(self._table(tile, q), self._scaled(q), k, v, ids)
 
     def backward(self, tile: Tile, q, k, v, ids: Ids, out, log_sum, d_out):
-        table = self._table(tile, q)
-        d_q, d_k, d_v = splash_backward(table, self._scaled(q), k, v, ids, out.astype(q.dtype), log_sum, d_out)
+        given = q, k, v
+        parts = _for_cores(k.shape[1], self._scaled(q), k, v, out.astype(q.dtype), log_sum, d_out)
+        if ids is not None:
+            ids = tuple(_as_often(x, len(parts[0]) // len(q)) for x in ids)
+        q, k, v, *rest = parts
+        found = splash_backward(self._table(tile, q), q, k, v, ids, *rest)
+        d_q, d_k, d_v = (d.reshape(x.shape) for d, x in zip(found, given, strict=True))
         return self._scaled(d_q), d_k, d_v
 
     def _scaled(self, q):
         return q * jnp.asarray(self.scale, q.dtype)
 
     def _table(self, tile: Tile, q) -> SplashTable:
-        return _table(tile, q.shape[1], self.logit_softcap, self.interpret)
+        return _table(tile, q.shape[1], q.shape[3] * q.dtype.itemsize, self.logit_softcap, self.interpret)
 
 
 @functools.lru_cache(maxsize=256)
-def _table(tile: Tile, heads: int, logit_softcap: float | None, interpret: bool) -> SplashTable:
-    return splash_table(_mask(tile), heads, _blocks(tile.queries, tile.keys), logit_softcap, interpret)
+def _table(tile: Tile, heads: int, row_bytes: int, logit_softcap: float | None, interpret: bool) -> SplashTable:
+    return splash_table(_mask(tile), heads, _blocks(tile, row_bytes), logit_softcap, interpret)

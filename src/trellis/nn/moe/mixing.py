@@ -16,7 +16,7 @@ from trellis.nn.gate import ClampedSwiGLU
 from trellis.nn.initializers import constant
 from trellis.nn.moe.config import Way
 from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_experts
-from trellis.nn.moe.grouped import grouped_matmul
+from trellis.nn.moe.narrow import gradient_only, grouped_each, held, narrow_weights, unmarked
 from trellis.nn.moe.routing import Choices
 from trellis.nn.moe.rows import local_experts
 from trellis.nn.parameters import Bias
@@ -129,11 +129,12 @@ def mix(
 def _mixed(
     x, choices: Choices, gate, up, down, biases: Biases | None, gated: ClampedSwiGLU | None, way: Way, slack: float
 ) -> NamedArray:
-    experts = gate.axis("experts").size
     places = _places(x)
     chosen = _chosen(way, places, x, choices.ids.shape["choices"])
     if chosen == "dense":
         return _dense(x, choices, gate, up, down, biases, gated)
+    kinds, (gate, up, down) = unmarked((gate, up, down))
+    experts = gate.axis("experts").size
     if chosen == "grouped":
         places = dataclasses.replace(places, experts=())
     x, weights = x.transpose(TOKENS), choices.weights.transpose((*TOKENS[:2], "choices"))
@@ -141,12 +142,15 @@ def _mixed(
     gate, up = (w.transpose(("experts", "embed", "mlp")) for w in (gate, up))
     down = down.transpose(("experts", "mlp", "embed"))
     added = () if biases is None else tuple(b.transpose(("experts", "mlp")) for b in (biases.gate, biases.up))
+    biased = len(added)
     mesh = jax.typeof(x.array).sharding.mesh
     devices = math.prod(mesh.shape[a] for a in places.experts) if places.experts else 1
 
     def body(*given):
         used = places.batch + places.pos + places.experts + places.mlp
-        x, ids, weights, gate, up, down, *added = (vary(a, used) for a in given)
+        x, ids, weights, gate, up, down, *others = (vary(a, used) for a in given)
+        added, rounded = others[:biased], others[biased:]
+        gate, up, down = held((gate, up, down), kinds, rounded)
         tokens = x.reshape(-1, x.shape[-1])
         pairs = (ids.reshape(tokens.shape[0], -1), weights.reshape(tokens.shape[0], -1))
         compute = lambda rows, sizes, counted: _products(rows, sizes, counted, gate, up, down, added, gated)
@@ -163,14 +167,22 @@ def _mixed(
         return out.reshape(x.shape)
 
     arrays = (x, ids, weights, gate, up, down, *added)
+    narrow = narrow_weights((gate, up, down), kinds)
     if state_of(x.array).mode != "explicit":
-        return x.with_array(body(*(a.array for a in arrays)))
+        return x.with_array(body(*(a.array for a in (*arrays, *narrow))))
     tokens, partial = (places.batch, places.pos, ()), frozenset(places.partial)
     slices = [tokens] * 3 + [(places.experts, (), places.mlp)] * 2 + [(places.experts, places.mlp, ())]
     slices += [(places.experts, places.mlp)] * len(added)
     others = frozenset(places.batch + places.pos) - frozenset(places.experts + places.mlp)
     copied = [partial] * 3 + [others] * (3 + len(added))
-    moved = [move(a, s, c).array for a, s, c in zip(arrays, slices, copied, strict=True)]
+    marked = [3 + n for n, kind in enumerate(kinds) if kind is not None]  # only their narrow numbers move
+    for numbers in narrow:  # those of a weight go where it goes, without its gradient; scales go nowhere
+        slices.append(slices[3 + 2 * (numbers.names == down.names)] if numbers.names else ())
+        copied.append(frozenset())
+    moved = [
+        gradient_only(a.array, a.names, s, c) if n in marked else move(a, s, c).array
+        for n, (a, s, c) in enumerate(zip((*arrays, *narrow), slices, copied, strict=True))
+    ]
     specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in moved)
     mapped = jax.shard_map(
         lambda *a: mark_pending(body(*a), places.partial),
@@ -184,7 +196,7 @@ def _mixed(
 def _products(rows, sizes, counted, gate, up, down, added=(), gated_by: ClampedSwiGLU | None = None):
     """What the experts of one device make of rows sorted by expert, times what each row counts."""
     rows = save(rows, "mlp_rows")
-    gated, upped = grouped_matmul(rows, gate, sizes), grouped_matmul(rows, up, sizes)
+    gated, upped = grouped_each(rows, (gate, up), sizes)
     if added:
         # As a product: its gradient is one too, whose sums over rows are float32.
         group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")
@@ -194,7 +206,7 @@ def _products(rows, sizes, counted, gate, up, down, added=(), gated_by: ClampedS
     gated, upped = save(gated, "mlp_gate"), save(upped, "mlp_up")
     hidden = jax.nn.silu(gated) * upped if gated_by is None else gated_by(gated, upped)
     hidden = hidden.astype(jnp.float32) * counted[:, None]
-    return grouped_matmul(hidden.astype(rows.dtype), down, sizes)
+    return grouped_each(hidden.astype(rows.dtype), (down,), sizes)[0]
 
 
 def _weighted(choices: Choices, of_expert: NamedArray) -> NamedArray:
@@ -206,7 +218,7 @@ def _weighted(choices: Choices, of_expert: NamedArray) -> NamedArray:
 
 def _dense(x, choices: Choices, gate, up, down, biases: Biases | None, gated_by: ClampedSwiGLU | None):
     """By definition: all experts for all tokens."""
-    experts = gate.axis("experts")
+    experts = unmarked((gate,))[1][0].axis("experts")
     hot = one_hot(choices.ids, Axis("experts", experts.size))
     weights = einsum("... choices experts, ... choices -> ... experts", hot, choices.weights).astype(x.dtype)
     gated, upped = dot_each(x, (gate, up), over="embed")  # "batch pos experts mlp"

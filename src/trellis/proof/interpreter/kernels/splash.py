@@ -88,6 +88,10 @@ def _results(kind: tuple, phase: str, own: dict[str, np.ndarray], seen: np.ndarr
         log_sum, mean = own["log_sum"][:, :, 0], own["mean"][:, :, 0]
         d_q, d_k, d_v, _ = attention.backward(q, k, v, scores, log_sum, own["d_out"], mean)
         found = {last: d_q} if phase == "dq" else {last - 1: d_k, last: d_v}
+        if phase == "dkv" and last == 4:  # with the gradient of queries, for each block of keys by itself
+            blocks = np.split(np.arange(k.shape[2]), kind[2].shape[-4])
+            parts = ((k[:, :, b], v[:, :, b], scores[..., b], log_sum, own["d_out"], mean) for b in blocks)
+            found[2] = np.stack([attention.backward(q, *part)[0] for part in parts], axis=1)
     made = (found.get(i, np.array(np.nan, q.dtype)) for i in range(len(kind)))
     return tuple(
         np.broadcast_to(x[0] if x.ndim > len(t.shape) else x, t.shape) for x, t in zip(made, kind, strict=True)

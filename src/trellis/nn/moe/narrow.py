@@ -1,0 +1,140 @@
+"""Experts' products in narrow numbers (`tr.Narrow`): rows and weights rounded, with one scale each.
+
+Weights are rounded where they are and then moved, rows where they are sorted by expert: their scale is that of the
+largest element of all devices' rows. No kernel of grouped products takes numbers of eight bits, so they are multiplied
+in bfloat16, which holds them as they are: what is narrow is what moves.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from trellis.mesh.manual.ops import varying_axes
+from trellis.named import NamedArray, NamesError
+from trellis.named.narrow import TYPES, Kind, Narrow, not_again, rounded, with_one_scale
+from trellis.named.placing import move
+from trellis.nn.moe.grouped import grouped_matmul
+from trellis.notation import spec_of
+
+Kinds = tuple[Kind | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """A device's part of the weights of a narrow product.
+
+    Attributes:
+        weight: `experts in out`, of which only the type is used, and whose gradient is made.
+        values, scale: the narrow numbers, in a type that kernels multiply.
+        kind: which.
+    """
+
+    weight: jax.Array
+    values: jax.Array
+    scale: jax.Array
+    kind: Kind
+
+
+def unmarked(weights: Sequence[NamedArray | Narrow]) -> tuple[Kinds, list[NamedArray]]:
+    """The kinds of narrow products that weights ask for, and the weights without their marks.
+
+    Raises:
+        NamesError: a kind that experts' products are not made in.
+    """
+    kinds = tuple(w.kind if isinstance(w, Narrow) else None for w in weights)
+    if wrong := [kind for kind in kinds if kind is not None and (kind not in TYPES or TYPES[kind].in_blocks)]:
+        able = " or ".join(kind for kind, types in TYPES.items() if not types.in_blocks)
+        raise NamesError(f"experts' products are narrow in {able}, got '{wrong[0]}', in mix: write one of these")
+    return kinds, [w.weight if isinstance(w, Narrow) else w for w in weights]
+
+
+def narrow_weights(weights: Sequence[NamedArray], kinds: Kinds) -> list[NamedArray]:
+    """The narrow numbers of the weights that have some, each followed by its scale."""
+    found = []
+    for weight, kind in zip(weights, kinds, strict=True):
+        if kind is not None:
+            values, scale = rounded(weight.array, kind, ())
+            found += [NamedArray(values, weight.names), NamedArray(scale, ())]
+    return found
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def gradient_only(weight: jax.Array, names: tuple[str, ...], axes: tuple, copied: frozenset[str]) -> jax.Array:
+    """Zeros in the place of a weight that is moved, whose gradient comes back as the weight's own would: nothing moves
+    but that."""
+    zeros = lax.broadcast_in_dim(jnp.zeros((), weight.dtype), weight.shape, (), out_sharding=spec_of(axes))
+    return move(NamedArray(zeros, names), axes, copied).array
+
+
+def _gradient_only_forward(weight, names, axes, copied):
+    return gradient_only(weight, names, axes, copied), weight
+
+
+def _gradient_only_backward(names, axes, copied, weight, d):
+    _, pull = jax.vjp(lambda w: move(NamedArray(w, names), axes, copied).array, weight)  # nothing reads what is moved
+    return pull(d)
+
+
+gradient_only.defvjp(_gradient_only_forward, _gradient_only_backward)
+
+
+def held(weights: Sequence[jax.Array], kinds: Kinds, narrow: Sequence[jax.Array]) -> list[jax.Array | Held]:
+    """A device's weights with their narrow numbers, which come as `narrow_weights` has them."""
+    left = iter(narrow)
+    return [
+        w if kind is None else Held(w, next(left).astype(_exact(w.dtype)), next(left), kind)
+        for w, kind in zip(weights, kinds, strict=True)
+    ]
+
+
+def grouped_each(rows: jax.Array, weights: Sequence[jax.Array | Held], sizes: jax.Array) -> list[jax.Array]:
+    """`grouped_matmul` of rows with several weights; rows are rounded once for all that are of one kind."""
+    kinds = {w.kind for w in weights if isinstance(w, Held)}
+    narrow = {kind: _rounded_rows(lax.stop_gradient(rows), sizes, kind, gradient=False) for kind in kinds}
+    return [
+        _multiply(rows, w.weight, (*narrow[w.kind], w.values, w.scale), sizes, w.kind, (rows.dtype, w.weight.dtype))
+        if isinstance(w, Held)
+        else grouped_matmul(rows, w, sizes)
+        for w in weights
+    ]
+
+
+def _rounded_rows(rows: jax.Array, sizes: jax.Array, kind: Kind, *, gradient: bool) -> tuple[jax.Array, jax.Array]:
+    """Rows in narrow numbers; those after the last group, which may be any number, are zeros."""
+    own = (jnp.arange(rows.shape[0]) < sizes.sum())[:, None]
+    wide = jnp.where(own, rows, jnp.zeros((), rows.dtype)).astype(jnp.float32)
+    return with_one_scale(wide, kind, gradient=gradient, over=tuple(varying_axes(wide)))
+
+
+# Of rows and weights as they are only the types are used, so that nothing moves them.
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _multiply(rows, weights, narrow, sizes, kind: Kind, types):
+    values, scale, weight_values, weight_scale = narrow
+    out = grouped_matmul(values.astype(weight_values.dtype), weight_values, sizes)
+    return (out.astype(jnp.float32) * (scale * weight_scale)).astype(types[0])
+
+
+def _forward(rows, weights, narrow, sizes, kind: Kind, types):
+    return _multiply(rows, weights, narrow, sizes, kind, types), (narrow, sizes)
+
+
+def _backward(kind: Kind, types, kept, d):
+    (values, scale, weight_values, weight_scale), sizes = kept
+    narrow, d_scale = _rounded_rows(d, sizes, kind, gradient=True)
+    d_scale = not_again(d_scale, d)
+    exact = weight_values.dtype
+    _, pull = jax.vjp(lambda rows, weights: grouped_matmul(rows, weights, sizes), values.astype(exact), weight_values)
+    gradients = zip(pull(narrow.astype(exact)), (weight_scale, scale), types, strict=True)
+    return *((g.astype(jnp.float32) * (d_scale * s)).astype(dtype) for g, s, dtype in gradients), None, None
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def _exact(dtype) -> jnp.dtype:
+    """A type that holds narrow numbers as they are, and for which there are kernels."""
+    return jnp.dtype("float32") if dtype == jnp.float32 else jnp.dtype("bfloat16")
