@@ -82,8 +82,11 @@ class Precision:
         return self._marked(_cast(model, self.compute, self.exceptions))
 
     def product_of(self, parameter: Parameter) -> Literal["fp8", "int8", "mxfp8"] | None:
-        """The kind of a parameter's products, where they are narrow: those of weights, by the first part that fits."""
-        if parameter.role != Role.WEIGHT:
+        """The kind of a parameter's products, where they are narrow: those of weights, by the first part that fits.
+
+        Routers, weights to `routes`, stay whole: a rounded score sends tokens to other experts.
+        """
+        if parameter.role != Role.WEIGHT or "routes" in parameter.names:
             return None
         return next((kind for part, kind in self.products.items() if part in parameter.path), None)
 
