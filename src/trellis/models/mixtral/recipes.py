@@ -43,7 +43,7 @@ def mixtral_8x7b() -> Run:
         optimizer=AdamW(learning_rate=3e-4),
         schedule=Cosine(warmup_steps=2000),
         precision=Precision(exceptions={"router": "float32"}),
-        remat=Remat(policy="saved"),
+        remat=Remat(policy="saved", names=("mlp_rows", "mlp_up", "attention", "query", "key", "value")),
         mesh=MeshSizes(data=8, expert=8),
         layout=LayoutChoice(preset="fsdp"),
         checkpoints=CheckpointRule(every=1000, keep_every=10_000),
@@ -59,6 +59,7 @@ def mixtral_8x7b_v5p_64() -> Run:
     return dataclasses.replace(
         mixtral_8x7b(),
         name="mixtral_8x7b_v5p_64",
+        remat=Remat(policy="saved"),
         compiler_options=FrozenMap(V5P),
     )
 
