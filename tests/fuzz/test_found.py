@@ -427,3 +427,11 @@ def test_what_lies_on_another_mesh_is_not_settled_on_this_one():
         pytest.raises(ReshardError, match="its own mesh, got 'replica' for one of a mesh with data: move it"),
     ):
         tr.settle(x)
+
+
+def test_a_pipeline_refuses_layers_that_have_a_batch():
+    x, w = drawn(4, 3), drawn(2, 4, seed=1)
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], stage=2), compute={"layers": "stage"}):
+        args = tr.shard((tr.named(w, "layers batch"), tr.named(x, "batch embed")), "compute")
+        with pytest.raises(tr.NamesError, match="a pipeline cuts 'batch', which its layers have none of, got"):
+            tr.Stacked(args[0], tr.Axis("layers", 2)).fold(args[1], call=lambda own, x: x * own)

@@ -252,9 +252,18 @@ class _Plan:
 
 
 def _leading(p, layers: Axis):
-    """A parameter with the layers' name in front."""
+    """A parameter with the layers' name in front.
+
+    Raises:
+        NamesError: it has the name that a pipeline cuts.
+    """
     if not is_named(p):
         return p
+    if BATCH in p.names:
+        raise NamesError(
+            f"a pipeline cuts '{BATCH}', which its layers have none of, got a parameter {p.type}: rename it there, or "
+            f"take '{layers.name}' out of the layout's compute"
+        )
     if layers.name not in p.names:
         return broadcast_to(p, {layers.name: layers.size, **p.shape})
     return transpose(p, (layers.name, *(n for n in p.names if n != layers.name)))
