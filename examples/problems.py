@@ -77,7 +77,7 @@ def shard_rolls(mesh, shift: int = 3) -> None:
 
 def experts_on_one_device(a, w, chosen, weights) -> jax.Array:
     """`out[i] = sum_k weights[i, k] * a[i] @ w[chosen[i, k]]`: tokens sorted by expert, and one product a group."""
-    compute = lambda rows, sizes: grouped_matmul(rows, w, sizes)
+    compute = lambda rows, sizes, weights: grouped_matmul(rows, w, sizes) * weights[:, None]
     return local_experts(a, chosen, weights, compute, count=EXPERTS)
 
 
@@ -115,7 +115,7 @@ def experts(mesh, choices: int) -> None:
     ) -> f32["tokens/x out/y"]:
         """The first pass by hand: every row of devices gets all tokens, and computes its own experts."""
         a = tr.all_gather("tokens/x in/y -> tokens/x in", a)
-        compute = lambda rows, sizes: grouped_matmul(rows, w, sizes)
+        compute = lambda rows, sizes, weights: grouped_matmul(rows, w, sizes) * weights[:, None]
         return gather_experts(a, chosen, weights, compute, axes=("x",), count=per_device)
 
     @tr.shard_map
@@ -127,7 +127,7 @@ def experts(mesh, choices: int) -> None:
     ) -> f32["tokens/x out/y"]:
         """The second: a token travels to the devices of its experts, in rounds of a bounded buffer, and no further."""
         a = tr.all_gather("tokens/x in/y -> tokens/x in", a)
-        compute = lambda rows, sizes: grouped_matmul(rows, w, sizes)
+        compute = lambda rows, sizes, weights: grouped_matmul(rows, w, sizes) * weights[:, None]
         return exchange_experts(a, chosen, weights, compute, axes=("x",), count=per_device, ragged=False, slack=1.0)
 
     with jax.set_mesh(mesh):

@@ -152,7 +152,7 @@ def test_what_a_field_takes_can_be_assembled_and_traced(section, attempt, monkey
 
     def train(assembled, *_, **__):
         taken.append(assembled.run)
-        return loop.Outcome(state=None, step=0, exit_code=0, lines=[], programs=[])
+        return loop.Outcome(state=None, step=0, exit_code=0, lines=[], programs=[], token_seconds=None)
 
     monkeypatch.setattr(loop, "train", train)
     tried = {}  # each field once: families share most of theirs

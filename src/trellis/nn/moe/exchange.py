@@ -154,7 +154,7 @@ def exchange_experts(
             made = in_rounds(one, now, rows, counted, counts, needed)
     else:
         made = one(rows, counted, counts, jnp.int32(0))
-    return sum_rows(made, copies, order // choices).reshape(x.shape)
+    return sum_rows(made, copies, order // choices).reshape(tokens, -1)
 
 
 class Turn(NamedTuple):
@@ -219,7 +219,7 @@ def _round(rows, counted, counts, turn: Turn, compute: Compute, *, axes: Axes, r
     order, place, sizes = sort_by_expert(expert, count)
     given = reorder(got, order, place)
     made = compute(given.reshape(room, -1), sizes, reorder(weights, order, place))
-    made = reorder(made.reshape(given.shape), place, order)
+    made = reorder(in_tiles(made) if ragged else made, place, order)
     if ragged:
         return ragged_all_to_all(made, rows.shape[0], back, there, axes)
     made = lax.all_to_all(made, axes, 0, 0, tiled=True)

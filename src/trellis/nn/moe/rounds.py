@@ -27,7 +27,8 @@ def in_rounds(one: Callable, now: Callable, rows, counted, counts, needed) -> ja
         needed: `i32[""]`, the same on all devices.
     """
     pure, held = jax.closure_convert(one, rows, counted, counts, jnp.int32(1))
-    rows, counted, held, relayed = _shared(pure, now, rows, counted, counts, needed, held)
+    like = jax.eval_shape(pure, rows, counted, counts, jnp.int32(0), *held)
+    rows, counted, held, relayed = _shared(pure, now, (like.shape, like.dtype), rows, counted, counts, needed, held)
     made = pure(rows, counted, counts, jnp.int32(0), *held)
     fixed = jax.tree.map(lax.stop_gradient, (rows, counted, held))
     return _further(pure, now, made, relayed, *fixed[:2], counts, needed, fixed[2])
@@ -54,20 +55,20 @@ def _further_backward(one, now, kept, d):
 _further.defvjp(_further_forward, _further_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _shared(one, now, rows, counted, counts, needed, held):
-    """What all rounds read, and a value whose gradient is that of what they make.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _shared(one, now, like, rows, counted, counts, needed, held):
+    """What all rounds read, and a value whose gradient is that of what they make, of the shape and dtype `like`.
 
     Its backward pass runs after the first round's: with the gradients that gave, it runs the others.
     """
-    return rows, counted, held, vary(jnp.zeros_like(rows), varying_axes(rows))
+    return rows, counted, held, vary(jnp.zeros(*like), varying_axes(rows))
 
 
-def _shared_forward(one, now, *given):
-    return _shared(one, now, *given), given
+def _shared_forward(one, now, like, *given):
+    return _shared(one, now, like, *given), given
 
 
-def _shared_backward(one, now, kept, d):
+def _shared_backward(one, now, like, kept, d):
     rows, counted, counts, needed, held = kept
     *first, d_made = d
 
