@@ -123,9 +123,9 @@ def test_processes_that_devices_wait_for_are_named_once(tmp_path):
 
 @pytest.mark.slow
 def test_a_stopped_process_is_named_by_the_other(tmp_path):
-    # Between checkpoints: one that waits for a process ends by the runtime's own limit, without this message.
-    processes = start(tmp_path, "--steps", "4000", "--every", "8", "--deadline", str(SECONDS))
-    wait_for_lines(tmp_path, 10)
+    # Between evaluations and without checkpoints: one that waits for a process ends by the runtime's own limit.
+    processes = start(tmp_path, "--steps", "4000", "--every", "4000", "--deadline", str(SECONDS))
+    wait_for_lines(tmp_path, 11)
     processes[1].send_signal(signal.SIGSTOP)
     begun = time.monotonic()
     try:
@@ -135,7 +135,7 @@ def test_a_stopped_process_is_named_by_the_other(tmp_path):
         processes[1].kill()
         processes[1].communicate(timeout=60)
     assert processes[0].returncode == 3, err
-    assert "A step ends within its deadline.\n  seen:  step " in err and "last good checkpoint: " in err
+    assert "A step ends within its deadline.\n  seen:  step " in err and "no checkpoint was written yet" in err
     assert "; late: process 1 on " in err and "which is silent (last: " in err
     assert "loop.py" in (tmp_path / "watch" / "stacks-0.txt").read_text()
     assert took < 3 * SECONDS + 5
@@ -150,6 +150,7 @@ def test_a_process_whose_loop_hangs_is_named_by_both(tmp_path):
     for _, err in ends:
         assert "A step ends within its deadline.\n  seen:  step 16 after " in err
         assert "; late: process 1 on " in err and ", which waits for the batch of step 16" in err
+        assert "last good checkpoint: " in err
     assert 'tests/train/toy.py", line ' in (tmp_path / "watch" / "stacks-1.txt").read_text()
     assert lines(tmp_path)[-1]["step"] <= 15
 
