@@ -84,6 +84,20 @@ def test_a_lost_process_is_told_apart_from_an_error_of_its_own(monkeypatch):
     assert explain(own, "x") is own
 
 
+def test_a_process_lost_while_a_checkpoint_is_written_is_found_behind_the_timeout_of_who_waited(monkeypatch):
+    import jax
+
+    barrier = jax.errors.JaxRuntimeError("INTERNAL: Barrier failed because: Task 1 heartbeat timeout.\nmore")
+    waited = TimeoutError("Timed out while waiting for async_write_complete barrier.")
+    waited.__cause__ = barrier
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    told = explain(waited, "last good checkpoint: c")
+    assert isinstance(told, RunStopped) and told.where == "last good checkpoint: c"
+    assert told.seen == "process 0 of 2 lost another one: INTERNAL: Barrier failed because: Task 1 heartbeat timeout."
+    alone = TimeoutError("Timed out")
+    assert explain(alone, "x") is alone
+
+
 def start(folder, *more, pause=0.03, each=None):
     """The toy as two processes of four CPU devices each; `each` has options of single ones."""
     with socket.socket() as free:

@@ -77,9 +77,21 @@ def explain(error: BaseException, last_good: str) -> BaseException:
                 fix="use smaller microbatches, more checkpointing of activations, or more devices; "
                 "`trellis memory` shows what each device holds",
             )
-        if jax.process_count() > 1 and _PEER.search(str(error)):
-            return _lost(f"lost another one: {first:.200}", last_good)
+    if jax.process_count() > 1 and (reason := _peer_lost(error)):
+        return _lost(f"lost another one: {reason:.200}", last_good)
     return error
+
+
+def _peer_lost(error: BaseException | None) -> str:
+    """What a runtime says of a process that is gone, where that is why something failed; else nothing.
+
+    Whoever waited may tell it in words of its own: Orbax calls a barrier that failed a timeout.
+    """
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError) and _PEER.search(str(error)):
+            return str(error).splitlines()[0]
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def _lost(how: str, last_good: str) -> RunStopped:
