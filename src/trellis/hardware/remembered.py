@@ -1,8 +1,10 @@
 """What was measured on this machine, kept in the user's cache folder from one run to the next."""
 
+import hashlib
 import json
 import os
 import platform
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,17 +22,27 @@ def devices_here(devices: Sequence[Any]) -> str:
     return f"{host}, {len(devices)} x {devices[0].device_kind}"
 
 
+def digest_of(value: Any) -> str:
+    """A name for a plain value: equal for equal ones.
+
+    >>> digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1})
+    True
+    """
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def today() -> str:
+    """The date as it is kept and told: `7 Nov 2026`."""
+    return time.strftime("%d %b %Y").lstrip("0")
+
+
 def recall(what: str) -> dict[str, Any]:
     """All that is kept of one kind, by what it was kept under; nothing where there is no cache, or none that is whole.
 
     Args:
-        what: the kind: `peaks`, `paces`.
+        what: the kind: `choices`, `paces`, `peaks`.
     """
-    try:
-        found = json.loads(_file().read_text())[what]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return _dict(_kept().get(what))
 
 
 def remember(what: str, key: str, value: Any) -> None:
@@ -41,16 +53,23 @@ def remember(what: str, key: str, value: Any) -> None:
         key: what it is kept under.
         value: anything that JSON has.
     """
-    try:
-        found = json.loads(_file().read_text())
-    except (OSError, ValueError):
-        found = {}
-    kept = found if isinstance(found, dict) else {}
+    kept = _kept()
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
-        write_json(_file(), kept | {what: recall(what) | {key: value}})
+        write_json(_file(), kept | {what: _dict(kept.get(what)) | {key: value}})
     except OSError:
         pass
+
+
+def _kept() -> dict[str, Any]:
+    try:
+        return _dict(json.loads(_file().read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def _dict(found: Any) -> dict[str, Any]:
+    return found if isinstance(found, dict) else {}
 
 
 def _file() -> Path:

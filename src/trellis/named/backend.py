@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from trellis._compat import refuses_copies
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
 from trellis.mesh.platform import device_kind_of, platform_of, unrolls_loops
@@ -165,7 +166,7 @@ def product(a: jax.Array, b: jax.Array, numbers, *, preferred_element_type=None,
     try:
         return _cpu_product(a, b, summed, spec)
     except ValueError as error:  # mapped over a name that is whole, where `layout.mapped` is empty
-        if "dangerous when PartitionSpec" not in str(error):
+        if not refuses_copies(error):
             raise
         sharding = None if spec is None else sharding_on(a, spec)
         return lax.dot_general(a, b, numbers, out_sharding=sharding)

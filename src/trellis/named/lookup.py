@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from trellis._compat import refuses_copies
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import mark_pending, vary, varying_axes
 from trellis.mesh.manual.take import rows_here
@@ -84,7 +85,7 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
         array = jax.shard_map(body, mesh=own_mesh(x.array), in_specs=specs, out_specs=out)(*arrays)
     except (NotImplementedError, ValueError) as error:
         # Nor can it map over what begins a pending sum, or over copies, along a name that is whole.
-        if isinstance(error, ValueError) and "dangerous when PartitionSpec" not in str(error):
+        if isinstance(error, ValueError) and not refuses_copies(error):
             raise
         array = plan.rows(table.array, *(plan.widened(i) for i in ids), where=where)
     return settle_selected(NamedArray(array, plan.out), plan.looked_up)

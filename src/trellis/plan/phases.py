@@ -47,7 +47,8 @@ def fullest(plans: Sequence[PhasePlan]) -> PhasePlan:
 def phases_text(plans: Sequence[PhasePlan]) -> str:
     """A line for each phase, and how long the run takes."""
     rows = []
-    for phase, plan in plans:
+    for each in plans:
+        phase, plan = each
         length = phase.run.data.sequence_length
         sizes = " then ".join(f"{entry.size:,}" for entry in phase.run.batch_sizes())
         rows.append(
@@ -58,7 +59,7 @@ def phases_text(plans: Sequence[PhasePlan]) -> str:
                 "yes" if plan.fits else "NO",
                 numbers.seconds(plan.seconds),
                 f"{plan.mfu:.1%}",
-                numbers.duration((phase.stop - phase.start) * plan.seconds),
+                numbers.duration(each.seconds),
             )
         )
     header = ("steps", "sequences", "memory", "fits", "a step", "MFU", "all of them")
@@ -77,15 +78,15 @@ def phases_json(plans: Sequence[PhasePlan]) -> list[dict[str, Any]]:
     """The same as plain values; seconds and bytes."""
     return [
         {
-            "step": phase.start,
-            "stop": phase.stop,
-            "length": phase.run.data.sequence_length,
-            "batch_sizes": [entry.size for entry in phase.run.batch_sizes()],
-            "peak": plan.memory.peak,
-            "fits": plan.fits,
-            "step_seconds": plan.seconds,
-            "mfu": plan.mfu,
-            "seconds": (phase.stop - phase.start) * plan.seconds,
+            "step": p.phase.start,
+            "stop": p.phase.stop,
+            "length": p.phase.run.data.sequence_length,
+            "batch_sizes": [entry.size for entry in p.phase.run.batch_sizes()],
+            "peak": p.plan.memory.peak,
+            "fits": p.plan.fits,
+            "step_seconds": p.plan.seconds,
+            "mfu": p.plan.mfu,
+            "seconds": p.seconds,
         }
-        for phase, plan in plans
+        for p in plans
     ]

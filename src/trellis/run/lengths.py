@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -55,8 +56,12 @@ def phases(run: "Run") -> tuple[Phase, ...]:
         UserError: lengths are not in the order of steps, or not those of rows that can be cut; or what must hold of a
             run does not hold of a phase.
     """
-    if not run.lengths:
-        return (Phase(0, run.steps, run),)
+    return _several(run) if run.lengths else (Phase(0, run.steps, run),)
+
+
+@functools.lru_cache(maxsize=16)
+def _several(run: "Run") -> tuple[Phase, ...]:
+    """Asked for in every step."""
     _check(run)
     found, starts = [], [0, *(entry.step for entry in run.lengths), run.steps]
     change: dict = {"length": run.data.sequence_length}

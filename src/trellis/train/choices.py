@@ -5,11 +5,9 @@ decides how it is rounded.
 """
 
 import dataclasses
-import hashlib
-import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import jax
 
 from trellis.errors import UserError
 from trellis.figures.numbers import duration
-from trellis.hardware.remembered import devices_here, recall, remember
+from trellis.hardware.remembered import devices_here, digest_of, recall, remember, today
 from trellis.inspect.memory import memory_of
 from trellis.mesh.platform import rehearses
 from trellis.run.config import Cpu, Run
@@ -27,16 +25,15 @@ from trellis.run.schema import plain
 from trellis.train.assemble import Assembled, assemble
 from trellis.train.checks import check_step
 from trellis.train.devices import possible_counts
-from trellis.train.flops import work_of
+from trellis.train.flops import costs, work_of
 from trellis.train.pace import LONGEST_STEP, Pace, expected_pace, keep_pace, tokens_of, tried_pace
-from trellis.train.probes import fastest, probes
+from trellis.train.probes import GAIN, fastest, probes
 from trellis.train.summary import step_program
 
 # Seconds of a run that is worth the few seconds that kernels are measured for; no run of so few tokens is.
 _LONG, _FEW = 60.0, 100_000
 # Steps are tried as long as that takes no more than this share of the run.
 _SHARE = 0.05
-_GAIN = 0.95
 # What is told, and what a pace is called that was found so.
 MEASURES, TRIAL = "measures what suits this processor, once", "trial steps"
 # Not part of what decides a choice.
@@ -59,10 +56,7 @@ def as_it_began(run: Run, folder: Path) -> Run:
     if not has_begun(folder) or not path.is_file():
         return run
     before = read_run(path)
-    names = [field.name for field in dataclasses.fields(Cpu) if getattr(run.cpu, field.name) is None]
-    run = dataclasses.replace(
-        run, cpu=dataclasses.replace(run.cpu, **{name: getattr(before.cpu, name) for name in names})
-    )
+    run = dataclasses.replace(run, cpu=_filled(run.cpu, dataclasses.asdict(before.cpu)))
     there = (run.mesh, run.layout) == (before.mesh, before.layout) and run.devices in (None, before.devices)
     if not there:
         return run
@@ -117,12 +111,10 @@ def choose(
     found = _kernels(run, assembled, clock)
     run = _applied(run, found) or run
     budget = _SHARE * whole - (clock() - started)
-    run, pace = _steps(run, devices, budget, clock, trial)
-    last = assemble(run, devices[: run.devices or len(devices)])
-    keep_pace(last, work_of(last), pace.token_seconds, how=TRIAL)
+    run, made, pace = _steps(run, devices, budget, clock, trial)
+    keep_pace(made, dataclasses.replace(work, **costs(made)), pace.token_seconds, how=TRIAL)
     found |= {"devices": run.devices, "microbatches": run.microbatches}
-    date = time.strftime("%d %b %Y").lstrip("0")
-    remember("choices", key, found | {"date": date})
+    remember("choices", key, found | {"date": today()})
     tell(f"chosen   {words_of(run, found)}, in {duration(clock() - started)}; kept for this machine")
     return run
 
@@ -144,7 +136,7 @@ def _kernels(run: Run, assembled: Assembled, clock: Callable[[], float]) -> dict
 
 def _steps(
     run: Run, devices: Sequence[Any], budget: float, clock: Callable[[], float], trial: Callable[[Assembled], Pace]
-) -> tuple[Run, Pace]:
+) -> tuple[Run, Assembled, Pace]:
     """The run with the microbatches and devices of the fastest steps, of those that there was time to try."""
     started = clock()
     assembled = assemble(run, devices)
@@ -153,18 +145,19 @@ def _steps(
         devices=run.devices or len(devices),
         microbatches=run.microbatches or assembled.options.microbatches,
     )
-    best, pace = usual, trial(assembled)
+    best = usual, assembled, trial(assembled)
     one = clock() - started
     for other in _others(run, usual, len(devices)):
         if clock() - started + one > budget:
             break
         try:
-            new = trial(assemble(other, devices[: other.devices]))
+            made = assemble(other, devices[: other.devices])
+            new = trial(made)
         except UserError:  # does not divide
             continue
-        if new.token_seconds < _GAIN * pace.token_seconds:
-            best, pace = other, new
-    return best, pace
+        if new.token_seconds < GAIN * best[2].token_seconds:
+            best = other, made, new
+    return best
 
 
 def _others(run: Run, usual: Run, most: int) -> list[Run]:
@@ -187,12 +180,17 @@ def _others(run: Run, usual: Run, most: int) -> list[Run]:
 def _applied(run: Run, found: dict[str, Any]) -> Run | None:
     """The run with what was found for what it leaves open; None where that does not fit, as of another version."""
     try:
-        names = [f.name for f in dataclasses.fields(Cpu) if getattr(run.cpu, f.name) is None]
-        cpu = dataclasses.replace(run.cpu, **{name: found[name] for name in names if name in found})
+        cpu = _filled(run.cpu, found)
         several = {name: found.get(name) for name in ("devices", "microbatches") if getattr(run, name) is None}
         return dataclasses.replace(run, cpu=cpu, **several)
     except (UserError, TypeError):
         return None
+
+
+def _filled(cpu: Cpu, found: Mapping[str, Any]) -> Cpu:
+    """What it leaves open as was found."""
+    names = [field.name for field in dataclasses.fields(Cpu) if getattr(cpu, field.name) is None]
+    return dataclasses.replace(cpu, **{name: found[name] for name in names if name in found})
 
 
 def words_of(run: Run, found: dict[str, Any]) -> str:
@@ -208,5 +206,4 @@ _KERNELS = {"attention_chunk": "attention in chunks", "loss_chunk": "loss in chu
 
 def _key(run: Run, devices: Sequence[Any]) -> str:
     decides = {name: value for name, value in plain(run).items() if name not in _BESIDE}
-    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
-    return f"{devices_here(devices)}, {digest}"
+    return f"{devices_here(devices)}, {digest_of(decides)}"

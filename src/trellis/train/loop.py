@@ -310,9 +310,7 @@ class _Loop:
             self._unchecked.append(record)
             evaluated = "validation_loss" in record.values
             if evaluated or _due(record.step, self._run.logging.every) or record.step >= self._stop:
-                line, better = self._meter.corrected(
-                    self._meter.line(record), lambda: jax.block_until_ready(self._newest)
-                )
+                line, better = self._meter.corrected(self._meter.line(record), self._settle)
                 self._note(better)
                 self._lines.append(line)
                 for tracker in self._trackers:

@@ -1,7 +1,5 @@
 """How long a run takes, before it begins: from earlier runs on this machine, the peak of products, or a trial."""
 
-import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis.figures.numbers import duration, flop_rate, seconds
-from trellis.hardware.remembered import devices_here, recall, remember
+from trellis.hardware.remembered import devices_here, digest_of, recall, remember, today
 from trellis.run.config import Run
 from trellis.run.schema import plain
 from trellis.train.assemble import Assembled
@@ -152,9 +150,8 @@ def keep_pace(assembled: Assembled, work: Work, token_seconds: float, *, how: st
         token_seconds: of a step, by its tokens.
         how: what was measured, in words.
     """
-    date = time.strftime("%d %b %Y").lstrip("0")
     kept = {"token_seconds": token_seconds, "token_flops": work.flops_per_token, "name": assembled.run.name}
-    remember("paces", _key(assembled), kept | {"date": date, "how": how})
+    remember("paces", _key(assembled), kept | {"date": today(), "how": how})
 
 
 def _place(assembled: Assembled) -> str:
@@ -169,7 +166,7 @@ def _key(assembled: Assembled) -> str:
         "mesh": dict(assembled.layout.mesh.shape),
         "microbatches": assembled.options.microbatches,
     }
-    return _place(assembled) + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    return _place(assembled) + digest_of(parts)
 
 
 def _is_pace(kept: Any) -> bool:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis.nn.attention.pattern import hidden_score
+from trellis.nn.attention.sinks import weights_beside
 
 
 def decode_attention(
@@ -48,8 +49,5 @@ def decode_attention(
     if window is not None:
         seen = seen & (places >= lengths[:, None] - window)
     scores = jnp.where(seen[:, None, None], scores, hidden_score(dtype))
-    if sinks is not None:
-        own = jnp.broadcast_to(sinks.astype(dtype).reshape(1, kv_heads, -1, 1), (*scores.shape[:3], 1))
-        scores = jnp.concatenate([scores, own], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)[..., :key_pos].astype(v.dtype)
+    weights = weights_beside(scores, sinks).astype(v.dtype)
     return jnp.einsum("bkgs,bskh->bkgh", weights, v).reshape(batch, heads, -1)

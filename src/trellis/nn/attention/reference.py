@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis.nn.attention.pattern import Pattern, hidden_score, same_document
+from trellis.nn.attention.sinks import weights_beside
 
 
 def reference_attention(
@@ -35,8 +36,5 @@ def reference_attention(
         scores = jnp.where(seen[None, None, None], scores, hidden_score(dtype))
     if segment_ids is not None:
         scores = jnp.where(same_document(*segment_ids)[:, None, None], scores, hidden_score(dtype))
-    if sinks is not None:
-        own = jnp.broadcast_to(sinks.astype(dtype).reshape(1, kv_heads, -1, 1, 1), (*scores.shape[:4], 1))
-        scores = jnp.concatenate([scores, own], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)[..., :key_pos].astype(v.dtype)
+    weights = weights_beside(scores, sinks).astype(v.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(batch, pos, heads, -1)

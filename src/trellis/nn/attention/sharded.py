@@ -8,6 +8,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from trellis._compat import refuses_copies
 from trellis.errors import TrellisError
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import Axes, vary
@@ -73,7 +74,7 @@ class Placement:
         try:
             return call(tables, *arrays)
         except ValueError as error:  # mapped over a name that is whole, where `layout.mapped` is empty
-            if not any(self.copied) or "dangerous when PartitionSpec" not in str(error):
+            if not any(self.copied) or not refuses_copies(error):
                 raise
         place, plain = self.without_copies(arrays)
         return place.run(kernel, plain, tables, table_specs, check=check)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from trellis._compat import refuses_copies
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
 from trellis.named import NamedArray, arange, dot, equal, exp, outer, stop_gradient, where
@@ -75,7 +76,7 @@ def next_token_loss(
     try:
         return linear_cross_entropy(hidden.array, unembedding.array, targets.array, plain, vocab_first=True, **given)
     except ValueError as error:  # mapped over a name that is whole, where `layout.mapped` is empty, with copies
-        if "dangerous when PartitionSpec" not in str(error):
+        if not refuses_copies(error):
             raise
         return _mapped(*named, **options)
 

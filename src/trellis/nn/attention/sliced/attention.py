@@ -10,6 +10,7 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from trellis._compat import refuses_copies
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
 from trellis.nn.attention.chunked import ChunkedTiles
@@ -80,7 +81,7 @@ def sliced_attention(
     try:
         return attend(_Attention(place, program, save_name), q, k, v, segment_ids, sinks)
     except ValueError as error:  # mapped over a name that is whole, where `layout.mapped` is empty
-        if not any(place.copied) or "dangerous when PartitionSpec" not in str(error):
+        if not any(place.copied) or not refuses_copies(error):
             raise
     place, (q, k, v) = place.without_copies((q, k, v))
     return attend(_Attention(place, program, save_name), q, k, v, segment_ids, sinks)
