@@ -331,7 +331,7 @@ def test_the_compiler_is_missing(monkeypatch):
     with pytest.raises(UserError) as error:
         compiling.compiler_devices(target("v5e:2x2"))
     assert "no compiler for v5e:2x2" in str(error.value)
-    assert "pip install" in str(error.value) and "without --compile the plan needs no compiler" in str(error.value)
+    assert "pip install" in str(error.value) and "without --compile needs no compiler" in str(error.value)
 
 
 OUT_OF_MEMORY = """RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom:
