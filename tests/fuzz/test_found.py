@@ -435,3 +435,48 @@ def test_a_pipeline_refuses_layers_that_have_a_batch():
         args = tr.shard((tr.named(w, "layers batch"), tr.named(x, "batch embed")), "compute")
         with pytest.raises(tr.NamesError, match="a pipeline cuts 'batch', which its layers have none of, got"):
             tr.Stacked(args[0], tr.Axis("layers", 2)).fold(args[1], call=lambda own, x: x * own)
+
+
+@pytest.mark.parametrize("program", [lambda fn, x, w: fn(x, w), lambda fn, x, w: jax.jit(fn)(x, w)], ids=["", "jit"])
+@pytest.mark.parametrize("rule", ["elementwise", "product", "lookup"])
+def test_a_backward_rule_of_ones_own_in_a_mapped_function(rule, program):
+    """JAX runs it after the map has ended, under the layout outside, which slices another name over its mesh axis."""
+    x, w = drawn(4, 8), drawn(8, 2, seed=1)
+    rules = {
+        "elementwise": (lambda x, g, w: g * tr.tanh(x), lambda x, g, w: g * jnp.tanh(x)),
+        "product": (lambda x, g, w: tr.dot(tr.dot(g, w, over="pos"), w, over="mlp"), lambda x, g, w: w @ (g @ w)),
+        "lookup": (
+            lambda x, g, w: g * tr.take(x, "pos", tr.arange(tr.Axis("out", 3))).sum("out"),
+            lambda x, g, w: g * x[:3].sum(),
+        ),
+    }
+
+    def loss(np_, vmap, total, backward):
+        def one(x, w):
+            fn = jax.custom_vjp(lambda x, w: np_.sin(x))
+            fn.defvjp(lambda x, w: (np_.sin(x), (x, w)), lambda kept, g: (backward(kept[0], g, kept[1]), 0.0 * kept[1]))
+            return fn(x, w)
+
+        return jax.grad(lambda x, w: total(vmap(one)(x, w) ** 2))
+
+    ours, plain = rules[rule]
+    expected = loss(jnp, lambda fn: jax.vmap(fn, (0, None)), jnp.sum, plain)(x, w)
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], model=2), compute={"batch": "model", "pos": "model"}):
+        args = tr.shard((tr.named(x, "batch pos"), tr.named(w, "pos mlp")), "compute")
+        fn = loss(tr, lambda fn: tr.vmap(fn, "batch"), lambda y: y.sum().array, ours)
+        np.testing.assert_allclose(program(fn, *args).array, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_named_operations_in_a_map_of_plain_arrays_keep_off_its_mesh_axis():
+    x, w = drawn(4, 8), drawn(8, 2, seed=1)
+    expected = jax.grad(lambda w: ((jnp.tanh(x) @ w) ** 2).sum())(w)
+
+    def loss(w, x):
+        row = lambda row: tr.dot(tr.tanh(tr.named(row, "pos")), w, over="pos").array
+        return (jax.vmap(row)(x) ** 2).sum()
+
+    layout = dict(params={"pos": "model"}, compute={"batch": "model", "pos": "model"})
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], model=2), **layout):
+        rows = tr.shard(tr.named(x, "batch pos"), "compute").array
+        gradient = jax.grad(loss)(tr.shard(tr.named(w, "pos mlp")), rows)
+    np.testing.assert_allclose(gradient.array, expected, rtol=1e-4, atol=1e-5)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from trellis._compat import mapped_over
 from trellis.mesh.meshes import MeshError
 from trellis.notation import spec_of
 from trellis.notation.struct import check_divides
@@ -218,8 +219,21 @@ _entered = threading.local()
 
 
 def current_layout() -> Layout | None:
-    """The layout of the innermost `with layout:`, or None."""
-    return _current.value
+    """The layout of the innermost `with layout:`, or None.
+
+    In what is mapped over mesh axes it is without them: also in the backward rule of a `jax.custom_vjp`, which JAX runs
+    under the layout outside of the map.
+    """
+    layout = _current.value
+    if layout is None:
+        return None
+    axes = mapped_over().difference(*layout.mapped)
+    return _inside(layout, tuple(a for a in layout.mesh.axis_names if a in axes)) if axes else layout
+
+
+@functools.lru_cache(maxsize=1024)
+def _inside(layout: Layout, axes: Axes) -> Layout:
+    return layout.without(*axes)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -89,7 +89,17 @@ def outside(x: NamedArray) -> frozenset[str]:
     layout, state = current_layout(), state_of(x.array)
     if layout is None or state.mode != "explicit":
         return frozenset()
-    return frozenset(a for mine in state.axes for a in mine).intersection(a for group in layout.mapped for a in group)
+    mapped = (a for group in layout.mapped if _has_devices(group) for a in group)
+    return frozenset(a for mine in state.axes for a in mine).intersection(mapped)
+
+
+def _has_devices(group: tuple[str, ...]) -> bool:
+    """Whether `mapped_name` says here which device computes: not in a `jax.vmap` or a backward rule of one's own."""
+    try:
+        jax.lax.axis_size(mapped_name(group))
+    except NameError:
+        return False
+    return True
 
 
 def mapped_name(axes: tuple[str, ...]) -> str:
@@ -100,7 +110,7 @@ def mapped_name(axes: tuple[str, ...]) -> str:
 def _on_each_device(x: NamedArray, axes: frozenset[str]) -> NamedArray:
     """The same values, as a value that is mapped over these mesh axes, whatever they come from."""
     for group in current_layout().mapped:
-        if axes.intersection(group):
+        if axes.intersection(group):  # `outside` has found them
             device = jax.reshard(jax.lax.axis_index(mapped_name(group)), spec_of(()))
             x = x.with_array(x.array - (0 * device).astype(x.dtype))  # the compiler drops the zero
     return x
