@@ -209,8 +209,8 @@ def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, 
             if last is not None:
                 with last:
                     head = copied(for_loss(head_of(dealt)))
-                if not model.config.tie_embeddings:  # no stage reads it elsewhere
-                    whole = put_head(whole, head_of(dealt))
+                if not model.config.tie_embeddings:  # it is read nowhere else
+                    whole = put_head(whole, jax.lax.stop_gradient(head_of(dealt)))
             return in_stages(whole, axis), head
 
     use, pull = jax.vjp(used, model)
