@@ -1,4 +1,4 @@
-"""What a search found as text, as a table and as plain values, and what held each candidate back."""
+"""What a search found, for people and programs: a table, text, plain values, and what held each candidate back."""
 
 import dataclasses
 from typing import Any

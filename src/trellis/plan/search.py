@@ -13,7 +13,7 @@ import math
 import operator
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from trellis.errors import UserError
@@ -157,7 +157,8 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
         slices = [(1, run.layout.context), *itertools.product((2, 4, 8, 16, 32), CONTEXT_KINDS)]
         if stages > 1:
             slices = slices[:1]
-        for (context, kind), expert in itertools.product(slices, (1, 2, 4, 8, 16, 32, 64)[: 7 if stages == 1 else 1]):
+        among = [2**n for n in range(min(experts, devices).bit_length())] if stages == 1 else [1]
+        for (context, kind), expert in itertools.product(slices, among):
             ways = devices // model // context // expert
             if experts % expert or devices % (model * context * expert):
                 continue
@@ -175,8 +176,8 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
             kinds = [(1, preset) for preset in presets]
             if groups > 1 and ways % groups == 0:  # a copy of the model in each slice or host
                 kinds = [*kinds, (groups, "hybrid")]
-            schedules = list(_schedules(run, stages))
-            for (replica, preset), schedule, (policy, names) in itertools.product(kinds, schedules, POLICIES):
+            schedules, policies = list(_schedules(run, stages)), _policies(run)
+            for (replica, preset), schedule, (policy, names) in itertools.product(kinds, schedules, policies):
                 if size % (ways * expert * schedule.parts):
                     continue
                 mesh = data_sizes(ways // replica, target)
@@ -193,6 +194,11 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
                     remat=dataclasses.replace(run.remat, policy=policy, names=names),
                 )
                 yield changed, _options(written, changed)
+
+
+def _policies(run: Run) -> Iterable[tuple]:
+    """Policies with the names that are kept: the run's own too, whose model may have others."""
+    return dict.fromkeys((*POLICIES, (run.remat.policy, run.remat.names)))
 
 
 class _Schedule(NamedTuple):

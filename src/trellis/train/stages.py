@@ -94,14 +94,16 @@ def in_stages(params, axis: str):
     return jax.tree.map(leaf, params, is_leaf=is_named)
 
 
-def around_loss(axis: str) -> Layout | None:
+def around_loss(model, axis: str) -> Layout | None:
     """The layout in force where all stages compute the loss together, each with its slice of the vocabulary.
 
-    None where the layout does not slice the vocabulary over the stages: the last one then computes the loss.
+    None where the last one computes it: the layout does not slice the vocabulary over the stages, or these have not all
+    as many layers. What only some stages do may not stand beside what all of them do together: devices of a CPU would
+    mix the two up.
     """
     layout = current_layout()
     (over,) = layout.assign((_VOCAB,))
-    if axis not in over:
+    if axis not in over or Parts.of(model.layers.axis, layout.mesh.shape[axis], layout.pipeline_groups).uneven:
         return None
     around = layout.without(axis)
     compute = [(name, over if name == _VOCAB else mine) for name, mine in around.compute]
@@ -158,7 +160,7 @@ def pipelined(
         with dealing:  # out here: no permute may stand in what one stage alone does
             inside = dataclasses.replace(current_layout(), mesh=without_axis(layout.mesh, axis))
     if head:
-        last = dataclasses.replace(around_loss(axis), dealt=inside.dealt)
+        last = dataclasses.replace(around_loss(params, axis), dealt=inside.dealt)
         types = [struct(x.array, last.mesh.abstract_mesh) for x in head]
         named = lambda arrays: [x.with_array(array) for x, array in zip(head, arrays, strict=True)]
         together = Together(last, types, lambda params, arrays: put_head(params, named(arrays)))

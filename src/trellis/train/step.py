@@ -200,7 +200,7 @@ def loss_and_gradients(model: LanguageModel, batch: Batch, options: StepOptions,
 def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, options: StepOptions, key, axis: str):
     """The same of a model whose layers are spread over stages."""
     copied = _copied if options.accumulation == "pending" else lambda params: params
-    last = around_loss(axis)
+    last = around_loss(model, axis)
 
     def used(params):
         dealt, head = dealt_out(to_use(params), axis), []
