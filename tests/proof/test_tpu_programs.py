@@ -1,0 +1,116 @@
+"""What libtpu writes, as the interpreter reads it."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import trellis as tr
+from trellis.mesh import make_mesh
+from trellis.nn import dot_product_attention
+from trellis.proof.interpreter import Failed, Interpreter, NotInterpreted
+
+BYTES = "{0:T(1024)(128)(4,1)}"
+JOINED = 'custom-call(%part0, %part1), custom_call_target="ConcatBitcast"'
+
+
+def copied(whole: str, *cuts: tuple[int, int]) -> str:
+    """An array of 3 x 16 x 128 numbers of two bytes each, copied as bytes in parts, and what is made of these."""
+    parts = "".join(
+        f"""
+  start{i} = ((s8[12288]{BYTES}), s8[{end - begin}]{BYTES}, s32[]) slice-start(%bytes), slice={{[{begin}:{end}]}}
+  part{i} = s8[{end - begin}]{BYTES} slice-done(%start{i})"""
+        for i, (begin, end) in enumerate(cuts)
+    )
+    return f"""HloModule m
+ENTRY main () -> bf16[3,16,128] {{
+  x = bf16[3,16,128]{{2,1,0:T(8,128)(2,1)}} parameter(0)
+  bytes = s8[12288]{BYTES} bitcast(%x){parts}
+  ROOT whole = {whole}
+}}
+"""
+
+
+@pytest.fixture
+def x():
+    numbers = np.random.default_rng(0).normal(size=(1, 3, 16, 128)).astype(ml_dtypes.bfloat16)
+    return numbers.astype(np.float32)
+
+
+@pytest.mark.parametrize("cut", [8192, 5120])
+def test_an_array_that_is_copied_as_bytes(x, cut):
+    text = copied(f"bf16[3,16,128]{{2,1,0:T(8,128)(2,1)S(1)}} {JOINED}", (0, cut), (cut, 12288))
+    (found,) = Interpreter(text)([x])
+    np.testing.assert_array_equal(found, x)
+
+
+def test_bytes_read_in_another_order(x):
+    """Two rows lie beside each other in each word: memory that is read row by row has every second number of a row."""
+    text = copied(f"bf16[6144]{{0}} {JOINED}", (0, 8192), (8192, 12288))
+    (found,) = Interpreter(text)([x])
+    np.testing.assert_array_equal(found[0, :256], x[0, 0, :2].T.reshape(-1))
+
+
+def test_bytes_that_are_no_numbers_any_more(x):
+    parts = (0, 6144), (6144, 12288)
+    reversed_ = copied("bf16[6144]{0} bitcast(%back)", *parts).replace(
+        "  ROOT", f"  back = s8[12288]{BYTES} reverse(%bytes), dimensions={{0}}\n  ROOT"
+    )
+    with pytest.raises(NotInterpreted, match="bytes of several numbers as one"):
+        Interpreter(reversed_)([x])
+    added = copied(f"s8[6144]{BYTES} add(%part0, %part1)", *parts)
+    with pytest.raises(Failed, match="add whole"):
+        Interpreter(added)([x])
+
+
+@pytest.mark.parametrize("parts", [((0, 8192), (8193, 12288)), ((0, 8192), (8191, 12288))])
+def test_parts_that_are_not_all_of_it(x, parts):
+    with pytest.raises(NotInterpreted, match="not all of an array, each once"):
+        Interpreter(copied(f"bf16[3,16,128]{{2,1,0:T(8,128)(2,1)}} {JOINED}", *parts))([x])
+
+
+@pytest.mark.parametrize(
+    ("said", "seen"),
+    [
+        ("", lambda query, key: key <= query),
+        ("sees(2 before 0 after 0 ahead)/", lambda query, key: (key <= query) & (key >= query - 2)),
+        ("sees(2 before 1 after 3 ahead)/", lambda query, key: (key <= query + 4) & (key >= query + 1)),
+    ],
+    ids=["a causal mask", "a window", "a window of keys behind"],
+)
+def test_a_kernel_sees_what_its_author_says(said, seen):
+    results = "f32[1,8,128], f32[1,8,128], f32[1,8,4], f32[1,1,8,4], f32[1,1,8,128]"
+    name = f'op_name="jit(f)/{said}splash_mha_fwd_residuals/pallas_call"'
+    text = f"""HloModule m
+ENTRY main () -> f32[1,1,8,4] {{
+  q = f32[1,1,8,4] parameter(0)
+  k = f32[1,1,8,4] parameter(1)
+  v = f32[1,1,8,4] parameter(2)
+  rows = s32[8,128] iota(), iota_dimension=0
+  splash_mha_fwd_residuals.1 = ({results}) custom-call(%q, %k, %v, %rows), custom_call_target="tpu_custom_call", metadata={{{name}}}
+  ROOT out = f32[1,1,8,4] get-tuple-element(%splash_mha_fwd_residuals.1), index=3
+}}
+"""  # noqa: E501
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 1, 1, 8, 4)).astype(np.float32)
+    (found,) = Interpreter(text)([q, k, v])
+    weights = np.exp(q[0, 0, 0] @ k[0, 0, 0].T) * seen(np.arange(8)[:, None], np.arange(8))
+    total = weights.sum(1, keepdims=True)
+    np.testing.assert_allclose(found[0, 0, 0], weights / np.where(total, total, 1) @ v[0, 0, 0], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_attention_under_a_window_is_proven():
+    """Its kernels have one block, of which tables of blocks do not say what is hidden."""
+    mesh = make_mesh(jax.devices()[:4], data=4)
+    heads = {"q": 2, "k": 1, "v": 1}
+    given = [jax.random.normal(jax.random.key(i), (4, 256, n, 64)) for i, n in enumerate(heads.values())]
+    given = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))) for x in given]
+
+    def gradients(implementation):
+        attend = lambda *x: dot_product_attention(*x, causal=True, window=100, implementation=implementation)
+        return jax.grad(lambda *x: jnp.sum(attend(*x) ** 2), (0, 1, 2))
+
+    proof = tr.prove(gradients("splash"), *given, on="v5e:2x2", reference=gradients("reference"), explain=False)
+    assert proof.proven and len(proof.kernels) == 3
