@@ -267,9 +267,10 @@ def test_a_pipeline_of_layers_whose_name_stands_anywhere_or_nowhere(compute):
         np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("batch", ["data", "data/model"])
 @pytest.mark.parametrize("params", [{"embed": "data"}, {"rank": "data"}, {"embed": "data", "mlp": "data"}])
-def test_the_gradient_of_a_product_of_parameters_that_a_mapped_function_closes_over(params):
-    """Of one that rests in slices of the mapped mesh axis with one that is whole, and of two in slices."""
+def test_the_gradient_of_a_product_of_parameters_that_a_mapped_function_closes_over(params, batch):
+    """Of one that rests in slices of a mapped mesh axis with one that is whole, and of two in slices."""
     x, a, b = drawn(4, 6), drawn(6, 2, seed=1), drawn(2, 4, seed=2)
 
     def loss(x, a, b):
@@ -277,7 +278,12 @@ def test_the_gradient_of_a_product_of_parameters_that_a_mapped_function_closes_o
         return (rows * rows).sum().array
 
     expected = jax.grad(lambda x, a, b: ((x @ (a @ b)) ** 2).sum(), argnums=(0, 1, 2))(x, a, b)
-    with tr.Layout(tr.make_mesh(jax.devices()[:2], data=2), params=params, compute={"batch": "data"}):
+    mesh = (
+        tr.make_mesh(jax.devices()[:4], data=2, model=2)
+        if "model" in batch
+        else tr.make_mesh(jax.devices()[:2], data=2)
+    )
+    with tr.Layout(mesh, params=params, compute={"batch": batch}):
         names = ("batch embed", "embed rank", "rank mlp")
         args = [tr.named(each, text) for each, text in zip((x, a, b), names, strict=True)]
         gradients = jax.grad(loss, argnums=(0, 1, 2))(tr.shard(args[0], "compute"), *map(tr.shard, args[1:]))

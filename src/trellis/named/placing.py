@@ -85,12 +85,12 @@ def bring(x: NamedArray, where: Assignment | None) -> NamedArray:
 
 
 def outside(x: NamedArray) -> frozenset[str]:
-    """Inside a mapped program, the mapped mesh axes that slice an array: those of a parameter from outside of it."""
+    """Inside a mapped program, the mesh axes of each map of which one slices an array: a parameter from outside."""
     layout, state = current_layout(), state_of(x.array)
     if layout is None or state.mode != "explicit":
         return frozenset()
-    mapped = (a for group in layout.mapped if _has_devices(group) for a in group)
-    return frozenset(a for mine in state.axes for a in mine).intersection(mapped)
+    own = {a for mine in state.axes for a in mine}
+    return frozenset(a for group in layout.mapped if own.intersection(group) and _has_devices(group) for a in group)
 
 
 def _has_devices(group: tuple[str, ...]) -> bool:
