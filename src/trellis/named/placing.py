@@ -18,7 +18,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from trellis._compat import is_tracer
+from trellis._compat import is_tracer, mapped_over
 from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import MeshError
 from trellis.mesh.reshard import place
@@ -45,14 +45,14 @@ def assign(operands: list[NamedArray], names: tuple[str, ...]) -> Assignment | N
 
 
 def _from_types(operands, names) -> Assignment:
-    """Without a layout the operands' own types decide, the first that slices a name wins."""
+    """Without a layout the operands' own types decide, the first that slices a name wins; not over mapped mesh axes."""
     found: Assignment = {}
-    used: set[str] = set()
+    used = set(mapped_over())
     for x in operands:
         sizes = jax.typeof(x.array).sharding.mesh.shape
         for name, axes in zip(x.names, state_of(x.array).axes, strict=True):
             axes = tuple(a for a in axes if sizes[a] > 1)
-            if axes and name not in found and not used & set(axes):
+            if axes and name not in found and not used.intersection(axes):
                 found[name] = axes
                 used |= set(axes)
     return {name: found.get(name, ()) for name in names}
