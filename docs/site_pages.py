@@ -90,8 +90,7 @@ def commands_page() -> str:
     parts = ["# Commands\n\nWhat `trellis COMMAND --help` prints."]
     for name, command in sorted(commands().items()):
         formatter = functools.partial(argparse.HelpFormatter, width=100)
-        about = command.description or command.summary
-        parser = argparse.ArgumentParser(f"trellis {name}", description=about, formatter_class=formatter)
+        parser = argparse.ArgumentParser(f"trellis {name}", description=command.about, formatter_class=formatter)
         command.arguments(parser)
         parts.append(f"## trellis {name}\n\n```text\n{parser.format_help()}```")
     return "\n\n".join(parts)

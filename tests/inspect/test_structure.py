@@ -119,6 +119,26 @@ def test_stacked_sums_of_a_loop_may_be_scattered():
     assert not found(text, (ROWS[0], dataclasses.replace(row, times=7))).right
 
 
+def test_a_scatter_may_give_slices_in_another_order():
+    """A reduce-scatter over two axes and a permute of its slices are one sum, of which each device cuts its own out."""
+    text = PROGRAM.replace("replica_groups={{0,1},{2,3}}, to_apply", "replica_groups={{0,1,2,3}}, to_apply")
+    first = dataclasses.replace(ROWS[0], kind="reduce-scatter", axes=("data", "model"))
+    second = dataclasses.replace(first, kind="permute", payload=128)
+    assert found(text, (first, second, ROWS[1])).right
+    assert not found(text, (first, dataclasses.replace(second, what="other"), ROWS[1])).right
+    assert len(found(PROGRAM, (first, second, ROWS[1])).missing) == 2
+
+
+def test_stacked_sums_are_left_to_the_loop_that_stacks_them():
+    """A gather that is done as a sum, of as many elements as the sum of each turn."""
+    more = "%zeros = f32[2,16]{1,0} all-reduce(%part), replica_groups={{0,1},{2,3}}, to_apply=%sum"
+    text = PROGRAM.replace("  %all-reduce.1", f"  %part = f32[2,16]{{1,0}} parameter(1)\n  {more}\n  %all-reduce.1")
+    turns = dataclasses.replace(ROWS[0], payload=128, times=4)
+    gathered = dataclasses.replace(ROWS[1], axes=("model",), payload=128, wire=64)
+    assert found(text, (turns, gathered, ROWS[1])).right
+    assert not found(text, (turns, gathered, gathered, ROWS[1])).right
+
+
 def test_two_gathers_may_be_one():
     text = PROGRAM.replace("f32[16,16]{1,0} all-gather", "f32[32,16]{1,0} all-gather").replace(
         "{{0,2},{1,3}}, dimensions", "{{0,2,1,3}}, dimensions"

@@ -155,6 +155,15 @@ def change(**fields):
             ],
         ),
         (
+            lambda: change(mesh=MeshSizes(stage=2), layout=LayoutChoice(mode="auto")),
+            [
+                "Stages of a pipeline hand on what they hold by themselves; no compiler places that.",
+                "layout.mode=auto, mesh.stage=2",
+                "layout.mode",
+                "use --layout.mode explicit, or --mesh.stage 1",
+            ],
+        ),
+        (
             lambda: change(layout=LayoutChoice(pipeline_groups=2)),
             [
                 "The stages of a pipeline hold groups of layers.",

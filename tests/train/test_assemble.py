@@ -75,6 +75,17 @@ def test_the_state_is_what_its_abstract_form_says(assembled, state):
         assert real.sharding.is_equivalent_to(said.sharding, real.ndim)
 
 
+def test_where_the_compiler_places_a_step_leaves_the_state_where_it_lay(run):
+    """Widths are sliced in use and whole at rest: the compiler would leave them sliced."""
+    layout = LayoutChoice(mode="auto", params={"mlp": ""})
+    made = assemble(dataclasses.replace(run, layout=layout), jax.devices()[:4])
+    with made.layout:
+        program = made.step.lower(made.abstract, made.abstract_batch()).compile()
+    after, _ = program.output_shardings
+    for said, found in zip(jax.tree.leaves(made.abstract), jax.tree.leaves(after), strict=True):
+        assert found.is_equivalent_to(said.sharding, said.ndim)
+
+
 def test_the_vocabulary_is_padded_for_the_mesh_and_not_counted(assembled):
     assert vocab_multiple(assembled.layout) == 2
     assert assembled.abstract.model.embedding.shape == {"vocab": 258, "embed": 16}

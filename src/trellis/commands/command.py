@@ -14,7 +14,7 @@ class Command:
     Attributes:
         name: the word after `trellis`.
         summary: one line, for the list of commands.
-        description: what its own help begins with; the summary if empty.
+        description: what its own help begins with; the summary, as a sentence, if empty.
         arguments: declares its words and options.
         execute: does the work and returns the exit code.
         recipe: the recipe that stands for no word, for a command about a recipe; "" asks for a word; None is for
@@ -28,3 +28,8 @@ class Command:
     arguments: Callable[[argparse.ArgumentParser], None]
     execute: Callable[[argparse.Namespace], int]
     recipe: str | None = None
+
+    @property
+    def about(self) -> str:
+        """What its own help begins with."""
+        return self.description or f"{self.summary[0].upper()}{self.summary[1:]}."

@@ -90,7 +90,7 @@ def _run(name: str, arguments: list[str]) -> int:
         fix = did_you_mean(name, known)
         raise UserError("`trellis` is followed by a command.", seen=f"`{name}`", where="trellis", fix=fix)
     command = known[name]
-    parser = _Parser(prog=f"trellis {name}", description=command.description or command.summary, allow_abbrev=False)
+    parser = _Parser(prog=f"trellis {name}", description=command.about, allow_abbrev=False)
     if command.recipe is not None:
         parser.add_argument("recipe", metavar="RECIPE", nargs="?", default=command.recipe, help=_RECIPE)
     if "jax" in sys.modules:

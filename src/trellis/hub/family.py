@@ -64,6 +64,15 @@ class Family:
         Raises:
             UserError: something about this model is not known here, or a field is absent.
         """
+        if (quantized := hub.get("quantization_config")) is not None:
+            raise UserError(
+                "Weights that are imported are stored in bfloat16, float16 or float32.",
+                seen=f"quantization_config: {quantized.get('quant_method')}",
+                where=where,
+                fix="take a folder of the same model in bfloat16, or write one: "
+                "AutoModelForCausalLM.from_pretrained(..., quantization_config=...).save_pretrained(...), "
+                "with Mxfp4Config(dequantize=True), or what transformers has for this method",
+            )
         for field, value in self.fixed.items():
             if hub.get(field, value) != value:
                 raise UserError(

@@ -116,6 +116,13 @@ class _Item:
         return self.runs == self.part.collective.times
 
 
+Choice = Callable[[Row, _Item], bool]
+
+
+def _any(row: Row, item: _Item) -> bool:
+    return True
+
+
 def _same_line(row: Row, item: _Item) -> bool:
     return row.source == item.part.source
 
@@ -142,20 +149,20 @@ class Stock:
         All rows are looked for in one way before any is in the next, which is less likely.
         """
         matches = [Match(row, _key(row, sizes), Counter(), row.times) for row in rows]
-        for chosen in (_same_loop_and_line, _same_loop, _same_line):
-            for match in matches:
-                self.take(match, "", ((match.key, 1),), chosen)
+        for chosen in (_same_loop_and_line, _same_loop):
+            self.take_as_asked(matches, chosen)
+        self.take_stacked(matches, exactly=True)
+        self.take_as_asked(matches, _same_line)
         self.take_turns(matches)
-        for match in matches:
-            self.take(match, "", ((match.key, 1),))
+        self.take_as_asked(matches)
         self.take_equal(matches)
         self.take_added(matches)
         self.take_pairs(matches)
-        self.take_stacked(matches, exactly=True)
         for way, recipes in WAYS.items():
             for match in matches:
                 for recipe in recipes(match.key, sizes):
                     self.take(match, way, recipe)
+        self.take_ordered(matches)
         self.take_stacked(matches, exactly=False)
         self.take_joined(matches)
         self.take_padded(matches)
@@ -165,9 +172,12 @@ class Stock:
                 match.done("one for all turns of a loop", match.missing)
         return matches
 
-    def take(
-        self, match: Match, way: str, recipe: Recipe, chosen: Callable[[Row, _Item], bool] = lambda row, item: True
-    ) -> None:
+    def take_as_asked(self, matches: list[Match], chosen: Choice = _any) -> None:
+        """What is asked for, of the items that are chosen."""
+        for match in matches:
+            self.take(match, "", ((match.key, 1),), chosen)
+
+    def take(self, match: Match, way: str, recipe: Recipe, chosen: Choice = _any) -> None:
         """Takes collectives for as many runs of a row as there are, of those that are chosen."""
         items = [[item for item in self.items.get(key, ()) if chosen(match.row, item)] for key, _ in recipe]
         runs = min(sum(item.runs for item in of) // count for of, (_, count) in zip(items, recipe))
@@ -210,6 +220,15 @@ class Stock:
             if first.missing == before:
                 self.take(second, "one over the mesh axes of two", ((joint, 1),))
                 first.done("one over the mesh axes of two", before - second.missing)
+
+    def take_ordered(self, matches: list[Match]) -> None:
+        """Permutes of what was scattered, where the scatter gave each device the slice that it is to have."""
+        for before, match in itertools.pairwise(matches):
+            same = before.row.what == match.row.what and before.row.source == match.row.source
+            scattered = (before.key.kind, match.key.kind) == ("reduce-scatter", "permute")
+            if same and scattered and before.key.axes == match.key.axes:
+                runs = min(before.row.times - before.missing, match.missing)
+                match.done("a scatter in another order", runs)
 
     def take_stacked(self, matches: list[Match], *, exactly: bool) -> None:
         """Sums of a loop's turns that are stacked and done at once after it, also where each device keeps a slice.

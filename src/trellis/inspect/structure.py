@@ -5,7 +5,8 @@ elements as its type says, as often. Compilers may do the same otherwise, and th
 
 - several collectives combined into one, a collective split into a start and an end;
 - another collective of the same result (`trellis.inspect.ways`): a reduce-scatter as an all-reduce and a slice, a
-  collective over several mesh axes as one after the other;
+  collective over several mesh axes as one after the other, or over all of them in the order that a permute behind it
+  would have made;
 - several arrays of a type joined to one, as those that a loop has moved in each turn and that are moved once after it,
   and arrays that are padded;
 - a copy that an equal one has moved before, and numbers that are added before they are summed over devices.

@@ -297,6 +297,13 @@ class Run:
             )
 
     def _check_pipeline(self) -> None:
+        if self.mesh.stage > 1 and self.layout.mode == "auto":
+            raise UserError(
+                "Stages of a pipeline hand on what they hold by themselves; no compiler places that.",
+                seen=f"layout.mode=auto, mesh.stage={self.mesh.stage}",
+                where="layout.mode",
+                fix="use --layout.mode explicit, or --mesh.stage 1",
+            )
         if self.layout.pipeline_microbatches is not None and self.mesh.stage == 1:
             raise UserError(
                 "Parts of a batch follow each other through the stages of a pipeline.",

@@ -20,6 +20,7 @@ from trellis.models import ModelConfig
 from trellis.named import is_named
 from trellis.named.saving import Keep, nothing, products, saved
 from trellis.nn.parameters import Parameter, Role, parameters
+from trellis.notation.state import mode_of
 from trellis.optim import learning_rates, make_optimizer
 from trellis.optim.narrow import narrow_parts
 from trellis.run.config import Remat, Run
@@ -158,6 +159,8 @@ def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes
         init = jax.jit(make, out_shardings=shardings)
         rates = learning_rates(run.schedule, run.optimizer.learning_rate, run.steps)
         step = make_step(optimizer, options, rates)
+    # Types say that a step's results lie as its arguments do; a compiler that places has to be told.
+    results = {} if mode_of(layout.mesh) == "explicit" else {"out_shardings": (shardings, None)}
     return Assembled(
         run=run,
         layout=layout,
@@ -165,7 +168,7 @@ def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes
         options=options,
         init=init,
         abstract=abstract,
-        step=jax.jit(step, donate_argnums=0),
+        step=jax.jit(step, donate_argnums=0, **results),
     )
 
 
@@ -342,7 +345,7 @@ def _placed(shapes: TrainState, layout: Layout) -> TrainState:
     def leaf(x: Any) -> Any:
         array = x.array if is_named(x) else x
         own = getattr(array, "sharding", None)
-        if isinstance(own, NamedSharding) and layout.mesh.axis_types[0] == jax.sharding.AxisType.Explicit:
+        if isinstance(own, NamedSharding) and mode_of(layout.mesh) == "explicit":
             sharding = NamedSharding(layout.mesh, own.spec)
         else:
             sharding = layout.sharding(x.names if is_named(x) else (None,) * len(array.shape), "params")

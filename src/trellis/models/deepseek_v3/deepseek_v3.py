@@ -36,10 +36,10 @@ from trellis import (
 )
 from trellis.models import fields
 from trellis.models.llama import GatedMlp, Llama
-from trellis.models.mixtral import Mixtral
+from trellis.models.mixtral import Block, Mixtral
 from trellis.models.protocol import Output
 from trellis.nn import RMSNorm, Table, Weight, YarnScaling, attend, normal, rotary_tables, rotate, weight
-from trellis.nn.moe import Experts, Routing, check_count, shift
+from trellis.nn.moe import Routing, check_count
 
 # Added under the root in the norms of latents, whatever `norm_eps` is.
 LATENT_EPS = 1e-6
@@ -81,6 +81,7 @@ class DeepseekV3Config:
     tie_embeddings: fields.TieEmbeddings
     routing: fields.RoutingField = Routing(scores="sigmoid")
     positions = None  # sequences may have any length
+    expert_biases = False
 
     def __post_init__(self):
         fields.check_sizes(self)
@@ -128,10 +129,11 @@ class DeepseekV3Config:
         embed, deviation = Axis("embed", self.embed), self.embed**-0.5
         keys = jax.random.split(key, 4)
         first, rest = Axis("dense_layers", self.dense_layers), Axis("layers", self.stacked)
+        block = lambda key: Block.init(self, key=key, attention=Attention.init)
         return DeepseekV3(
             embedding=normal(keys[0], (vocab, embed), deviation=deviation if self.tie_embeddings else 1.0),
             first_layers=Stacked.init(lambda key: DenseBlock.init(self, key=key), first, key=keys[1]),
-            layers=Stacked.init(lambda key: Block.init(self, key=key), rest, key=keys[2]),
+            layers=Stacked.init(block, rest, key=keys[2]),
             norm=RMSNorm.init(embed, self.norm_eps),
             head=None if self.tie_embeddings else normal(keys[3], (vocab, embed), deviation=deviation),
             config=self,
@@ -221,46 +223,7 @@ class DenseBlock(eqx.Module):
             mlp=GatedMlp.init(config, key=mlp_key, width=config.dense_mlp),
         )
 
-    def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
-        x = x + self.attention(self.attention_norm(x), rope, segment_ids, attention)
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Block(eqx.Module):
-    """One layer: attention, then experts, each on a norm and added to the stream."""
-
-    attention_norm: RMSNorm
-    attention: Attention
-    mlp_norm: RMSNorm
-    mlp: Experts
-
-    @staticmethod
-    def init(config: DeepseekV3Config, *, key) -> "Block":
-        embed, mlp, experts = Axis("embed", config.embed), Axis("mlp", config.mlp), Axis("experts", config.experts)
-        attention_key, mlp_key = jax.random.split(key)
-        return Block(
-            attention_norm=RMSNorm.init(embed, config.norm_eps),
-            attention=Attention.init(config, key=attention_key),
-            mlp_norm=RMSNorm.init(embed, config.norm_eps),
-            mlp=Experts.init(
-                embed, mlp, experts, config.experts_per_token, config.routing,
-                key=mlp_key, out_scale=(2 * config.layers) ** -0.5, shared=Axis("mlp", config.shared_mlp),
-            ),
-        )  # fmt: skip
-
-    def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
-        x = x + self.attention(self.attention_norm(x), rope, segment_ids, attention)
-        return x + self.mlp(self.mlp_norm(x))
-
-    def measured(self, x: NamedArray, shares: NamedArray | None, rope, segment_ids, counted: NamedArray):
-        """The stream after this layer, and what is measured of its routing."""
-        x = x + self.attention(self.attention_norm(x), rope, segment_ids)
-        out, routed = self.mlp.measured(self.mlp_norm(x), counted, shares)
-        return x + out, routed
-
-    def balanced(self, load: NamedArray, rate: float) -> "Block":
-        """The block with its experts' biases moved towards an even load."""
-        return eqx.tree_at(lambda block: block.mlp.bias, self, shift(self.mlp.bias, load, rate))
+    __call__ = Block.__call__
 
 
 class DeepseekV3(eqx.Module):

@@ -95,13 +95,6 @@ def _from_hub(hub: Mapping) -> dict:
             where="config.json",
             fix="use a model whose queries are compressed",
         )
-    if (quantized := hub.get("quantization_config")) is not None:
-        raise UserError(
-            "Weights that are imported are stored in bfloat16, float16 or float32.",
-            seen=f"quantization_config: {quantized.get('quant_method')}",
-            where="config.json",
-            fix="use a folder of the same model in bfloat16",
-        )
     shared = from_hub(hub)
     for name in ("kv_heads", "head_dim"):
         del shared[name]

@@ -12,6 +12,7 @@ sees a window and the second everything, since a kernel's mask is fixed when it 
 """
 
 import dataclasses
+import functools
 from typing import Literal
 
 import equinox as eqx
@@ -20,9 +21,9 @@ import jax
 from trellis import Axis, NamedArray, UserError, dot_each, einsum, save, stack, unbind
 from trellis.models import fields
 from trellis.models.llama import Llama
-from trellis.models.mixtral import Mixtral
-from trellis.nn import Bias, ClampedSwiGLU, RMSNorm, Weight, attend, constant, rotate, weight
-from trellis.nn.moe import Experts, Routed, Routing, check_count, shift
+from trellis.models.mixtral import Block, Mixtral
+from trellis.nn import Bias, ClampedSwiGLU, Weight, attend, constant, rotate, weight
+from trellis.nn.moe import Routed, Routing, check_count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,8 @@ class GptOssConfig:
     norm_eps: fields.RMSNormEps = 1e-5
     tie_embeddings: fields.TieEmbeddings
     routing: fields.RoutingField = Routing()
-    positions = None  # sequences may have any length
+    positions = shared_mlp = None  # sequences may have any length; no block is for all tokens
+    expert_biases = True
 
     def __post_init__(self):
         fields.check_sizes(self)
@@ -125,38 +127,11 @@ class Attention(eqx.Module):
         )
 
 
-class Block(eqx.Module):
-    """One layer: attention, then experts, each on a norm and added to the stream."""
-
-    attention_norm: RMSNorm
-    attention: Attention
-    mlp_norm: RMSNorm
-    mlp: Experts
-
-    @staticmethod
-    def init(config: GptOssConfig, window: int | None, *, key) -> "Block":
-        embed, mlp, experts = Axis("embed", config.embed), Axis("mlp", config.mlp), Axis("experts", config.experts)
-        attention_key, mlp_key = jax.random.split(key)
-        return Block(
-            attention_norm=RMSNorm.init(embed, config.norm_eps),
-            attention=Attention.init(config, window, key=attention_key),
-            mlp_norm=RMSNorm.init(embed, config.norm_eps),
-            mlp=Experts.init(
-                embed, mlp, experts, config.experts_per_token, config.routing,
-                key=mlp_key, out_scale=(2 * config.layers) ** -0.5, biases=True, router_bias=True,
-                gated=ClampedSwiGLU(config.swiglu_limit),
-            ),
-        )  # fmt: skip
-
-    def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
-        x = x + self.attention(self.attention_norm(x), rope, segment_ids, attention)
-        return x + self.mlp(self.mlp_norm(x))
-
-    def measured(self, x: NamedArray, shares: NamedArray | None, rope, segment_ids, counted: NamedArray):
-        """The stream after this layer, and what is measured of its routing."""
-        x = x + self.attention(self.attention_norm(x), rope, segment_ids)
-        out, routed = self.mlp.measured(self.mlp_norm(x), counted, shares)
-        return x + out, routed
+def block(config: GptOssConfig, window: int | None, *, key) -> Block:
+    """Mixtral's block, whose attention sees a window or everything, and whose experts have bounded gates."""
+    attention = functools.partial(Attention.init, window=window)
+    gated = ClampedSwiGLU(config.swiglu_limit)
+    return Block.init(config, key=key, attention=attention, router_bias=True, gated=gated)
 
 
 class Pair(eqx.Module):
@@ -169,8 +144,8 @@ class Pair(eqx.Module):
     def init(config: GptOssConfig, *, key) -> "Pair":
         near_key, far_key = jax.random.split(key)
         return Pair(
-            near=Block.init(config, config.window, key=near_key),
-            far=Block.init(config, None, key=far_key),
+            near=block(config, config.window, key=near_key),
+            far=block(config, None, key=far_key),
         )
 
     def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
@@ -187,6 +162,5 @@ class Pair(eqx.Module):
 
     def balanced(self, load: NamedArray, rate: float) -> "Pair":
         """The pair with its experts' biases moved towards an even load."""
-        loads = unbind(load, "pair")
-        moved = [shift(block.mlp.bias, own, rate) for block, own in zip((self.near, self.far), loads, strict=True)]
-        return eqx.tree_at(lambda pair: [pair.near.mlp.bias, pair.far.mlp.bias], self, moved)
+        of_near, of_far = unbind(load, "pair")
+        return Pair(self.near.balanced(of_near, rate), self.far.balanced(of_far, rate))

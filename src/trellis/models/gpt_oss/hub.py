@@ -63,14 +63,6 @@ def _from_hub(hub: Mapping) -> dict:
             where="config.json",
             fix="use a model whose layers take turns",
         )
-    if (quantized := hub.get("quantization_config")) is not None:
-        raise UserError(
-            "Weights that are imported are stored in bfloat16, float16 or float32.",
-            seen=f"quantization_config: {quantized.get('quant_method')}",
-            where="config.json",
-            fix="write them so: AutoModelForCausalLM.from_pretrained(..., "
-            "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(...)",
-        )
     return {
         **from_hub(hub),
         "window": hub["sliding_window"],

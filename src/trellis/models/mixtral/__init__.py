@@ -1,5 +1,5 @@
 """Mixtral."""
 
-from trellis.models.mixtral.mixtral import Mixtral, MixtralConfig
+from trellis.models.mixtral.mixtral import Block, Mixtral, MixtralConfig
 
-__all__ = ["Mixtral", "MixtralConfig"]
+__all__ = ["Block", "Mixtral", "MixtralConfig"]

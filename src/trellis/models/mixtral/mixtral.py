@@ -63,22 +63,24 @@ class Block(eqx.Module):
     """One layer: attention, then experts, each on a norm and added to the stream."""
 
     attention_norm: RMSNorm
-    attention: Attention
+    attention: eqx.Module
     mlp_norm: RMSNorm
     mlp: Experts
 
     @staticmethod
-    def init(config: MixtralConfig, *, key) -> "Block":
+    def init(config, *, key, attention=Attention.init, **rest) -> "Block":
+        """The block of a family's attention; `rest` goes to `Experts.init`."""
         embed, mlp, experts = Axis("embed", config.embed), Axis("mlp", config.mlp), Axis("experts", config.experts)
         attention_key, mlp_key = jax.random.split(key)
         shared = None if config.shared_mlp is None else Axis("mlp", config.shared_mlp)
         return Block(
             attention_norm=RMSNorm.init(embed, config.norm_eps),
-            attention=Attention.init(config, key=attention_key),
+            attention=attention(config, key=attention_key),
             mlp_norm=RMSNorm.init(embed, config.norm_eps),
             mlp=Experts.init(
                 embed, mlp, experts, config.experts_per_token, config.routing,
                 key=mlp_key, out_scale=(2 * config.layers) ** -0.5, shared=shared, biases=config.expert_biases,
+                **rest,
             ),
         )  # fmt: skip
 

@@ -6,8 +6,7 @@ from typing import Literal
 
 from trellis.models import fields
 from trellis.models.llama import Llama
-from trellis.models.mixtral import Mixtral
-from trellis.models.mixtral.mixtral import Block
+from trellis.models.mixtral import Block, Mixtral
 from trellis.models.qwen3.qwen3 import with_head_norms
 from trellis.nn.moe import Routing, check_count
 

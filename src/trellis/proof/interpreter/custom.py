@@ -11,7 +11,7 @@ import numpy as np
 from trellis.inspect.hlo import Instruction
 from trellis.proof.interpreter import kernels, whole
 from trellis.proof.interpreter.layouts import blank
-from trellis.proof.interpreter.moving import sliced
+from trellis.proof.interpreter.moving import sliced, viewed
 from trellis.proof.interpreter.values import NotInterpreted, Value
 
 
@@ -54,12 +54,19 @@ def _joined(instruction: Instruction, machine) -> Callable:
     if len({s.operands for s in starts}) > 1 or any(s.attribute("slice") is None for s in starts):
         raise NotInterpreted(f"{instruction.name}, which joins what are not slices of one array")
     cuts = [sliced(start) for start in starts]
+    (cut_from,) = machine.operand_types(starts[0])
+    times = np.zeros((1, *cut_from.shape), np.int8)
+    for cut in cuts:
+        times[cut] += 1
+    if (times != 1).any():
+        raise NotInterpreted(f"{instruction.name}, which joins slices that are not all of an array, each once")
+    view = viewed(cut_from, kind, machine, instruction.name)
 
     def run(values, team) -> Value:
-        out = np.empty((max(map(len, values)), *kind.shape), values[0].dtype)
+        out = np.empty((max(map(len, values)), *cut_from.shape), values[0].dtype)
         for cut, value in zip(cuts, values):
             out[cut] = value
-        return out
+        return view(out)
 
     return run
 

@@ -91,10 +91,15 @@ def _memory(shape: tuple[int, ...], order: tuple[int, ...], tiles: tuple[tuple[i
     return at.reshape(-1)
 
 
+def in_memory(kind: ArrayType) -> np.ndarray:
+    """For each place in an array's memory the number of the element there, or -1 for padding."""
+    return _memory(kind.shape, kind.order, kind.tiles)
+
+
 @functools.lru_cache(maxsize=4096)
 def _moved(before: ArrayType, after: ArrayType) -> np.ndarray | None:
     """For each element after a bitcast the number of the element before, -1 for padding; None if the order stays."""
-    source, target = (_memory(t.shape, t.order, t.tiles) for t in (before, after))
+    source, target = in_memory(before), in_memory(after)
     if len(source) != len(target):  # padded differently: the elements follow each other in memory
         source, target = source[source >= 0], target[target >= 0]
         if len(source) != len(target):
@@ -140,7 +145,7 @@ def bitcast(x: np.ndarray, before: ArrayType, after: ArrayType) -> np.ndarray:
 
 def _through_memory(x: np.ndarray, before: ArrayType, after: ArrayType) -> np.ndarray:
     """A bitcast to more elements or to fewer, through what is in memory, padding and hidden elements too."""
-    source, target = (_memory(t.shape, t.order, t.tiles) for t in (before, after))
+    source, target = in_memory(before), in_memory(after)
     if len(source) != len(target):
         raise NotInterpreted(f"a bitcast from {before} to {after}")
     if isinstance(x, Overfull) and x.kind is not None and _places(x.kind) == _places(before):

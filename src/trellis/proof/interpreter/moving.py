@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from trellis.inspect.hlo import Instruction
-from trellis.proof.interpreter.layouts import bitcast
+from trellis.proof.interpreter.item_bytes import BYTES, put_together, taken_apart
+from trellis.proof.interpreter.layouts import ArrayType, bitcast
 from trellis.proof.interpreter.values import NotInterpreted, Team, each, spread
 
 
@@ -29,18 +30,22 @@ def _reshape(instruction: Instruction, machine) -> Callable:
 
 def _bitcast(instruction: Instruction, machine) -> Callable:
     (before,), after = machine.operand_types(instruction), machine.type(instruction)
-    same_kind = before.dtype == after.dtype or machine.held(before.dtype) == machine.held(after.dtype)
-    if not same_kind:
-        sizes = [machine.held(t.dtype).itemsize for t in (before, after)]
-        if sizes[0] != sizes[1] or {before.dtype, after.dtype} & {"bf16", "f16"}:
-            raise NotInterpreted(f"a bitcast from {before.dtype} to {after.dtype}, in {instruction.name}")
-    dtype = machine.dtype(instruction)
+    view = viewed(before, after, machine, instruction.name)
+    return lambda values, team: view(values[0])
 
-    def run(values, team):
-        x = bitcast(values[0], before, after)
-        return x if same_kind else np.ascontiguousarray(x).view(dtype)
 
-    return run
+def viewed(before: ArrayType, after: ArrayType, machine, name: str) -> Callable[[np.ndarray], np.ndarray]:
+    """From an array to what another type sees in its memory; `name` is that of the instruction that asks."""
+    held = [machine.held(kind.dtype) for kind in (before, after)]
+    if before.dtype == after.dtype or held[0] == held[1]:
+        return lambda x: bitcast(x, before, after)
+    if held[0].itemsize == held[1].itemsize and not {before.dtype, after.dtype} & {"bf16", "f16"}:
+        return lambda x: np.ascontiguousarray(bitcast(x, before, after)).view(held[1])
+    if after.dtype in BYTES:
+        return lambda x: taken_apart(x, before, after)
+    if before.dtype in BYTES:
+        return lambda x: put_together(x, before, after)
+    raise NotInterpreted(f"a bitcast from {before.dtype} to {after.dtype}, in {name}")
 
 
 def _transpose(instruction: Instruction, machine) -> Callable:

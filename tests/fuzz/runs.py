@@ -1,0 +1,196 @@
+"""`python -m tests.fuzz.runs`: random runs, three steps of each on a mesh as on one device.
+
+A run is drawn as a user would write it: a family, sizes of mesh axes, a preset and entries of its own, a way for
+attention and for experts, stages, microbatches, checkpointing, an optimizer, narrow products. Either the loss and the
+gradient norm of every step equal one device's, or an error of ours refuses it.
+"""
+
+import argparse
+import dataclasses
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+import conftest  # noqa: F401  before anything imports JAX: eight CPU devices, the tests' strictness and their compiler
+from tests.equivalence.test_steps import QUICKLY, put
+from tests.models.small import CONFIGS, VOCAB
+from trellis.data.batch import Batch
+from trellis.errors import TrellisError
+from trellis.models import ModelConfig
+from trellis.nn import Precision
+from trellis.optim.config import AdamW, Lion, Muon
+from trellis.recipes import tiny
+from trellis.run.config import Remat, Run
+from trellis.run.layouts import AXES, LayoutChoice, MeshSizes
+from trellis.train.assemble import Assembled, assemble
+from trellis.train.compilation import CompiledStep
+
+STEPS = 3
+# How often a mesh axis is drawn: experts' where there are experts, and otherwise as often as one meets them.
+_SHARE = {"replica": 1, "stage": 2, "data": 3, "data_y": 1, "data_z": 1, "context": 2, "context_y": 1, "model": 3}
+_OWN_PARAMS = ("embed", "mlp", "vocab", "heads", "kv_heads", "head_dim", "layers")
+_OWN_COMPUTE = ("batch", "pos", "embed", "mlp", "vocab", "heads", "kv_heads", "head_dim")
+_WAYS = ("auto", "dense", "grouped", "gather", "ragged", "slots")
+# Of the loss of a step, and of its gradient norm as a share of it. Where products are rounded to eight bits, partial
+# sums are rounded on each device; what the compiler places, it sums in an order of its own.
+_NEAR, _NEAR_NARROW = (1e-4, 2e-3), (2e-2, 1e-1)
+
+
+class Found(NamedTuple):
+    """What came of a run: `right`, `refused`, `wrong` or `error`, and how far apart or why."""
+
+    what: str
+    why: str
+
+
+def draw(seed: int) -> tuple[Run, int]:
+    """A run, and the devices that it is for.
+
+    Raises:
+        TrellisError: it is not a run.
+    """
+    r = random.Random(seed)
+    model = _model(r)
+    count = r.choice((2, 3, 4, 4, 6, 8, 8, 8))
+    mesh = _mesh(r, count, hasattr(model, "experts") and model.experts > 1)
+    some = lambda share, value: value if r.random() < share else None
+    own_axes = (*AXES, "data/model", "model/data", "")
+    layout = {
+        "preset": r.choice(["auto"] * 8 + ["hybrid"] * 4 + ["data", "fsdp", "expert", "tensor", "context"]),
+        "context": r.choice(("ring", "ring", "gather", "exchange")),
+        "mode": r.choice(["explicit"] * 5 + ["auto"]),
+        "gather": r.choice(("joint", "per_axis")),
+        "overlap": some(0.2, tuple(r.sample(("mlp", "heads"), r.choice((1, 2))))) or (),
+        "pipeline_microbatches": some(0.6, r.choice((1, 2, 3, 4, 8))) if mesh["stage"] > 1 else None,
+        "pipeline_groups": some(0.3, 2) or 1 if mesh["stage"] > 1 else 1,
+        "context_y": some(0.6, r.choice(("ring", "gather", "exchange"))) if mesh["context_y"] > 1 else None,
+        "params": some(0.3, {r.choice(_OWN_PARAMS): r.choice(own_axes)}) or {},
+        "compute": some(0.3, {r.choice(_OWN_COMPUTE): r.choice(own_axes)}) or {},
+    }
+    products = some(0.12, {r.choice(("mlp", "attention")): r.choice(("fp8", "int8", "mxfp8"))}) or {}
+    microbatches = r.choice((None, 1, 2, 3, 4))
+    several = (microbatches or 1) > 1 or mesh["stage"] > 1
+    rate = r.choice((AdamW, AdamW, Lion, Muon))(learning_rate=1e-3)
+    base = tiny()
+    data = {"sequence_length": r.choice((16, 16, 24, 32)), "mask_documents": r.random() < 0.6}
+    run = dataclasses.replace(
+        base,
+        model=model,
+        batch_size=r.choice((8, 12, 16, 16, 24)),
+        data=dataclasses.replace(base.data, **data),
+        optimizer=rate,
+        microbatches=microbatches,
+        accumulation=r.choice(("pending", "sharded")) if several else "pending",
+        z_loss=r.choice((0.0, 1e-4)),
+        clip_norm=r.choice((None, 1.0)),
+        ema=r.choice((None, None, 0.9)),
+        remat=Remat(policy=r.choice(("none", "full", "saved", "dots", "offload"))),
+        precision=Precision(compute="float32", products=products),
+        mesh=MeshSizes(**mesh),
+        layout=LayoutChoice(**layout),
+    )
+    return run, count
+
+
+def _model(r: random.Random) -> ModelConfig:
+    model = CONFIGS[r.choice(sorted(CONFIGS))]
+    if hasattr(model, "routing"):
+        routing = dataclasses.replace(model.routing, way=r.choice(_WAYS), slack=r.choice((0.5, 1.5, 3.0)))
+        model = dataclasses.replace(model, routing=routing)
+    return dataclasses.replace(model, layers=r.choice((2, 3, 4, 5))) if r.random() < 0.4 else model
+
+
+def _mesh(r: random.Random, count: int, experts: bool) -> dict[str, int]:
+    """Sizes of the mesh axes, prime factor by prime factor."""
+    shares = _SHARE | {"expert": 2 if experts else 0.5}
+    sizes = dict.fromkeys(AXES, 1)
+    while count > 1:
+        prime = next(p for p in (2, 3) if count % p == 0)
+        (axis,) = r.choices([*shares], [*shares.values()])
+        sizes[axis], count = sizes[axis] * prime, count // prime
+    return sizes
+
+
+def judge(seed: int) -> Found:
+    """A run that a seed stands for, held against one device."""
+    try:
+        run, count = draw(seed)
+        made = assemble(run, jax.devices()[:count])
+    except TrellisError as error:
+        return Found("refused", _rule(error))
+    whole = {"mesh": MeshSizes(data=1), "layout": LayoutChoice(preset="single")}
+    plain = {"accumulation": "pending", "remat": Remat(policy="none"), "microbatches": 1}
+    alone = assemble(dataclasses.replace(run, **whole, **plain), jax.devices()[:1])
+    with alone.layout:
+        first = jax.device_get(dataclasses.replace(alone.init(), key=None))
+    wanted = _curve(alone, first)
+    try:
+        found = _curve(made, first)
+    except TrellisError as error:
+        return Found("refused", _rule(error))
+    loss, norm = np.abs(found - wanted)[:, 0].max(), (np.abs(found - wanted) / wanted)[:, 1].max()
+    near = _NEAR_NARROW if run.precision.products else _NEAR
+    right = loss <= near[0] and norm <= near[1]
+    return Found("right" if right else "wrong", f"loss apart by {loss:.1e}, gradient norm by {norm:.1e} of itself")
+
+
+def _curve(made: Assembled, first) -> np.ndarray:
+    """Loss and gradient norm of the first steps, from a state on the host."""
+    step, found = CompiledStep(made.step, QUICKLY), []
+    with made.layout:
+        state = put(first, made.abstract)
+        for index in range(STEPS):
+            state, metrics = step(state, Batch(**jax.device_put(_batch(made.run, index), made.batch_sharding)))
+            found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return np.array(found)
+
+
+def _batch(run: Run, step: int) -> dict[str, np.ndarray]:
+    """Rows that count from one number on, of two documents each where documents are masked."""
+    r, rows, length = np.random.default_rng([3, step]), run.batch_sizes()[0].size, run.data.sequence_length
+    first, stride = r.integers(0, VOCAB, (rows, 1)), r.integers(1, 4, (rows, 1))
+    text, places = (first + stride * np.arange(length + 1)) % VOCAB, np.arange(length)
+    cut = r.integers(3, length - 3, (rows, 1)) if run.data.mask_documents else np.full((rows, 1), length)
+    fields = {
+        "tokens": text[:, :-1],
+        "targets": text[:, 1:],
+        "segment_ids": places >= cut,
+        "positions": np.where(places >= cut, places - cut, places),
+    }
+    mask = r.random((rows, length)) < np.linspace(0.2, 1, rows)[:, None]
+    return {name: x.astype(np.int32) for name, x in fields.items()} | {"loss_mask": mask.astype(np.float32)}
+
+
+def _rule(error: TrellisError) -> str:
+    return " | ".join(line.strip() for line in str(error).splitlines()[:2])[:200]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.runs", description=__doc__)
+    parser.add_argument("--count", type=int, default=100, help="how many runs (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed; a seed is one run")
+    options, counts = parser.parse_args(), Counter()
+    for seed in range(options.seed, options.seed + options.count):
+        begin = time.monotonic()
+        try:
+            found = judge(seed)
+        except Exception as error:
+            traceback.print_exc()
+            found = Found("error", f"{type(error).__name__}: {error!s:.200}")
+        counts[found.what] += 1
+        print(f"seed {seed}: {found.what} in {time.monotonic() - begin:.0f} s: {found.why}", flush=True)
+        if found.what in ("wrong", "error"):
+            print(f"    {draw(seed)}", flush=True)
+        jax.clear_caches()
+    print(", ".join(f"{count} {what}" for what, count in counts.most_common()))
+    return 1 if counts["wrong"] or counts["error"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
