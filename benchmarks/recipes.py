@@ -24,7 +24,7 @@ def row(name: str) -> tuple[tuple[str, ...], float]:
     run = load_run(name)
     plan, best = quick_plan(run, where), search(run, where).roomy(ROOM)
     room = plan.memory.peak <= ROOM * where.chip.hbm_bytes
-    late = plan.seconds / best.seconds - 1 if room and best else float("inf")
+    late = plan.seconds / best.seconds - 1 if room else float("inf")
     speed = plan.tokens_per_second / where.num_devices
     gib = (f"{size / 2**30:.1f}" for size in (plan.memory.peak, where.chip.hbm_bytes))
     words = "nothing has room" if best is None else "itself" if late <= 0 else best.words()

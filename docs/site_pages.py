@@ -89,7 +89,7 @@ def commands_page() -> str:
 
     parts = ["# Commands\n\nWhat `trellis COMMAND --help` prints."]
     for name, command in sorted(commands().items()):
-        formatter = functools.partial(argparse.HelpFormatter, width=100)
+        formatter = functools.partial(argparse.HelpFormatter, width=92)
         parser = argparse.ArgumentParser(f"trellis {name}", description=command.about, formatter_class=formatter)
         command.arguments(parser)
         parts.append(f"## trellis {name}\n\n```text\n{parser.format_help()}```")
@@ -101,7 +101,7 @@ def fields_page() -> str:
     from trellis.recipes.load import RECIPES
     from trellis.run.help import help_text
 
-    text = help_text(RECIPES["starter"]())
+    text = help_text(RECIPES["starter"](), width=92)
     intro = "Every field is a line of YAML and an option of the command line; values are those of `starter`."
     return f"# Fields of a run\n\n{intro}\n\n```text\n{text}\n```\n"
 

@@ -197,7 +197,7 @@ def test_mistakes():
     )
     assert mistake(Layout(mesh, (), use, pipeline_microbatches=3), of(4), x) == (
         "a pipeline's microbatches cut every slice of the batch into equal parts, got 3 for batch=16 in 2 slices: "
-        "use one of 1, 2, 4, 8"
+        "use one of 1, 2, 4, 8 as pipeline_microbatches"
     )
     auto = make_mesh(stage=4, data=2, axis_type="auto")
     assert mistake(Layout(auto, (), use), of(4), x) == (

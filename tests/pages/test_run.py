@@ -172,6 +172,13 @@ def test_a_run_on_one_device_says_that_nothing_moves(folder):
     assert "13.0 GiB on the device" in words
 
 
+def test_a_layout_is_shown_for_the_axes_that_the_model_has(folder):
+    layout = {"preset": "auto", "params": {"vocab": ["model"], "q_latent": ["data"]}, "compute": {"pos": ["data"]}}
+    (folder / "about.json").write_text(json.dumps({**ABOUT, "layout": layout}))
+    _, words, _ = read(write_report(folder))
+    assert "vocab" in words and "pos" in words and "q_latent" not in words
+
+
 def test_the_command_writes_the_page_and_refuses_what_is_no_run(folder, tmp_path, capsys):
     assert main(["report", str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder / 'report.html'}\n"

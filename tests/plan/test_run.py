@@ -201,8 +201,11 @@ def test_hosts_may_hold_a_copy_each():
 
 
 def test_the_runs_own_setting_is_compared_with():
-    own = small(mesh__data="2", mesh__data_y="2", microbatches="4")
-    assert any(c.options == {} for c in search(own, target("v5e:2x2"), most=2).candidates)
+    among = small(mesh__data="2", mesh__data_y="2", microbatches="4")
+    found = [c for c in search(among, target("v5e:2x2"), most=1).candidates if c.options == {}]
+    assert len(found) == 1
+    own = small(layout__preset="data")  # which no variant has
+    assert "data" in {c.layout for c in search(own, target("8xH100"), most=1).candidates}
 
 
 MOE = {

@@ -141,7 +141,7 @@ def test_overlap_drops_out_with_its_mesh_axis():
             lambda: make_layout(MeshSizes(data=4, model=4), LayoutChoice(), jax.devices()),
             [
                 "The sizes of a mesh multiply to the number of devices.",
-                "data=4 model=4 (16) on 8 devices",
+                "data=4 model=4 (16), devices=8",
                 "mesh",
                 "use --devices 16 to rehearse on a CPU, or sizes that multiply to 8",
             ],
@@ -150,7 +150,7 @@ def test_overlap_drops_out_with_its_mesh_axis():
             lambda: make_layout(MeshSizes(model=3), LayoutChoice(), jax.devices()),
             [
                 "The sizes of a mesh multiply to the number of devices.",
-                "data=-1 model=3 (a multiple of 3) on 8 devices",
+                "data=-1 model=3 (a multiple of 3), devices=8",
                 "mesh",
                 "use --devices 3 to rehearse on a CPU, or sizes that multiply to 8",
             ],

@@ -68,11 +68,13 @@ def layout(about: Mapping[str, Any]) -> Markup | None:
     mesh, chosen = about.get("mesh"), about.get("layout")
     if not mesh or not chosen:
         return None
-    names = list(dict.fromkeys([*chosen["params"], *chosen["compute"]]))
+    arrays = about.get("arrays") or []
+    there = {dim["name"] for array in arrays for dim in array["dims"]} | {*chosen["compute"]}
+    names = [name for name in {**chosen["params"], **chosen["compute"]} if name in there or not arrays]
     said = lambda which, name: tag("code", "/".join(chosen[which].get(name, ())) or "–")
     rows = [(tag("code", name), said("params", name), said("compute", name)) for name in names]
     sliced = table(rows, head=("axis", "at rest", "in use")) if rows else tag("p", "Nothing is sliced.", class_="note")
-    shown = _largest(about.get("arrays") or [])
+    shown = _largest(arrays)
     pictures = tag(
         "div",
         tag("h3", "the largest parameters at rest; one device holds the filled part"),

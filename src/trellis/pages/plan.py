@@ -37,9 +37,10 @@ svg .limit { stroke: #b9605a; stroke-width: 1.5; stroke-dasharray: 5 4; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; width: 100%; }
 td, th { text-align: left; padding: 3px 10px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 td.num, th.num { text-align: right; white-space: nowrap; } code { font: 12px ui-monospace, monospace; }
+.scroll td:last-child { min-width: 210px; }
 details { margin: 6px 0; } summary { cursor: pointer; } p code { overflow-wrap: anywhere; }
 @media (max-width: 720px) { body { padding: 14px; } .scroll svg { width: 700px; max-width: none; }
-  .scroll table { min-width: 900px; } }
+  .scroll table { min-width: 1000px; } }
 """
 
 
@@ -80,7 +81,7 @@ def page(
         _part("Roofline", _wide(roofline_picture(plan))),
         _part("Search", *_search(found)) if found is not None else None,
         _part("Time of a step, on one device", *_times(plan)),
-        _part("Communication", _communication(plan)),
+        _part("Communication", *_communication(plan)),
         _part("The compiled program", *_compiled(verdict)) if verdict is not None and verdict.ledger else None,
         _part("How far to trust this", tag("p", CAVEAT)),
         _quiet(f"{plan.target.chip.name}: {plan.target.chip.source}."),
@@ -144,17 +145,24 @@ def _times(plan: Plan) -> list[Markup]:
     exposed, hidden = numbers.seconds(times.exposed), numbers.seconds(times.hidden)
     foot = f"Computation {numbers.seconds(times.computation)}, communication {exposed} exposed and {hidden} hidden."
     header = ("time", "hidden", "kind", "pass", "waits for", "what", "at", "formula")
-    return [_quiet(foot), table(rows, header, right=(0, 1))]
+    return [_quiet(foot), *_long(rows, header, right=(0, 1))]
 
 
-def _communication(plan: Plan) -> Markup:
+def _long(rows: list[tuple], header: tuple[str, ...], right: tuple[int, ...], first: int = 16) -> list[Markup | None]:
+    """A table of the first rows, and one of the others that is opened."""
+    more = rows[first:]
+    others = tag("details", tag("summary", f"{len(more)} more"), table(more, header, right=right))
+    return [table(rows[:first], header, right=right), others if more else None]
+
+
+def _communication(plan: Plan) -> list[Markup | None]:
     rows = [
         (row.kind, row.axis, f"{row.dtype}[{row.what}]", numbers.size(row.wire), row.times, numbers.size(row.total),
          row.direction, row.source)
-        for row in plan.ledger.rows
+        for row in sorted(plan.ledger.rows, key=lambda row: -row.total)
     ]  # fmt: skip
     header = ("collective", "mesh axis", "of", "bytes", "times", "in a step", "pass", "at")
-    return table(rows, header, right=(3, 4, 5))
+    return _long(rows, header, right=(3, 4, 5))
 
 
 def _compiled(verdict: Verdict) -> list[Markup]:

@@ -284,10 +284,7 @@ def search(
     Raises:
         UserError: no mesh divides the batch.
     """
-    sketched = []
-    for variant, options in variants(run, target, written):
-        sizes = {name: size for name, size in dataclasses.asdict(variant.mesh).items() if size > 1}
-        sketched.append(Candidate(variant, options, sketch(variant, target, sizes)))
+    sketched = [_sketched(variant, options, target) for variant, options in variants(run, target, written)]
     if not sketched:
         size = max(entry.size for entry in run.batch_sizes())
         raise UserError(
@@ -297,8 +294,9 @@ def search(
             fix=f"use --batch_size {-(-size // target.num_devices) * target.num_devices}",
         )
     planned = []
-    chosen = [own for own in sketched if _same(own.run, run, target)][:1]
-    chosen += [c for c in _promising(sketched, target, most) if not any(c is own for own in chosen)]
+    own = next((c for c in sketched if _same(c.run, run, target)), None) or _itself(run, target, written or run)
+    chosen = [own] if own else []
+    chosen += [c for c in _promising(sketched, target, most) if c is not own]
     for number, candidate in enumerate(chosen, 1):
         if progress:
             print(f"\rplanning {number} of {len(chosen)}", end="", file=sys.stderr, flush=True)
@@ -316,6 +314,22 @@ def search(
     able = [c for c in planned if c.plan is not None]
     frontier = tuple(c for c in able if not any(_beats(other, c) for other in able))
     return Found(target, len(sketched), tuple(planned), tuple(sorted(frontier, key=lambda c: c.seconds)), best(able))
+
+
+def _sketched(run: Run, options: dict[str, str], target: Target) -> Candidate:
+    sizes = {name: size for name, size in dataclasses.asdict(run.mesh).items() if size > 1}
+    return Candidate(run, options, sketch(run, target, sizes))
+
+
+def _itself(run: Run, target: Target, written: Run) -> Candidate | None:
+    """The run's own setting, where it is none of the variants; None where its mesh is not the target's."""
+    try:
+        sizes = run.mesh.resolve(target.num_devices)
+    except UserError:
+        return None
+    return _sketched(
+        dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, **sizes)), _options(written, run), target
+    )
 
 
 def _same(one: Run, run: Run, target: Target) -> bool:

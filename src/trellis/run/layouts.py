@@ -116,7 +116,7 @@ class MeshSizes:
             shown = " ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)
             raise UserError(
                 "The sizes of a mesh multiply to the number of devices.",
-                seen=f"{shown or 'all sizes 1'} ({'a multiple of ' if free else ''}{known}) on {num_devices} devices",
+                seen=f"{shown or 'all sizes 1'} ({'a multiple of ' if free else ''}{known}), devices={num_devices}",
                 where="mesh",
                 fix=f"use --devices {known} to rehearse on a CPU, or sizes that multiply to {num_devices}",
             )

@@ -73,7 +73,8 @@ def microbatches_of(layout: Layout, axis: str, batch: int) -> int:
     if count not in fits:
         raise NamesError(
             f"a pipeline's microbatches cut every slice of the batch into equal parts, got {count} for "
-            f"{BATCH}={batch} in {copies} slices: use one of {', '.join(map(str, fits)) or 'no sizes, this batch'}"
+            f"{BATCH}={batch} in {copies} slices: "
+            + (f"use one of {', '.join(map(str, fits))} as pipeline_microbatches" if fits else "use a larger batch")
         )
     return count
 
