@@ -2,6 +2,7 @@
 
     python benchmarks/grouped.py v5e v5p v6e        # needs libtpu
     python benchmarks/grouped.py h100 b200          # needs JAX's CUDA plugin
+    python benchmarks/grouped.py cpu                # runs here
 
 For each shape the products of experts forward, by their rows' gradient and by their weights': kernels of the compiled
 program, dense products (there are to be none), and temporaries beside the closed form: gradients of the rows and of the
@@ -9,10 +10,14 @@ weights are results, so that what is left are tables of tiles. `rows` is what ou
 over the rows there are: where the load is even, and where experts' shares are drawn (Dirichlet's distribution with 1
 for each, so that the fullest of 8 gets a third). libtpu's kernel for the other two products on TPUs counts tiles of 128
 rows from the sizes likewise.
+
+On a CPU each product runs, for loads that are nearly even, beside one of as many rows with a single matrix, which is
+the bound: the least processor time of each, called in turn, over that of the bound.
 """
 
 import re
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +34,8 @@ SHAPES = {
     "mixtral_8x7b, all on each device": (16_384, 4096, 14_336, 8, 16_384),
     "qwen3_30b_a3b": (196_608, 2048, 768, 128, 196_608),
 }
+# On a CPU: rows, inner, columns, groups.
+HERE = ((4096, 256, 512, 8), (16_384, 256, 512, 8), (8192, 256, 256, 64), (16_384, 256, 256, 128))
 ONE = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "h100": "h100:1", "b200": "b200:1"}
 
 
@@ -69,6 +76,47 @@ def multiplied(text: str, sizes: np.ndarray) -> str:
     return ", ".join(found)
 
 
+def measured(dtype: str, rows: int, inner: int, columns: int, groups: int, times: int = 15) -> str:
+    """The three products here, each over its bound."""
+    shapes = (rows, inner), (groups, inner, columns), (rows, columns)
+    x, weights, d = (jax.random.normal(jax.random.key(i), s).astype(dtype) / 16 for i, s in enumerate(shapes))
+    drawn = np.random.default_rng(0)
+    sizes = jnp.array(drawn.multinomial(rows, drawn.dirichlet(np.full(groups, 50.0))), jnp.int32)
+    wide = dict(preferred_element_type=jnp.float32)
+    pairs = {
+        "forward": (
+            lambda x, w, d: jnp.matmul(x, w[0], **wide).astype(dtype),
+            lambda x, w, d: grouped_matmul(x, w, sizes),
+        ),
+        "rows": (
+            lambda x, w, d: jnp.matmul(d, w[0].T, **wide).astype(dtype),
+            lambda x, w, d: jax.vjp(lambda x: grouped_matmul(x, w, sizes), x)[1](d),
+        ),
+        "weights": (
+            lambda x, w, d: jnp.matmul(jax.lax.optimization_barrier(x.T), d, **wide).astype(dtype),
+            lambda x, w, d: jax.vjp(lambda w: grouped_matmul(x, w, sizes), w)[1](d),
+        ),
+    }
+    shown = []
+    for name, pair in pairs.items():
+        pair, least = [jax.jit(fn) for fn in pair], [float("inf")] * 2
+        for turn in range(times + 1):
+            for i, fn in enumerate(pair):
+                begun = time.process_time()
+                jax.block_until_ready(fn(x, weights, d))
+                least[i] = min(least[i], time.process_time() - begun) if turn else least[i]
+        shown.append(f"{name} {least[1] / least[0]:.2f}")
+    return ", ".join(shown)
+
+
+def on_cpu() -> None:
+    print(f"JAX {jax.__version__}; processor time over that of one product of as many rows\n")
+    for dtype in ("float32", "bfloat16"):
+        for rows, inner, columns, groups in HERE:
+            title = f"{rows} rows, {inner} to {columns}, {groups} groups"
+            print(f"{dtype:9} {title:35} {measured(dtype, rows, inner, columns, groups)}", flush=True)
+
+
 def main() -> None:
     print(f"JAX {jax.__version__}; compiled, nothing ran. Rows multiplied over rows: even load; uneven load\n")
     print(f"{'':35} {'on':5} {'kernels':>7}  {'dense':>5}  {'temporaries':>11}  rows")
@@ -90,4 +138,4 @@ if __name__ == "__main__":
     if not sys.argv[1:]:
         sys.exit(__doc__)
     jax.config.update("jax_platforms", "cpu")
-    main()
+    on_cpu() if sys.argv[1:] == ["cpu"] else main()

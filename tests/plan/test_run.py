@@ -17,9 +17,10 @@ from trellis.pages.plan import page
 from trellis.plan import compile as compiling
 from trellis.plan.adapt import adapt, data_sizes
 from trellis.plan.advice import advice
+from trellis.plan.frontier import frontier_text, why_lost
 from trellis.plan.prepared import prepare
 from trellis.plan.quick import quick_plan
-from trellis.plan.search import Candidate, best, frontier_text, search, variants, why_lost
+from trellis.plan.search import Candidate, best, search, variants
 from trellis.plan.sketch import Sketch
 from trellis.plan.text import as_json, text
 from trellis.plan.verdict import judge, verdict_text
@@ -193,6 +194,8 @@ def test_kept_names_are_searched():
     kept = {variant.remat.names for variant, _ in variants(small(), target("v5e:2x2"))}
     operands = ("query", "key", "value", "attention")
     assert kept == {(), ("attention",), operands, (*operands, "mlp_up")}
+    own = small(remat__policy="saved", remat__names="mlp_gate")
+    assert ("mlp_gate",) in {variant.remat.names for variant, _ in variants(own, target("v5e:2x2"))}
 
 
 def test_hosts_may_hold_a_copy_each():
@@ -229,6 +232,9 @@ def test_experts_are_planned_and_searched():
     sizes = {variant.mesh.expert for variant, _ in variants(run, where)}
     assert sizes == {1, 2, 4}
     assert {variant.mesh.expert for variant, _ in variants(small(), where)} == {1}
+    large = {"model.experts": "128", "batch_size": "128"}
+    many = small(**{key.replace(".", "__"): value for key, value in (MOE | large).items()})
+    assert max(variant.mesh.expert for variant, _ in variants(many, target("v5p:4x4x8"))) == 128  # one a device
 
 
 def test_of_equals_the_simplest_wins():
@@ -331,7 +337,7 @@ def test_the_compiler_is_missing(monkeypatch):
     with pytest.raises(UserError) as error:
         compiling.compiler_devices(target("v5e:2x2"))
     assert "no compiler for v5e:2x2" in str(error.value)
-    assert "pip install" in str(error.value) and "without --compile the plan needs no compiler" in str(error.value)
+    assert "pip install" in str(error.value) and "without --compile needs no compiler" in str(error.value)
 
 
 OUT_OF_MEMORY = """RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom:

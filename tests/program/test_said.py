@@ -13,7 +13,7 @@ from trellis.inspect.ledger import ledger_of
 from trellis.inspect.work import work
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.moe import grouped_matmul
-from trellis.nn.moe.blocks import BLOCK
+from trellis.nn.moe.blocks import BLOCKS
 from trellis.plan.prepared import prepare
 from trellis.plan.quick import quick_plan
 from trellis.program import trace
@@ -111,8 +111,9 @@ def grouped_flops(even: int, rows: int, groups: int, load: float, mesh=None) -> 
 
 
 def test_grouped_products_count_the_rows_that_are_filled():
-    rows, even = 8 * BLOCK, 6 * BLOCK
-    for load, filled in ((1.0, even), (7 / 6, 7 * BLOCK + BLOCK), (4.0, rows)):  # whole blocks of each group
+    least = BLOCKS[-1]
+    rows, even = 8 * least, 6 * least
+    for load, filled in ((1.0, even), (7 / 6, 7 * least + least), (4.0, rows)):  # whole blocks of each group
         # of both operands; nobody reads the result
         assert grouped_flops(even, rows, 2, load) == [2 * filled * 16 * 8] * 2
 

@@ -103,6 +103,12 @@ def test_errors(target, text, message, tmp_path):
     assert str(error.value) == f"{rule}\n  seen:  {seen}\n  where: {where.format(path=path)}\n  fix:   {fix}"
 
 
+def test_a_folder_of_texts_is_tokenized_first(tmp_path):
+    with pytest.raises(UserError) as error:
+        load_run(str(tmp_path))
+    assert error.value.fix == f"text is tokenized first: trellis tokenize {tmp_path} --out stores/mine --train-bpe 512"
+
+
 def test_a_file_that_is_no_yaml(tmp_path):
     path = tmp_path / "broken.yaml"
     path.write_text("a: [1,\nb: 2")

@@ -212,6 +212,15 @@ def test_progress_in_a_pipe_is_plain_lines():
     assert note == "a note"
 
 
+def test_a_run_that_pauses_shows_its_last_step():
+    progress = Progress(100, stream=(stream := io.StringIO()), every=1000.0)
+    progress.update(LINE)
+    progress.update({**LINE, "step": 30})
+    progress.close()
+    progress.close()
+    assert [line.split("  ")[0] for line in stream.getvalue().splitlines()] == ["step 20/100", "step 30/100"]
+
+
 def test_progress_on_a_terminal_rewrites_its_line(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()

@@ -98,7 +98,8 @@ def execute(args: argparse.Namespace) -> int:
         if not args.json:
             print("\n" + changes_text(held))
     if args.search:
-        from trellis.plan.search import frontier_text, search, search_json
+        from trellis.plan.frontier import frontier_text, search_json
+        from trellis.plan.search import search
 
         best = args.top if args.compile else 0
         found = search(run, where, written=written, compile_best=best, progress=sys.stderr.isatty(), **assumed)

@@ -12,8 +12,9 @@ from trellis.pages.plan_pictures import (
     timeline_picture,
 )
 from trellis.plan.advice import advice
+from trellis.plan.frontier import frontier_rows
 from trellis.plan.quick import Plan
-from trellis.plan.search import Found, frontier_rows
+from trellis.plan.search import Found
 from trellis.plan.text import CAVEAT
 from trellis.plan.verdict import Verdict
 

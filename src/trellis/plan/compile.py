@@ -89,10 +89,10 @@ def compiler_devices(target: Target) -> list[Any]:
     try:
         return target_devices(target.compiler_name)
     except TopologyError as error:
-        rule = "`--compile` asks the compiler of the hardware, which is a package."
+        rule = "A step is compiled by the hardware's own compiler, which is a package."
         if "not installed" in str(error):
-            fix = str(error).rpartition(": ")[2] + "; without --compile the plan needs no compiler"
-            raise UserError(rule, seen=f"no compiler for {target.name}", where="--compile", fix=fix) from None
+            fix = str(error).rpartition(": ")[2] + "; `trellis plan` without --compile needs no compiler"
+            raise UserError(rule, seen=f"no compiler for {target.name}", where="--on", fix=fix) from None
         raise UserError(rule, seen=str(error), where="--on", fix="use a target of the built-in table") from None
 
 

@@ -13,12 +13,10 @@ import math
 import operator
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from trellis.errors import UserError
-from trellis.figures import numbers
-from trellis.figures.text import aligned
 from trellis.hardware.chips import Target
 from trellis.models.protocol import stacked
 from trellis.plan.adapt import DATA_AXES, data_sizes
@@ -159,7 +157,8 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
         slices = [(1, run.layout.context), *itertools.product((2, 4, 8, 16, 32), CONTEXT_KINDS)]
         if stages > 1:
             slices = slices[:1]
-        for (context, kind), expert in itertools.product(slices, (1, 2, 4, 8, 16, 32, 64)[: 7 if stages == 1 else 1]):
+        among = [2**n for n in range(min(experts, devices).bit_length())] if stages == 1 else [1]
+        for (context, kind), expert in itertools.product(slices, among):
             ways = devices // model // context // expert
             if experts % expert or devices % (model * context * expert):
                 continue
@@ -177,8 +176,8 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
             kinds = [(1, preset) for preset in presets]
             if groups > 1 and ways % groups == 0:  # a copy of the model in each slice or host
                 kinds = [*kinds, (groups, "hybrid")]
-            schedules = list(_schedules(run, stages))
-            for (replica, preset), schedule, (policy, names) in itertools.product(kinds, schedules, POLICIES):
+            schedules, policies = list(_schedules(run, stages)), _policies(run)
+            for (replica, preset), schedule, (policy, names) in itertools.product(kinds, schedules, policies):
                 if size % (ways * expert * schedule.parts):
                     continue
                 mesh = data_sizes(ways // replica, target)
@@ -195,6 +194,11 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
                     remat=dataclasses.replace(run.remat, policy=policy, names=names),
                 )
                 yield changed, _options(written, changed)
+
+
+def _policies(run: Run) -> Iterable[tuple]:
+    """Policies with the names that are kept: the run's own too, whose model may have others."""
+    return dict.fromkeys((*POLICIES, (run.remat.policy, run.remat.names)))
 
 
 class _Schedule(NamedTuple):
@@ -416,93 +420,3 @@ def _compiled(planned: list[Candidate], target: Target, count: int) -> list[Cand
         if fit == count:
             break
     return [done.get(id(candidate), candidate) for candidate in planned]
-
-
-def why_lost(candidate: Candidate, winner: Candidate | None, target: Target) -> str:
-    """What held a candidate back."""
-    if candidate.refused:
-        return candidate.refused
-    if not candidate.fits:
-        return f"does not fit, by {numbers.size(candidate.peak - target.chip.hbm_bytes)}"
-    if winner is None or candidate is winner:
-        return "the fastest that fits"
-    slower = candidate.seconds / winner.seconds - 1
-    if abs(slower) <= 0.01:
-        return f"{slower:+.1%}: as fast, and less simple"
-    if (candidate.verdict is None) != (winner.verdict is None):
-        return f"{slower:+.0%} by types, not asked about"
-    mine, its = _causes(candidate), _causes(winner)
-    cause, seconds = max(((key, mine[key] - its[key]) for key in mine), key=lambda pair: pair[1])
-    return f"{slower:+.0%}: {numbers.seconds(max(seconds, 0.0))} more {cause}"
-
-
-def _causes(candidate: Candidate) -> dict[str, float]:
-    """Seconds of a step by what takes them."""
-    found = dict.fromkeys(
-        ("moving weights and gradients", "moving activations", "computing activations again", "in products",
-         "in attention", "in elementwise work"), 0.0,
-    )  # fmt: skip
-    for line in candidate.plan.times.lines:
-        if line.axes:
-            key = "moving activations" if line.label.startswith("activations") else "moving weights and gradients"
-        elif line.where == "recomputed":
-            key = "computing activations again"
-        else:
-            key = {"product": "in products", "grouped": "in products", "elementwise": "in elementwise work"}.get(
-                line.kind, "in attention"
-            )
-        found[key] += line.seconds - line.hidden
-    return found
-
-
-def frontier_rows(found: Found) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The candidates as a table: header and rows."""
-    rows = []
-    for c in found.candidates:
-        mesh = " ".join(f"{a}={s}" for a, s in dataclasses.asdict(c.run.mesh).items() if s > 1)
-        mark = "*" if c in found.frontier else ""
-        by = "compiled" if c.verdict is not None else "types"
-        speed = numbers.count(c.plan.tokens_per_second) if c.plan else ""
-        rows.append(
-            (mark, numbers.seconds(c.seconds), numbers.size(c.peak), speed, mesh, c.layout,
-             str(c.parts), c.keeps, by, why_lost(c, found.winner, found.target))
-        )  # fmt: skip
-    return ("", "step", "memory", "tokens/s", "mesh", "layout", "microbatches", "keeps", "by", ""), rows
-
-
-def frontier_text(found: Found) -> str:
-    """The search as text: frontier, winner, runners-up."""
-    header, rows = frontier_rows(found)
-    lines = [
-        f"{found.sketched} variants sketched, {len(found.candidates)} planned; * is on the frontier of time and memory",
-        aligned(header, rows, right=(1, 2, 3, 6)),
-    ]
-    if found.winner is None:
-        lines.append("nothing fits: use a larger slice, a smaller batch, or a shorter sequence")
-    elif found.winner.options:
-        lines.append("the winner, to paste after the recipe:\n  " + found.winner.words())
-    else:
-        lines.append("the run's own setting is the winner")
-    return "\n\n".join(lines)
-
-
-def search_json(found: Found) -> dict[str, Any]:
-    """The search as plain values."""
-    return {
-        "sketched": found.sketched,
-        "winner": dict(found.winner.options) if found.winner else None,
-        "candidates": [
-            {
-                "options": dict(c.options),
-                "mesh": {a: s for a, s in dataclasses.asdict(c.run.mesh).items() if s > 1},
-                "step_seconds": c.seconds,
-                "peak": c.peak,
-                "fits": c.fits,
-                "mfu": c.plan.mfu if c.plan else None,
-                "compiled": c.verdict is not None,
-                "frontier": c in found.frontier,
-                "why": why_lost(c, found.winner, found.target),
-            }
-            for c in found.candidates
-        ],
-    }

@@ -14,8 +14,9 @@ from trellis.train.flops import attention_width, keys_seen
 _KEEP = {"full": (1, 0, 0), "saved": (2, 2, 2), "offload": (1, 0, 0), "dots": (3, 2, 2), "none": (8, 5, 4)}
 # Share of the forward pass that is computed again.
 _AGAIN = {"full": 1.0, "offload": 1.0, "saved": 0.35, "dots": 0.15, "none": 0.0}
-# The same for `saved` with so many names only: attention's result; its operands too; and one of the mlp's products.
-_SOME = {1: ((1, 0, 1), 0.9), 4: ((1, 0, 2), 0.75), 5: ((1, 1, 2), 0.55)}
+# The same for `saved` with so many names only: attention's result; latents too; its operands; and one of the mlp's
+# products.
+_SOME = {1: ((1, 0, 1), 0.9), 2: ((1, 0, 1), 0.85), 4: ((1, 0, 2), 0.75), 5: ((1, 1, 2), 0.55)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

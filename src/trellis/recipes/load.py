@@ -87,7 +87,8 @@ def load(target: str, options: Mapping[str, str]) -> Loaded:
     else:
         path = run_file(target)
         if path.suffix not in (".yaml", ".yml"):
-            fix = did_you_mean(target, RECIPES)
+            texts = f"text is tokenized first: trellis tokenize {target} --out stores/mine --train-bpe 512"
+            fix = texts if path.is_dir() else did_you_mean(target, RECIPES)
             rule = "A run is a recipe, a YAML file or a run's folder."
             raise UserError(rule, seen=f"`{target}`", where="the first word", fix=fix)
         patch = read_yaml(path)

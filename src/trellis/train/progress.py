@@ -17,7 +17,8 @@ class Progress:
     Args:
         total: the run's number of steps.
         stream: where to write; the default is stderr.
-        every: where the stream is no terminal, seconds between two lines. Evaluations and the last step always show.
+        every: where the stream is no terminal, seconds between two lines. Evaluations and the last step always show,
+            also where a run ends early.
     """
 
     def __init__(self, total: int, *, stream: TextIO | None = None, every: float = 10.0):
@@ -27,7 +28,7 @@ class Progress:
         self._times: deque[tuple[int, float]] = deque(maxlen=100)
         self._shown: float | None = None
         self._losses: list[float | None] = []
-        self._bar = ""
+        self._bar = self._unshown = ""
 
     def update(self, line: Mapping[str, float | int | None]) -> None:
         """Shows a line of metrics, as `Meter.line` makes them."""
@@ -41,10 +42,12 @@ class Progress:
             self._stream.flush()
         due = self._shown is None or now - self._shown >= self._every
         if not self._tty and (due or "validation_loss" in line or line["step"] >= self._total):
-            self._shown = now
+            self._shown, self._unshown = now, ""
             self._stream.write(text + "\n")
             self._stream.flush()
-        elif self._tty and "validation_loss" in line:
+        elif not self._tty:
+            self._unshown = text
+        elif "validation_loss" in line:
             self.note(text)
 
     def describe(self, line: Mapping[str, float | int | None]) -> str:
@@ -76,10 +79,10 @@ class Progress:
 
     def close(self) -> None:
         """Leaves the last line standing."""
-        if self._tty and self._bar:
-            self._stream.write("\n")
+        if self._bar or self._unshown:
+            self._stream.write(self._unshown + "\n")
             self._stream.flush()
-            self._bar = ""
+            self._bar = self._unshown = ""
 
     def _left(self, step: int) -> float | None:
         (first, start), (last, end) = self._times[0], self._times[-1]

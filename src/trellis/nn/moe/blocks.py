@@ -1,38 +1,46 @@
-"""Grouped products by a loop over blocks of one group's rows each, for CPUs.
+"""Grouped products on CPUs: group by group, in blocks of its rows.
 
-There `jax.lax.ragged_dot` multiplies every row with every weight.
+There `jax.lax.ragged_dot` multiplies every row with every weight. A group's weight is read from the array of all once,
+and its rows go in as few blocks as fit: each size in `BLOCKS` as often as it is full, and the last for what is left.
 """
 
-import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from trellis.mesh.manual.ops import vary, varying_axes
-from trellis.nn.moe.tiles import tiles_of
 from trellis.program.said import loop_turns
 
-BLOCK = 128  # rows that are multiplied at once: enough to keep a CPU's cores busy, few enough to waste little
-LEAST = 16  # fewer are hardly a product
+# Rows that are multiplied at once. Large blocks reach a CPU's full speed, and half of a smallest one is multiplied in
+# vain for each group, in the mean. Of bfloat16 XLA's CPU compiler lays the weight out anew for every product, which
+# takes as long as 128 rows.
+BLOCKS, NARROW_BLOCKS = (512, 128, 32), (512, 128)
 
 
 def multiply(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: bool = False) -> jax.Array:
     """As `grouped_matmul`; `weights` are `groups in out`, or `groups out in` where they are swapped."""
-    weights = weights.swapaxes(1, 2) if swapped else weights
-    block = _block(rows.shape[0], weights.shape[0])
-    tiles = tiles_of(sizes, block)
-    padded = jnp.pad(rows, ((0, block), (0, 0)))
+    count, columns = rows.shape[0], weights.shape[1 if swapped else 2]
+    ends, blocks = jnp.cumsum(sizes), _blocks(rows)
+    least = blocks[-1]
+    padded = jnp.pad(rows, ((0, least), (0, 0)))
 
-    def body(i, out):
-        group, first = tiles.group(i), tiles.first(i)
-        mine = lax.dynamic_slice_in_dim(padded, first, block) @ lax.dynamic_index_in_dim(weights, group, 0, False)
-        # A block's rows that belong to later groups are written again by theirs.
-        return lax.dynamic_update_slice_in_dim(out, mine, first, 0)
+    def group(i, out):
+        weight = lax.dynamic_index_in_dim(weights, i, 0, False)
+        # Behind a barrier it is copied once, not for each block.
+        weight = lax.optimization_barrier(weight.T if swapped else weight)
 
-    out = _zeros((rows.shape[0] + block, weights.shape[2]), rows.dtype, rows, weights, sizes)
-    with loop_turns(rows.shape[0], block, groups=weights.shape[0]):
-        return lax.fori_loop(0, tiles.count, body, out)[: rows.shape[0]]
+        def block(out, first, left, size):
+            mine = lax.dynamic_slice_in_dim(padded, first, size)
+            made = _product(mine, weight).astype(rows.dtype)
+            # Rows of later groups are written again by theirs.
+            return lax.dynamic_update_slice_in_dim(out, made, first, 0)
+
+        return _in_blocks(block, out, ends[i] - sizes[i], sizes[i], -(-count // sizes.shape[0]), blocks)
+
+    out = _like(lax.empty((count + least, columns), rows.dtype), rows, weights, sizes)
+    return lax.fori_loop(0, sizes.shape[0], group, out)[:count]
 
 
 def weights_gradient(rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -44,28 +52,59 @@ def weights_gradient(rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp
         sizes: `i32["groups"]`.
         dtype: of the result.
     """
-    count, groups = rows.shape[0], sizes.shape[0]
-    block = _block(count, groups)
-    tiles = tiles_of(sizes, block)
-    rows, d = (jnp.pad(x, ((0, block), (0, 0))) for x in (rows, d))
+    groups, ends, blocks = sizes.shape[0], jnp.cumsum(sizes), _blocks(rows)
+    least = blocks[-1]
+    shape, even = (rows.shape[1], d.shape[1]), -(-rows.shape[0] // groups)
+    rows, d = (jnp.pad(x, ((0, least), (0, 0))) for x in (rows, d))
 
-    def body(i, total):
-        group, first = tiles.group(i), tiles.first(i)
-        own = (first + jnp.arange(block) < tiles.ends[group])[:, None]
-        x, y = (jnp.where(own, lax.dynamic_slice_in_dim(a, first, block), jnp.zeros((), a.dtype)) for a in (rows, d))
-        more = jnp.matmul(x.T, y, preferred_element_type=jnp.float32)
-        return lax.dynamic_update_index_in_dim(total, lax.dynamic_index_in_dim(total, group, 0, False) + more, group, 0)
+    def group(i, out):
+        def block(total, first, left, size):
+            x, y = (lax.dynamic_slice_in_dim(a, first, size) for a in (rows, d))
+            if size == least:  # with rows of others, and of nobody, which may be no numbers
+                own = (jnp.arange(size) < left)[:, None]
+                x, y = (jnp.where(own, a, jnp.zeros((), a.dtype)) for a in (x, y))
+            return total + _product(lax.optimization_barrier(x.T), y)
 
-    zeros = _zeros((groups, rows.shape[1], d.shape[1]), jnp.float32, rows, d, sizes)
-    with loop_turns(count, block, groups=groups):
-        return lax.fori_loop(0, tiles.count, body, zeros).astype(dtype)
+        zeros = _like(jnp.zeros(shape, jnp.float32), rows, d, sizes)
+        total = _in_blocks(block, zeros, ends[i] - sizes[i], sizes[i], even, blocks)
+        return lax.dynamic_update_index_in_dim(out, total.astype(dtype), i, 0)
 
-
-def _block(count: int, groups: int) -> int:
-    """As many rows as a group has in the mean, where these are few."""
-    return min(BLOCK, max(LEAST, 2 ** math.floor(math.log2(max(count // groups, 1)))), count)
+    return lax.fori_loop(0, groups, group, _like(lax.empty((groups, *shape), dtype), rows, d, sizes))
 
 
-def _zeros(shape, dtype, *like):
-    """Zeros that may differ between devices wherever one of some arrays does."""
-    return vary(jnp.zeros(shape, dtype), varying_axes(*like))
+def _in_blocks(block: Callable, carry, first: jax.Array, count: jax.Array, even: int, blocks: tuple[int, ...]):
+    """What blocks make of a carry, one after another.
+
+    Args:
+        block: `block(carry, first, left, size)`: where it begins, how many rows are left from there, and its size.
+        carry: to start with.
+        first, count: of the group's rows.
+        even: rows of a group where the load is even.
+        blocks: their sizes, from the largest; only the last may stand for fewer rows.
+    """
+    for size in blocks:
+        last = size == blocks[-1]
+        turns = -(-count // size) if last else count // size
+        turn = lambda i, carry, first=first, count=count, size=size: block(
+            carry, first + i * size, count - i * size, size
+        )
+        # Rows are the same however they are cut: counted as if all went in the smallest blocks.
+        with loop_turns(even if last else 0, size):
+            carry = lax.fori_loop(0, turns, turn, carry)
+        first, count = first + turns * size, count - turns * size
+    return carry
+
+
+def _blocks(rows: jax.Array) -> tuple[int, ...]:
+    """Sizes of blocks, from the largest; none is larger than all rows."""
+    sizes = NARROW_BLOCKS if rows.dtype == jnp.bfloat16 else BLOCKS
+    return tuple(size for size in sizes[:-1] if size <= rows.shape[0]) + (min(sizes[-1], rows.shape[0]),)
+
+
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, preferred_element_type=jnp.float32)
+
+
+def _like(x, *arrays):
+    """An array that may differ between devices wherever one of some others does."""
+    return vary(x, varying_axes(*arrays))

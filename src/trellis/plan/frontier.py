@@ -1,0 +1,99 @@
+"""What a search found, for people and programs: a table, text, plain values, and what held each candidate back."""
+
+import dataclasses
+from typing import Any
+
+from trellis.figures import numbers
+from trellis.figures.text import aligned
+from trellis.hardware.chips import Target
+from trellis.plan.search import Candidate, Found
+
+
+def why_lost(candidate: Candidate, winner: Candidate | None, target: Target) -> str:
+    """What held a candidate back."""
+    if candidate.refused:
+        return candidate.refused
+    if not candidate.fits:
+        return f"does not fit, by {numbers.size(candidate.peak - target.chip.hbm_bytes)}"
+    if winner is None or candidate is winner:
+        return "the fastest that fits"
+    slower = candidate.seconds / winner.seconds - 1
+    if abs(slower) <= 0.01:
+        return f"{slower:+.1%}: as fast, and less simple"
+    if (candidate.verdict is None) != (winner.verdict is None):
+        return f"{slower:+.0%} by types, not asked about"
+    mine, its = _causes(candidate), _causes(winner)
+    cause, seconds = max(((key, mine[key] - its[key]) for key in mine), key=lambda pair: pair[1])
+    return f"{slower:+.0%}: {numbers.seconds(max(seconds, 0.0))} more {cause}"
+
+
+def _causes(candidate: Candidate) -> dict[str, float]:
+    """Seconds of a step by what takes them."""
+    found = dict.fromkeys(
+        ("moving weights and gradients", "moving activations", "computing activations again", "in products",
+         "in attention", "in elementwise work"), 0.0,
+    )  # fmt: skip
+    for line in candidate.plan.times.lines:
+        if line.axes:
+            key = "moving activations" if line.label.startswith("activations") else "moving weights and gradients"
+        elif line.where == "recomputed":
+            key = "computing activations again"
+        else:
+            key = {"product": "in products", "grouped": "in products", "elementwise": "in elementwise work"}.get(
+                line.kind, "in attention"
+            )
+        found[key] += line.seconds - line.hidden
+    return found
+
+
+def frontier_rows(found: Found) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The candidates as a table: header and rows."""
+    rows = []
+    for c in found.candidates:
+        mesh = " ".join(f"{a}={s}" for a, s in dataclasses.asdict(c.run.mesh).items() if s > 1)
+        mark = "*" if c in found.frontier else ""
+        by = "compiled" if c.verdict is not None else "types"
+        speed = numbers.count(c.plan.tokens_per_second) if c.plan else ""
+        rows.append(
+            (mark, numbers.seconds(c.seconds), numbers.size(c.peak), speed, mesh, c.layout,
+             str(c.parts), c.keeps, by, why_lost(c, found.winner, found.target))
+        )  # fmt: skip
+    return ("", "step", "memory", "tokens/s", "mesh", "layout", "microbatches", "keeps", "by", ""), rows
+
+
+def frontier_text(found: Found) -> str:
+    """The search as text: frontier, winner, runners-up."""
+    header, rows = frontier_rows(found)
+    lines = [
+        f"{found.sketched} variants sketched, {len(found.candidates)} planned; * is on the frontier of time and memory",
+        aligned(header, rows, right=(1, 2, 3, 6)),
+    ]
+    if found.winner is None:
+        lines.append("nothing fits: use a larger slice, a smaller batch, or a shorter sequence")
+    elif found.winner.options:
+        lines.append("the winner, to paste after the recipe:\n  " + found.winner.words())
+    else:
+        lines.append("the run's own setting is the winner")
+    return "\n\n".join(lines)
+
+
+def search_json(found: Found) -> dict[str, Any]:
+    """The search as plain values."""
+    return {
+        "sketched": found.sketched,
+        "winner": dict(found.winner.options) if found.winner else None,
+        "candidates": [
+            {
+                "options": dict(c.options),
+                "mesh": {a: s for a, s in dataclasses.asdict(c.run.mesh).items() if s > 1},
+                "step_seconds": c.seconds,
+                "peak": c.peak,
+                "fits": c.fits,
+                "mfu": c.plan.mfu if c.plan else None,
+                "compiled": c.verdict is not None,
+                "frontier": c in found.frontier,
+                "why": why_lost(c, found.winner, found.target),
+            }
+            for c in found.candidates
+        ],
+    }
