@@ -139,6 +139,29 @@ def test_stacked_sums_are_left_to_the_loop_that_stacks_them():
     assert not found(text, (turns, gathered, gathered, ROWS[1])).right
 
 
+def test_of_equal_sums_each_row_gets_the_one_that_leaves_none_over():
+    """The sum in the loop is a gather's; the row that is summed as often is stacked, and done after the loop."""
+    loop = """
+%body (turn: f32[2,16]) -> f32[2,16] {
+  %turn = f32[2,16]{1,0} parameter(0)
+  ROOT %zeros = f32[2,16]{1,0} all-reduce(%turn), replica_groups={{0,1},{2,3}}, to_apply=%sum
+}
+
+%going (turn: f32[2,16]) -> pred[] {
+  %turn = f32[2,16]{1,0} parameter(0)
+  ROOT %more = pred[] constant(true)
+}
+
+ENTRY"""
+    times = 'condition=%going, body=%body, backend_config={"known_trip_count":{"n":"4"}}'
+    inside = f"  %part = f32[2,16]{{1,0}} parameter(1)\n  %loop = f32[2,16]{{1,0}} while(%part), {times}\n"
+    text = PROGRAM.replace("\nENTRY", loop, 1).replace("  %all-reduce.1", f"{inside}  %all-reduce.1")
+    turns = dataclasses.replace(ROWS[0], payload=128, times=4)
+    gathered = dataclasses.replace(ROWS[1], axes=("model",), payload=128, wire=64, times=4)
+    assert found(text, (turns, gathered, ROWS[1])).right
+    assert not found(text, (turns, turns, gathered, ROWS[1])).right
+
+
 def test_two_gathers_may_be_one():
     text = PROGRAM.replace("f32[16,16]{1,0} all-gather", "f32[32,16]{1,0} all-gather").replace(
         "{{0,2},{1,3}}, dimensions", "{{0,2,1,3}}, dimensions"

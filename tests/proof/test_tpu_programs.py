@@ -1,9 +1,15 @@
 """What libtpu writes, as the interpreter reads it."""
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+import trellis as tr
+from trellis.mesh import make_mesh
+from trellis.nn import dot_product_attention
 from trellis.proof.interpreter import Failed, Interpreter, NotInterpreted
 
 BYTES = "{0:T(1024)(128)(4,1)}"
@@ -63,3 +69,48 @@ def test_bytes_that_are_no_numbers_any_more(x):
 def test_parts_that_are_not_all_of_it(x, parts):
     with pytest.raises(NotInterpreted, match="not all of an array, each once"):
         Interpreter(copied(f"bf16[3,16,128]{{2,1,0:T(8,128)(2,1)}} {JOINED}", *parts))([x])
+
+
+@pytest.mark.parametrize(
+    ("said", "seen"),
+    [
+        ("", lambda query, key: key <= query),
+        ("sees(2 before 0 after 0 ahead)/", lambda query, key: (key <= query) & (key >= query - 2)),
+        ("sees(2 before 1 after 3 ahead)/", lambda query, key: (key <= query + 4) & (key >= query + 1)),
+    ],
+    ids=["a causal mask", "a window", "a window of keys behind"],
+)
+def test_a_kernel_sees_what_its_author_says(said, seen):
+    results = "f32[1,8,128], f32[1,8,128], f32[1,8,4], f32[1,1,8,4], f32[1,1,8,128]"
+    name = f'op_name="jit(f)/{said}splash_mha_fwd_residuals/pallas_call"'
+    text = f"""HloModule m
+ENTRY main () -> f32[1,1,8,4] {{
+  q = f32[1,1,8,4] parameter(0)
+  k = f32[1,1,8,4] parameter(1)
+  v = f32[1,1,8,4] parameter(2)
+  rows = s32[8,128] iota(), iota_dimension=0
+  splash_mha_fwd_residuals.1 = ({results}) custom-call(%q, %k, %v, %rows), custom_call_target="tpu_custom_call", metadata={{{name}}}
+  ROOT out = f32[1,1,8,4] get-tuple-element(%splash_mha_fwd_residuals.1), index=3
+}}
+"""  # noqa: E501
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 1, 1, 8, 4)).astype(np.float32)
+    (found,) = Interpreter(text)([q, k, v])
+    weights = np.exp(q[0, 0, 0] @ k[0, 0, 0].T) * seen(np.arange(8)[:, None], np.arange(8))
+    total = weights.sum(1, keepdims=True)
+    np.testing.assert_allclose(found[0, 0, 0], weights / np.where(total, total, 1) @ v[0, 0, 0], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_attention_under_a_window_is_proven():
+    """Its kernels have one block, of which tables of blocks do not say what is hidden."""
+    mesh = make_mesh(jax.devices()[:4], data=4)
+    heads = {"q": 2, "k": 1, "v": 1}
+    given = [jax.random.normal(jax.random.key(i), (4, 256, n, 64)) for i, n in enumerate(heads.values())]
+    given = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))) for x in given]
+
+    def gradients(implementation):
+        attend = lambda *x: dot_product_attention(*x, causal=True, window=100, implementation=implementation)
+        return jax.grad(lambda *x: jnp.sum(attend(*x) ** 2), (0, 1, 2))
+
+    proof = tr.prove(gradients("splash"), *given, on="v5e:2x2", reference=gradients("reference"), explain=False)
+    assert proof.proven and len(proof.kernels) == 3

@@ -135,6 +135,26 @@ def _same_loop_and_line(row: Row, item: _Item) -> bool:
     return _same_loop(row, item) and _same_line(row, item)
 
 
+def matched(
+    rows: Iterable[Row], parts: Iterable[Part], sizes: Mapping[str, int]
+) -> tuple[list[Match], list[tuple[Part, int]]]:
+    """Rows with what does them, and what no row has taken.
+
+    Which of two equal sums belongs to which row is not in a program: where rows are left over, another order of looking
+    is tried, and the one that leaves fewer is taken.
+    """
+    rows, parts = list(rows), list(parts)
+    found = []
+    for stacked_first in (False, True):
+        stock = Stock(parts)
+        matches = stock.meet(rows, sizes, stacked_first=stacked_first)
+        left = sum(match.missing > 0 and match.certain for match in matches)
+        found.append((left, matches, list(stock.rest())))
+        if not left:
+            break
+    return min(found, key=lambda one: one[0])[1:]
+
+
 class Stock:
     """The arrays that a program moves along mesh axes, for rows to take."""
 
@@ -143,14 +163,21 @@ class Stock:
         for part in parts:
             self.items[part.key].append(_Item(part, part.elements * part.collective.times))
 
-    def meet(self, rows: Iterable[Row], sizes: Mapping[str, int]) -> list[Match]:
+    def meet(self, rows: Iterable[Row], sizes: Mapping[str, int], *, stacked_first: bool = False) -> list[Match]:
         """Finds what does each row: what is asked for at its own line, then anywhere, then otherwise.
 
         All rows are looked for in one way before any is in the next, which is less likely.
+
+        Args:
+            rows: of the ledger.
+            sizes: of the mesh axes.
+            stacked_first: look for sums that a loop stacks before those that it does in each turn.
         """
         matches = [Match(row, _key(row, sizes), Counter(), row.times) for row in rows]
-        for chosen in (_same_loop_and_line, _same_loop):
-            self.take_as_asked(matches, chosen)
+        self.take_as_asked(matches, _same_loop_and_line)
+        if stacked_first:
+            self.take_stacked(matches, exactly=True)
+        self.take_as_asked(matches, _same_loop)
         self.take_stacked(matches, exactly=True)
         self.take_as_asked(matches, _same_line)
         self.take_turns(matches)

@@ -29,7 +29,7 @@ from trellis.inspect.compiled import program_of
 from trellis.inspect.copies import Apart, copies_apart
 from trellis.inspect.groups import axes_of, axes_of_pairs
 from trellis.inspect.hlo import Instruction, Program, item_bits
-from trellis.inspect.matching import Match, Part, Stock
+from trellis.inspect.matching import Match, Part, matched
 from trellis.inspect.rows import Ledger
 
 # Instructions whose results are their operands, or parts of them.
@@ -119,11 +119,11 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
     program = program_of(compiled)
     found = list(collectives_in(program, mesh.size))
     parts = [part for collective in found for part in _parts(program, collective, mesh)]
-    stock = Stock(part for part in parts if part.axes)
-    matches = stock.meet(ledger, {axis: size for axis, size in mesh.shape.items() if size > 1})
+    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    matches, rest = matched(ledger, (part for part in parts if part.axes), sizes)
     decided = tuple(match for match in matches if not (match.missing and set(match.row.axes) & set(ledger.auto)))
-    besides = [(part, runs) for part, runs in stock.rest() if part.cut == 1]
-    strange = [part for part in parts if not part.axes] + [part for part, _ in stock.rest() if part.cut > 1]
+    besides = [(part, runs) for part, runs in rest if part.cut == 1]
+    strange = [part for part in parts if not part.axes] + [part for part, _ in rest if part.cut > 1]
     if 1 not in mesh.shape.values():  # a sum over an axis of one device is over groups of one
         strange += [part for collective in found if _alone(collective) for part in _pieces(program, collective, ())]
     apart = tuple(copies_apart(program, mesh.shape))

@@ -1,11 +1,11 @@
 """What the author of a piece of a program says of it, in a name scope, where a jaxpr does not say it.
 
-That is a kernel's work, how often a loop runs, how much of a buffer is filled:
+That is a kernel's work and its mask, how often a loop runs, how much of a buffer is filled:
 
     with kernel_work("attention", flops=4.0 * batch * heads * pairs * head_dim):
         out = kernel(q, k, v)
 
-The planner reads it, and nothing is computed differently.
+The planner reads it, and the proof of a compiled program; nothing is computed differently.
 """
 
 import contextlib
@@ -48,6 +48,17 @@ def grouped_work(
     return jax.named_scope(f"grouped({form} {rows} rows {inner} {columns} in {groups} groups by {tile})")
 
 
+def kernel_mask(before: int, after: int, ahead: int) -> contextlib.AbstractContextManager:
+    """The scope of an attention kernel whose mask is a function inside of it: which keys a query sees.
+
+    Args:
+        before: how many before its own position.
+        after: how many behind it.
+        ahead: the position of the first query minus that of the first key.
+    """
+    return jax.named_scope(f"sees({before} before {after} after {ahead} ahead)")
+
+
 def filled_rows(even: int, room: int) -> contextlib.AbstractContextManager:
     """The scope of what is done to a buffer of rows: an even load fills so many of its rows."""
     return jax.named_scope(f"filled({even} of {room})")
@@ -71,6 +82,7 @@ def loop_turns(
 _WORK, _FILLED = re.compile(r"work\((\w+) (\d+)\)"), re.compile(r"filled\((\d+) of (\d+)\)")
 _GROUPED = re.compile(r"grouped\((product|gradient) (\d+) rows (\d+) (\d+) in (\d+) groups by (\d+)\)")
 _TURNS = re.compile(r"turns\((\d+) rows (\d+) a turn (\d+) groups (\d+) before( load)?\)")
+_SEES = re.compile(r"sees\((\d+) before (\d+) after (-?\d+) ahead\)")
 # Products of an attention kernel in the backward pass, by how many gradients it gives; of the forward pass's two.
 _GRADIENT_PRODUCTS = {1: 3, 2: 4, 3: 5}
 
@@ -104,6 +116,16 @@ def grouped_said(operation: Operation, load: float) -> tuple[float, tuple[int, i
     if found[-1][0] == "product":
         return 2.0 * rows * inner * columns, (rows, inner, columns)
     return 2.0 * rows * inner * columns, (inner, -(-rows // groups), columns)
+
+
+def mask_said(op_name: str) -> tuple[int, int, int] | None:
+    """What `kernel_mask` was given, of a kernel of a compiled program; None where nobody says.
+
+    >>> mask_said("jit(step)/transpose(jvp(sees(127 before 0 after 256 ahead)))/splash_mha_dq")
+    (127, 0, 256)
+    """
+    found = _SEES.findall(op_name)
+    return tuple(map(int, found[-1])) if found else None
 
 
 def share_filled(operation: Operation, load: float) -> float:

@@ -19,7 +19,7 @@ from trellis.train.assemble import vocab_multiple
 # attention kernel, layers for a first, a middle and a last one.
 EMBED, HEAD_DIM, MLP, VOCAB, POS, LAYERS = 256, 64, 384, 1024, 256, 3
 LATENT = {"nope_dim": HEAD_DIM, "rope_dim": HEAD_DIM // 2, "value_dim": HEAD_DIM}
-MOST_CHUNKS = 3
+MOST_CHUNKS, EXPERT_GROUPS = 3, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,14 +132,26 @@ def _model(run: Run, ways: Ways, pos: int, tokens: int) -> Any:
     sizes["mlp"] = min(model.mlp, multiple(MLP, 64 * ways("mlp")))
     sizes["vocab"] = _vocab(model.vocab, ways)
     if has("experts"):
-        sizes["experts"] = _kept(model.experts, ways("experts"), 2)
-        sizes["experts"] = max(sizes["experts"], min(model.experts, 4))
-        sizes["experts_per_token"] = min(model.experts_per_token, sizes["experts"])
+        sizes |= _experts(model, ways)
     if has("window"):
         sizes["window"] = min(model.window, pos)
     if has("positions"):
         sizes["positions"] = pos if model.positions == run.data.sequence_length else 2 * pos
     return dataclasses.replace(model, **sizes)
+
+
+def _experts(model: Any, ways: Ways) -> dict[str, Any]:
+    """Two experts a device, and two in each group; a token sees half of the groups where it does not see all."""
+    routing = model.routing
+    groups = min(routing.groups, EXPERT_GROUPS)
+    seen = groups if routing.groups_per_token == routing.groups else max(groups // 2, 1)
+    least = max(_kept(model.experts, ways("experts"), 2), min(model.experts, 4), 2 * groups if groups > 1 else 0)
+    experts = multiple(least, math.lcm(ways("experts"), groups))
+    return {
+        "experts": experts,
+        "experts_per_token": min(model.experts_per_token, experts // groups * seen),
+        "routing": dataclasses.replace(routing, groups=groups, groups_per_token=seen),
+    }
 
 
 def _heads(model: Any, ways: Ways) -> tuple[int, int]:

@@ -52,7 +52,12 @@ def qwen3_30b_a3b_b200_8() -> Run:
 
     trellis plan qwen3_30b_a3b_b200_8 --on 8xB200
     """
-    return dataclasses.replace(qwen3_30b_a3b(), name="qwen3_30b_a3b_b200_8", batch_size=64, remat=Remat(policy="saved"))
+    return dataclasses.replace(
+        qwen3_30b_a3b(),
+        name="qwen3_30b_a3b_b200_8",
+        batch_size=64,
+        remat=Remat(policy="saved", names=("query", "key", "value", "attention", "mlp_rows")),
+    )
 
 
 def qwen3_30b_a3b_v5p_64() -> Run:

@@ -159,7 +159,7 @@ def _splash(place: Placement, arrays, pattern, scale, logit_softcap, save_name):
         specs = tables.manual_sharding_spec(NamedSharding(place.mesh, PartitionSpec(place.heads or None, None)))
         if mode_of(place.mesh) == "explicit":  # constants are replicated, and shard_map wants them as it says
             tables = jax.tree.map(jax.sharding.reshard, tables, specs)
-    kernel = lambda q, k, v, ids, tables: splash_attention(q, k, v, ids, tables, scale=scale)
+    kernel = lambda q, k, v, ids, tables: splash_attention(q, k, v, ids, tables, pattern=pattern, scale=scale)
     return place.run(_saying(kernel, pattern), arrays, (tables,), (specs,), check=False)
 
 

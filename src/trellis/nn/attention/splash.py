@@ -1,5 +1,6 @@
 """Attention by the splash kernel of JAX, for TPUs."""
 
+import contextlib
 import functools
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from trellis._compat import SplashTable, splash_backward, splash_forward, splash_table
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.sliced.tile import Ids, Tile
+from trellis.program.said import kernel_mask
 
 LANES = 128
 # Sides of the blocks of scores. By libtpu's schedule a v5p fills its matrix units to 70 % in the forward pass over
@@ -73,6 +75,14 @@ def _mask(tile: Tile):
     return splash.LocalMask(shape, (pattern.window - 1, right), offset=tile.ahead)
 
 
+def _said(tile: Tile) -> contextlib.AbstractContextManager:
+    """The scope in which a kernel says its mask."""
+    if tile.full:
+        return contextlib.nullcontext()
+    near = tile.keys if tile.pattern.window is None else tile.pattern.window - 1
+    return kernel_mask(near, 0 if tile.pattern.causal else near, tile.ahead)
+
+
 def _blocks(tile: Tile, row_bytes: int):
     """Sizes of blocks, and whether the backward pass is one kernel, five products instead of seven.
 
@@ -113,7 +123,14 @@ def _for_cores(heads: int, *arrays):
 
 
 def splash_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: tuple[jax.Array, jax.Array] | None, kernel, *, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: tuple[jax.Array, jax.Array] | None,
+    kernel,
+    *,
+    pattern: Pattern,
+    scale: float,
 ) -> jax.Array:
     """Softmax attention by a kernel from `splash_kernel`; arguments as in `trellis.nn.dot_product_attention`."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -122,11 +139,10 @@ def splash_attention(
     keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     whole, batch = queries.shape, queries.shape[0]
     queries, keys, values = _for_cores(keys.shape[1], queries, keys, values)
-    if segment_ids is None:
-        out = jax.vmap(kernel)(queries, keys, values)
-    else:
-        ids = (_as_often(x, len(queries) // batch) for x in segment_ids)
-        out = jax.vmap(kernel)(queries, keys, values, splash.SegmentIds(*ids))
+    ids = () if segment_ids is None else (_as_often(x, len(queries) // batch) for x in segment_ids)
+    segments = () if segment_ids is None else (splash.SegmentIds(*ids),)
+    with _said(Tile(q.shape[1], k.shape[1], pattern)):
+        out = jax.vmap(kernel)(queries, keys, values, *segments)
     return out.reshape(*whole[:3], v.shape[3]).transpose(0, 2, 1, 3)
 
 
@@ -146,7 +162,8 @@ class SplashTiles:
     opaque = True
 
     def forward(self, tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids):
-        return splash_forward(self._table(tile, q), self._scaled(q), k, v, ids)
+        with _said(tile):
+            return splash_forward(self._table(tile, q), self._scaled(q), k, v, ids)
 
     def backward(self, tile: Tile, q, k, v, ids: Ids, out, log_sum, d_out):
         given = q, k, v
@@ -154,7 +171,8 @@ class SplashTiles:
         if ids is not None:
             ids = tuple(_as_often(x, len(parts[0]) // len(q)) for x in ids)
         q, k, v, *rest = parts
-        found = splash_backward(self._table(tile, q), q, k, v, ids, *rest)
+        with _said(tile):
+            found = splash_backward(self._table(tile, q), q, k, v, ids, *rest)
         d_q, d_k, d_v = (d.reshape(x.shape) for d, x in zip(found, given, strict=True))
         return self._scaled(d_q), d_k, d_v
 

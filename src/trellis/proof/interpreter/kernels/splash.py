@@ -2,8 +2,9 @@
 
 Operands follow each other as tables of blocks (which block of keys is next, and whether it is hidden, seen or both),
 q, k, v, the documents of queries and of keys, in the backward kernels the log of the sums of exponentials, the output's
-gradient and its product with the output, and the queries' positions. The mask is a function inside of the kernel:
-queries' positions stand for a causal one, and the tables have to agree with it.
+gradient and its product with the output, and the queries' positions. The mask is a function inside of the kernel. Its
+author says it in a scope (`trellis.program.said.kernel_mask`); where nobody does, queries' positions stand for a causal
+one. The tables have to agree with it.
 """
 
 import re
@@ -12,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from trellis.inspect.hlo import Instruction
+from trellis.program.said import mask_said
 from trellis.proof.interpreter.kernels import attention
 from trellis.proof.interpreter.values import NotInterpreted, Value, each
 
@@ -30,6 +32,7 @@ def kernel(name: str, instruction: Instruction, machine) -> Callable:
         raise NotInterpreted(f"the kernel {name}")
     phase, kind = found[1], machine.type(instruction)
     names = ("q", "k", "v", *(("query_ids", "key_ids") if found[2] else ()), *_TAIL[phase])
+    said = mask_said(instruction.quoted("op_name") or "")
     block = re.search(r"block_kv\W+(\d+)", instruction.attributes)
 
     def one(*values: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -40,7 +43,7 @@ def kernel(name: str, instruction: Instruction, machine) -> Callable:
         rest = values[first + len(names) :]
         if len(rest) > 1 or any(v.dtype != np.int32 or v.ndim != 2 for v in rest):
             raise NotInterpreted(f"the kernel {name} with a mask or sinks as operands")
-        seen = _seen(own, rest, phase)
+        seen = _seen(own, rest, phase, said)
         if first and phase == "fwd" and block:
             _check(values[0], values[1], seen[0, 0], int(block[1]))
         return _results(kind, phase, own, seen & _together(own, phase))
@@ -48,13 +51,15 @@ def kernel(name: str, instruction: Instruction, machine) -> Callable:
     return lambda values, team: each(one, values, team)
 
 
-def _seen(own: dict[str, np.ndarray], rest, phase: str) -> np.ndarray:
+def _seen(own: dict[str, np.ndarray], rest, phase: str, said: tuple[int, int, int] | None) -> np.ndarray:
     """Which keys each query sees by its position: `1 1 pos key_pos`."""
     length, key_length = own["q"].shape[2], own["k"].shape[2]
     if not rest:
         return np.ones((1, 1, length, key_length), bool)
     positions = rest[0][0] if phase == "dkv" else rest[0][:, 0]
-    return (positions[:, None] >= np.arange(key_length))[None, None]
+    before, after, ahead = said or (key_length, 0, 0)
+    distance = positions[:, None] + ahead - np.arange(key_length)
+    return ((distance <= before) & (distance >= -after))[None, None]
 
 
 def _together(own: dict[str, np.ndarray], phase: str) -> np.ndarray:
@@ -73,7 +78,7 @@ def _check(following: np.ndarray, blocks: np.ndarray, seen: np.ndarray, width: i
         at = int(following[head, row, column]) * width
         part = seen[row * height : (row + 1) * height, at : at + width]
         if kind and (part.all() != (kind == 2) or not part.any()):
-            raise NotInterpreted("a splash mask that is neither causal nor everything")
+            raise NotInterpreted("a splash mask other than the one that is said, or than a causal one")
 
 
 def _results(kind: tuple, phase: str, own: dict[str, np.ndarray], seen: np.ndarray) -> Value:

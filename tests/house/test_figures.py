@@ -1,0 +1,70 @@
+"""Figures in the README and the manual are those of the committed results."""
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+README, PLAN = (ROOT / "README.md").read_text(), (ROOT / "docs" / "plan.md").read_text()
+
+
+def measured(name: str):
+    return json.loads((RESULTS / name).read_text())
+
+
+def test_speed_beside_others():
+    speed = {(r["shape"], r["dtype"], r["who"]): r["tokens_per_second"] for r in measured("train_speed.json")["rows"]}
+    plain = {(r["shape"], r["dtype"], r["who"]): r["against_plain"] for r in measured("train_speed.json")["rows"]}
+
+    def times(shape: str, dtype: str, *others: str) -> list[str]:
+        ours = speed[shape, dtype, "trellis"]
+        return [f"{plain[shape, dtype, 'trellis']:g}", *(f"{ours / speed[shape, dtype, who]:.2f}" for who in others)]
+
+    nano, narrow = times("nano", "float32", "nanogpt"), times("nano", "bfloat16", "nanogpt")
+    llama = times("small-llama", "float32", "transformers", "levanter")
+    narrow_llama = times("small-llama", "bfloat16", "transformers", "levanter")
+    assert f"| {nano[0]} and {nano[1]} times |" in README
+    assert f"| {llama[0]}, {llama[1]} and {llama[2]} times |" in README
+    several = f"{' and '.join(narrow)}; {narrow_llama[0]}, {narrow_llama[1]} and {narrow_llama[2]} times"
+    assert f"| {several} |" in README
+
+
+def test_tracing_and_tokenizing():
+    assert f"| {measured('trace_overhead.json')['ratio']:.2f} times | `trace_overhead.py` |" in README
+    kinds = [
+        kind for kind in measured("tokenize.json").values() if isinstance(kind, dict) and "tokens_per_second" in kind
+    ]
+    spans = []
+    for other in ("encode_batch", "datasets.map"):
+        ratios = sorted(kind[f"trellis over {other}"]["by the clock"] for kind in kinds)
+        spans.append(f"{ratios[0]:.2f} to {ratios[-1]:.2f}")
+    assert f"| {' and '.join(spans)} times |" in README
+
+
+def test_the_starter_run():
+    found = measured("starter.json")
+    assert f"{found['seconds']} s, two thirds" in README
+    assert f"about {found['found']['validation_loss']:.2f}, {found['found']['bits_per_byte']:.2f} bits a byte" in README
+
+
+def test_predictions():
+    medians = {}
+    for name in ("plan_vs_published", "plan_vs_measured"):
+        medians[name] = re.search(r"^median error (\d+)%", (RESULTS / f"{name}.txt").read_text(), re.M)[1]
+        (line,) = [line for line in README.splitlines() if f"`{name}.py`" in line]
+        assert f"median error {medians[name]} %" in line
+    assert f"The median error of 16 rows is {medians['plan_vs_published']} %" in PLAN
+    assert f"The median error of twelve shapes is {medians['plan_vs_measured']} %" in PLAN
+    published = (RESULTS / "plan_vs_published.txt").read_text()
+    worst = max(int(error) for error in re.findall(r"([+-]\d+)%  +\d+ GiB", published))
+    assert f"optimistic by up to {worst} %" in README
+
+
+def test_memory_beside_compilers():
+    table = re.search(r"^\| run \| predicted GiB .*?\n\n", PLAN, re.M | re.S)[0]
+    errors = sorted(abs(float(error)) for error in re.findall(r"\| ([+-][\d.]+) % \|$", table, re.M))
+    within = [error for error in errors if error <= 10]
+    assert len(errors) == len(within) + 1
+    said = f"{len(errors)} runs | median error {errors[len(errors) // 2]:g} %, {len(within)} within 10 %, one at"
+    assert f"{said} {errors[-1]:.0f} %" in README
