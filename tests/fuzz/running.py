@@ -93,16 +93,21 @@ def run(case: Case) -> Outcome:
 
 
 def _steady(case: Case, space: dict, expected) -> bool:
-    """Whether the plain program gives nearly the same where its inputs differ by a rounding error."""
-    rng = np.random.default_rng(case.seed)
-    for x in case.inputs:
-        value = space[x.value.var]
-        if value.dtype.kind == "f":
-            space[x.value.var] = value * (
-                1 + (8e-3 if case.rounded else 3e-7) * rng.choice([-1, 1], size=value.shape)
-            ).astype(np.float32)
-    shaken = jax.tree.map(np.asarray, eval(case.plain_call(), space))
-    return _compare(shaken, expected, case, TOLERANCE / (3 if case.rounded else 10)).what == "right"
+    """Whether the plain program gives nearly the same where its inputs differ by a rounding error, in each of 16 tries.
+
+    The sign of a sum of nothing, or a derivative where a tanh is nearly 1, changes in some of them only.
+    """
+    given = {x.value.var: space[x.value.var] for x in case.inputs}
+    error, tolerance = (8e-3, TOLERANCE / 3) if case.rounded else (3e-7, TOLERANCE / 10)
+    for attempt in range(16):
+        rng = np.random.default_rng([case.seed, attempt])
+        for var, value in given.items():
+            if value.dtype.kind == "f":
+                space[var] = value * (1 + error * rng.choice([-1, 1], size=value.shape)).astype(np.float32)
+        shaken = jax.tree.map(np.asarray, eval(case.plain_call(), space))
+        if _compare(shaken, expected, case, tolerance).what != "right":
+            return False
+    return True
 
 
 def _run_ours(case: Case):

@@ -6,6 +6,7 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import trellis as tr
 from trellis.named import named
 from trellis.nn import swiglu
 
@@ -26,6 +27,18 @@ def test_in_bfloat16_a_cpu_rounds_values_and_gradients_once():
     found = (value, *pull(wide[2].astype(jnp.bfloat16)))
     for mine, exact in zip(found, (expected, *plain(wide[2])), strict=True):
         np.testing.assert_array_equal(mine, exact.astype(jnp.bfloat16))
+
+
+def test_operands_that_lie_differently():
+    gate, up = jax.random.normal(jax.random.key(0), (2, 4, 3))
+    expected = jax.grad(lambda gate, up: ((jax.nn.silu(gate) * up) ** 2).sum(), argnums=(0, 1))(gate, up)
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], model=2), params={"batch": "model"}):
+        sliced, whole = tr.shard(named(gate, "batch mlp")), tr.shard(named(up, "batch mlp"), "compute")
+        loss = lambda gate, up: (swiglu(gate, up) ** 2).sum()
+        for operands in (sliced, whole), (sliced.array, whole.array):
+            found = tr.grad(loss, argnums=(0, 1))(*operands)
+            for mine, theirs in zip(jax.tree.leaves(found), expected, strict=True):
+                np.testing.assert_allclose(mine, theirs, rtol=1e-5)
 
 
 def test_fences_of_each_platform():

@@ -18,7 +18,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from trellis._compat import is_tracer
+from trellis._compat import is_tracer, mapped_over
 from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import MeshError
 from trellis.mesh.reshard import place
@@ -45,14 +45,14 @@ def assign(operands: list[NamedArray], names: tuple[str, ...]) -> Assignment | N
 
 
 def _from_types(operands, names) -> Assignment:
-    """Without a layout the operands' own types decide, the first that slices a name wins."""
+    """Without a layout the operands' own types decide, the first that slices a name wins; not over mapped mesh axes."""
     found: Assignment = {}
-    used: set[str] = set()
+    used = set(mapped_over())
     for x in operands:
         sizes = jax.typeof(x.array).sharding.mesh.shape
         for name, axes in zip(x.names, state_of(x.array).axes, strict=True):
             axes = tuple(a for a in axes if sizes[a] > 1)
-            if axes and name not in found and not used & set(axes):
+            if axes and name not in found and not used.intersection(axes):
                 found[name] = axes
                 used |= set(axes)
     return {name: found.get(name, ()) for name in names}
@@ -85,12 +85,12 @@ def bring(x: NamedArray, where: Assignment | None) -> NamedArray:
 
 
 def outside(x: NamedArray) -> frozenset[str]:
-    """Inside a mapped program, the mapped mesh axes that slice an array: those of a parameter from outside of it."""
+    """Inside a mapped program, the mesh axes of each map of which one slices an array: a parameter from outside."""
     layout, state = current_layout(), state_of(x.array)
     if layout is None or state.mode != "explicit":
         return frozenset()
-    mapped = (a for group in layout.mapped if _has_devices(group) for a in group)
-    return frozenset(a for mine in state.axes for a in mine).intersection(mapped)
+    own = {a for mine in state.axes for a in mine}
+    return frozenset(a for group in layout.mapped if own.intersection(group) and _has_devices(group) for a in group)
 
 
 def _has_devices(group: tuple[str, ...]) -> bool:

@@ -8,6 +8,7 @@ function does with it, and gradients taken inside, for each example, are right a
 
 import contextlib
 import math
+import re
 from collections.abc import Callable
 
 import jax
@@ -127,11 +128,13 @@ def _in_our_words(error: Exception) -> str | None:
             "devices hold alike, in vmap: use where(...) instead of cond, or make the array an argument of the mapped "
             "function"
         )
-    if "partitions cannot overlap" in text:  # without a layout, which would have it whole in here
+    if (
+        "partitions cannot overlap" in text or "has duplicate entries" in text
+    ):  # without a layout, as it is whole in one
         return (
             "a mapped function reads arrays that are whole along the mesh axes it is mapped over, got one in slices "
-            f"of them ({text.split('Got ')[-1]}), in vmap: make it an argument of the function, or call vmap inside "
-            "`with layout:`"
+            f"of them ({re.split('Got |but ', text)[-1]}), in vmap: make it an argument of the function, or call vmap "
+            "inside `with layout:`"
         )
     if type(error).__name__ == "ShardingTypeError":  # a private name of JAX's
         return (

@@ -27,8 +27,8 @@ def swiglu(gate, up):
     [0. 0.]
     """
     if not is_named(gate):
-        return _fenced(gate, up)
-    if gate.names != up.names or not fences_gradients(gate.array):
+        return _fenced(gate, up) if jax.typeof(gate) == jax.typeof(up) else jax.nn.silu(gate) * up
+    if gate.names != up.names or jax.typeof(gate.array) != jax.typeof(up.array) or not fences_gradients(gate.array):
         return silu(gate) * up
     return gate.with_array(_fenced(gate.array, up.array))
 
