@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import trellis as tr
-from trellis import f32
+from trellis import f32, nn
 from trellis.mesh import MeshError
 
 
@@ -198,3 +198,35 @@ def test_named_operations_in_a_map_of_plain_arrays_keep_off_its_mesh_axis():
         rows = tr.shard(tr.named(x, "batch pos"), "compute").array
         gradient = jax.grad(loss)(tr.shard(tr.named(w, "pos mlp")), rows)
     np.testing.assert_allclose(gradient.array, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_copies_inside_a_cond_of_a_map_are_refused_by_an_error_of_ours_and_there_are_two_ways_out():
+    tokens, table = np.arange(12).reshape(4, 3) % 6, drawn(6, 4)
+    rows = drawn(4, seed=1)
+
+    def loss(row, table, tokens):
+        ids = tr.named(jnp.asarray(tokens, jnp.int32), "batch pos")
+        return nn.next_token_loss(tr.take(table, "vocab", ids) * row, table, ids).total
+
+    def branches(table, tokens):
+        other = lambda row: tr.named(loss(row, table, tokens), "")
+        return lambda row: jax.lax.cond(row.array > 0, other, lambda row: row, row)
+
+    def selected(table, tokens):
+        return lambda row: tr.where(row > 0, tr.named(loss(row, table, tokens), ""), row)
+
+    mapped = lambda fn: jax.jit(lambda rows, table: tr.vmap(fn(table, tokens), "layers")(rows).array)
+    expected = mapped(selected)(tr.named(rows, "layers"), tr.named(table, "vocab embed"))
+    mesh = tr.make_mesh(jax.devices()[:4], data=2, model=2)
+    for fn, compute in (
+        (branches, {"batch": "data"}),
+        (selected, {"batch": "data"}),
+        (branches, {"layers": "model", "batch": "data"}),
+    ):
+        with tr.Layout(mesh, compute=compute):
+            args = tr.shard((tr.named(rows, "layers"), tr.named(table, "vocab embed")), "compute")
+            if fn is branches and "layers" not in compute:
+                with pytest.raises(MeshError, match=r"slices that are no copies .* or let the layout's compute slice"):
+                    mapped(fn)(*args)
+            else:
+                np.testing.assert_allclose(mapped(fn)(*args), expected, rtol=1e-5)
