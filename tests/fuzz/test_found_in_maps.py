@@ -230,3 +230,26 @@ def test_copies_inside_a_cond_of_a_map_are_refused_by_an_error_of_ours_and_there
                     mapped(fn)(*args)
             else:
                 np.testing.assert_allclose(mapped(fn)(*args), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("argument", [True, False])
+def test_a_derivative_inside_a_map_by_its_row_and_outside_by_a_parameter(argument):
+    """As of a physics loss. Of a parameter that rests in slices of the mesh axis and is closed over JAX has none."""
+    x, w = drawn(4, 6), drawn(6, seed=1)
+
+    def loss(w, x):
+        def slope(row, w):
+            return jax.grad(lambda row: tr.tanh(tr.dot(row, w, over="embed")).array)(row).sum()
+
+        rows = tr.vmap(slope, "batch")(x, w) if argument else tr.vmap(lambda row: slope(row, w), "batch")(x)
+        return (rows * rows).sum().array
+
+    slopes = lambda w: jax.vmap(jax.grad(lambda row: jnp.tanh(row @ w)))(x).sum(1)
+    expected = jax.grad(lambda w: (slopes(w) ** 2).sum())(w)
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], data=2), params={"embed": "data"}, compute={"batch": "data"}):
+        args = tr.shard(tr.named(w, "embed")), tr.shard(tr.named(x, "batch embed"), "compute")
+        if not argument:
+            with pytest.raises(MeshError, match="in slices of them .*, in vmap: make it an argument of the function"):
+                jax.grad(loss)(*args)
+        else:
+            np.testing.assert_allclose(jax.grad(loss)(*args).array, expected, rtol=1e-4, atol=1e-5)
