@@ -11,10 +11,13 @@ import pytest
 from tests.equivalence.test_models import FAMILIES, WHOLE, assert_near, batch
 from trellis.data.batch import Batch
 from trellis.inspect import ledger
+from trellis.inspect.ledger import ledger_of
+from trellis.inspect.work import work
 from trellis.models import Routing
 from trellis.named import Keep, NamesError, named_jit, shard
 from trellis.named.jit import abstract
 from trellis.nn.attention.sharded import Placement
+from trellis.program import trace
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.assemble import model_axes
 from trellis.train.step import StepOptions, loss_and_gradients
@@ -177,6 +180,32 @@ def test_stages_send_the_stream_and_its_gradient_in_every_tick(groups):
     assert bool(of_layers) == (groups > 1)
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_stages_compute_the_loss_together(together):
+    """A microbatch is sent to all stages, the gradient of it added up over them, and so are two numbers a token; its
+    third, the target's logit, is the loss's alone. A device multiplies with its slice of the vocabulary."""
+    config = CONFIGS["tied"]
+    choice = LayoutChoice(preset="fsdp", pipeline_microbatches=4, compute={} if together else {"vocab": ""})
+    with make_layout(MeshSizes(stage=2, data=2), choice, jax.devices()[:4]):
+        model = jax.eval_shape(lambda: config.init(key=jax.random.key(0), vocab_multiple=8))
+        types = abstract(model, "params"), abstract(Batch(**batch()).named(), "compute")
+        step = trace(named_jit(lambda m, b: loss_and_gradients(m, b, StepOptions())[2]), *types)
+    large = [row for row in ledger_of(step).rows if row.kind == "all-reduce" and row.axis == "stage" and row.times == 4]
+    stream, numbers = 4 * 16 * config.embed, 4 * 16
+    assert sum(row.total for row in large) == together * 4 * 2 * (stream + numbers)
+    columns = model.unembedding.shape["vocab"] // (2 if together else 1)
+    products = [p for p in work(step) if p.kind == "product" and p.source.startswith("token_chunks.py")]
+    assert sum(p.flops * p.times for p in products) == 3 * 4 * 2 * 16 * config.embed * columns
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tied", "experts"])
+def test_the_last_stage_may_compute_the_loss_alone(name):
+    sizes, choice = TENSOR if name == "tied" else EXPERTS
+    alone = dataclasses.replace(choice, compute={"vocab": "model" if name == "tied" else ""})
+    check(name, sizes, alone, choice.pipeline_microbatches)
+
+
 def test_layers_that_stages_do_not_divide_are_dealt_out_once_each_way():
     """Three layers, of which two stages have room for two each: half of what a device has of four goes to the other."""
     config = CONFIGS["odd"]
@@ -185,7 +214,7 @@ def test_layers_that_stages_do_not_divide_are_dealt_out_once_each_way():
         model = jax.eval_shape(lambda: config.init(key=jax.random.key(0), vocab_multiple=8))
         types = abstract(model, "params"), abstract(Batch(**batch()).named(), "compute")
         rows = ledger(lambda m, b: loss_and_gradients(m, b, StepOptions())[2], *types).rows
-    dealt = [row for row in rows if row.kind == "all-to-all"]
+    dealt = [row for row in rows if row.kind == "all-to-all" and "layers" in row.what]
     assert {row.axis for row in dealt} == {"stage"}
     layer = sum(x.size for x in jax.tree.leaves(model.layers)) // 3
     assert sum(row.total for row in dealt) == 2 * (4 * 4 * layer // 4) // 2

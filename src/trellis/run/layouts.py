@@ -52,9 +52,11 @@ _KINDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 }
 for _params, _ in _KINDS.values():
     _params.update({name: _params["embed"] for name in _LATENTS if "embed" in _params})
-# Each of them with the layers over the stages of a pipeline, before the batch: what is left of its axes is the batch's.
+# Each of them with the layers over the stages of a pipeline, before the batch: what is left of its axes is the batch's,
+# and where there is no batch to slice, as for the microbatch of which all stages compute the loss, the vocabulary's.
 PRESETS: dict[str, tuple[dict[str, str], dict[str, str]]] = {"single": ({}, {})} | {
-    name: ({**_LAYERS, **params}, {**_LAYERS, **compute}) for name, (params, compute) in _KINDS.items()
+    name: ({**_LAYERS, **params}, {**_LAYERS, **compute, "vocab": "model/stage" if "vocab" in compute else "stage"})
+    for name, (params, compute) in _KINDS.items()
 }
 PRESETS["auto"] = PRESETS["hybrid"]
 

@@ -332,6 +332,8 @@ def vocab_multiple(layout: Layout) -> int:
     tables of an 8B model over 256 devices that is a gigabyte.
     """
     slices = [layout.assign(("vocab", "embed"), which)[0] for which in ("params", "compute")]
+    if set(layout.even().assign(("layers",))[0]) & set(slices[1]):  # stages slice what each of them has at rest
+        slices.append(tuple({*slices[0], *slices[1]}))
     ways = math.lcm(*(math.prod(layout.mesh.shape[axis] for axis in axes) for axes in slices))
     return ways * 8 if ways > 1 and layout.mesh.devices.flat[0].platform == "tpu" else ways
 

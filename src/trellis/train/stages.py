@@ -8,6 +8,7 @@ into the program of one device, with the ticks around them.
 import dataclasses
 from collections.abc import Callable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 
@@ -19,11 +20,14 @@ from trellis.named import NamesError, Stacked, is_named
 from trellis.named.pipeline.by_vmap import microbatches_of, pipeline_axis
 from trellis.named.pipeline.interleaving import interleaved
 from trellis.named.pipeline.parts import Parts, spread
-from trellis.named.pipeline.pieces import Pieces, Source, struct
+from trellis.named.pipeline.pieces import Pieces, Source, Together, struct
 from trellis.named.pipeline.run import Arrays, run
 from trellis.named.pipeline.schedule import Schedule
 from trellis.nn.positions import dealt
 from trellis.notation.state import state_of
+
+# What the stages slice, where the layout says so, to compute the loss together.
+_VOCAB = "vocab"
 
 
 def stages_of(model) -> str | None:
@@ -90,11 +94,57 @@ def in_stages(params, axis: str):
     return jax.tree.map(leaf, params, is_leaf=is_named)
 
 
-def pipelined(params, batch: Batch, cut: Callable, shared: Callable, loss: Callable, schedule: Schedule, axis: str):
-    """The sums of a batch's loss, and the gradients of parameters in use, in float32.
+def around_loss(model, axis: str) -> Layout | None:
+    """The layout in force where all stages compute the loss together, each with its slice of the vocabulary.
+
+    None where the last one computes it: the layout does not slice the vocabulary over the stages, or these have not all
+    as many layers. What only some stages do may not stand beside what all of them do together: devices of a CPU would
+    mix the two up.
+    """
+    layout = current_layout()
+    (over,) = layout.assign((_VOCAB,))
+    if axis not in over or Parts.of(model.layers.axis, layout.mesh.shape[axis], layout.pipeline_groups).uneven:
+        return None
+    around = layout.without(axis)
+    compute = [(name, over if name == _VOCAB else mine) for name, mine in around.compute]
+    return dataclasses.replace(around, compute=compute, mapped=layout.mapped)
+
+
+def head_of(model) -> list:
+    """What the loss multiplies with, and adds."""
+    return [x for x in (model.unembedding, model.unembedding_bias) if x is not None]
+
+
+def put_head(model, head: list):
+    """The model with these instead."""
+    return eqx.tree_at(head_of, model, head)
+
+
+def for_loss(head: list) -> list:
+    """Parameters as all stages use them in the loss, in the layout of `around_loss`: the stages' slices come first.
+
+    They stay in slices over what slices them at rest besides.
+    """
+    layout = current_layout()
+
+    def leaf(x):
+        state, over = state_of(x.array), layout.assign(x.names)
+        rest = [tuple(a for a in mine if a not in sum(over, ())) for mine in state.axes]
+        axes = [(*mine, *more) for mine, more in zip(over, rest, strict=True)]
+        layout.check(x.names, tuple(x.shape[name] for name in x.names))
+        return x.with_array(place(x.array, axes, (), frozenset(), names=x.names))
+
+    return [leaf(x) for x in head]
+
+
+def pipelined(
+    params, head: list, batch: Batch, cut: Callable, shared: Callable, loss: Callable, schedule: Schedule, axis: str
+):
+    """The sums of a batch's loss, and the gradients of parameters in use and of the head, in float32.
 
     Args:
         params: as they are used, by `dealt_out` and `in_stages`.
+        head: what all stages use in the loss, by `for_loss`; nothing where the last one computes it.
         batch: named arrays.
         cut: `cut(batch, count)`, microbatches as a tree of arrays `"microbatches ..."`.
         shared: `shared(numbers)`, more that the loss of each microbatch is given, a tree of `"microbatches ..."`.
@@ -103,12 +153,17 @@ def pipelined(params, batch: Batch, cut: Callable, shared: Callable, loss: Calla
         axis: the mesh axis of the stages.
     """
     layout, count = current_layout(), schedule.microbatches
-    around = dataclasses.replace(layout.without(axis), mapped=layout.mapped)
+    around, together = dataclasses.replace(layout.without(axis), mapped=layout.mapped), None
     with around:
         dealing, batch = dealt(jax.tree.map(lambda x: _placed(x, around), batch, is_leaf=is_named))
         parts = cut(batch, count), shared(jnp.arange(count))
         with dealing:  # out here: no permute may stand in what one stage alone does
             inside = dataclasses.replace(current_layout(), mesh=without_axis(layout.mesh, axis))
+    if head:
+        last = dataclasses.replace(around_loss(params, axis), dealt=inside.dealt)
+        types = [struct(x.array, last.mesh.abstract_mesh) for x in head]
+        named = lambda arrays: [x.with_array(array) for x, array in zip(head, arrays, strict=True)]
+        together = Together(last, types, lambda params, arrays: put_head(params, named(arrays)))
     name = params.layers.axis.name  # a stack of another name is whole on every stage, and runs in the first
     is_stack = lambda x: isinstance(x, Stacked) and x.axis.name == name
     leaves, tree = jax.tree.flatten(params, is_leaf=is_stack)
@@ -130,12 +185,15 @@ def pipelined(params, batch: Batch, cut: Callable, shared: Callable, loss: Calla
         layer=[struct(x, here, ((), *state_of(x).axes[1:]), (1, *x.shape[1:])) for x in layers],
         part=jax.tree.map(lambda x: struct(x, here, state_of(x).axes[1:], x.shape[1:]), parts),
         parts=Parts.of(stack.axis, schedule.stages, schedule.groups),
+        together=together,
     )
     with on_another(inside.mesh), inside:
         pieces = Pieces(source)
-    sums, d_outer, d_layers = run(pieces, schedule, axis, Arrays(outer, layers, parts))
+    arrays = Arrays(outer, [x.array for x in head], layers, parts)
+    sums, d_outer, d_head, d_layers = run(pieces, schedule, axis, arrays)
     d_stack = jax.tree.unflatten(jax.tree.structure(stack), d_layers)
-    return sums, jax.tree.unflatten(tree, [*d_outer[:at], d_stack, *d_outer[at:]])
+    d_head = [x.with_array(d) for x, d in zip(head, d_head, strict=True)]
+    return sums, (jax.tree.unflatten(tree, [*d_outer[:at], d_stack, *d_outer[at:]]), d_head)
 
 
 def _placed(x, layout: Layout):

@@ -29,7 +29,17 @@ from trellis.optim import all_finite, select
 from trellis.optim.averaging import average as moving_average
 from trellis.optim.updated import updated
 from trellis.train.out_of_range import first_out_of_range
-from trellis.train.stages import dealt_out, in_stages, pipelined, schedule_of, stages_of
+from trellis.train.stages import (
+    around_loss,
+    dealt_out,
+    for_loss,
+    head_of,
+    in_stages,
+    pipelined,
+    put_head,
+    schedule_of,
+    stages_of,
+)
 from trellis.train.state import TrainState
 
 Metrics = dict[str, jax.Array]
@@ -190,11 +200,18 @@ def loss_and_gradients(model: LanguageModel, batch: Batch, options: StepOptions,
 def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, options: StepOptions, key, axis: str):
     """The same of a model whose layers are spread over stages."""
     copied = _copied if options.accumulation == "pending" else lambda params: params
+    last = around_loss(model, axis)
 
     def used(params):
-        dealt = dealt_out(to_use(params), axis)
+        dealt, head = dealt_out(to_use(params), axis), []
         with current_layout().even():
-            return in_stages(copied(dealt), axis)
+            whole = copied(dealt)
+            if last is not None:
+                with last:
+                    head = copied(for_loss(head_of(dealt)))
+                if not model.config.tie_embeddings:  # it is read nowhere else
+                    whole = put_head(whole, jax.lax.stop_gradient(head_of(dealt)))
+            return in_stages(whole, axis), head
 
     use, pull = jax.vjp(used, model)
     scale = 1.0 / jnp.maximum(batch.loss_mask.astype(jnp.float32).sum().array, 1.0)
@@ -206,7 +223,7 @@ def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, 
     loss = lambda params, part, shared: mean_loss(params, part.named(), shared[0], scale=shared[1])
     cut = lambda batch, count: _parts(batch, count)[1]
     schedule = schedule_of(model, batch.tokens.shape["batch"], options.microbatches)
-    (sums, measured), total = pipelined(use, batch, cut, shared, loss, schedule, axis)
+    (sums, measured), total = pipelined(*use, batch, cut, shared, loss, schedule, axis)
     (gradients,) = pull(jax.tree.map(lambda g, p: g.astype(p.dtype), total, use))
     return sums, measured, gradients
 
@@ -264,7 +281,7 @@ def _copied(params):
     (over,) = layout.assign(("batch",))
 
     def leaf(x):
-        axes = layout.assign(x.names)
+        _, *axes = layout.assign(("batch", *x.names))  # beside the batch: where it has an axis, another name has not
         own = {axis for mine in axes for axis in mine}
         return x.with_array(place(x.array, axes, (), frozenset(over) - own, names=x.names))
 

@@ -1,13 +1,16 @@
 """The pieces of a pipeline: what enters, a stage, what leaves, and the gradient of each, as traced programs."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from trellis.mesh.layout import Layout
+from trellis.mesh.meshes import on_another
 from trellis.named.array import is_named
 from trellis.named.axis import NamesError
 from trellis.named.backend import written_out
@@ -19,6 +22,21 @@ from trellis.named.scan import loop
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
 from trellis.program.reading import jaxprs_in
+
+
+@dataclasses.dataclass(frozen=True)
+class Together:
+    """How all stages compute together what comes after the layers, where they slice some of its parameters.
+
+    Attributes:
+        layout: in force there, of all mesh axes.
+        head: types of these parameters, a list.
+        put: `put(params, head)`, the parameters with these in their place.
+    """
+
+    layout: Layout
+    head: list[jax.ShapeDtypeStruct]
+    put: Callable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +52,7 @@ class Source:
         layer: their types, a list, each with the layers' name in front, of size 1.
         part: types of one microbatch.
         parts: how the layers are cut.
+        together: how all stages compute what comes after them; None where the last one does it alone.
     """
 
     name: str
@@ -44,6 +63,7 @@ class Source:
     layer: list[jax.ShapeDtypeStruct]
     part: Any
     parts: Parts
+    together: Together | None
 
 
 def struct(array, mesh: jax.sharding.AbstractMesh, axes=None, shape=None) -> jax.ShapeDtypeStruct:
@@ -70,7 +90,8 @@ class Pieces:
         row: `(each, number) -> each`, what one layer gets of the second.
         layer: `(block, x, args, each) -> ((x, y), kept)`, the last what the backward pass needs beside the arguments.
         layer_back: `(block, x, args, each, kept, d_x, d_y) -> (d_block, d_x)`.
-        leave: `(outer, part, carried) -> (sums, d_outer, d_carried)`, with the gradients of `left_by` alone.
+        leave: `(outer, head, part, carried) -> (sums, d_outer, d_head, d_carried)`, of `d_outer` those of `left_by`
+            alone; of arrays of the whole mesh, where all stages compute it together. Else `head` is empty.
         enter_back: `(outer, part, d_x) -> d_outer`, with the gradients of `entered_by` alone.
         entered_by: which of the parameters outside of the layers are read before them.
         left_by: which of them are read behind them.
@@ -123,9 +144,25 @@ class Pieces:
 
         return loop(one, fold.stack.axis.resize(1), False, 1, fold.policy, once=lambda body: body)(x)
 
-    def _finish(self, outer, carried, part):
-        result = carried if self.fold.makes else carried[0]
-        return after(self.source.name, self.source.function, result, self.source.rebuild(outer), part)
+    def _finish(self, outer, head, carried, part):
+        result, params = carried if self.fold.makes else carried[0], self.source.rebuild(outer)
+        if self.source.together is not None:
+            params = self.source.together.put(params, head)
+        return after(self.source.name, self.source.function, result, params, part)
+
+    @contextlib.contextmanager
+    def _after_layers(self) -> Iterator[tuple]:
+        """Where what comes after the layers is traced, and the types of its arguments there."""
+        together = self.source.together
+        if together is None:
+            yield self.outer, [], self.part, self.carried
+            return
+        mesh = together.layout.mesh
+        outer, part, carried = jax.tree.map(
+            lambda x: struct(x, mesh.abstract_mesh), (self.outer, self.part, self.carried)
+        )
+        with on_another(mesh), together.layout:
+            yield outer, together.head, part, carried
 
     def _trace_gradients(self) -> None:
         rebuilt = {}
@@ -144,24 +181,29 @@ class Pieces:
         self.layer_back = without_dead(Traced.of(backward, *layer, kept, x, y))
         self._check_layers()
 
-        def loss(outer, part, carried):
-            return self._finish(outer, carried, part)[1]
-
-        self.left_by = self._read_by(without_dead(Traced.of(loss, self.outer, self.part, self.carried)))
-
-        def leave(outer, part, carried):
-            some = [outer[i] for i in self.left_by]
-            finish = lambda some, carried: self._finish(_with(outer, self.left_by, some), carried, part)
-            (_, sums), (d_outer, d_carried) = jax.value_and_grad(finish, argnums=(0, 1), has_aux=True)(some, carried)
-            return sums, d_outer, d_carried
-
         def enter_back(outer, part, d_x):
             some = [outer[i] for i in self.entered_by]
             _, pull = jax.vjp(lambda some: self._before(_with(outer, self.entered_by, some), part).x, some)
             return pull(d_x)[0]
 
-        self.leave = without_dead(Traced.of(leave, self.outer, self.part, self.carried))
         self.enter_back = without_dead(Traced.of(enter_back, self.outer, self.part, self.enter.out))
+        with self._after_layers() as types:
+            self._trace_leave(types)
+
+    def _trace_leave(self, types) -> None:
+        def loss(outer, head, part, carried):
+            return self._finish(outer, head, carried, part)[1]
+
+        self.left_by = self._read_by(without_dead(Traced.of(loss, *types)))
+
+        def leave(outer, head, part, carried):
+            some = [outer[i] for i in self.left_by]
+            finish = lambda some, *rest: self._finish(_with(outer, self.left_by, some), *rest, part)
+            by = jax.value_and_grad(finish, argnums=(0, 1, 2), has_aux=True)
+            (_, sums), gradients = by(some, head, carried)
+            return sums, *gradients
+
+        self.leave = without_dead(Traced.of(leave, *types))
 
     def _check_enter(self) -> None:
         """A permute is one of all devices, in the backward pass too; a gather is one of those that it names."""

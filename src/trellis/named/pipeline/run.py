@@ -26,11 +26,13 @@ class Arrays(NamedTuple):
 
     Attributes:
         outer: as they are used.
+        head: of these, what all stages slice to compute together what comes after the layers, as they use it there.
         layers: `"layers ..."`, over the stages.
         parts: a tree of `"microbatches ..."`, the same on all stages.
     """
 
     outer: list[jax.Array]
+    head: list[jax.Array]
     layers: list[jax.Array]
     parts: Any
 
@@ -42,7 +44,7 @@ class _Carried(NamedTuple):
         arrived: from the stage before.
         returned: the gradient of what was sent, from the stage after.
         kept: what its forward passes left for their backward passes, each in its slot.
-        d_layers, d_outer: gradients so far, in float32.
+        d_layers, d_outer, d_head: gradients so far, in float32.
         sums: of the loss so far.
     """
 
@@ -51,16 +53,17 @@ class _Carried(NamedTuple):
     kept: Any
     d_layers: list[jax.Array]
     d_outer: list[jax.Array]
+    d_head: list[jax.Array]
     sums: Any
 
 
 def run(pieces: Pieces, schedule: Schedule, axis: str, arrays: Arrays):
-    """The sums of the loss over all microbatches, and the gradients of `outer` and `layers`.
+    """The sums of the loss over all microbatches, and the gradients of `outer`, `head` and `layers`.
 
     Gradients lie as the arrays promise: copies have partial sums.
     """
     specs = jax.tree.map(lambda x: spec_of(*_fields(state_of(x))), arrays)
-    gradients = [[spec_of(*_gradient(state_of(x))) for x in group] for group in (arrays.outer, arrays.layers)]
+    gradients = [[spec_of(*_gradient(state_of(x))) for x in group] for group in arrays[:3]]
     sums = jax.tree.map(lambda _: jax.P(), pieces.leave.out[0])
     mesh = jax.typeof(arrays.layers[0]).sharding.mesh
     device = _Device(pieces, schedule, axis, View(dict(mesh.shape)), [_copied(x, axis) for x in arrays.outer])
@@ -97,9 +100,9 @@ class _Device:
     view: View
     pending: Sequence[bool]
 
-    def run(self, outer, layers, parts):
+    def run(self, *arrays):
         schedule = self.schedule
-        program = _Program(self, outer, layers, parts)
+        program = _Program(self, Arrays(*arrays))
         carry = program.start()
         first = range(schedule.forward_only)
         both = range(schedule.forward_only, schedule.forward_ends)
@@ -109,7 +112,7 @@ class _Device:
         carry = _each(last, carry, lambda carry, tick: program.backward(carry, None, tick, last))
         sums = jax.tree.map(lambda x: lax.psum(x, self.axis), carry.sums)
         d_outer = [d if stays else lax.psum(d, self.axis) for d, stays in zip(carry.d_outer, self.pending, strict=True)]
-        return sums, d_outer, carry.d_layers
+        return sums, d_outer, carry.d_head, carry.d_layers
 
 
 def _each(ticks: range, carry, body):
@@ -121,13 +124,13 @@ def _each(ticks: range, carry, body):
 class _Program:
     """The ticks' two halves, on one device."""
 
-    def __init__(self, device: _Device, outer, layers, parts):
+    def __init__(self, device: _Device, arrays: Arrays):
         self.pieces, self.schedule, self.axis, self.view = device.pieces, device.schedule, device.axis, device.view
-        self.outer, self.layers, self.parts = outer, layers, parts
+        self.outer, self.head, self.layers, self.parts = arrays
         self.stage = lax.axis_index(self.axis)
         self.last = self.stage == self.schedule.stages - 1
         self.places = jnp.asarray(self.schedule.places())[self.stage]
-        self.all = self.pieces.source.parts
+        self.all, self.together = self.pieces.source.parts, self.pieces.source.together is not None
 
     def start(self) -> _Carried:
         """Before the first tick."""
@@ -137,7 +140,8 @@ class _Program:
         whole = lambda arrays: [jnp.zeros(x.shape, jnp.float32) for x in arrays]
         zeros = lambda tree: jax.tree.map(self._zeros, tree)
         carried = zeros(pieces.carried)
-        return _Carried(carried, carried, kept, whole(self.layers), whole(self.outer), zeros(pieces.leave.out[0]))
+        gradients = whole(self.layers), whole(self.outer), whole(self.head)
+        return _Carried(carried, carried, kept, *gradients, zeros(pieces.leave.out[0]))
 
     def forward(self, carry: _Carried, tick, ticks: range):
         """The forward half of one of these ticks, and the gradient of what leaves the last stage in it, if it does."""
@@ -168,16 +172,27 @@ class _Program:
         leaves = sum(self.schedule.leaving(t).works for t in ticks)
         if not leaves:
             return carry, None
-
-        def leave():
-            sums, d_outer, d_out = self._call("leave", self.outer, part, out)
-            return _added(carry.sums, sums), self._outer(carry, self.pieces.left_by, d_outer), d_out
-
-        here = unit.works & self.last & (unit.group == self.schedule.groups - 1)
-        no_gradient = lambda: jax.tree.map(self._zeros, self.pieces.carried)
+        leaving = self.schedule.leaving(tick)
+        here = leaving.works if self.together else leaving.works & self.last
+        totals = carry.sums, carry.d_outer, carry.d_head
+        nothing = lambda: (totals, jax.tree.map(self._zeros, self.pieces.carried))
         with sometimes(leaves, len(ticks)):
-            sums, d_outer, d_out = lax.cond(here, leave, lambda: (carry.sums, carry.d_outer, no_gradient()))
-        return carry._replace(sums=sums, d_outer=d_outer), d_out
+            totals, d_out = lax.cond(here, lambda: self._left(totals, self._part(leaving.microbatch), out), nothing)
+        return carry._replace(**dict(zip(("sums", "d_outer", "d_head"), totals, strict=True))), d_out
+
+    def _left(self, totals, part, out):
+        """The sums and gradients with those of a microbatch that has left the layers, and the gradient of what left.
+
+        Where all stages compute these together, the last one sends them what has left, and is the one to count what
+        all of them find alike.
+        """
+        if self.together:
+            out = jax.tree.map(lambda x: lax.psum(self._of_last(x), self.axis), out)
+        sums, d_outer, d_head, d_out = self._call("leave", self.outer, self.head, part, out)
+        if self.together:
+            sums, d_outer = jax.tree.map(self._of_last, (sums, d_outer))
+        d_outer = _scattered(totals[1], self.pieces.left_by, d_outer)
+        return (_added(totals[0], sums), d_outer, _added(totals[2], d_head)), d_out
 
     def backward(self, carry: _Carried, d_out, tick, ticks: range) -> _Carried:
         """The backward half; `d_out` is the gradient of what left in the same tick, or None where nothing leaves."""
@@ -209,7 +224,8 @@ class _Program:
         if not returns:
             return carry
         here = unit.works & (self.stage == 0) & (unit.group == 0)
-        back = lambda: self._outer(carry, self.pieces.entered_by, self._call("enter_back", self.outer, part, d_x))
+        more = lambda: self._call("enter_back", self.outer, part, d_x)
+        back = lambda: _scattered(carry.d_outer, self.pieces.entered_by, more())
         with sometimes(returns, len(ticks)):
             return carry._replace(d_outer=lax.cond(here, back, lambda: carry.d_outer))
 
@@ -248,13 +264,11 @@ class _Program:
     def _block(self, unit: Unit, row) -> list[jax.Array]:
         return [lax.dynamic_slice_in_dim(x, self._place(unit, row), 1) for x in self.layers]
 
-    def _outer(self, carry: _Carried, places: list[int], more: list[jax.Array]) -> list[jax.Array]:
-        """The gradients of what is outside of the layers, with more of some."""
-        found = dict(zip(places, more, strict=True))
-        return [_added(total, found[i]) if i in found else total for i, total in enumerate(carry.d_outer)]
-
     def _local(self, x) -> tuple[int, ...]:
         return self.view.local(x.shape, state_of(x).axes)
+
+    def _of_last(self, x):
+        return jnp.where(self.last, x, jnp.zeros_like(x))
 
     def _zeros(self, x):
         return jnp.zeros(self._local(x), x.dtype)
@@ -276,6 +290,12 @@ def _where(there, make: Callable, leave: Callable):
 
 def _added(total, more):
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
+
+
+def _scattered(totals: list[jax.Array], places: list[int], more: list[jax.Array]) -> list[jax.Array]:
+    """The sums with more of some."""
+    found = dict(zip(places, more, strict=True))
+    return [_added(total, found[i]) if i in found else total for i, total in enumerate(totals)]
 
 
 def _put(all_, one, place, row):
