@@ -2,28 +2,24 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 TUNABLE = "glibc.malloc.hugetlb=1"
 _PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def use_huge_pages(command: Sequence[str] | None = None) -> None:
+def use_huge_pages() -> None:
     """Replaces this process by itself with glibc told to ask for huge pages; returns where that is done or no use.
 
     XLA's CPU client takes and gives back the memory of every intermediate value. In small pages that is about a
     million page faults for each few steps, a third of the time of a step of a small model; glibc reads its tunables
     only when a process starts. Call it early: what was imported before is imported again.
-
-    Args:
-        command: the program and its arguments; this process's own if None.
     """
     environment = huge_page_environment(os.environ, _enabled())
     if environment is None:
         return
-    command = list(sys.orig_argv if command is None else command)
-    os.execve(sys.executable, [sys.executable, *command[1:]], environment)
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 def huge_page_environment(environment: Mapping[str, str], enabled: str) -> dict[str, str] | None:

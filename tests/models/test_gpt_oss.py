@@ -58,12 +58,13 @@ def test_biases_of_both_layers_move_towards_an_even_load():
     config = dataclasses.replace(SMALL, routing=Routing(bias_rate=0.1))
     tokens = named(jnp.arange(24, dtype=jnp.int32).reshape(2, 12), "batch pos")
 
-    def balanced():
-        model = config.init(key=jax.random.key(0))
+    @jax.jit
+    def balanced(key, tokens):
+        model = config.init(key=key)
         load = model(tokens).measured.load
         return load, model.balanced(load).layers.block
 
-    load, pair = jax.jit(balanced)()
+    load, pair = balanced(jax.random.key(0), tokens)
     assert load.shape == {"layers": 1, "pair": 2, "routes": 4} and load.sum().array == 2 * 24 * 2
     for i, block in enumerate((pair.near, pair.far)):
         own = load["pair", i].array

@@ -24,10 +24,20 @@ def config(request):
 
 
 def model_of(config):
-    """Random everywhere, where the start has zeros and ones too."""
-    model = config.init(key=jax.random.key(0))
-    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(model))))
-    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), model)
+    """Random everywhere, where the start has zeros and ones too; one program, of keys that it does not know."""
+
+    @jax.jit
+    def made(start, more):
+        model = config.init(key=start)
+        keys = iter(jax.random.split(more, len(jax.tree.leaves(model))))
+        return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), model)
+
+    return made(jax.random.key(0), jax.random.key(1))
+
+
+@jax.jit
+def hidden_of(model, tokens, key=None):
+    return model(tokens, key=key).hidden.array
 
 
 def test_every_family_is_tested():
@@ -96,17 +106,16 @@ def test_scores_are_divided_by_the_layers_number():
         layers=dataclasses.replace(model.layers, block=block),
         config=dataclasses.replace(config, scale_by_inverse_layer=False),
     )
-    np.testing.assert_allclose(model(TOKENS).hidden.array, plain(TOKENS).hidden.array, atol=1e-5)
+    np.testing.assert_allclose(hidden_of(model, TOKENS), hidden_of(plain, TOKENS), atol=1e-5)
 
 
 def test_dropout():
     config = dataclasses.replace(CONFIGS["gpt2"], dropout=0.5)
     model = model_of(config)
-    run = jax.jit(lambda key: model(TOKENS, key=key).hidden.array)
-    first, again, other = (run(jax.random.key(i)) for i in (0, 0, 1))
-    whole = model(TOKENS).hidden.array
+    first, again, other = (hidden_of(model, TOKENS, jax.random.key(i)) for i in (0, 0, 1))
+    whole = hidden_of(model, TOKENS)
     assert (first == again).all() and not (first == other).any()
-    np.testing.assert_array_equal(whole, model_of(CONFIGS["gpt2"])(TOKENS, key=jax.random.key(0)).hidden.array)
+    np.testing.assert_array_equal(whole, hidden_of(model_of(CONFIGS["gpt2"]), TOKENS, jax.random.key(0)))
     # Half of the elements are zeros after the embedding, where nothing was added yet.
     x, *_ = model.start(TOKENS, key=jax.random.key(0))
     assert 0.4 < float((x.array == 0).mean()) < 0.6
@@ -170,4 +179,4 @@ def test_refused_length():
     config = GPT2Config(**GPT2)
     tokens = named(jnp.zeros((1, 9), jnp.int32), "batch pos")
     with pytest.raises(UserError, match=r"learned positions\.\n  seen:  pos=9, positions=8"):
-        config.init(key=jax.random.key(0))(tokens)
+        jax.eval_shape(lambda: config.init(key=jax.random.key(0))(tokens))

@@ -17,7 +17,7 @@ from trellis.pages.plan import page
 from trellis.plan import compile as compiling
 from trellis.plan.adapt import adapt, data_sizes
 from trellis.plan.advice import advice
-from trellis.plan.frontier import frontier_text, why_lost
+from trellis.plan.frontier import frontier_text, why_lost, why_won
 from trellis.plan.prepared import prepare
 from trellis.plan.quick import quick_plan
 from trellis.plan.search import Candidate, best, search, variants
@@ -147,7 +147,7 @@ def test_variants_divide():
         assert data * sizes.model * sizes.context * sizes.stage == 8
         parts = variant.parts if sizes.stage == 1 else layout.pipeline_microbatches
         assert 32 % (data * parts) == 0
-        assert run.model.layers % (sizes.stage * layout.pipeline_groups) == 0
+        assert run.model.layers >= sizes.stage * layout.pipeline_groups
         assert run.model.kv_heads % sizes.model == 0
 
 
@@ -159,6 +159,17 @@ def test_a_search_plans_stages_and_says_what_they_cost():
     assert "--mesh.stage" in words and "--layout.pipeline_microbatches" in words
     shown = text(staged[0].plan)
     assert "  stages  " in shown and "of the ticks" in shown
+
+
+def test_a_search_tries_a_layer_a_group_and_says_why_the_winner_wins():
+    run, on = load_run("llama_70b_v5p_512", {}), target("v5p:8x8x8")
+    tried = [(v.mesh.stage, v.layout.pipeline_groups) for v, _ in variants(run, on)]
+    assert {groups for stages, groups in tried if stages == 4} == {1, 2, 3, 4, 5, 10, 20}
+    assert len(tried) < 6000
+    odd = dataclasses.replace(run, model=dataclasses.replace(run.model, layers=78))
+    assert any(v.mesh.stage == 4 for v, _ in variants(odd, on)), "of 78 layers two stages have one less"
+    found = search(small(), target("v5e:2x2"), most=4)
+    assert why_won(found).startswith("it wins ") and why_won(found) in frontier_text(found)
 
 
 def test_search_finds_the_fastest_that_fits():

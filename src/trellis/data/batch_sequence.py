@@ -113,11 +113,6 @@ class Batches:
         whole = self.sizes.steps_for(self._max_rows)
         return whole + (self._pad_last and self.sizes.first_row(whole) < self._max_rows)
 
-    @property
-    def steps_per_epoch(self) -> float:
-        """Steps of the first pass over the data, at the first batch size."""
-        return self._rows.num_rows / self.sizes.at(0)
-
     def batch(self, step: int, rows: slice | None = None) -> Batch:
         """The batch of `step`, or some consecutive rows of it.
 

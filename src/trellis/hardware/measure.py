@@ -71,12 +71,12 @@ def _ones(*shape: int, dtype: str = "float32") -> jax.Array:
     return jnp.full(shape, 1e-2, dtype)
 
 
-def _rate(fn: Callable, *args: Any, work: float, clock: Callable[[], float], calls: int = 1, tries: int = 7) -> float:
-    """`work` over the seconds of the fastest of several tries."""
+def _rate(fn: Callable, *args: Any, work: float, clock: Callable[[], float], calls: int = 1) -> float:
+    """`work` over the seconds of the fastest of seven tries."""
     jitted = jax.jit(fn)
     jax.block_until_ready(jitted(*args))
     best = float("inf")
-    for _ in range(tries):
+    for _ in range(7):
         started = clock()
         for _ in range(calls):
             out = jitted(*args)

@@ -27,6 +27,21 @@ def why_lost(candidate: Candidate, winner: Candidate | None, target: Target) -> 
     return f"{slower:+.0%}: {numbers.seconds(max(seconds, 0.0))} more {cause}"
 
 
+def why_won(found: Found) -> str:
+    """What the winner saves against the next best mesh that fits; empty where it is the only one."""
+    winner, mesh = found.winner, lambda c: dataclasses.asdict(c.run.mesh)
+    others = [c for c in found.candidates if winner and c.plan and c.fits and mesh(c) != mesh(winner)]
+    if not others:
+        return ""
+    other = min(others, key=lambda c: c.seconds)
+    named = " ".join(f"{a}={s}" for a, s in mesh(other).items() if s > 1) or "one device"
+    if other.seconds <= 1.01 * winner.seconds:
+        return f"it wins over {named}, which is as fast, because it is simpler"
+    theirs, its = _causes(other), _causes(winner)
+    cause, seconds = max(((key, theirs[key] - its[key]) for key in its), key=lambda pair: pair[1])
+    return f"it wins by {other.seconds / winner.seconds - 1:.1%} over {named}: {numbers.seconds(seconds)} less {cause}"
+
+
 def _causes(candidate: Candidate) -> dict[str, float]:
     """Seconds of a step by what takes them."""
     found = dict.fromkeys(
@@ -74,6 +89,7 @@ def frontier_text(found: Found) -> str:
         lines.append("the winner, to paste after the recipe:\n  " + found.winner.words())
     else:
         lines.append("the run's own setting is the winner")
+    lines += [reason] if (reason := why_won(found)) else []
     return "\n\n".join(lines)
 
 
@@ -82,6 +98,7 @@ def search_json(found: Found) -> dict[str, Any]:
     return {
         "sketched": found.sketched,
         "winner": dict(found.winner.options) if found.winner else None,
+        "why": why_won(found),
         "candidates": [
             {
                 "options": dict(c.options),

@@ -18,7 +18,6 @@ from trellis.inspect.rows import Ledger, Row
 from trellis.inspect.work import Piece
 from trellis.plan.links import Links
 
-PASSES = ("forward", "recomputed", "backward", "update")
 # Elementwise work that the compiler fuses into the products around it, so that its bytes are not read again. Fitted
 # on compiled programs.
 FUSED_AWAY = 0.35

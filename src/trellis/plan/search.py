@@ -19,6 +19,8 @@ from typing import Any, Literal, NamedTuple
 from trellis.errors import UserError
 from trellis.hardware.chips import Target
 from trellis.models.protocol import stacked
+from trellis.named.pipeline.parts import Parts
+from trellis.named.pipeline.schedule import Schedule
 from trellis.plan.adapt import DATA_AXES, data_sizes
 from trellis.plan.quick import Plan, quick_plan
 from trellis.plan.sketch import Sketch, sketch
@@ -32,9 +34,8 @@ SHORTEST_SLICE = 2048
 # Blocks of scores that a TPU's attention kernel has tables of. They are made one after another, in Python: more take
 # minutes.
 MOST_BLOCKS, BLOCK = 1 << 15, 512
-# Stages of a pipeline, groups of layers of each, and how often parameters are gathered.
+# Stages of a pipeline, and how often parameters are gathered.
 STAGES = (1, 2, 4, 8)
-GROUPS = (1, 2, 4)
 ACCUMULATIONS: tuple[Literal["pending", "sharded"], ...] = ("pending", "sharded")
 # Checkpoint policies, and of `saved` the names that are kept: all of them where none is said.
 POLICIES = (("none", ()), ("dots", ()), ("saved", ()), *(("saved", names) for names in SOME_NAMES), ("full", ()))
@@ -141,7 +142,7 @@ def variants(run: Run, target: Target, written: Run | None = None) -> Iterator[t
     """
     devices = target.num_devices
     for stages in STAGES:
-        if devices % stages == 0 and stacked(run.model) % stages == 0:
+        if devices % stages == 0 and stacked(run.model) >= stages:
             yield from _through(stages, run, target, written or run)
 
 
@@ -221,10 +222,29 @@ def _schedules(run: Run, stages: int) -> Iterator[_Schedule]:
     none = {"pipeline_microbatches": None, "pipeline_groups": 1}
     for count in (1, 2, 4, 8, 16) if stages == 1 else ():
         yield _Schedule(count, count, run.accumulation if count > 1 else "pending", none)
-    for times, groups, how in itertools.product((1, 2, 4, 8), GROUPS, ACCUMULATIONS) if stages > 1 else ():
-        if stacked(run.model) % (stages * groups) == 0:
+    for times in (1, 2, 4, 8) if stages > 1 else ():
+        found = worthwhile_groups(stacked(run.model), stages, times * stages, even=bool(run.layout.overlap))
+        for groups, how in itertools.product(found, ACCUMULATIONS):
             own = {"pipeline_microbatches": times * stages, "pipeline_groups": groups}
             yield _Schedule(times * stages, 1, how, own)
+
+
+def worthwhile_groups(layers: int, stages: int, microbatches: int, *, even: bool = False) -> list[int]:
+    """Groups of layers a stage that take a hundredth less time than any fewer: ticks times the largest part's layers.
+
+    >>> worthwhile_groups(80, stages=4, microbatches=4), worthwhile_groups(78, stages=4, microbatches=16)
+    ([1, 2, 3, 4, 5, 10, 20], [1, 2, 4, 10])
+
+    Args:
+        layers, stages, microbatches: of the pipeline.
+        even: every part has as many layers.
+    """
+    found, least = [], math.inf
+    for groups in range(1, layers // stages + 1):
+        parts, ticks = Parts(layers, stages, groups), Schedule(stages, groups, microbatches).forward_ends
+        if ticks * parts.most < 0.99 * least and not (even and parts.uneven):
+            found, least = [*found, groups], ticks * parts.most
+    return found
 
 
 def _blocks(length: int, context: int, kind: str) -> int:

@@ -5,6 +5,8 @@ import math
 
 from trellis.hardware.chips import Target
 from trellis.inspect.timeline import FRAGMENTATION
+from trellis.models.protocol import stacked
+from trellis.named.pipeline.parts import Parts
 from trellis.plan.links import Links, links_of
 from trellis.run.config import Run
 from trellis.train.flops import attention_width, keys_seen
@@ -66,12 +68,15 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     sharded = run.layout.preset not in ("data", "single", "tensor")
     stages, groups = sizes.get("stage", 1), run.layout.pipeline_groups
     parts = run.layout.pipeline_microbatches or run.parts
-    units = parts * groups
-    idle = (units + stages - 1) / units  # what a step takes longer than its parts
+    ticks, units = parts * groups + stages - 1, parts * groups
+    largest = Parts(max(stacked(m), stages * groups), stages, groups)
+    # What a step takes longer than its parts: where stages wait for others, and for those that have a layer more.
+    idle = ticks / units * (largest.most * largest.count / largest.layers)
     once = run.accumulation == "pending"
     of_stage = (blocks + experts / expert) / stages  # weights of a stage's layers
     tokens = max(b.size for b in run.batch_sizes()) * run.data.sequence_length
     local = tokens / (devices / model)  # of the batch and positions of one group
+    sequence = model if run.layout.preset in ("fsdp_tensor_sequence", "auto", "hybrid") else 1
     keep, again = _KEEP[run.remat.policy], _AGAIN[run.remat.policy]
     if run.remat.policy == "saved" and len(run.remat.names) in _SOME:
         keep, again = _SOME[len(run.remat.names)]
@@ -95,6 +100,8 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     if model > 1:
         moved = (4 + 2 * again) * 2 * 2.0 * local * m.embed * m.layers * (model - 1) / model * idle
         activations = moved / links.bandwidth(["model"])
+    if stages > 1:  # a part's stream and its gradient, every tick
+        activations += ticks * 2 * 2.0 * local * stages / parts / sequence * m.embed / links.bandwidth(["stage"])
     context, head_dim = sizes.get("context", 1), getattr(m, "head_dim", m.embed // m.heads)
     whole = 0.0  # bytes of one layer's keys and values that a device gathers
     if context > 1:
@@ -117,7 +124,6 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     state = 12.0 * (of_stage + tables) / (ways * model if sharded else model)
     base, per_mlp, per_head = keep
     width = base * m.embed + (per_mlp * getattr(m, "mlp", 4 * m.embed) + per_head * m.embed) / model
-    sequence = model if run.layout.preset in ("fsdp_tensor_sequence", "auto", "hybrid") else 1
     width -= base * m.embed * (1 - 1 / sequence)
     kept = 2.0 * width * m.layers * local / parts * (min(parts, 2 * stages) if stages > 1 else 1)
     accumulated = (8.0 if once else 8.0 / ways) * (of_stage + tables) / model if parts > 1 else 0.0
