@@ -2,7 +2,8 @@
 
 Its state is not the one that training starts from, in which many arrays are zeros or ones and would hide mistakes:
 parameters are moved away from these, moments come from a step that was made before, and the step's number is in the
-middle of the run. Batches have two documents a row, and some tokens do not count.
+middle of the run. Batches have two documents a row, and some tokens do not count. No token stands so near between two
+experts that rounding decides.
 """
 
 import dataclasses
@@ -12,11 +13,17 @@ import jax
 import numpy as np
 
 from trellis.data.batch import Batch
+from trellis.proof.functions import BOUND
 from trellis.proof.placing import plain
 from trellis.run.config import Precision, Run
 from trellis.run.layouts import LayoutChoice, MeshSizes
 from trellis.train.assemble import Assembled, assemble
 from trellis.train.state import TrainState
+
+# So much of itself a parameter is moved by: results of right programs deviate by about as much.
+_NUDGE = 2e-6
+# How often numbers are drawn until no token stands between two experts.
+_DRAWS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +60,17 @@ def on_one_device(run: Run, *, padding: int, seed: int = 0) -> Reference:
         accumulation="pending",
     )
     random = np.random.default_rng(seed)
+    mixture = hasattr(run.model, "experts")
     with jax.default_device(jax.devices("cpu")[0]):
         made = assemble(plainly, jax.devices("cpu")[:1], padding=padding)
         with made.layout:
             state = _moved_model(jax.tree.map(plain, made.init()), random)
-            state, _ = _step(made, state, _batch(made, random))
-            state, batch = _in_the_middle(state, run, random), _batch(made, random)
-            new = _step(made, state, batch)
+            first, _ = _step(made, state, _batch(made, random))
+            for _ in range(_DRAWS if mixture else 1):
+                state, batch = _in_the_middle(first, run, random), _batch(made, random)
+                new = _step(made, state, batch)
+                if not mixture or not _between_experts(made, state, batch, new):
+                    break
     given, results = jax.tree.leaves((state, batch)), jax.tree.leaves(new)
     names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(new)]
     before = [*jax.tree.leaves(state), *[None] * (len(results) - len(jax.tree.leaves(state)))]
@@ -81,6 +92,23 @@ def _step(made: Assembled, state: TrainState, batch: Batch) -> tuple[Any, Any]:
 
     given = jax.tree.map(put, (state, batch), (made.abstract, made.abstract_batch()))
     return jax.tree.map(plain, made.step(*given))
+
+
+def _between_experts(made: Assembled, state: TrainState, batch: Batch, new: tuple[TrainState, Any]) -> bool:
+    """Whether a token stands between two experts, where rounding decides which of them it goes to.
+
+    Two right programs may then give gradients that are far apart, as do two steps of parameters that differ by less
+    than programs may.
+    """
+    random = np.random.default_rng(0)
+    by = jax.tree.map(lambda x: _NUDGE * random.choice(np.float32([-1, 1]), x.shape) * x, state.model)
+    for way in (by, jax.tree.map(np.negative, by)):
+        model = jax.tree.map(lambda x, by: (x + by).astype(x.dtype), state.model, way)
+        moved = _step(made, dataclasses.replace(state, model=model), batch)
+        pairs = zip(*(jax.tree.leaves(one[0].optimizer) for one in (moved, new)), strict=True)
+        if any(np.abs(a - b).max() > BOUND * np.abs(b).max() for a, b in pairs if b.dtype.kind == "f"):
+            return True
+    return False
 
 
 def _moved_model(state: TrainState, random: np.random.Generator) -> TrainState:
