@@ -16,7 +16,7 @@ from trellis.named.saving import nothing, products, saved
 from trellis.nn import Precision
 from trellis.recipes import tiny
 from trellis.run.config import BatchSize, Remat
-from trellis.run.layouts import LayoutChoice, MeshSizes
+from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.assemble import assemble, keep_of, vocab_multiple
 from trellis.train.evaluation import Evaluator, ValidationSet
 from trellis.train.flops import flops_per_token, known_peak, matmul_parameters
@@ -92,6 +92,13 @@ def test_the_vocabulary_is_padded_for_the_mesh_and_not_counted(assembled):
     attention, mlp, norms = 4 * 16 * 2 * 8, 3 * 16 * 32, 3 * 16
     assert num_parameters(assembled) == 257 * 16 + attention + mlp + norms
     assert matmul_parameters(assembled.abstract.model) == 257 * 16 + attention + mlp
+
+
+def test_a_vocabulary_that_stages_slice_divides_over_its_slices_at_rest_and_in_use_at_once():
+    at_rest = LayoutChoice(preset="fsdp", params={"vocab": "data", "embed": ""})
+    layout = make_layout(MeshSizes(stage=2, data=4), at_rest, jax.devices())
+    assert layout.assign(("vocab", "embed"))[0] == ("stage",)
+    assert vocab_multiple(layout) == 8
 
 
 def test_flops_count_products_once_forward_and_twice_backward(assembled):
