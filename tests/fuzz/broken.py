@@ -271,9 +271,10 @@ def other_mesh(s: Scope):
     x = s.ranked()
     y = s.pick(lambda v: set(v.dims) <= set(x.dims) and v.var != x.var)
     text = s.one(["{x} + {y}", "{y} * {x}", "tr.maximum({x}, {y})"])
+    first = y if text.startswith("{y}") and len(y.dims) == len(x.dims) else x  # whose order the result has
     ours = text.format(x=x.var, y=y.var)
-    plain = text.replace("tr.", "jnp.").format(x=x.var, y=aligned(y, x.names))
-    return step("another mesh", Value(s.fresh(), x.dims), ours, plain), False
+    plain = text.replace("tr.", "jnp.").format(x=aligned(x, first.names), y=aligned(y, first.names))
+    return step("another mesh", Value(s.fresh(), first.dims), ours, plain), False
 
 
 def masked(s: Scope):
