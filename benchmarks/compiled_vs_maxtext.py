@@ -77,7 +77,7 @@ SHORT = {"data.sequence_length": "4096"} | FULL
 SCATTERS = ("xla_enable_async_reduce_scatter_fusion", "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter")
 # Kinds of work of which libtpu has no estimate.
 KERNELS = ("attention", "kernel", "grouped")
-# Of MaxText's arguments: blocks of its attention, and what its own recipes for v5p give the compiler.
+# Of MaxText's arguments: blocks of its attention, and what its own recipes give the compiler, with our vector memory.
 BLOCKS = (
     "sa_block_q=1024 sa_block_kv=1024 sa_block_kv_compute=1024 sa_block_q_dkv=1024 sa_block_kv_dkv=1024 "
     "sa_block_kv_dkv_compute=1024 sa_use_fused_bwd_kernel=true"
