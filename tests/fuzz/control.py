@@ -6,6 +6,8 @@ from collections.abc import Callable
 from .program import Function, Statement, Value, aligned, without, written
 from .scope import Scope, Unfit, step
 
+LONGEST = 100  # turns of a loop: the plain twin writes them out, and XLA compiles hundreds of bodies for minutes
+
 Grow = Callable[[Scope, int], list[Statement]]
 
 
@@ -29,7 +31,7 @@ def _arguments(s: Scope, name: str, most: int = 3) -> list[Value]:
     rest = [s.pick(dtype=s.one(["f32", "f32", "f32", "i32", "bool"])) for _ in range(s.between(0, most - 1))]
     values = list({v.var: v for v in (first, *rest)}.values())
     sizes = {v.sizes[name] for v in values if name in v.names}
-    s.require(len(sizes) == 1)
+    s.require(len(sizes) == 1 and max(sizes) <= LONGEST)
     return values
 
 

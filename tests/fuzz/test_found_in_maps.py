@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import trellis as tr
-from trellis import f32
+from trellis import f32, nn
 from trellis.mesh import MeshError
 
 
@@ -198,3 +198,58 @@ def test_named_operations_in_a_map_of_plain_arrays_keep_off_its_mesh_axis():
         rows = tr.shard(tr.named(x, "batch pos"), "compute").array
         gradient = jax.grad(loss)(tr.shard(tr.named(w, "pos mlp")), rows)
     np.testing.assert_allclose(gradient.array, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_copies_inside_a_cond_of_a_map_are_refused_by_an_error_of_ours_and_there_are_two_ways_out():
+    tokens, table = np.arange(12).reshape(4, 3) % 6, drawn(6, 4)
+    rows = drawn(4, seed=1)
+
+    def loss(row, table, tokens):
+        ids = tr.named(jnp.asarray(tokens, jnp.int32), "batch pos")
+        return nn.next_token_loss(tr.take(table, "vocab", ids) * row, table, ids).total
+
+    def branches(table, tokens):
+        other = lambda row: tr.named(loss(row, table, tokens), "")
+        return lambda row: jax.lax.cond(row.array > 0, other, lambda row: row, row)
+
+    def selected(table, tokens):
+        return lambda row: tr.where(row > 0, tr.named(loss(row, table, tokens), ""), row)
+
+    mapped = lambda fn: jax.jit(lambda rows, table: tr.vmap(fn(table, tokens), "layers")(rows).array)
+    expected = mapped(selected)(tr.named(rows, "layers"), tr.named(table, "vocab embed"))
+    mesh = tr.make_mesh(jax.devices()[:4], data=2, model=2)
+    for fn, compute in (
+        (branches, {"batch": "data"}),
+        (selected, {"batch": "data"}),
+        (branches, {"layers": "model", "batch": "data"}),
+    ):
+        with tr.Layout(mesh, compute=compute):
+            args = tr.shard((tr.named(rows, "layers"), tr.named(table, "vocab embed")), "compute")
+            if fn is branches and "layers" not in compute:
+                with pytest.raises(MeshError, match=r"slices that are no copies .* or let the layout's compute slice"):
+                    mapped(fn)(*args)
+            else:
+                np.testing.assert_allclose(mapped(fn)(*args), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("argument", [True, False])
+def test_a_derivative_inside_a_map_by_its_row_and_outside_by_a_parameter(argument):
+    """As of a physics loss. Of a parameter that rests in slices of the mesh axis and is closed over JAX has none."""
+    x, w = drawn(4, 6), drawn(6, seed=1)
+
+    def loss(w, x):
+        def slope(row, w):
+            return jax.grad(lambda row: tr.tanh(tr.dot(row, w, over="embed")).array)(row).sum()
+
+        rows = tr.vmap(slope, "batch")(x, w) if argument else tr.vmap(lambda row: slope(row, w), "batch")(x)
+        return (rows * rows).sum().array
+
+    slopes = lambda w: jax.vmap(jax.grad(lambda row: jnp.tanh(row @ w)))(x).sum(1)
+    expected = jax.grad(lambda w: (slopes(w) ** 2).sum())(w)
+    with tr.Layout(tr.make_mesh(jax.devices()[:2], data=2), params={"embed": "data"}, compute={"batch": "data"}):
+        args = tr.shard(tr.named(w, "embed")), tr.shard(tr.named(x, "batch embed"), "compute")
+        if not argument:
+            with pytest.raises(MeshError, match="in slices of them .*, in vmap: make it an argument of the function"):
+                jax.grad(loss)(*args)
+        else:
+            np.testing.assert_allclose(jax.grad(loss)(*args).array, expected, rtol=1e-4, atol=1e-5)

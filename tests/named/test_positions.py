@@ -32,6 +32,7 @@ def _table():
     return np.arange(32.0, dtype=np.float32).reshape(8, 4), "w b"
 
 
+@pytest.mark.slow(but=2)
 def test_lists_masks_and_arrays_select(layout):
     plain, names = _table()
     x = tr.named(jnp.asarray(plain), names)

@@ -151,6 +151,7 @@ def test_variants_divide():
         assert run.model.kv_heads % sizes.model == 0
 
 
+@pytest.mark.slow
 def test_a_search_plans_stages_and_says_what_they_cost():
     found = search(small(model__layers="4"), target("v5e:2x4"), most=6)
     staged = [c for c in found.candidates if c.run.mesh.stage > 1]
@@ -185,6 +186,7 @@ def test_search_finds_the_fastest_that_fits():
     assert again.seconds == found.winner.seconds  # the options to paste are the winner
 
 
+@pytest.mark.slow
 def test_the_winner_is_pasted_after_the_recipe_as_written():
     """Also where the recipe was fitted to the target first, and the batch and mesh that it won with are the fitted."""
     where, model = target("v5e:4x4"), {name: value for name, value in SMALL.items() if name.startswith("model.")}
@@ -272,6 +274,7 @@ def test_of_equals_the_simplest_wins():
     assert why_lost(one(2.0, 1), quick, target("v5e:2x2")).startswith("+100%: ")
 
 
+@pytest.mark.slow
 def test_a_long_sequence_goes_around_a_ring_beside_its_kernels():
     """Of 8 slices of 32k positions; the same bytes gathered are not hidden, and keys and values are held whole."""
     changes = {"data.sequence_length": "32768", "batch_size": "8", "mesh.context": "8", "mesh.data": "1"}

@@ -8,7 +8,7 @@ from trellis.named.array import NamedArray
 from trellis.named.blocks import named_scales
 from trellis.named.narrow import Kind, product, rounded
 from trellis.named.operand import refuse_cut
-from trellis.named.placing import Assignment, assign, bring_to_product, move, settle
+from trellis.named.placing import Assignment, assign, bring_to_product, from_product, move, settle
 from trellis.notation import Dim, Shape, spec_of
 from trellis.notation.state import state_of
 
@@ -65,7 +65,7 @@ class Pair:
         if order != self.out:
             array = jnp.transpose(array, [order.index(n) for n in self.out])
         slices = tuple(where[n] for n in self.out) if where and (x.slices or y.slices) else ()
-        result = NamedArray(array, self.out, slices)
+        result = from_product(NamedArray(array, self.out, slices), self.x, self.y)
         return settle(result) if mode == "auto" else result
 
     def narrow(self, x: NamedArray) -> tuple:

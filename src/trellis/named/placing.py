@@ -112,7 +112,8 @@ def _on_each_device(x: NamedArray, axes: frozenset[str]) -> NamedArray:
     for group in current_layout().mapped:
         if axes.intersection(group):  # `outside` has found them
             device = jax.reshard(jax.lax.axis_index(mapped_name(group)), spec_of(()))
-            x = x.with_array(x.array - (0 * device).astype(x.dtype))  # the compiler drops the zero
+            # The compiler drops a factor of one; so is every derivative of the array mapped, too.
+            x = x.with_array(x.array * (1 - 0 * device).astype(x.dtype))
     return x
 
 
@@ -139,6 +140,14 @@ def bring_to_product(x: NamedArray, where: Assignment | None, other: NamedArray)
         x = _on_each_device(x, theirs)
     copied = frozenset() if theirs else mine
     return move(x, tuple(where[name] for name in x.names), missing_axes(x, where) | copied)
+
+
+def from_product(result: NamedArray, x: NamedArray, y: NamedArray) -> NamedArray:
+    """The product of two operands as they came, with a gradient that is mapped where `bring_to_product` makes copies:
+    also one that is taken inside the mapped program, and begins with a constant."""
+    if state_of(result.array).pending or bool(mine := outside(x)) == bool(theirs := outside(y)):
+        return result
+    return _on_each_device(result, mine | theirs)
 
 
 def move(x: NamedArray, axes, copied: frozenset[str]) -> NamedArray:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from trellis._compat import keep_mapped_axes_sharded
+from trellis._compat import keep_mapped_axes_sharded, refuses_copies
 from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import MeshError
 from trellis.mesh.reshard import place
@@ -121,6 +121,11 @@ def _in_our_words(error: Exception) -> str | None:
         return (
             "vmap takes arrays of one mesh, got some that are on none, while no layout is in force: call it inside "
             "`with layout:`, which puts them there"
+        )
+    if refuses_copies(error):  # of what is called at once `nn` makes none under a map
+        return (
+            "JAX maps an operation over slices that are no copies (`~`), got one inside of a cond, a loop or a jit, in "
+            "vmap: use where(...) instead of cond, or let the layout's compute slice the mapped name"
         )
     if "pvary is a invariant->variant" in text:  # so it is in JAX 0.10.2 to 0.12.0
         return (
