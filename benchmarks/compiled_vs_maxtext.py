@@ -55,7 +55,7 @@ class Row:
         on: the slice.
         recipe: Trellis's run.
         options: what it differs in from the recipe.
-        maxtext: the best of MaxText's settings that were compiled; of the pipeline one was.
+        maxtext: the best of MaxText's settings that were compiled; of the pipeline and the mixture one was.
         plain: a plain JAX step, where one was compiled.
         arguments: MaxText's, where they were kept.
     """
@@ -77,6 +77,18 @@ SHORT = {"data.sequence_length": "4096"} | FULL
 SCATTERS = ("xla_enable_async_reduce_scatter_fusion", "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter")
 # Kinds of work of which libtpu has no estimate.
 KERNELS = ("attention", "kernel", "grouped")
+# Of MaxText's arguments: blocks of its attention, and what its own recipes give the compiler, with our vector memory.
+BLOCKS = (
+    "sa_block_q=1024 sa_block_kv=1024 sa_block_kv_compute=1024 sa_block_q_dkv=1024 sa_block_kv_dkv=1024 "
+    "sa_block_kv_dkv_compute=1024 sa_use_fused_bwd_kernel=true"
+)
+BESIDE = (
+    "'compile_xla_flags=--xla_tpu_scoped_vmem_limit_kib=65536 --xla_tpu_enable_async_collective_fusion=true "
+    "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true "
+    "--xla_tpu_enable_async_collective_fusion_multiple_steps=true --xla_tpu_overlap_compute_collective_tc=true "
+    "--xla_enable_async_all_gather=true --xla_tpu_enable_data_parallel_all_reduce_opt=true "
+    "--xla_tpu_data_parallel_opt_different_sized_ops=true'"
+)
 ROWS = (
     Row(
         "1b-fsdp", "1B, v5e 4x4, FSDP 16", "v5e:4x4", "llama32_1b_v5e_16", FULL,
@@ -127,14 +139,16 @@ ROWS = (
         arguments="compile_topology=v5p-128 compile_topology_num_slices=1 model_name=llama3-8b "
         "override_model_config=true max_target_length=4096 per_device_batch_size=4 remat_policy=full "
         "ici_fsdp_parallelism=16 ici_pipeline_parallelism=4 num_layers_per_pipeline_stage=2 "
-        "num_pipeline_microbatches=16 pipeline_fsdp_ag_once=true attention=flash packing=false sa_block_q=1024 "
-        "sa_block_kv=1024 sa_block_kv_compute=1024 sa_block_q_dkv=1024 sa_block_kv_dkv=1024 "
-        "sa_block_kv_dkv_compute=1024 sa_use_fused_bwd_kernel=true 'compile_xla_flags="
-        "--xla_tpu_scoped_vmem_limit_kib=65536 --xla_tpu_enable_async_collective_fusion=true "
-        "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true "
-        "--xla_tpu_enable_async_collective_fusion_multiple_steps=true --xla_tpu_overlap_compute_collective_tc=true "
-        "--xla_enable_async_all_gather=true --xla_tpu_enable_data_parallel_all_reduce_opt=true "
-        "--xla_tpu_data_parallel_opt_different_sized_ops=true'",
+        f"num_pipeline_microbatches=16 pipeline_fsdp_ag_once=true attention=flash packing=false {BLOCKS} {BESIDE}",
+    ),
+    Row(
+        "mixtral", "Mixtral 8x7B, v5p 4x4x4, 8,192 tokens a chip", "v5p:4x4x4", "mixtral_8x7b_v5p_64", {},
+        Peer(50.93, 1.070, 367.7, 305.9, counted=59.61, kernels=1.643),
+        arguments="compile_topology=v5p-128 compile_topology_num_slices=1 model_name=mixtral-8x7b "
+        "override_model_config=true max_target_length=8192 per_device_batch_size=1 remat_policy=custom "
+        "query_proj=device key_proj=device value_proj=device context=device moe_mlpwi_0=device moe_mlpwi_1=device "
+        "ici_fsdp_parallelism=64 attention=flash packing=false sparse_matmul=true megablox=true "
+        f"load_balance_loss_weight=0.02 {BLOCKS} {BESIDE}",
     ),
 )  # fmt: skip
 
