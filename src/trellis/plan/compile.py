@@ -290,7 +290,7 @@ def _telling(what: str) -> Iterator[None]:
         )
 
 
-_FORMAT = 2  # of the files that hold compiled programs
+_FORMAT = 3  # of the files that hold compiled programs
 
 
 def _key(text: str, target: Target, options: Mapping[str, str], versions: Mapping[str, str]) -> str:
