@@ -5,6 +5,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal, get_args
 
 from trellis.inspect.collective import Collective
 from trellis.inspect.hlo import item_bits
@@ -117,6 +118,7 @@ class _Item:
 
 
 Choice = Callable[[Row, _Item], bool]
+Stacked = Literal["last", "second", "first"]
 
 
 def _any(row: Row, item: _Item) -> bool:
@@ -145,9 +147,9 @@ def matched(
     """
     rows, parts = list(rows), list(parts)
     found = []
-    for stacked_first in (False, True):
+    for stacked in get_args(Stacked):
         stock = Stock(parts)
-        matches = stock.meet(rows, sizes, stacked_first=stacked_first)
+        matches = stock.meet(rows, sizes, stacked)
         left = sum(match.missing > 0 and match.certain for match in matches)
         found.append((left, matches, list(stock.rest())))
         if not left:
@@ -163,7 +165,7 @@ class Stock:
         for part in parts:
             self.items[part.key].append(_Item(part, part.elements * part.collective.times))
 
-    def meet(self, rows: Iterable[Row], sizes: Mapping[str, int], *, stacked_first: bool = False) -> list[Match]:
+    def meet(self, rows: Iterable[Row], sizes: Mapping[str, int], stacked: Stacked = "last") -> list[Match]:
         """Finds what does each row: what is asked for at its own line, then anywhere, then otherwise.
 
         All rows are looked for in one way before any is in the next, which is less likely.
@@ -171,20 +173,24 @@ class Stock:
         Args:
             rows: of the ledger.
             sizes: of the mesh axes.
-            stacked_first: look for sums that a loop stacks before those that it does in each turn.
+            stacked: whether sums that a loop stacks are looked for before others of the same loop, before those of the
+                same line, or after all that are done as asked.
         """
         matches = [Match(row, _key(row, sizes), Counter(), row.times) for row in rows]
         self.take_as_asked(matches, _same_loop_and_line)
-        if stacked_first:
+        if stacked == "first":
             self.take_stacked(matches, exactly=True)
         self.take_as_asked(matches, _same_loop)
-        self.take_stacked(matches, exactly=True)
+        if stacked == "second":
+            self.take_stacked(matches, exactly=True)
+        self.take_turns(matches, _same_line)
         self.take_as_asked(matches, _same_line)
         self.take_turns(matches)
         self.take_as_asked(matches)
         self.take_equal(matches)
         self.take_added(matches)
         self.take_pairs(matches)
+        self.take_stacked(matches, exactly=True)
         for way, recipes in WAYS.items():
             for match in matches:
                 for recipe in recipes(match.key, sizes):
@@ -301,14 +307,19 @@ class Stock:
                 if padded and key._replace(elements=match.key.elements) == match.key:
                     self.take(match, "a padded array", ((key, 1),))
 
-    def take_turns(self, matches: list[Match]) -> None:
+    def take_turns(self, matches: list[Match], chosen: Choice = _any) -> None:
         """Sums that a loop does not do in each turn, but that are done once after its last one."""
         for match in matches:
-            for item in self.items.get(match.key, ()):
-                if match.missing == match.row.times and match.row.kind == "all-reduce" and item.unused:
-                    if match.row.times % item.runs == 0 and item.runs < match.row.times:
-                        item.left = 0
-                        match.done("one for all turns of a loop", match.missing)
+            times = match.row.times
+            if match.row.kind != "all-reduce" or match.missing < times:
+                continue
+            items = [item for item in self.items.get(match.key, ()) if item.unused and chosen(match.row, item)]
+            if chosen is not _any and sum(item.runs for item in items) >= times:
+                continue  # all turns are there, written out
+            for item in items:
+                if match.missing and times % item.runs == 0 and item.runs < times:
+                    item.left = 0
+                    match.done("one for all turns of a loop", times)
 
     def take_added(self, matches: list[Match]) -> None:
         """Numbers that are added before they are summed over devices, where one sum does for several."""
