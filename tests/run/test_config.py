@@ -164,6 +164,15 @@ def change(**fields):
             ],
         ),
         (
+            lambda: change(mesh=MeshSizes(stage=2), remat=Remat(policy="offload")),
+            [
+                "Stages of a pipeline keep what the backward pass needs on their devices.",
+                "remat.policy=offload, mesh.stage=2",
+                "remat.policy",
+                "use --remat.policy saved, or full",
+            ],
+        ),
+        (
             lambda: change(layout=LayoutChoice(pipeline_groups=2)),
             [
                 "The stages of a pipeline hold groups of layers.",

@@ -304,6 +304,13 @@ class Run:
                 where="layout.mode",
                 fix="use --layout.mode explicit, or --mesh.stage 1",
             )
+        if self.mesh.stage > 1 and self.remat.policy == "offload":
+            raise UserError(
+                "Stages of a pipeline keep what the backward pass needs on their devices.",
+                seen=f"remat.policy=offload, mesh.stage={self.mesh.stage}",
+                where="remat.policy",
+                fix="use --remat.policy saved, or full",
+            )
         if self.layout.pipeline_microbatches is not None and self.mesh.stage == 1:
             raise UserError(
                 "Parts of a batch follow each other through the stages of a pipeline.",

@@ -264,8 +264,8 @@ def make_layout(
             not divide. None: not known.
 
     Raises:
-        UserError: the mesh does not fit the devices, the layout leaves one of its axes without work, or it has an
-            entry for an axis that the model does not have.
+        UserError: the mesh does not fit the devices, the layout leaves one of its axes without work, it has an entry
+            for an axis that the model does not have, or the compiler is to place what it gets wrong.
     """
     if axes is not None:
         check_names(choice, [*axes, *_ACTIVATIONS])
@@ -289,6 +289,8 @@ def make_layout(
         ways = math.prod(sizes[axis] for axis in found.get(_FEW, ()))
         if axes is not None and _FEW not in own and axes.get(_FEW, 0) % ways:
             del found[_FEW]  # each device along the axis then has them all, and reads those of its query heads
+    if choice.mode == "auto" and axes is not None and _FEW in axes:
+        _check_few(here[1], sizes)
     stage = [a for a in here[1].get(_STACK, ()) if a == "stage"]
     uneven = axes is not None and stage and axes.get(_STACK, 0) % (sizes["stage"] * choice.pipeline_groups)
     if uneven and _STACK not in choice.params and here[0].pop(_STACK, None):
@@ -308,6 +310,24 @@ def make_layout(
         pipeline_groups=choice.pipeline_groups,
         uneven=(_STACK,) if uneven else (),
     )
+
+
+def _check_few(compute: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> None:
+    """Refuses whole key heads beside sliced query heads and positions where the compiler places.
+
+    XLA's partitioner then gives gradients of keys and values that are wrong by as much as their size, with the right
+    loss (JAX 0.10.2, eight CPU devices: Llama and Qwen3 with two key heads, data=2 and model=4).
+    """
+    wide = [axis for axis in compute.get("heads", ()) if axis in compute.get("pos", ())]
+    whole = [axis for axis in wide if axis not in compute.get(_FEW, ())]
+    if whole:
+        raise UserError(
+            "Where the compiler places, key heads are sliced as query heads are, or positions not over the same mesh "
+            "axes: XLA's gradients are wrong otherwise.",
+            seen=f"heads and pos over {whole[0]}={sizes[whole[0]]}, kv_heads whole, layout.mode=auto",
+            where="layout.mode",
+            fix=f"use --layout.mode explicit, which is right, or a --mesh.{whole[0]} that divides the key heads",
+        )
 
 
 def _are_halves_of_a_cpu(devices: Sequence[Any]) -> bool:
