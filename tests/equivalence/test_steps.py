@@ -48,13 +48,13 @@ MICROBATCHES = (1, 4)
 QUICKLY = {"xla_backend_optimization_level": "0"}
 
 
-def batch(step):
-    """Rows of two documents each, which count from one number on; the first rows count few of their tokens."""
+def batch(step, rows=ROWS, length=LENGTH, documents=2):
+    """Rows of so many documents each, one or two, which count from one number on; the first rows count few of their
+    tokens."""
     random = np.random.default_rng([3, step])
-    first, stride = random.integers(0, VOCAB, (ROWS, 1)), random.integers(1, 4, (ROWS, 1))
-    text = (first + stride * np.arange(LENGTH + 1)) % VOCAB
-    cut = random.integers(3, 13, (ROWS, 1))
-    places = np.arange(LENGTH)
+    first, stride = random.integers(0, VOCAB, (rows, 1)), random.integers(1, 4, (rows, 1))
+    text, places = (first + stride * np.arange(length + 1)) % VOCAB, np.arange(length)
+    cut = random.integers(3, length - 3, (rows, 1)) if documents == 2 else np.full((rows, 1), length)
     second = places >= cut
     fields = {
         "tokens": text[:, :-1],
@@ -62,7 +62,7 @@ def batch(step):
         "segment_ids": second,
         "positions": np.where(second, places - cut, places),
     }
-    mask = random.random((ROWS, LENGTH)) < np.linspace(0.2, 1, ROWS)[:, None]
+    mask = random.random((rows, length)) < np.linspace(0.2, 1, rows)[:, None]
     return {name: x.astype(np.int32) for name, x in fields.items()} | {"loss_mask": mask.astype(np.float32)}
 
 

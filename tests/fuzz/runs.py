@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 import conftest  # noqa: F401  before anything imports JAX: eight CPU devices, the tests' strictness and their compiler
-from tests.equivalence.test_steps import QUICKLY, put
-from tests.models.small import CONFIGS, VOCAB
+from tests.equivalence.test_steps import QUICKLY, batch, put
+from tests.models.small import CONFIGS
 from trellis.data.batch import Batch
 from trellis.errors import TrellisError
 from trellis.models import ModelConfig
@@ -142,29 +142,14 @@ def judge(seed: int) -> Found:
 
 def _curve(made: Assembled, first) -> np.ndarray:
     """Loss and gradient norm of the first steps, from a state on the host."""
-    step, found = CompiledStep(made.step, QUICKLY), []
+    step, found, data = CompiledStep(made.step, QUICKLY), [], made.run.data
+    size = made.run.batch_sizes()[0].size, data.sequence_length, 2 if data.mask_documents else 1
     with made.layout:
         state = put(first, made.abstract)
         for index in range(STEPS):
-            state, metrics = step(state, Batch(**jax.device_put(_batch(made.run, index), made.batch_sharding)))
+            state, metrics = step(state, Batch(**jax.device_put(batch(index, *size), made.batch_sharding)))
             found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     return np.array(found)
-
-
-def _batch(run: Run, step: int) -> dict[str, np.ndarray]:
-    """Rows that count from one number on, of two documents each where documents are masked."""
-    r, rows, length = np.random.default_rng([3, step]), run.batch_sizes()[0].size, run.data.sequence_length
-    first, stride = r.integers(0, VOCAB, (rows, 1)), r.integers(1, 4, (rows, 1))
-    text, places = (first + stride * np.arange(length + 1)) % VOCAB, np.arange(length)
-    cut = r.integers(3, length - 3, (rows, 1)) if run.data.mask_documents else np.full((rows, 1), length)
-    fields = {
-        "tokens": text[:, :-1],
-        "targets": text[:, 1:],
-        "segment_ids": places >= cut,
-        "positions": np.where(places >= cut, places - cut, places),
-    }
-    mask = r.random((rows, length)) < np.linspace(0.2, 1, rows)[:, None]
-    return {name: x.astype(np.int32) for name, x in fields.items()} | {"loss_mask": mask.astype(np.float32)}
 
 
 def _rule(error: TrellisError) -> str:

@@ -203,6 +203,11 @@ def test_the_winner_is_pasted_after_the_recipe_as_written():
     assert quick_plan(pasted, where).seconds == found.winner.seconds
 
 
+def test_offloading_is_searched_where_no_stages_are():
+    seen = {(v.mesh.stage, v.remat.policy) for v, _ in variants(small(remat__policy="offload"), target("v5e:2x4"))}
+    assert (1, "offload") in seen and (2, "saved") in seen and (2, "offload") not in seen
+
+
 def test_kept_names_are_searched():
     kept = {variant.remat.names for variant, _ in variants(small(), target("v5e:2x2"))}
     operands = ("query", "key", "value", "attention")

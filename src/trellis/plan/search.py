@@ -177,7 +177,7 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
             kinds = [(1, preset) for preset in presets]
             if groups > 1 and ways % groups == 0:  # a copy of the model in each slice or host
                 kinds = [*kinds, (groups, "hybrid")]
-            schedules, policies = list(_schedules(run, stages)), _policies(run)
+            schedules, policies = list(_schedules(run, stages)), _policies(run, stages)
             for (replica, preset), schedule, (policy, names) in itertools.product(kinds, schedules, policies):
                 if size % (ways * expert * schedule.parts):
                     continue
@@ -197,9 +197,10 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
                 yield changed, _options(written, changed)
 
 
-def _policies(run: Run) -> Iterable[tuple]:
-    """Policies with the names that are kept: the run's own too, whose model may have others."""
-    return dict.fromkeys((*POLICIES, (run.remat.policy, run.remat.names)))
+def _policies(run: Run, stages: int) -> Iterable[tuple]:
+    """Policies with the names that are kept: the run's own too, whose model may have others; stages do not offload."""
+    own = (run.remat.policy, run.remat.names)
+    return dict.fromkeys(POLICIES if stages > 1 and run.remat.policy == "offload" else (*POLICIES, own))
 
 
 class _Schedule(NamedTuple):

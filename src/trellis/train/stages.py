@@ -138,13 +138,22 @@ def for_loss(head: list) -> list:
 
 
 def pipelined(
-    params, head: list, batch: Batch, cut: Callable, shared: Callable, loss: Callable, schedule: Schedule, axis: str
+    params,
+    head: list,
+    around_head: Layout | None,
+    batch: Batch,
+    cut: Callable,
+    shared: Callable,
+    loss: Callable,
+    schedule: Schedule,
+    axis: str,
 ):
     """The sums of a batch's loss, and the gradients of parameters in use and of the head, in float32.
 
     Args:
         params: as they are used, by `dealt_out` and `in_stages`.
         head: what all stages use in the loss, by `for_loss`; nothing where the last one computes it.
+        around_head: the layout that it lies by, of `around_loss`.
         batch: named arrays.
         cut: `cut(batch, count)`, microbatches as a tree of arrays `"microbatches ..."`.
         shared: `shared(numbers)`, more that the loss of each microbatch is given, a tree of `"microbatches ..."`.
@@ -159,8 +168,8 @@ def pipelined(
         parts = cut(batch, count), shared(jnp.arange(count))
         with dealing:  # out here: no permute may stand in what one stage alone does
             inside = dataclasses.replace(current_layout(), mesh=without_axis(layout.mesh, axis))
-    if head:
-        last = dataclasses.replace(around_loss(params, axis), dealt=inside.dealt)
+    if around_head is not None:
+        last = dataclasses.replace(around_head, dealt=inside.dealt)
         types = [struct(x.array, last.mesh.abstract_mesh) for x in head]
         named = lambda arrays: [x.with_array(array) for x, array in zip(head, arrays, strict=True)]
         together = Together(last, types, lambda params, arrays: put_head(params, named(arrays)))

@@ -223,7 +223,7 @@ def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, 
     loss = lambda params, part, shared: mean_loss(params, part.named(), shared[0], scale=shared[1])
     cut = lambda batch, count: _parts(batch, count)[1]
     schedule = schedule_of(model, batch.tokens.shape["batch"], options.microbatches)
-    (sums, measured), total = pipelined(*use, batch, cut, shared, loss, schedule, axis)
+    (sums, measured), total = pipelined(*use, last, batch, cut, shared, loss, schedule, axis)
     (gradients,) = pull(jax.tree.map(lambda g, p: g.astype(p.dtype), total, use))
     return sums, measured, gradients
 
