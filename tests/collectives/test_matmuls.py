@@ -78,7 +78,7 @@ def check(mesh, which, ring):
     close(gradients, jax.grad(total(want, weights), (0, 1))(a, b))
 
 
-@pytest.mark.slow(but=5)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("ring", RINGS, ids=str)
 @pytest.mark.parametrize("which", PRODUCTS)
 def test_values_and_gradients_are_the_plain_products(mesh, which, ring):

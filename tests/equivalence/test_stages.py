@@ -68,7 +68,7 @@ def check(name, sizes, choice, parts, **options):
     assert measured == pytest.approx(metrics, rel=1e-5)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes, choice", [TENSOR, DEEP, ALONE], ids=["tensor", "deep", "alone"])
 def test_kernels_in_stages(monkeypatch, sizes, choice):
     """A kernel stands in a `shard_map` of which JAX does not track what varies: its transpose sums over every mesh axis
@@ -164,6 +164,7 @@ def test_what_is_kept_does_not_grow_with_microbatches():
     assert many - few < 24 * stream // 2, "the streams of the further microbatches would take more"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_stages_send_the_stream_and_its_gradient_in_every_tick(groups):
     """In `M V + S - 1` ticks each; beside them only layers move, where they are dealt out to groups."""
@@ -180,6 +181,7 @@ def test_stages_send_the_stream_and_its_gradient_in_every_tick(groups):
     assert bool(of_layers) == (groups > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [True, False])
 def test_stages_compute_the_loss_together(together):
     """A microbatch is sent to all stages, the gradient of it added up over them, and so are two numbers a token; its
@@ -206,6 +208,7 @@ def test_the_last_stage_may_compute_the_loss_alone(name):
     check(name, sizes, alone, choice.pipeline_microbatches)
 
 
+@pytest.mark.slow
 def test_layers_that_stages_do_not_divide_are_dealt_out_once_each_way():
     """Three layers, of which two stages have room for two each: half of what a device has of four goes to the other."""
     config = CONFIGS["odd"]

@@ -37,7 +37,7 @@ def recomputed(model, rows, count):
     return [row[length:] for row in rows]
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_cache_is_exact(name):
     model = model_of(name)

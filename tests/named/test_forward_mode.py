@@ -37,7 +37,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.slow(but=5)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("layout", MAPS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_forward_mode_agrees_with_reverse_mode(function, layout):

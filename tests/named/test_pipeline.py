@@ -73,6 +73,7 @@ def placed(x, marks):
     return shard(x, "compute"), shard(marks, "compute")
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("stages, data, extra", [(2, 1, ()), (4, 2, ()), (2, 4, ("stage",))])
 @pytest.mark.parametrize("microbatches", [None, 2])
 def test_values_and_gradients_are_those_of_the_layers_one_by_one(stages, data, extra, microbatches):
@@ -84,6 +85,7 @@ def test_values_and_gradients_are_those_of_the_layers_one_by_one(stages, data, e
     check_close(found, expected)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("options", [{"unrolled": True}, {"unroll": 1}])
 @pytest.mark.parametrize("policy", [Keep(), Keep(names=("hidden",))])
 def test_unrolled_layers_and_policies_change_nothing(options, policy):

@@ -99,7 +99,7 @@ def test_sharded_equals_one_device(config, mode):
     assert all(s.is_equivalent_to(shardings["blocks/up"], 3) for s in like)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [r for r in RULES if getattr(r, "beta1", 0) is not None], ids=lambda r: r.kind)
 def test_eight_bits_are_the_same_on_every_mesh(config):
     """Two steps: the first from the same bits, the second from what was rounded."""
@@ -155,6 +155,7 @@ def test_adamw_is_optax_adamw():
         np.testing.assert_allclose(ours[name].array, x, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_weight_decay_leaves_out_vectors_and_excluded_names():
     zero = jax.tree.map(jnp.zeros_like, tree(1))
     config = AdamW(learning_rate=0.5, weight_decay=0.1)

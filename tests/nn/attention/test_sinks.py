@@ -86,6 +86,7 @@ def test_one_device(implementation, window):
     assert_near(gradients(call, *inputs, g), wanted(window, True))
 
 
+@pytest.mark.slow
 def test_forward_mode():
     *inputs, _, _ = arrays()
     changes = [np.cos(x) for x in inputs]
