@@ -238,6 +238,6 @@ def test_a_run_that_has_no_validation_text_says_so(run_file, tmp_path, capsys):
     assert code == 0 and "is not measured" not in out, err
     code, out, err = trellis(capsys, *base, tmp_path / "without", "--data.source.validation", "null")
     assert code == 0, err
-    assert "text     all of it is trained on, so whether the model learns more than its text is not measured" in out
+    assert "text     all is trained on: whether the model learns more than its text is not measured" in out
     code, _, err = trellis(capsys, "evaluate", tmp_path / "without")
     assert code == 2 and "An evaluation needs validation text." in err

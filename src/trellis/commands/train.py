@@ -87,8 +87,8 @@ _NEXT = """next     trellis generate {folder} --prompt "def "    more text, from
          trellis compare {folder} OTHER_RUN    beside a run with another model, rate or batch
          trellis tokenize texts/*.txt --out stores/mine --train-bpe 4096    your own text, for a run of your own"""
 
-_WITHOUT_VALIDATION = """text     all of it is trained on, so whether the model learns more than its text is not measured. For that
-         tokenize a part of it by itself, and name that store in the run's data, as validation:
+_WITHOUT_VALIDATION = """text     all is trained on: whether the model learns more than its text is not measured
+         For that tokenize a part of it by itself, and name that store in the run's data, as validation:
          trellis tokenize HELD_OUT --out stores/validation --tokenizer STORE"""
 
 
