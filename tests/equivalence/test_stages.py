@@ -178,6 +178,16 @@ def test_rows_that_were_looked_up_are_added_to_the_sum_of_the_tables_gradient(ac
     assert zeros == [accumulation == "sharded"] * 2
 
 
+def test_positions_of_sequences_that_are_dealt_out_are_cut_into_microbatches_as_their_tokens_are():
+    """A batch without documents has none of its own."""
+    sizes, choice = MeshSizes(stage=2, data=2, context=2), LayoutChoice(preset="hybrid", pipeline_microbatches=4)
+    with make_layout(sizes, choice, jax.devices(), model_axes(CONFIGS["tied"])):
+        model = jax.eval_shape(lambda: CONFIGS["tied"].init(key=jax.random.key(0), vocab_multiple=8))
+        types = abstract(model, "params"), abstract(Batch(**batch()).without_documents().named(), "compute")
+        step = trace(lambda m, b: loss_and_gradients(m, b, StepOptions())[2], *types)
+    assert any(operation.name == "ppermute" for operation in step.walk())
+
+
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_stages_send_the_stream_and_its_gradient_in_every_tick(groups):
