@@ -8,7 +8,7 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -33,7 +33,7 @@ Observer = Callable[[Instruction, Value, Team], None]
 
 
 @contextlib.contextmanager
-def _named(instruction: Instruction) -> Iterator[None]:
+def _named(instruction: Instruction) -> Generator[None]:
     """Whatever goes wrong with an operation is said with its name."""
     try:
         yield
