@@ -16,14 +16,15 @@ import jax
 import jax.numpy as jnp
 
 from trellis.mesh.layout import current_layout
-from trellis.named.along import apply_along
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import Axes, Axis, Name, NamesError, axes_of, name_of
 from trellis.named.create import layout_spec
 from trellis.named.dealing import POSITIONS, deal
 from trellis.named.elementwise import divide, where
+from trellis.named.index import take
 from trellis.named.operand import operand
-from trellis.named.reduce import argmax
+from trellis.named.placing import whole
+from trellis.named.reduce import argmax, names_of
 from trellis.notation import typeof
 from trellis.notation.state import state_of
 
@@ -236,8 +237,11 @@ def shuffle(key, x: NamedArray, along: Name) -> NamedArray:
     Moves: an all-gather along the name where it is sliced.
     """
     x = operand(x, "random.shuffle")
-    key = plain_key(key, "random.shuffle")
-    return apply_along(lambda a, axis: jax.random.permutation(key, a, axis), x, along, name="random.shuffle")
+    (name,) = names_of(x, (along,), "random.shuffle")
+    x = whole(x, (name,), "random.shuffle")
+    # Of places, and not of values: JAX has no gradient of the latter in a mapped function over slices.
+    places = jax.random.permutation(plain_key(key, "random.shuffle"), x.shape[name])
+    return take(x, name, NamedArray(places, (name,)))
 
 
 def split(key, name: Name, count: int | None = None) -> NamedArray:
