@@ -120,7 +120,7 @@ def test_turns_and_branches_give_slices_that_lie_alike():
 
 
 def test_pairs_of_blocks_may_be_made_by_hand():
-    """Queries and keys of one sequence are sliced over one mesh axis in a ring, and so are both dimensions of a score."""
+    """In a ring queries and keys of one sequence are sliced over one mesh axis, and so a score is, twice."""
 
     def scores(a, b):
         products = jnp.einsum("ac,bc->ab", a, b)

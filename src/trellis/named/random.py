@@ -16,15 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from trellis.mesh.layout import current_layout
+from trellis.named.along import apply_along
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import Axes, Axis, Name, NamesError, axes_of, name_of
 from trellis.named.create import layout_spec
 from trellis.named.dealing import POSITIONS, deal
 from trellis.named.elementwise import divide, where
-from trellis.named.index import take
 from trellis.named.operand import operand
-from trellis.named.placing import whole
-from trellis.named.reduce import argmax, names_of
+from trellis.named.reduce import argmax
 from trellis.notation import typeof
 from trellis.notation.state import state_of
 
@@ -237,11 +236,13 @@ def shuffle(key, x: NamedArray, along: Name) -> NamedArray:
     Moves: an all-gather along the name where it is sliced.
     """
     x = operand(x, "random.shuffle")
-    (name,) = names_of(x, (along,), "random.shuffle")
-    x = whole(x, (name,), "random.shuffle")
-    # Of places, and not of values: JAX has no gradient of the latter in a mapped function over slices.
-    places = jax.random.permutation(plain_key(key, "random.shuffle"), x.shape[name])
-    return take(x, name, NamedArray(places, (name,)))
+    key = plain_key(key, "random.shuffle")
+
+    def rows(a, axis):
+        # Places in random order, not values: JAX has no gradient of these in a mapped function over slices.
+        return jnp.take(a, jax.random.permutation(key, a.shape[axis]), axis=axis)
+
+    return apply_along(rows, x, along, name="random.shuffle")
 
 
 def split(key, name: Name, count: int | None = None) -> NamedArray:

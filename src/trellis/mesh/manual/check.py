@@ -10,6 +10,7 @@ its own list of what is linear. It also follows which values were settled, and r
 import dataclasses
 
 import jax
+import numpy as np
 
 from trellis.mesh.manual.ops import marked
 from trellis.mesh.manual.refusals import eqn_line, refusal
@@ -189,7 +190,7 @@ def _same_sum(operation: Operation, operands: list[Held]) -> Axes:
 
 
 def _is_zero(value: Value) -> bool:
-    return value.literal is not None and not jax.numpy.any(jax.numpy.asarray(value.literal.val))
+    return value.literal is not None and not np.any(np.asarray(value.literal.val))  # jnp would trace it, under jit
 
 
 def _typed(value: Value) -> Axes:

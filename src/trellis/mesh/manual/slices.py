@@ -1,9 +1,9 @@
 """Slices that meet, and slices that leave, lie as the texts say: a check of a manual program's equations.
 
 A JAX type says along which mesh axes devices hold different values, not which dimension a mesh axis slices, nor which
-of two on one dimension is the major one: `a/x/y b`, `a/y/x b` and `a/y b/x` are one type. Annotations say it where values
-enter and leave, the texts of `reshard` where they move. In between it is followed here, from operation to operation.
-What a collective of JAX's own does to slices is not known, and is not held against anything.
+of two on one dimension is the major one: `a/x/y b`, `a/y/x b` and `a/y b/x` are one type. Annotations say it where
+values enter and leave, the texts of `reshard` where they move. In between it is followed here, from operation to
+operation. What a collective of JAX's own does to slices is not known, and is not held against anything.
 """
 
 from collections.abc import Iterator
