@@ -166,7 +166,8 @@ class Proof:
         compiled: what was executed.
         results: what it computed, `device dim ...` each.
         structure: the function's ledger, matched with its collectives.
-        rounded: how far the same step compiled for one device is from the plain one, where this had to be asked.
+        rounded: how far the step for one device, as it is written, is from float32, where it is what was held against.
+        between: whether a token stands between two experts, so that two right programs may be far apart.
         finding: what made it wrong, where it is.
         fitted: how the run was changed for the target, a sentence each.
         seconds: what took how long.
@@ -182,6 +183,7 @@ class Proof:
     results: tuple[np.ndarray, ...]
     structure: Structure
     rounded: float | None = None
+    between: bool = False
     finding: Finding | None = None
     fitted: tuple[str, ...] = ()
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
