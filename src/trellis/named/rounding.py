@@ -27,17 +27,31 @@ def at_random(x: jax.Array, dtype, chance: jax.Array, *, squares: bool = False) 
         chance: for each number one that is evenly drawn from 0 to 1.
         squares: rounded so that the mean of the squares is that of `x`; none but zero becomes zero.
     """
-    info = jnp.finfo(dtype)
     size = jnp.abs(x)
-    step = power_of_two(jnp.maximum(jnp.maximum(exponent_of(size), int(info.minexp)) - int(info.nmant), -126))
+    step = _step_at(size, dtype)
     below = jnp.floor(size / step) * step
     share = (size - below) / step
     if squares:
         share *= (size + below) / (2 * below + step)
     rounded = jnp.where(chance < share, below + step, below)
     if squares:
-        rounded = jnp.where(size > 0, jnp.maximum(rounded, float(info.smallest_subnormal)), rounded)
+        rounded = jnp.where(size > 0, jnp.maximum(rounded, float(jnp.finfo(dtype).smallest_subnormal)), rounded)
     return jnp.copysign(jnp.where(jnp.isfinite(size), rounded, size), x)
+
+
+def nearest(x: jax.Array, dtype) -> jax.Array:
+    """Float32 numbers rounded to the nearest of a narrower type, ties to even, float32 still: within its range.
+
+    XLA's CPU compiler may round to float16 on the way to four bits, and then again.
+    """
+    step = _step_at(jnp.abs(x), dtype)
+    return jnp.round(x / step) * step
+
+
+def _step_at(size: jax.Array, dtype) -> jax.Array:
+    """How far apart a type's numbers are at these sizes."""
+    info = jnp.finfo(dtype)
+    return power_of_two(jnp.maximum(jnp.maximum(exponent_of(size), int(info.minexp)) - int(info.nmant), -126))
 
 
 def exponent_of(x: jax.Array, *, up: bool = False) -> jax.Array:
