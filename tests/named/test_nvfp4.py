@@ -1,4 +1,4 @@
-"""Products in four bits: their numbers to the bit, on every layout, rounded at random, and what a gather of them moves."""
+"""Products in four bits: their numbers to the bit, on every layout, rounded at random, and what a gather moves."""
 
 import functools
 
@@ -85,18 +85,21 @@ def test_gradients_rounded_at_random_are_right_in_the_mean_and_the_same_with_the
     w, _, x = arrays()
     x = x["batch", 0]
     gradient = tr.random.normal(jax.random.key(3), {"pos": 64, "mlp": 64}) * 1e-3
-    at = jax.jit(lambda key: jax.vjp(lambda x, w: tr.dot(x, tr.Narrow(w, "nvfp4", key), over="embed"), x, w)[1](gradient))
+    at = jax.jit(
+        lambda key: jax.vjp(lambda x, w: tr.dot(x, tr.Narrow(w, "nvfp4", key), over="embed"), x, w)[1](gradient)
+    )
     drawn = [to_numpy(at(key)) for key in jax.random.split(KEY, 128)]
     exact = to_numpy(
         (
             gradient.array @ emulated(np.asarray(w.array), 0, 1).T.astype(np.float32),
-            emulated(transformed(np.asarray(x.array)), 0).T.astype(np.float32) @ transformed(np.asarray(gradient.array)),
+            emulated(transformed(np.asarray(x.array)), 0).T.astype(np.float32)
+            @ transformed(np.asarray(gradient.array)),
         )
     )
     for n, wanted in enumerate(exact):
         each = np.stack([found[n] for found in drawn])
         error = np.abs(each.mean(0) - wanted) / (each.std(0) / 128**0.5)
-        assert error.max() < 5.5 and 0.8 < np.sqrt(np.square(error).mean()) < 1.2
+        assert error.max() < 7 and 0.9 < np.sqrt(np.square(error).mean()) < 1.1
     again = to_numpy(at(jax.random.split(KEY, 128)[0]))
     assert all((a == b).all() for a, b in zip(again, drawn[0], strict=True))
 

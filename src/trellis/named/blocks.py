@@ -109,7 +109,7 @@ def in_blocks(x: Any, dim: int, *, key: jax.Array | None = None, squares: bool =
     chance = None
     if key is not None:
         bits = drawn_for(array, key)
-        chance = chance_of(bits & 0xFFFF if squares else bits >> 16)
+        chance = (bits & 0xFFFF if squares else bits >> 16).astype(jnp.float32) / 2.0**16
     values, scales, _ = blocked(array, (dim,), chance=chance, squares=squares)
     return (
         Blocks(x.with_array(values), named_scales(scales, x.names, (dim,))) if is_named(x) else Blocks(values, scales)
@@ -144,11 +144,11 @@ def blocked(
         The values, the scales of the blocks, and where the format has one the scale of the whole array.
     """
     sizes = {dim: block_of(array.shape[dim], form.block) for dim in dims}
-    wide = _cut(array.astype(jnp.float32), sizes)
+    cut = _cut(array, sizes)
     within = tuple(dim + n + 1 for n, dim in enumerate(sorted(dims)))
+    mixes = hadamard and set(sizes.values()) == {SIDE}
+    wide = transformed(cut, *within) if mixes else cut.astype(jnp.float32)
     wide = jnp.sqrt(wide) if squares else wide
-    if hadamard and set(sizes.values()) == {SIDE}:
-        wide = transformed(wide, *within)
     largest, whole = jnp.max(jnp.abs(wide), axis=within, keepdims=True), None
     # Each number is divided once: a compiler makes one division of two.
     if form.has_whole:
@@ -168,11 +168,6 @@ def blocked(
     elif form is NVFP4 and platform_of(array) == "cpu":
         scaled = nearest(scaled, form.element)
     return _whole(scaled.astype(form.element), within), jnp.squeeze(scales, within).astype(form.scale), whole
-
-
-def chance_of(half: jax.Array) -> jax.Array:
-    """16 random bits as a number from 0 to 1."""
-    return half.astype(jnp.float32) / 2.0**16
 
 
 def opened(values: jax.Array, scales: jax.Array, dtype=jnp.float32) -> jax.Array:

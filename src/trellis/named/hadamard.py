@@ -24,5 +24,7 @@ def matrix() -> np.ndarray:
 
 
 def transformed(blocks: jax.Array, dim: int) -> jax.Array:
-    """A plain array, transformed along a dimension of 16."""
-    return jnp.moveaxis(lax.dot_general(blocks, jnp.asarray(matrix()), (((dim,), (0,)), ((), ()))), -1, dim)
+    """A plain array, transformed along a dimension of 16, in float32."""
+    exact = jnp.asarray(matrix(), blocks.dtype)  # quarters
+    out = lax.dot_general(blocks, exact, (((dim,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return jnp.moveaxis(out, -1, dim)

@@ -28,8 +28,8 @@ from trellis.mesh.linear import linear
 from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
-from trellis.named.blocks import MXFP8, NVFP4, Format, block_of, blocked, chance_of, cut_by, opened
-from trellis.named.rounding import drawn_for
+from trellis.named.blocks import MXFP8, NVFP4, Format, block_of, blocked, cut_by, opened
+from trellis.named.rounding import bytes_for
 from trellis.named.scaled import scaled_product
 from trellis.notation import spec_of, typeof
 from trellis.notation.state import sharding_on, state_of
@@ -334,14 +334,13 @@ def _narrow_gradients(static: _Static, gradient, bits) -> tuple[Rounded, Rounded
     if types.tiled:
         found = rounded(gradient, static.kind, tuple(end for end in ends if end is not None), gradient=True)
         return (_not_again(found, gradient),) * 2
-    halves = [None, None]
-    if bits is not None:
-        drawn = drawn_for(gradient, jax.random.wrap_key_data(bits))
-        halves = [chance_of(drawn & 0xFFFF), chance_of(drawn >> 16)]
+    chance = None
+    if bits is not None:  # the middle of what a byte stands for
+        chance = (bytes_for(gradient, jax.random.wrap_key_data(bits)).astype(jnp.float32) + 0.5) / 256
     made = []
-    for which, half in enumerate(halves):
+    for which in range(2):
         end = ends[1 - which]  # what the gradient of one factor sums are dimensions of the other
-        how = dict(gradient=True, chance=half, hadamard=which == static.weight and end is not None)
+        how = dict(gradient=True, chance=chance, hadamard=which == static.weight and end is not None)
         found = rounded(gradient, static.kind, () if end is None else (end,), **how)
         made.append(_not_again(found, gradient))
     return made[0], made[1]
