@@ -15,11 +15,16 @@ BENCHMARK = pathlib.Path(__file__).parents[2] / "benchmarks" / "trace_overhead.p
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    """The gradient of a small Llama's loss, plain and named, as compiled programs."""
+def module():
     spec = importlib.util.spec_from_file_location("trace_overhead", BENCHMARK)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def compiled(module):
+    """The gradient of a small Llama's loss, plain and named, as compiled programs."""
     with jax.numpy_rank_promotion("allow"):
         return [
             jax.jit(jax.value_and_grad(fn)).lower(params, batch).compile() for fn, params, batch in module.programs()
@@ -43,6 +48,11 @@ def test_the_same_operations(compiled):
     plain, named = map(operations, compiled)
     for operation in ("dot", "while", "exponential", "custom-call", "scatter", "gather", "all-reduce"):
         assert named[operation] == plain[operation], operation
+
+
+def test_tracing_calls_at_most_a_tenth_more_functions(module):
+    with jax.numpy_rank_promotion("allow"):
+        assert module.calls() <= 1.1
 
 
 def test_an_attention_block_compiles_to_the_plain_program():

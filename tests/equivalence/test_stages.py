@@ -164,6 +164,19 @@ def test_what_is_kept_does_not_grow_with_microbatches():
     assert many - few < 24 * stream // 2, "the streams of the further microbatches would take more"
 
 
+@pytest.mark.parametrize("accumulation", ["pending", "sharded"])
+def test_rows_that_were_looked_up_are_added_to_the_sum_of_the_tables_gradient(accumulation):
+    """Nothing of the size of the table is made for a microbatch, but where its gradient is summed for each of them."""
+    with make_layout(*DEEP, jax.devices(), model_axes(CONFIGS["tied"])):
+        model = jax.eval_shape(lambda: CONFIGS["tied"].init(key=jax.random.key(0), vocab_multiple=8))
+        types = abstract(model, "params"), abstract(Batch(**batch()).named(), "compute")
+        step = trace(lambda m, b: loss_and_gradients(m, b, StepOptions(accumulation=accumulation))[2], *types)
+    sums = [operation.operands[0] for operation in step.walk() if operation.name == "scatter-add"]
+    assert len(sums) == 2  # in the ticks with both halves, and in those with the backward one alone
+    zeros = [x.maker is not None and x.maker.name == "broadcast_in_dim" for x in sums]
+    assert zeros == [accumulation == "sharded"] * 2
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_stages_send_the_stream_and_its_gradient_in_every_tick(groups):
     """In `M V + S - 1` ticks each; beside them only layers move, where they are dealt out to groups."""

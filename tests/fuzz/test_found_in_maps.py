@@ -253,3 +253,19 @@ def test_a_derivative_inside_a_map_by_its_row_and_outside_by_a_parameter(argumen
                 jax.grad(loss)(*args)
         else:
             np.testing.assert_allclose(jax.grad(loss)(*args).array, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_the_gradient_of_rows_in_random_order_in_a_map_over_slices(per_row):
+    x, weights, key = drawn(2, 8), drawn(2, seed=1), jax.random.key(35)
+    keys = jax.random.split(key, 8) if per_row else jnp.stack([key] * 8)
+    mixed = lambda x: jax.vmap(jax.random.permutation, in_axes=(0, 1))(keys, x)
+    expected = jax.grad(lambda x: ((mixed(x) * weights[None]) ** 2).sum())(x)
+
+    def loss(x, keys, weights):
+        shuffled = lambda row, key: tr.random.shuffle(key if per_row else jax.random.key(35), row, "pos")
+        return ((tr.vmap(shuffled, "embed")(x, keys) * weights) ** 2).sum().array
+
+    with tr.Layout(tr.make_mesh(data=2, model=2, context=2), compute={"embed": "data"}):
+        args = tr.shard((tr.named(x, "pos embed"), tr.named(keys, "embed"), tr.named(weights, "pos")), "compute")
+        np.testing.assert_allclose(jax.grad(loss)(*args).array, expected, rtol=1e-5)

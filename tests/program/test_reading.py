@@ -56,6 +56,16 @@ def test_every_kind_of_call(wrap):
     assert [operation.name for operation in program.operations] == ["sin", "add"]
 
 
+@pytest.mark.parametrize("loop", [False, True], ids=["once", "in a loop"])
+def test_forward_mode_shows_the_products_of_a_derivative_that_nobody_traced(loop):
+    w, x = tr.named(jnp.ones((4, 4)), "e o"), tr.named(jnp.ones((3, 4)), "b e")
+    run = lambda w: tr.dot(x, w, over="e").sum()
+    change = lambda w: jax.jvp(run, (w,), (w,))[1]
+    program = trace(lambda w: lax.fori_loop(0, 5, lambda _, s: s + change(w), tr.zeros({})) if loop else change(w), w)
+    (product,) = named(program, "dot_general")  # the result itself is not asked for
+    assert product.times == (5 if loop else 1)
+
+
 def test_loops_are_multiplied_out_and_their_inputs_know_what_enters():
     def run(w, x):
         inner = lambda x, _: (x @ w, None)

@@ -5,13 +5,16 @@ and the derivative, which is linear, with `linear`: forward mode runs it, revers
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
+from trellis.program.trace import Untraced
 
-def linear(fun: Callable, transpose: Callable) -> Callable:
+
+def linear(fun: Callable, transpose: Callable, like: Any = None) -> Callable:
     """A linear function, and what reverse mode runs for it.
 
     >>> import jax.numpy as jnp
@@ -26,16 +29,18 @@ def linear(fun: Callable, transpose: Callable) -> Callable:
         transpose: `transpose(fixed, gradient)`: from the gradient of the result to that of `moving`. Ordinary JAX,
             which may be mapped and differentiated like any other. Of several results, one that nothing depends on has
             None for its gradient.
+        like: arrays of the types that `fun` returns, where they are at hand: then `fun` is not traced before something
+            needs its program, and a gradient does not.
     """
 
     def call(fixed, moving):
         first, fixed_tree = jax.tree.flatten(fixed)
         second, moving_tree = jax.tree.flatten(moving)
-        out_trees = []
+        count, out_trees = len(first), []
 
         def flat(*arrays):
             arrays = list(arrays)
-            fixed, moving = arrays[: len(first)], arrays[len(first) :]
+            fixed, moving = arrays[:count], arrays[count:]
             out, tree = jax.tree.flatten(fun(fixed_tree.unflatten(fixed), moving_tree.unflatten(moving)))
             out_trees.append(tree)
             return out
@@ -44,8 +49,13 @@ def linear(fun: Callable, transpose: Callable) -> Callable:
             given = transpose(fixed_tree.unflatten(fixed), out_trees[0].unflatten(gradients))
             return moving_tree.flatten_up_to(given)
 
-        jaxpr = jax.make_jaxpr(flat)(*first, *second)
-        out = _linear.bind(*first, *second, jaxpr=jaxpr, transpose=flat_transpose, count=len(first))
+        if like is None:
+            jaxpr = jax.make_jaxpr(flat)(*first, *second)
+        else:
+            leaves, tree = jax.tree.flatten(like)
+            out_trees.append(tree)
+            jaxpr = Untraced(flat, [jax.typeof(leaf) for leaf in leaves])
+        out = _linear.bind(*first, *second, jaxpr=jaxpr, transpose=flat_transpose, count=count)
         return out_trees[0].unflatten(out)
 
     return call
@@ -55,11 +65,13 @@ _linear = Primitive("linear")
 _linear.multiple_results = True
 
 
-def _run(*arrays, jaxpr: ClosedJaxpr, transpose: Callable, count: int):
+def _run(*arrays, jaxpr: ClosedJaxpr | Untraced, transpose: Callable, count: int):
+    if isinstance(jaxpr, Untraced):
+        return jaxpr.fun(*arrays)
     return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arrays)
 
 
-def _jvp(primals, tangents, *, jaxpr: ClosedJaxpr, transpose: Callable, count: int):
+def _jvp(primals, tangents, *, jaxpr: ClosedJaxpr | Untraced, transpose: Callable, count: int):
     out = _linear.bind(*primals, jaxpr=jaxpr, transpose=transpose, count=count)
     terms = []
     fixed, moving = primals[:count], tangents[count:]
@@ -73,13 +85,13 @@ def _jvp(primals, tangents, *, jaxpr: ClosedJaxpr, transpose: Callable, count: i
     return out, [ad.add_tangents(*each) if len(each) == 2 else each[0] for each in zip(*terms, strict=True)]
 
 
-def _transpose(gradients, *arrays, jaxpr: ClosedJaxpr, transpose: Callable, count: int):
+def _transpose(gradients, *arrays, jaxpr: ClosedJaxpr | Untraced, transpose: Callable, count: int):
     found = transpose(arrays[:count], [None if type(g) is ad.Zero else g for g in gradients])
     wanted = [ad.is_undefined_primal(a) for a in arrays[count:]]
     return [None] * count + [g if w else None for g, w in zip(found, wanted, strict=True)]
 
 
-def _batch(arrays, dims, *, jaxpr: ClosedJaxpr, transpose: Callable, count: int):
+def _batch(arrays, dims, *, jaxpr: ClosedJaxpr | Untraced, transpose: Callable, count: int):
     # Mapped, it is the linear function that JAX sees, with JAX's own gradient.
     run = lambda *arrays: _run(*arrays, jaxpr=jaxpr, transpose=transpose, count=count)
     out = jax.vmap(run, in_axes=dims)(*arrays)

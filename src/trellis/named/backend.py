@@ -207,6 +207,7 @@ def _derivative(summed: Dims, spec, operands, changes):
     # Written out, so that checkpoint policies for products see it.
     out = cpu_dot(*operands, (summed, ((), ())), spec=spec)
     changes = [None if isinstance(change, SymbolicZero) else change for change in changes]
+    wanted = [change is not None for change in changes]
 
     def change_of_product(operands, changes):
         (a, b), (d_a, d_b) = operands, changes
@@ -215,10 +216,9 @@ def _derivative(summed: Dims, spec, operands, changes):
 
     def gradients(operands, d):
         d = lax.optimization_barrier(d)
-        wanted = [change is not None for change in changes]
         return [fn(*operands, d, summed) if w else None for fn, w in zip((_gradient_a, _gradient_b), wanted)]
 
-    return out, linear(change_of_product, gradients)(operands, changes)
+    return out, linear(change_of_product, gradients, like=out)(operands, changes)
 
 
 _cpu_product.defjvp(_derivative, symbolic_zeros=True)

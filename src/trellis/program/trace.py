@@ -1,7 +1,8 @@
 """Tracing a function to the program that is read. Nothing runs, and nothing is compiled."""
 
 import contextlib
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,17 @@ from trellis.program.reading import Argument, Program
 from trellis.program.sizes import typed
 
 Words = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Untraced:
+    """The body of an equation that nobody has traced: a function of flat arrays, and the types of its results."""
+
+    fun: Callable
+    out_avals: Sequence
+
+    def program_of(self, avals: Sequence) -> ClosedJaxpr:
+        return jax.make_jaxpr(self.fun)(*avals)
 
 
 def kind_of(path: Words, array: Any) -> str:
@@ -81,7 +93,10 @@ def _differentiated(jaxpr: Jaxpr, done: dict) -> Jaxpr:
     for equation in jaxpr.eqns:
         params = {name: final(value) for name, value in equation.params.items()}
         call = params.get("call_jaxpr") if equation.primitive is custom_jvp_call_p else None
-        if call is not None and not _read(call.jaxpr).issuperset(call.jaxpr.invars):
+        if isinstance(untraced := params.get("jaxpr"), Untraced):
+            inner = untraced.program_of([v.aval for v in equation.invars])
+            equation = equation.replace(primitive=closed_call_p, params={"call_jaxpr": inner})
+        elif call is not None and not _read(call.jaxpr).issuperset(call.jaxpr.invars):
             equation = equation.replace(primitive=closed_call_p, params={"call_jaxpr": call})
         elif any(not _same(value, equation.params[name]) for name, value in params.items()):
             equation = equation.replace(params=params)

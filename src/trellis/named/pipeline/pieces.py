@@ -183,7 +183,7 @@ class Pieces:
 
         def enter_back(outer, part, d_x):
             some = [outer[i] for i in self.entered_by]
-            _, pull = jax.vjp(lambda some: self._before(_with(outer, self.entered_by, some), part).x, some)
+            _, pull = jax.vjp(lambda some: self._before(put(outer, self.entered_by, some), part).x, some)
             return pull(d_x)[0]
 
         self.enter_back = without_dead(Traced.of(enter_back, self.outer, self.part, self.enter.out))
@@ -198,7 +198,7 @@ class Pieces:
 
         def leave(outer, head, part, carried):
             some = [outer[i] for i in self.left_by]
-            finish = lambda some, *rest: self._finish(_with(outer, self.left_by, some), *rest, part)
+            finish = lambda some, *rest: self._finish(put(outer, self.left_by, some), *rest, part)
             by = jax.value_and_grad(finish, argnums=(0, 1, 2), has_aux=True)
             (_, sums), gradients = by(some, head, carried)
             return sums, *gradients
@@ -251,7 +251,7 @@ class Pieces:
         return jax.tree.map(lambda x: x.with_array(pick(x)) if has(x) else x, each, is_leaf=is_named)
 
 
-def _with(arrays: list, places: list[int], some: list) -> list:
+def put(arrays: list, places: list[int], some: list) -> list:
     """The arrays with others in some places."""
     found = dict(zip(places, some, strict=True))
     return [found.get(i, x) for i, x in enumerate(arrays)]

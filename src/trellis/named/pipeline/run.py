@@ -14,7 +14,8 @@ from jax import lax
 
 from trellis.mesh.device.view import View
 from trellis.mesh.permute import permute
-from trellis.named.pipeline.pieces import Pieces
+from trellis.named.pipeline.onto import onto
+from trellis.named.pipeline.pieces import Pieces, put
 from trellis.named.pipeline.schedule import Schedule, Unit
 from trellis.notation import spec_of
 from trellis.notation.state import State, state_of
@@ -191,7 +192,8 @@ class _Program:
         sums, d_outer, d_head, d_out = self._call("leave", self.outer, self.head, part, out)
         if self.together:
             sums, d_outer = jax.tree.map(self._of_last, (sums, d_outer))
-        d_outer = _scattered(totals[1], self.pieces.left_by, d_outer)
+        places = self.pieces.left_by
+        d_outer = put(totals[1], places, _added([totals[1][i] for i in places], d_outer))
         return (_added(totals[0], sums), d_outer, _added(totals[2], d_head)), d_out
 
     def backward(self, carry: _Carried, d_out, tick, ticks: range) -> _Carried:
@@ -224,10 +226,17 @@ class _Program:
         if not returns:
             return carry
         here = unit.works & (self.stage == 0) & (unit.group == 0)
-        more = lambda: self._call("enter_back", self.outer, part, d_x)
-        back = lambda: _scattered(carry.d_outer, self.pieces.entered_by, more())
+        d_outer = carry.d_outer
+        back = lambda: self._entered(d_outer, part, d_x)
         with sometimes(returns, len(ticks)):
-            return carry._replace(d_outer=lax.cond(here, back, lambda: carry.d_outer))
+            return carry._replace(d_outer=lax.cond(here, back, lambda: d_outer))
+
+    def _entered(self, d_outer: list[jax.Array], part, d_x) -> list[jax.Array]:
+        """The gradients outside of the layers with those of what enters them, of a microbatch."""
+        places = self.pieces.entered_by
+        back = lambda *args: self._call("enter_back", *args)
+        found = onto([d_outer[i] for i in places], back, self.outer, part, d_x)
+        return put(d_outer, places, found)
 
     # Parts of these.
 
@@ -290,12 +299,6 @@ def _where(there, make: Callable, leave: Callable):
 
 def _added(total, more):
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
-
-
-def _scattered(totals: list[jax.Array], places: list[int], more: list[jax.Array]) -> list[jax.Array]:
-    """The sums with more of some."""
-    found = dict(zip(places, more, strict=True))
-    return [_added(total, found[i]) if i in found else total for i, total in enumerate(totals)]
 
 
 def _put(all_, one, place, row):

@@ -1,0 +1,53 @@
+"""Gradients added onto sums of them, a table's in the rows that were looked up.
+
+The gradient of a lookup is zero in all other rows. Made whole for each microbatch, and added, it costs several passes
+over the table; scattered into the sum, one over the rows.
+"""
+
+from collections.abc import Callable
+
+import jax
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal
+
+
+def onto(totals: list[jax.Array], function: Callable, *args) -> list[jax.Array]:
+    """Totals with what a function gives for each added to it, in the totals' dtypes.
+
+    >>> table, ids, rows = jnp.zeros((4, 2)), jnp.array([2, 0, 2]), jnp.ones((3, 2), jnp.bfloat16)
+    >>> gradient = lambda ids, rows: [jnp.zeros((4, 2), jnp.bfloat16).at[ids].add(rows)]
+    >>> onto([table], gradient, ids, rows)[0].sum(1)
+    Array([2., 0., 4., 0.], dtype=float32)
+
+    Args:
+        totals: arrays.
+        function: gives a list of as many, of the same shapes; all arrays that it reads are its arguments.
+        args: trees of arrays.
+    """
+    closed = jax.make_jaxpr(function)(*args)
+    jaxpr, makes = closed.jaxpr, {v: e for e in closed.jaxpr.eqns for v in e.outvars}
+    scatters = [_scatter(v, makes) for v in jaxpr.outvars]
+    read = [[v] if e is None else e.invars[1:] for v, e in zip(jaxpr.outvars, scatters, strict=True)]
+    program = jaxpr.replace(outvars=[v for mine in read for v in mine])
+    values = iter(jax.core.eval_jaxpr(program, closed.consts, *jax.tree.leaves(args)))
+    found = [[next(values) for _ in mine] for mine in read]
+    return [_added(total, e, *mine) for total, e, mine in zip(totals, scatters, found, strict=True)]
+
+
+def _scatter(v, makes: dict) -> JaxprEqn | None:
+    """What adds rows to zeros, and to nothing else, to make a value; None where it is made otherwise."""
+    maker = None if isinstance(v, Literal) else makes.get(v)
+    if maker is None or maker.primitive.name != "scatter-add":
+        return None
+    zeros = makes.get(maker.invars[0])
+    filled = zeros is not None and zeros.primitive.name == "broadcast_in_dim"
+    return maker if filled and isinstance(zeros.invars[0], Literal) and not zeros.invars[0].val else None
+
+
+def _added(total: jax.Array, scatter: JaxprEqn | None, *more: jax.Array) -> jax.Array:
+    """The total and an array, or the rows of a scatter at its places."""
+    *places, x = more
+    if scatter is None:
+        return total + x.astype(total.dtype)
+    how = {name: scatter.params[name] for name in ("indices_are_sorted", "unique_indices", "mode")}
+    return lax.scatter_add(total, *places, x.astype(total.dtype), scatter.params["dimension_numbers"], **how)
