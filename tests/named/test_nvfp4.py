@@ -81,6 +81,7 @@ def test_every_layout_gives_one_device_s_numbers(axis_type, key):
             assert np.linalg.norm(a - b) < 5e-3 * np.linalg.norm(b), name
 
 
+@pytest.mark.slow
 def test_gradients_rounded_at_random_are_right_in_the_mean_and_the_same_with_the_same_key():
     w, _, x = arrays()
     x = x["batch", 0]
@@ -113,6 +114,7 @@ def test_half_a_byte_a_number_is_gathered():
     assert gathers == [numbers, numbers, scales, scales]
 
 
+@pytest.mark.slow
 def test_a_blackwell_gpu_multiplies_blocks_with_their_scales(monkeypatch):
     """What JAX gives its compiler, by a stand-in with the same meaning: rows, sums and scales are where they belong."""
     calls = []

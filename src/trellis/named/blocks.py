@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trellis.mesh.platform import platform_of
 from trellis.named.array import NamedArray, is_named
+from trellis.named.backend import on_accelerator
 from trellis.named.hadamard import SIDE, transformed
 from trellis.named.rounding import at_random, drawn_for, exponent_of, nearest, power_of_two
 from trellis.notation import spec_of
@@ -165,7 +165,7 @@ def blocked(
     scaled = jnp.clip(wide / unit, -form.limit, form.limit)
     if chance is not None:
         scaled = at_random(scaled, form.element, _cut(chance, sizes), squares=squares)
-    elif form is NVFP4 and platform_of(array) == "cpu":
+    elif form is NVFP4 and not on_accelerator(array):
         scaled = nearest(scaled, form.element)
     return _whole(scaled.astype(form.element), within), jnp.squeeze(scales, within).astype(form.scale), whole
 
