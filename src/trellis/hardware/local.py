@@ -62,6 +62,16 @@ def _cpu(measured: Machine | None, count: int) -> Chip:
     )
 
 
+def free_memory() -> int:
+    """Bytes that programs can still have without swapping; all that there are where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            (found,) = (line.split()[1] for line in file if line.startswith("MemAvailable:"))
+            return 1024 * int(found)
+    except (OSError, ValueError):
+        return _host_memory()
+
+
 def _host_memory() -> int:
     import os
 
