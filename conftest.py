@@ -74,16 +74,18 @@ def pytest_runtest_call(item):
     try:
         return (yield)
     finally:
-        item.user_properties.append(("processor", _processor() - item.begun))
+        if item.get_closest_marker("slow") is None:
+            item.user_properties.append(("processor", _processor() - item.begun))
 
 
 def pytest_terminal_summary(terminalreporter):
     """Tells what the tests that are not marked slow took of the processor, and names those that do not belong there."""
     took = {
-        report.nodeid: dict(report.user_properties)["processor"]
+        report.nodeid: seconds
         for reports in terminalreporter.stats.values()
         for report in reports
-        if getattr(report, "when", None) == "call" and "slow" not in report.keywords
+        for what, seconds in getattr(report, "user_properties", ())
+        if what == "processor"
     }
     terminalreporter.section("not marked slow")
     terminalreporter.line(f"{sum(took.values()):.0f} s of processor in {len(took)} tests")
