@@ -85,7 +85,7 @@ def test_values_and_gradients_are_the_plain_products(mesh, which, ring):
     check(mesh, which, ring)
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("sizes", [(1, 8), (8, 1)], ids=str)
 @pytest.mark.parametrize("which", PRODUCTS)
 def test_on_a_long_ring_and_on_none(sizes, which):
@@ -101,6 +101,7 @@ class Weights:
     down: f32["mlp/y embed/x"]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("where", ["batch/x pos/y embed", "batch/x pos embed/y"])
 def test_a_feed_forward_block_with_gathered_weights(mesh, where):
     def ours(x: f32[where], w: Weights) -> f32[where]:

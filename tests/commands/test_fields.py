@@ -130,6 +130,9 @@ def attempt(run_file, tmp_path, capsys):
     return give
 
 
+@pytest.mark.parametrize(
+    "section", [pytest.param(s, marks=pytest.mark.slow if len(SECTIONS[s]) > 2 else ()) for s in SECTIONS]
+)
 def test_every_field_takes_a_value_or_refuses_it(section, attempt, monkeypatch):
     taken: list[Run] = []
     monkeypatch.setattr(train_command, "train_run", lambda run, *_, **__: taken.append(run) or 0)

@@ -34,7 +34,7 @@ def measured(jit, model, data, dropout: bool):
     return float(value), jax.device_get(gradients), jax.device_get(jit(own_gpt.losses)(model, data))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_device_and_many(layout):
     dropout = not layout.startswith("pipeline")  # a pipeline draws what it drops for each microbatch

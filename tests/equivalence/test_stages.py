@@ -110,7 +110,7 @@ def test_experts_in_stages():
     check("experts", *EXPERTS, 2)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", ["pending", "sharded"])
 def test_stages_of_which_the_last_has_a_layer_less(accumulation):
     check("odd", *TENSOR, 4, accumulation=accumulation)

@@ -199,6 +199,7 @@ def test_branches_by_hand_that_give_two_shardings_are_refused_in_the_notation():
         slices(drawn(6))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("compute", [{"layers": "stage"}, {"layers": "stage", "batch": "data"}])
 def test_a_pipeline_of_layers_whose_name_stands_anywhere_or_nowhere(compute):
     """`layers` is the last name of one parameter, and no name of the other, which all layers have in common."""
@@ -222,7 +223,7 @@ def test_a_pipeline_of_layers_whose_name_stands_anywhere_or_nowhere(compute):
         np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll, reverse", [(2, False), (3, True)])
 def test_a_loop_whose_turns_hold_several_bodies_and_whose_gradient_stacks_pending_sums(unroll, reverse):
     """With a key for each position, and a last group of fewer positions where three do not divide four."""

@@ -53,6 +53,7 @@ def test_a_wheel_has_every_file_of_the_source(installed):
     assert found == files(ROOT / "src")
 
 
+@pytest.mark.slow
 def test_a_source_distribution_is_the_whole_tree(built):
     with tarfile.open(built / f"trellis-{VERSION}.tar.gz") as archive:
         found = {member.name.partition("/")[2] for member in archive if member.isfile()}

@@ -61,7 +61,7 @@ def test_no_output_depends_on_a_later_token(config):
     assert (size[np.tril_indices(12)] > 0).all()
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 def test_every_parameter_has_a_gradient(config):
     model = model_of(config)
 
@@ -91,6 +91,7 @@ def test_documents_do_not_see_each_other(config):
     np.testing.assert_allclose(packed.array[:1, 5:], own.array, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_scores_are_divided_by_the_layers_number():
     """The queries of layer i, counted from 1, are as if they were i times smaller."""
     config = CONFIGS["gpt2_mistral"]

@@ -175,6 +175,7 @@ def test_the_compiler_s_program_for_v5e_multiplies_and_gathers_int8():
     assert gathered == 2 * ["s8"]
 
 
+@pytest.mark.slow
 def test_an_array_of_zeros_stays_zeros_and_what_is_not_finite_shows():
     w = tr.ones({"embed": 4, "mlp": 2})
     zeros = tr.dot(tr.zeros({"batch": 2, "embed": 4}), tr.Narrow(w, "fp8"), over="embed")

@@ -30,7 +30,7 @@ def _loss(x, w):
     return (tr.tanh(tr.dot(x, w, over="e")) ** 2).sum()
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("batch", ["sharded", "numpy"])

@@ -71,7 +71,7 @@ def run(config, params, gradients, place=lambda tree: tree, **options):
     return params, state
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("config", "mode"),
     [*((rule, AxisType.Explicit) for rule in RULES), (RULES[2], AxisType.Auto)],
@@ -167,6 +167,7 @@ def test_weight_decay_leaves_out_vectors_and_excluded_names():
     np.testing.assert_allclose(updates["blocks/up"].array, -0.05 * params["blocks/up"].array, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_muon_moves_matrices_by_orthogonal_ones():
     """Every matrix of the update has singular values near one another and the root mean square that was asked for."""
     config = Muon(learning_rate=1.0, weight_decay=0.0, update_rms=0.2)

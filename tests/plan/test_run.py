@@ -37,6 +37,7 @@ def small(**options):
     return load_run("llama_8b", SMALL | {name.replace("__", "."): value for name, value in options.items()})
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     "recipe, on, options",
     [

@@ -34,7 +34,7 @@ def loose():
         yield
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(SEEDS))
 def test_programs_of_the_cpu_compiler(block):
     for seed in range(block * EACH, (block + 1) * EACH):

@@ -80,7 +80,7 @@ def test_every_gradient_is_one_devices(mesh):
         assert np.linalg.norm(found - wanted) < 1e-4 * np.linalg.norm(wanted), name
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_norm_is_one_devices(mesh):
     """Bug 6: the norm that gradients are clipped by counts every slice of every expert once."""

@@ -189,6 +189,7 @@ def test_evaluation_adds_up_over_batches_sets_and_devices(assembled, state, sets
     assert found["bits_per_byte"] == pytest.approx(sum(nats.values()) / math.log(2) / sum(text.values()), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_long_evaluation_keeps_few_batches_on_the_devices(assembled, state, sets):
     """More than 32 programs for each of several CPU devices, and XLA would hang."""
     chosen = sets["short"]

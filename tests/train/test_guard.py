@@ -61,7 +61,7 @@ def small(layout: str, **changes):
     return dataclasses.replace(tiny(), guard=GuardRule(every=2), **about, **changes)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_flipped_bit_is_found_and_named_for_every_array_of_a_layout(layout):
     assembled = assemble(small(layout), jax.devices())

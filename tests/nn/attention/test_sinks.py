@@ -114,6 +114,7 @@ def test_many_devices(kind, window):
         assert_near(gradients(call, q, k, v, sinks, g), right)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("window", [None, 5])
 def test_decoding_equals_the_last_position(window):
     q, k, v, sinks, _, _ = arrays()

@@ -109,7 +109,7 @@ def assert_near(seen, wanted, tolerance=1e-5, put=lambda x: x):
         np.testing.assert_allclose(np.asarray(a), np.asarray(put(b)), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind, mask", CASES)
 def test_many_devices_equal_one(kind, mask):
     assert_near(many_devices(kind, mask), one_device(mask))

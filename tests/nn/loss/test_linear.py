@@ -55,7 +55,7 @@ def assert_near(seen, wanted):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("z_loss,logit_softcap,vocab_size,vocab_first", CASES)
 def test_chunks_equal_the_formula(arrays, z_loss, logit_softcap, vocab_size, vocab_first):
     x, unembed, targets, weights = arrays

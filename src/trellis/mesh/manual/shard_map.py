@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from trellis.mesh.by_device import by_device
 from trellis.mesh.manual.check import check_pending, met_line
 from trellis.mesh.manual.refusals import raise_in_notation
 from trellis.mesh.manual.reshard import TransitionError, check_slice
@@ -116,7 +115,7 @@ class _Call:
         def body(*slices):
             return self.body(bound, trees, leaves, slices, specs, results)
 
-        mapped = by_device(
+        mapped = jax.shard_map(
             body,
             mesh=self.mesh,
             in_specs=tuple(specs),
