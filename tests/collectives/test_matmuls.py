@@ -139,6 +139,7 @@ def test_only_slices_travel_and_the_gathered_operand_is_never_whole(mesh):
     assert [(r.kind, r.axes) for r in rows if r.kind != "permute" and r.payload > 4] == [("all-reduce", ("x",))]
 
 
+@pytest.mark.slow
 def test_sums_are_in_float32_where_slices_travel_in_bfloat16(mesh):
     def ours(a: bf16["batch/x embed/y"], b: bf16["embed mlp/y"]) -> bf16["batch/x mlp/y"]:
         return gather_matmul("batch/x embed/y, embed mlp/y -> batch/x mlp/y", a, b, ring=RINGS[0])

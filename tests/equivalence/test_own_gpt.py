@@ -47,6 +47,7 @@ def test_one_device_and_many(layout):
     np.testing.assert_allclose(losses.array, wanted_losses.array, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_losses_for_each_sequence_add_up():
     model, value, _, losses = one_device(False)
     weights = inputs()["weights"].sum("pos").array

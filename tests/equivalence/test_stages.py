@@ -249,6 +249,7 @@ def test_layers_that_stages_do_not_divide_are_dealt_out_once_each_way():
     assert sum(row.total for row in rows if (row.kind, row.axis) == ("permute", "stage")) == 2 * (4 + 1) * stream
 
 
+@pytest.mark.slow
 def test_of_microbatches_that_do_not_divide_the_batch_there_are_none():
     choice = dataclasses.replace(TENSOR[1], pipeline_microbatches=3)
     model = whole("tied")

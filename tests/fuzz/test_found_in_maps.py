@@ -157,7 +157,7 @@ def test_mapping_arrays_of_a_mesh_beside_one_of_none_after_their_layout_has_ende
         dot(x, tr.named(jnp.ones((4, 2)), "batch vocab"))
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("program", [lambda fn, x, w: fn(x, w), lambda fn, x, w: jax.jit(fn)(x, w)], ids=["", "jit"])
 @pytest.mark.parametrize("rule", ["elementwise", "product", "lookup"])
 def test_a_backward_rule_of_ones_own_in_a_mapped_function(rule, program):
@@ -282,6 +282,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["both", "rests", "elsewhere"])
 @pytest.mark.parametrize("where", ["forward", "backward rule"])
 def test_branches_by_a_mapped_predicate(where, layout):

@@ -87,7 +87,7 @@ def test_the_norm_is_one_devices(mesh):
     assert on_mesh(mesh)[3] == pytest.approx(one_device()[3], rel=1e-5)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_routers_losses_are_one_devices(mesh):
     """Bug 7: whatever slices widths, positions or the batch, and with tokens that do not count."""
