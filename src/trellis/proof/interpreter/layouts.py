@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 
+from trellis.inspect.hlo import tuple_parts
 from trellis.proof.interpreter.values import NO_DATA, NotInterpreted
 
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
@@ -55,24 +56,6 @@ def parse_type(text: str) -> Type:
     if any("*" in level for level in levels):
         raise NotInterpreted(f"tiles over joined dimensions, in {text}")
     return ArrayType(found[1], shape, minor_first, tuple(tuple(map(int, level.split(","))) for level in levels))
-
-
-def tuple_parts(text: str) -> list[str]:
-    """The types in a tuple's type, as text; none of a type that is no tuple.
-
-    >>> tuple_parts("((f32[2]{0}, u32[]), bf16[4,2]{1,0})")
-    ['(f32[2]{0}, u32[])', 'bf16[4,2]{1,0}']
-    """
-    if not text.startswith("("):
-        return []
-    text = re.sub(r"/\*.*?\*/", "", text[1:-1])
-    parts, depth, start = [], 0, 0
-    for index, char in enumerate(text):
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            parts.append(text[start:index].strip())
-            start = index + 1
-    return [*parts, text[start:].strip()] if text[start:].strip() else parts
 
 
 @functools.lru_cache(maxsize=1024)

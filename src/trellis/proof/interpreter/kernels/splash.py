@@ -32,7 +32,7 @@ def kernel(name: str, instruction: Instruction, machine) -> Callable:
         raise NotInterpreted(f"the kernel {name}")
     phase, kind = found[1], machine.type(instruction)
     names = ("q", "k", "v", *(("query_ids", "key_ids") if found[2] else ()), *_TAIL[phase])
-    said = mask_said(instruction.quoted("op_name") or "")
+    said = mask_said(machine.program.scopes(instruction))
     block = re.search(r"block_kv\W+(\d+)", instruction.attributes)
 
     def one(*values: np.ndarray) -> tuple[np.ndarray, ...]:
