@@ -113,6 +113,7 @@ def bitcast(x: np.ndarray, before: ArrayType, after: ArrayType) -> np.ndarray:
         after: the other type, of elements as wide.
     """
     shape = (len(x), *after.shape)
+    before, after = _tiled_alike(before, after)
     if before.shape == after.shape and before.order == after.order:
         return x
     moved = _moved(dataclasses.replace(before, dtype=""), dataclasses.replace(after, dtype=""))
@@ -124,6 +125,19 @@ def bitcast(x: np.ndarray, before: ArrayType, after: ArrayType) -> np.ndarray:
     if missing.any() or out.shape[1] < flat.shape[1]:
         return _through_memory(x, before, after)
     return out.reshape(shape)
+
+
+def _tiled_alike(before: ArrayType, after: ArrayType) -> tuple[ArrayType, ArrayType]:
+    """Both types in the tiles of one of them, where the other is a matrix or more and has none.
+
+    libtpu of JAX 0.12 writes results of products without tiles. They are in tiles nevertheless: the windows that it
+    moves over them have as many steps as tiles, and read in rows the numbers would be others.
+    """
+    if not before.tiles and len(before.shape) > 1:
+        before = dataclasses.replace(before, tiles=after.tiles)
+    if not after.tiles and len(after.shape) > 1:
+        after = dataclasses.replace(after, tiles=before.tiles)
+    return before, after
 
 
 def _through_memory(x: np.ndarray, before: ArrayType, after: ArrayType) -> np.ndarray:
