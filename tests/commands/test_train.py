@@ -139,7 +139,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--precision.products.mlp", "int8", "--precision.products.embed", "fp8"),
             [
-                "Products in eight bits are those of layers' weights, experts' in fp8 and int8, not the unembedding's.",
+                "Narrow products are those of layers' weights, experts' in fp8 and int8, not the unembedding's.",
                 "`embed`, of which no part is a weight that multiplies",
                 "precision.products",
                 "name parts of `block.attention.q`, `block.attention.k`, `block.attention.v`, `block.attention.out`, "

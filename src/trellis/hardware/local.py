@@ -41,6 +41,7 @@ def _cpu(measured: Machine | None, count: int) -> Chip:
         name="cpu",
         kind="gpu",
         bf16_flops=rates.bfloat16 / count,
+        fp4_flops=rates.bfloat16 / count,
         fp8_flops=rates.bfloat16 / count,
         int8_flops=rates.bfloat16 / count,
         float32_share=rates.float32 / rates.bfloat16,
