@@ -338,3 +338,25 @@ def test_the_gradient_of_values_in_order_in_a_map_over_slices_and_of_whole_numbe
     change = numbers.with_array(np.zeros(3, jax.dtypes.float0))
     made, _ = jax.jvp(lambda n: tr.sort(n, "pos"), (numbers,), (change,))
     np.testing.assert_array_equal(made.array, [1, 2, 3])
+
+
+def test_a_second_derivative_of_a_cumulative_product_is_compiled_over_slices_in_auto_mode():
+    """Of slices XLA's partitioner makes two sizes of one dimension."""
+    x, rows = drawn(2), drawn(2, 2, seed=1)
+    loss = lambda h: (tr.cumprod(h, "layers") ** 2).sum().array
+
+    def program(x, rows):
+        def turn(h, row):
+            slope = jax.jvp(jax.grad(loss), (h,), (tr.tanh(h),))[1]
+            made = tr.roll(slope, -1, "layers")
+            return tr.tanh(h + made), made
+
+        made = tr.scan(turn, "pos", unroll=2)(x, rows)[1]
+        return (made * made).sum().array
+
+    args = tr.named(x, "layers"), tr.named(rows, "layers pos")
+    expected = jax.grad(program)(*args)
+    mesh = tr.make_mesh(jax.devices()[:2], axis_type="auto", data=2, model=1)
+    with tr.Layout(mesh, compute={"pos": "data", "layers": "data"}):
+        got = jax.grad(program)(*tr.shard(args, "compute"))
+    np.testing.assert_allclose(got.array, expected.array, rtol=1e-4)
