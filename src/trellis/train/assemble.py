@@ -138,10 +138,12 @@ def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes
         return run.precision.at_rest(run.model.init(key=key, vocab_multiple=multiple))
 
     with layout:
-        shapes = abstract_state(make_model, optimizer, average=run.ema is not None)
+        kept = dict(average=run.ema is not None, precision=run.precision)
+        shapes = abstract_state(make_model, optimizer, **kept)
         _check_parts_of_names(run, shapes.model)
         _check_narrow_products(run, shapes.model)
         _check_four_bits(run, layout)
+        _check_delayed(run, shapes.model)
         _check_narrow_moments(run, shapes)
         abstract = _placed(shapes, layout)
         options = StepOptions(
@@ -157,7 +159,7 @@ def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes
             names_tensors=run.precision.is_narrow,
         )
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
-        make = lambda: new_state(make_model, optimizer, run.seed, average=run.ema is not None)
+        make = lambda: new_state(make_model, optimizer, run.seed, **kept)
         init = jax.jit(make, out_shardings=shardings)
         rates = learning_rates(run.schedule, run.optimizer.learning_rate, run.steps)
         step = make_step(optimizer, options, rates)
@@ -259,6 +261,19 @@ def _check_four_bits(run: Run, layout: Layout) -> None:
             seen=f"nvfp4 with mesh.stage={run.mesh.stage}",
             where="precision.products",
             fix="use --mesh.stage 1, or fp8",
+        )
+
+
+def _check_delayed(run: Run, model: Any) -> None:
+    """Refuses delayed scales of experts' products, and in stages, which keep none."""
+    experts = [p.path for p in parameters(model) if run.precision.product_of(p) and "experts" in p.names]
+    seen = f"mesh.stage={run.mesh.stage}" if run.mesh.stage != 1 else f"products of `{experts[0]}`" if experts else ""
+    if run.precision.amax_history and seen:
+        raise UserError(
+            "Delayed scales are those of products outside of stages and experts.",
+            seen=f"amax_history={run.precision.amax_history} with {seen}",
+            where="precision.amax_history",
+            fix="use --precision.amax_history 0",
         )
 
 
