@@ -116,6 +116,7 @@ def test_a_step_is_proven(tiny):
     assert any(name.startswith("optimizer.") and name.endswith("attention.q") for name in names)
 
 
+@pytest.mark.slow
 def test_the_command(capsys):
     options = [f"--{name}={value}" for name, value in RUN.items()]
     assert main(["prove", "tiny", "--on", "v5e:2x2", "--json", *options]) == 0
@@ -126,6 +127,14 @@ def test_the_command(capsys):
     shown = capsys.readouterr().out
     assert "PROVEN: " in shown and "kept from before" in shown and "attention.q" in shown
     assert main(["prove", "tiny", "--on", "v5e:2x2", "--mesh.data=3"]) == 2
+
+
+@pytest.mark.slow
+def test_a_step_with_rounded_constants_is_held_to_what_is_written():
+    """GPT-2's GELU has constants in bfloat16, which the plain step has in float32."""
+    options = {"data.sequence_length": "128", "mesh.data": "4"}
+    proof = prove_run(load_run("gpt2_small", options), target("v5e:2x2"), tuple(options))
+    assert proof.proven and proof.error < 1e-5 and 1e-4 < proof.rounded < 2e-2
 
 
 @pytest.mark.slow

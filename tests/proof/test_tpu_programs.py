@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import trellis as tr
+from trellis._compat import full_text
 from trellis.mesh import make_mesh
 from trellis.nn import dot_product_attention
 from trellis.proof.interpreter import Failed, Interpreter, NotInterpreted
@@ -80,11 +81,13 @@ def test_parts_that_are_not_all_of_it(x, parts):
     ],
     ids=["a causal mask", "a window", "a window of keys behind"],
 )
-def test_a_kernel_sees_what_its_author_says(said, seen):
+@pytest.mark.parametrize("called", [False, True], ids=["written out", "called"])
+def test_a_kernel_sees_what_its_author_says(said, seen, called):
     results = "f32[1,8,128], f32[1,8,128], f32[1,8,4], f32[1,1,8,4], f32[1,1,8,128]"
-    name = f'op_name="jit(f)/{said}splash_mha_fwd_residuals/pallas_call"'
+    outer, own = (f"jit(f)/{said}call", "") if called else ("", f"jit(f)/{said}")
+    name = f'op_name="{own}splash_mha_fwd_residuals/pallas_call"'
     text = f"""HloModule m
-ENTRY main () -> f32[1,1,8,4] {{
+attend () -> f32[1,1,8,4] {{
   q = f32[1,1,8,4] parameter(0)
   k = f32[1,1,8,4] parameter(1)
   v = f32[1,1,8,4] parameter(2)
@@ -92,12 +95,30 @@ ENTRY main () -> f32[1,1,8,4] {{
   splash_mha_fwd_residuals.1 = ({results}) custom-call(%q, %k, %v, %rows), custom_call_target="tpu_custom_call", metadata={{{name}}}
   ROOT out = f32[1,1,8,4] get-tuple-element(%splash_mha_fwd_residuals.1), index=3
 }}
+ENTRY main () -> f32[1,1,8,4] {{
+  x = f32[1,1,8,4] parameter(0)
+  y = f32[1,1,8,4] parameter(1)
+  z = f32[1,1,8,4] parameter(2)
+  ROOT made = f32[1,1,8,4] call(%x, %y, %z), to_apply=%attend, metadata={{op_name="{outer}"}}
+}}
 """  # noqa: E501
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 1, 1, 8, 4)).astype(np.float32)
     (found,) = Interpreter(text)([q, k, v])
     weights = np.exp(q[0, 0, 0] @ k[0, 0, 0].T) * seen(np.arange(8)[:, None], np.arange(8))
     total = weights.sum(1, keepdims=True)
     np.testing.assert_allclose(found[0, 0, 0], weights / np.where(total, total, 1) @ v[0, 0, 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_product_in_groups_before_a_compiler_has_seen_it(swapped):
+    given = [(12, 5), (3, 7, 5) if swapped else (3, 5, 7)]
+    rows, weights = (np.random.default_rng(i).normal(size=size).astype(np.float32) for i, size in enumerate(given))
+    sizes = np.int32([4, 0, 8])
+    product = lambda x, w, n: jax.lax.ragged_dot(x, w.swapaxes(1, 2) if swapped else w, n)
+    lowered = jax.jit(product).trace(rows, weights, sizes).lower(lowering_platforms=("tpu",))
+    (found,) = Interpreter(full_text(lowered))([rows[None], weights[None], sizes[None]])
+    weights = weights.swapaxes(1, 2) if swapped else weights
+    np.testing.assert_allclose(found[0], np.concatenate([rows[:4] @ weights[0], rows[4:] @ weights[2]]), rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -52,12 +52,14 @@ def apply_along(
     along = _one(x, along, what)
     if gather or state_of(x.array).mode == "manual":
         x = whole(x, (along,), what)
-    if gather and state_of(x.array).mode == "auto":
-        # XLA ends some of these on slices in an error of its own, as the gradient of a cumulative product.
-        spec = [None if n == along else jax.P.UNCONSTRAINED for n in x.names]
-        mesh = jax.typeof(x.array).sharding.mesh
-        x = x.with_array(jax.lax.with_sharding_constraint(x.array, jax.NamedSharding(mesh, jax.P(*spec))))
     run = functools.partial(fn, axis=x.index(along), **kwargs)
+    if gather and state_of(x.array).mode == "auto":
+        # XLA ends some of these on slices in an error of its own, as derivatives of a cumulative product, in which
+        # what comes from behind is sliced too.
+        spec = jax.P(*(None if n == along else jax.P.UNCONSTRAINED for n in x.names))
+        here = jax.NamedSharding(jax.typeof(x.array).sharding.mesh, spec)
+        made = run(jax.lax.with_sharding_constraint(x.array, here))
+        return settle(x.with_array(jax.lax.with_sharding_constraint(made, here)))
     return settle(x.with_array(locally(run, x.array) if local else run(x.array)))
 
 
@@ -107,7 +109,21 @@ def sort(x: NamedArray, along: Name, *, descending: bool = False) -> NamedArray:
     Gradient: back to where each value came from; an all-gather where the name is sliced.
     Moves: an all-gather along the name where it is sliced.
     """
-    return apply_along(jnp.sort, x, along, local=True, descending=descending)
+    return apply_along(functools.partial(_sorted, descending), x, along, name="sort", local=True)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
+def _sorted(descending: bool, a, axis: int):
+    return jnp.sort(a, axis=axis, descending=descending)
+
+
+@_sorted.defjvp
+def _sorted_jvp(descending: bool, axis: int, values, changes):
+    """JAX's own is not to be had in a mapped function over slices."""
+    (a,), (change,) = values, changes
+    places = jnp.argsort(a, axis=axis, descending=descending)
+    moved = lambda x: jnp.take_along_axis(x, places, axis=axis)
+    return moved(a), moved(change) if jnp.issubdtype(a.dtype, jnp.inexact) else change
 
 
 def argsort(x: NamedArray, along: Name, *, descending: bool = False) -> NamedArray:
