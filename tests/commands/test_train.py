@@ -232,6 +232,7 @@ def test_a_run_is_paused_before_its_first_step_and_resumed_by_its_folder(run_fil
     assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_run_that_has_no_validation_text_says_so(run_file, tmp_path, capsys):
     """The first step is not made: it is before anything is compiled that this is of use."""
     base = ("train", run_file, "--layout.preset", "single", "--until", 0, "--run-dir")

@@ -25,6 +25,7 @@ def piece(**fields):
     return Piece(**(base | fields))
 
 
+@pytest.mark.slow
 def test_rates_are_positive_and_products_faster_than_elementwise_work():
     found = measure_machine(time.process_time)
     assert all(value >= 0 for value in found) and min(found.float32, found.vector, found.memory, found.launch) > 0

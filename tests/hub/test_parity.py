@@ -98,7 +98,7 @@ def as_saved(model):
             yield name.replace(".mlp.gate.weight", f".{mixture}.gate.weight"), grad
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 def test_logits_gradients_and_folders(torch, config, theirs, tmp_path):
     model, folder = theirs
     found = Folder(folder, FAMILIES)

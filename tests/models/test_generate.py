@@ -122,6 +122,7 @@ def test_texts():
     assert 60 <= len(full) <= 64
 
 
+@pytest.mark.slow
 def test_a_document_ends():
     """Where the end is all but certain, every text is cut there, and rows stay ended."""
     model = model_of("gptj")

@@ -31,7 +31,7 @@ def test_blocks_are_those_of_ml_dtypes():
     np.testing.assert_array_equal(found.opened().array, opened.reshape(16, 96))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("squares", [False, True])
 def test_what_is_rounded_at_random_is_right_in_the_mean(squares):
     x = jnp.square(WIDE) if squares else WIDE

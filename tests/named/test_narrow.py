@@ -89,7 +89,7 @@ def test_values_and_gradients_are_those_of_ml_dtypes(kind):
         np.testing.assert_allclose(found.array, product.astype(np.float32) * scale, rtol=0, atol=few)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("axis_type", ["explicit", "auto"])
 def test_every_layout_gives_one_device_s_numbers(kind, axis_type):

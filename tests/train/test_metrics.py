@@ -166,6 +166,7 @@ def test_wandb_goes_on_under_the_same_id_and_offline(tmp_path, monkeypatch):
     assert (log, text, end) == ((1, {"loss": 2.0}), (1, {"sample": "<pre>a &lt; b</pre>"}), "finish")
 
 
+@pytest.mark.slow
 def test_tensorboard_writes_events(tmp_path):
     json_lines, board = open_trackers(["tensorboard"], tmp_path)
     board.log({"step": 1, "loss": 2.0, "mfu": None})

@@ -107,6 +107,7 @@ def test_meshes(routing, layout, microbatches):
         assert_alike(run(named_jit, sharded, data, StepOptions(microbatches=microbatches)), wanted)
 
 
+@pytest.mark.slow
 def test_the_losses_are_in_the_gradient():
     """The routers' gradients are another without the routers' losses, and the loss that is reported is not."""
     plain = dataclasses.replace(CONFIGS["mixtral"], routing=Routing())
@@ -139,6 +140,7 @@ def test_biases_move_by_the_load_alone():
     np.testing.assert_allclose(metrics["router_load_min"], shares.min(), rtol=1e-5)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("rule", [AdamW, Lion, Muon, Adafactor])
 def test_no_optimizer_moves_a_bias(rule):
     """Their gradients are zeros, and vectors of a layer are not decayed."""

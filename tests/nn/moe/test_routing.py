@@ -139,6 +139,7 @@ def test_an_even_load_has_balance_one():
     np.testing.assert_allclose(measure(scores, choices, counted).balance / EXPERTS, 1.0, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_add_up():
     """With the whole batch's shares; with their own the load-balancing loss is another."""
     choices = choose(SCORES, CHOICES)
