@@ -33,11 +33,12 @@ KINDS = {
     "fp8": ["--precision.products.attention", "fp8", "--precision.products.mlp", "fp8"],
     "int8": ["--precision.products.attention", "int8", "--precision.products.mlp", "int8"],
     "mxfp8": ["--precision.products.attention", "mxfp8", "--precision.products.mlp", "mxfp8"],
+    "nvfp4": ["--precision.products.attention", "nvfp4", "--precision.products.mlp", "nvfp4"],
     "moments": ["--precision.moments.layers", "mxfp8"],
     "nearest": ["--precision.params", "bfloat16"],
     "random": ["--precision.params", "bfloat16", "--precision.updates", "random"],
 }
-PRODUCTS = ("bfloat16", "fp8", "int8", "mxfp8")
+PRODUCTS = ("bfloat16", "fp8", "int8", "mxfp8", "nvfp4")
 COMPILED = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4")
 TARGETS = ("8xA100", "8xH100", "8xB200", "v5e:4x4", "v5p:2x2x2", "v6e:4x4")
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import take_current_trace
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
 
 def is_tracer(x) -> bool:
@@ -33,9 +33,10 @@ def mapped_over() -> frozenset[str]:
 def refuses_copies(error: BaseException) -> bool:
     """Whether JAX takes no copies (`~`) into a `shard_map`, as under a `vmap` over a name that is whole.
 
-    By the words of its error, in JAX 0.10.2 to 0.12.0.
+    By the words of its error, in JAX 0.10.2 to 0.12.0; where it has no rule for them, the error has none.
     """
-    return isinstance(error, ValueError) and "dangerous when PartitionSpec" in str(error)
+    unmapped = isinstance(error, NotImplementedError) and (not str(error) or "Please file an issue" in str(error))
+    return unmapped or (isinstance(error, ValueError) and "dangerous when PartitionSpec" in str(error))
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
@@ -99,6 +100,35 @@ def keep_mapped_axes_sharded() -> None:
         return original(ctx, mesh, manual_axes, aval.sharding.spec if typed else spec, aval)
 
     module._shardy_shard_map_sharding = sharding
+
+
+def choose_among_slices() -> None:
+    """Lets a `cond` whose predicate is mapped choose among values in slices, also where JAX runs a backward rule.
+
+    JAX 0.10.2 to 0.12.0 compute all branches and select, with a predicate that is broadcast as if they were whole,
+    which their types refuse. Where there are no such private functions, nothing changes.
+    """
+    import functools
+    import importlib
+
+    module = importlib.import_module("jax._src.lax.control_flow.conditionals")
+
+    def lying_alike(select):
+        @functools.wraps(select)
+        def selected(predicate, *cases):
+            sharding = jax.typeof(cases[0]).sharding
+            mesh = getattr(sharding, "mesh", None)
+            if mesh is not None and not mesh.empty and all(kind == AxisType.Explicit for kind in mesh.axis_types):
+                whole = jax.lax.broadcast_in_dim(predicate, cases[0].shape, tuple(range(predicate.ndim)))
+                predicate = jax.reshard(whole, NamedSharding(mesh, jax.P(*sharding.spec.partitions)))
+            return select(predicate, *cases)
+
+        return selected
+
+    for name in ("_bcast_select", "_bcast_select_n"):
+        select = getattr(module, name, None)
+        if select is not None and not hasattr(select, "__wrapped__"):
+            setattr(module, name, lying_alike(select))
 
 
 # In JAX 0.12 the collectives that XLA's partitioner inserts have the name and source line of what made their operand;

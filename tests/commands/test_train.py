@@ -1,6 +1,7 @@
 """Real runs through the command line: a folder, a report, evaluation, and refusals."""
 
 import json
+import re
 
 import pytest
 
@@ -42,9 +43,12 @@ def test_a_run_from_its_first_step_to_its_report(run_file, tmp_path, capsys):
 
     code, out, _ = trellis(capsys, "evaluate", folder, "--batches", 2, "--json")
     found = json.loads(out)
-    assert code == 0 and found["step"] == 6
+    assert code == 0 and found["step"] == 6 and found["batches"] == 2
     assert found["validation_loss"] == pytest.approx(last["validation_loss"], rel=1e-6)
     assert found["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
+    code, out, _ = trellis(capsys, "evaluate", folder)
+    assert code == 0
+    assert re.match(r"step 6, all (\d+) batches of validation text; the run's own figures are of 2 of \1\n", out), out
     # Every byte is a token here, but the ends of documents are tokens and no text.
     assert found["bits_per_byte"] == pytest.approx(found["validation_loss"] / 0.6931, rel=0.01)
 
@@ -135,7 +139,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--precision.products.mlp", "int8", "--precision.products.embed", "fp8"),
             [
-                "Products in eight bits are those of layers' weights, experts' in fp8 and int8, not the unembedding's.",
+                "Narrow products are those of layers' weights, experts' in fp8 and int8, not the unembedding's.",
                 "`embed`, of which no part is a weight that multiplies",
                 "precision.products",
                 "name parts of `block.attention.q`, `block.attention.k`, `block.attention.v`, `block.attention.out`, "
@@ -225,3 +229,15 @@ def test_a_run_is_paused_before_its_first_step_and_resumed_by_its_folder(run_fil
     line = f"{found['rows']} of {found['rows']} rows of the ledger are in the {found['collectives']} collectives"
     assert f"matched  {line}" in err and line in (folder / "ledger.txt").read_text()
     assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_that_has_no_validation_text_says_so(run_file, tmp_path, capsys):
+    """The first step is not made: it is before anything is compiled that this is of use."""
+    base = ("train", run_file, "--layout.preset", "single", "--until", 0, "--run-dir")
+    code, out, err = trellis(capsys, *base, tmp_path / "with")
+    assert code == 0 and "is not measured" not in out, err
+    code, out, err = trellis(capsys, *base, tmp_path / "without", "--data.source.validation", "null")
+    assert code == 0, err
+    assert "text     all is trained on: whether the model learns more than its text is not measured" in out
+    code, _, err = trellis(capsys, "evaluate", tmp_path / "without")
+    assert code == 2 and "An evaluation needs validation text." in err

@@ -32,7 +32,7 @@ def draw(seed: int) -> Case:
     rng = np.random.default_rng([seed, 4])
     for _ in range(100):
         case = manual.draw_plain(rng, seed)
-        mistake = (text, text, text, annotation, forgotten, nonlinear)[rng.integers(6)]
+        mistake = (text, text, text, annotation, forgotten, nonlinear, exchanged)[rng.integers(7)]
         try:
             broken = mistake(rng, case)
         except Unfit:
@@ -100,6 +100,28 @@ def annotation(rng, case: Case) -> Case:
     axes = [axis for axis, _ in case.setting.mesh]
     side[i] = TEXT.sub(lambda m: f'"{changed(rng, m[1], axes)}"', side[i])
     return dataclasses.replace(case, annotations=tuple(map(tuple, sides)))
+
+
+def exchanged(rng, case: Case) -> Case:
+    """Two mesh axes exchanged in one text: another order on a name, or each on the other's name. No type tells."""
+    several = [axis for axis, size in case.setting.mesh if size > 1]
+    places = [
+        (i, shape)
+        for i, text in enumerate((*(s.ours[0] for s in case.statements), *case.annotations[1]))
+        for shape in re.split(r" -> |, (?=\w)", TEXT.search(text)[1] if TEXT.search(text) else "")
+        if sum(f"/{axis}" in shape for axis in several) > 1
+    ]
+    i, shape = _one(rng, places)
+    one, other = rng.permutation([axis for axis in several if f"/{axis}" in shape])[:2]
+    swap = {one: other, other: one}
+    new = re.sub(r"/(\w+)", lambda m: "/" + swap.get(m[1], m[1]), shape)
+    statements, results = list(case.statements), list(case.annotations[1])
+    if i < len(statements):
+        line = statements[i].ours[0].replace(shape, new, 1)
+        statements[i] = dataclasses.replace(statements[i], ours=(line,))
+    else:
+        results[i - len(statements)] = results[i - len(statements)].replace(shape, new, 1)
+    return dataclasses.replace(case, statements=tuple(statements), annotations=(case.annotations[0], tuple(results)))
 
 
 def forgotten(rng, case: Case) -> Case:

@@ -306,3 +306,35 @@ def test_a_pipeline_refuses_layers_that_have_a_batch():
         args = tr.shard((tr.named(w, "layers batch"), tr.named(x, "batch embed")), "compute")
         with pytest.raises(tr.NamesError, match="a pipeline cuts 'batch', which its layers have none of, got"):
             tr.Stacked(args[0], tr.Axis("layers", 2)).fold(args[1], call=lambda own, x: x * own)
+
+
+def test_a_sum_that_is_pending_by_our_marks_alone_is_padded_with_zeros_in_jit():
+    x, w = drawn(6, 5, 6), drawn(5, 6, seed=1)
+
+    @tr.shard_map
+    def slices(x: f32["vocab heads layers/data"], w: f32["heads layers/data"]) -> f32["padded"]:
+        padded = tr.pad(tr.dot(w, x, over=("heads", "layers")), {"vocab": (0, 2)}).rename(vocab="padded")
+        return tr.all_reduce("padded +data -> padded", padded)
+
+    mesh = tr.make_mesh(jax.devices()[:3], data=3)
+    with jax.set_mesh(mesh):
+        put = lambda a, names: tr.named(
+            jax.device_put(a, jax.NamedSharding(mesh, jax.P(*[None] * (a.ndim - 1), "data"))), names
+        )
+        made = jax.jit(slices)(put(x, "vocab heads layers"), put(w, "heads layers"))
+    np.testing.assert_allclose(made.array, np.pad(np.einsum("ab,cab->c", w, x), (0, 2)), rtol=1e-4)
+
+
+def test_the_gradient_of_values_in_order_in_a_map_over_slices_and_of_whole_numbers():
+    x, weights = drawn(3, 8), drawn(3, seed=1)
+    loss = lambda x, weights: (
+        ((tr.vmap(lambda row: tr.sort(row, "pos", descending=True), "embed")(x) * weights) ** 2).sum().array
+    )
+    expected = jax.grad(lambda x: ((-jnp.sort(-x, axis=0) * weights[:, None]) ** 2).sum())(x)
+    with tr.Layout(tr.make_mesh(data=2, model=4), compute={"embed": "data"}):
+        args = tr.shard((tr.named(x, "pos embed"), tr.named(weights, "pos")), "compute")
+        np.testing.assert_allclose(jax.grad(jax.jit(loss))(*args).array, expected, rtol=1e-5)
+    numbers = tr.named(np.array([3, 1, 2]), "pos")
+    change = numbers.with_array(np.zeros(3, jax.dtypes.float0))
+    made, _ = jax.jvp(lambda n: tr.sort(n, "pos"), (numbers,), (change,))
+    np.testing.assert_array_equal(made.array, [1, 2, 3])

@@ -253,3 +253,69 @@ def test_a_derivative_inside_a_map_by_its_row_and_outside_by_a_parameter(argumen
                 jax.grad(loss)(*args)
         else:
             np.testing.assert_allclose(jax.grad(loss)(*args).array, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_the_gradient_of_rows_in_random_order_in_a_map_over_slices(per_row):
+    x, weights, key = drawn(2, 8), drawn(2, seed=1), jax.random.key(35)
+    keys = jax.random.split(key, 8) if per_row else jnp.stack([key] * 8)
+    mixed = lambda x: jax.vmap(jax.random.permutation, in_axes=(0, 1))(keys, x)
+    expected = jax.grad(lambda x: ((mixed(x) * weights[None]) ** 2).sum())(x)
+
+    def loss(x, keys, weights):
+        shuffled = lambda row, key: tr.random.shuffle(key if per_row else jax.random.key(35), row, "pos")
+        return ((tr.vmap(shuffled, "embed")(x, keys) * weights) ** 2).sum().array
+
+    with tr.Layout(tr.make_mesh(data=2, model=2, context=2), compute={"embed": "data"}):
+        args = tr.shard((tr.named(x, "pos embed"), tr.named(keys, "embed"), tr.named(weights, "pos")), "compute")
+        np.testing.assert_allclose(jax.grad(loss)(*args).array, expected, rtol=1e-5)
+
+
+LAYOUTS = [
+    ({"data": 4, "model": 2}, {}, {"b": "data", "e": "model"}),
+    ({"data": 4, "model": 2}, {"e": "model"}, {"b": "data"}),
+    ({"data": 4, "model": 2}, {"e": "data"}, {"e": "model"}),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["both", "rests", "elsewhere"])
+@pytest.mark.parametrize("where", ["forward", "backward rule"])
+def test_branches_by_a_mapped_predicate(where, layout):
+    """JAX computes both and selects, which its types refuse of values in slices: in a map, or after it has ended."""
+    x, w = drawn(8, 4), drawn(4, seed=1)
+
+    def chosen(x, g, w):
+        return jax.lax.cond((x.sum() > 0).array, lambda w: g * w, lambda w: g * w * 2.0, w)
+
+    def backward(kept, g):
+        return chosen(kept[0], g, kept[1]), 0.0 * kept[1]
+
+    rule = jax.custom_vjp(lambda x, w: (x * w).sum())
+    rule.defvjp(lambda x, w: ((x * w).sum(), (x, w)), backward)
+    each = rule if where == "backward rule" else lambda x, w: chosen(x, x.sum(), w).sum()
+    loss = lambda x, w: tr.vmap(each, "b")(x, w).sum().array
+    args = tr.named(x, "b e"), tr.named(w, "e")
+    expected = jax.grad(loss, argnums=(0, 1))(*args)
+    mesh, params, compute = layout
+    with tr.Layout(tr.make_mesh(**mesh), params=params, compute=compute):
+        placed = tr.shard(args[0], "compute"), tr.shard(args[1])
+        for fn in (jax.grad(loss, argnums=(0, 1)), jax.jit(jax.grad(loss, argnums=(0, 1)))):
+            for got, right in zip(fn(*placed), expected, strict=True):
+                np.testing.assert_allclose(got.array, right.array, rtol=1e-5, atol=1e-6)
+
+
+def test_a_lookup_of_a_sliced_table_inside_a_cond_of_a_map_is_refused_by_an_error_of_ours():
+    """For it JAX has no rule, and an error without words."""
+    ids = np.arange(12).reshape(4, 3) % 4
+
+    def row(x):
+        def other(x):
+            table = tr.random.normal(jax.random.key(0), {"vocab": 4, "embed": 4}) * tr.tanh(x)
+            targets = tr.named(jnp.asarray(ids, jnp.int32), "batch pos")
+            return tr.named(nn.next_token_loss(nn.Embedding(table)(targets), table, targets).total, "")
+
+        return jax.lax.cond((x > 0).array, other, lambda x: x, x)
+
+    with tr.Layout(tr.make_mesh(jax.devices()[:4], context=4), compute={"vocab": "context"}):
+        with pytest.raises(MeshError, match="got one inside of a cond, a loop or a jit, in vmap: use where"):
+            tr.vmap(row, "heads")(tr.shard(tr.named(drawn(5), "heads"), "compute"))

@@ -1,8 +1,11 @@
 """Figures in the README and the manual are those of the committed results."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -68,3 +71,24 @@ def test_memory_beside_compilers():
     assert len(errors) == len(within) + 1
     said = f"{len(errors)} runs | median error {errors[len(errors) // 2]:g} %, {len(within)} within 10 %, one at"
     assert f"{said} {errors[-1]:.0f} %" in README
+
+
+def test_every_picture_has_a_script():
+    scripts = "".join(file.read_text() for folder in ("docs", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
+    pictures = sorted((ROOT / "docs").rglob("*.png"))
+    assert pictures and not [picture for picture in pictures if f'"{picture.name}"' not in scripts]
+
+
+def test_the_picture_of_a_report_is_what_a_browser_shows(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("report_picture", ROOT / "docs" / "report_picture.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="A picture of a page needs a browser"):
+        script.picture(tmp_path / "report.html", tmp_path / "report.png")
+    browser = tmp_path / "chromium"
+    browser.write_text('#!/bin/sh\nfor a in "$@"; do case $a in --screenshot=*) echo "$@" > "${a#*=}";; esac; done\n')
+    browser.chmod(0o755)
+    script.picture(tmp_path / "report.html", tmp_path / "report.png")
+    asked = (tmp_path / "report.png").read_text()
+    assert "--window-size=1280,1400" in asked and (tmp_path / "report.html").as_uri() in asked

@@ -207,7 +207,7 @@ def test_a_narrow_product_has_two_factors_of_one_kind():
 @pytest.mark.parametrize(
     "misused, said",
     [
-        (lambda x: tr.dot(x, tr.Narrow(x, "fp4"), over="a"), "in fp8, int8, mxfp8, got 'fp4'"),
+        (lambda x: tr.dot(x, tr.Narrow(x, "fp4"), over="a"), "in fp8, int8, mxfp8, nvfp4, got 'fp4'"),
         (lambda x: tr.dot(x, tr.Narrow(x.astype(jnp.int32), "fp8"), over="a"), "one of floats, got i32"),
         (lambda x: x + tr.Narrow(x, "fp8"), "takes named arrays and numbers, got Narrow in add"),
         (lambda x: tr.tanh(tr.Narrow(x, "fp8")), "got Narrow in tanh"),

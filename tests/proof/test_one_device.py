@@ -2,10 +2,15 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 from trellis.proof import one_device
+from trellis.proof.one_device import on_one_device
+from trellis.proof.shrinking import shrunk
+from trellis.recipes import load_run
+from trellis.run.layouts import make_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,3 +28,26 @@ def test_a_token_between_two_experts_is_noticed(monkeypatch, gap, between):
     monkeypatch.setattr(one_device, "_step", step)
     state = State(scores, scores)
     assert one_device._between_experts(None, state, None, step(None, state, None)) == between
+
+
+@pytest.mark.slow
+def test_it_is_said_where_every_draw_has_such_a_token(monkeypatch):
+    calls = []
+    monkeypatch.setattr(one_device, "_between_experts", lambda *given: calls.append(given) or True)
+    monkeypatch.setattr(one_device, "_step", lambda made, state, batch: (state, {}))
+    run = _small("mixtral_8x7b", {"mesh.data": "1", "mesh.expert": "1"})
+    assert on_one_device(run, padding=1).between and len(calls) > 1
+    assert not on_one_device(_small("tiny", {"mesh.data": "1"}), padding=1).between
+
+
+@pytest.mark.parametrize(("recipe", "experts", "chosen"), [("deepseek_v3", 4, 2), ("qwen3_30b_a3b", 4, 2)])
+def test_routers_of_shrunk_runs_choose(recipe, experts, chosen):
+    model = _small(recipe, {"mesh.data": "1", "mesh.expert": "1"}).model
+    routing = model.routing
+    assert model.experts // routing.groups * routing.groups_per_token == experts
+    assert model.experts_per_token == chosen
+
+
+def _small(recipe, options):
+    run = load_run(recipe, options)
+    return shrunk(run, make_layout(run.mesh, run.layout, jax.devices()[:1])).run

@@ -129,6 +129,14 @@ def test_the_command(capsys):
 
 
 @pytest.mark.slow
+def test_a_step_with_rounded_constants_is_held_to_what_is_written():
+    """GPT-2's GELU has constants in bfloat16, which the plain step has in float32."""
+    options = {"data.sequence_length": "128", "mesh.data": "4"}
+    proof = prove_run(load_run("gpt2_small", options), target("v5e:2x2"), tuple(options))
+    assert proof.proven and proof.error < 1e-5 and 1e-4 < proof.rounded < 2e-2
+
+
+@pytest.mark.slow
 def test_a_pipeline_with_kernels_in_its_stages_is_proven():
     options = {"mesh.stage": "2", "data.sequence_length": "256", "layout.pipeline_microbatches": "4"}
     proof = prove_run(load_run("tiny", options), target("v5e:2x2"), tuple(options))

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import trellis as tr
+from trellis._compat import full_text
 from trellis.mesh import make_mesh
 from trellis.nn import dot_product_attention
 from trellis.proof.interpreter import Failed, Interpreter, NotInterpreted
@@ -98,6 +99,18 @@ ENTRY main () -> f32[1,1,8,4] {{
     weights = np.exp(q[0, 0, 0] @ k[0, 0, 0].T) * seen(np.arange(8)[:, None], np.arange(8))
     total = weights.sum(1, keepdims=True)
     np.testing.assert_allclose(found[0, 0, 0], weights / np.where(total, total, 1) @ v[0, 0, 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_product_in_groups_before_a_compiler_has_seen_it(swapped):
+    given = [(12, 5), (3, 7, 5) if swapped else (3, 5, 7)]
+    rows, weights = (np.random.default_rng(i).normal(size=size).astype(np.float32) for i, size in enumerate(given))
+    sizes = np.int32([4, 0, 8])
+    product = lambda x, w, n: jax.lax.ragged_dot(x, w.swapaxes(1, 2) if swapped else w, n)
+    lowered = jax.jit(product).trace(rows, weights, sizes).lower(lowering_platforms=("tpu",))
+    (found,) = Interpreter(full_text(lowered))([rows[None], weights[None], sizes[None]])
+    weights = weights.swapaxes(1, 2) if swapped else weights
+    np.testing.assert_allclose(found[0], np.concatenate([rows[:4] @ weights[0], rows[4:] @ weights[2]]), rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -116,10 +116,10 @@ def test_two_processors_of_one_cpu_keep_parameters_whole(monkeypatch):
         return layout.assign(WEIGHTS["mlp"], "params")
 
     sliced, whole = ((), ("data",), ()), ((), (), ())
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(2)), raising=False)
     assert weights(2) == whole
     assert weights(2, preset="fsdp") == weights(8) == sliced
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(1)), raising=False)
     assert weights(2) == sliced
 
 
@@ -283,6 +283,7 @@ def test_a_run_takes_nearly_all_of_a_gpus_memory_unless_told_otherwise(monkeypat
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(mine, "0.5")
+    assert len(jax.devices()) == 8  # JAX has looked, whichever test is first: `find_devices` makes no others
     find_devices(tiny())
     assert {name: value for name, value in os.environ.items() if name.endswith("MEM_FRACTION")} == {mine: "0.5"}
     monkeypatch.delenv(mine)
@@ -291,6 +292,7 @@ def test_a_run_takes_nearly_all_of_a_gpus_memory_unless_told_otherwise(monkeypat
 
 
 def test_devices_are_those_asked_for():
+    assert len(jax.devices()) == 8  # likewise
     assert find_devices(dataclasses.replace(tiny(), devices=4)) == jax.devices()[:4]
     with pytest.raises(UserError) as error:
         find_devices(dataclasses.replace(tiny(), devices=16))

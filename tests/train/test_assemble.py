@@ -253,7 +253,7 @@ def test_the_compiler_may_place_instead(run):
     ],
 )
 def test_a_cpu_takes_a_batch_in_parts(run, monkeypatch, changes, wanted):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(2)), raising=False)
     data = dataclasses.replace(run.data, sequence_length=256)
     base = dataclasses.replace(run, data=data, batch_size=16, mesh=MeshSizes(), layout=LayoutChoice(preset="single"))
     changed = dataclasses.replace(base, model=dataclasses.replace(run.model, layers=2), **changes)

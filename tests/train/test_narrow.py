@@ -34,6 +34,36 @@ def test_a_narrow_run_is_the_same_on_every_layout_and_when_resumed(run_file, tmp
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.slow
+def test_a_run_in_four_bits_is_the_same_on_every_layout_and_when_resumed(run_file, tmp_path, capsys):
+    # Blocks of 16 positions, and of 16 numbers of a head, lie on one device.
+    four = ("--precision.products.attention", "nvfp4", "--precision.products.mlp", "nvfp4", "--model.embed", "128")
+    four = (*four, "--steps", "4", "--layout.preset")
+    whole = trained(capsys, run_file, tmp_path / "one", *four, "single")
+    assert trained(capsys, run_file, tmp_path / "parts", *four, "single", "--until", "2") == whole[:2]
+    assert trained(capsys, run_file, tmp_path / "parts", *four, "single") == whole
+    devices = ("--devices", "8", "--mesh.model", "2")
+    many = trained(capsys, run_file, tmp_path / "many", *four, "fsdp_tensor", *devices)
+    assert many[0] == pytest.approx(whole[0], rel=1e-5)
+    assert many[:3] == pytest.approx(whole[:3], rel=5e-3)  # a last bit may round a number to another one
+
+
+@pytest.mark.parametrize(
+    "devices, options, said",
+    [
+        ("8xH100", (), "nvfp4 on NVIDIA H100"),
+        ("v5e:2x4", (), "nvfp4 on TPU v5"),
+        ("8xB200", ("--mesh.stage", "2"), "nvfp4 with mesh.stage=2"),
+        ("8xB200", ("--precision.products.attention", "nvfp8"), "nvfp8"),
+    ],
+)
+def test_four_bits_are_refused_where_there_are_no_units_for_them(devices, options, said, capsys):
+    words = ("plan", "tiny", "--on", devices, "--precision.products.mlp", "nvfp4", *options)
+    code, _, error = trellis(capsys, *words)
+    assert code == 2 and said in error, error
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.slow
 def test_moments_in_eight_bits_are_checkpointed_sharded_and_resumed(run_file, tmp_path, capsys):
     wide = ("--model.embed", "128")
     narrow = (*wide, "--precision.moments.layers", "mxfp8", "--precision.moments.embedding", "mxfp8")

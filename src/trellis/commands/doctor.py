@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.metadata
-import os
 import platform
 import re
 import sys
@@ -24,6 +23,7 @@ def execute(args: argparse.Namespace) -> int:
     """`trellis doctor`."""
     import jax
 
+    from trellis.cores import usable_cores
     from trellis.hardware.measure import measure_machine
     from trellis.hardware.peak import matmul_peak
     from trellis.hardware.platform import choose_platform
@@ -32,7 +32,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.devices:
         jax.config.update("jax_num_cpu_devices", args.devices)
     print(f"python           {platform.python_version()} at {sys.executable}")
-    print(f"machine          {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
+    print(f"machine          {platform.system()} {platform.machine()}, {usable_cores()} cores")
     for name, version in dependencies(importlib.metadata.distribution("trellis")):
         print(f"{name:<16} {version or f'missing: {_PIP} {name}'}")
     devices = jax.devices()

@@ -20,7 +20,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """`trellis evaluate`."""
-    from trellis.run.config import Evaluation as EvaluationRule
     from trellis.run.layouts import MeshSizes
     from trellis.train.assemble import assemble
     from trellis.train.compilation import use_persistent_cache
@@ -35,7 +34,8 @@ def execute(args: argparse.Namespace) -> int:
         preset = "single" if args.devices == 1 else "auto"
         layout = dataclasses.replace(run.layout, preset=preset, params={}, compute={})
         run = dataclasses.replace(run, devices=args.devices, mesh=MeshSizes(), layout=layout)
-    run = dataclasses.replace(run, evaluation=EvaluationRule(every=None, batches=args.batches))
+    reported = run.evaluation
+    run = dataclasses.replace(run, evaluation=dataclasses.replace(reported, batches=args.batches))
     use_persistent_cache()
     assembled = assemble(run, find_devices(run))
     state, step = restore_model(assembled, folder, step=chosen)
@@ -50,13 +50,22 @@ def execute(args: argparse.Namespace) -> int:
     with assembled.layout:
         evaluate = Evaluator(corpus.validation, assembled.options, assembled.batch_sharding)
         values = {name: float(value) for name, value in evaluate(state).items()}
+    limits = (args.batches, reported.batches, None)
+    used, theirs, whole = (sum(s._replace(limit=n).num_batches for s in corpus.validation.values()) for n in limits)
     if args.json:
-        print(json.dumps({"step": step, **values}))
+        print(json.dumps({"step": step, "batches": used, **values}))
         return 0
-    print(f"step {step}")
+    print(f"step {step}, {_words(used, theirs, whole)}")
     for name, value in values.items():
         print(f"{name:<32} {value:.4f}")
     return 0
+
+
+def _words(used: int, reported: int, whole: int) -> str:
+    """Of how many batches these figures are; and the run's own, where they are of others."""
+    of = lambda batches: f"all {batches}" if batches == whole else f"{batches} of {whole}"
+    words = f"{of(used)} batches of validation text"
+    return words if used == reported else f"{words}; the run's own figures are of {of(reported)}"
 
 
 COMMAND = Command(

@@ -87,6 +87,10 @@ _NEXT = """next     trellis generate {folder} --prompt "def "    more text, from
          trellis compare {folder} OTHER_RUN    beside a run with another model, rate or batch
          trellis tokenize texts/*.txt --out stores/mine --train-bpe 4096    your own text, for a run of your own"""
 
+_WITHOUT_VALIDATION = """text     all is trained on: whether the model learns more than its text is not measured
+         For that tokenize a part of it by itself, and name that store in the run's data, as validation:
+         trellis tokenize HELD_OUT --out stores/validation --tokenizer STORE"""
+
 
 def _report(folder: Path) -> None:
     """Writes the page of a run, whichever way it ended."""
@@ -140,6 +144,8 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         _write_ledger(folder, ledgers, assembled)
         write_sections(folder, found)
         print(f"{describe(found)}\nfolder   {folder}", flush=True)
+        if not corpus.validation:
+            print(_WITHOUT_VALIDATION, flush=True)
 
     def sampled(state: TrainState) -> str:
         how = Sampling(temperature=0.8, top_k=50)

@@ -28,6 +28,7 @@ class Chip:
         kind: "tpu" or "gpu".
         device_kinds: what JAX calls the device: beginnings of its `device_kind`, the usual one first.
         bf16_flops: dense bfloat16 peak, FLOP/s.
+        fp4_flops: dense 4-bit float peak, FLOP/s; the 8-bit one where the hardware has no units for it.
         fp8_flops: dense 8-bit float peak, FLOP/s; the bfloat16 peak where fp8 is not faster.
         int8_flops: the same of 8-bit whole numbers, operations a second.
         hbm_bytes: memory a program can allocate.
@@ -54,6 +55,7 @@ class Chip:
     name: str
     kind: str
     bf16_flops: float
+    fp4_flops: float
     fp8_flops: float
     int8_flops: float
     hbm_bytes: float
@@ -123,8 +125,8 @@ class Target:
 
 
 _FIELDS = {
-    "kind", "bf16_tflops", "fp8_tflops", "int8_tops", "hbm_gib", "hbm_gbps", "link_gbps", "links", "network_gbps",
-    "devices_per_chip", "kiloflops_per_cycle", "source", "like", "vector_tflops", "matmul_efficiency",
+    "kind", "bf16_tflops", "fp4_tflops", "fp8_tflops", "int8_tops", "hbm_gib", "hbm_gbps", "link_gbps", "links",
+    "network_gbps", "devices_per_chip", "kiloflops_per_cycle", "source", "like", "vector_tflops", "matmul_efficiency",
     "attention_efficiency", "float32_share", "tile", "fill", "processors", "overlap", "device_kinds",
 }  # fmt: skip
 _REQUIRED = ("kind", "bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "network_gbps", "vector_tflops",
@@ -175,13 +177,14 @@ def chip_from(name: str, entry: Mapping, where: str = "chips.yaml") -> Chip:
                 "A rate is a positive number.", seen=f"{name}.{key}: {value}", where=where, fix="write a number"
             )
     per_chip = entry.get("devices_per_chip", 1)
-    bf16 = entry["bf16_tflops"] * 1e12
+    bf16, fp8 = entry["bf16_tflops"] * 1e12, entry.get("fp8_tflops", entry["bf16_tflops"])
     cycle = entry.get("kiloflops_per_cycle")
     return Chip(
         name=name,
         kind=entry["kind"],
         bf16_flops=bf16 / per_chip,
-        fp8_flops=entry.get("fp8_tflops", entry["bf16_tflops"]) * 1e12 / per_chip,
+        fp4_flops=entry.get("fp4_tflops", fp8) * 1e12 / per_chip,
+        fp8_flops=fp8 * 1e12 / per_chip,
         int8_flops=entry.get("int8_tops", entry["bf16_tflops"]) * 1e12 / per_chip,
         hbm_bytes=entry["hbm_gib"] * 2**30 / per_chip,
         hbm_bandwidth=entry["hbm_gbps"] * 1e9 / per_chip,

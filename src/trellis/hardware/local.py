@@ -41,6 +41,7 @@ def _cpu(measured: Machine | None, count: int) -> Chip:
         name="cpu",
         kind="gpu",
         bf16_flops=rates.bfloat16 / count,
+        fp4_flops=rates.bfloat16 / count,
         fp8_flops=rates.bfloat16 / count,
         int8_flops=rates.bfloat16 / count,
         float32_share=rates.float32 / rates.bfloat16,
@@ -59,6 +60,16 @@ def _cpu(measured: Machine | None, count: int) -> Chip:
         overlap=(),
         source="measured on this machine" if measured else "a placeholder",
     )
+
+
+def free_memory() -> int:
+    """Bytes that programs can still have without swapping; all that there are where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            (found,) = (line.split()[1] for line in file if line.startswith("MemAvailable:"))
+            return 1024 * int(found)
+    except (OSError, ValueError):
+        return _host_memory()
 
 
 def _host_memory() -> int:

@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import os
 import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trellis.cores import usable_cores
 from trellis.files import cache_folder, write_json
 from trellis.hardware.platform import processor
 
@@ -18,7 +18,7 @@ def devices_here(devices: Sequence[Any]) -> str:
 
     A folder in a shared home is every machine's, and a host's name may go on to another machine.
     """
-    host = f"{platform.node()}, {processor()}, {os.cpu_count()} cores"
+    host = f"{platform.node()}, {processor()}, {usable_cores()} cores"
     return f"{host}, {len(devices)} x {devices[0].device_kind}"
 
 

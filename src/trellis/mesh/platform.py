@@ -1,9 +1,10 @@
 """Where a computation will run, asked while it is traced."""
 
-import os
 from typing import Any
 
 import jax
+
+from trellis.cores import usable_cores
 
 
 def platform_of(x: jax.Array) -> str:
@@ -46,4 +47,4 @@ def unrolls_loops(x: Any) -> bool:
 
 def rehearses(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
     """Whether a mesh of CPU devices has more of them than the machine has processors."""
-    return mesh.size > (os.cpu_count() or 1)
+    return mesh.size > usable_cores()

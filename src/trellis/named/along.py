@@ -107,7 +107,21 @@ def sort(x: NamedArray, along: Name, *, descending: bool = False) -> NamedArray:
     Gradient: back to where each value came from; an all-gather where the name is sliced.
     Moves: an all-gather along the name where it is sliced.
     """
-    return apply_along(jnp.sort, x, along, local=True, descending=descending)
+    return apply_along(functools.partial(_sorted, descending), x, along, name="sort", local=True)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
+def _sorted(descending: bool, a, axis: int):
+    return jnp.sort(a, axis=axis, descending=descending)
+
+
+@_sorted.defjvp
+def _sorted_jvp(descending: bool, axis: int, values, changes):
+    """JAX's own is not to be had in a mapped function over slices."""
+    (a,), (change,) = values, changes
+    places = jnp.argsort(a, axis=axis, descending=descending)
+    moved = lambda x: jnp.take_along_axis(x, places, axis=axis)
+    return moved(a), moved(change) if jnp.issubdtype(a.dtype, jnp.inexact) else change
 
 
 def argsort(x: NamedArray, along: Name, *, descending: bool = False) -> NamedArray:

@@ -103,7 +103,16 @@ def exchanges_ragged(a: jax.Array) -> bool:
 
 def multiplies_blocks(a: jax.Array) -> bool:
     """Whether a value will live on a GPU with units for products of numbers in blocks with their scales."""
-    return platform_of(a) == "cuda" and any(part in device_kind_of(a) for part in _BLOCK_UNITS)
+    return platform_of(a) == "cuda" and has_block_units(device_kind_of(a))
+
+
+def has_block_units(device_kind: str) -> bool:
+    """Whether a GPU has units for products of numbers in blocks with their scales.
+
+    >>> has_block_units("NVIDIA B200"), has_block_units("NVIDIA H100 80GB HBM3")
+    (True, False)
+    """
+    return any(part in device_kind for part in _BLOCK_UNITS)
 
 
 def rounded_once(fn: Callable) -> Callable:

@@ -52,7 +52,7 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
     if operands and not any(isinstance(x, NamedArray | Narrow) for x in operands):
         return einsum_plain(equation, *operands, preferred_element_type=preferred_element_type)
     what = f"einsum('{equation}')"
-    operands, kind = marked(operands, what)
+    operands, mark = marked(operands, what)
     lefts, open_ended, out, rest = _parse(equation)
     if len(lefts) != len(operands):
         raise NamesError(
@@ -69,7 +69,7 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
             f"a result's names come from its operands, got '{absent[0]}' in '{equation}' for {types_of(arrays)}: "
             "correct the name"
         )
-    return _products(arrays, out, what, preferred_element_type, settle, kind)
+    return _products(arrays, out, what, preferred_element_type, settle, mark)
 
 
 def dot(*operands: NamedArray, over: Names, settle: bool = True, preferred_element_type=None) -> NamedArray:
@@ -94,11 +94,11 @@ def dot(*operands: NamedArray, over: Names, settle: bool = True, preferred_eleme
         NamesError: an operand lacks a name that is summed, or a name has two sizes.
         PendingSumError: an operand holds partial sums.
     """
-    operands, kind = marked(operands, "dot")
+    operands, mark = marked(operands, "dot")
     arrays = [operand(x, "dot") for x in operands]
     over = _summed(arrays, over)
     out = tuple(dict.fromkeys(n for x in arrays for n in x.names if n not in over))
-    return _products(arrays, out, _what(over), preferred_element_type, settle, kind)
+    return _products(arrays, out, _what(over), preferred_element_type, settle, mark)
 
 
 def dot_each(
@@ -125,19 +125,20 @@ def dot_each(
     pairs = []
     others = [marked((x, w), "dot_each") for w in others]
     x, *factors = on_one_mesh([operand(a, "dot_each") for a in (x, *(w for (_, w), _ in others))], "dot_each")
-    for w, (_, kind) in zip(factors, others, strict=True):
+    for w, (_, mark) in zip(factors, others, strict=True):
         names = _summed([x, w], over)
         out = tuple(dict.fromkeys(n for a in (x, w) for n in a.names if n not in names))
         check_sizes([x, w], _what(names))
-        pairs.append(Pair(x, w, tuple(names), out, kind=kind))
+        pairs.append(Pair(x, w, tuple(names), out, mark=mark))
     results: dict[int, NamedArray] = {}
     for group in _alike(x, pairs):
         found = _overlapped(x, [pairs[i] for i in group], settle)
         moved = pairs[group[0]].bring(x) if found is None else x
-        narrow = {pairs[i].kind: pairs[i] for i in group if pairs[i].kind}
-        narrow = {kind: pair.narrow(x) for kind, pair in narrow.items()}
+        alike = {(pairs[i].mark.kind, pairs[i].mark.at): pairs[i] for i in group if pairs[i].mark}
+        narrow = {key: pair.narrow(0) for key, pair in alike.items()}
         for n, i in enumerate(group):
-            results[i] = pairs[i].multiply(moved, narrow.get(pairs[i].kind)) if found is None else found[n]
+            mine = narrow.get(pairs[i].mark[:2]) if pairs[i].mark else None
+            results[i] = pairs[i].multiply(moved, mine) if found is None else found[n]
     results = {i: settle_to_layout(r) if settle else r for i, r in results.items()}
     return tuple(results[i] for i in range(len(factors)))
 
@@ -154,7 +155,7 @@ def _alike(x: NamedArray, pairs: list[Pair]) -> list[list[int]]:
 
 def _overlapped(x: NamedArray, pairs: list[Pair], settle: bool):
     """The products in rings where the layout asks for them; narrow ones are not cut."""
-    return None if any(pair.kind for pair in pairs) else overlapped(x, pairs, settle=settle)
+    return None if any(pair.mark for pair in pairs) else overlapped(x, pairs, settle=settle)
 
 
 def _what(over) -> str:
@@ -207,7 +208,7 @@ def _check(equation: str, text: Words, x, rest: bool) -> None:
         )
 
 
-def _products(arrays: list[NamedArray], out: Words, what: str, dtype, settle: bool, kind=None) -> NamedArray:
+def _products(arrays: list[NamedArray], out: Words, what: str, dtype, settle: bool, mark=None) -> NamedArray:
     """The product of all, two at a time from the left, summed over every name that the result lacks."""
     check_sizes(arrays, what)
     arrays = on_one_mesh(arrays, what)
@@ -221,7 +222,7 @@ def _products(arrays: list[NamedArray], out: Words, what: str, dtype, settle: bo
         shared = [n for n in left.names if n in right.names]
         batch = [n for n in shared if n in needed]
         order = out if last else (*batch, *free(left, shared), *free(right, shared))
-        pair = Pair(left, right, tuple(n for n in shared if n not in needed), order, dtype, kind)
+        pair = Pair(left, right, tuple(n for n in shared if n not in needed), order, dtype, mark)
         settled = settle or not last
         ringed = _overlapped(left, [pair], settled)
         result = pair.multiply(pair.bring(left)) if ringed is None else ringed[0]

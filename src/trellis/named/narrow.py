@@ -1,4 +1,4 @@
-"""Narrow products: both factors in eight bits, each with one scale, the sum in 32.
+"""Narrow products: both factors in eight or four bits, with a scale or scales, the sum in 32.
 
 `Narrow` marks a weight. `einsum`, `dot` and `dot_each` of a marked weight round both factors where they are before they
 are moved, so that what is gathered is gathered in eight bits, and round the gradient of the result once for both of its
@@ -9,11 +9,16 @@ fp8 takes e4m3 forward and e5m2 for gradients (Micikevicius et al., 2022, arXiv:
 numbers from -127 to 127 for all three (as in AQT and Jetfire: Xi et al., 2024, arXiv:2403.12422). mxfp8 takes e4m3 for
 all three, with a scale for each tile of 32 by 32 numbers (`trellis.named.blocks`), so that one rounding serves the
 products over either side of a tile.
+
+nvfp4 takes e2m1 for all three (NVIDIA, 2025, arXiv:2509.25149): weights in tiles of 16 by 16; activations and gradients
+in rows of 16 along what a product sums, so each is rounded twice, once for either product that it is a factor of. The
+factors of a weight's gradient are transformed first (`trellis.named.hadamard`), and gradients are rounded at random,
+where the mark has a key.
 """
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +28,13 @@ from trellis.mesh.linear import linear
 from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
-from trellis.named.blocks import block_of, blocked, cut_by, opened
+from trellis.named.blocks import MXFP8, NVFP4, Format, block_of, blocked, cut_by, opened
+from trellis.named.rounding import bytes_for
 from trellis.named.scaled import scaled_product
 from trellis.notation import spec_of, typeof
 from trellis.notation.state import sharding_on, state_of
 
-Kind = Literal["fp8", "int8", "mxfp8"]
+Kind = Literal["fp8", "int8", "mxfp8", "nvfp4"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,24 +42,59 @@ class _Types:
     forward: Any
     gradient: Any
     wide: Any
-    in_blocks: bool = False
+    blocks: Format | None = None
+    tiled: bool = True  # in blocks, whether activations and gradients have tiles as weights have
+
+    @property
+    def in_blocks(self) -> bool:
+        return self.blocks is not None
 
 
 TYPES = {
     "fp8": _Types(jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32),
     "int8": _Types(jnp.int8, jnp.int8, jnp.int32),
-    "mxfp8": _Types(jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float32, in_blocks=True),
+    "mxfp8": _Types(MXFP8.element, MXFP8.element, jnp.float32, MXFP8),
+    "nvfp4": _Types(NVFP4.element, NVFP4.element, jnp.float32, NVFP4, tiled=False),
 }
+
+
+class Mark(NamedTuple):
+    """What a product of two operands is asked to be.
+
+    Attributes:
+        kind: of narrow numbers.
+        at: which operand is the weight.
+        key: by which gradients are rounded at random, or None.
+    """
+
+    kind: Kind
+    at: int
+    key: jax.Array | None
+
+
+class Rounded(NamedTuple):
+    """A plain array in narrow numbers.
+
+    Attributes:
+        values: the numbers.
+        scale: one, or one for each block.
+        whole: one for the whole array besides, or None.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+    whole: jax.Array | None = None
 
 
 class _OnlyFactor(NamesError, AttributeError):
     """What a named array has is asked of a narrow weight; to `hasattr` it has none of it."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["kind"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "key"], meta_fields=["kind"])
 @dataclasses.dataclass(frozen=True, slots=True)
 class Narrow:
-    """A weight whose products are made in eight bits. A factor of `einsum`, `dot` and `dot_each`, and nothing else.
+    """A weight whose products are made in eight or four bits. A factor of `einsum`, `dot` and `dot_each`, and nothing
+    else.
 
     >>> x, w = tr.ones({"batch": 2, "embed": 4}), tr.full({"embed": 4, "mlp": 3}, 0.5)
     >>> tr.typeof(tr.dot(x, tr.Narrow(w, "fp8"), over="embed"))
@@ -61,11 +102,14 @@ class Narrow:
 
     Attributes:
         weight: a named array of floats.
-        kind: "fp8", "int8" or "mxfp8".
+        kind: "fp8", "int8", "mxfp8" or "nvfp4".
+        key: of nvfp4, a random key by which gradients are rounded, right in the mean; None rounds them to the nearest
+            number. A weight of several layers has named keys, one for each (`tr.random.split`).
     """
 
     weight: NamedArray
     kind: Kind
+    key: Any = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(NamedArray, name):
@@ -76,15 +120,16 @@ class Narrow:
         )
 
 
-def marked(operands: tuple, what: str) -> tuple[tuple[NamedArray, ...], Kind | None]:
-    """The operands of a product without their marks, and the kind of product that they ask for.
+def marked(operands: tuple, what: str) -> tuple[tuple[NamedArray, ...], Mark | None]:
+    """The operands of a product without their marks, and the narrow product that they ask for.
 
     Raises:
         NamesError: a narrow weight among fewer or more than two operands, or two that differ.
     """
-    kinds = {x.kind for x in operands if isinstance(x, Narrow)}
-    if not kinds:
+    marks = {i: x for i, x in enumerate(operands) if isinstance(x, Narrow)}
+    if not marks:
         return operands, None
+    kinds = {x.kind for x in marks.values()}
     plain = tuple(x.weight if isinstance(x, Narrow) else x for x in operands)
     if unknown := [kind for kind in kinds if kind not in TYPES]:
         raise NamesError(
@@ -97,10 +142,47 @@ def marked(operands: tuple, what: str) -> tuple[tuple[NamedArray, ...], Kind | N
             f"a narrow product is one of two factors, of one kind, got {', '.join(map(typeof, plain))} of kind "
             f"{' and '.join(sorted(kinds))}, in {what}: multiply two at a time"
         )
-    return plain, kinds.pop()
+    at, mark = max(marks.items())
+    return plain, Mark(mark.kind, at, _one_key(mark, what))
 
 
-def rounded(array, kind: Kind, dims: tuple[int, ...], *, gradient: bool = False) -> tuple[jax.Array, jax.Array]:
+def _one_key(mark: Narrow, what: str) -> jax.Array | None:
+    if mark.key is None:
+        return None
+    key = mark.key.array if isinstance(mark.key, NamedArray) else mark.key
+    if mark.kind != "nvfp4":
+        raise NamesError(
+            f"a key rounds the gradients of products in nvfp4, got one for a product in {mark.kind}, in {what}: leave "
+            "it out"
+        )
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.ndim:
+        raise NamesError(
+            f"a narrow weight has one random key in a product, got {typeof(key)}, in {what}: make it with "
+            "jax.random.key, or, for a weight of several layers, with tr.random.split along their name"
+        )
+    return key
+
+
+def forms(array, mark: Mark, number: int, summed: tuple[int, ...], kept: tuple[int, ...]) -> tuple[Rounded, ...]:
+    """A factor in narrow numbers: for the product, and, where that is another form, for the other factor's gradient.
+
+    Args:
+        array: the factor, a plain array.
+        mark: which product.
+        number: which of its factors.
+        summed, kept: the dimension along which blocks lie for either, or none.
+    """
+    if TYPES[mark.kind].tiled or number == mark.at:
+        return (rounded(array, mark.kind, (*summed, *kept)),)
+    return (
+        rounded(array, mark.kind, summed),
+        rounded(array, mark.kind, kept, hadamard=bool(kept)),
+    )
+
+
+def rounded(
+    array, kind: Kind, dims: tuple[int, ...], *, gradient: bool = False, chance=None, hadamard: bool = False
+) -> Rounded:
     """A plain array in narrow numbers, and the scale or scales that they are to be multiplied by.
 
     The array's gradient does not come through here. The type's largest number stands for the largest of an array or a
@@ -109,28 +191,30 @@ def rounded(array, kind: Kind, dims: tuple[int, ...], *, gradient: bool = False)
     Args:
         array: what is rounded.
         kind: to which numbers.
-        dims: the dimensions along which tiles lie, where a kind has them.
+        dims: the dimensions along which blocks lie, where a kind has them.
         gradient: whether it is a gradient.
+        chance: rounds numbers in blocks at random, as `blocked` takes it.
+        hadamard: whether blocks are transformed, as `blocked` takes it.
 
     Raises:
-        NamesError: slices would cut tiles.
+        NamesError: slices would cut blocks.
     """
     fixed = lax.stop_gradient(array)
     state = state_of(fixed)
     if state.copied:
         fixed = place(fixed, state.axes)
-    types = TYPES[kind]
-    if types.in_blocks:
-        if cut := [dim for dim in dims if cut_by(fixed, dim)]:
-            raise NamesError(
-                f"numbers that share a scale lie on one device, got {cut_by(fixed, cut[0])} slices of dimension "
-                f"{cut[0]} of {typeof(fixed)}, in tiles of {block_of(fixed.shape[cut[0]])}, in a product in {kind}: "
-                "slice it over fewer devices, or use fp8"
-            )
-        values, scales = blocked(fixed, dims)
-        return values, _once(scales, array)
-    values, scale = with_one_scale(fixed.astype(jnp.float32), kind, gradient=gradient)
-    return values, _once(scale, array)
+    if (form := TYPES[kind].blocks) is None:
+        values, scale = with_one_scale(fixed.astype(jnp.float32), kind, gradient=gradient)
+        return Rounded(values, _once(scale, array))
+    of = {dim: block_of(fixed.shape[dim], form.block) for dim in dims}
+    if cut := [dim for dim in of if cut_by(fixed, dim, form)]:
+        raise NamesError(
+            f"numbers that share a scale lie on one device, got {cut_by(fixed, cut[0], form)} slices of dimension "
+            f"{cut[0]} of {typeof(fixed)}, in tiles of {of[cut[0]]}, in a product in {kind}: slice it over fewer "
+            "devices, or use fp8"
+        )
+    values, scales, whole = blocked(fixed, dims, form, chance=chance, hadamard=hadamard)
+    return Rounded(values, _once(scales, array), None if whole is None else _once(whole, array))
 
 
 def with_one_scale(wide: jax.Array, kind: Kind, *, gradient: bool, over: tuple[str, ...] = ()):
@@ -181,15 +265,15 @@ def _refused(primals, tangents):
     )
 
 
-def product(x, y, narrow_x, narrow_y, numbers, *, kind: Kind, dtype, spec=None) -> jax.Array:
+def product(x, y, narrow_x, narrow_y, numbers, *, mark: Mark, dtype, spec=None) -> jax.Array:
     """`dot_general` of two plain arrays, made of their narrow forms.
 
     Args:
         x, y: the factors as they are moved for a plain product: of them only the types are used, forward, and the
             gradient is theirs. Their values, and so what moved them, are not part of the program.
-        narrow_x, narrow_y: from `rounded`, moved likewise.
+        narrow_x, narrow_y: from `forms`, moved likewise.
         numbers: dimension numbers as `dot_general` takes them.
-        kind: which types.
+        mark: which product, of `x` and `y` in this order.
         dtype: of the result.
         spec: how the result is sharded, or None.
 
@@ -202,13 +286,16 @@ def product(x, y, narrow_x, narrow_y, numbers, *, kind: Kind, dtype, spec=None) 
             f"{typeof(y)} in manual mode: multiply outside of shard_map, or plain factors"
         )
     summed, batch = (tuple(tuple(int(i) for i in dims) for dims in group) for group in numbers)
-    static = _Static(kind, (summed, batch), spec, jnp.dtype(dtype), (x.dtype, y.dtype), (state_of(x), state_of(y)))
-    return _product(static, x, y, *narrow_x, *narrow_y)
+    states = (state_of(x), state_of(y))
+    static = _Static(mark.kind, mark.at, (summed, batch), spec, jnp.dtype(dtype), (x.dtype, y.dtype), states)
+    bits = None if mark.key is None else jax.random.key_data(mark.key)
+    return _product(static, x, y, tuple(narrow_x), tuple(narrow_y), bits)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Static:
     kind: Kind
+    weight: int
     numbers: tuple
     spec: Any
     dtype: Any
@@ -217,38 +304,62 @@ class _Static:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _product(static: _Static, x, y, qx, sx, qy, sy):
-    return _scaled(qx, sx, qy, sy, static.numbers, static.kind, static.dtype, static.spec)
+def _product(static: _Static, x, y, narrow_x, narrow_y, bits):
+    return _scaled(narrow_x[0], narrow_y[0], static.numbers, static.kind, static.dtype, static.spec)
 
 
 @_product.defjvp
 def _derivative(static: _Static, primals, tangents):
     fixed = primals[2:]
-    out = _scaled(*fixed, static.numbers, static.kind, static.dtype, static.spec)  # no `x` and `y`: see `product`
+    out = _scaled(  # no `x` and `y`: see `product`
+        fixed[0][0], fixed[1][0], static.numbers, static.kind, static.dtype, static.spec
+    )
 
     def change(fixed, moving):
-        (qx, sx, qy, sy), (dx, dy) = fixed, moving
+        (narrow_x, narrow_y, _), (dx, dy) = fixed, moving
         dot = functools.partial(_plain, numbers=static.numbers, dtype=static.dtype, spec=static.spec)
-        return dot(dx, _opened(qy, sy, dx)) + dot(_opened(qx, sx, dy), dy)
+        return dot(dx, _opened(narrow_y[0], dx)) + dot(_opened(narrow_x[0], dy), dy)
 
     def gradients(fixed, gradient):
-        qx, sx, qy, sy = fixed
-        q, s = rounded(gradient, static.kind, _innermost(static), gradient=True)
-        s = not_again(s, gradient)
-        return _gradient(static, 0, q, s, qy, sy), _gradient(static, 1, q, s, qx, sx)
+        narrow_x, narrow_y, bits = fixed
+        of_x, of_y = _narrow_gradients(static, gradient, bits)
+        return _gradient(static, 0, of_x, narrow_y[-1]), _gradient(static, 1, of_y, narrow_x[-1])
 
     return out, linear(change, gradients)(fixed, (tangents[0], tangents[1]))
 
 
-def _innermost(static: _Static) -> tuple[int, ...]:
-    """Of a product's result, the last dimension that comes from either factor."""
+def _narrow_gradients(static: _Static, gradient, bits) -> tuple[Rounded, Rounded]:
+    """The gradient of a product's result, in narrow numbers, for the gradient of either factor."""
+    types, ends = TYPES[static.kind], _innermost(static)
+    if types.tiled:
+        found = rounded(gradient, static.kind, tuple(end for end in ends if end is not None), gradient=True)
+        return (_not_again(found, gradient),) * 2
+    chance = None
+    if bits is not None:  # the middle of what a byte stands for
+        chance = (bytes_for(gradient, jax.random.wrap_key_data(bits)).astype(jnp.float32) + 0.5) / 256
+    made = []
+    for which in range(2):
+        end = ends[1 - which]  # what the gradient of one factor sums are dimensions of the other
+        how = dict(gradient=True, chance=chance, hadamard=which == static.weight and end is not None)
+        found = rounded(gradient, static.kind, () if end is None else (end,), **how)
+        made.append(_not_again(found, gradient))
+    return made[0], made[1]
+
+
+def _not_again(found: Rounded, array) -> Rounded:
+    whole = None if found.whole is None else not_again(found.whole, array)
+    return Rounded(found.values, not_again(found.scale, array), whole)
+
+
+def _innermost(static: _Static) -> tuple[int | None, int | None]:
+    """Of a product's result, the last dimension that comes from either factor, or None where none does."""
     summed, batch = static.numbers
     free = [len(state.axes) - len(s) - len(b) for state, s, b in zip(static.states, summed, batch, strict=True)]
     ends = (len(batch[0]) + free[0], len(batch[0]) + free[0] + free[1])
-    return tuple(end - 1 for end, count in zip(ends, free, strict=True) if count)
+    return tuple(end - 1 if count else None for end, count in zip(ends, free, strict=True))
 
 
-def _gradient(static: _Static, which: int, q, s, other, scale) -> jax.Array:
+def _gradient(static: _Static, which: int, narrow: Rounded, other: Rounded) -> jax.Array:
     """The gradient of one factor: the product of the result's with the other factor."""
     summed, batch = static.numbers
     ranks = [len(state.axes) for state in static.states]
@@ -264,16 +375,19 @@ def _gradient(static: _Static, which: int, q, s, other, scale) -> jax.Array:
     spec = None
     if state.mode == "explicit":
         spec = spec_of([state.axes[i] for i in made], state.copied, state.pending)
-    out = _scaled(q, s, other, scale, numbers, static.kind, static.dtypes[which], spec)
+    out = _scaled(narrow, other, numbers, static.kind, static.dtypes[which], spec)
     return jnp.transpose(out, [made.index(i) for i in range(ranks[which])])
 
 
-def _scaled(a, sa, b, sb, numbers, kind: Kind, dtype, spec) -> jax.Array:
+def _scaled(a: Rounded, b: Rounded, numbers, kind: Kind, dtype, spec) -> jax.Array:
     """The product of two narrow arrays, times their scales; partial sums are scaled before they are summed."""
-    if TYPES[kind].in_blocks:
-        return scaled_product(a, sa, b, sb, numbers, dtype=dtype, spec=spec)
-    wide = _plain(a, b, numbers=numbers, dtype=TYPES[kind].wide, spec=spec)
-    scale = sa * sb
+    if not TYPES[kind].in_blocks:
+        wide, scale = _plain(a.values, b.values, numbers=numbers, dtype=TYPES[kind].wide, spec=spec), a.scale * b.scale
+    elif a.whole is None:
+        return scaled_product(a.values, a.scale, b.values, b.scale, numbers, dtype=dtype, spec=spec)
+    else:
+        wide = scaled_product(a.values, a.scale, b.values, b.scale, numbers, dtype=jnp.float32, spec=spec)
+        scale = a.whole * b.whole
     state = state_of(wide)
     if state.mode == "explicit" and (state.pending or state.copied):
         scale = place(scale, (), (), state.pending, names=())
@@ -285,8 +399,8 @@ def _plain(a, b, *, numbers, dtype, spec) -> jax.Array:
     return lax.dot_general(a, b, numbers, preferred_element_type=dtype, out_sharding=sharding)
 
 
-def _opened(q, scale, like) -> jax.Array:
+def _opened(narrow: Rounded, like) -> jax.Array:
     """A narrow array as the number that it stands for."""
-    if scale.ndim:
-        return opened(q, scale, like.dtype)
-    return (q.astype(jnp.float32) * scale).astype(like.dtype)
+    values, scale, whole = narrow
+    wide = opened(values, scale) if scale.ndim else values.astype(jnp.float32) * scale
+    return (wide if whole is None else wide * whole).astype(like.dtype)

@@ -6,7 +6,7 @@ from trellis.mesh.manual.ops import mark_pending
 from trellis.named import backend
 from trellis.named.array import NamedArray
 from trellis.named.blocks import named_scales
-from trellis.named.narrow import Kind, product, rounded
+from trellis.named.narrow import Mark, Rounded, forms, product
 from trellis.named.operand import refuse_cut
 from trellis.named.placing import Assignment, assign, bring_to_product, from_product, move, settle
 from trellis.notation import Dim, Shape, spec_of
@@ -23,13 +23,13 @@ class Pair:
         summed: the names that are summed.
         out: the names of the result, in order.
         dtype: of the result and its accumulation, None for the operands'.
-        kind: of narrow numbers that it is made in, or None.
+        mark: what narrow product it is, or None.
         where: what `compute` assigns to the names of both operands.
     """
 
-    def __init__(self, x: NamedArray, y: NamedArray, summed: Words, out: Words, dtype=None, kind: Kind | None = None):
+    def __init__(self, x: NamedArray, y: NamedArray, summed: Words, out: Words, dtype=None, mark: Mark | None = None):
         refuse_cut(summed, "a product summed")
-        self.x, self.y, self.summed, self.out, self.dtype, self.kind = x, y, summed, out, dtype, kind
+        self.x, self.y, self.summed, self.out, self.dtype, self.mark = x, y, summed, out, dtype, mark
         self.where: Assignment | None = assign([x, y], tuple(dict.fromkeys((*x.names, *y.names))))
 
     def bring(self, x: NamedArray) -> NamedArray:
@@ -41,23 +41,25 @@ class Pair:
 
         Args:
             x: the first factor, moved.
-            narrow_x: of a narrow product, what `narrow` makes of the first factor, where several products have it.
+            narrow_x: of a narrow product, the forms of the first factor, where several products have them.
         """
         y, where = bring_to_product(self.y, self.where, self.x), self.where
-        narrow = [narrow_x or self.narrow(self.x), self.narrow(self.y)] if self.kind else []
+        mark = self.mark
+        narrow = [narrow_x or self.narrow(0), self.narrow(1)] if mark else []
         shared = [n for n in x.names if n in y.names]
         batch = [n for n in shared if n not in self.summed]
         if _comes_first(y, x, shared, self.out):
             x, y, narrow = y, x, narrow[::-1]
+            mark = mark and mark._replace(at=1 - mark.at)
         order = (*batch, *free(x, shared), *free(y, shared))
         numbers = tuple(([x.index(n) for n in group], [y.index(n) for n in group]) for group in (self.summed, batch))
         pending = tuple(axis for n in self.summed for axis in where[n]) if where else ()
         mode = state_of(x.array).mode
         sliced = where and mode == "explicit" and any(where.values())
         spec = spec_of([where[n] for n in order], pending) if sliced else None
-        if self.kind:
+        if mark:
             dtype = self.dtype or jnp.result_type(x.array, y.array)
-            array = product(x.array, y.array, *narrow, numbers, kind=self.kind, dtype=dtype, spec=spec)
+            array = product(x.array, y.array, *narrow, numbers, mark=mark, dtype=dtype, spec=spec)
         else:
             array = backend.product(x.array, y.array, numbers, preferred_element_type=self.dtype, spec=spec)
         if mode == "manual" and pending:
@@ -68,17 +70,21 @@ class Pair:
         result = from_product(NamedArray(array, self.out, slices), self.x, self.y)
         return settle(result) if mode == "auto" else result
 
-    def narrow(self, x: NamedArray) -> tuple:
-        """A factor in narrow numbers, rounded where it is and then moved, and its scale or scales."""
+    def narrow(self, number: int) -> tuple[Rounded, ...]:
+        """A factor in its narrow forms, rounded where it is and then moved."""
+        x = (self.x, self.y)[number]
         kept = [n for n in x.names if n not in self.summed]
-        dims = tuple(sorted(x.index(group[-1]) for group in (self.summed, kept) if group))
-        array, scales = rounded(x.array, self.kind, dims)
+        summed, kept = (tuple(x.index(n) for n in group[-1:]) for group in (self.summed, kept))
+        return tuple(self._moved(x, form) for form in forms(x.array, self.mark, number, summed, kept))
+
+    def _moved(self, x: NamedArray, form: Rounded) -> Rounded:
         if self.where is None:
-            return array, scales
-        axes = tuple(self.where[n] for n in x.names)
-        if scales.ndim:
-            scales = move(named_scales(scales, x.names, dims), axes, frozenset()).array
-        return move(NamedArray(array, x.names), axes, frozenset()).array, scales
+            return form
+        axes, scale = tuple(self.where[n] for n in x.names), form.scale
+        if scale.ndim:
+            dims = tuple(d for d in range(scale.ndim) if scale.shape[d] != form.values.shape[d])
+            scale = move(named_scales(scale, x.names, dims), axes, frozenset()).array
+        return form._replace(values=move(NamedArray(form.values, x.names), axes, frozenset()).array, scale=scale)
 
 
 def free(x: NamedArray, shared) -> list[str]:

@@ -237,7 +237,12 @@ def shuffle(key, x: NamedArray, along: Name) -> NamedArray:
     """
     x = operand(x, "random.shuffle")
     key = plain_key(key, "random.shuffle")
-    return apply_along(lambda a, axis: jax.random.permutation(key, a, axis), x, along, name="random.shuffle")
+
+    def rows(a, axis):
+        # Places in random order, not values: JAX has no gradient of these in a mapped function over slices.
+        return jnp.take(a, jax.random.permutation(key, a.shape[axis]), axis=axis)
+
+    return apply_along(rows, x, along, name="random.shuffle")
 
 
 def split(key, name: Name, count: int | None = None) -> NamedArray:

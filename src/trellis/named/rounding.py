@@ -3,12 +3,31 @@
 What is drawn for an element depends on its place in the whole array, so it is the same on every mesh.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from trellis.notation import spec_of
 from trellis.notation.state import sharding_on, state_of
+
+
+def bytes_for(x: jax.Array, key: jax.Array) -> jax.Array:
+    """8 random bits for each element, four of a draw: `u32` below 256.
+
+    A draw is of four elements that follow each other along the last dimension, where devices have whole fours.
+    """
+    state = state_of(x)
+    *front, last = x.shape
+    sizes = jax.typeof(x).sharding.mesh.shape if state.mode == "explicit" else {}
+    if not x.ndim or last % (4 * math.prod(sizes[axis] for axis in state.axes[-1] if sizes)):
+        return drawn_for(x, key) >> 24
+    how = lambda *axes: sharding_on(x, spec_of(axes)) if sizes else None
+    words = jax.random.bits(key, (*front, last // 4), jnp.uint32, out_sharding=how(*state.axes))
+    places = jnp.arange(0, 32, 8, dtype=jnp.uint32)
+    four = (words[..., None] >> places.reshape((1,) * x.ndim + (4,))) & 0xFF
+    return lax.reshape(four, x.shape, out_sharding=how(*state.axes))
 
 
 def drawn_for(x: jax.Array, key: jax.Array) -> jax.Array:
@@ -25,19 +44,35 @@ def at_random(x: jax.Array, dtype, chance: jax.Array, *, squares: bool = False) 
         x: within the type's range, or not finite, which stays.
         dtype: of floats.
         chance: for each number one that is evenly drawn from 0 to 1.
-        squares: rounded so that the mean of the squares is that of `x`; none but zero becomes zero.
+        squares: rounded so that the mean of the squares is that of `x`, which is not negative; none but zero becomes
+            zero.
     """
+    step = _step_at(x, dtype)
+    scaled = x / step
+    if not squares:
+        below = jnp.floor(scaled)
+        return jnp.where(chance < scaled - below, below + 1, below) * step
+    scaled = jnp.abs(scaled)
+    below = jnp.floor(scaled)
+    share = (scaled - below) * (scaled + below) / (2 * below + 1)
+    rounded = jnp.where(chance < share, below + 1, below) * step
+    return jnp.where(scaled > 0, jnp.maximum(rounded, float(jnp.finfo(dtype).smallest_subnormal)), rounded)
+
+
+def nearest(x: jax.Array, dtype) -> jax.Array:
+    """Float32 numbers rounded to the nearest of a narrower type, ties to even, float32 still: within its range.
+
+    XLA's CPU compiler may round to float16 on the way to four bits, and then again.
+    """
+    step = _step_at(x, dtype)
+    return jnp.round(x / step) * step
+
+
+def _step_at(x: jax.Array, dtype) -> jax.Array:
+    """How far apart a type's numbers are there."""
     info = jnp.finfo(dtype)
-    size = jnp.abs(x)
-    step = power_of_two(jnp.maximum(jnp.maximum(exponent_of(size), int(info.minexp)) - int(info.nmant), -126))
-    below = jnp.floor(size / step) * step
-    share = (size - below) / step
-    if squares:
-        share *= (size + below) / (2 * below + step)
-    rounded = jnp.where(chance < share, below + step, below)
-    if squares:
-        rounded = jnp.where(size > 0, jnp.maximum(rounded, float(info.smallest_subnormal)), rounded)
-    return jnp.copysign(jnp.where(jnp.isfinite(size), rounded, size), x)
+    least, fraction = max(int(info.minexp), int(info.nmant) - 126), int(info.nmant)
+    return power_of_two(jnp.maximum(exponent_of(jnp.abs(x)), least) - fraction)
 
 
 def exponent_of(x: jax.Array, *, up: bool = False) -> jax.Array:

@@ -1,6 +1,6 @@
 """Products of arrays in blocks (`trellis.named.blocks`), whose scales belong to their numbers.
 
-On NVIDIA's GPUs from Blackwell on it is `jax.nn.scaled_matmul`: one product of eight-bit numbers with their scales.
+On NVIDIA's GPUs from Blackwell on it is `jax.nn.scaled_matmul`: one product of narrow numbers with their scales.
 Elsewhere the numbers are opened, in a type that holds them as they are, and multiplied.
 """
 
@@ -12,7 +12,7 @@ from jax import lax
 
 from trellis.mesh.manual.ops import mark_pending, vary
 from trellis.named.backend import multiplies_blocks, on_accelerator
-from trellis.named.blocks import BLOCK, opened
+from trellis.named.blocks import MXFP8, NVFP4, opened
 from trellis.notation import spec_of
 from trellis.notation.state import sharding_on, state_of
 
@@ -40,9 +40,10 @@ def scaled_product(a, sa, b, sb, numbers, *, dtype, spec=None) -> jax.Array:
 
 
 def _fits(values, scales, summed: Dims) -> bool:
-    """Whether along what is summed there are blocks of 32 along the innermost dimension, and of one along others."""
+    """Whether along what is summed there are whole blocks along the innermost dimension, and of one along others."""
+    block = next(form.block for form in (MXFP8, NVFP4) if form.element == values.dtype)
     blocks = [values.shape[d] // scales.shape[d] for d in summed]
-    return bool(blocks) and blocks[-1] == BLOCK and all(n == 1 for n in blocks[:-1])
+    return bool(blocks) and blocks[-1] == block and all(n == 1 for n in blocks[:-1])
 
 
 def _by_kernel(a, sa, b, sb, numbers, spec) -> jax.Array:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from trellis._compat import keep_mapped_axes_sharded, refuses_copies
+from trellis._compat import choose_among_slices, keep_mapped_axes_sharded, refuses_copies
 from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import MeshError
 from trellis.mesh.reshard import place
@@ -172,6 +172,8 @@ class _Map:
 
     def run(self, tree):
         explicit = mode_of(jax.sharding.get_abstract_mesh()) == "explicit"
+        if explicit:
+            choose_among_slices()
         marked = front(self.sliced(tree) if explicit else tree, self.name)
         if not (explicit and self.axes):
             return restore(_plainly(self.fn, marked, self.length), self.name, "vmap")

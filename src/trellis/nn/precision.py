@@ -9,10 +9,14 @@ import jax.numpy as jnp
 
 from trellis.errors import UserError
 from trellis.frozen import FrozenMap
-from trellis.named import Narrow, is_named
-from trellis.nn.parameters import Parameter, Role, parameters
+from trellis.named import Narrow, is_named, random
+from trellis.nn.parameters import COUNTING, Parameter, Role, parameters
 
 DType = Literal["float32", "bfloat16", "float16"]
+ProductKind = Literal["fp8", "int8", "mxfp8", "nvfp4"]
+
+# Of a step's random numbers, those that round gradients: dropout takes others.
+_STREAM = 0x4E56
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +47,11 @@ class Precision:
     """Computed in another type: a part of a parameter's name, and the type, as in norm: float32. Name parts that are
     sensitive, such as a router."""
 
-    products: Mapping[str, Literal["fp8", "int8", "mxfp8"]] = dataclasses.field(default_factory=FrozenMap)
-    """Products in eight bits: a part of a weight's name, and fp8, int8 or mxfp8 (e4m3 with a scale for each 32 by
-    32 numbers), as in mlp: int8. Choose it where the plan says that it pays: on chips with units for it, and where
-    gathered weights are what a step waits for."""
+    products: Mapping[str, ProductKind] = dataclasses.field(default_factory=FrozenMap)
+    """Products in eight or four bits: a part of a weight's name, and fp8, int8, mxfp8 (e4m3 with a scale for each 32 by
+    32 numbers) or nvfp4 (e2m1 with a scale for 16 numbers; NVIDIA's GPUs from Blackwell on), as in mlp: int8. Choose it
+    where the plan says that it pays: on chips with units for it, and where gathered weights are what a step waits
+    for."""
 
     moments: Mapping[str, Literal["mxfp8"]] = dataclasses.field(default_factory=FrozenMap)
     """What the optimizer keeps of weights and tables, in eight bits: a part of a parameter's name, and mxfp8, e4m3 in
@@ -81,7 +86,7 @@ class Precision:
         """The parameters in the types that they are used in; weights of narrow products are marked (`tr.Narrow`)."""
         return self._marked(_cast(model, self.compute, self.exceptions))
 
-    def product_of(self, parameter: Parameter) -> Literal["fp8", "int8", "mxfp8"] | None:
+    def product_of(self, parameter: Parameter) -> ProductKind | None:
         """The kind of a parameter's products, where they are narrow: those of weights, by the first part that fits.
 
         Routers, weights to `routes`, stay whole: a rounded score sends tokens to other experts.
@@ -104,6 +109,24 @@ class Precision:
         leaves, structure = jax.tree.flatten(model, is_leaf=is_named)
         marked = [Narrow(x, kind) if kind and is_named(x) else x for x, kind in zip(leaves, kinds, strict=True)]
         return jax.tree.unflatten(structure, marked)
+
+
+def with_keys(model: Any, key: jax.Array | None) -> Any:
+    """Parameters in use whose weights of products in nvfp4 have keys, by which gradients are rounded at random: each
+    its own, and each layer."""
+    if key is None:
+        return model
+    count = 0
+
+    def leaf(x: Any) -> Any:
+        nonlocal count
+        if not isinstance(x, Narrow) or x.kind != "nvfp4":
+            return x
+        mine, count = jax.random.fold_in(jax.random.fold_in(key, _STREAM), count), count + 1
+        name, *_ = x.weight.names
+        return dataclasses.replace(x, key=random.split(mine, x.weight.axis(name)) if name in COUNTING else mine)
+
+    return jax.tree.map(leaf, model, is_leaf=lambda x: isinstance(x, Narrow) or is_named(x))
 
 
 def _cast(model: Any, dtype: str, exceptions: Mapping[str, str]) -> Any:

@@ -167,7 +167,8 @@ def work_line(piece: Piece, chip: Chip) -> Line:
     elif piece.flops and multiplies_only(piece.dims):
         vector += piece.flops / chip.vector_flops
     elif piece.flops:
-        peak = {"float8": chip.fp8_flops, "int8": chip.int8_flops}.get(piece.dtype.partition("_")[0], chip.bf16_flops)
+        narrow = {"float4": chip.fp4_flops, "float8": chip.fp8_flops, "int8": chip.int8_flops}
+        peak = narrow.get(piece.dtype.partition("_")[0], chip.bf16_flops)
         slower = {"float32": 1 / chip.float32_share, "float64": 32}.get(piece.dtype, 1)
         rate = peak * chip.matmul_efficiency / padded(piece.dims, min(chip.tile, 128)) / slower
         if all(piece.dims):

@@ -226,6 +226,11 @@ def _broadcast_in_dim(operation: Operation, states: list[State]) -> State:
     return _placed(dims, states[0].pending, states[0].copied)
 
 
+def _stack(operation: Operation, states: list[State]) -> State:
+    state, axis = max(states, key=lambda state: len(state.sliced)), operation.params["axis"]
+    return _placed((*state.axes[:axis], (), *state.axes[axis:]), state.pending, state.copied)
+
+
 def _squeeze(operation: Operation, states: list[State]) -> State:
     gone, state = operation.params["dimensions"], states[0]
     return _placed((axes for i, axes in enumerate(state.axes) if i not in gone), state.pending, state.copied)
@@ -292,6 +297,7 @@ _RULES: dict[str, Callable[[Operation, list[State]], State]] = {
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast_in_dim,
     "squeeze": _squeeze,
+    "stack": _stack,
     "reshape": _reshape,
     "gather": _gather,
     "scatter-add": _scatter,
@@ -300,6 +306,61 @@ _RULES: dict[str, Callable[[Operation, list[State]], State]] = {
     ),
     **dict.fromkeys(("argmax", "argmin"), _reduction),
 }
+
+
+# Along other dimensions elements stay where they are.
+_ALONG = frozenset("slice pad concatenate dynamic_slice dynamic_update_slice split".split())
+
+
+def slices_kept(operation: Operation, operands: list[tuple], shape: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
+    """How a result of each device's own work is sliced, as far as this is known: no axes where it is not.
+
+    Args:
+        operands: for each operand, for each dimension, the mesh axes that slice it.
+        shape: of one device's slice of the result.
+    """
+    name = operation.name
+    if name == "reshape":
+        return _regrouped(operation.operands[0].shape, shape, operands[0])
+    if name == "broadcast_in_dim":  # of one slice of size 1 every element is the same
+        sizes = zip(operation.operands[0].shape, operation.params["broadcast_dimensions"], operands[0])
+        operands = [tuple(axes if size == shape[target] else () for size, target, axes in sizes)]
+    if name in _RULES and name != "reshard":
+        return _RULES[name](operation, [_placed(dims) for dims in operands]).axes
+    alike = [
+        (value.shape, dims)
+        for value, dims in zip(operation.operands, operands)
+        if value.shape == shape or (name in _ALONG and len(value.shape) == len(shape))
+    ]
+    return tuple(
+        max((dims[i] for before, dims in alike if before[i] == size), key=len, default=())
+        for i, size in enumerate(shape)
+    )
+
+
+def _regrouped(before: tuple[int, ...], after: tuple[int, ...], dims: tuple) -> tuple[tuple[str, ...], ...]:
+    """A reshape keeps the slices of a dimension that keeps its size and what stands before it. Of one that is cut into
+    several the first has them, and of several that are joined the result has those of the first, if it alone has any.
+
+    Dimensions of size 1 come and go anywhere: of a slice of that size nothing is known.
+    """
+    out: list[tuple[str, ...]] = [()] * len(after)
+    if 0 in before:
+        return tuple(out)
+    old = [i for i, size in enumerate(before) if size != 1 or before == after]
+    new = [i for i, size in enumerate(after) if size != 1 or before == after]
+    while old and new:
+        first, target = old.pop(0), new.pop(0)
+        one, other, joined = before[first], after[target], []
+        while one != other:
+            if one < other:
+                joined.append(old.pop(0))
+                one *= before[joined[-1]]
+            else:
+                other *= after[new.pop(0)]
+        if not any(dims[i] for i in joined):
+            out[target] = dims[first]
+    return tuple(out)
 
 
 def _cut(operation: Operation) -> list[int]:

@@ -59,7 +59,11 @@ class Suspect:
 
 def find(suspect: Suspect) -> Finding:
     """Looks for what made a program wrong; its compiler runs once more, and about ten of its programs are executed."""
-    made = snapshots(suspect.lowered, suspect.options)
+    with snapshots(suspect.lowered, suspect.options) as made:
+        return _found(suspect, made)
+
+
+def _found(suspect: Suspect, made: Sequence[Snapshot]) -> Finding:
     shapes = [part.shape[1:] for part in suspect.parts]
     first = partitioned(made, shapes)
     right, wrong = first_wrong(made[first:], lambda snapshot: _holds(suspect, snapshot.text))

@@ -35,12 +35,14 @@ class Reference:
         results: the new state and the metrics, likewise.
         before: for each of the results the state's array that it replaces, or None.
         names: of the results, by their paths.
+        between: whether a token stands between two experts in all numbers that were drawn, where rounding decides.
     """
 
     given: list[np.ndarray]
     results: list[np.ndarray]
     before: list[np.ndarray | None]
     names: list[str]
+    between: bool = False
 
 
 def on_one_device(run: Run, *, padding: int, seed: int = 0) -> Reference:
@@ -60,7 +62,7 @@ def on_one_device(run: Run, *, padding: int, seed: int = 0) -> Reference:
         accumulation="pending",
     )
     random = np.random.default_rng(seed)
-    mixture = hasattr(run.model, "experts")
+    mixture = run.model.experts > 1
     with jax.default_device(jax.devices("cpu")[0]):
         made = assemble(plainly, jax.devices("cpu")[:1], padding=padding)
         with made.layout:
@@ -69,12 +71,13 @@ def on_one_device(run: Run, *, padding: int, seed: int = 0) -> Reference:
             for _ in range(_DRAWS if mixture else 1):
                 state, batch = _in_the_middle(first, run, random), _batch(made, random)
                 new = _step(made, state, batch)
-                if not mixture or not _between_experts(made, state, batch, new):
+                between = mixture and _between_experts(made, state, batch, new)
+                if not between:
                     break
     given, results = jax.tree.leaves((state, batch)), jax.tree.leaves(new)
     names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(new)]
     before = [*jax.tree.leaves(state), *[None] * (len(results) - len(jax.tree.leaves(state)))]
-    return Reference(given, results, before, names)
+    return Reference(given, results, before, names, between)
 
 
 def _name(path: tuple) -> str:

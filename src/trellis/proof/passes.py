@@ -4,10 +4,11 @@ XLA writes the program down after each pass when it is told to, libtpu as well. 
 halves, until a program that is right and the next one, which is wrong, are found.
 """
 
+import contextlib
 import dataclasses
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,27 @@ class Snapshot:
     Attributes:
         number: which of the compiler's programs it is.
         name: of the pass that made it, with that of its pipeline.
-        text: the program.
+        path: its file.
     """
 
     number: int
     name: str
-    text: str
+    path: Path
+
+    @property
+    def text(self) -> str:
+        """The program. There may be hundreds of several megabytes each, so they stay on the disk."""
+        return self.path.read_text(encoding="utf-8", errors="replace")
 
 
 _FILE = re.compile(r"\.(\d{4})\.(.+)\.after_(.+?)(?:\.before_.+)?\.txt$")
 
 
-def snapshots(lowered: Any, options: Mapping[str, str]) -> list[Snapshot]:
-    """Compiles a lowered program again, and returns it as it was after each pass that changed it.
+@contextlib.contextmanager
+def snapshots(lowered: Any, options: Mapping[str, str]) -> Iterator[list[Snapshot]]:
+    """Compiles a lowered program again, and gives it as it was after each pass that changed it.
+
+    Its files are there for as long as the context lasts.
 
     Args:
         lowered: what `jax.jit(f).trace(...).lower(...)` returned.
@@ -49,8 +58,8 @@ def snapshots(lowered: Any, options: Mapping[str, str]) -> list[Snapshot]:
             module = path.name.split(".")[0]
             largest[module] = largest.get(module, 0) + path.stat().st_size
         mine = max(largest, key=lambda module: largest[module], default="")
-        return [
-            Snapshot(number, f"{found[3]} in {found[2]}", path.read_text(encoding="utf-8", errors="replace"))
+        yield [
+            Snapshot(number, f"{found[3]} in {found[2]}", path)
             for number, (found, path) in sorted(files.items())
             if path.name.split(".")[0] == mine
         ]

@@ -11,11 +11,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trellis.errors import UserError
 from trellis.hardware.chips import Target
+from trellis.hardware.local import free_memory
 from trellis.inspect import Ledger, Structure, structure_of
 from trellis.plan.compile import Compiled, compile_lowered
 from trellis.proof.comparing import BOUND, Output, compare
 from trellis.proof.finding import Finding, Suspect, find
-from trellis.proof.interpreter import Faulty, Interpreter
+from trellis.proof.interpreter import Faulty, Interpreter, most_bytes
 from trellis.proof.placing import cut, sharding_of
 
 
@@ -105,10 +106,11 @@ class Subject:
 
     def execute(self, compiled: Compiled, *, text: str | None = None, bound: float = BOUND) -> "Proof":
         """Executes the compiled program, or another one of the same arguments and results, and compares."""
-        interpreter = Interpreter(text or compiled.text, self.mesh.size)
+        interpreter, parts = Interpreter(text or compiled.text, self.mesh.size), self.parts(compiled)
+        self._fits(most_bytes(interpreter, parts))
         found, fault = (), ""
         try:
-            found = tuple(interpreter(self.parts(compiled)))
+            found = tuple(interpreter(parts))
         except Faulty as error:
             fault = str(error)
         outputs = self.compare(found, self.results(compiled), bound)
@@ -116,6 +118,20 @@ class Subject:
         matched = structure_of(self.ledger, text or compiled.text, self.mesh)
         mesh = dict(self.mesh.shape)
         return Proof(self.name, self.target.name, mesh, outputs, kernels, fault, compiled, found, matched)
+
+    def _fits(self, needed: int) -> None:
+        """Refuses what this machine has no memory for.
+
+        Raises:
+            UserError: it is more than what is free.
+        """
+        if needed > (free := free_memory()):
+            raise UserError(
+                "A compiled program is executed in this machine's memory, with the values of all devices.",
+                seen=f"{needed / 2**30:.1f} GiB at its highest point, {free / 2**30:.1f} GiB are free",
+                where=f"{self.name} on {self.target.name}, {self.mesh.size} devices",
+                fix="prove it on a smaller target, or on a machine with more memory",
+            )
 
     def results(self, compiled: Compiled) -> list[NamedSharding]:
         """Where the compiled program's results lie.
@@ -166,7 +182,8 @@ class Proof:
         compiled: what was executed.
         results: what it computed, `device dim ...` each.
         structure: the function's ledger, matched with its collectives.
-        rounded: how far the same step compiled for one device is from the plain one, where this had to be asked.
+        rounded: how far the step for one device, as it is written, is from float32, where it is what was held against.
+        between: whether a token stands between two experts, so that two right programs may be far apart.
         finding: what made it wrong, where it is.
         fitted: how the run was changed for the target, a sentence each.
         seconds: what took how long.
@@ -182,6 +199,7 @@ class Proof:
     results: tuple[np.ndarray, ...]
     structure: Structure
     rounded: float | None = None
+    between: bool = False
     finding: Finding | None = None
     fitted: tuple[str, ...] = ()
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)

@@ -38,8 +38,8 @@ def _head(proof: Proof) -> str:
     lines += [f"              {fault}" for fault in proof.structure.faults]
     if proof.rounded is not None:
         lines.append(
-            "  held to     the same step compiled for one device; that one deviates from float32 by "
-            f"{proof.rounded:.0e}, as constants in bfloat16 do"
+            "  held to     the step for one device as it is written, with its constants in bfloat16; that one deviates "
+            f"from float32 by {proof.rounded:.0e}"
         )
     return "\n".join(lines)
 
@@ -110,6 +110,11 @@ def _verdict(proof: Proof) -> str:
         )
     wrong = [output for output in proof.outputs if not output.right]
     lines = [f"NOT PROVEN: {len(wrong)} of {len(proof.outputs)} results are wrong ({seconds:.0f} s)"]
+    if proof.between:
+        lines.append(
+            "  experts     in all numbers that were drawn a token stands between two experts, and right programs may "
+            "differ there: --seed N draws others"
+        )
     if proof.fault:
         lines = [f"NOT PROVEN: the program does not run to its end: {proof.fault}"]
     if (finding := proof.finding) is not None:
@@ -133,6 +138,7 @@ def as_json(proof: Proof) -> dict[str, Any]:
         "proven": proof.proven,
         "error": finite(proof.error),
         "rounded": proof.rounded,
+        "between": proof.between,
         "fault": proof.fault,
         "kernels": list(proof.kernels),
         "structure": proof.structure.as_dict(),

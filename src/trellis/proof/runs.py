@@ -5,14 +5,17 @@ import math
 from collections.abc import Collection
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
+from trellis._compat import full_text
 from trellis.hardware.chips import Target
 from trellis.inspect.ledger import ledger_of
 from trellis.notation.typeof import typeof
 from trellis.plan.adapt import adapt
-from trellis.plan.compile import compiler_devices, platform_of
+from trellis.plan.compile import Compiled, compiler_devices, platform_of
 from trellis.plan.prepared import Prepared, prepare
 from trellis.proof.comparing import BOUND
+from trellis.proof.interpreter import Failed, Interpreter, NotInterpreted
 from trellis.proof.one_device import Reference, on_one_device
 from trellis.proof.proof import Proof, Subject, Wanted, Watch
 from trellis.proof.shrinking import shrunk
@@ -39,9 +42,9 @@ def prove_run(
     """Proves a run's train step on a target, with the run's sizes shrunk.
 
     The step is held against the plain one in float32. Where constants that the run has in bfloat16 (those of a GELU,
-    for one) keep the two apart, it is held against the same step compiled for one device of the target, and that one
-    against the plain one, as far as rounded constants may reach. Between the two compiled ones a tenth of that is left
-    for constants: a compiler may multiply them with each other in one and not in the other.
+    for one) keep the two apart, it is held against the step for one device as the run writes it, before a compiler has
+    seen it, and that one against the plain one, as far as rounded constants may reach. A tenth of that is left between
+    the compiled step and the written one: a compiler may multiply constants with each other.
 
     Args:
         run: the run.
@@ -65,19 +68,17 @@ def prove_run(
     watch.note("compiling")
     proof, bound = subject.execute(compiled), BOUND
     watch.note("executing")
-    if not proof.proven and proof.error < ROUNDED:
-        alone = trial.alone().subject(reference)
-        single = alone.execute(alone.compile(progress=progress), bound=ROUNDED)
-        watch.note("compiled for one device")
-        if single.proven:
-            results = [result[0] for result in single.results]
-            subject = trial.subject(dataclasses.replace(reference, results=results))
-            bound = max(BOUND, single.error / 10)
-            proof = dataclasses.replace(subject.execute(compiled, bound=bound), rounded=single.error)
+    if not proof.proven and not proof.fault:
+        written, rounded = trial.written(reference, compiled)
+        watch.note("as written")
+        if rounded < ROUNDED:
+            subject, bound = trial.subject(written), max(BOUND, rounded / 10)
+            outputs = subject.compare(proof.results, subject.results(compiled), bound)
+            proof = dataclasses.replace(proof, outputs=outputs, rounded=rounded)
     if explain and not proof.proven:
         proof = dataclasses.replace(proof, finding=subject.why(compiled, bound))
         watch.note("looking for the reason")
-    return dataclasses.replace(proof, fitted=tuple(trial.fitted), seconds=watch.seconds)
+    return dataclasses.replace(proof, between=reference.between, fitted=tuple(trial.fitted), seconds=watch.seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,26 @@ class Trial:
     chunk_bytes: int | None
     fitted: tuple[str, ...]
 
-    def alone(self) -> "Trial":
+    def written(self, reference: Reference, compiled: Compiled) -> tuple[Reference, float]:
+        """What the step for one device computes with the run's own constants, before a compiler has seen it.
+
+        Returns:
+            That, and how far it is from the reference: infinitely where something in it is not interpreted. Of a
+            mixture of experts only metrics are compared: rounded constants lead some tokens to other experts.
+        """
+        alone = self._alone().subject(reference)
+        try:
+            run = Interpreter(full_text(alone.lowered), 1)
+            results = [result[0] for result in run([reference.given[i][None] for i in compiled.kept])]
+        except (Failed, NotInterpreted):
+            return reference, math.inf
+        place = NamedSharding(alone.mesh, PartitionSpec())
+        outputs = alone.compare([result[None] for result in results], [place] * len(results), ROUNDED)
+        mixture = self.prepared.run.model.experts > 1
+        compared = [o.error for o, before in zip(outputs, reference.before) if before is None or not mixture]
+        return dataclasses.replace(reference, results=results), max(compared)
+
+    def _alone(self) -> "Trial":
         """The same step on one of the target's devices."""
         single = LayoutChoice(preset="single")
         run = dataclasses.replace(self.prepared.run, mesh=MeshSizes(data=1), layout=single, accumulation="pending")

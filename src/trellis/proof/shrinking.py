@@ -141,15 +141,18 @@ def _model(run: Run, ways: Ways, pos: int, tokens: int) -> Any:
 
 
 def _experts(model: Any, ways: Ways) -> dict[str, Any]:
-    """Two experts a device, and two in each group; a token sees half of the groups where it does not see all."""
+    """Two experts a device, and two in each group; a token sees half of the groups where it does not see all, and goes
+    to half of the experts that it sees where it does not go to all."""
     routing = model.routing
     groups = min(routing.groups, EXPERT_GROUPS)
     seen = groups if routing.groups_per_token == routing.groups else max(groups // 2, 1)
     least = max(_kept(model.experts, ways("experts"), 2), min(model.experts, 4), 2 * groups if groups > 1 else 0)
     experts = multiple(least, math.lcm(ways("experts"), groups))
+    seen_experts, all_seen = experts // groups * seen, model.experts // routing.groups * routing.groups_per_token
+    per_token = seen_experts if model.experts_per_token == all_seen else max(seen_experts // 2, 2)
     return {
         "experts": experts,
-        "experts_per_token": min(model.experts_per_token, experts // groups * seen),
+        "experts_per_token": min(model.experts_per_token, per_token),
         "routing": dataclasses.replace(routing, groups=groups, groups_per_token=seen),
     }
 

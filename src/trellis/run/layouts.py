@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from trellis.cores import usable_cores
 from trellis.errors import UserError, did_you_mean
 from trellis.frozen import FrozenMap
 from trellis.mesh import Layout, make_mesh
@@ -333,7 +333,7 @@ def _check_few(compute: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -
 def _are_halves_of_a_cpu(devices: Sequence[Any]) -> bool:
     """Two devices of one CPU that has so many processors; where it has not, they rehearse a larger machine."""
     here = len({d.process_index for d in devices}) == 1
-    return here and len(devices) == 2 <= (os.cpu_count() or 1) and all(d.platform == "cpu" for d in devices)
+    return here and len(devices) == 2 <= usable_cores() and all(d.platform == "cpu" for d in devices)
 
 
 def check_names(choice: LayoutChoice, names: Iterable[str]) -> None:

@@ -18,6 +18,7 @@ from trellis.mesh import Layout
 from trellis.mesh.platform import rehearses
 from trellis.models import ModelConfig
 from trellis.named import is_named
+from trellis.named.backend import has_block_units
 from trellis.named.saving import Keep, nothing, products, saved
 from trellis.nn.parameters import Parameter, Role, parameters
 from trellis.notation.state import mode_of
@@ -140,6 +141,7 @@ def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes
         shapes = abstract_state(make_model, optimizer, average=run.ema is not None)
         _check_parts_of_names(run, shapes.model)
         _check_narrow_products(run, shapes.model)
+        _check_four_bits(run, layout)
         _check_narrow_moments(run, shapes)
         abstract = _placed(shapes, layout)
         options = StepOptions(
@@ -249,7 +251,7 @@ def _check_parts_of_names(run: Run, model: Any) -> None:
 
 def _check_narrow_products(run: Run, model: Any) -> None:
     """Refuses parts of names that ask for narrow products where there are none: all but weights of layers, and of their
-    experts those of tiles."""
+    experts those in blocks."""
     precision = run.precision
     marked = [p for p in parameters(model) if precision.product_of(p)]
     for part in precision.products:
@@ -257,8 +259,8 @@ def _check_narrow_products(run: Run, model: Any) -> None:
             seen = f"`{part}`, of which no part is a weight that multiplies"
             raise _no_narrow_product(seen, model)
     for p in marked:
-        in_tiles = "experts" in p.names and precision.product_of(p) == "mxfp8"
-        if not p.path.startswith("layers.") or in_tiles:
+        in_blocks = "experts" in p.names and precision.product_of(p) in ("mxfp8", "nvfp4")
+        if not p.path.startswith("layers.") or in_blocks:
             raise _no_narrow_product(f"{precision.product_of(p)} for `{p.path}`", model)
 
 
@@ -269,11 +271,32 @@ def _no_narrow_product(seen: str, model: Any) -> UserError:
         if p.role == Role.WEIGHT and p.path.startswith("layers.")
     ]
     return UserError(
-        "Products in eight bits are those of layers' weights, experts' in fp8 and int8, not the unembedding's.",
+        "Narrow products are those of layers' weights, experts' in fp8 and int8, not the unembedding's.",
         seen=seen,
         where="precision.products",
         fix=f"name parts of {', '.join(f'`{path}`' for path in able)}",
     )
+
+
+def _check_four_bits(run: Run, layout: Layout) -> None:
+    """Refuses products in nvfp4 on chips that have no units for them, and in stages, which have no keys for them."""
+    if "nvfp4" not in run.precision.products.values():
+        return
+    device = layout.mesh.devices.flat[0]
+    if device.platform != "cpu" and not has_block_units(device.device_kind):
+        raise UserError(
+            "Products in nvfp4 are for NVIDIA's GPUs from Blackwell on; a CPU emulates them.",
+            seen=f"nvfp4 on {device.device_kind}",
+            where="precision.products",
+            fix="use fp8, or int8",
+        )
+    if run.mesh.stage != 1:
+        raise UserError(
+            "Products in nvfp4 round gradients by keys of layers, which stages do not have.",
+            seen=f"nvfp4 with mesh.stage={run.mesh.stage}",
+            where="precision.products",
+            fix="use --mesh.stage 1, or fp8",
+        )
 
 
 def _check_narrow_moments(run: Run, state: TrainState) -> None:

@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
-import os
 from typing import Any
 
 import jax
 
+from trellis.cores import usable_cores
 from trellis.errors import UserError
 from trellis.hardware.platform import choose_platform, claim_gpu_memory
 from trellis.run.config import Run
@@ -25,7 +25,7 @@ def find_devices(run: Run) -> list[Any]:
     """
     choose_platform()
     claim_gpu_memory()
-    count = run.devices or default_count(run, _cores())
+    count = run.devices or default_count(run, usable_cores())
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # the backend is there already: what counts is how many devices it has
@@ -66,7 +66,3 @@ def _divides(run: Run, left: int) -> bool:
     parts = math.prod(mesh[name] for name in ("replica", "data", "data_y", "data_z", "expert"))
     batches = [(b.size, phase.run.parts) for phase in run.phases() for b in phase.run.batch_sizes()]
     return run.model.embed % left == 0 and all(size // of % parts == 0 for size, of in batches)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -23,6 +23,7 @@ from trellis.named.reshape import split_axis, transpose
 from trellis.named.tuned import Tuned, tuned_for
 from trellis.nn import Precision, TokenLoss, next_token_loss, tied
 from trellis.nn.positions import dealt
+from trellis.nn.precision import with_keys
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
 from trellis.optim import all_finite, select
@@ -177,7 +178,7 @@ def loss_and_gradients(model: LanguageModel, batch: Batch, options: StepOptions,
     scale = 1.0 / jnp.maximum(tokens, 1.0)
 
     def mean_loss(params, part, key, ahead=None, scale=scale):
-        sums, measured = batch_loss(params, part, options, key, ahead)
+        sums, measured = batch_loss(with_keys(params, key), part, options, key, ahead)
         return sums.total * scale, (sums, measured)
 
     to_use = lambda params: options.precision.in_use(params)

@@ -1,13 +1,13 @@
 """What a run is about to do: model, data, mesh, memory and communication, as plain values and as words."""
 
 import math
-import os
 import platform
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from trellis.cores import usable_cores
 from trellis.figures.numbers import count, size
 from trellis.hardware.platform import processor
 from trellis.inspect import Ledger
@@ -34,7 +34,7 @@ def machine() -> dict[str, Any]:
         "host": platform.node(),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": processor(),
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "trellis": importlib.metadata.version("trellis"),

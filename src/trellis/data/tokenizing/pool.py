@@ -27,11 +27,6 @@ main()
 """
 
 
-def available_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class LocalPool:
     """`workers` processes; with 0 this process encodes, on all cores of the `tokenizers` library's own threads."""
 

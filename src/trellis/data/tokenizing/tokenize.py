@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from trellis.cores import usable_cores
 from trellis.data.blocks import Block, Encoded, Job
 from trellis.data.order.permutation import mix64
 from trellis.data.storage import open_folder
 from trellis.data.store.store import Store
 from trellis.data.store.writer import StoreWriter, writer_lock
 from trellis.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
-from trellis.data.tokenizing.pool import LocalPool, available_cores
+from trellis.data.tokenizing.pool import LocalPool
 from trellis.data.tokenizing.progress import TokenizingProgress
 from trellis.data.tokenizing.sources import FileSource, find_files
 from trellis.data.tokenizing.worker import Encoder
@@ -192,7 +193,7 @@ def _pool(job: Job, workers: int | str | None):
 
         return RayPool(job)
     if workers is None:
-        workers = available_cores()
+        workers = usable_cores()
     if not isinstance(workers, int) or workers < 0:
         raise UserError(
             "Workers are a number of processes, or a Ray cluster.",

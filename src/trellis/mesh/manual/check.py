@@ -10,6 +10,7 @@ its own list of what is linear. It also follows which values were settled, and r
 import dataclasses
 
 import jax
+import numpy as np
 
 from trellis.mesh.manual.ops import marked
 from trellis.mesh.manual.refusals import eqn_line, refusal
@@ -110,7 +111,7 @@ class _Check:
                 return _NONE
         elif _linear(operation, operands, axes):
             return rest
-        raise PendingSumError(refusal(name, axes, _line_of(operation), self.bindings))
+        raise PendingSumError(refusal(name, axes, line_of(operation), self.bindings))
 
     def refuse_second_sum(self, operation: Operation, operands: list[Held]) -> None:
         sizes = jax.sharding.get_abstract_mesh().shape
@@ -121,7 +122,7 @@ class _Check:
             raise PendingSumError(
                 f"a sum over devices is of values that differ between them, got {operation.name} over "
                 f"'{twice[0]}' of one that was summed over it already, in `{self.bindings.function}`"
-                f"{_line_of(operation)}: leave the second sum out"
+                f"{line_of(operation)}: leave the second sum out"
             )
 
     def inner(self, operation: Operation, operands: list[Held]) -> list[Held]:
@@ -153,7 +154,7 @@ class _Check:
 
     def refused(self, operation: Operation, held: list[Held]) -> PendingSumError:
         axes = _NONE.union(*(each.pending for each in held))
-        return PendingSumError(refusal(operation.name, axes, _line_of(operation), self.bindings))
+        return PendingSumError(refusal(operation.name, axes, line_of(operation), self.bindings))
 
 
 def _alike(operation: Operation, operands: list[Axes]) -> bool:
@@ -173,7 +174,7 @@ def _linear(operation: Operation, operands: list[Axes], axes: Axes) -> bool:
         if name == "mul" and operands[1]:
             first, second = second, first
         one = operands.count(axes) == 1 and (name == "mul" or bool(operands[0]))
-        return one and not second.shape and not axes & _varying(second)
+        return one and not second.shape and not axes & varying(second)
     if name in _MOVES:
         return not axes.intersection(axes_over(operation))
     if name == "pad":
@@ -185,11 +186,11 @@ def _same_sum(operation: Operation, operands: list[Held]) -> Axes:
     """The axes along which a result is made of a settled sum and of nothing that differs between devices."""
     known = _NONE.union(*(held.settled for held in operands))
     pairs = list(zip(operands, operation.operands, strict=True))
-    return frozenset(a for a in known if all(a in held.settled or a not in _varying(value) for held, value in pairs))
+    return frozenset(a for a in known if all(a in held.settled or a not in varying(value) for held, value in pairs))
 
 
 def _is_zero(value: Value) -> bool:
-    return value.literal is not None and not jax.numpy.any(jax.numpy.asarray(value.literal.val))
+    return value.literal is not None and not np.any(np.asarray(value.literal.val))  # jnp would trace it, under jit
 
 
 def _typed(value: Value) -> Axes:
@@ -198,12 +199,13 @@ def _typed(value: Value) -> Axes:
     return mat.unreduced if mat is not None else _NONE
 
 
-def _varying(value: Value) -> Axes:
+def varying(value: Value) -> Axes:
+    """The axes along which devices hold different values, by a value's JAX type."""
     mat = getattr(value.aval, "mat", None)
     return mat.varying if mat is not None else _NONE
 
 
-def _line_of(operation: Operation) -> str:
+def line_of(operation: Operation) -> str:
     """Where the user's code made an operation, as ` (file.py:12: the line)`."""
     equation, frame = operation.equation, operation.frame
     while frame.equation is not None and frame.equation.primitive.name in _SHARED:
@@ -216,11 +218,11 @@ def met_line(program: Program, value: Value, sliced) -> str:
 
     A forgotten gather or sum shows there: what it would have made the same on all devices meets what is.
     """
-    wanted, line, axes = {value}, "", _varying(value) - set(sliced)
+    wanted, line, axes = {value}, "", varying(value) - set(sliced)
     for operation in reversed(program.operations):
         if wanted.isdisjoint(operation.results):
             continue
-        wanted.update(v for v in operation.inputs if axes & _varying(v))
-        if operation.name == "pvary" and axes & _varying(operation.results[0]) - _varying(operation.operands[0]):
-            line = _line_of(operation)
+        wanted.update(v for v in operation.inputs if axes & varying(v))
+        if operation.name == "pvary" and axes & varying(operation.results[0]) - varying(operation.operands[0]):
+            line = line_of(operation)
     return line

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from trellis.mesh.manual.check import check_pending, met_line
 from trellis.mesh.manual.refusals import raise_in_notation
 from trellis.mesh.manual.reshard import TransitionError, check_slice
+from trellis.mesh.manual.slices import check_slices, otherwise, sliced_as
 from trellis.mesh.meshes import MeshError, mesh_text, same_mesh
 from trellis.notation import (
     ArrayType,
@@ -112,7 +113,7 @@ class _Call:
         arrays, specs = self.enter(every)
 
         def body(*slices):
-            return self.body(bound, trees, leaves, slices, results)
+            return self.body(bound, trees, leaves, slices, specs, results)
 
         mapped = jax.shard_map(
             body,
@@ -317,7 +318,7 @@ class _Call:
 
     # Inside.
 
-    def body(self, bound, trees, leaves, slices, results):
+    def body(self, bound, trees, leaves, slices, specs, results):
         out: dict = {}
 
         def program(*slices):
@@ -332,11 +333,6 @@ class _Call:
             for leaf in out["leaves"]:
                 if leaf.kind is not None and not is_array(leaf.value):
                     check_array(leaf.value, leaf.kind, leaf.place, self.bindings)
-                if leaf.kind is not None and (known := self.bindings.held(_plain(leaf.value), self.real(leaf.kind))):
-                    raise TypeMismatch(
-                        f"a result is what its annotation says, got a slice '{known}' for {leaf.kind}, "
-                        f"in {leaf.place}: reshard it, or correct the annotation"
-                    )
             return [_plain(leaf.value) for leaf in out["leaves"] if leaf.kind is not None]
 
         with binding(self.bindings):
@@ -347,10 +343,12 @@ class _Call:
                 raise
             read = Program(traced.jaxpr)
             pending = check_pending(read, self.bindings)
+            lie = check_slices(read, [_sliced(spec, x.ndim) for spec, x in zip(specs, slices)], self.bindings)
             arrays = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *slices)
             typed = [leaf for leaf in out["leaves"] if leaf.kind is not None]
-            for leaf in typed:
+            for leaf, dims in zip(typed, lie, strict=True):
                 self.check_result(leaf)
+                self.check_lies(leaf, dims)
             met = [functools.partial(met_line, read, value) for value in read.results]
             arrays = [self.leave(leaf, *each) for leaf, *each in zip(typed, arrays, pending, met, strict=True)]
         groups = [[] for _ in results]
@@ -395,6 +393,15 @@ class _Call:
                 )
         bind_shape(leaf.kind.shape, _plain(leaf.value), leaf.place, self.bindings)
 
+    def check_lies(self, leaf: Leaf, dims: tuple) -> None:
+        """A result's slices, where JAX's type does not say which dimension a mesh axis slices, and in which order."""
+        wanted = self.real(leaf.kind)
+        if otherwise(dims, tuple(self.manual_only(dim.axes) for dim in wanted.dims)):
+            raise TypeMismatch(
+                f"a result is what its annotation says, got a slice '{sliced_as(wanted, dims)}' for {leaf.kind}, "
+                f"in {leaf.place}: reshard it, or correct the annotation"
+            )
+
     def leave(self, leaf: Leaf, array, pending: frozenset[str], met: Callable):
         wanted = real_axes(leaf.kind.shape, self.shape)
         if forgotten := sorted(pending - set(wanted.pending)):
@@ -433,6 +440,12 @@ def _number(leaf: Leaf) -> Leaf:
         return leaf
     dtype = None if leaf.kind.dtype == "shaped" else DType(leaf.kind.dtype).jax
     return dataclasses.replace(leaf, value=jnp.asarray(leaf.value, dtype))
+
+
+def _sliced(spec: PartitionSpec, rank: int) -> tuple:
+    """For each dimension the mesh axes that a spec slices it over."""
+    axes = [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec.partitions]
+    return (*axes, *[()] * (rank - len(axes)))
 
 
 def _plain(x):

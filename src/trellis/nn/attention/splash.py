@@ -155,7 +155,7 @@ def splash_attention(
     """Softmax attention by a kernel from `splash_kernel`; arguments as in `trellis.nn.dot_product_attention`."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    queries = (q * jnp.asarray(scale, q.dtype)).transpose(0, 2, 1, 3)
+    queries = _scaled(q, scale).transpose(0, 2, 1, 3)
     keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     whole, batch = queries.shape, queries.shape[0]
     queries, keys, values = _for_cores(keys.shape[1], queries, keys, values)
@@ -164,6 +164,11 @@ def splash_attention(
     with _said(Tile(q.shape[1], k.shape[1], pattern)):
         out = jax.vmap(kernel)(queries, keys, values, *segments)
     return out.reshape(*whole[:3], v.shape[3]).transpose(0, 2, 1, 3)
+
+
+def _scaled(q: jax.Array, scale: float) -> jax.Array:
+    """Queries times the scale of the scores. In bfloat16 that would be rounded: DeepSeek-V3's, 0.1352, by 0.3 %."""
+    return (q.astype(jnp.float32) * scale).astype(q.dtype)
 
 
 def _as_often(ids: jax.Array, times: int) -> jax.Array:
@@ -212,7 +217,7 @@ class SplashTiles:
         return self._scaled(d_q), d_k, d_v
 
     def _scaled(self, q):
-        return q * jnp.asarray(self.scale, q.dtype)
+        return _scaled(q, self.scale)
 
     def _table(self, tile: Tile, q) -> SplashTable:
         return _table(tile, q.shape[1], q.shape[3] * q.dtype.itemsize, self.logit_softcap, self.interpret)

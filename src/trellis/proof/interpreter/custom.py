@@ -144,4 +144,4 @@ def _custom_call(instruction: Instruction, machine) -> Callable:
     raise NotInterpreted(f"the custom call {target}, as {instruction.name}")
 
 
-OPERATIONS: dict[str, Callable] = {"custom-call": _custom_call, "topk": _largest}
+OPERATIONS: dict[str, Callable] = {"custom-call": _custom_call, "topk": _largest, **kernels.OPERATIONS}

@@ -5,7 +5,6 @@ devices hold. It knows no JAX and shares no code with XLA, so that what it finds
 """
 
 import contextlib
-import functools
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,6 +75,7 @@ class Interpreter:
         self.observe = observe
         self._plans: dict[str, list] = {}
         self._scalars: set[str] = set()
+        self._combiners: dict[str, Callable] = {}
         self.opaque: set[str] = set()  # kernels that a reference stood for
 
     def __call__(self, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -118,7 +118,7 @@ class Interpreter:
         """A computation on some devices."""
         values: dict[str, Value] = {}
         root = None
-        for instruction, function, operands, gone in self._plan(computation):
+        for instruction, function, operands, gone in self.plan(computation):
             if function is None:
                 found = arguments[int(instruction.literal)]
             else:
@@ -144,7 +144,7 @@ class Interpreter:
             self.observe(instruction, found, team)
         return found
 
-    def _plan(self, computation: str) -> list[tuple[Instruction, Callable | None, list[str], list[str]]]:
+    def plan(self, computation: str) -> list[tuple[Instruction, Callable | None, list[str], list[str]]]:
         """The operations of a computation: how each is made, from what, and what nobody needs after it."""
         if computation not in self._plans:
             instructions = self.program.computations[computation]
@@ -205,9 +205,13 @@ class Interpreter:
         """An attribute's integers, as of `dimensions={0,2}`."""
         return tuple(int(n) for n in re.findall(r"-?\d+", instruction.attribute(name) or ""))
 
-    @functools.cache  # noqa: B019 -- an interpreter lives as long as its program
     def combiner(self, computation: str) -> Callable:
         """A computation of scalars as a function of arrays: numpy's own where it is one operation."""
+        if computation not in self._combiners:
+            self._combiners[computation] = self._combiner(computation)
+        return self._combiners[computation]
+
+    def _combiner(self, computation: str) -> Callable:
         self._scalars.add(computation)
         inner = [i for i in self.program.computations[computation] if i.op not in ("convert", "bitcast", "copy")]
         made = [i for i in inner if i.op != "parameter"]

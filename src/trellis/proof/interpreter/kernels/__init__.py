@@ -2,4 +2,5 @@
 
 from trellis.proof.interpreter.kernels.cudnn import KERNELS as CUDNN
 from trellis.proof.interpreter.kernels.grouped import KERNELS as GROUPED
+from trellis.proof.interpreter.kernels.grouped import OPERATIONS as OPERATIONS
 from trellis.proof.interpreter.kernels.splash import KERNELS as SPLASH

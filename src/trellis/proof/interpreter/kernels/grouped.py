@@ -1,4 +1,4 @@
-"""Kernels for sorted rows with one weight for each group of them: libtpu's for `jax.lax.ragged_dot`, and our own."""
+"""Sorted rows with one weight for each group of them: `jax.lax.ragged_dot`, libtpu's kernels for it, and our own."""
 
 import base64
 import re
@@ -8,6 +8,25 @@ import numpy as np
 
 from trellis.inspect.hlo import Instruction
 from trellis.proof.interpreter.values import NotInterpreted, each
+
+# Of a product whose groups are of rows; weights may be swapped.
+_RAGGED = {"lhs_contracting": (1,), "lhs_ragged": (0,), "rhs_group": (0,)}
+
+
+def _ragged_dot(instruction: Instruction, machine) -> Callable:
+    """The operation itself, as it is before a compiler has seen it, where groups are of rows."""
+    kind = machine.type(instruction)
+    dims = lambda name: machine.integers(instruction, f"{name}_dims")
+    swapped = dims("rhs_contracting") == (2,)
+    if dims("rhs_contracting") not in ((1,), (2,)) or any(dims(name) != said for name, said in _RAGGED.items()):
+        raise NotInterpreted(f"{instruction.name} with groups along another dimension")
+
+    def one(rows: np.ndarray, weights: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        ends = np.cumsum(sizes)
+        weights = weights.swapaxes(1, 2) if swapped else weights
+        return _written(kind.shape, rows, weights, enumerate(zip(ends - sizes, ends)))
+
+    return lambda values, team: each(one, values, team)
 
 
 def _metadata(name: str, instruction: Instruction, machine) -> Callable:
@@ -83,3 +102,4 @@ KERNELS: dict[str, Callable] = {
     "grouped_product": _our_product,
     "grouped_gradient": _our_gradient,
 }
+OPERATIONS: dict[str, Callable] = {"ragged-dot": _ragged_dot}

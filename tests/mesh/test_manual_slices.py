@@ -1,0 +1,159 @@
+"""Which dimension a mesh axis slices, and which of two is the major one: JAX's types do not say, the texts do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trellis as tr
+from tests.mesh.told import told
+from trellis import f32
+from trellis.mesh.manual.reshard import TransitionError
+from trellis.notation import TypeMismatch
+from trellis.program.rules import _regrouped
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mesh():
+    mesh = tr.make_mesh(x=2, y=2, z=2)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def numbers(*shape):
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+
+def program(fn, argument, result, other=None, axes=None):
+    """A manual function of one array, or of two, with these types."""
+
+    def of_one(a):
+        return fn(a)
+
+    def of_two(a, b):
+        return fn(a, b)
+
+    chosen = of_one if other is None else of_two
+    chosen.__annotations__ = {"a": f32[argument], "return": f32[result]} | ({"b": f32[other]} if other else {})
+    chosen.__qualname__ = "program"
+    return tr.shard_map(chosen, axes=axes)
+
+
+def moved(text):
+    return lambda a: tr.reshard(text, a)
+
+
+def in_scan(turns, body):
+    return lambda a: jax.lax.scan(lambda c, _: (body(c), None), a, length=turns)[0]
+
+
+RESHARDED = moved("a/x b -> a/x/y b")
+UNARY = {
+    "elementwise": lambda a: a * a + 1.0,
+    "with a constant": lambda a: jnp.where(a > 0, a, jnp.zeros_like(a)),
+    "a jitted function": jax.jit(jnp.tanh),
+    "a checkpoint": jax.checkpoint(lambda a: a * 2.0),
+    "a loop": in_scan(3, lambda a: a * 2.0),
+    "a while loop": lambda a: jax.lax.fori_loop(0, a.shape[1], lambda i, c: c + a, jnp.zeros_like(a)),
+    "branches": lambda a: jax.lax.cond(a.sum() > 0, lambda a: a, lambda a: -a, a),
+    "along the other dimension": lambda a: jnp.cumsum(a, axis=1),
+    "there and back": lambda a: jnp.transpose(jnp.transpose(a)),
+    "another dimension": lambda a: jnp.stack([a, a], axis=1).sum(1),
+    "a cut": lambda a: jnp.concatenate([a[:, 1:], a[:, :1]], axis=1),
+    "split and joined": lambda a: a.reshape(a.shape[0], 2, -1).reshape(a.shape),
+    "rows": lambda a: a[:, jnp.arange(a.shape[1])],
+    "a product": lambda a: a @ jnp.eye(a.shape[1]),
+    "a ring": lambda a: jax.lax.ppermute(a, "x", [(0, 1), (1, 0)]),
+    "a gradient": lambda a: jax.grad(lambda a: (a * a).sum())(a),
+}
+
+
+@pytest.mark.parametrize("kind", UNARY)
+def test_slices_are_followed_through(kind):
+    """What leaves as it lies is right, and what is annotated otherwise is refused."""
+    a, fn = numbers(8, 4), UNARY[kind]
+    fits = program(lambda a: fn(RESHARDED(a)), "a/x b", "a/x/y b")(a)
+    assert fits.shape == (8, 4)
+    for wrong, held in (("a/y/x b", "a/x/y b"), ("c/x d/y", "c/x/y d"), ("c/y d/x", "c/x/y d")):
+        with pytest.raises(TypeMismatch) as caught:
+            program(lambda a: fn(RESHARDED(a)), "a/x b", wrong)(a)
+        assert told(caught) == (
+            f"a result is what its annotation says, got a slice '{held}' for f32[{wrong}], in result of `program`: "
+            "reshard it, or correct the annotation"
+        )
+
+
+@pytest.mark.parametrize("axes", [None, {"x", "y"}])
+def test_the_left_side_of_a_text_is_what_an_operation_made(axes):
+    a = numbers(8, 4)
+    there = program(lambda a: moved("a/x/y b -> a/y/x b")(a * 2.0), "a/x/y b", "a/y/x b", axes=axes)
+    np.testing.assert_array_equal(jax.jit(there)(a), 2 * a)
+    with pytest.raises(TransitionError) as caught:
+        program(lambda a: moved("a/y/x b -> a/x b")(a * 2.0), "a/x/y b", "a/x b", axes=axes)(a)
+    assert told(caught, by_line=True) == (
+        "the left side of a text is what the array is, got a slice 'a/x/y b' for 'a/y/x b', in `program`: write "
+        "'a/x/y b', or reshard it from there"
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "seen"), [("a/y/x b", "one over 'x/y' and one over 'y/x'"), ("a/z b", "one over 'x/y' and one over 'z'")]
+)
+@pytest.mark.parametrize(
+    "meet", [lambda a, b: a * b, lambda a, b: jnp.stack([a, b]).sum(0), lambda a, b: jnp.einsum("ab,ab->b", a, b)]
+)
+def test_slices_that_lie_otherwise_do_not_meet(meet, other, seen):
+    rows = 8 if "y" in other else 4
+    with pytest.raises(TypeMismatch) as caught:
+        program(meet, "a/x/y b", "a/x/y b", f"{other}".replace("a/z", "c/z"))(numbers(8, 4), numbers(rows, 4))
+    assert told(caught, by_line=True).startswith(f"slices that meet are slices of one dimension, cut alike, got {seen}")
+
+
+def test_turns_and_branches_give_slices_that_lie_alike():
+    a = numbers(8, 8)
+    turned = lambda a: jnp.transpose(a)
+    assert program(in_scan(2, lambda a: turned(turned(a))), "a/x b/y", "a/x b/y")(a).shape == (8, 8)
+    with pytest.raises(TypeMismatch, match="a loop carries slices that lie alike in every turn, got _/x _/y and _/y _"):
+        program(in_scan(2, turned), "a/x b/y", "a/x b/y")(a)
+    with pytest.raises(TypeMismatch, match="branches give slices that lie alike, got _/x _/y and _/y _/x"):
+        program(lambda a: jax.lax.cond(a.sum() > 0, turned, lambda a: a, a), "a/x b/y", "a/x b/y")(a)
+
+
+def test_pairs_of_blocks_may_be_made_by_hand():
+    """In a ring queries and keys of one sequence are sliced over one mesh axis, and so a score is, twice."""
+
+    def scores(a, b):
+        products = jnp.einsum("ac,bc->ab", a, b)
+        seen = jnp.arange(a.shape[0])[:, None] >= jnp.arange(b.shape[0])[None, :]
+        return jax.nn.softmax(jnp.where(seen, products, -1e9), axis=1) @ b
+
+    made = program(scores, "pos/x/y c", "pos/x/y c", "key_pos/x/y c")(numbers(8, 4), numbers(8, 4))
+    assert made.shape == (8, 4)
+
+
+def test_what_jax_moves_is_what_the_next_text_says():
+    a = numbers(8, 8)
+    there = program(lambda a: jax.lax.all_to_all(a, "y", 0, 1, tiled=True), "a b/y", "a/y b")
+    assert there(a).shape == (8, 8)
+    exchanged = program(
+        lambda a: jax.lax.ppermute(a, ("x", "y"), [(0, 0), (1, 2), (2, 1), (3, 3)]), "a/x/y b", "a/y/x b"
+    )
+    np.testing.assert_array_equal(exchanged(a), a)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "dims", "kept"),
+    [
+        ((4,), (1, 4), "x", ["", "x"]),
+        ((4, 6), (24,), "x-", ["x"]),
+        ((4, 6), (24,), "-x", [""]),
+        ((24,), (4, 6), "x", ["x", ""]),
+        ((1, 4), (4, 1), "xy", ["y", ""]),
+        ((2, 3, 4), (2, 12), "xy-", ["x", "y"]),
+        ((2, 6), (3, 4), "x-", ["x", ""]),
+        ((0, 3), (3, 0), "xy", ["", ""]),
+    ],
+)
+def test_reshapes_keep_what_they_do_not_cut(before, after, dims, kept):
+    given = tuple((axis,) if axis != "-" else () for axis in dims)
+    assert ["".join(axes) for axes in _regrouped(before, after, given)] == kept
