@@ -148,7 +148,8 @@ ROWS = (
         "override_model_config=true max_target_length=131072 per_device_batch_size=0.25 remat_policy=custom "
         "query_proj=device key_proj=device value_proj=device context=device ici_fsdp_parallelism=16 "
         "ici_context_parallelism=4 context_parallel_strategy=ring use_tokamax_splash=true attention=flash "
-        f"packing=false {BLOCKS.replace('sa_use_fused_bwd_kernel=true', 'sa_block_q_dq=1024 sa_block_kv_dq=1024')} {BESIDE}",
+        f"packing=false {BLOCKS.replace('sa_use_fused_bwd_kernel=true', 'sa_block_q_dq=1024 sa_block_kv_dq=1024')} "
+        f"{BESIDE}",
     ),
     Row(
         "mixtral", "Mixtral 8x7B, v5p 4x4x4, 8,192 tokens a chip", "v5p:4x4x4", "mixtral_8x7b_v5p_64", {},
