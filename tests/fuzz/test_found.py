@@ -16,6 +16,7 @@ def drawn(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("compute", [{"pos": "data"}, {"pos": "data", "mlp": "model"}, {"layers": "data"}])
 def test_a_lookup_along_two_sliced_names(compute):
     x, ids = drawn(4, 6), np.array([0, 3, 1, 2], np.int32)
@@ -41,6 +42,7 @@ def test_partial_sums_are_scaled_after_their_layout_has_ended():
     np.testing.assert_allclose(made.array, 3.0 * (x * x).sum(0), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_positions_are_looked_up_in_jit_after_their_layout_has_ended():
     x, places = drawn(6, 2), np.array([1, -5, 2, -6])
     with tr.Layout(tr.make_mesh(jax.devices()[:2], data=2), params={"heads": "data"}):
@@ -50,6 +52,7 @@ def test_positions_are_looked_up_in_jit_after_their_layout_has_ended():
         np.testing.assert_array_equal(fn(placed).array, x[places])
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("operation", [lambda h: h + 1.0, lambda h: (h > 0).astype(jnp.float32), jnp.tanh])
 def test_a_pending_sum_is_refused_in_the_notation_whatever_jax_says(operation):
     @tr.shard_map
@@ -196,6 +199,7 @@ def test_branches_by_hand_that_give_two_shardings_are_refused_in_the_notation():
         slices(drawn(6))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("compute", [{"layers": "stage"}, {"layers": "stage", "batch": "data"}])
 def test_a_pipeline_of_layers_whose_name_stands_anywhere_or_nowhere(compute):
     """`layers` is the last name of one parameter, and no name of the other, which all layers have in common."""
@@ -219,6 +223,7 @@ def test_a_pipeline_of_layers_whose_name_stands_anywhere_or_nowhere(compute):
         np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll, reverse", [(2, False), (3, True)])
 def test_a_loop_whose_turns_hold_several_bodies_and_whose_gradient_stacks_pending_sums(unroll, reverse):
     """With a key for each position, and a last group of fewer positions where three do not divide four."""
@@ -338,3 +343,25 @@ def test_the_gradient_of_values_in_order_in_a_map_over_slices_and_of_whole_numbe
     change = numbers.with_array(np.zeros(3, jax.dtypes.float0))
     made, _ = jax.jvp(lambda n: tr.sort(n, "pos"), (numbers,), (change,))
     np.testing.assert_array_equal(made.array, [1, 2, 3])
+
+
+def test_a_second_derivative_of_a_cumulative_product_is_compiled_over_slices_in_auto_mode():
+    """Of slices XLA's partitioner makes two sizes of one dimension."""
+    x, rows = drawn(2), drawn(2, 2, seed=1)
+    loss = lambda h: (tr.cumprod(h, "layers") ** 2).sum().array
+
+    def program(x, rows):
+        def turn(h, row):
+            slope = jax.jvp(jax.grad(loss), (h,), (tr.tanh(h),))[1]
+            made = tr.roll(slope, -1, "layers")
+            return tr.tanh(h + made), made
+
+        made = tr.scan(turn, "pos", unroll=2)(x, rows)[1]
+        return (made * made).sum().array
+
+    args = tr.named(x, "layers"), tr.named(rows, "layers pos")
+    expected = jax.grad(program)(*args)
+    mesh = tr.make_mesh(jax.devices()[:2], axis_type="auto", data=2, model=1)
+    with tr.Layout(mesh, compute={"pos": "data", "layers": "data"}):
+        got = jax.grad(program)(*tr.shard(args, "compute"))
+    np.testing.assert_allclose(got.array, expected.array, rtol=1e-4)

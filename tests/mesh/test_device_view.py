@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trellis.mesh import make_mesh
-from trellis.mesh.device.view import View
+from trellis.mesh.device.view import DeviceViewError, View
 from trellis.mesh.meshes import on_another, without_axis
 
 
@@ -30,3 +32,63 @@ def test_an_operation_that_jax_writes_out_late_is_run_where_it_stands():
                             check_vma=False)  # fmt: skip
         found = jax.jit(run)(ends, jax.device_put(x, jax.NamedSharding(mesh, P("data"))))
     np.testing.assert_array_equal(found, place(ends, x))
+
+
+def on_a_device(fn, spec, out):
+    """What a function of whole arrays makes of 0 to 7, as a device's program under a stage's axis.
+
+    Args:
+        fn: of an array, and of the mesh that it lies on.
+        spec, out: where its argument and its result lie.
+    """
+    mesh = make_mesh(stage=2, data=2, model=2)
+    inner, x = without_axis(mesh, "stage").abstract_mesh, jnp.arange(8.0)
+    with on_another(without_axis(mesh, "stage")):
+        typed = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(inner, spec))
+        closed = jax.make_jaxpr(lambda x: fn(x, inner))(typed)
+    view = View(dict(mesh.shape))
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(lambda x: view.run(closed, x)[0], in_specs=(spec,), out_specs=out, check_vma=False)
+        return jax.jit(run)(jax.device_put(x, NamedSharding(mesh, spec)))
+
+
+@pytest.mark.parametrize(
+    ("fn", "spec", "out"),
+    [
+        (lambda x, mesh: jax.device_put(x, NamedSharding(mesh, P(None))), P("data"), P()),
+        (lambda x, mesh: jax.device_put(x, NamedSharding(mesh, P("data"))), P(), P("data")),
+        (lambda x, mesh: jax.device_put(x), P("data"), P("data")),
+    ],
+    ids=["gathers", "slices", "stays"],
+)
+def test_what_is_put_elsewhere_on_the_mesh_is_moved_there(fn, spec, out):
+    np.testing.assert_array_equal(on_a_device(fn, spec, out), np.arange(8.0))
+
+
+@pytest.mark.parametrize(
+    ("fn", "parts"),
+    [
+        (
+            lambda x, mesh: jax.device_put(x, jax.memory.Space.Host),
+            (
+                "keep their arrays in the devices' own memory.\n  seen:  `device_put` to MemorySpace.Host\n",
+                "leave it out",
+            ),
+        ),
+        (
+            lambda x, mesh: jax.lax.reduce(x, 0.0, lambda a, b: a * b + b, (0,)) + x,
+            ("are programs of one device.\n  seen:  `reduce` of sliced arrays", "gather its operands first"),
+        ),
+        (
+            lambda x, mesh: jax.shard_map(lambda x: x, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"model"})(x),
+            ("is manual over all mesh axes.\n  seen:  ", "leave out its `axes`"),
+        ),
+    ],
+    ids=["memory", "operation", "some axes"],
+)
+def test_what_no_device_does_by_itself_is_refused_in_four_parts(fn, parts):
+    with pytest.raises(DeviceViewError) as caught:
+        on_a_device(fn, P("data"), P("data"))
+    rule, fix = parts
+    assert rule in str(caught.value) and f"fix:   {fix}" in str(caught.value)
+    assert "where: test_device_view.py:" in str(caught.value)

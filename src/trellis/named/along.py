@@ -52,12 +52,14 @@ def apply_along(
     along = _one(x, along, what)
     if gather or state_of(x.array).mode == "manual":
         x = whole(x, (along,), what)
-    if gather and state_of(x.array).mode == "auto":
-        # XLA ends some of these on slices in an error of its own, as the gradient of a cumulative product.
-        spec = [None if n == along else jax.P.UNCONSTRAINED for n in x.names]
-        mesh = jax.typeof(x.array).sharding.mesh
-        x = x.with_array(jax.lax.with_sharding_constraint(x.array, jax.NamedSharding(mesh, jax.P(*spec))))
     run = functools.partial(fn, axis=x.index(along), **kwargs)
+    if gather and state_of(x.array).mode == "auto":
+        # XLA ends some of these on slices in an error of its own, as derivatives of a cumulative product, in which
+        # what comes from behind is sliced too.
+        spec = jax.P(*(None if n == along else jax.P.UNCONSTRAINED for n in x.names))
+        here = jax.NamedSharding(jax.typeof(x.array).sharding.mesh, spec)
+        made = run(jax.lax.with_sharding_constraint(x.array, here))
+        return settle(x.with_array(jax.lax.with_sharding_constraint(made, here)))
     return settle(x.with_array(locally(run, x.array) if local else run(x.array)))
 
 

@@ -261,6 +261,11 @@ def _reshard(view, equation, args, states) -> Result:
     return [moved(args[0], states[0], out, view.sizes, scoped=said)], [out]
 
 
+def _device_put(view, equation, args, states) -> Result:
+    """To where its type says, in the memory where it is."""
+    return list(args), list(states)
+
+
 _dimension = lambda equation: (equation.params["dimension"],)
 _last = lambda equation: (len(equation.invars[0].aval.shape) - 1,)
 _axis = lambda equation: (equation.params["axis"],)
@@ -275,6 +280,7 @@ RULES: dict[str, Callable] = {
     "cummin": _along(_axis),
     "cumprod": _along(_axis),
     "cumsum": _along(_axis),
+    "device_put": _device_put,
     "dot_general": _dot_general,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,

@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from trellis._compat import bind, scan_counts, within_equation
-from trellis.errors import TrellisError
+from trellis.errors import UserError
 from trellis.mesh.device import rules
 from trellis.mesh.device.moves import moved
 from trellis.notation.state import State
@@ -28,7 +28,7 @@ from trellis.program.sizes import state_at
 from trellis.program.source import source_of
 
 
-class DeviceViewError(TrellisError, NotImplementedError):
+class DeviceViewError(UserError, NotImplementedError):
     """An operation of which no device's part is known."""
 
 
@@ -81,11 +81,19 @@ class View:
         if name != "reshard" and not any(_placed(s) for s in (*states, *outs)):
             return _bound(equation, args)
         rule = rules.RULES.get(name)
+        if name == "device_put" and any(_memory(a) != _memory(b) for a, b in zip(equation.invars, equation.outvars)):
+            raise DeviceViewError(
+                "A pipeline's stages keep their arrays in the devices' own memory.",
+                seen=f"`device_put` to {_memory(equation.outvars[0])}",
+                where=source_of(equation) or "an unknown line",
+                fix="leave it out, or recompute instead of offloading",
+            )
         if rule is None and name not in rules.ELEMENTWISE:
             raise DeviceViewError(
-                f"a pipeline's stages are programs of one device, got `{name}` of sliced arrays, of which no device's "
-                f"part is known, at {source_of(equation) or 'an unknown line'}: gather its operands first, with "
-                "reshard, or write it in a shard_map"
+                "A pipeline's stages are programs of one device.",
+                seen=f"`{name}` of sliced arrays, of which no device's part is known",
+                where=source_of(equation) or "an unknown line",
+                fix="gather its operands first, with reshard, or write it in a shard_map",
             )
         results, natural = (rule or rules.elementwise)(self, equation, args, states)
         return [moved(x, at, out, self.sizes) for x, at, out in zip(results, natural, outs, strict=True)]
@@ -126,13 +134,18 @@ def _plain(x):
     """A constant without the mesh that it was made on, along with its type."""
     if isinstance(x, jax.core.Tracer):
         raise DeviceViewError(
-            "a pipeline's stages are given all arrays that they read as arguments, got one of "
-            f"{jax.typeof(x).str_short()} that a function brings along: put it into the model, or into what its layers "
-            "get"
+            "A pipeline's stages are given all arrays that they read as arguments.",
+            seen=f"an array {jax.typeof(x).str_short()} that a function brings along",
+            where="the layers",
+            fix="put it into the model, or into what its layers get",
         )
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x)), impl=jax.random.key_impl(x))
     return np.asarray(x)
+
+
+def _memory(variable) -> str:
+    return str(variable.aval.memory_space)
 
 
 def _placed(state: State) -> bool:
@@ -194,9 +207,10 @@ def _shard_map(view: View, equation: JaxprEqn, args: list) -> list:
     manual = set(p["newly_manual_axes"]) | set(p["mesh"].manual_axes)
     if set(p["mesh"].axis_names) - manual - {a for a, n in view.sizes.items() if n == 1}:
         raise DeviceViewError(
-            "a shard_map in a pipeline's stages is manual over all mesh axes, got "
-            f"{', '.join(sorted(manual))} of {', '.join(p['mesh'].axis_names)}, at "
-            f"{source_of(equation) or 'an unknown line'}: leave out its `axes`"
+            "A shard_map in a pipeline's stages is manual over all mesh axes.",
+            seen=f"{', '.join(sorted(manual))} of {', '.join(p['mesh'].axis_names)}",
+            where=source_of(equation) or "an unknown line",
+            fix="leave out its `axes`",
         )
     wanted = [view.real(_specified(spec, v.aval)) for spec, v in zip(p["in_specs"], equation.invars, strict=True)]
     args = [moved(x, view.state(v.aval), s, view.sizes) for x, v, s in zip(args, equation.invars, wanted, strict=True)]
