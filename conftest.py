@@ -58,17 +58,45 @@ def pytest_collection_modifyitems(items):
             item.own_markers = [mark for mark in item.own_markers if "but" not in mark.kwargs]
 
 
-# Seconds from which on a test that is not marked `slow` is named at the end.
-QUICK = 20.0
+# Seconds of processor from which on a test that is not marked `slow` is named at the end.
+QUICK = 1.0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    item.begun = _processor()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """A test's report says how much processor it took, its fixtures and processes with it."""
+    try:
+        return (yield)
+    finally:
+        if item.get_closest_marker("slow") is None:
+            item.user_properties.append(("processor", _processor() - item.begun))
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Names tests that are not marked `slow` and are: they belong in no inner loop."""
-    long = [r for r in terminalreporter.stats.get("passed", []) if r.duration > QUICK and "slow" not in r.keywords]
-    if long:
-        terminalreporter.section("not marked slow")
-        for report in sorted(long, key=lambda r: -r.duration):
-            terminalreporter.line(f"{report.duration:.0f} s  {report.nodeid}")
+    """Tells what the tests that are not marked slow took of the processor, and names those that do not belong there."""
+    took = {
+        report.nodeid: seconds
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for what, seconds in getattr(report, "user_properties", ())
+        if what == "processor"
+    }
+    terminalreporter.section("not marked slow")
+    terminalreporter.line(f"{sum(took.values()):.0f} s of processor in {len(took)} tests")
+    for name, seconds in sorted(took.items(), key=lambda each: -each[1]):
+        if seconds > QUICK:
+            terminalreporter.line(f"{seconds:.1f} s of it in {name}")
+
+
+def _processor() -> float:
+    """Seconds that this process and its children have worked."""
+    return sum(os.times()[:4])
 
 
 def pytest_collection_finish(session):

@@ -4,9 +4,10 @@
     python benchmarks/narrow.py compiled [--on b200:8 v5e:2x4 ...]
     python benchmarks/narrow.py train [--recipe tiny] [--seeds 3] [--kinds ...] [--options ...]
 
-`plan` predicts a step with the products of attention and feed-forward in the compute type, fp8, int8 and mxfp8, and
-with what the optimizer keeps of the layers in mxfp8, and with parameters kept in bfloat16. `compiled` says what a
-compiler makes of a feed-forward layer's loss and gradients on a four by two mesh: its products, and what it gathers.
+`plan` predicts a step with the products of attention and feed-forward in the compute type, fp8, fp8 with delayed
+scales, int8, mxfp8 and nvfp4, and with what the optimizer keeps of the layers in mxfp8, and with parameters kept in
+bfloat16. `compiled` says what a compiler makes of a feed-forward layer's loss and gradients on a four by two mesh: its
+products, and what it gathers.
 `train` runs the recipe in each for several seeds, in processes of their own, and compares the mean loss of the last
 tenth of the steps. Losses of eight-bit runs on a CPU are those of the types (`ml_dtypes` to the bit), not of any
 chip's units, which sum in another order.
@@ -31,6 +32,14 @@ import trellis as tr
 KINDS = {
     "bfloat16": [],
     "fp8": ["--precision.products.attention", "fp8", "--precision.products.mlp", "fp8"],
+    "delayed": [
+        "--precision.products.attention",
+        "fp8",
+        "--precision.products.mlp",
+        "fp8",
+        "--precision.amax_history",
+        "16",
+    ],
     "int8": ["--precision.products.attention", "int8", "--precision.products.mlp", "int8"],
     "mxfp8": ["--precision.products.attention", "mxfp8", "--precision.products.mlp", "mxfp8"],
     "nvfp4": ["--precision.products.attention", "nvfp4", "--precision.products.mlp", "nvfp4"],

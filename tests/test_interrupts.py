@@ -34,6 +34,7 @@ def ended(program: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_collection_is_delivered_after_it():
     program = """
 import gc, signal, time
@@ -56,6 +57,7 @@ except KeyboardInterrupt:
     assert (end.returncode, end.stdout, end.stderr) == (0, "interrupted\n", "")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("quiet", [False, True])
 def test_of_what_else_is_dropped_python_tells(said, quiet):
     keep_interrupts(quiet)

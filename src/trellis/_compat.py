@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -74,7 +74,7 @@ def bind(primitive, args, params):
 
 
 @contextlib.contextmanager
-def cudnn_assumed(version: int = 91000) -> Iterator[None]:
+def cudnn_assumed(version: int = 91000) -> Generator[None]:
     """Lets cuDNN attention be traced, and compiled for a GPU that is not here, as if cuDNN were installed.
 
     The check is a function of a private module, in JAX 0.10.2 to 0.12.0; where it is not, nothing changes.
@@ -271,7 +271,7 @@ def cudnn_backward(q, k, v, out, log_sum, d_out, *, mask, causal: bool, window: 
 
 
 @contextlib.contextmanager
-def within_equation(equation) -> Iterator[None]:
+def within_equation(equation) -> Generator[None]:
     """What is traced inside has the source line and the name scopes of an equation.
 
     `jax.core.eval_jaxpr` does so by a private module, in JAX 0.10.2 to 0.12.0; where it is not, scopes are lost.

@@ -6,7 +6,7 @@ import typing
 class FrozenMap(dict):
     """A dictionary that cannot be changed, so that a configuration has a hash and stays what it was."""
 
-    def __hash__(self) -> int:  # ty: ignore[incompatible-method-override]
+    def __hash__(self) -> int:
         return hash(tuple(self.items()))
 
     def _refuse(self, *_: object, **__: object) -> typing.NoReturn:

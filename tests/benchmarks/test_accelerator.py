@@ -76,6 +76,7 @@ def test_it_is_stopped_and_goes_on_to_its_end(tmp_path, accelerator):
     assert saved(tmp_path) == after
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_or_hangs_loses_itself_only(tmp_path, accelerator):
     options = ["--toy", "--on", "1xH200"]
     rows = {row.name: row for row in accelerator.all_rows(True, "1xH200")}
@@ -87,6 +88,7 @@ def test_a_row_that_fails_or_hangs_loses_itself_only(tmp_path, accelerator):
     assert (hangs["outcome"], hangs["why"], hangs["values"]) == ("too long", "ended after 0 s", {})
 
 
+@pytest.mark.slow
 def test_without_an_accelerator_there_is_nothing_to_measure(tmp_path):
     command = [sys.executable, str(HERE / "accelerator.py"), "--folder", str(tmp_path)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}

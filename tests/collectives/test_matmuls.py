@@ -78,14 +78,14 @@ def check(mesh, which, ring):
     close(gradients, jax.grad(total(want, weights), (0, 1))(a, b))
 
 
-@pytest.mark.slow(but=5)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("ring", RINGS, ids=str)
 @pytest.mark.parametrize("which", PRODUCTS)
 def test_values_and_gradients_are_the_plain_products(mesh, which, ring):
     check(mesh, which, ring)
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("sizes", [(1, 8), (8, 1)], ids=str)
 @pytest.mark.parametrize("which", PRODUCTS)
 def test_on_a_long_ring_and_on_none(sizes, which):
@@ -101,6 +101,7 @@ class Weights:
     down: f32["mlp/y embed/x"]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("where", ["batch/x pos/y embed", "batch/x pos embed/y"])
 def test_a_feed_forward_block_with_gathered_weights(mesh, where):
     def ours(x: f32[where], w: Weights) -> f32[where]:
@@ -138,6 +139,7 @@ def test_only_slices_travel_and_the_gathered_operand_is_never_whole(mesh):
     assert [(r.kind, r.axes) for r in rows if r.kind != "permute" and r.payload > 4] == [("all-reduce", ("x",))]
 
 
+@pytest.mark.slow
 def test_sums_are_in_float32_where_slices_travel_in_bfloat16(mesh):
     def ours(a: bf16["batch/x embed/y"], b: bf16["embed mlp/y"]) -> bf16["batch/x mlp/y"]:
         return gather_matmul("batch/x embed/y, embed mlp/y -> batch/x mlp/y", a, b, ring=RINGS[0])

@@ -78,6 +78,7 @@ def test_out_and_in(run_folder, tmp_path, capsys):
     assert texts[0] == texts[1] and texts[0].startswith("for x")
 
 
+@pytest.mark.slow
 def test_over_devices(run_folder, capsys):
     words = ["generate", str(run_folder), "--prompt", "a", "--tokens", "5", "--samples", "2", "--seed", "3"]
     assert main([*words, "--devices", "2"]) == 0

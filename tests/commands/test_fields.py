@@ -131,7 +131,7 @@ def attempt(run_file, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "section", [pytest.param(s, marks=pytest.mark.slow if len(SECTIONS[s]) > 12 else ()) for s in SECTIONS]
+    "section", [pytest.param(s, marks=pytest.mark.slow if len(SECTIONS[s]) > 2 else ()) for s in SECTIONS]
 )
 def test_every_field_takes_a_value_or_refuses_it(section, attempt, monkeypatch):
     taken: list[Run] = []

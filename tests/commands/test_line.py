@@ -27,6 +27,7 @@ def test_every_listed_command_explains_itself(name, capsys):
     assert (code, err) == (0, "") and out.startswith(f"usage: trellis {name}")
 
 
+@pytest.mark.slow
 def test_overview_loads_nothing_heavy():
     loaded = "sorted({'yaml', 'optax', 'orbax'} & set(sys.modules))"
     code = f"import sys; from trellis.commands import line; line.main(['--help']); print({loaded})"

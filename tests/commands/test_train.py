@@ -201,6 +201,7 @@ def test_what_a_run_cannot_be_is_said_in_four_parts(run_file, tmp_path, capsys, 
     assert (code, err) == (2, f"trellis: {rule}\n  seen:  {seen}\n  where: {where}\n  fix:   {fix}\n")
 
 
+@pytest.mark.slow
 def test_a_step_that_is_too_large_is_refused_before_it_is_compiled(run_file, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(checks, "memory_of_machine", lambda: 3 << 20)
     options = ("--run-dir", tmp_path / "run", "--layout.preset", "single", "--batch_size", 512, "--microbatches", 1)

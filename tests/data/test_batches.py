@@ -43,6 +43,7 @@ def check_rows(batch: Batch):
     return first_rows
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 5),
     count=st.integers(1, 30),

@@ -75,6 +75,7 @@ def available_wrapper(folder: pathlib.Path) -> list[str]:
     return []
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind", ["disk", "limit"])
 def test_a_full_disk(tmp_path, kind):
     disk = tmp_path / "disk"

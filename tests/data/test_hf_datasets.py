@@ -30,6 +30,7 @@ def test_a_stored_dataset(tmp_path, stored):
         assert store.sources() == [{"name": f"dataset:{tmp_path}/{spec}", "size": None}]
 
 
+@pytest.mark.slow
 def test_a_streaming_dataset_interrupted_and_continued(tmp_path, monkeypatch):
     monkeypatch.setattr("trellis.data.tokenizing.formats.BLOCK_BYTES", 500)
     path = write_jsonl(tmp_path / "in.jsonl", TEXTS)

@@ -66,6 +66,7 @@ def test_no_gradient_crosses_documents(store, packing):
     assert leaks > 0  # the control: without segment ids the same gradient does cross
 
 
+@pytest.mark.slow
 def test_a_packed_document_is_as_it_would_be_alone(store):
     """Positions begin anew in each document, so packing changes nothing."""
     packed = Batches(store, sequence_length=24, batch_size=4, packing="best_fit", shuffle=False, max_epochs=1,

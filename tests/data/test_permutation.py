@@ -36,6 +36,7 @@ def test_a_corpus_of_any_size_is_permuted_without_a_table(n):
     assert np.array_equal(permutation.inverse(image), points)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
 def test_small_permutations_are_equally_likely(n):
     total = 50 * math.factorial(n)
@@ -47,6 +48,7 @@ def test_small_permutations_are_equally_likely(n):
     assert chi_square_is_usual(np.array(list(counts.values())), total / len(counts))
 
 
+@pytest.mark.slow
 def test_places_of_every_point_are_uniform():
     n, keys = 60, 3000
     images = np.stack([Permutation(n, derive_key(key))(np.arange(n)) for key in range(keys)])
@@ -54,6 +56,7 @@ def test_places_of_every_point_are_uniform():
         assert chi_square_is_usual(np.bincount(images[:, point], minlength=n), keys / n)
 
 
+@pytest.mark.slow
 def test_fixed_points_are_as_rare_as_in_random_permutations():
     n, keys = 500, 2000
     fixed = [np.count_nonzero(Permutation(n, derive_key(key))(np.arange(n)) == np.arange(n)) for key in range(keys)]

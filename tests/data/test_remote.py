@@ -54,6 +54,7 @@ def bucket(s3_server, monkeypatch):
     s3fs.S3FileSystem.clear_instance_cache()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_s3_end_to_end(bucket, tmp_path):
     """Text from S3, the store to S3, batches from S3: as on the local disk, to the bit."""
@@ -82,6 +83,7 @@ def test_s3_end_to_end(bucket, tmp_path):
     assert np.array_equal(remote.document(7), open_store(tmp_path / "store").document(7))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_s3_interrupted_and_continued(bucket, tmp_path, monkeypatch):
     monkeypatch.setattr("trellis.data.tokenizing.formats.BLOCK_BYTES", 300)

@@ -42,6 +42,7 @@ def corpus(tmp_path, monkeypatch) -> FileSource:
     return FileSource(files=find_files([tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "long.txt"]))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_the_number_of_workers_changes_nothing(corpus, tmp_path, workers):
     options = {"train_bpe": 300, "train_bytes": 100_000, "chunk_tokens": 4096, "chunk_offsets": 64}
@@ -109,6 +110,7 @@ def test_killed_at_random_moments_it_ends_the_same(corpus, tmp_path):
     assert tree(out) == tree(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_interrupted_between_any_two_blocks_it_ends_the_same(tmp_path, monkeypatch):
     """Every kill point of a small corpus, one after the other, with commits after every block."""
     monkeypatch.setattr("trellis.data.tokenizing.formats.BLOCK_BYTES", 200)
@@ -344,6 +346,7 @@ def test_the_embedded_corpus(tmp_path):
         embedded_corpus("test")
 
 
+@pytest.mark.slow
 def test_stores_of_the_embedded_corpus_are_kept(tmp_path, monkeypatch):
     small = {s: FileSource(files=embedded_corpus(s).files[:3], format="text") for s in ("train", "validation")}
     monkeypatch.setattr("trellis.data.embedded.embedded_corpus", lambda split: small[split])

@@ -36,7 +36,7 @@ def run(layout: tr.Layout, times: int = 1):
         return [jax.device_get(value_and_grad(layers, x, weights)) for _ in range(times)]
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_explicit_equals_one_device(name):
     first, again = run(layout_of(name), times=2)
@@ -47,7 +47,7 @@ def test_explicit_equals_one_device(name):
     jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in LAYOUTS if n != "single"])
 def test_auto_equals_one_device(name):
     (found,) = run(layout_of(name, "auto"))
@@ -56,6 +56,7 @@ def test_auto_equals_one_device(name):
     assert relative(found[1], gradients) <= GRADIENT_BOUND
 
 
+@pytest.mark.slow
 def test_gradients_rest_where_parameters_do():
     with layout_of("fsdp 4 x tensor 2"):
         layers, (x, weights) = tr.shard(parameters()), tr.shard(inputs(), "compute")

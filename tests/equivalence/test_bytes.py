@@ -36,6 +36,7 @@ def total(rows, **wanted) -> int:
     return sum(row.wire * row.times for row in rows if all(getattr(row, k) == v for k, v in wanted.items()))
 
 
+@pytest.mark.slow
 def test_data_parallel_reduces_each_gradient_once():
     rows = ledger("data 8")
     assert {row.kind for row in rows} == {"all-reduce"}
@@ -65,6 +66,7 @@ def test_fsdp_gathers_in_the_compute_dtype():
     assert total(rows) == 3 * 7 * LAYERS * (WEIGHTS + NORMS) // 2 // 8
 
 
+@pytest.mark.slow
 def test_tensor_parallel_is_one_all_reduce_a_half_block_each_way():
     # Megatron's count (Shoeybi et al., 2019): two forward and two backward a block.
     rows = ledger("tensor 8", policy=None)
@@ -75,6 +77,7 @@ def test_tensor_parallel_is_one_all_reduce_a_half_block_each_way():
     assert sum(row.times for row in rows) == 4 * LAYERS
 
 
+@pytest.mark.slow
 def test_sequence_parallel_moves_the_same_bytes_as_tensor_parallel():
     # An all-reduce is a reduce-scatter and an all-gather: one of each a half block and direction, and one more
     # gather in the backward pass a half block, since what was gathered forward is gathered again there.
@@ -91,12 +94,13 @@ def test_sequence_parallel_moves_the_same_bytes_as_tensor_parallel():
     assert total(small, direction="forward") == 4 * POS * CONFIG.head_dim // 2
 
 
+@pytest.mark.slow
 def test_fsdp_with_tensor_gathers_a_tensor_slice():
     rows = [row for row in ledger("fsdp 4 x tensor 2") if row.axes == ("data",)]
     assert total(rows) == 3 * 3 * LAYERS * (WEIGHTS // 2 + NORMS) // 4
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, forward, backward",
     [

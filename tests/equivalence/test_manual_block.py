@@ -134,6 +134,7 @@ def arrays(mesh):
     return layers, *(put(x.array, place) for x in inputs()), rope
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("sizes", [{"data": 4, "model": 2}, {"data": 8, "model": 1}, {"data": 1, "model": 8}], ids=str)
 def test_manual_equals_one_device(sizes):
     mesh = tr.make_mesh(**sizes)

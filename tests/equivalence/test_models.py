@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.models.small import CONFIGS, VOCAB
-from tests.sample import diagonal
+from tests.sample import grid
 from trellis.data.batch import Batch
 from trellis.models import Routing
 from trellis.named import NamesError, named_jit, shard
@@ -127,7 +127,7 @@ def loss_of(jit, model, batch):
     return float(sums.total / sums.tokens), jax.device_get(gradients)
 
 
-@pytest.mark.parametrize(("family", "layout"), diagonal(FAMILIES, LAYOUTS))
+@pytest.mark.parametrize(("family", "layout"), grid(FAMILIES, LAYOUTS, quick=[("llama", "sequence"), ("gptj", "ring")]))
 def test_one_device_and_many(family, layout):
     sizes, choice = LAYOUTS[layout]
     # A pipeline draws what it drops for each microbatch.
@@ -139,7 +139,7 @@ def test_one_device_and_many(family, layout):
     assert_alike(model, wanted, sizes, choice, 4 if layout == "tensor" else 8)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", EXPERTS)
 def test_experts(layout):
     sizes, choice, way = EXPERTS[layout]

@@ -34,7 +34,7 @@ def measured(jit, model, data, dropout: bool):
     return float(value), jax.device_get(gradients), jax.device_get(jit(own_gpt.losses)(model, data))
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_device_and_many(layout):
     dropout = not layout.startswith("pipeline")  # a pipeline draws what it drops for each microbatch
@@ -47,6 +47,7 @@ def test_one_device_and_many(layout):
     np.testing.assert_allclose(losses.array, wanted_losses.array, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_losses_for_each_sequence_add_up():
     model, value, _, losses = one_device(False)
     weights = inputs()["weights"].sum("pos").array

@@ -68,7 +68,7 @@ def check(name, sizes, choice, parts, **options):
     assert measured == pytest.approx(metrics, rel=1e-5)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes, choice", [TENSOR, DEEP, ALONE], ids=["tensor", "deep", "alone"])
 def test_kernels_in_stages(monkeypatch, sizes, choice):
     """A kernel stands in a `shard_map` of which JAX does not track what varies: its transpose sums over every mesh axis
@@ -110,7 +110,7 @@ def test_experts_in_stages():
     check("experts", *EXPERTS, 2)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", ["pending", "sharded"])
 def test_stages_of_which_the_last_has_a_layer_less(accumulation):
     check("odd", *TENSOR, 4, accumulation=accumulation)
@@ -164,6 +164,7 @@ def test_what_is_kept_does_not_grow_with_microbatches():
     assert many - few < 24 * stream // 2, "the streams of the further microbatches would take more"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("accumulation", ["pending", "sharded"])
 def test_rows_that_were_looked_up_are_added_to_the_sum_of_the_tables_gradient(accumulation):
     """Nothing of the size of the table is made for a microbatch, but where its gradient is summed for each of them."""
@@ -177,6 +178,17 @@ def test_rows_that_were_looked_up_are_added_to_the_sum_of_the_tables_gradient(ac
     assert zeros == [accumulation == "sharded"] * 2
 
 
+def test_positions_of_sequences_that_are_dealt_out_are_cut_into_microbatches_as_their_tokens_are():
+    """A batch without documents has none of its own."""
+    sizes, choice = MeshSizes(stage=2, data=2, context=2), LayoutChoice(preset="hybrid", pipeline_microbatches=4)
+    with make_layout(sizes, choice, jax.devices(), model_axes(CONFIGS["tied"])):
+        model = jax.eval_shape(lambda: CONFIGS["tied"].init(key=jax.random.key(0), vocab_multiple=8))
+        types = abstract(model, "params"), abstract(Batch(**batch()).without_documents().named(), "compute")
+        step = trace(lambda m, b: loss_and_gradients(m, b, StepOptions())[2], *types)
+    assert any(operation.name == "ppermute" for operation in step.walk())
+
+
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_stages_send_the_stream_and_its_gradient_in_every_tick(groups):
     """In `M V + S - 1` ticks each; beside them only layers move, where they are dealt out to groups."""
@@ -193,6 +205,7 @@ def test_stages_send_the_stream_and_its_gradient_in_every_tick(groups):
     assert bool(of_layers) == (groups > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [True, False])
 def test_stages_compute_the_loss_together(together):
     """A microbatch is sent to all stages, the gradient of it added up over them, and so are two numbers a token; its
@@ -219,6 +232,7 @@ def test_the_last_stage_may_compute_the_loss_alone(name):
     check(name, sizes, alone, choice.pipeline_microbatches)
 
 
+@pytest.mark.slow
 def test_layers_that_stages_do_not_divide_are_dealt_out_once_each_way():
     """Three layers, of which two stages have room for two each: half of what a device has of four goes to the other."""
     config = CONFIGS["odd"]
@@ -235,6 +249,7 @@ def test_layers_that_stages_do_not_divide_are_dealt_out_once_each_way():
     assert sum(row.total for row in rows if (row.kind, row.axis) == ("permute", "stage")) == 2 * (4 + 1) * stream
 
 
+@pytest.mark.slow
 def test_of_microbatches_that_do_not_divide_the_batch_there_are_none():
     choice = dataclasses.replace(TENSOR[1], pipeline_microbatches=3)
     model = whole("tied")

@@ -47,6 +47,7 @@ def fsdp():
         yield layout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_model(family, fsdp):
     model = jax.eval_shape(lambda: FAMILIES[family].init(key=jax.random.key(0), vocab_multiple=8))

@@ -102,6 +102,7 @@ def named_model(layout):
         return named_jit(lambda key: Llama.init(CONFIG, key=key))(jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_the_same_gradients_as_the_named_trainer(layout, named_model):
     with layout:
         arrays = placed(layout.mesh, batch(0))

@@ -16,6 +16,7 @@ def drawn(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("compute", [{"pos": "data"}, {"pos": "data", "mlp": "model"}, {"layers": "data"}])
 def test_a_lookup_along_two_sliced_names(compute):
     x, ids = drawn(4, 6), np.array([0, 3, 1, 2], np.int32)
@@ -41,6 +42,7 @@ def test_partial_sums_are_scaled_after_their_layout_has_ended():
     np.testing.assert_allclose(made.array, 3.0 * (x * x).sum(0), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_positions_are_looked_up_in_jit_after_their_layout_has_ended():
     x, places = drawn(6, 2), np.array([1, -5, 2, -6])
     with tr.Layout(tr.make_mesh(jax.devices()[:2], data=2), params={"heads": "data"}):
@@ -50,6 +52,7 @@ def test_positions_are_looked_up_in_jit_after_their_layout_has_ended():
         np.testing.assert_array_equal(fn(placed).array, x[places])
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("operation", [lambda h: h + 1.0, lambda h: (h > 0).astype(jnp.float32), jnp.tanh])
 def test_a_pending_sum_is_refused_in_the_notation_whatever_jax_says(operation):
     @tr.shard_map
@@ -196,6 +199,7 @@ def test_branches_by_hand_that_give_two_shardings_are_refused_in_the_notation():
         slices(drawn(6))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("compute", [{"layers": "stage"}, {"layers": "stage", "batch": "data"}])
 def test_a_pipeline_of_layers_whose_name_stands_anywhere_or_nowhere(compute):
     """`layers` is the last name of one parameter, and no name of the other, which all layers have in common."""
@@ -219,6 +223,7 @@ def test_a_pipeline_of_layers_whose_name_stands_anywhere_or_nowhere(compute):
         np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll, reverse", [(2, False), (3, True)])
 def test_a_loop_whose_turns_hold_several_bodies_and_whose_gradient_stacks_pending_sums(unroll, reverse):
     """With a key for each position, and a last group of fewer positions where three do not divide four."""

@@ -62,6 +62,7 @@ def test_an_outer_product_that_is_mapped_over_a_whole_name_and_its_gradient():
         np.testing.assert_allclose(gradient.array, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("batch", ["data", "data/model"])
 @pytest.mark.parametrize("params", [{"embed": "data"}, {"rank": "data"}, {"embed": "data", "mlp": "data"}])
 def test_the_gradient_of_a_product_of_parameters_that_a_mapped_function_closes_over(params, batch):
@@ -111,6 +112,7 @@ def test_a_mapped_function_may_give_what_is_sliced_over_the_mesh_axis_that_it_is
             tr.vmap(lambda row: rows, "layers")(rows)
 
 
+@pytest.mark.slow
 def test_without_a_layout_a_mapped_function_may_read_what_is_sliced_over_the_mesh_axis_that_it_is_mapped_over():
     x, y = drawn(4), drawn(6, seed=1)
     mesh = tr.make_mesh(jax.devices()[:2], model=2)
@@ -155,6 +157,7 @@ def test_mapping_arrays_of_a_mesh_beside_one_of_none_after_their_layout_has_ende
         dot(x, tr.named(jnp.ones((4, 2)), "batch vocab"))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("program", [lambda fn, x, w: fn(x, w), lambda fn, x, w: jax.jit(fn)(x, w)], ids=["", "jit"])
 @pytest.mark.parametrize("rule", ["elementwise", "product", "lookup"])
 def test_a_backward_rule_of_ones_own_in_a_mapped_function(rule, program):
@@ -232,6 +235,7 @@ def test_copies_inside_a_cond_of_a_map_are_refused_by_an_error_of_ours_and_there
                 np.testing.assert_allclose(mapped(fn)(*args), expected, rtol=1e-5)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("argument", [True, False])
 def test_a_derivative_inside_a_map_by_its_row_and_outside_by_a_parameter(argument):
     """As of a physics loss. Of a parameter that rests in slices of the mesh axis and is closed over JAX has none."""
@@ -278,6 +282,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["both", "rests", "elsewhere"])
 @pytest.mark.parametrize("where", ["forward", "backward rule"])
 def test_branches_by_a_mapped_predicate(where, layout):

@@ -9,7 +9,7 @@ BLOCKS = 15
 EACH = 20
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_programs_are_right_or_refused(block):
     failed = []

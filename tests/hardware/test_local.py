@@ -68,6 +68,7 @@ def test_waves_of_tiles():
     assert waves((128 * 109, 512, 128), 1.0, chips()["v5e"]) == 1.0
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_on_a_cpu_is_made_once_where_layers_are_written_out(monkeypatch):
     """XLA's CPU compiler merges equal operations; those in loops it cannot."""
     options = {"model.layers": "2", "remat.policy": "full", "layout.preset": "single", "batch_size": "8"}

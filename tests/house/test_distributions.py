@@ -47,11 +47,13 @@ def files(folder: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_wheel_has_every_file_of_the_source(installed):
     found = {name for name in files(installed) if ".dist-info" not in name}
     assert found == files(ROOT / "src")
 
 
+@pytest.mark.slow
 def test_a_source_distribution_is_the_whole_tree(built):
     with tarfile.open(built / f"trellis-{VERSION}.tar.gz") as archive:
         found = {member.name.partition("/")[2] for member in archive if member.isfile()}
@@ -59,6 +61,7 @@ def test_a_source_distribution_is_the_whole_tree(built):
     assert {name for name in found - made if ".egg-info/" not in name} == files(ROOT) - {".gitignore"}
 
 
+@pytest.mark.slow
 def test_a_wheel_runs_in_an_empty_folder(installed, tmp_path):
     """The command and its data files, with nothing of the clone on the path."""
     program = (

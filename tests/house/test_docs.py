@@ -27,6 +27,7 @@ def blocks(page: Path, *languages: str) -> list[str]:
     return [code for language, code in FENCE.findall(page.read_text()) if language in languages]
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: str(p.relative_to(ROOT)))
 def test_python_runs(page: Path, tmp_path, monkeypatch):
     """The blocks of a page run one after the other, as a reader would type them, whose JAX is not as strict as ours."""

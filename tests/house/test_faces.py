@@ -100,6 +100,7 @@ def test_every_face_has_its_page_in_the_reference():
     assert set(re.findall(r"reference/(trellis[\w.]*)\.md", nav)) == set(FACES)
 
 
+@pytest.mark.slow
 def test_every_public_name_is_the_same_whatever_is_imported():
     """A module of the name of a function takes its place in the package when it is first imported."""
     code = f"""

@@ -139,6 +139,7 @@ def test_import_is_light():
     assert loaded.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_a_proof_is_brought_in_when_it_is_asked_for():
     code = "import sys, trellis; print([m for m in sys.modules if m.startswith(('trellis.plan', 'trellis.proof.'))])"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

@@ -66,7 +66,7 @@ def test_a_key_reads_any_part():
     np.testing.assert_array_equal(key.read(whole, sizes, names, part), array[2:4, 1:3, 1:2])
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gptj", "qwen3", "mixtral"])
 def test_onto_a_mesh(name, tmp_path, monkeypatch):
     """Every device gets what it holds, read once for all that hold it; the vocabulary is cut off and padded again."""
@@ -114,6 +114,7 @@ def entries(folder):
     return [(k, e) for file in folder._files.values() for k, e in file.entries.items()]
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_a_tensor(tmp_path):
     """Writing and reading 16 layers of which each tensor has 256 KiB."""
     sizes = dict(vocab=64, embed=256, layers=16, heads=4, kv_heads=4, head_dim=64, mlp=256)

@@ -98,7 +98,7 @@ def as_saved(model):
             yield name.replace(".mlp.gate.weight", f".{mixture}.gate.weight"), grad
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 def test_logits_gradients_and_folders(torch, config, theirs, tmp_path):
     model, folder = theirs
     found = Folder(folder, FAMILIES)
@@ -137,6 +137,7 @@ def test_logits_gradients_and_folders(torch, config, theirs, tmp_path):
         assert torch.equal(back.state_dict()[name], weight), name
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", SAVED)
 def test_experts_that_are_stored_together(name, torch, tmp_path):
     """As newer versions hold them, where they are asked to write them so."""

@@ -42,6 +42,7 @@ def _both(program, types, mesh, dtypes):
         return found, collectives(compiled, mesh), structure_of(found, compiled, mesh)
 
 
+@pytest.mark.slow(but=20)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_bytes_per_mesh_axis(name):
     predicted, found, structure = both(name)
@@ -74,6 +75,7 @@ SCATTERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", SCATTERS)
 def test_reduce_scatters_on_a_tpu_slice(name):
     program, *types = SCATTERS[name]

@@ -221,3 +221,21 @@ def test_memory_of_a_program():
     assert (found.arguments, found.outputs, found.aliased) == (4096, 4096, 4096)
     assert found.peak == 4096 + found.temporaries + found.code
     assert "arguments" in str(found) and "4.00 KiB" in str(found)
+
+
+def test_elements_of_tuples_that_stand_as_operands():
+    """As JAX 0.12 prints them: `%pair#1` is the second part of `%pair`."""
+    text = """HloModule m
+ENTRY main () -> f32[2] {
+  pair = (s32[], (f32[2]{0}, f32[3]{0})) parameter(0)
+  ROOT twice = f32[2]{0} add(%pair#1#0, %pair#1#0)
+}
+"""
+    program = parse_program(text)
+    made = [(i.name, i.op, i.type, i.operands) for i in program.computations["main"]]
+    assert made[1:] == [
+        ("pair#1", "get-tuple-element", "(f32[2]{0}, f32[3]{0})", ("pair",)),
+        ("pair#1#0", "get-tuple-element", "f32[2]{0}", ("pair#1",)),
+        ("twice", "add", "f32[2]{0}", ("pair#1#0", "pair#1#0")),
+    ]
+    assert program.by_name["pair#1#0"].attribute("index") == "0"

@@ -19,6 +19,7 @@ from trellis.train.summary import arrays
 MESH = AbstractMesh((2, 2), ("data", "model"))
 
 
+@pytest.mark.slow
 def test_mistakes_in_a_step_are_found():
     """Those in sums of single numbers may be missed: a compiler adds several before it sums them over devices."""
     options = {"batch_size": "16", "mesh.data": "4", "mesh.model": "2", "layout.preset": "fsdp_tensor_sequence"}

@@ -106,6 +106,7 @@ def net_program(x: f32["batch/d embed"], net: Net) -> f32["batch/d"]:
     return einsum("batch/d embed, embed ~d -> batch/d", h, head)
 
 
+@pytest.mark.slow
 def test_a_scanned_checkpointed_network_and_its_gradient(mesh):
     with jax.set_mesh(mesh):
         tree = struct_shapes(Net, {"layers": 3, "embed": 8, "hidden": 16}, mesh)
@@ -307,6 +308,7 @@ def test_auto_mode_around_a_manual_function():
         np.testing.assert_allclose(jax.jit(total)(x), np.asarray(x).sum(0))
 
 
+@pytest.mark.slow
 def test_an_axis_of_size_one_needs_no_other_program():
     mesh = make_mesh(d=8, m=1)
     with jax.set_mesh(mesh):

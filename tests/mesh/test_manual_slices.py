@@ -68,6 +68,7 @@ UNARY = {
 }
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("kind", UNARY)
 def test_slices_are_followed_through(kind):
     """What leaves as it lies is right, and what is annotated otherwise is refused."""

@@ -113,6 +113,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.slow(but=12)
 @pytest.mark.parametrize("text", TABLE)
 def test_transition_and_its_gradient(text):
     hold(text, mesh_of(x=4, y=2))

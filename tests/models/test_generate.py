@@ -37,7 +37,7 @@ def recomputed(model, rows, count):
     return [row[length:] for row in rows]
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_cache_is_exact(name):
     model = model_of(name)
@@ -45,7 +45,7 @@ def test_cache_is_exact(name):
     assert found == recomputed(model, PROMPTS, 6)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama3", "mixtral", "deepseek_v3", "gptj"])
 def test_on_a_mesh(name):
     """Sliced batch, heads, widths and vocabulary; positions, which come one by one, are whole whatever the layout."""
@@ -60,6 +60,7 @@ def test_on_a_mesh(name):
         assert one == expected[:1]
 
 
+@pytest.mark.slow
 def test_on_a_mesh_of_stages():
     """Layers that are sliced for a pipeline are gathered."""
     model = model_of("llama3")
@@ -109,6 +110,7 @@ class Letters:
         return "".join(chr(65 + i) for i in ids)
 
 
+@pytest.mark.slow
 def test_texts():
     model = model_of("gpt2")
     again = [sample(model, Letters(), "HELLO", new_tokens=40, seed=3, count=3) for _ in range(2)]

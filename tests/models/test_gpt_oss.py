@@ -54,6 +54,7 @@ def test_a_layer_sees_its_window():
     assert seen.tolist() == [False] * 3 + [True] * 3 + [False] * 2
 
 
+@pytest.mark.slow
 def test_biases_of_both_layers_move_towards_an_even_load():
     config = dataclasses.replace(SMALL, routing=Routing(bias_rate=0.1))
     tokens = named(jnp.arange(24, dtype=jnp.int32).reshape(2, 12), "batch pos")

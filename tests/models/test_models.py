@@ -44,7 +44,7 @@ def test_every_family_is_tested():
     assert set(ONE_EACH) == {family.config for family in FAMILIES.values()}
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 def test_no_output_depends_on_a_later_token(config):
     """Through the gradient: of each position's output with respect to each position's embedding."""
     model = model_of(config)
@@ -61,7 +61,7 @@ def test_no_output_depends_on_a_later_token(config):
     assert (size[np.tril_indices(12)] > 0).all()
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 def test_every_parameter_has_a_gradient(config):
     model = model_of(config)
 
@@ -79,7 +79,7 @@ def test_every_parameter_has_a_gradient(config):
         assert (jnp.abs(layers).reshape(len(layers), -1).max(1) > 0).all(), jax.tree_util.keystr(path)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 def test_documents_do_not_see_each_other(config):
     """A packed document has the hidden states that it has alone, its positions counted from its own start."""
     model = model_of(config)
@@ -91,6 +91,7 @@ def test_documents_do_not_see_each_other(config):
     np.testing.assert_allclose(packed.array[:1, 5:], own.array, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_scores_are_divided_by_the_layers_number():
     """The queries of layer i, counted from 1, are as if they were i times smaller."""
     config = CONFIGS["gpt2_mistral"]
@@ -109,6 +110,7 @@ def test_scores_are_divided_by_the_layers_number():
     np.testing.assert_allclose(hidden_of(model, TOKENS), hidden_of(plain, TOKENS), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_dropout():
     config = dataclasses.replace(CONFIGS["gpt2"], dropout=0.5)
     model = model_of(config)

@@ -53,6 +53,7 @@ def test_python(x):
         hash(x)
 
 
+@pytest.mark.slow(but=1)
 def test_equinox_and_optax(x):
     class Model(eqx.Module):
         weight: tr.NamedArray
@@ -89,6 +90,7 @@ def test_debug_print(x, capfd):
     assert "the sum is f32[]" in out and "496" in out and "[0. 1. 2. 3.]" in out
 
 
+@pytest.mark.slow(but=1)
 def test_printing_never_fails(x):
     seen = []
     note = lambda y: seen.append((repr(y), str(y), f"{y}")) or y

@@ -31,6 +31,7 @@ def test_blocks_are_those_of_ml_dtypes():
     np.testing.assert_array_equal(found.opened().array, opened.reshape(16, 96))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("squares", [False, True])
 def test_what_is_rounded_at_random_is_right_in_the_mean(squares):
     x = jnp.square(WIDE) if squares else WIDE
@@ -62,6 +63,7 @@ def test_a_draw_belongs_to_a_place_in_the_whole_array():
             np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
+@pytest.mark.slow
 def test_zeros_stay_zeros_and_what_is_not_finite_shows():
     for key in (None, jax.random.key(0)):
         assert not in_blocks(jnp.zeros((2, 64)), 1, key=key).opened().any()

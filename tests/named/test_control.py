@@ -120,6 +120,7 @@ def test_a_loop_written_out_stacks_nothing_but_the_gradients_of_its_parameters()
     np.testing.assert_allclose(*(b.array for b in backwards), rtol=1e-6)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("policy", "kept"),
     [(saving.nothing, 0), (saving.saved, 1), (saving.only("hidden"), 1), (saving.only("other"), 0)],

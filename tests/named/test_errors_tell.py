@@ -65,7 +65,7 @@ def test_what_stood_in_the_way_works():
     np.testing.assert_allclose(named.array, x.array)
 
 
-@pytest.mark.slow(but=8)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("compute", [{"w": "m"}, {"h": "m"}, {"w": "m", "h": "d"}])
 @pytest.mark.parametrize("name", ["prod", "sort", "cumsum", "max", "argsort_values", "top_k", "median_like", "cumprod"])
 def test_gradients_on_sliced_names(name, compute):

@@ -37,7 +37,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.slow(but=5)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("layout", MAPS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_forward_mode_agrees_with_reverse_mode(function, layout):
@@ -63,6 +63,7 @@ def test_forward_mode_agrees_with_reverse_mode(function, layout):
         check(w)
 
 
+@pytest.mark.slow
 def test_jacobians_and_hessians():
     w, x = jax.tree.map(jnp.asarray, (W, tr.named(X, "b e")))
     f = lambda array: tr.dot(x, tr.named(array, "e o"), over="e").array

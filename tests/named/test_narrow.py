@@ -72,6 +72,7 @@ def emulated(x: np.ndarray, kind: str, gradient: bool = False):
     return (x / scale).astype(dtype).astype(np.float64), scale
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_are_those_of_ml_dtypes(kind):
     """A sum of 32 products of few bits is exact in float32, so that the product has one right value; over two tiles of
@@ -132,6 +133,7 @@ def test_tiles_that_slices_cut_are_refused():
         loss_of("mxfp8")(tr.shard((up, down)), tr.shard(x, "compute"))
 
 
+@pytest.mark.slow
 def test_a_blackwell_gpu_multiplies_tiles_with_their_scales(monkeypatch):
     """What JAX gives its compiler, by a stand-in with the same meaning: rows, sums and scales are where they belong."""
     calls = []
@@ -153,6 +155,7 @@ def test_a_blackwell_gpu_multiplies_tiles_with_their_scales(monkeypatch):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * np.abs(b).max())
 
 
+@pytest.mark.slow
 def test_the_compiler_s_program_for_v5e_multiplies_and_gathers_int8():
     mesh = tr.make_mesh(target_devices("v5e:2x2"), data=4)
 
@@ -172,6 +175,7 @@ def test_the_compiler_s_program_for_v5e_multiplies_and_gathers_int8():
     assert gathered == 2 * ["s8"]
 
 
+@pytest.mark.slow
 def test_an_array_of_zeros_stays_zeros_and_what_is_not_finite_shows():
     w = tr.ones({"embed": 4, "mlp": 2})
     zeros = tr.dot(tr.zeros({"batch": 2, "embed": 4}), tr.Narrow(w, "fp8"), over="embed")

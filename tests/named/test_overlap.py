@@ -47,6 +47,7 @@ def run(layout, names=("batch", "pos", "embed")):
         return step(*arrays), tr.ledger(jax.value_and_grad(loss, (0, 1, 2)), *arrays), step.lower(*arrays).compile()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("which", MAPS)
 def test_values_gradients_and_bytes_are_those_without(which):
     wanted = run(None)[0]

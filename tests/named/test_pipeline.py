@@ -73,6 +73,7 @@ def placed(x, marks):
     return shard(x, "compute"), shard(marks, "compute")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("stages, data, extra", [(2, 1, ()), (4, 2, ()), (2, 4, ("stage",))])
 @pytest.mark.parametrize("microbatches", [None, 2])
 def test_values_and_gradients_are_those_of_the_layers_one_by_one(stages, data, extra, microbatches):
@@ -84,6 +85,7 @@ def test_values_and_gradients_are_those_of_the_layers_one_by_one(stages, data, e
     check_close(found, expected)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("options", [{"unrolled": True}, {"unroll": 1}])
 @pytest.mark.parametrize("policy", [Keep(), Keep(names=("hidden",))])
 def test_unrolled_layers_and_policies_change_nothing(options, policy):
@@ -157,6 +159,7 @@ def test_random_keys_differ_between_microbatches():
     assert len(np.unique(rows.round(5), axis=0)) == 8
 
 
+@pytest.mark.slow
 def test_without_a_use_of_the_layers_slices_they_are_gathered():
     """Layers sliced at rest only, and `scan`, which also gives each layer's value: no pipeline."""
     expected = through(layers(), *inputs())
@@ -205,6 +208,7 @@ def test_mistakes():
     )
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("count, stages", [(3, 2), (6, 4)])
 def test_stages_with_a_layer_less(count, stages):
     """Values and gradients of numbers of layers that stages do not divide."""

@@ -52,6 +52,7 @@ def test_masks_inside_jit_say_why_not(layout):
         jax.jit(lambda x: x["w", x > 2])(x)
 
 
+@pytest.mark.slow(but=3)
 def test_negative_positions_count_from_the_end(layout):
     plain, names = _table()
     x = tr.named(jnp.asarray(plain), names)
@@ -64,6 +65,7 @@ def test_negative_positions_count_from_the_end(layout):
             np.testing.assert_array_equal(jax.jit(look)(x, ids), plain[[-1, 2]])
 
 
+@pytest.mark.slow(but=2)
 def test_positions_outside(layout):
     """Refused where they are known, zeros where they are values of the program; nothing is written there."""
     plain, names = _table()
@@ -84,6 +86,7 @@ def test_positions_outside(layout):
     np.testing.assert_array_equal(jax.jit(lambda x, ids: x.at["w", ids].add(1.0))(x, ids), added)
 
 
+@pytest.mark.slow(but=2)
 def test_updates_by_sharded_ids(layout):
     plain, names = _table()
     ids = tr.named(jnp.array([1, 3, 3, 0]), "k")
@@ -96,6 +99,7 @@ def test_updates_by_sharded_ids(layout):
     np.testing.assert_array_equal(x.at["w", ids].get(), plain[[1, 3, 3, 0]])
 
 
+@pytest.mark.slow(but=2)
 def test_take_along_each_rows_own_positions(layout):
     plain, names = _table()
     ids = np.array([[0, 1, 2, 3], [7, 6, -1, 0]], np.int32)

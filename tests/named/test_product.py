@@ -28,6 +28,7 @@ def gradients(function, a, b, numbers, weights):
     return jax.jit(jax.grad(lambda a, b: jnp.sum(function(a, b, numbers) * weights), (0, 1)))(a, b)
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize("turned", ["narrower", "none"])
 @pytest.mark.parametrize("a_shape,b_shape,summed", CASES)
 def test_the_gradient_is_that_of_dot_general(a_shape, b_shape, summed, turned):

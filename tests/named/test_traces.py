@@ -37,6 +37,7 @@ _own.defvjp(lambda w, x: (_product(w, x), (w, x)), lambda kept, g: jax.vjp(_prod
 WAYS["custom_vjp"] = lambda w, x: _own(w, x)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_second_layout_is_traced_anew(way):
     mesh, seen = tr.make_mesh(data=4, model=2), []

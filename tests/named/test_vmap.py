@@ -30,6 +30,7 @@ def _loss(x, w):
     return (tr.tanh(tr.dot(x, w, over="e")) ** 2).sum()
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("batch", ["sharded", "numpy"])
@@ -60,6 +61,7 @@ def test_a_gathered_parameters_gradient_is_one_reduce_scatter():
         assert kinds == ["all-gather", "reduce-scatter"]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("layout", ["data", "fsdp", "fsdp and tensor", None])
 def test_keys_for_each_example(layout):
     import contextlib

@@ -32,7 +32,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_forward_mode_agrees_with_reverse_mode(case):
     function, names, compute = CASES[case]

@@ -71,7 +71,7 @@ def run(config, params, gradients, place=lambda tree: tree, **options):
     return params, state
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("config", "mode"),
     [*((rule, AxisType.Explicit) for rule in RULES), (RULES[2], AxisType.Auto)],
@@ -99,7 +99,7 @@ def test_sharded_equals_one_device(config, mode):
     assert all(s.is_equivalent_to(shardings["blocks/up"], 3) for s in like)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [r for r in RULES if getattr(r, "beta1", 0) is not None], ids=lambda r: r.kind)
 def test_eight_bits_are_the_same_on_every_mesh(config):
     """Two steps: the first from the same bits, the second from what was rounded."""
@@ -155,6 +155,7 @@ def test_adamw_is_optax_adamw():
         np.testing.assert_allclose(ours[name].array, x, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_weight_decay_leaves_out_vectors_and_excluded_names():
     zero = jax.tree.map(jnp.zeros_like, tree(1))
     config = AdamW(learning_rate=0.5, weight_decay=0.1)
@@ -166,6 +167,7 @@ def test_weight_decay_leaves_out_vectors_and_excluded_names():
     np.testing.assert_allclose(updates["blocks/up"].array, -0.05 * params["blocks/up"].array, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_muon_moves_matrices_by_orthogonal_ones():
     """Every matrix of the update has singular values near one another and the root mean square that was asked for."""
     config = Muon(learning_rate=1.0, weight_decay=0.0, update_rms=0.2)

@@ -26,7 +26,7 @@ EIGHT = (
 )
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("recipe, on, mesh, batch, fits", EIGHT)
 def test_large_recipes_on_every_kind_of_hardware(recipe, on, mesh, batch, fits):
     where = target(on)
@@ -84,6 +84,7 @@ def test_meshes_keep_what_divides(mesh, on, sizes):
     assert {name: size for name, size in named.items() if size > 1} == sizes
 
 
+@pytest.mark.slow
 def test_what_cannot_be_enough_is_not_planned():
     where = target("4x8xH100")
     run = load_run("llama_70b", TENSOR)

@@ -51,6 +51,7 @@ def test_memory_and_communication_are_the_compilers(on, options):
     assert "libtpu" in words and "scheduled" in words and "all-gather" in words
 
 
+@pytest.mark.slow
 def test_too_large_is_a_finding():
     """Seconds, since the compiler gives up when it has placed what it cannot fit."""
     options = {

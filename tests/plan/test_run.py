@@ -37,6 +37,7 @@ def small(**options):
     return load_run("llama_8b", SMALL | {name.replace("__", "."): value for name, value in options.items()})
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     "recipe, on, options",
     [
@@ -80,6 +81,7 @@ def test_tensor_parallelism_moves_activations():
     assert lines and all(line.label.startswith("activations") and line.hidden == 0 for line in lines)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("on", ["v5e:2x2", "4xH100"])
 @pytest.mark.parametrize("kind", ["ring", "gather", "exchange"])
 def test_slices_of_positions_are_attended_to_by_kernels(on, kind):
@@ -88,6 +90,7 @@ def test_slices_of_positions_are_attended_to_by_kernels(on, kind):
     assert {line.where for line in times if line.kind == "attention"} >= {"forward", "backward"}
 
 
+@pytest.mark.slow
 def test_options_hide_communication():
     run = small(batch_size="64")
     slow = quick_plan(run, target("v5p:2x2x1"))
@@ -162,6 +165,7 @@ def test_a_search_plans_stages_and_says_what_they_cost():
     assert "  stages  " in shown and "of the ticks" in shown
 
 
+@pytest.mark.slow
 def test_a_search_tries_a_layer_a_group_and_says_why_the_winner_wins():
     run, on = load_run("llama_70b_v5p_512", {}), target("v5p:8x8x8")
     tried = [(v.mesh.stage, v.layout.pipeline_groups) for v, _ in variants(run, on)]
@@ -173,6 +177,7 @@ def test_a_search_tries_a_layer_a_group_and_says_why_the_winner_wins():
     assert why_won(found).startswith("it wins ") and why_won(found) in frontier_text(found)
 
 
+@pytest.mark.slow
 def test_search_finds_the_fastest_that_fits():
     found = search(small(), target("v5e:2x2"), most=4)
     assert found.winner is not None and found.winner.fits
@@ -221,6 +226,7 @@ def test_hosts_may_hold_a_copy_each():
     assert (4, "hybrid") in seen and (1, "fsdp") in seen
 
 
+@pytest.mark.slow
 def test_the_runs_own_setting_is_compared_with():
     among = small(mesh__data="2", mesh__data_y="2", microbatches="4")
     found = [c for c in search(among, target("v5e:2x2"), most=1).candidates if c.options == {}]
@@ -236,6 +242,7 @@ MOE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_experts_are_planned_and_searched():
     """What counts for MFU is what a token's own experts cost, however they are spread and however large the buffers."""
     run, where = load_run("llama_8b", MOE), target("v5e:2x2")
@@ -330,6 +337,7 @@ def test_nothing_divides():
         search(small(batch_size="3"), target("4x256xH100"))
 
 
+@pytest.mark.slow
 def test_the_page_is_whole_and_self_contained():
     found = search(small(), target("v5e:2x2"), most=2)
     words = page(quick_plan(small(), target("v5e:2x2")), None, found)

@@ -136,6 +136,7 @@ def test_the_plain_step_runs():
     assert compiled.cost_analysis()["flops"] > 0
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("layers", "merged"), [(2, True), (17, False)])
 def test_what_is_computed_again_in_a_loop_over_microbatches(layers, merged):
     """Once, by XLA on a CPU, where both passes are in one body; up to 16 layers are written out there."""

@@ -51,6 +51,7 @@ def test_changes_keep_less_then_cut_the_batch():
     ]
 
 
+@pytest.mark.slow
 def test_every_way_fits_and_is_what_it_says():
     asked = run(batch_size="32", remat__policy="none")
     full = planned(run(batch_size="32", remat__policy="full")).memory.peak
@@ -65,6 +66,7 @@ def test_every_way_fits_and_is_what_it_says():
         assert planned(run(**given), where).memory.peak == way.peak
 
 
+@pytest.mark.slow
 def test_nothing_fits_where_there_is_no_room():
     where = shrunk(1000)
     asked = run(batch_size="8")

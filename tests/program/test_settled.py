@@ -73,6 +73,7 @@ def test_both_are_the_same_number_where_the_compiler_is_right():
         np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("model", [1, 2])
 def test_a_pipeline_settles_its_gradients_once_a_step(model):
     """The microbatches of the trainer around the pipeline's own: partial sums of all of them are added up."""

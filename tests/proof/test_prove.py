@@ -116,6 +116,7 @@ def test_a_step_is_proven(tiny):
     assert any(name.startswith("optimizer.") and name.endswith("attention.q") for name in names)
 
 
+@pytest.mark.slow
 def test_the_command(capsys):
     options = [f"--{name}={value}" for name, value in RUN.items()]
     assert main(["prove", "tiny", "--on", "v5e:2x2", "--json", *options]) == 0

@@ -34,6 +34,7 @@ def loose():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(SEEDS))
 def test_programs_of_the_cpu_compiler(block):
     for seed in range(block * EACH, (block + 1) * EACH):
@@ -44,6 +45,7 @@ def test_programs_of_the_cpu_compiler(block):
         assert_near([x[0] for x in found], executed(run, arrays), seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(SEEDS))
 def test_programs_that_are_not_compiled(block):
     for seed in range(1000 + block * EACH, 1000 + (block + 1) * EACH):
@@ -82,6 +84,7 @@ def mapped(seed, devices):
     return jax.jit(function), mesh, spec, parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(SEEDS))
 def test_collectives_of_the_cpu_compiler(block):
     for seed in range(3000 + block * EACH, 3000 + (block + 1) * EACH):

@@ -81,17 +81,25 @@ def test_parts_that_are_not_all_of_it(x, parts):
     ],
     ids=["a causal mask", "a window", "a window of keys behind"],
 )
-def test_a_kernel_sees_what_its_author_says(said, seen):
+@pytest.mark.parametrize("called", [False, True], ids=["written out", "called"])
+def test_a_kernel_sees_what_its_author_says(said, seen, called):
     results = "f32[1,8,128], f32[1,8,128], f32[1,8,4], f32[1,1,8,4], f32[1,1,8,128]"
-    name = f'op_name="jit(f)/{said}splash_mha_fwd_residuals/pallas_call"'
+    outer, own = (f"jit(f)/{said}call", "") if called else ("", f"jit(f)/{said}")
+    name = f'op_name="{own}splash_mha_fwd_residuals/pallas_call"'
     text = f"""HloModule m
-ENTRY main () -> f32[1,1,8,4] {{
+attend () -> f32[1,1,8,4] {{
   q = f32[1,1,8,4] parameter(0)
   k = f32[1,1,8,4] parameter(1)
   v = f32[1,1,8,4] parameter(2)
   rows = s32[8,128] iota(), iota_dimension=0
   splash_mha_fwd_residuals.1 = ({results}) custom-call(%q, %k, %v, %rows), custom_call_target="tpu_custom_call", metadata={{{name}}}
   ROOT out = f32[1,1,8,4] get-tuple-element(%splash_mha_fwd_residuals.1), index=3
+}}
+ENTRY main () -> f32[1,1,8,4] {{
+  x = f32[1,1,8,4] parameter(0)
+  y = f32[1,1,8,4] parameter(1)
+  z = f32[1,1,8,4] parameter(2)
+  ROOT made = f32[1,1,8,4] call(%x, %y, %z), to_apply=%attend, metadata={{op_name="{outer}"}}
 }}
 """  # noqa: E501
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 1, 1, 8, 4)).astype(np.float32)

@@ -72,7 +72,7 @@ def parts(gradients):
             yield (jax.tree_util.keystr(path, simple=True, separator="."), *at), array[at]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_gradient_is_one_devices(mesh):
     """Bugs 8 to 12: of each expert, of the router, and of what stands beside experts, to its own scale."""
@@ -80,14 +80,14 @@ def test_every_gradient_is_one_devices(mesh):
         assert np.linalg.norm(found - wanted) < 1e-4 * np.linalg.norm(wanted), name
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_norm_is_one_devices(mesh):
     """Bug 6: the norm that gradients are clipped by counts every slice of every expert once."""
     assert on_mesh(mesh)[3] == pytest.approx(one_device()[3], rel=1e-5)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_routers_losses_are_one_devices(mesh):
     """Bug 7: whatever slices widths, positions or the batch, and with tokens that do not count."""
@@ -96,6 +96,7 @@ def test_the_routers_losses_are_one_devices(mesh):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_expert_learns():
     """Bug 18: a step moves every parameter of every layer, and of every expert."""
     optimizer = make_optimizer(AdamW(learning_rate=0.01), Constant(warmup_steps=0), steps=3)

@@ -6,10 +6,13 @@ import linecache
 import re
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).parents[2] / "docs" / "published-bugs.md"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_page_prints_what_it_says():
     names: dict = {"__name__": "__main__"}
     printed = io.StringIO()

@@ -52,6 +52,7 @@ def key_scores(
     )
 
 
+@pytest.mark.slow
 def test_1_manual_the_published_forward_pass_has_the_right_gradient(put, alone, close):
     arrays = (
         put("b/data p e", 8, 3, 4),

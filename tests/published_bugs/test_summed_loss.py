@@ -42,6 +42,7 @@ def unchecked(program, arrays):
     return np.asarray(run(*arrays))
 
 
+@pytest.mark.slow
 def test_16_and_17_what_happens_without_the_types(arrays, alone):
     x, w = alone(*arrays)
     right = jax.grad(whole)(w, x)

@@ -57,7 +57,7 @@ def one_device():
     return step_on("single", 1, MeshSizes(), 1)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_4_13_15_loss_norm_and_clipped_update(layout):
     wanted, wanted_moves = one_device()

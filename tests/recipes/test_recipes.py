@@ -123,6 +123,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", [*QUICK, "llama_8b_128k_h100_32", "mixtral_8x7b", "gpt_oss_20b"])
 def test_fits_the_hardware_it_is_for_with_room(name):
     where = target(hardware_of(name))

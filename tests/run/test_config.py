@@ -315,6 +315,7 @@ def configurations(kind=Run) -> set[type]:
     return found
 
 
+@pytest.mark.slow(but=10)
 @pytest.mark.parametrize("cls", sorted(configurations(), key=lambda cls: cls.__name__), ids=lambda cls: cls.__name__)
 def test_no_field_is_ignored(cls):
     """Some line of the source reads every field (those of a mesh are read all at once)."""

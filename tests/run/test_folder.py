@@ -114,6 +114,7 @@ def test_a_store_with_more_tokens_than_the_model_is_refused(stores):
         open_corpus(run_on(StoreSource(path=str(stores / "a")), vocab=200))
 
 
+@pytest.mark.slow
 def test_stores_of_another_tokenizer_are_refused(stores, tmp_path):
     """Beside the training store's own, and beside the tokenizer that a run names."""
     words = tmp_path / "words.txt"

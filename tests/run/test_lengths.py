@@ -111,6 +111,7 @@ def test_each_length_is_planned_and_the_fullest_decides():
     assert error.value.where == "lengths" and error.value.fix == "use a batch_size of 8 or 16"
 
 
+@pytest.mark.slow
 def test_a_length_that_slices_do_not_divide_is_refused():
     where = target("8xH100")
     options = {"data.sequence_length": "48", "lengths": "[{step: 8, length: 144, batch_size: 8}]"}

@@ -75,6 +75,7 @@ def test_the_state_is_what_its_abstract_form_says(assembled, state):
         assert real.sharding.is_equivalent_to(said.sharding, real.ndim)
 
 
+@pytest.mark.slow
 def test_where_the_compiler_places_a_step_leaves_the_state_where_it_lay(run):
     """Widths are sliced in use and whole at rest: the compiler would leave them sliced."""
     layout = LayoutChoice(mode="auto", params={"mlp": ""})
@@ -119,6 +120,7 @@ def test_the_best_peak_of_a_machine_is_kept(tmp_path, monkeypatch):
     assert known_peak(jax.devices(), "float32") is None
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_finite_changes_nothing_but_the_count(assembled):
     """The mask holds one infinite weight: the loss and the gradient are no numbers."""
     size = (ROWS, LENGTH)
@@ -144,6 +146,7 @@ def test_an_update_that_is_not_finite_changes_nothing_but_the_count(assembled):
         assert any((old != new).any() for old, new in zip(before, copy((third.model,))))
 
 
+@pytest.mark.slow
 def test_evaluation_adds_up_over_batches_sets_and_devices(assembled, state, sets):
     compiled = []
 
@@ -186,6 +189,7 @@ def test_evaluation_adds_up_over_batches_sets_and_devices(assembled, state, sets
     assert found["bits_per_byte"] == pytest.approx(sum(nats.values()) / math.log(2) / sum(text.values()), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_long_evaluation_keeps_few_batches_on_the_devices(assembled, state, sets):
     """More than 32 programs for each of several CPU devices, and XLA would hang."""
     chosen = sets["short"]
@@ -237,6 +241,7 @@ def test_the_compiler_may_place_instead(run):
     assert "moves    what the compiler chooses along data, model (auto mode)" in said
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [

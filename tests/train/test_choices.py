@@ -87,6 +87,7 @@ def machine(tmp_path, monkeypatch):
 LONG = dataclasses.replace(tiny(), steps=20_000)
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves_open_is_measured_once_and_kept(machine):
     steps = {(2, 1): 1.0, (2, 2): 0.8, (1, 1): 0.9}
     found, said = machine(LONG, steps)
@@ -180,6 +181,7 @@ def test_kernels_are_cut_as_a_program_was_told():
     assert "f32[8,32]" in cut and "f32[8,32]" not in str(jax.make_jaxpr(loss)(jnp.ones((1, 64, 16))))
 
 
+@pytest.mark.slow
 def test_what_is_timed_is_what_the_fields_say():
     """Each of the first calls runs; together they are for every field that is null by itself."""
     small = dataclasses.replace(LONG.model, layers=1)

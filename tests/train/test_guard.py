@@ -61,6 +61,7 @@ def small(layout: str, **changes):
     return dataclasses.replace(tiny(), guard=GuardRule(every=2), **about, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_flipped_bit_is_found_and_named_for_every_array_of_a_layout(layout):
     assembled = assemble(small(layout), jax.devices())
@@ -111,6 +112,7 @@ def test_a_comparison_moves_four_bytes_an_array_and_device():
     assert moved.total() == 7 * 4 * arrays
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8", "bool", "float8_e4m3fn", "uint32"])
 def test_every_bit_changes_a_digest_and_so_does_the_order(dtype):
     x = jnp.asarray(np.arange(24).reshape(2, 3, 4) % 2 if dtype == "bool" else np.arange(24).reshape(2, 3, 4), dtype)
@@ -155,6 +157,7 @@ def go(folder, *, whole: bool, **changes):
         return loop.train(*toy(mesh, run, whole=whole), folder, progress=Progress(8, stream=io.StringIO()))
 
 
+@pytest.mark.slow
 def test_a_run_stops_at_the_next_comparison_and_goes_on_after_the_last_good_checkpoint(tmp_path, faulty):
     guard = GuardRule(every=4)
     faulty(0, "")
@@ -183,6 +186,7 @@ def test_no_state_whose_copies_differ_is_saved(tmp_path, faulty):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
 
 
+@pytest.mark.slow
 def test_where_nothing_is_copied_a_step_is_made_twice(tmp_path, faulty):
     guard = GuardRule(every=2)
     faulty(0, "")
@@ -201,6 +205,7 @@ def test_where_nothing_is_copied_a_step_is_made_twice(tmp_path, faulty):
     assert error.value.fix.endswith("or --guard.replay false where steps are random")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_what_a_comparison_moves_is_in_the_ledger(run_file, tmp_path, capsys):
     words = ("train", run_file, "--run-dir", tmp_path, "--devices", 8, "--layout.preset", "data", "--until", 0)

@@ -62,6 +62,7 @@ def test_killed_ten_times_the_run_ends_with_the_same_loss_to_the_bit(tmp_path):
     assert events.count("resumed") >= 8
 
 
+@pytest.mark.slow
 def test_sigterm_exits_143_and_a_bad_loss_exits_3(tmp_path):
     process = start(tmp_path / "term", "--pause", "0.05")
     deadline = time.monotonic() + 60

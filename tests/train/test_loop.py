@@ -114,6 +114,7 @@ def test_a_run_compiles_its_step_once_and_nothing_later(tmp_path, mesh):
     assert at_end <= at_step[11] + 1
 
 
+@pytest.mark.slow
 def test_a_batch_of_another_size_is_one_more_compilation(tmp_path, mesh):
     assembled, feed = toy(mesh, EVERY)
 
@@ -165,6 +166,7 @@ def test_resuming_gives_the_same_state_and_lines_to_the_bit(tmp_path, mesh):
     assert parts.lines[-1]["tokens"] == whole.lines[-1]["tokens"] == 192
 
 
+@pytest.mark.slow
 def test_resuming_on_another_mesh_goes_on_along_the_same_curve(tmp_path, mesh):
     train(*toy(mesh, EVERY), tmp_path / "whole", progress=quiet())
     train(*toy(mesh, dataclasses.replace(EVERY, steps=5)), tmp_path / "moved", progress=quiet())
@@ -257,6 +259,7 @@ def test_data_that_ends_early_is_an_error(tmp_path, mesh):
     assert error.value.seen == "4 batches for 12 steps"
 
 
+@pytest.mark.slow
 def test_a_profile_of_two_steps_opens_in_perfetto(tmp_path, mesh):
     import gzip
 

@@ -85,7 +85,7 @@ def assert_alike(found, wanted):
     assert norm(jax.tree.map(np.subtract, gradients, wanted[2])) < 1e-5 * norm(wanted[2])
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("routing", "accumulation"), [*((routing, "pending") for routing in ROUTING), ("batch", "sharded")]
 )
@@ -94,7 +94,7 @@ def test_microbatches(routing, accumulation):
     assert_alike(run(jax.jit, model_of(routing), batch(), options), whole(routing))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("routing", "layout", "microbatches"),
     [*((routing, "experts", 2) for routing in ROUTING), ("batch", "data", 1), ("sequence", "experts", 1)],
@@ -123,6 +123,7 @@ def test_the_losses_are_in_the_gradient():
     assert (np.abs(apart).max((1, 2)) > 1e-3).all()
 
 
+@pytest.mark.slow
 def test_biases_move_by_the_load_alone():
     """By the rate, up where the load is below the mean."""
     rate, model = 0.01, model_of("dropped, with biases")
@@ -150,6 +151,7 @@ def test_no_optimizer_moves_a_bias(rule):
     assert not bias(updates).array.any() and updates.layers.block.mlp.router.array.all()
 
 
+@pytest.mark.slow
 def test_biases_even_the_load():
     """With the learning rate at zero only the biases move, and the fullest expert's load falls towards the mean."""
     config = dataclasses.replace(CONFIGS["mixtral"], routing=Routing(bias_rate=0.01))

@@ -115,7 +115,7 @@ def advise(backend: str, dev: Path) -> list[str]:
 
 
 def _name(requirement: str) -> str:
-    return re.match(r"[A-Za-z0-9_.-]+", requirement)[0]  # ty: ignore[not-subscriptable]
+    return re.match(r"[A-Za-z0-9_.-]+", requirement)[0]
 
 
 def _version(name: str) -> str | None:

@@ -67,7 +67,9 @@ def _first_state(assembled: Any, source: Any) -> Any:
         step = jax.device_put(np.int32(0), abstract.step.sharding)
         key = jax.device_put(jax.random.key(assembled.run.seed), abstract.key.sharding)
         average = None if abstract.average is None else jax.tree.map(lambda x: x.copy(), model)
-    return TrainState(step, model, optimizer, average, key)
+        blank = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
+        scales = jax.tree.map(blank, abstract.scales)
+    return TrainState(step, model, optimizer, average, key, scales)
 
 
 COMMAND = Command(

@@ -159,7 +159,7 @@ def _instruction(line: str) -> Instruction:
     open_ = rest.index("(")
     close = _closing(rest, open_)
     inside = rest[open_ + 1 : close]
-    operands = tuple(re.findall(r"%([\w.\-~]+)", inside))
+    operands = tuple(re.findall(r"%([\w.\-~#]+)", inside))
     return Instruction(head[2], type_, rest[:open_], operands, rest[close + 1 :].lstrip(", "), inside, bool(head[1]))
 
 
@@ -192,6 +192,23 @@ class Program:
             for name in itertools.chain.from_iterable(instruction.called().values()):
                 found.setdefault(name, instruction)
         return found
+
+    @functools.cached_property
+    def homes(self) -> dict[str, str]:
+        """The computation that each instruction stands in, by its name."""
+        return {i.name: name for name, instructions in self.computations.items() for i in instructions}
+
+    def scopes(self, instruction: Instruction) -> str:
+        """The scopes around an instruction: its `op_name`, behind those of the calls that lead to it.
+
+        A compiler writes calls out, and gives each instruction the whole path. Before, each has its own part of it.
+        """
+        found: list[str] = []
+        caller: Instruction | None = instruction
+        while caller is not None:
+            found.append(caller.quoted("op_name") or "")
+            caller = self.callers.get(self.homes.get(caller.name, ""))
+        return "/".join(reversed(found))
 
     def trip_count(self, loop: Instruction, load: float | None = None) -> int | None:
         """How often a `while` runs, from `known_trip_count` or from a condition that compares with a constant.
@@ -294,8 +311,47 @@ def parse_program(text: str) -> Program:
             entry = current if found[1] else entry
     if entry is None:
         raise ValueError("a compiled program's text has an ENTRY computation, and this text has none: pass as_text()")
-    computations = {name: [_instruction(line) for line in inside] for name, inside in lines.items()}
+    computations = {name: _with_elements([_instruction(line) for line in inside]) for name, inside in lines.items()}
     return Program(computations, entry, _frames(text), _aliases(text))
+
+
+def _with_elements(instructions: list[Instruction]) -> list[Instruction]:
+    """Elements of tuples that stand as operands, `%pair#1`, written out as `get-tuple-element`.
+
+    JAX 0.12 prints both.
+    """
+    if not any("#" in name for i in instructions for name in i.operands):
+        return instructions
+    found: dict[str, Instruction] = {}
+    for instruction in instructions:
+        for name in instruction.operands:
+            whole, *path = name.split("#")
+            for index in path:
+                element = f"{whole}#{index}"
+                if element not in found:
+                    type_ = tuple_parts(found[whole].type)[int(index)]
+                    found[element] = Instruction(element, type_, "get-tuple-element", (whole,), f"index={index}")
+                whole = element
+        found[instruction.name] = instruction
+    return list(found.values())
+
+
+def tuple_parts(text: str) -> list[str]:
+    """The types in a tuple's type, as text; none of a type that is no tuple.
+
+    >>> tuple_parts("((f32[2]{0}, u32[]), bf16[4,2]{1,0})")
+    ['(f32[2]{0}, u32[])', 'bf16[4,2]{1,0}']
+    """
+    if not text.startswith("("):
+        return []
+    text = re.sub(r"/\*.*?\*/", "", text[1:-1])
+    parts, depth, start = [], 0, 0
+    for index, char in enumerate(text):
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth == 0:
+            parts.append(text[start:index].strip())
+            start = index + 1
+    return [*parts, text[start:].strip()] if text[start:].strip() else parts
 
 
 def _aliases(text: str) -> dict[int, int]:

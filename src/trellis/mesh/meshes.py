@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import jax
 import numpy as np
@@ -49,7 +49,7 @@ def without_axis(mesh: Mesh, axis: str) -> Mesh:
 
 
 @contextlib.contextmanager
-def on_another(mesh: Mesh) -> Iterator[None]:
+def on_another(mesh: Mesh) -> Generator[None]:
     """What is traced inside is a program for another mesh, of another size, whatever mesh is in force."""
     nothing = jax.sharding.AbstractMesh((), ())  # from one size to another JAX goes by way of no mesh
     with jax.sharding.use_abstract_mesh(nothing), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

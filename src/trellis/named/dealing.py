@@ -6,9 +6,8 @@ Every array with the name `pos` has its positions in the order of `trellis.mesh.
 import math
 from collections.abc import Callable
 
-import jax
-
 from trellis.mesh import dealing
+from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import Layout, current_layout
 from trellis.named.array import NamedArray
 from trellis.named.placing import move
@@ -42,7 +41,7 @@ def deal(x: NamedArray) -> NamedArray:
         return _dealt(_whole(x), held, layout)
     spec = spec_of(held)
     local = lambda part: dealing.deal_slices(part, layout.dealt, dim)
-    return x.with_array(jax.shard_map(local, in_specs=spec, out_specs=spec)(x.array))
+    return x.with_array(by_device(local, in_specs=spec, out_specs=spec)(x.array))
 
 
 def _dealt(x: NamedArray, axes, layout: Layout) -> NamedArray:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis._compat import refuses_copies
+from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import mark_pending, vary, varying_axes
 from trellis.mesh.manual.take import rows_here
@@ -82,7 +83,7 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     out = spec_of([where[n] for n in plan.out], pending)
     specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in arrays)
     try:
-        array = jax.shard_map(body, mesh=own_mesh(x.array), in_specs=specs, out_specs=out)(*arrays)
+        array = by_device(body, mesh=own_mesh(x.array), in_specs=specs, out_specs=out)(*arrays)
     except (NotImplementedError, ValueError) as error:
         # Nor can it map over what begins a pending sum, or over copies, along a name that is whole.
         if isinstance(error, ValueError) and not refuses_copies(error):

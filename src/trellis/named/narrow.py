@@ -65,11 +65,13 @@ class Mark(NamedTuple):
         kind: of narrow numbers.
         at: which operand is the weight.
         key: by which gradients are rounded at random, or None.
+        largest: `f32["factor"]`, from which scales are made, or None.
     """
 
     kind: Kind
     at: int
     key: jax.Array | None
+    largest: jax.Array | None = None
 
 
 class Rounded(NamedTuple):
@@ -79,18 +81,24 @@ class Rounded(NamedTuple):
         values: the numbers.
         scale: one, or one for each block.
         whole: one for the whole array besides, or None.
+        largest: the array's largest element, where its scale was made from another, or None.
     """
 
     values: jax.Array
     scale: jax.Array
     whole: jax.Array | None = None
+    largest: jax.Array | None = None
+
+
+# The three that are rounded in a narrow product and its gradients, in the order of their largest elements.
+FACTORS = ("activation", "weight", "gradient")
 
 
 class _OnlyFactor(NamesError, AttributeError):
     """What a named array has is asked of a narrow weight; to `hasattr` it has none of it."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "key"], meta_fields=["kind"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "key", "largest"], meta_fields=["kind"])
 @dataclasses.dataclass(frozen=True, slots=True)
 class Narrow:
     """A weight whose products are made in eight or four bits. A factor of `einsum`, `dot` and `dot_each`, and nothing
@@ -105,11 +113,16 @@ class Narrow:
         kind: "fp8", "int8", "mxfp8" or "nvfp4".
         key: of nvfp4, a random key by which gradients are rounded, right in the mean; None rounds them to the nearest
             number. A weight of several layers has named keys, one for each (`tr.random.split`).
+        largest: of fp8 and int8, the largest elements from which scales are made: `f32["factor=3"]`, of the
+            activation, the weight and the result's gradient; zero stands for the largest of today. What is larger is
+            clipped. Its gradient is no derivative but the largest elements that were met, for the next step's scales:
+            what Transformer Engine calls delayed scaling. None makes scales from the largest of today.
     """
 
     weight: NamedArray
     kind: Kind
     key: Any = None
+    largest: Any = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(NamedArray, name):
@@ -143,7 +156,19 @@ def marked(operands: tuple, what: str) -> tuple[tuple[NamedArray, ...], Mark | N
             f"{' and '.join(sorted(kinds))}, in {what}: multiply two at a time"
         )
     at, mark = max(marks.items())
-    return plain, Mark(mark.kind, at, _one_key(mark, what))
+    return plain, Mark(mark.kind, at, _one_key(mark, what), _three(mark, what))
+
+
+def _three(mark: Narrow, what: str) -> jax.Array | None:
+    if mark.largest is None:
+        return None
+    largest = mark.largest.array if isinstance(mark.largest, NamedArray) else mark.largest
+    if TYPES[mark.kind].in_blocks or largest.shape != (len(FACTORS),) or largest.dtype != jnp.float32:
+        raise NamesError(
+            "a product in fp8 or int8 has three largest elements, f32[3], of the activation, the weight and the "
+            f"gradient, got {typeof(largest)} for a product in {mark.kind}, in {what}: leave them out, or pass three"
+        )
+    return largest
 
 
 def _one_key(mark: Narrow, what: str) -> jax.Array | None:
@@ -173,7 +198,8 @@ def forms(array, mark: Mark, number: int, summed: tuple[int, ...], kept: tuple[i
         summed, kept: the dimension along which blocks lie for either, or none.
     """
     if TYPES[mark.kind].tiled or number == mark.at:
-        return (rounded(array, mark.kind, (*summed, *kept)),)
+        known = None if mark.largest is None else mark.largest[int(number == mark.at)]
+        return (rounded(array, mark.kind, (*summed, *kept), known=known),)
     return (
         rounded(array, mark.kind, summed),
         rounded(array, mark.kind, kept, hadamard=bool(kept)),
@@ -181,7 +207,7 @@ def forms(array, mark: Mark, number: int, summed: tuple[int, ...], kept: tuple[i
 
 
 def rounded(
-    array, kind: Kind, dims: tuple[int, ...], *, gradient: bool = False, chance=None, hadamard: bool = False
+    array, kind: Kind, dims: tuple[int, ...], *, gradient: bool = False, known=None, chance=None, hadamard: bool = False
 ) -> Rounded:
     """A plain array in narrow numbers, and the scale or scales that they are to be multiplied by.
 
@@ -193,6 +219,7 @@ def rounded(
         kind: to which numbers.
         dims: the dimensions along which blocks lie, where a kind has them.
         gradient: whether it is a gradient.
+        known: from which element its one scale is made, but for zero; None for its largest.
         chance: rounds numbers in blocks at random, as `blocked` takes it.
         hadamard: whether blocks are transformed, as `blocked` takes it.
 
@@ -204,8 +231,12 @@ def rounded(
     if state.copied:
         fixed = place(fixed, state.axes)
     if (form := TYPES[kind].blocks) is None:
-        values, scale = with_one_scale(fixed.astype(jnp.float32), kind, gradient=gradient)
-        return Rounded(values, _once(scale, array))
+        wide, largest = fixed.astype(jnp.float32), None
+        if known is not None:
+            largest = jnp.max(jnp.abs(wide))
+            known = jnp.where(lax.stop_gradient(known) > 0, lax.stop_gradient(known), largest)
+        values, scale = with_one_scale(wide, kind, gradient=gradient, known=known)
+        return Rounded(values, _once(scale, array), largest=largest)
     of = {dim: block_of(fixed.shape[dim], form.block) for dim in dims}
     if cut := [dim for dim in of if cut_by(fixed, dim, form)]:
         raise NamesError(
@@ -217,19 +248,20 @@ def rounded(
     return Rounded(values, _once(scales, array), None if whole is None else _once(whole, array))
 
 
-def with_one_scale(wide: jax.Array, kind: Kind, *, gradient: bool, over: tuple[str, ...] = ()):
-    """Float32 numbers rounded by their largest: narrow numbers, and the scale.
+def with_one_scale(wide: jax.Array, kind: Kind, *, gradient: bool, over: tuple[str, ...] = (), known=None):
+    """Float32 numbers rounded by their largest, or a known one: narrow numbers, and the scale.
 
     Args:
         wide: what is rounded.
         kind: to which numbers.
         gradient: whether it is a gradient.
         over: in manual mode, the mesh axes along which other devices have more of the numbers.
+        known: for what the type's largest number stands, instead of their largest.
     """
     dtype = TYPES[kind].gradient if gradient else TYPES[kind].forward
     whole = jnp.issubdtype(dtype, jnp.integer)
     limit = 127.0 if whole else float(jnp.finfo(dtype).max)
-    largest = jnp.max(jnp.abs(wide))
+    largest = jnp.max(jnp.abs(wide)) if known is None else known
     if over:
         largest = lax.pmax(largest, over)
     scale = jnp.where(largest > 0, largest / limit, 1.0)
@@ -289,7 +321,7 @@ def product(x, y, narrow_x, narrow_y, numbers, *, mark: Mark, dtype, spec=None) 
     states = (state_of(x), state_of(y))
     static = _Static(mark.kind, mark.at, (summed, batch), spec, jnp.dtype(dtype), (x.dtype, y.dtype), states)
     bits = None if mark.key is None else jax.random.key_data(mark.key)
-    return _product(static, x, y, tuple(narrow_x), tuple(narrow_y), bits)
+    return _product(static, x, y, mark.largest, tuple(narrow_x), tuple(narrow_y), bits)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -304,35 +336,42 @@ class _Static:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _product(static: _Static, x, y, narrow_x, narrow_y, bits):
+def _product(static: _Static, x, y, largest, narrow_x, narrow_y, bits):
     return _scaled(narrow_x[0], narrow_y[0], static.numbers, static.kind, static.dtype, static.spec)
 
 
 @_product.defjvp
 def _derivative(static: _Static, primals, tangents):
-    fixed = primals[2:]
+    largest, *fixed = primals[2:]
     out = _scaled(  # no `x` and `y`: see `product`
         fixed[0][0], fixed[1][0], static.numbers, static.kind, static.dtype, static.spec
     )
 
     def change(fixed, moving):
-        (narrow_x, narrow_y, _), (dx, dy) = fixed, moving
+        (_, narrow_x, narrow_y, _), (dx, dy, _) = fixed, moving
         dot = functools.partial(_plain, numbers=static.numbers, dtype=static.dtype, spec=static.spec)
         return dot(dx, _opened(narrow_y[0], dx)) + dot(_opened(narrow_x[0], dy), dy)
 
     def gradients(fixed, gradient):
-        narrow_x, narrow_y, bits = fixed
-        of_x, of_y = _narrow_gradients(static, gradient, bits)
-        return _gradient(static, 0, of_x, narrow_y[-1]), _gradient(static, 1, of_y, narrow_x[-1])
+        largest, narrow_x, narrow_y, bits = fixed
+        known = None if largest is None else largest[FACTORS.index("gradient")]
+        of_x, of_y = _narrow_gradients(static, gradient, bits, known)
+        met = None
+        if largest is not None:
+            met = [narrow_x[0].largest, narrow_y[0].largest][:: 1 if static.weight else -1]
+            met = jnp.stack([*met, of_x.largest])
+        return _gradient(static, 0, of_x, narrow_y[-1]), _gradient(static, 1, of_y, narrow_x[-1]), met
 
-    return out, linear(change, gradients)(fixed, (tangents[0], tangents[1]))
+    return out, linear(change, gradients)((largest, *fixed), tuple(tangents[:3]))
 
 
-def _narrow_gradients(static: _Static, gradient, bits) -> tuple[Rounded, Rounded]:
+def _narrow_gradients(static: _Static, gradient, bits, known) -> tuple[Rounded, Rounded]:
     """The gradient of a product's result, in narrow numbers, for the gradient of either factor."""
     types, ends = TYPES[static.kind], _innermost(static)
     if types.tiled:
-        found = rounded(gradient, static.kind, tuple(end for end in ends if end is not None), gradient=True)
+        found = rounded(
+            gradient, static.kind, tuple(end for end in ends if end is not None), gradient=True, known=known
+        )
         return (_not_again(found, gradient),) * 2
     chance = None
     if bits is not None:  # the middle of what a byte stands for
@@ -348,7 +387,7 @@ def _narrow_gradients(static: _Static, gradient, bits) -> tuple[Rounded, Rounded
 
 def _not_again(found: Rounded, array) -> Rounded:
     whole = None if found.whole is None else not_again(found.whole, array)
-    return Rounded(found.values, not_again(found.scale, array), whole)
+    return found._replace(scale=not_again(found.scale, array), whole=whole)
 
 
 def _innermost(static: _Static) -> tuple[int | None, int | None]:
@@ -401,6 +440,6 @@ def _plain(a, b, *, numbers, dtype, spec) -> jax.Array:
 
 def _opened(narrow: Rounded, like) -> jax.Array:
     """A narrow array as the number that it stands for."""
-    values, scale, whole = narrow
+    values, scale, whole, _ = narrow
     wide = opened(values, scale) if scale.ndim else values.astype(jnp.float32) * scale
     return (wide if whole is None else wide * whole).astype(like.dtype)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
 from trellis.mesh.ring import Moved, Names, Ring, gather_products, local_product, scatter_products
@@ -65,7 +66,7 @@ class _Rings:
         """Runs a program for one device's slices. Gradients are not taken of it, so JAX need not know what varies."""
         spec = lambda state: spec_of(state.axes, state.pending, state.copied)
         specs = [jax.tree.map(spec, states, is_leaf=lambda s: isinstance(s, State)) for states in (tuple(taken), given)]
-        return jax.shard_map(local, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*arrays)
+        return by_device(local, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*arrays)
 
     @property
     def whole(self) -> State:

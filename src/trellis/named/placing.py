@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis._compat import is_tracer, mapped_over
+from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import MeshError
 from trellis.mesh.reshard import place
@@ -280,7 +281,7 @@ def locally(fn, array):
     if state.mode != "explicit" or not any(state.axes) or state.pending or state.copied:
         return fn(array)
     spec = spec_of(state.axes)
-    return jax.shard_map(fn, mesh=own_mesh(array), in_specs=spec, out_specs=spec)(array)
+    return by_device(fn, mesh=own_mesh(array), in_specs=spec, out_specs=spec)(array)
 
 
 def own_mesh(array):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from trellis.mesh.by_device import by_device
 from trellis.mesh.manual.ops import mark_pending, vary
 from trellis.named.backend import multiplies_blocks, on_accelerator
 from trellis.named.blocks import MXFP8, NVFP4, opened
@@ -60,7 +61,7 @@ def _by_kernel(a, sa, b, sb, numbers, spec) -> jax.Array:
 
     first, second = (spec_of(state.axes) for state in states)
     rank = a.ndim + b.ndim - 2 * len(numbers[0][0]) - len(numbers[1][0])
-    return jax.shard_map(
+    return by_device(
         body,
         mesh=jax.typeof(a).sharding.mesh,
         in_specs=(first, first, second, second),

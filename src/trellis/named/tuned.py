@@ -1,7 +1,7 @@
 """What is faster on one CPU and slower on another, as the program that is being traced was told."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Literal, NamedTuple
 
 import jax
@@ -31,7 +31,7 @@ def tuned() -> Tuned:
 
 
 @contextlib.contextmanager
-def tuned_for(choice: Tuned) -> Iterator[None]:
+def tuned_for(choice: Tuned) -> Generator[None]:
     """What is traced within it is made so, backward passes only as far as they are traced within it too.
 
     What JAX keeps of traces is kept for each choice by itself.

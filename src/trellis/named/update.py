@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
@@ -154,7 +155,7 @@ class _Update:
         program = self._program(method, value, names)
         if state.mode == "explicit" and any(axes.values()):
             specs = tuple(spec_of(state_of(a).axes) for a in (plain, *arrays))
-            program = jax.shard_map(program, mesh=own_mesh(x.array), in_specs=specs, out_specs=specs[0])
+            program = by_device(program, mesh=own_mesh(x.array), in_specs=specs, out_specs=specs[0])
         return x.with_array(program(plain, *arrays))
 
     def _whole(self, array, names, x: NamedArray, axes):

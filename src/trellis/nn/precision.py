@@ -53,6 +53,11 @@ class Precision:
     where the plan says that it pays: on chips with units for it, and where gathered weights are what a step waits
     for."""
 
+    amax_history: int = 0
+    """From the largest elements of how many steps before scales of products in fp8 and int8 are made; 0 for those of
+    the step itself. Choose it where finding the largest element first, and then rounding, takes too long; what a step
+    has larger than those before is clipped."""
+
     moments: Mapping[str, Literal["mxfp8"]] = dataclasses.field(default_factory=FrozenMap)
     """What the optimizer keeps of weights and tables, in eight bits: a part of a parameter's name, and mxfp8, e4m3 in
     blocks of 32 numbers, as in mlp: mxfp8. Choose it where parameters and optimizer do not fit otherwise."""
@@ -67,6 +72,14 @@ class Precision:
                 seen="updates=random, params=float32",
                 where="updates",
                 fix="use params=bfloat16 too, or updates=nearest",
+            )
+
+        if self.amax_history < 0 or (self.amax_history and not set(self.products.values()) & {"fp8", "int8"}):
+            raise UserError(
+                "Scales are delayed where products in fp8 or int8 have some.",
+                seen=f"amax_history={self.amax_history}, products={dict(self.products)}",
+                where="amax_history",
+                fix="use amax_history=0, or 1 and more with products in fp8 or int8",
             )
 
     @property
@@ -109,6 +122,24 @@ class Precision:
         leaves, structure = jax.tree.flatten(model, is_leaf=is_named)
         marked = [Narrow(x, kind) if kind and is_named(x) else x for x, kind in zip(leaves, kinds, strict=True)]
         return jax.tree.unflatten(structure, marked)
+
+
+def with_largest(model: Any, largest: Mapping[str, Any]) -> Any:
+    """Parameters in use whose weights have the largest elements that their scales are made from.
+
+    Args:
+        model: from `Precision.in_use`.
+        largest: by path, `f32["layers factor"]` or without layers.
+    """
+    if not largest:
+        return model
+
+    def leaf(path, x: Any) -> Any:
+        found = largest.get(jax.tree_util.keystr(path, simple=True, separator="."))
+        return x if found is None else dataclasses.replace(x, largest=found)
+
+    is_leaf = lambda x: isinstance(x, Narrow) or is_named(x)
+    return jax.tree_util.tree_map_with_path(leaf, model, is_leaf=is_leaf)
 
 
 def with_keys(model: Any, key: jax.Array | None) -> Any:

@@ -134,7 +134,7 @@ def page(runs: Sequence[RunFolder]) -> str:
             series = tuple(Series(curve.name, _resampled(curve, scale, name, grid)) for curve in found)
             chart = Chart(f"{title} over {words}", series)
             if chart.known:
-                drawn.append(draw(chart, grid, len(drawn)))  # ty: ignore[invalid-argument-type]
+                drawn.append(draw(chart, grid, len(drawn)))
     differ = differences(runs)
     what = (
         table([(name, *values) for name, values in differ], head=("field", *(c.name for c in found)))

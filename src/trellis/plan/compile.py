@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +259,7 @@ def allocations(message: str) -> list[Allocation]:
 
 
 @contextlib.contextmanager
-def _telling(what: str) -> Iterator[None]:
+def _telling(what: str) -> Generator[None]:
     """Says on stderr, every few seconds, that something is still going on."""
     done = threading.Event()
     started = time.monotonic()

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ _FILE = re.compile(r"\.(\d{4})\.(.+)\.after_(.+?)(?:\.before_.+)?\.txt$")
 
 
 @contextlib.contextmanager
-def snapshots(lowered: Any, options: Mapping[str, str]) -> Iterator[list[Snapshot]]:
+def snapshots(lowered: Any, options: Mapping[str, str]) -> Generator[list[Snapshot]]:
     """Compiles a lowered program again, and gives it as it was after each pass that changed it.
 
     Its files are there for as long as the context lasts.

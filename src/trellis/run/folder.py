@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def _learned(run: Run) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path) -> Generator[None]:
     """Keeps a run's folder for this process while it trains; the system lets go of it when the process ends.
 
     Raises:

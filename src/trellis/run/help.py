@@ -20,7 +20,7 @@ def help_text(value: Any, width: int = 110) -> str:
             lines += ["", f"{head}: {fields_of(type(value))[head].doc}"]
         parent, _, last = name.rpartition(".")
         kinds = variants(_type_at(type(value), parent)) if parent else {}
-        if kinds and last == tag_of(next(iter(kinds.values())))[0]:  # ty: ignore[not-subscriptable]
+        if kinds and last == tag_of(next(iter(kinds.values())))[0]:
             lines += [f"  --{name}  <{' | '.join(kinds)}>  [{now}]", *_others(kinds, now)]
             continue
         lines.append(f"  --{name}  <{show(kind)}>  [{_text(now)}]")
@@ -45,5 +45,5 @@ def _text(now: Any) -> str:
 
 def _others(kinds: dict[str, type], now: str) -> list[str]:
     """The other variants of a union, by their tag, with the names of their fields."""
-    lines = [(tag, ", ".join(name for name in fields_of(cls) if name != tag_of(cls)[0])) for tag, cls in kinds.items()]  # ty: ignore[not-subscriptable]
+    lines = [(tag, ", ".join(name for name in fields_of(cls) if name != tag_of(cls)[0])) for tag, cls in kinds.items()]
     return [f"      {tag} has {names}" for tag, names in lines if tag != now]

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, NamedTuple
 
 from trellis.errors import UserError
@@ -76,7 +76,7 @@ def _several(run: "Run") -> tuple[Phase, ...]:
 
 
 @contextlib.contextmanager
-def as_of_phase(start: int) -> Iterator[None]:
+def as_of_phase(start: int) -> Generator[None]:
     """Within it, what is wrong with a phase is told as of its entry in `lengths`; the first phase has none."""
     try:
         yield

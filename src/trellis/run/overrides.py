@@ -70,7 +70,7 @@ def leaves(kind: Any, data: Any, path: str = "") -> Iterator[tuple[str, Any, Any
 
 
 def _tag(tagged: Mapping[str, type]) -> str:
-    return tag_of(next(iter(tagged.values())))[0]  # ty: ignore[not-subscriptable]
+    return tag_of(next(iter(tagged.values())))[0]
 
 
 def _chooses(kind: Any, data: Any, names: list[str]) -> bool:

@@ -50,7 +50,7 @@ def _said(hint: Any) -> str:
 
 def _docs(cls: type) -> dict[str, str]:
     try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # ty: ignore[missing-attribute]
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
     except (OSError, TypeError, SyntaxError):  # defined where there is no source: a REPL, a frozen application
         return {}
     docs = {}
@@ -203,7 +203,7 @@ def _build_union(kind: Any, data: Any, path: str, origin: Callable[[str], str]) 
     if isinstance(data, Mapping) and tagged:
         if cls := variant_in(kind, data):
             return _build_dataclass(cls, data, path, origin)
-        name = next(tag_of(c) for c in tagged.values())[0]  # ty: ignore[not-subscriptable]
+        name = next(tag_of(c) for c in tagged.values())[0]
         seen = f"{name}: {shortened(repr(data[name]), 80)}" if name in data else f"no `{name}`"
         fix = did_you_mean(str(data.get(name)), tagged) if name in data else f"write {name}: {' | '.join(tagged)}"
         raise UserError(f"`{path}` says by `{name}` what it is.", seen=seen, where=origin(_join(path, name)), fix=fix)

@@ -16,17 +16,18 @@ from trellis.errors import UserError, did_you_mean
 from trellis.frozen import FrozenMap
 from trellis.mesh import Layout
 from trellis.mesh.platform import rehearses
-from trellis.models import ModelConfig
+from trellis.models import LanguageModel, ModelConfig
 from trellis.named import is_named
 from trellis.named.backend import has_block_units
 from trellis.named.saving import Keep, nothing, products, saved
-from trellis.nn.parameters import Parameter, Role, parameters
+from trellis.nn.parameters import Role, parameters
 from trellis.notation.state import mode_of
 from trellis.optim import learning_rates, make_optimizer
 from trellis.optim.narrow import narrow_parts
 from trellis.run.config import Remat, Run
 from trellis.run.layouts import make_layout
 from trellis.run.lengths import as_of_phase
+from trellis.run.on_mesh import check_on_mesh
 from trellis.train.compilation import options_for
 from trellis.train.state import TrainState, abstract_state, new_state
 from trellis.train.step import StepOptions, make_step
@@ -107,7 +108,7 @@ def assemble(
         chunk_bytes: what the float32 logits of a chunk of the loss take; None for what suits the devices.
 
     Raises:
-        UserError: the mesh does not fit the devices, or the batch or a width does not divide.
+        UserError: the mesh does not fit the devices, or the run the mesh.
     """
     if not run.lengths:
         return _assemble(run, devices, padding, chunk_bytes)
@@ -122,8 +123,7 @@ def assemble(
 def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes: int | None) -> Assembled:
     """The same for a run of one length."""
     layout = make_layout(run.mesh, run.layout, devices, model_axes(run.model))
-    _check_batch(run, layout)
-    _check_widths(run, layout)
+    check_on_mesh(run, layout, _types(run.model))
     optimizer = make_optimizer(
         run.optimizer,
         run.schedule,
@@ -138,10 +138,12 @@ def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes
         return run.precision.at_rest(run.model.init(key=key, vocab_multiple=multiple))
 
     with layout:
-        shapes = abstract_state(make_model, optimizer, average=run.ema is not None)
+        kept = dict(average=run.ema is not None, precision=run.precision)
+        shapes = abstract_state(make_model, optimizer, **kept)
         _check_parts_of_names(run, shapes.model)
         _check_narrow_products(run, shapes.model)
         _check_four_bits(run, layout)
+        _check_delayed(run, shapes.model)
         _check_narrow_moments(run, shapes)
         abstract = _placed(shapes, layout)
         options = StepOptions(
@@ -157,7 +159,7 @@ def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes
             names_tensors=run.precision.is_narrow,
         )
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
-        make = lambda: new_state(make_model, optimizer, run.seed, average=run.ema is not None)
+        make = lambda: new_state(make_model, optimizer, run.seed, **kept)
         init = jax.jit(make, out_shardings=shardings)
         rates = learning_rates(run.schedule, run.optimizer.learning_rate, run.steps)
         step = make_step(optimizer, options, rates)
@@ -182,50 +184,13 @@ def model_axes(config: ModelConfig) -> dict[str, int]:
     >>> model_axes(tiny().model)["kv_heads"]
     2
     """
-    return {name: size for p in _declared(config) for name, size in p.leaf.shape.items()}
+    return {name: size for p in parameters(_types(config)) if is_named(p.leaf) for name, size in p.leaf.shape.items()}
 
 
 @functools.cache
-def _declared(config: ModelConfig) -> list[Parameter]:
-    """The parameters of a model, as types, without a layout."""
-    model = jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
-    return [p for p in parameters(model) if is_named(p.leaf)]
-
-
-def _check_batch(run: Run, layout: Layout) -> None:
-    """Refuses batches that the mesh axes of `batch` and `pos` do not divide."""
-    rows, positions = ({axis: layout.mesh.shape[axis] for axis in axes} for axes in layout.assign(("batch", "pos")))
-    parts = {"microbatches": run.parts} if run.parts > 1 else {}
-    rule = "A batch is split evenly over the mesh axes of `batch` and into microbatches."
-    for entry in run.batch_sizes():
-        _check_divides(rule, "batch_size", entry.size, rows | parts)
-    rule = "A sequence is split evenly over the mesh axes of `pos`."
-    _check_divides(rule, "data.sequence_length", run.data.sequence_length, positions)
-
-
-def _check_widths(run: Run, layout: Layout) -> None:
-    """Refuses mesh axes that do not divide what they slice of a parameter. A vocabulary is padded so that they do, and
-    stages have layers less than others."""
-    for parameter in _declared(run.model):
-        for which in ("params", "compute"):
-            slices = zip(parameter.leaf.shape.items(), layout.assign(parameter.names, which), strict=True)
-            for (name, length), axes in slices:
-                if name != "vocab" and (name, which) != ("layers", "compute"):
-                    parts = {axis: layout.mesh.shape[axis] for axis in axes}
-                    _check_divides("Mesh axes divide what they slice.", f"model.{name}", length, parts)
-
-
-def _check_divides(rule: str, field: str, size: int, parts: Mapping[str, int]) -> None:
-    count = math.prod(parts.values())
-    if size % count:
-        total = f" = {count}" if len(parts) > 1 else ""
-        near = [n for n in (size // count * count, -(-size // count) * count) if n]
-        raise UserError(
-            rule,
-            seen=f"{field}={size} over {' x '.join(f'{name}={n}' for name, n in parts.items())}{total}",
-            where=field,
-            fix=f"use --{field} {' or '.join(map(str, near))}",
-        )
+def _types(config: ModelConfig) -> LanguageModel:
+    """A model, as types, without a layout."""
+    return jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
 
 
 def _check_parts_of_names(run: Run, model: Any) -> None:
@@ -296,6 +261,19 @@ def _check_four_bits(run: Run, layout: Layout) -> None:
             seen=f"nvfp4 with mesh.stage={run.mesh.stage}",
             where="precision.products",
             fix="use --mesh.stage 1, or fp8",
+        )
+
+
+def _check_delayed(run: Run, model: Any) -> None:
+    """Refuses delayed scales of experts' products, and in stages, which keep none."""
+    experts = [p.path for p in parameters(model) if run.precision.product_of(p) and "experts" in p.names]
+    seen = f"mesh.stage={run.mesh.stage}" if run.mesh.stage != 1 else f"products of `{experts[0]}`" if experts else ""
+    if run.precision.amax_history and seen:
+        raise UserError(
+            "Delayed scales are those of products outside of stages and experts.",
+            seen=f"amax_history={run.precision.amax_history} with {seen}",
+            where="precision.amax_history",
+            fix="use --precision.amax_history 0",
         )
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def options_for(platform: str, options: Mapping[str, str], devices: int = 1) -> 
 
 
 @contextlib.contextmanager
-def _explained(options: Mapping[str, str] | None) -> Iterator[None]:
+def _explained(options: Mapping[str, str] | None) -> Generator[None]:
     """Within it, what a compiler says of an option that it does not know, or a value that it does not take, is told."""
     try:
         yield

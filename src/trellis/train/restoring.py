@@ -96,7 +96,7 @@ def model_in_use(assembled: Assembled, state: TrainState) -> Any:
     No product is narrow: the scale of one would be that of all texts of a batch.
     """
     model = state.model if state.average is None else state.average
-    return dataclasses.replace(assembled.options.precision, products={}).in_use(model)
+    return dataclasses.replace(assembled.options.precision, products={}, amax_history=0).in_use(model)
 
 
 def for_use(run: Run, devices: int) -> Run:

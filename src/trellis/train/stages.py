@@ -16,14 +16,14 @@ from trellis.data.batch import Batch
 from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.meshes import on_another, without_axis
 from trellis.mesh.reshard import place
-from trellis.named import NamesError, Stacked, is_named
+from trellis.named import NamesError, Stacked, arange, broadcast_to, is_named
 from trellis.named.pipeline.by_vmap import microbatches_of, pipeline_axis
 from trellis.named.pipeline.interleaving import interleaved
 from trellis.named.pipeline.parts import Parts, spread
 from trellis.named.pipeline.pieces import Pieces, Source, Together, struct
 from trellis.named.pipeline.run import Arrays, run
 from trellis.named.pipeline.schedule import Schedule
-from trellis.nn.positions import dealt
+from trellis.nn.positions import dealt, dealt_axes
 from trellis.notation.state import state_of
 
 # What the stages slice, where the layout says so, to compute the loss together.
@@ -164,6 +164,9 @@ def pipelined(
     layout, count = current_layout(), schedule.microbatches
     around, together = dataclasses.replace(layout.without(axis), mapped=layout.mapped), None
     with around:
+        if batch.positions is None and dealt_axes(around):  # they are cut into microbatches, as the tokens are
+            positions = arange(batch.tokens.axis("pos"), dtype=jnp.int32)
+            batch = dataclasses.replace(batch, positions=broadcast_to(positions, batch.tokens.shape))
         dealing, batch = dealt(jax.tree.map(lambda x: _placed(x, around), batch, is_leaf=is_named))
         parts = cut(batch, count), shared(jnp.arange(count))
         with dealing:  # out here: no permute may stand in what one stage alone does

@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from trellis.named import NamedArray
 from trellis.named.jit import named_jit
+from trellis.nn import Precision
+from trellis.train.scales import no_scales
 
 
 class TrainState(eqx.Module):
@@ -19,6 +22,7 @@ class TrainState(eqx.Module):
         optimizer: the optimizer's state.
         average: the exponential moving average of the parameters, or None.
         key: the random key of the run; a step's key is made from it and the step.
+        scales: where scales are delayed, the largest elements of steps before, by `trellis.train.scales`; else empty.
     """
 
     step: jax.Array
@@ -26,10 +30,16 @@ class TrainState(eqx.Module):
     optimizer: optax.OptState
     average: eqx.Module | None
     key: jax.Array
+    scales: dict[str, NamedArray] = eqx.field(default_factory=dict)
 
 
 def new_state(
-    init: Callable, optimizer: optax.GradientTransformation, seed: int, *, average: bool = False
+    init: Callable,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    *,
+    average: bool = False,
+    precision: Precision | None = None,
 ) -> TrainState:
     """The first state, each array made where the layout in force lets it rest.
 
@@ -38,17 +48,24 @@ def new_state(
         optimizer: the update rule.
         seed: of the parameters and of everything random in the run.
         average: whether a moving average of the parameters is kept.
+        precision: says of which products scales are kept; None for none.
     """
-    return named_jit(_make(init, optimizer, average))(jax.random.key(seed))
+    return named_jit(_make(init, optimizer, average, precision))(jax.random.key(seed))
 
 
-def abstract_state(init: Callable, optimizer: optax.GradientTransformation, *, average: bool = False) -> TrainState:
+def abstract_state(
+    init: Callable,
+    optimizer: optax.GradientTransformation,
+    *,
+    average: bool = False,
+    precision: Precision | None = None,
+) -> TrainState:
     """The state as `jax.ShapeDtypeStruct`s with shardings; nothing is computed, and no device is needed."""
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(_make(init, optimizer, average), key)
+    return jax.eval_shape(_make(init, optimizer, average, precision), key)
 
 
-def _make(init, optimizer, average: bool):
+def _make(init, optimizer, average: bool, precision: Precision | None):
     def make(key) -> TrainState:
         model_key, run_key = jax.random.split(key)
         model = init(model_key)
@@ -58,6 +75,7 @@ def _make(init, optimizer, average: bool):
             optimizer=optimizer.init(model),
             average=jax.tree.map(jnp.copy, model) if average else None,
             key=run_key,
+            scales=no_scales(model, precision) if precision else {},
         )
 
     return make

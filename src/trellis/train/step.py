@@ -23,13 +23,14 @@ from trellis.named.reshape import split_axis, transpose
 from trellis.named.tuned import Tuned, tuned_for
 from trellis.nn import Precision, TokenLoss, next_token_loss, tied
 from trellis.nn.positions import dealt
-from trellis.nn.precision import with_keys
+from trellis.nn.precision import with_keys, with_largest
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
 from trellis.optim import all_finite, select
 from trellis.optim.averaging import average as moving_average
 from trellis.optim.updated import updated
 from trellis.train.out_of_range import first_out_of_range
+from trellis.train.scales import Scales, largest_of, rolled
 from trellis.train.stages import (
     around_loss,
     dealt_out,
@@ -138,7 +139,9 @@ def make_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
         with tuned_for(options.tuned):  # the backward pass is traced after `batch_loss`
-            sums, measured, gradients = loss_and_gradients(state.model, batch.named(), options, key)
+            sums, measured, gradients, met = loss_gradients_and_met(
+                state.model, largest_of(state.scales), batch.named(), options, key
+            )
         with jax.numpy_dtype_promotion("standard"):  # Optax raises floats to integer powers
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.model)
         at_random = key if options.precision.updates == "random" else None
@@ -158,11 +161,12 @@ def make_step(
             metrics["out_of_range"] = first_out_of_range(state.model, gradients)
         if learning_rate is not None:
             metrics["learning_rate"] = jnp.asarray(learning_rate(state.step), jnp.float32)
-        new = model, optimizer_state, average
+        new = model, optimizer_state, average, rolled(state.scales, met)
         if options.skip_nonfinite:
             good = all_finite(metrics["loss"], metrics["grad_norm"])
-            new = select(good, new, (state.model, state.optimizer, state.average))
-        return TrainState(state.step + 1, *new, state.key), metrics
+            new = select(good, new, (state.model, state.optimizer, state.average, state.scales))
+        *new, scales = new
+        return TrainState(state.step + 1, *new, state.key, scales), metrics
 
     return step
 
@@ -174,28 +178,41 @@ def loss_and_gradients(model: LanguageModel, batch: Batch, options: StepOptions,
     "pending" accumulation the gradients of all microbatches are added up as partial sums on each device, and summed
     over devices once.
     """
+    return loss_gradients_and_met(model, {}, batch, options, key)[:3]
+
+
+def loss_gradients_and_met(model: LanguageModel, largest: Scales, batch: Batch, options: StepOptions, key=None):
+    """The same with delayed scales: also the largest elements that narrow products met in the batch.
+
+    Args:
+        model, batch, options, key: as there.
+        largest: what scales are made from, by `largest_of`.
+    """
     tokens = batch.loss_mask.astype(jnp.float32).sum().array
     scale = 1.0 / jnp.maximum(tokens, 1.0)
 
-    def mean_loss(params, part, key, ahead=None, scale=scale):
-        sums, measured = batch_loss(with_keys(params, key), part, options, key, ahead)
+    def mean_loss(params, largest, part, key, ahead=None, scale=scale):
+        params = with_largest(with_keys(params, key), largest)
+        sums, measured = batch_loss(params, part, options, key, ahead)
         return sums.total * scale, (sums, measured)
 
     to_use = lambda params: options.precision.in_use(params)
     if (axis := stages_of(model)) is not None:
-        return _through_stages(model, batch, to_use, mean_loss, options, key, axis)
+        return *_through_stages(model, batch, to_use, mean_loss, options, key, axis), {}
     if options.microbatches == 1:
-        (_, found), gradients = jax.value_and_grad(lambda p: mean_loss(to_use(p), batch, key), has_aux=True)(model)
-        return *found, gradients
+        whole = jax.value_and_grad(lambda p, m: mean_loss(to_use(p), m, batch, key), (0, 1), has_aux=True)
+        (_, found), gradients = whole(model, largest)
+        return *found, *gradients
     if options.accumulation == "pending":
         use, pull = jax.vjp(lambda params: _copied(to_use(params)), model)
     else:
         use, pull = jax.vjp(to_use, model)
     parts = _parts(batch, options.microbatches)
     ahead = _look_ahead(use, parts) if model.looks_ahead else None
-    sums, measured, total = _accumulate(jax.value_and_grad(mean_loss, has_aux=True), use, parts, key, ahead)
+    loss = jax.value_and_grad(mean_loss, (0, 1), has_aux=True)
+    sums, measured, total, met = _accumulate(loss, use, largest, parts, key, ahead)
     (gradients,) = pull(jax.tree.map(lambda g, p: g.astype(p.dtype), total, use))
-    return sums, measured, gradients
+    return sums, measured, gradients, met
 
 
 def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, options: StepOptions, key, axis: str):
@@ -221,7 +238,7 @@ def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, 
         keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
         return keys, jnp.broadcast_to(scale, numbers.shape)
 
-    loss = lambda params, part, shared: mean_loss(params, part.named(), shared[0], scale=shared[1])
+    loss = lambda params, part, shared: mean_loss(params, {}, part.named(), shared[0], scale=shared[1])
     cut = lambda batch, count: _parts(batch, count)[1]
     schedule = schedule_of(model, batch.tokens.shape["batch"], options.microbatches)
     (sums, measured), total = pipelined(*use, last, batch, cut, shared, loss, schedule, axis)
@@ -229,22 +246,23 @@ def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, 
     return sums, measured, gradients
 
 
-def _accumulate(value_and_grad, params, parts, key, ahead):
-    """Sums over microbatches of the loss, the measures and float32 gradients; partial sums stay partial."""
+def _accumulate(value_and_grad, params, largest, parts, key, ahead):
+    """Sums over microbatches of the loss, the measures and float32 gradients, and the largest elements that they met;
+    partial sums stay partial."""
     zeros = jax.tree.map(_zero_gradient, params)
 
     def body(carry, part):
-        sums, gradients = carry
+        sums, gradients, met = carry
         index, arrays = part
         mine = None if key is None else jax.random.fold_in(key, index)
-        (_, (more, measured)), new = value_and_grad(params, arrays.named(), mine, ahead)
+        (_, (more, measured)), (new, now) = value_and_grad(params, largest, arrays.named(), mine, ahead)
         gradients = jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, new)
-        return (jax.tree.map(jnp.add, sums, more), gradients), measured
+        return (jax.tree.map(jnp.add, sums, more), gradients, jax.tree.map(jnp.maximum, met, now)), measured
 
     zero = jnp.zeros((), jnp.float32)
     start = TokenLoss(zero, zero, zero, zero, zero)
-    (sums, gradients), measured = loop_over(body, (start, zeros), parts)
-    return sums, jax.tree.map(lambda x: x.sum(0), measured), gradients
+    (sums, gradients, met), measured = loop_over(body, (start, zeros, jax.tree.map(jnp.zeros_like, largest)), parts)
+    return sums, jax.tree.map(lambda x: x.sum(0), measured), gradients, met
 
 
 def _look_ahead(params: LanguageModel, parts):

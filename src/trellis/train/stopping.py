@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from types import FrameType
 from typing import NoReturn
 
@@ -104,7 +104,7 @@ def _lost(how: str, last_good: str) -> RunStopped:
 
 
 @contextlib.contextmanager
-def explained_abort(last_good: Callable[[], str]) -> Iterator[None]:
+def explained_abort(last_good: Callable[[], str]) -> Generator[None]:
     """Within it, an abort by JAX's runtime of several processes ends this process as `RunStopped` does.
 
     A process that waits in a collective learns of a lost one from the runtime's heartbeat, and the runtime then calls
@@ -167,7 +167,7 @@ class Signals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # ty: ignore[invalid-argument-type]
+            signal.signal(number, handler)
         self._before.clear()
 
     def exit_code(self, step: int) -> int | None:

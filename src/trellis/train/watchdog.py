@@ -9,7 +9,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import jax
@@ -86,7 +86,7 @@ class Watchdog:
             self._dispatched = self._dispatched if dispatched is None else dispatched
 
     @contextlib.contextmanager
-    def excused(self, what: str) -> Iterator[None]:
+    def excused(self, what: str) -> Generator[None]:
         """Within it the run does what is no step."""
         with self._lock:
             before = self._doing, self._excused

@@ -63,6 +63,7 @@ def by_hand(q, k, v, visible):
     return out
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
 def test_the_masks_mean_what_they_say(arrays, implementation):
     q, k, v, _, ids = arrays
@@ -74,6 +75,7 @@ def test_the_masks_mean_what_they_say(arrays, implementation):
     np.testing.assert_allclose(np.asarray(seen), by_hand(*numbers, lambda b, i, j: abs(i - j) < 3), atol=1e-5)
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("causal,window,documents,cap", PATTERNS)
 def test_chunks_equal_the_reference(arrays, causal, window, documents, cap):
     q, k, v, g, ids = arrays
@@ -82,6 +84,7 @@ def test_chunks_equal_the_reference(arrays, causal, window, documents, cap):
     assert_near(value_and_gradients(q, k, v, g, implementation="chunked", **settings), wanted)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
 @pytest.mark.parametrize("causal,window,documents", [(True, None, False), (True, 5, True), (False, None, False)])
@@ -124,6 +127,7 @@ def test_whole_kv_heads_serve_sharded_heads(arrays, model):
     assert_near(many, one)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
 def test_causality_through_the_gradient(arrays, implementation):
     q, k, v, _, _ = arrays
@@ -141,6 +145,7 @@ def test_masked_blocks_are_not_computed(arrays):
     assert flops(window=4) < 0.7 * flops()
 
 
+@pytest.mark.slow
 def test_a_traced_scale_and_a_low_precision(arrays):
     q, k, v, *_ = arrays
     wanted = attention(q, k, v, scale=0.25, implementation="reference")
@@ -263,6 +268,7 @@ def test_a_chunk_of_all_positions_adds_its_gradients_without_a_scatter():
     assert "scatter" not in str(jax.make_jaxpr(jax.grad(summed, (0, 1, 2)))(q, kv, kv))
 
 
+@pytest.mark.slow
 def test_one_example_has_no_batch():
     """Alone, and mapped over a sliced batch: values and gradients are those of the batch."""
     draw = lambda n, **axes: tr.random.normal(jax.random.key(n), {"batch": 8, **axes, "head_dim": 8})

@@ -86,6 +86,7 @@ def test_one_device(implementation, window):
     assert_near(gradients(call, *inputs, g), wanted(window, True))
 
 
+@pytest.mark.slow
 def test_forward_mode():
     *inputs, _, _ = arrays()
     changes = [np.cos(x) for x in inputs]
@@ -113,6 +114,7 @@ def test_many_devices(kind, window):
         assert_near(gradients(call, q, k, v, sinks, g), right)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("window", [None, 5])
 def test_decoding_equals_the_last_position(window):
     q, k, v, sinks, _, _ = arrays()

@@ -109,19 +109,19 @@ def assert_near(seen, wanted, tolerance=1e-5, put=lambda x: x):
         np.testing.assert_allclose(np.asarray(a), np.asarray(put(b)), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.slow(but=6)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind, mask", CASES)
 def test_many_devices_equal_one(kind, mask):
     assert_near(many_devices(kind, mask), one_device(mask))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ring", "gather", "exchange, few key heads", "ring, more heads than key heads"])
 def test_a_single_key_head(kind):
     assert_near(many_devices(kind, "causal", kv_heads=1), one_device("causal", kv_heads=1))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, slices, axes",
     [("ring", 8, "a"), ("gather", 8, "a"), ("ring, gather", 8, "ab"), ("ring, exchange", 4, "a")],
@@ -132,7 +132,7 @@ def test_positions_that_are_dealt_out_stay_where_they_are(kind, slices, axes, ma
     assert_near(many_devices(kind, mask, dealt=tuple(axes), put=put), one_device(mask), put=put)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ring", "ring, gather", "gather", "exchange"])
 @pytest.mark.parametrize("mask", ["documents", "window over pieces"])
 def test_in_bfloat16(kind, mask):
@@ -179,6 +179,7 @@ def test_a_ring_moves_what_a_gather_moves():
     assert gather.per_kind() == {"all-gather": 2 * 7 * SLICE, "reduce-scatter": 2 * 7 * SLICE}
 
 
+@pytest.mark.slow
 def test_an_exchange_moves_each_array_once_each_way():
     """Queries, keys, values and the result; each device keeps one half of its part."""
     found = moved("exchange", "causal")

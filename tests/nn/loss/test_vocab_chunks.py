@@ -56,6 +56,7 @@ def assert_near(seen, wanted):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), seen, wanted)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
 @pytest.mark.parametrize("settings", [{}, dict(z_loss=0.1, logit_softcap=4.0, vocab_size=WORDS)], ids=["plain", "all"])
 def test_chunks_equal_one_device(arrays, place, settings, small_chunks):

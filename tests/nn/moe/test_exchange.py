@@ -62,6 +62,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_token_finds_its_experts(way, monkeypatch):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)

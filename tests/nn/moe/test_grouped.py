@@ -61,6 +61,7 @@ def test_gradients_are_those_of_each_group(platform):
             np.testing.assert_allclose(made[group], rows[mine].T @ d[mine], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_tiles_hold_the_rows_and_no_more_than_completes_them():
     for sizes in LOADS:
         found = tiles.tiles_of(jnp.array(sizes), 16)

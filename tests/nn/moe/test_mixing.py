@@ -77,7 +77,7 @@ BIASED = {
 }  # fmt: skip
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("layout", "way", "slack"),
     [
@@ -133,6 +133,7 @@ def test_the_definition(biased):
         np.testing.assert_allclose(out.array[place], total, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_dropped_choices_add_nothing():
     x, _, *experts = arrays()
     ids = named(jnp.tile(jnp.array([3, EXPERTS], jnp.int32), (BATCH, POS, 1)), "batch pos choices")
@@ -144,6 +145,7 @@ def test_dropped_choices_add_nothing():
         np.testing.assert_allclose(mix(x, Choices(ids, weights), *experts, way=way).array, wanted, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_no_buffer_of_a_weight_for_every_token():
     """The compiled program, gradients included, holds no `[tokens, embed, mlp]`, and no `[experts, tokens, mlp]`."""
     tokens, embed, mlp, experts = 512, 64, 128, 16

@@ -44,6 +44,7 @@ def alone(kind):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.jit(loss_of(kind, "grouped"))(*arrays()))]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_near_the_whole_products(kind):
     for a, b in zip(alone(kind), alone(None), strict=True):

@@ -28,6 +28,7 @@ def test_the_likeliest_are_chosen():
     np.testing.assert_allclose(weights.array, taken / taken.sum(-1, keepdims=True), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_bias_picks_and_does_not_weigh():
     bias = named(jnp.array([0.0, 0.0, 10.0, 0.0, 0.0]), "routes")
     ids, weights = choose(SCORES, CHOICES, bias=bias)

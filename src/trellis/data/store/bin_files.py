@@ -98,7 +98,7 @@ class MegatronStore(OffsetStore):
         return self._stream[start:stop]
 
     @functools.cached_property
-    def vocab_size(self) -> int:  # ty: ignore[incompatible-attribute-override]
+    def vocab_size(self) -> int:
         """One more than the largest id, found by one pass over the file."""
         return 1 + max(int(self._stream[at : at + SCAN_TOKENS].max()) for at in range(0, self.num_tokens, SCAN_TOKENS))
 

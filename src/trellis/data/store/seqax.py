@@ -29,7 +29,7 @@ class FlatTokens(TokenStore):
         group = zarr.open_group(url, mode="r")
         try:
             self._encoded, self._starts = group["encoded_tokens"], group["seq_starts"]
-            self.vocab_size = int(group.attrs["max_token_id"]) + 1  # ty: ignore[invalid-argument-type]
+            self.vocab_size = int(group.attrs["max_token_id"]) + 1
         except KeyError as error:
             raise UserError(
                 "A flat-tokens array has encoded_tokens, seq_starts and max_token_id.",

@@ -46,10 +46,10 @@ class DatasetSource:
             names = getattr(dataset, "column_names", None)
             column = self.text_field.split(".")[0]
             if names and column in names:
-                dataset = dataset.select_columns([column])  # ty: ignore[missing-attribute]
+                dataset = dataset.select_columns([column])
         if start[0]:
-            dataset = dataset.skip(start[0])  # ty: ignore[missing-attribute]
-        yield from in_blocks(iter(dataset), self.name, start[0], lambda: 0)  # ty: ignore[invalid-argument-type]
+            dataset = dataset.skip(start[0])
+        yield from in_blocks(iter(dataset), self.name, start[0], lambda: 0)
 
 
 def dataset_source(spec: str, *, field: str | None = None, streaming: bool = True) -> DatasetSource:

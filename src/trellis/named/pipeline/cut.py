@@ -7,7 +7,7 @@ before; the second time it finds their result made already, and goes on, which g
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from trellis.named.axis import NamesError
@@ -99,7 +99,7 @@ def after(name: str, function: Callable, result: Any, *args) -> Any:
 
 
 @contextlib.contextmanager
-def _meeting(name: str, how: Callable[[Fold], Any]) -> Iterator[None]:
+def _meeting(name: str, how: Callable[[Fold], Any]) -> Generator[None]:
     token = _met.set((name, how))
     try:
         yield

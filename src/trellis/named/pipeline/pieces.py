@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -151,7 +151,7 @@ class Pieces:
         return after(self.source.name, self.source.function, result, params, part)
 
     @contextlib.contextmanager
-    def _after_layers(self) -> Iterator[tuple]:
+    def _after_layers(self) -> Generator[tuple]:
         """Where what comes after the layers is traced, and the types of its arguments there."""
         together = self.source.together
         if together is None:

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from trellis._compat import refuses_copies
 from trellis.errors import TrellisError
+from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import Axes, vary
 from trellis.notation import spec_of
@@ -66,11 +67,7 @@ class Placement:
             return kernel(q, k, v, tuple(ids) or None, *tables)
 
         specs = self._specs(len(arrays))
-        mapped = jax.shard_map(
-            body, mesh=self.mesh, in_specs=(table_specs, *specs), out_specs=specs[0], check_vma=check
-        )
-        # Outside of a compiled program JAX (0.10.2) maps no shard_map over slices.
-        call = jax.jit(mapped) if layout is not None and layout.mapped else mapped
+        call = by_device(body, mesh=self.mesh, in_specs=(table_specs, *specs), out_specs=specs[0], check_vma=check)
         try:
             return call(tables, *arrays)
         except ValueError as error:  # mapped over a name that is whole, where `layout.mapped` is empty

@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from trellis.errors import TrellisError
+from trellis.mesh.by_device import by_device
 from trellis.mesh.manual.ops import Axes, vary
 from trellis.mesh.platform import platform_of
 from trellis.mesh.reshard import place
@@ -120,7 +121,7 @@ def linear_cross_entropy(
 
     tokens = (batch or None, pos or None)
     table = PartitionSpec(*(axes or None for axes in across), reduced=states[1].copied)
-    return jax.shard_map(
+    return by_device(
         body,
         mesh=jax.typeof(x).sharding.mesh,
         in_specs=(

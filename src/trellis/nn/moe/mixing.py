@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import Axes, mark_pending, vary
 from trellis.named import Axis, NamedArray, dot_each, einsum, one_hot, save, settle, silu
@@ -184,13 +185,13 @@ def _mixed(
         for n, (a, s, c) in enumerate(zip((*arrays, *narrow), slices, copied, strict=True))
     ]
     specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in moved)
-    mapped = jax.shard_map(
+    mix = by_device(
         lambda *a: mark_pending(body(*a), places.partial),
         mesh=mesh,
         in_specs=specs,
         out_specs=spec_of(tokens, partial),
     )
-    return settle(NamedArray(mapped(*moved), TOKENS))
+    return settle(NamedArray(mix(*moved), TOKENS))
 
 
 def _products(rows, sizes, counted, gate, up, down, added=(), gated_by: ClampedSwiGLU | None = None):

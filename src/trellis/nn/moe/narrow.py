@@ -57,7 +57,7 @@ def narrow_weights(weights: Sequence[NamedArray], kinds: Kinds) -> list[NamedArr
     found = []
     for weight, kind in zip(weights, kinds, strict=True):
         if kind is not None:
-            values, scale, _ = rounded(weight.array, kind, ())
+            values, scale, *_ = rounded(weight.array, kind, ())
             found += [NamedArray(values, weight.names), NamedArray(scale, ())]
     return found
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from trellis.inspect.hlo import Instruction
-from trellis.proof.interpreter.layouts import tuple_parts
+from trellis.inspect.hlo import Instruction, tuple_parts
 from trellis.proof.interpreter.values import NotInterpreted, Team, Value, merged, part_of, spread
 
 

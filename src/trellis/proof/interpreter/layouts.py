@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 
+from trellis.inspect.hlo import tuple_parts
 from trellis.proof.interpreter.values import NO_DATA, NotInterpreted
 
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
@@ -55,24 +56,6 @@ def parse_type(text: str) -> Type:
     if any("*" in level for level in levels):
         raise NotInterpreted(f"tiles over joined dimensions, in {text}")
     return ArrayType(found[1], shape, minor_first, tuple(tuple(map(int, level.split(","))) for level in levels))
-
-
-def tuple_parts(text: str) -> list[str]:
-    """The types in a tuple's type, as text; none of a type that is no tuple.
-
-    >>> tuple_parts("((f32[2]{0}, u32[]), bf16[4,2]{1,0})")
-    ['(f32[2]{0}, u32[])', 'bf16[4,2]{1,0}']
-    """
-    if not text.startswith("("):
-        return []
-    text = re.sub(r"/\*.*?\*/", "", text[1:-1])
-    parts, depth, start = [], 0, 0
-    for index, char in enumerate(text):
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            parts.append(text[start:index].strip())
-            start = index + 1
-    return [*parts, text[start:].strip()] if text[start:].strip() else parts
 
 
 @functools.lru_cache(maxsize=1024)
@@ -130,6 +113,7 @@ def bitcast(x: np.ndarray, before: ArrayType, after: ArrayType) -> np.ndarray:
         after: the other type, of elements as wide.
     """
     shape = (len(x), *after.shape)
+    before, after = _tiled_alike(before, after)
     if before.shape == after.shape and before.order == after.order:
         return x
     moved = _moved(dataclasses.replace(before, dtype=""), dataclasses.replace(after, dtype=""))
@@ -141,6 +125,19 @@ def bitcast(x: np.ndarray, before: ArrayType, after: ArrayType) -> np.ndarray:
     if missing.any() or out.shape[1] < flat.shape[1]:
         return _through_memory(x, before, after)
     return out.reshape(shape)
+
+
+def _tiled_alike(before: ArrayType, after: ArrayType) -> tuple[ArrayType, ArrayType]:
+    """Both types in the tiles of one of them, where the other is a matrix or more and has none.
+
+    libtpu of JAX 0.12 writes results of products without tiles. They are in tiles nevertheless: the windows that it
+    moves over them have as many steps as tiles, and read in rows the numbers would be others.
+    """
+    if not before.tiles and len(before.shape) > 1:
+        before = dataclasses.replace(before, tiles=after.tiles)
+    if not after.tiles and len(after.shape) > 1:
+        after = dataclasses.replace(after, tiles=before.tiles)
+    return before, after
 
 
 def _through_memory(x: np.ndarray, before: ArrayType, after: ArrayType) -> np.ndarray:

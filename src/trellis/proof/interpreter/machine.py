@@ -7,7 +7,7 @@ devices hold. It knows no JAX and shares no code with XLA, so that what it finds
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -32,7 +32,7 @@ Observer = Callable[[Instruction, Value, Team], None]
 
 
 @contextlib.contextmanager
-def _named(instruction: Instruction) -> Iterator[None]:
+def _named(instruction: Instruction) -> Generator[None]:
     """Whatever goes wrong with an operation is said with its name."""
     try:
         yield

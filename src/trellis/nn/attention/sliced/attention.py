@@ -11,6 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from trellis._compat import refuses_copies
+from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
 from trellis.nn.attention.chunked import ChunkedTiles
@@ -34,8 +35,8 @@ class _Attention:
         if self.place.mesh is None:
             return local(*arrays)
         specs = [tuple(spec_of(*state) for state in states) for states in (inputs, outputs)]
-        mapped = jax.shard_map(local, mesh=self.place.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-        return mapped(*arrays)
+        options = dict(mesh=self.place.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+        return by_device(local, **options)(*arrays)
 
     def states(self, ids, sinks) -> list:
         """Mesh axes, pending sums and copies of queries, keys, values, of documents, and of sinks."""

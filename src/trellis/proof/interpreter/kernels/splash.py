@@ -15,9 +15,9 @@ import numpy as np
 from trellis.inspect.hlo import Instruction
 from trellis.program.said import mask_said
 from trellis.proof.interpreter.kernels import attention
-from trellis.proof.interpreter.values import NotInterpreted, Value, each
+from trellis.proof.interpreter.values import NotInterpreted, each
 
-_NAME = re.compile(r"splash_mha_(fwd|dq|dkv)(_segmented)?_(?:no_)?residuals")
+_NAME = re.compile(r"splash_mha_(fwd|dq|dkv)(_segmented)?_(no_)?residuals")
 _TAIL = {"fwd": (), "dq": ("log_sum", "d_out", "mean"), "dkv": ("log_sum", "d_out", "mean")}
 
 
@@ -30,12 +30,13 @@ def kernel(name: str, instruction: Instruction, machine) -> Callable:
     found = _NAME.match(name)
     if found is None:
         raise NotInterpreted(f"the kernel {name}")
-    phase, kind = found[1], machine.type(instruction)
+    phase, made = found[1], machine.type(instruction)
+    kind, residuals = made if isinstance(made, tuple) else (made,), not found[3]
     names = ("q", "k", "v", *(("query_ids", "key_ids") if found[2] else ()), *_TAIL[phase])
-    said = mask_said(instruction.quoted("op_name") or "")
+    said = mask_said(machine.program.scopes(instruction))
     block = re.search(r"block_kv\W+(\d+)", instruction.attributes)
 
-    def one(*values: np.ndarray) -> tuple[np.ndarray, ...]:
+    def one(*values: np.ndarray) -> np.ndarray | tuple[np.ndarray, ...]:
         first = next(i for i, v in enumerate(values) if v.dtype.kind == "f")
         own = dict(zip(names, values[first:]))
         if own["q"].ndim == 3:  # of one sequence: the compiler has dropped the batch
@@ -46,7 +47,8 @@ def kernel(name: str, instruction: Instruction, machine) -> Callable:
         seen = _seen(own, rest, phase, said)
         if first and phase == "fwd" and block:
             _check(values[0], values[1], seen[0, 0], int(block[1]))
-        return _results(kind, phase, own, seen & _together(own, phase))
+        results = _results(kind, phase, own, seen & _together(own, phase), residuals)
+        return results if isinstance(made, tuple) else results[0]
 
     return lambda values, team: each(one, values, team)
 
@@ -81,22 +83,23 @@ def _check(following: np.ndarray, blocks: np.ndarray, seen: np.ndarray, width: i
             raise NotInterpreted("a splash mask other than the one that is said, or than a causal one")
 
 
-def _results(kind: tuple, phase: str, own: dict[str, np.ndarray], seen: np.ndarray) -> Value:
-    """The kernel's results; those that are only its working memory are NaN."""
+def _results(kind: tuple, phase: str, own: dict[str, np.ndarray], seen: np.ndarray, residuals: bool) -> tuple:
+    """The kernel's results, the last of `kind`; those before them, until JAX 0.11, are its working memory: NaN."""
     q, k, v = own["q"], own["k"], own["v"]
     scores = attention.scores_of(q, k, seen)
     last = len(kind) - 1
     if phase == "fwd":
         out, log_sum = attention.forward(scores, v)
-        found = {3: out, 4: log_sum[..., None]}
+        found = {last - 1: out, last: log_sum[..., None]} if residuals else {last: out}
     else:
         log_sum, mean = own["log_sum"][:, :, 0], own["mean"][:, :, 0]
         d_q, d_k, d_v, _ = attention.backward(q, k, v, scores, log_sum, own["d_out"], mean)
         found = {last: d_q} if phase == "dq" else {last - 1: d_k, last: d_v}
-        if phase == "dkv" and last == 4:  # with the gradient of queries, for each block of keys by itself
-            blocks = np.split(np.arange(k.shape[2]), kind[2].shape[-4])
+        whole = last > 1 and len(kind[last - 2].shape) > len(kind[last].shape)
+        if phase == "dkv" and whole:  # with the gradient of queries, for each block of keys by itself
+            blocks = np.split(np.arange(k.shape[2]), kind[last - 2].shape[-4])
             parts = ((k[:, :, b], v[:, :, b], scores[..., b], log_sum, own["d_out"], mean) for b in blocks)
-            found[2] = np.stack([attention.backward(q, *part)[0] for part in parts], axis=1)
+            found[last - 2] = np.stack([attention.backward(q, *part)[0] for part in parts], axis=1)
     made = (found.get(i, np.array(np.nan, q.dtype)) for i in range(len(kind)))
     return tuple(
         np.broadcast_to(x[0] if x.ndim > len(t.shape) else x, t.shape) for x, t in zip(made, kind, strict=True)

@@ -1,0 +1,185 @@
+"""What must hold of a run on its mesh, before anything is traced: what is sliced, and what the slices have to do."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from trellis.errors import UserError
+from trellis.mesh import Layout
+from trellis.models import LanguageModel
+from trellis.named import is_named
+from trellis.named.pipeline.by_vmap import microbatches_of
+from trellis.nn.attention.attend import KEY
+from trellis.nn.parameters import Parameter, parameters
+from trellis.nn.rope import QUERY
+from trellis.notation.state import mode_of
+from trellis.run.config import Run
+
+
+def check_on_mesh(run: Run, layout: Layout, model: LanguageModel) -> None:
+    """Refuses a run that cannot be computed on its layout.
+
+    Args:
+        run: the run, of one length.
+        layout: its layout.
+        model: the model, as types without a layout.
+
+    Raises:
+        UserError: a batch, a sequence or a width does not divide; attention would not find its keys; or the stages of
+            a pipeline have nothing that they can do at the same time.
+    """
+    declared = [p for p in parameters(model) if is_named(p.leaf)]
+    _check_batch(run, layout)
+    _check_widths(layout, declared)
+    if mode_of(layout.mesh) == "explicit":
+        _check_attention(run, layout)
+        _check_stages(run, layout)
+        if run.mesh.stage > 1 and not model.looks_ahead:
+            _check_permutes(layout, declared)
+
+
+def _check_batch(run: Run, layout: Layout) -> None:
+    """Refuses batches that the mesh axes of `batch` and `pos` do not divide."""
+    rows, positions = ({axis: layout.mesh.shape[axis] for axis in axes} for axes in layout.assign(("batch", "pos")))
+    parts = {"microbatches": run.parts} if run.parts > 1 else {}
+    rule = "A batch is split evenly over the mesh axes of `batch` and into microbatches."
+    for entry in run.batch_sizes():
+        _check_divides(rule, "batch_size", entry.size, rows | parts)
+    rule = "A sequence is split evenly over the mesh axes of `pos`."
+    _check_divides(rule, "data.sequence_length", run.data.sequence_length, positions)
+
+
+def _check_widths(layout: Layout, declared: Sequence[Parameter]) -> None:
+    """Refuses mesh axes that do not divide what they slice of a parameter. A vocabulary is padded so that they do, and
+    stages have layers less than others."""
+    for parameter in declared:
+        for which in ("params", "compute"):
+            slices = zip(parameter.leaf.shape.items(), layout.assign(parameter.names, which), strict=True)
+            for (name, length), axes in slices:
+                if name != "vocab" and (name, which) != ("layers", "compute"):
+                    parts = {axis: layout.mesh.shape[axis] for axis in axes}
+                    _check_divides("Mesh axes divide what they slice.", f"model.{name}", length, parts)
+
+
+def _check_divides(rule: str, field: str, size: int, parts: Mapping[str, int]) -> None:
+    count = math.prod(parts.values())
+    if size % count:
+        total = f" = {count}" if len(parts) > 1 else ""
+        near = [n for n in (size // count * count, -(-size // count) * count) if n]
+        raise UserError(
+            rule,
+            seen=f"{field}={size} over {' x '.join(f'{name}={n}' for name, n in parts.items())}{total}",
+            where=field,
+            fix=f"use --{field} {' or '.join(map(str, near))}",
+        )
+
+
+def _check_attention(run: Run, layout: Layout) -> None:
+    """Refuses layouts whose devices would not have the keys that their queries need."""
+    (_, pos, heads, head_dim), (_, _, kv_heads, key_dim) = layout.assign(QUERY), layout.assign(KEY)
+    if head_dim or key_dim:
+        raise UserError(
+            "Attention needs each head whole: head_dim is not sliced in use.",
+            seen=f"head_dim over {'/'.join(head_dim or key_dim)}",
+            where="layout.compute.head_dim",
+            fix="use --layout.compute.head_dim '', and slice heads instead",
+        )
+    kinds, order = dict(layout.context), ("ring", "gather", "exchange")
+    found = [order.index(kinds.get(axis, "gather")) for axis in pos]
+    if found != sorted(found):
+        wanted = [axis for _, axis in sorted(zip(found, pos, strict=True))]
+        raise UserError(
+            "Positions are sliced over the axes of rings first, then over those that gather, then that exchange.",
+            seen=f"pos over {'/'.join(f'{axis} ({order[kind]})' for kind, axis in zip(found, pos, strict=True))}",
+            where="layout.compute.pos",
+            fix=f"use --layout.compute.pos {'/'.join(wanted)}",
+        )
+    ways = lambda axes: math.prod(layout.mesh.shape[axis] for axis in axes)
+    exchanged = tuple(axis for axis, kind in zip(pos, found, strict=True) if order[kind] == "exchange")
+    if run.model.heads % ways((*heads, *exchanged)):
+        raise UserError(
+            "An exchange swaps slices of positions for slices of heads: the mesh axes of both divide the heads.",
+            seen=f"model.heads={run.model.heads} over {_sizes(layout, (*heads, *exchanged))}",
+            where=f"layout.{exchanged[-1]}",
+            fix=f"use --layout.{exchanged[-1]} ring or gather, or sizes of these mesh axes that divide the heads",
+        )
+    if run.model.kv_heads % ways((*kv_heads, *exchanged)) == 0:
+        kv_heads += exchanged
+    heads += exchanged
+    each, shared = run.model.heads // ways(heads), run.model.heads // run.model.kv_heads
+    whole = each % shared == 0 or shared % each == 0
+    if kv_heads != heads and (kv_heads != heads[: len(kv_heads)] or not whole):
+        raise UserError(
+            "Key heads are sliced as query heads are, or less, where each device's query heads read whole key heads.",
+            seen=f"heads={run.model.heads} over {_sizes(layout, heads) or 'nothing'}, "
+            f"kv_heads={run.model.kv_heads} over {_sizes(layout, kv_heads) or 'nothing'}",
+            where="layout.compute.kv_heads",
+            fix=f"use --layout.compute.kv_heads {'/'.join(heads) or repr('')}"
+            + ("" if whole or not heads else f", with --model.kv_heads {ways(heads)}"),
+        )
+
+
+def _sizes(layout: Layout, axes: Sequence[str]) -> str:
+    return " x ".join(f"{axis}={layout.mesh.shape[axis]}" for axis in axes)
+
+
+def _check_stages(run: Run, layout: Layout) -> None:
+    """Refuses parts of a batch that the stages of a pipeline could not work on side by side."""
+    (axes,) = layout.even().assign(("layers",))
+    if len(axes) > 1:
+        raise UserError(
+            "A pipeline runs along one mesh axis.",
+            seen=f"layers over {'/'.join(axes)}",
+            where="layout.compute.layers",
+            fix=f"use --layout.compute.layers {axes[0]}",
+        )
+    if not axes:
+        return
+    stages, groups = layout.mesh.shape[axes[0]], layout.pipeline_groups
+    (over,) = layout.without(axes[0]).assign(("batch",))
+    for rows in (entry.size // run.parts for entry in run.batch_sizes()):
+        able = [n for n in range(1, rows + 1) if rows % (n * math.prod(layout.mesh.shape[a] for a in over)) == 0]
+        count = layout.pipeline_microbatches
+        if count is not None and count not in able:
+            raise UserError(
+                "The parts of a batch that follow each other through the stages cut every slice of it evenly.",
+                seen=f"pipeline_microbatches={count} of batch_size={rows}"
+                + (f" in each of {run.parts} microbatches" if run.parts > 1 else "")
+                + (f", over {_sizes(layout, over)}" if over else ""),
+                where="layout.pipeline_microbatches",
+                fix=f"use {_one_of(able)}, or leave it out",
+            )
+        count = run.parts * microbatches_of(layout, axes[0], rows)
+        if groups > 1 and count % stages:
+            raise UserError(
+                "With several groups of layers on a stage the stages divide the parts of the batch.",
+                seen=f"{count} parts of a batch through {axes[0]}={stages}, pipeline_groups={groups}",
+                where="layout.pipeline_microbatches",
+                fix=f"use a multiple of {stages}, or --layout.pipeline_groups 1",
+            )
+
+
+def _check_permutes(layout: Layout, declared: Sequence[Parameter]) -> None:
+    """A permute is one of all devices, and no stage may be without it."""
+    kinds, (_, pos, _, _) = dict(layout.context), layout.assign(QUERY)
+    rings = [f"layout.{axis}" for axis in pos if kinds.get(axis) == "ring"]
+    permutes = [*rings, *(["layout.overlap"] if layout.overlap else [])]
+    first = [p.path for p in declared if "heads" in p.names and not p.path.startswith("layers.")]
+    if permutes and layout.uneven:
+        raise UserError(
+            "Layers that pass slices around a ring are as many on each stage of a pipeline.",
+            seen=f"stages and groups that do not divide the layers, with {' and '.join(permutes)}",
+            where=permutes[0],
+            fix="use --layout.context exchange or gather, and no --layout.overlap; or stages that divide the layers",
+        )
+    if rings and first:
+        raise UserError(
+            "Layers before those of a pipeline run on its first stage alone, where nothing is passed around a ring.",
+            seen=f"`{first[0]}`, with {' and '.join(rings)} a ring",
+            where=rings[0],
+            fix="use --layout.context exchange or gather, or --mesh.stage 1",
+        )
+
+
+def _one_of(numbers: Sequence[int]) -> str:
+    *some, last = map(str, numbers)
+    return f"{', '.join(some)} or {last}" if some else last

@@ -1,0 +1,46 @@
+"""Delayed scales: the largest elements that narrow products met in the steps before, a part of the training state.
+
+A scale is made from the largest of them, so that an array is rounded without being read first (as in Transformer
+Engine; Micikevicius et al., 2022, arXiv:2209.05433). They are maxima over the whole array, over all devices and all
+microbatches, so they do not depend on the mesh.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from trellis.named import NamedArray, zeros
+from trellis.named.narrow import FACTORS
+from trellis.nn import Precision
+from trellis.nn.parameters import parameters
+
+Scales = dict[str, NamedArray]
+
+
+def no_scales(model: Any, precision: Precision) -> Scales:
+    """Of each weight whose products have delayed scales, by path: `f32["layers factor history"]`, all zero, for which
+    the scales of the first steps are current."""
+    if not precision.amax_history:
+        return {}
+    made = {}
+    for p in parameters(model):
+        if precision.product_of(p) in ("fp8", "int8"):
+            counted = {name: p.leaf.shape[name] for name in p.names[: p.counting]}
+            made[p.path] = zeros({**counted, "factor": len(FACTORS), "history": precision.amax_history})
+    return made
+
+
+def largest_of(scales: Scales) -> Scales:
+    """From which elements a step makes its scales: `f32["layers factor"]`."""
+    return {path: kept.max("history") for path, kept in scales.items()}
+
+
+def rolled(scales: Scales, met: Scales) -> Scales:
+    """With what a step met, instead of what the first of the steps had met. Where that is not finite, what was kept
+    stays: a scale that is not would make every later step so."""
+
+    def one(kept: NamedArray, new: NamedArray) -> NamedArray:
+        new = jnp.where(jnp.isfinite(new.array), new.array, kept.array[..., 0])
+        return kept.with_array(jnp.concatenate([new[..., None], kept.array[..., :-1]], axis=-1))
+
+    return {path: one(kept, met[path]) for path, kept in scales.items()}

@@ -1,0 +1,97 @@
+"""What a run cannot be on its mesh is said before anything is traced, by the command, with the field to change."""
+
+import json
+import math
+
+import pytest
+
+from tests.models.small import CONFIGS
+from tests.train.small import trellis
+from trellis.run.schema import plain
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+REFUSED = {
+    "parts of a batch": (
+        {"batch_size": 12, "mesh.stage": 2, "mesh.data": 2, "layout.pipeline_microbatches": 4},
+        "The parts of a batch that follow each other through the stages cut every slice of it evenly.",
+        "pipeline_microbatches=4 of batch_size=12, over data=2",
+        "layout.pipeline_microbatches",
+        "use 1, 2, 3 or 6, or leave it out",
+    ),
+    "parts of a microbatch": (
+        {"batch_size": 12, "microbatches": 3, "mesh.stage": 2, "mesh.data": 2, "layout.pipeline_microbatches": 4},
+        "The parts of a batch that follow each other through the stages cut every slice of it evenly.",
+        "pipeline_microbatches=4 of batch_size=4 in each of 3 microbatches, over data=2",
+        "layout.pipeline_microbatches",
+        "use 1 or 2, or leave it out",
+    ),
+    "groups of layers": (
+        {"model.layers": 4, "batch_size": 12, "mesh.stage": 2, "mesh.data": 2, "layout.pipeline_microbatches": 3,
+         "layout.pipeline_groups": 2},
+        "With several groups of layers on a stage the stages divide the parts of the batch.",
+        "3 parts of a batch through stage=2, pipeline_groups=2",
+        "layout.pipeline_microbatches",
+        "use a multiple of 2, or --layout.pipeline_groups 1",
+    ),
+    "layers over two axes": (
+        {"model.layers": 4, "mesh.stage": 2, "mesh.data": 2, "layout.compute.layers": "stage/data"},
+        "A pipeline runs along one mesh axis.",
+        "layers over stage/data",
+        "layout.compute.layers",
+        "use --layout.compute.layers stage",
+    ),
+    "slices of heads": (
+        {"mesh.data": 2, "mesh.model": 2, "layout.compute.heads": "", "layout.compute.kv_heads": "",
+         "layout.compute.head_dim": "model"},
+        "Attention needs each head whole: head_dim is not sliced in use.",
+        "head_dim over model",
+        "layout.compute.head_dim",
+        "use --layout.compute.head_dim '', and slice heads instead",
+    ),
+    "key heads": (
+        {"mesh.data": 2, "mesh.model": 2, "layout.compute.heads": ""},
+        "Key heads are sliced as query heads are, or less, where each device's query heads read whole key heads.",
+        "heads=4 over nothing, kv_heads=2 over model=2",
+        "layout.compute.kv_heads",
+        "use --layout.compute.kv_heads ''",
+    ),
+    "an exchange": (
+        {"mesh.data": 1, "mesh.context": 8, "layout.context": "exchange"},
+        "An exchange swaps slices of positions for slices of heads: the mesh axes of both divide the heads.",
+        "model.heads=4 over context=8",
+        "layout.context",
+        "use --layout.context ring or gather, or sizes of these mesh axes that divide the heads",
+    ),
+    "the order of positions": (
+        {"mesh.data": 2, "mesh.context": 2, "mesh.context_y": 2, "layout.context_y": "exchange",
+         "layout.compute.pos": "context_y/context"},
+        "Positions are sliced over the axes of rings first, then over those that gather, then that exchange.",
+        "pos over context_y (exchange)/context (ring)",
+        "layout.compute.pos",
+        "use --layout.compute.pos context/context_y",
+    ),
+    "uneven layers in a ring": (
+        {"model.layers": 3, "mesh.stage": 2, "mesh.data": 2, "mesh.context": 2},
+        "Layers that pass slices around a ring are as many on each stage of a pipeline.",
+        "stages and groups that do not divide the layers, with layout.context",
+        "layout.context",
+        "use --layout.context exchange or gather, and no --layout.overlap; or stages that divide the layers",
+    ),
+    "layers before the stages in a ring": (
+        {"model": CONFIGS["deepseek_v3"], "mesh.stage": 2, "mesh.data": 2, "mesh.context": 2},
+        "Layers before those of a pipeline run on its first stage alone, where nothing is passed around a ring.",
+        "`first_layers.block.attention.q_up`, with layout.context a ring",
+        "layout.context",
+        "use --layout.context exchange or gather, or --mesh.stage 1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_run_cannot_be_on_its_mesh(case, run_file, tmp_path, capsys):
+    options, rule, seen, where, fix = REFUSED[case]
+    devices = math.prod(size for name, size in options.items() if name.startswith("mesh."))
+    words = [w for name, value in options.items() for w in (f"--{name}", json.dumps(plain(value)).strip('"'))]
+    code, _, err = trellis(capsys, "train", run_file, "--run-dir", tmp_path / "run", "--devices", devices, *words)
+    assert (code, err) == (2, f"trellis: {rule}\n  seen:  {seen}\n  where: {where}\n  fix:   {fix}\n")

@@ -1,0 +1,152 @@
+"""Delayed scales: what they are made from, and the same on every mesh, number of microbatches and after a resume."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trellis as tr
+from tests.train.small import curve, trellis
+from trellis.data.batch import Batch
+from trellis.models import Llama, LlamaConfig
+from trellis.nn import Precision
+from trellis.train.scales import largest_of, no_scales, rolled
+from trellis.train.step import StepOptions, loss_gradients_and_met
+
+PRECISION = Precision(compute="float32", products={"mlp": "int8", "attention": "fp8"}, amax_history=3)
+CONFIG = LlamaConfig(
+    vocab=32, embed=16, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=32, rope_theta=1e4, tie_embeddings=True
+)
+LAYOUTS = {
+    "fsdp": (dict(data=8), {"embed": "data"}, {"batch": "data"}),
+    "tensor": (dict(data=4, model=2), {"embed": "data", "mlp": "model"}, {"batch": "data", "mlp": "model"}),
+}
+
+
+def test_scales_are_made_from_what_is_given_and_the_gradient_is_what_was_met():
+    x, w = tr.random.normal(jax.random.key(0), {"batch": 8, "embed": 16}), tr.ones({"embed": 16, "mlp": 4}) * 0.5
+    known = jnp.array([2.0, 0.5, 0.0])
+
+    def out(x, largest):
+        return tr.dot(x, tr.Narrow(w, "int8", largest=tr.named(largest, "factor")), over="embed")
+
+    found, pull = jax.vjp(out, x, known)
+    values = np.clip(np.asarray(x.array) / np.float32(2 / 127), -127, 127).round()
+    np.testing.assert_allclose(found.array, values @ np.full((16, 4), 127.0) * np.float32(2 / 127 * 0.5 / 127), 1e-6)
+    met = pull(tr.full({"batch": 8, "mlp": 4}, -3.0))[1]
+    np.testing.assert_array_equal(met, [np.abs(x.array).max(), 0.5, 3.0])
+    today = tr.dot(x, tr.Narrow(w, "int8"), over="embed")
+    np.testing.assert_array_equal(out(x, jnp.zeros(3)).array, today.array)  # zero: the largest of today
+    swapped, pull = jax.vjp(lambda m: tr.dot(tr.Narrow(w, "int8", largest=m), x, over="embed"), known)
+    np.testing.assert_array_equal(pull(tr.full({"mlp": 4, "batch": 8}, -3.0))[0], met)
+
+
+def batch():
+    ids = jax.random.randint(jax.random.key(1), (32, 9), 0, 32)
+    return Batch(tokens=ids[:, :-1], targets=ids[:, 1:], loss_mask=jnp.ones((32, 8))).named()
+
+
+@functools.cache
+def kept():
+    """A history of two steps, near what the model meets."""
+    model = Llama.init(CONFIG, key=jax.random.key(0))
+    blank = no_scales(model, PRECISION)
+    met = jax.jit(lambda m, b: loss_gradients_and_met(m, largest_of(blank), b, StepOptions(precision=PRECISION))[3])
+    now = met(model, batch())
+    return jax.device_get(
+        rolled(rolled(blank, jax.tree.map(lambda x: 0.5 * x, now)), jax.tree.map(lambda x: 0.9 * x, now))
+    )
+
+
+def found(microbatches=1, placed=False):
+    options = StepOptions(precision=PRECISION, microbatches=microbatches)
+    model, data = Llama.init(CONFIG, key=jax.random.key(0)), batch()
+    if placed:
+        model, data = tr.shard(model, "params"), tr.shard(data)
+    step = tr.named_jit(lambda m, s, b: loss_gradients_and_met(m, largest_of(s), b, options))
+    sums, _, gradients, met = step(model, kept(), data)
+    return jax.device_get((sums.total, gradients, met))
+
+
+@functools.cache
+def alone():
+    return found()
+
+
+def assert_near(one, other):
+    loss, gradients, met = zip(one, other, strict=True)
+    np.testing.assert_allclose(*loss, rtol=2e-6)
+    for a, b in zip(*map(jax.tree.leaves, met), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):  # a last bit may round a number to another one
+        assert np.linalg.norm(a - b) <= 2e-3 * np.linalg.norm(b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_the_same_for_every_number_of_microbatches(microbatches):
+    """With scales of today each microbatch would have its own."""
+    assert_near(found(microbatches), alone())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("axis_type", ["explicit", "auto"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_same_on_every_layout(name, axis_type, microbatches):
+    wanted = alone()
+    sizes, params, compute = LAYOUTS[name]
+    with tr.Layout(tr.make_mesh(axis_type=axis_type, **sizes), params=params, compute=compute):
+        assert_near(found(microbatches, placed=True), wanted)
+
+
+def test_what_is_not_finite_is_not_kept():
+    scales = {"up": tr.named(jnp.array([[4.0, 2.0], [1.0, 0.0]]), "factor history")}
+    new = rolled(scales, {"up": tr.named(jnp.array([jnp.inf, 3.0]), "factor")})["up"]
+    np.testing.assert_array_equal(new.array, [[4.0, 4.0], [3.0, 1.0]])
+    np.testing.assert_array_equal(largest_of(scales)["up"].array, [4.0, 1.0])
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.slow
+def test_a_run_is_resumed_to_the_bit_also_on_another_mesh(run_file, tmp_path, capsys):
+    words = ("--precision.products.mlp", "fp8", "--precision.amax_history", "3", "--layout.preset")
+
+    def trained(folder, *options):
+        code, _, said = trellis(capsys, "train", run_file, "--run-dir", folder, *words, *options)
+        assert code == 0, said
+        return curve(folder)
+
+    whole = trained(tmp_path / "one", "single")
+    assert trained(tmp_path / "parts", "single", "--until", "3") == whole[:3]
+    assert trained(tmp_path / "parts", "single") == whole
+    trained(tmp_path / "many", "single", "--until", "3")
+    many = trained(tmp_path / "many", "fsdp_tensor", "--devices", "8", "--mesh.model", "2")
+    assert many[3] == pytest.approx(whole[3], rel=1e-5)  # from the same history, on another mesh
+    lines = json.loads((tmp_path / "many/checkpoints/step-00000006/manifest.json").read_text())["entries"]
+    up = next(line for name, line in lines.items() if name.startswith("scales/") and name.endswith("mlp.up"))
+    assert up["names"] == ["layers", "factor", "history"] and up["shape"] == [2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ((), "Scales are delayed where products in fp8 or int8 have some"),
+        (("--precision.products.mlp", "mxfp8"), "Scales are delayed where products in fp8 or int8 have some"),
+        (("--precision.products.mlp", "fp8", "--mesh.stage", "2"), "amax_history=2 with mesh.stage=2"),
+    ],
+)
+def test_refused(options, said, run_file, tmp_path, capsys):
+    words = ("train", run_file, "--run-dir", tmp_path / "run", "--precision.amax_history", "2", *options)
+    code, _, error = trellis(capsys, *words, "--devices", "2")
+    assert code == 2 and said in error, error
+
+
+def test_three_largest_elements_are_for_products_with_one_scale():
+    x, w = tr.ones({"batch": 2, "embed": 32}), tr.ones({"embed": 32, "mlp": 32})
+    for kind, largest in (("mxfp8", jnp.zeros(3)), ("fp8", jnp.zeros(2))):
+        with pytest.raises(tr.NamesError, match="has three largest elements"):
+            tr.dot(x, tr.Narrow(w, kind, largest=largest), over="embed")
