@@ -6,8 +6,12 @@
 Each shape is a process of its own on one core, set up as `trellis train` sets itself up, with one CPU device and the
 microbatches that two would have together. JAX's profiler times every operation of every step; the mean of the fastest
 quarter of an operation's times counts, so that other work on the machine counts little. Operations are sorted by the
-names that XLA gives to fusions, which say what is in them. The last column holds the products against the
+names that XLA gives to fusions, which say what is in them. The column after them holds the products against the
 peak that the same process measured: what a step of nothing but products at that peak would take.
+
+Seconds hang on the processor's clock, which falls where all cores multiply, and on who else is at work. So the last
+column holds the same in cycles: those of the cheapest step, kernel included, and how much of it are its products at the
+cycles that a product of 1,024 cubed takes. It is left out where Linux does not count.
 """
 
 import argparse
@@ -90,6 +94,13 @@ def run_of(shape: str):
 def measure(shape: str, steps: int) -> dict:
     """Profiles a shape in this process, on one core."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    sys.path.insert(0, str(HERE))
+    from cycles import Cycles
+
+    try:
+        counter = Cycles()  # before the threads that it is to count
+    except OSError:
+        counter = None
     import jax
     import jax.numpy as jnp
 
@@ -103,16 +114,44 @@ def measure(shape: str, steps: int) -> dict:
     with assembled.layout, tempfile.TemporaryDirectory() as folder:
         state = assembled.init()
         batch = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), assembled.abstract_batch())
+
+        def once():
+            nonlocal state
+            state, metrics = jax.block_until_ready(step(state, batch))
+            return metrics
+
         for _ in range(2):
-            state, _ = jax.block_until_ready(step(state, batch))
+            once()
+        cycles = counted(counter, once, steps)
         with jax.profiler.trace(folder):
             for _ in range(steps):
-                state, _ = jax.block_until_ready(step(state, batch))
+                once()
         (path,) = Path(folder).rglob("*.trace.json.gz")
         events = json.loads(gzip.open(path).read())["traceEvents"]
     flops = flops_per_token(assembled.abstract.model, run.data.sequence_length) * tokens
     peak = max(known_peak(devices, "float32") for _ in range(3))
-    return {"shape": shape, "kinds": milliseconds(events, steps), "flops": flops, "peak": peak}
+    found = {"shape": shape, "kinds": milliseconds(events, steps), "flops": flops, "peak": peak}
+    return found | {"cycles": cycles and cycles[0], "flops_a_cycle": cycles and cycles[1]}
+
+
+def counted(counter, step, steps: int) -> tuple[int, float] | None:
+    """Cycles of the cheapest of several steps, and operations a cycle of a large product."""
+    if counter is None:
+        return None
+    import jax
+    import jax.numpy as jnp
+
+    x, square = jnp.ones((1024, 1024)), jax.jit(lambda x: x @ x)
+    jax.block_until_ready(square(x))
+    return counter.least(step, steps), 2 * 1024**3 / counter.least(lambda: square(x), 60)
+
+
+def in_cycles(found: dict) -> str:
+    """Words for a step's cycles, and for their share that its products take at the peak; "" where none were counted."""
+    if found["cycles"] is None:
+        return ""
+    share = found["flops"] / found["flops_a_cycle"] / found["cycles"]
+    return f"{found['cycles'] / 1e6:,.0f}M, {share:.1%} at {found['flops_a_cycle']:.1f} a cycle"
 
 
 def main() -> None:
@@ -132,7 +171,9 @@ def main() -> None:
     lines = [
         f"{processor()}, one core, float32, JAX {jax.__version__}; milliseconds of a step, of its operations by kind",
         "",
-        f"{'shape':12}" + "".join(f"{kind:>14}" for kind in kinds) + f"{'together':>12}{'products at peak':>24}",
+        f"{'shape':12}"
+        + "".join(f"{kind:>14}" for kind in kinds)
+        + f"{'together':>12}{'products at peak':>38}{'cycles of a step, products at peak':>44}",
     ]
     for shape in args.shape:
         program = "import sys, trellis_start; trellis_start.use_huge_pages(); sys.argv.pop(0); import runpy; "
@@ -144,7 +185,7 @@ def main() -> None:
         least = 1e3 * found["flops"] / found["peak"]
         cells = "".join(f"{taken.get(kind, 0.0):>14.1f}" for kind in kinds)
         at_peak = f"{least:.0f} ({least / whole:.0%} of it, {found['peak'] / 1e9:.0f} GFLOP/s)"
-        lines.append(f"{shape:12}{cells}{whole:>12.1f}{at_peak:>34}")
+        lines.append(f"{shape:12}{cells}{whole:>12.1f}{at_peak:>38}{in_cycles(found):>44}")
         print(lines[-1], flush=True)
     text = "\n".join(lines) + "\n"
     print(text)

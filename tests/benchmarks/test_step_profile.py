@@ -35,3 +35,9 @@ def test_the_fastest_quarter_of_an_operations_times_counts(script):
     events = [event("dot.1", us) for us in (2000, 2000, 9000, 9000, 5000, 4000, 9000, 3000)]
     events += [event("while.1", 1e6), {"ph": "M"}, {"ph": "X", "dur": 1e6, "args": {}}]
     assert script.milliseconds(events, steps=4) == {"products": 4.0}
+
+
+def test_cycles_are_told_where_they_are_counted(script):
+    found = {"flops": 3e9, "cycles": 100_000_000, "flops_a_cycle": 60.0}
+    assert script.in_cycles(found) == "100M, 50.0% at 60.0 a cycle"
+    assert script.counted(None, None, 3) is None and script.in_cycles({"cycles": None}) == ""

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from trellis._compat import refuses_copies
 from trellis.mesh.layout import current_layout
@@ -198,6 +199,24 @@ def cpu_dot(a: jax.Array, b: jax.Array, numbers, *, spec=None) -> jax.Array:
     return lax.dot_general(a, b, numbers, preferred_element_type=wide, out_sharding=sharding).astype(a.dtype)
 
 
+def copied_turned(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    """The array with its dimensions in another order, made and copied by itself.
+
+    A copy alone takes XLA's CPU compiler a cycle an element. Within the operation that makes the array it is one
+    element after the other, 4 KiB apart: five to nine cycles each, also where the array is there already, since XLA
+    makes it again. A barrier is gone before operations are fused; a call that is not to be inlined is not. Partial
+    sums that go through such a call are summed again (JAX 0.10.2), so they get the barrier.
+    """
+    state = state_of(x)
+    if on_accelerator(x) or state.pending or state.copied:
+        return lax.optimization_barrier(jnp.transpose(lax.optimization_barrier(x), order))
+    with set_xla_metadata(inlineable="false"):
+        return _turned(x, order)
+
+
+_turned = jax.jit(jnp.transpose, static_argnums=1)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _cpu_product(a, b, summed: Dims, spec):
     return cpu_dot(a, b, (summed, ((), ())), spec=spec)
@@ -238,9 +257,9 @@ def _gradient_b(a, b, d, summed: Dims):
     if tuned().turned == "none":
         return _dot(a, d, a_free, rows, like=b, made=tuple(to_b[i] for i in sorted(summed[0])) + b_free)
     if _size(a, summed[0]) <= _size(d, columns):
-        turned = lax.optimization_barrier(jnp.transpose(a, summed[0] + a_free))
+        turned = copied_turned(a, summed[0] + a_free)
         return _dot(turned, d, _last(turned, rows), rows, like=b, made=summed[1] + b_free)
-    turned = lax.optimization_barrier(jnp.transpose(d, columns + rows))
+    turned = copied_turned(d, columns + rows)
     made = b_free + tuple(to_b[i] for i in sorted(summed[0]))
     return _dot(turned, a, _last(turned, rows), a_free, like=b, made=made)
 
@@ -272,4 +291,4 @@ def _dot(x, y, x_dims, y_dims, *, like, made: tuple[int, ...]):
 def _ordered(product, order: list[int]):
     """A product with its dimensions in another order, copied: XLA would make a product of turned operands of it again,
     with the sum over the first dimension of the left one, at a third of the speed."""
-    return product if order == sorted(order) else jnp.transpose(lax.optimization_barrier(product), order)
+    return product if order == sorted(order) else copied_turned(product, tuple(order))

@@ -249,13 +249,16 @@ def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, 
 def _accumulate(value_and_grad, params, largest, parts, key, ahead):
     """Sums over microbatches of the loss, the measures and float32 gradients, and the largest elements that they met;
     partial sums stay partial."""
-    zeros = jax.tree.map(_zero_gradient, params)
+    zeros, layout = jax.tree.map(_zero_gradient, params), current_layout()
+    compiler_places = layout is not None and mode_of(layout.mesh) == "auto"
 
     def body(carry, part):
         sums, gradients, met = carry
         index, arrays = part
         mine = None if key is None else jax.random.fold_in(key, index)
         (_, (more, measured)), (new, now) = value_and_grad(params, largest, arrays.named(), mine, ahead)
+        if compiler_places:  # it would sum a table's gradient together with the total: docs/published-bugs.md, 23
+            new = jax.lax.optimization_barrier(new)
         gradients = jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, new)
         return (jax.tree.map(jnp.add, sums, more), gradients, jax.tree.map(jnp.maximum, met, now)), measured
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from trellis.mesh.linear import linear
+from trellis.named.backend import copied_turned
 from trellis.named.tuned import tuned
 from trellis.nn.attention.pattern import Pattern, hidden_score, same_document
 from trellis.nn.attention.sliced.tile import Ids, Tile
@@ -90,7 +90,7 @@ def _rows(x, span):
 
 def _turned(x):
     """`batch kv_heads rows head_dim` as `batch kv_heads head_dim rows`, copied: it is not turned inside a product."""
-    return lax.optimization_barrier(x.swapaxes(2, 3))
+    return copied_turned(x, (0, 1, 3, 2))
 
 
 def _scores(q, k, segment_ids, span, settings: _Settings):

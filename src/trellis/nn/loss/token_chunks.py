@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trellis.mesh.manual.ops import Axes, vary, varying_axes
-from trellis.named.backend import on_accelerator
+from trellis.named.backend import copied_turned, on_accelerator
 from trellis.nn.loss.formulas import Settings, capped, changes, weighed
 
 CHUNK = {"cpu": 512}
@@ -98,7 +98,7 @@ def _to_unembed(d_logits, x, settings: Settings):
     it that takes as long as the product itself."""
     left, right = (d_logits, x) if settings.vocab_first else (x, d_logits)
     if not on_accelerator(x):
-        return lax.dot(lax.optimization_barrier(left.T), right, preferred_element_type=jnp.float32)
+        return lax.dot(copied_turned(left, (1, 0)), right, preferred_element_type=jnp.float32)
     form = "tv,te->ve" if settings.vocab_first else "tv,te->ev"
     return jnp.einsum(form, d_logits, x, preferred_element_type=jnp.float32)
 

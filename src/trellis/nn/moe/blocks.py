@@ -1,7 +1,7 @@
 """Grouped products on CPUs: group by group, in blocks of its rows.
 
 There `jax.lax.ragged_dot` multiplies every row with every weight. A group's weight is read from the array of all once,
-and its rows go in as few blocks as fit: each size in `BLOCKS` as often as it is full, and the last for what is left.
+and its rows go in few blocks: each size in `BLOCKS` as often as three quarters of it are left, the last for the rest.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ def multiply(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: 
     """As `grouped_matmul`; `weights` are `groups in out`, or `groups out in` where they are swapped."""
     count, columns = rows.shape[0], weights.shape[1 if swapped else 2]
     ends, blocks = jnp.cumsum(sizes), _blocks(rows)
-    least = blocks[-1]
-    padded = jnp.pad(rows, ((0, least), (0, 0)))
+    past = _past(blocks)
+    padded = jnp.pad(rows, ((0, past), (0, 0)))
 
     def group(i, out):
         weight = lax.dynamic_index_in_dim(weights, i, 0, False)
@@ -39,7 +39,7 @@ def multiply(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: 
 
         return _in_blocks(block, out, ends[i] - sizes[i], sizes[i], -(-count // sizes.shape[0]), blocks)
 
-    out = _like(lax.empty((count + least, columns), rows.dtype), rows, weights, sizes)
+    out = _like(lax.empty((count + past, columns), rows.dtype), rows, weights, sizes)
     return lax.fori_loop(0, sizes.shape[0], group, out)[:count]
 
 
@@ -53,16 +53,14 @@ def weights_gradient(rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp
         dtype: of the result.
     """
     groups, ends, blocks = sizes.shape[0], jnp.cumsum(sizes), _blocks(rows)
-    least = blocks[-1]
     shape, even = (rows.shape[1], d.shape[1]), -(-rows.shape[0] // groups)
-    rows, d = (jnp.pad(x, ((0, least), (0, 0))) for x in (rows, d))
+    rows, d = (jnp.pad(x, ((0, _past(blocks)), (0, 0))) for x in (rows, d))
 
     def group(i, out):
         def block(total, first, left, size):
             x, y = (lax.dynamic_slice_in_dim(a, first, size) for a in (rows, d))
-            if size == least:  # with rows of others, and of nobody, which may be no numbers
-                own = (jnp.arange(size) < left)[:, None]
-                x, y = (jnp.where(own, a, jnp.zeros((), a.dtype)) for a in (x, y))
+            own = (jnp.arange(size) < left)[:, None]  # not rows of others, nor of nobody, which may be no numbers
+            x, y = (jnp.where(own, a, jnp.zeros((), a.dtype)) for a in (x, y))
             return total + _product(lax.optimization_barrier(x.T), y)
 
         zeros = _like(jnp.zeros(shape, jnp.float32), rows, d, sizes)
@@ -80,18 +78,18 @@ def _in_blocks(block: Callable, carry, first: jax.Array, count: jax.Array, even:
         carry: to start with.
         first, count: of the group's rows.
         even: rows of a group where the load is even.
-        blocks: their sizes, from the largest; only the last may stand for fewer rows.
+        blocks: their sizes, from the largest.
     """
     for size in blocks:
         last = size == blocks[-1]
-        turns = -(-count // size) if last else count // size
+        turns = (count + (size - 1 if last else size // 4)) // size
         turn = lambda i, carry, first=first, count=count, size=size: block(
             carry, first + i * size, count - i * size, size
         )
         # Rows are the same however they are cut: counted as if all went in the smallest blocks.
         with loop_turns(even if last else 0, size):
             carry = lax.fori_loop(0, turns, turn, carry)
-        first, count = first + turns * size, count - turns * size
+        first, count = first + turns * size, jnp.maximum(count - turns * size, 0)
     return carry
 
 
@@ -99,6 +97,11 @@ def _blocks(rows: jax.Array) -> tuple[int, ...]:
     """Sizes of blocks, from the largest; none is larger than all rows."""
     sizes = NARROW_BLOCKS if rows.dtype == jnp.bfloat16 else BLOCKS
     return tuple(size for size in sizes[:-1] if size <= rows.shape[0]) + (min(sizes[-1], rows.shape[0]),)
+
+
+def _past(blocks: tuple[int, ...]) -> int:
+    """How many rows past its end a group's last block may reach."""
+    return max(blocks[0] // 4, blocks[-1])
 
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:
