@@ -56,6 +56,13 @@ REFUSED = {
         "layout.compute.kv_heads",
         "use --layout.compute.kv_heads ''",
     ),
+    "pieces of a sequence": (
+        {"data.sequence_length": 24, "mesh.data": 1, "mesh.context": 8},
+        "Each device along the mesh axes of positions has two pieces of a sequence, all of one length.",
+        "data.sequence_length=24 over context=8, 16 pieces",
+        "data.sequence_length",
+        "use --data.sequence_length 16 or 32",
+    ),
     "an exchange": (
         {"mesh.data": 1, "mesh.context": 8, "layout.context": "exchange"},
         "An exchange swaps slices of positions for slices of heads: the mesh axes of both divide the heads.",

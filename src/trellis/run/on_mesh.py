@@ -95,6 +95,16 @@ def _check_attention(run: Run, layout: Layout) -> None:
         )
     ways = lambda axes: math.prod(layout.mesh.shape[axis] for axis in axes)
     exchanged = tuple(axis for axis, kind in zip(pos, found, strict=True) if order[kind] == "exchange")
+    sliced = [axis for axis in pos if axis not in exchanged]
+    pieces, length = 2 * ways(sliced), run.data.sequence_length
+    if sliced and length % pieces:
+        near = [n for n in (length // pieces * pieces, -(-length // pieces) * pieces) if n]
+        raise UserError(
+            "Each device along the mesh axes of positions has two pieces of a sequence, all of one length.",
+            seen=f"data.sequence_length={length} over {_sizes(layout, sliced)}, {pieces} pieces",
+            where="data.sequence_length",
+            fix=f"use --data.sequence_length {' or '.join(map(str, near))}",
+        )
     if run.model.heads % ways((*heads, *exchanged)):
         raise UserError(
             "An exchange swaps slices of positions for slices of heads: the mesh axes of both divide the heads.",

@@ -100,7 +100,9 @@ def said(kernels: Kernels, tile: Tile, q, v) -> contextlib.AbstractContextManage
     )
 
 
-def _picked(kernels: Kernels, tile: Tile, entries, queries: Queries, keys: Keys) -> tuple[jax.Array, ..., Ids]:
+def _picked(
+    kernels: Kernels, tile: Tile, entries, queries: Queries, keys: Keys
+) -> tuple[jax.Array, jax.Array, jax.Array, Ids]:
     pick = lambda x, which, size, dim: _joined([_cut(x, getattr(e, which), size, dim) for e in entries])
     q = pick(queries.q, "query", tile.queries, kernels.axis)
     k, v = (pick(x, "key", tile.keys, kernels.axis) for x in (keys.k, keys.v))
