@@ -365,3 +365,13 @@ def test_a_second_derivative_of_a_cumulative_product_is_compiled_over_slices_in_
     with tr.Layout(mesh, compute={"pos": "data", "layers": "data"}):
         got = jax.grad(program)(*tr.shard(args, "compute"))
     np.testing.assert_allclose(got.array, expected.array, rtol=1e-4)
+
+
+def test_a_program_within_a_program_refuses_arrays_of_another_mesh():
+    x = tr.named(jax.device_put(drawn(5), jax.NamedSharding(tr.make_mesh(data=4, model=2), jax.P())), "layers")
+    inner = tr.named_jit(lambda unread: jax.tree.map(jnp.tanh, unread))
+    with (
+        tr.Layout(tr.make_mesh(jax.devices()[:2], model=2)),
+        pytest.raises(MeshError, match="in named_jit: move it there"),
+    ):
+        jax.jit(inner)(x)

@@ -127,3 +127,16 @@ def test_gradients_of_what_devices_do_by_themselves(along, since):
     with tr.Layout(tr.make_mesh(data=4, model=2), compute={"b": "data", "e": "model"}):
         with contextlib.nullcontext() if since and jax.__version_info__ >= since else refused:
             np.testing.assert_allclose(gradient(tr.named(X, "b e")), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_what_a_users_function_does_not_do_stays_its_own_error(manual):
+    def one(row):
+        raise NotImplementedError
+
+    @tr.shard_map
+    def slices(x: tr.f32["b/data e"]) -> tr.f32["b/data e"]:
+        return jax.vmap(one)(x)
+
+    with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}), pytest.raises(NotImplementedError):
+        slices(X) if manual else tr.vmap(one, "b")(tr.named(X, "b e"))

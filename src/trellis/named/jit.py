@@ -147,12 +147,16 @@ def _brought(tree, layout: Layout):
 
     def bring(x):
         array = x.array if is_named(x) else x
-        if is_tracer(array) or not isinstance(array, jax.Array | np.ndarray):
+        if not isinstance(array, jax.Array | np.ndarray):
+            return x
+        names = x.names if is_named(x) else tuple(f"_{i}" for i in range(array.ndim))
+        if is_tracer(array):
+            if not jax.typeof(array).sharding.mesh.empty:
+                on_mesh(array, names, "named_jit")
             return x
         mesh = getattr(getattr(array, "sharding", None), "mesh", None)
         if mesh is layout.mesh or mesh == layout.mesh:
             return x
-        names = x.names if is_named(x) else tuple(f"_{i}" for i in range(array.ndim))
         if mesh is not None and not getattr(mesh, "empty", False):
             on_mesh(array, names, "named_jit")
             return x

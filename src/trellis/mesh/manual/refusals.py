@@ -5,6 +5,7 @@ import os
 import re
 import traceback
 
+from trellis._compat import maps_no_copies
 from trellis.frames import in_a_library
 from trellis.notation import NotationError, PendingSumError, Shape, TypeMismatch
 from trellis.notation.binding import Bindings
@@ -19,7 +20,7 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
     "error."""
     text = str(error)
     line = error_line(error)
-    if isinstance(error, NotImplementedError) and (not text or text.startswith("Please file an issue")):
+    if maps_no_copies(error):
         raise NotationError(
             f"JAX cannot map over an operation that begins or ends a pending sum or a copy, got one under vmap, "
             f"in `{bindings.function}`{line}: write the mapped dimension in the text, or use jax.lax.map"
