@@ -142,6 +142,16 @@ ROWS = (
         f"num_pipeline_microbatches=16 pipeline_fsdp_ag_once=true attention=flash packing=false {BLOCKS} {BESIDE}",
     ),
     Row(
+        "8b-ring", "8B at 131,072, v5p 4x4x4, FSDP 16 x ring 4", "v5p:4x4x4", "llama_8b_128k_v5p_64", {},
+        Peer(51.51, 9.377, 125.6, 35.0, counted=71.04, kernels=8.585),
+        arguments="compile_topology=v5p-128 compile_topology_num_slices=1 model_name=llama3-8b "
+        "override_model_config=true max_target_length=131072 per_device_batch_size=0.25 remat_policy=custom "
+        "query_proj=device key_proj=device value_proj=device context=device ici_fsdp_parallelism=16 "
+        "ici_context_parallelism=4 context_parallel_strategy=ring use_tokamax_splash=true attention=flash "
+        f"packing=false {BLOCKS.replace('sa_use_fused_bwd_kernel=true', 'sa_block_q_dq=1024 sa_block_kv_dq=1024')} "
+        f"{BESIDE}",
+    ),
+    Row(
         "mixtral", "Mixtral 8x7B, v5p 4x4x4, 8,192 tokens a chip", "v5p:4x4x4", "mixtral_8x7b_v5p_64", {},
         Peer(50.93, 1.070, 367.7, 305.9, counted=59.61, kernels=1.643),
         arguments="compile_topology=v5p-128 compile_topology_num_slices=1 model_name=mixtral-8x7b "

@@ -63,6 +63,7 @@ def main() -> None:
         for seen in outcomes(recipe, on, options, np.random.default_rng(0), each):
             counts += measured(seen, f"{recipe} on {on}")
         total += counts
+        jax.clear_caches()  # compiled steps are large
         sums = [sum(n for (_, column), n in counts.items() if column == name) for name in COLUMNS]
         print(f"{recipe} on {on} {options}: " + ", ".join(f"{n} {c}" for n, c in zip(sums, COLUMNS)), flush=True)
     print(f"{'mistake':<32}" + "".join(f"{column:>24}" for column in COLUMNS))

@@ -12,6 +12,8 @@ import sys
 import pytest
 
 from trellis.inspect import parse_program
+from trellis.plan import quick_plan, target
+from trellis.recipes import load_run
 
 HERE = pathlib.Path(__file__).parents[2] / "benchmarks"
 GPU_PROGRAM = """HloModule step
@@ -135,3 +137,13 @@ def test_examples_in_its_docstrings(accelerator):
     for module in (accelerator, texts):
         tried = doctest.testmod(module)
         assert tried.attempted and not tried.failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["1b", "2b", "270m"])
+def test_steps_of_recipes_have_room_on_one_device(accelerator, size):
+    from accelerator_rows.rows import recipe
+
+    given, where = recipe(size).given, target("1xH100")
+    plan = quick_plan(load_run(given["recipe"], given["options"]), where)
+    assert plan.memory.peak < 0.95 * where.chip.hbm_bytes

@@ -17,7 +17,8 @@ from trellis.nn.attention import splash
 from trellis.nn.attention.dispatch import AttentionError
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.reference import reference_attention
-from trellis.nn.attention.splash import splash_attention, splash_kernel
+from trellis.nn.attention.sliced.tile import Tile
+from trellis.nn.attention.splash import SplashTiles, splash_attention, splash_kernel
 
 POS, HEADS, KV_HEADS, HEAD_DIM = 256, 4, 2, 128
 
@@ -51,6 +52,33 @@ def test_splash_computes_the_reference(monkeypatch, window, documents, cap, bloc
     )
     for a, b in zip(jax.tree.leaves(seen), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-4, rtol=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal, ahead, documents", [(True, 0, True), (True, 128, False), (False, 0, True)])
+def test_a_long_tiles_gradient_in_pieces_of_its_keys(monkeypatch, causal, ahead, documents):
+    """Each piece by one kernel: of one block of keys here, and in what it is compared with of all of them."""
+    tile = Tile(384, 384 + ahead if causal else 256, Pattern(causal=causal), ahead)
+    made = jax.random.split(jax.random.key(0), 4)
+    q, d_out = (0.5 * jax.random.normal(key, (2, HEADS, tile.queries, HEAD_DIM)) for key in made[:2])
+    k, v = (0.5 * jax.random.normal(key, (2, KV_HEADS, tile.keys, HEAD_DIM)) for key in made[2:])
+    ids = tuple(jnp.tile((jnp.arange(size) + first) // 200, (2, 1)) for size, first in ((384, ahead), (tile.keys, 0)))
+    kernels = SplashTiles(scale=HEAD_DIM**-0.5, interpret=True)
+
+    def gradients():
+        splash._table.cache_clear()
+        pair = ids if documents else None
+        out, log_sum = kernels.forward(tile, q, k, v, pair)
+        return len(splash._pieces(tile, 512)), kernels.backward(tile, q, k, v, pair, out, log_sum, d_out)
+
+    whole, wanted = gradients()
+    for name, value in (("BLOCK", 128), ("LARGE_BLOCK", 128), ("MANY", 1)):
+        monkeypatch.setattr(splash, name, value)
+    pieces, found = gradients()
+    splash._table.cache_clear()
+    assert (whole, pieces) == (1, tile.keys // 128)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
 
 
 def compiled(devices, sizes, q_axes, kv_axes, *, copied=(), **settings):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from trellis._compat import SplashTable, splash_backward, splash_forward, splash_table
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.sliced.tile import Ids, Tile
+from trellis.nn.attention.sliced.visits import said
 from trellis.program.said import kernel_mask
 
 LANES = 128
@@ -109,6 +110,25 @@ def _blocks(tile: Tile, row_bytes: int):
     )
 
 
+def _pieces(tile: Tile, row_bytes: int) -> list[tuple[int, int, Tile]]:
+    """A tile in pieces of its keys, few enough blocks each for a backward pass of one kernel.
+
+    Of each: the first query that sees one of its keys, its first key, and the tile of these.
+    """
+    size = MANY * _blocks(tile, row_bytes).block_kv
+    count = -(-tile.keys // size)
+    causal = tile.pattern.causal and not tile.full
+    reached = not causal or (tile.ahead % LANES == 0 and tile.keys <= tile.queries + tile.ahead)
+    if tile.pattern.window is not None or tile.keys % (count * LANES) or not reached:
+        return [(0, 0, tile)]
+    pieces = []
+    for key in range(0, tile.keys, tile.keys // count):
+        query = max(0, key - tile.ahead) if causal else 0
+        ahead = tile.ahead + query - key
+        pieces.append((query, key, Tile(tile.queries - query, tile.keys // count, tile.pattern, ahead)))
+    return pieces
+
+
 def _block(length: int, most: int) -> int:
     """The largest multiple of 128 that divides `length` and is at most `most`."""
     return max(block for block in range(LANES, most + 1, LANES) if length % block == 0)
@@ -171,6 +191,21 @@ class SplashTiles:
             return splash_forward(self._table(tile, q), self._scaled(q), k, v, ids)
 
     def backward(self, tile: Tile, q, k, v, ids: Ids, out, log_sum, d_out):
+        pieces = _pieces(tile, q.shape[3] * q.dtype.itemsize)
+        if len(pieces) == 1:
+            return self._backward(tile, q, k, v, ids, out, log_sum, d_out)
+        d_q, d_keys = jnp.zeros(q.shape, jnp.float32), []
+        for query, key, piece in pieces:
+            rows = lambda x, axis=2, first=query: jax.lax.slice_in_dim(x, first, None, axis=axis)
+            cols = lambda x, axis=2, first=key, size=piece.keys: jax.lax.slice_in_dim(x, first, first + size, axis=axis)
+            some = None if ids is None else (rows(ids[0], 1), cols(ids[1], 1))
+            with said(self, piece, q, v):
+                mine = self._backward(piece, rows(q), cols(k), cols(v), some, rows(out), rows(log_sum), rows(d_out))
+            d_q = d_q.at[:, :, query:].add(mine[0].astype(d_q.dtype))
+            d_keys.append(mine[1:])
+        return d_q, *(jnp.concatenate(parts, axis=2) for parts in zip(*d_keys, strict=True))
+
+    def _backward(self, tile: Tile, q, k, v, ids: Ids, out, log_sum, d_out):
         given = q, k, v
         parts = _for_cores(k.shape[1], self._scaled(q), k, v, out.astype(q.dtype), log_sum, d_out)
         if ids is not None:
