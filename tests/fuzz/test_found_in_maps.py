@@ -324,3 +324,15 @@ def test_a_lookup_of_a_sliced_table_inside_a_cond_of_a_map_is_refused_by_an_erro
     with tr.Layout(tr.make_mesh(jax.devices()[:4], context=4), compute={"vocab": "context"}):
         with pytest.raises(MeshError, match="got one inside of a cond, a loop or a jit, in vmap: use where"):
             tr.vmap(row, "heads")(tr.shard(tr.named(drawn(5), "heads"), "compute"))
+
+
+def test_what_runs_on_slices_of_an_array_closed_over_is_refused_by_an_error_of_ours():
+    rows, x = drawn(6, 6), drawn(4, 6, seed=1)
+    with tr.Layout(
+        tr.make_mesh(jax.devices()[:6], expert=2, data=3), params={"vocab": "data"}, compute={"batch": "data"}
+    ):
+        rows, x = tr.shard(tr.named(rows, "batch vocab"), "compute"), tr.shard(tr.named(x, "heads vocab"))
+        with pytest.raises(MeshError, match="in slices of them .*, in vmap: make it an argument of the function"):
+            tr.vmap(lambda row: tr.top_k(x, "heads", 3)[0], "batch")(rows)
+        given = tr.vmap(lambda row, x: tr.top_k(x, "heads", 3)[0], "batch")(rows, x)
+    np.testing.assert_array_equal(given["batch", 1].array, -np.sort(-np.asarray(x), axis=0)[:3])

@@ -134,11 +134,14 @@ def _in_our_words(error: Exception) -> str | None:
             "function"
         )
     if (
-        "partitions cannot overlap" in text or "has duplicate entries" in text
+        "partitions cannot overlap" in text
+        or "has duplicate entries" in text
+        or "refer to an axis marked as manual" in text
     ):  # without a layout, as it is whole in one
+        seen = re.split("Got |but |, but:", text)[-1]
         return (
             "a mapped function reads arrays that are whole along the mesh axes it is mapped over, got one in slices "
-            f"of them ({re.split('Got |but ', text)[-1]}), in vmap: make it an argument of the function, or call vmap "
+            f"of them ({seen.strip().splitlines()[0]}), in vmap: make it an argument of the function, or call vmap "
             "inside `with layout:`"
         )
     if type(error).__name__ == "ShardingTypeError":  # a private name of JAX's
