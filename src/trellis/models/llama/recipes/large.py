@@ -54,7 +54,7 @@ def llama_70b() -> Run:
         model=dataclasses.replace(base.model, embed=8192, layers=80, heads=64, mlp=28_672),
         batch_size=256,
         optimizer=AdamW(learning_rate=1.5e-4),
-        remat=Remat(policy="saved", names=("query", "key", "value", "attention")),
+        remat=Remat(policy="saved", names=("query", "key", "value", "attention", "mlp_up")),
     )
 
 
@@ -88,4 +88,5 @@ def llama_405b_h200_512() -> Run:
 
     trellis plan llama_405b_h200_512 --on 64x8xH200
     """
-    return dataclasses.replace(llama_405b(), name="llama_405b_h200_512", batch_size=512, remat=llama_70b().remat)
+    remat = Remat(policy="saved", names=("query", "key", "value", "attention"))
+    return dataclasses.replace(llama_405b(), name="llama_405b_h200_512", batch_size=512, remat=remat)
