@@ -336,3 +336,17 @@ def test_what_runs_on_slices_of_an_array_closed_over_is_refused_by_an_error_of_o
             tr.vmap(lambda row: tr.top_k(x, "heads", 3)[0], "batch")(rows)
         given = tr.vmap(lambda row, x: tr.top_k(x, "heads", 3)[0], "batch")(rows, x)
     np.testing.assert_array_equal(given["batch", 1].array, -np.sort(-np.asarray(x), axis=0)[:3])
+
+
+def test_a_whole_factor_from_outside_meets_slices_of_another_mesh_axis():
+    rows, w = drawn(8, 5, 8), drawn(5, 2, seed=1)
+    plain = lambda w, rows: jax.vmap(lambda row: (jnp.tanh(row.T @ w) ** 2).sum())(rows).sum()
+    expected = jax.grad(plain, argnums=(0, 1))(w, rows)
+    loss = lambda w, rows: (
+        tr.vmap(lambda r: (tr.tanh(tr.dot(r, w, over="heads")) ** 2).sum(), "batch")(rows).sum().array
+    )
+    with tr.Layout(tr.make_mesh(data=2, context=4), compute={"batch": "data", "mlp": "context"}):
+        placed = [tr.shard(tr.named(w, "heads pos"), "compute"), tr.shard(tr.named(rows, "batch heads mlp"), "compute")]
+        for grad in (jax.grad(loss, argnums=(0, 1)), tr.named_jit(jax.grad(loss, argnums=(0, 1)))):
+            for mine, theirs in zip(grad(*placed), expected, strict=True):
+                np.testing.assert_allclose(mine.array, theirs, rtol=2e-5, atol=2e-5)

@@ -94,6 +94,13 @@ def outside(x: NamedArray) -> frozenset[str]:
     return frozenset(a for group in layout.mapped if own.intersection(group) and _has_devices(group) for a in group)
 
 
+def _mapped(layout, x: NamedArray) -> frozenset[str]:
+    """The mesh axes of the maps that go on here, for an array that has a gradient."""
+    if layout is None or state_of(x.array).mode != "explicit" or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return frozenset()
+    return frozenset(a for group in layout.mapped if _has_devices(group) for a in group)
+
+
 def _has_devices(group: tuple[str, ...]) -> bool:
     """Whether `mapped_name` says here which device computes: not in a `jax.vmap` or a backward rule of one's own."""
     try:
@@ -137,10 +144,12 @@ def bring_to_product(x: NamedArray, where: Assignment | None, other: NamedArray)
             "call it inside `with layout:`, which puts it there"
         )
     mine, theirs = outside(x), outside(other)
-    if theirs and not mine:
-        x = _on_each_device(x, theirs)
+    missing = missing_axes(x, where)
+    if not mine and (own := theirs or (missing and _mapped(layout, x))):
+        # Of copies over other mesh axes than the mapped ones: each device's own gradient is settled over these first.
+        x = _on_each_device(x, own)
     copied = frozenset() if theirs else mine
-    return move(x, tuple(where[name] for name in x.names), missing_axes(x, where) | copied)
+    return move(x, tuple(where[name] for name in x.names), missing | copied)
 
 
 def from_product(result: NamedArray, x: NamedArray, y: NamedArray) -> NamedArray:
