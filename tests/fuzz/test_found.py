@@ -375,3 +375,21 @@ def test_a_program_within_a_program_refuses_arrays_of_another_mesh():
         pytest.raises(MeshError, match="in named_jit: move it there"),
     ):
         jax.jit(inner)(x)
+
+
+@pytest.mark.parametrize("position", [2, -3, 4])
+def test_the_gradient_of_one_position_meets_slices_of_something_whole(position):
+    """XLA's CPU compiler of JAX 0.10.2 writes the update of a device that has not the position over another row."""
+    x, ids = drawn(4), np.array([3, 3, 2, 3], np.int32)
+
+    def loss(x, ids):
+        whole, one = x.at["pos", ids].add(0.5), x["pos", jnp.array([position])]
+        return ((whole * whole).sum() + (one * one).sum()).array
+
+    expected = jax.grad(loss)(tr.named(x, "pos"), tr.named(ids, "embed"))
+    mesh = tr.make_mesh(jax.devices()[:2], data=2)
+    with jax.set_mesh(mesh):
+        placed = tr.named(jax.device_put(x, jax.NamedSharding(mesh, jax.P("data"))), "pos")
+        whole = tr.named(jax.device_put(ids, jax.NamedSharding(mesh, jax.P())), "embed")
+        got = jax.jit(jax.grad(loss))(placed, whole)
+    np.testing.assert_allclose(got.array, expected.array, rtol=1e-5)

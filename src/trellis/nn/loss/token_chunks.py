@@ -48,7 +48,7 @@ def summed_by_tokens(x, head, targets, weights, settings: Settings):
         mine, *_ = _chunk(*part, head, settings, gradient=False)
         return jax.tree.map(jnp.add, sums, mine), None
 
-    sums, _ = lax.scan(step, _zero_sums(weights), (x, targets, weights))
+    sums, _ = lax.scan(step, _zero_sums(x, head, targets, weights, settings), (x, targets, weights))
     return sums
 
 
@@ -73,7 +73,9 @@ def _with_gradients(x, head, targets, weights, settings: Settings):
     types = (settings.total_type, jnp.float32)
     zeros = [jnp.zeros(h.shape, t) for h, t in zip(head, types, strict=False)]
     start = tuple(vary(zero, varying_axes(x, *head)) for zero in zeros)
-    (sums, d_head), d_x = lax.scan(step, (_zero_sums(weights), start), (x, targets, weights))
+    (sums, d_head), d_x = lax.scan(
+        step, (_zero_sums(x, head, targets, weights, settings), start), (x, targets, weights)
+    )
     return sums, (d_x, jax.tree.map(lambda d, h: d.astype(h.dtype), d_head, head))
 
 
@@ -87,7 +89,9 @@ def _with_kept_gradients(x, head, targets, weights, settings: Settings):
         return (jax.tree.map(jnp.add, sums, mine), jax.tree.map(jnp.add, d_bias, more)), (d_x, d_logits)
 
     zeros = tuple(vary(jnp.zeros(b.shape, jnp.float32), varying_axes(x, *head)) for b in head[1:])
-    (sums, d_bias), (d_x, d_logits) = lax.scan(step, (_zero_sums(weights), zeros), (x, targets, weights))
+    (sums, d_bias), (d_x, d_logits) = lax.scan(
+        step, (_zero_sums(x, head, targets, weights, settings), zeros), (x, targets, weights)
+    )
     rows = lambda a: a.reshape(-1, a.shape[-1])
     d_head = (_to_unembed(rows(d_logits), rows(x), settings), *d_bias)
     return sums, (d_x, jax.tree.map(lambda d, h: d.astype(h.dtype), d_head, head))
@@ -103,8 +107,10 @@ def _to_unembed(d_logits, x, settings: Settings):
     return jnp.einsum(form, d_logits, x, preferred_element_type=jnp.float32)
 
 
-def _zero_sums(weights):
-    zero = vary(jnp.zeros((), jnp.float32), varying_axes(weights))
+def _zero_sums(x, head, targets, weights, settings: Settings):
+    """Zeros that differ where the sums of a chunk do, which are settled over the mesh axes of the vocabulary."""
+    axes = tuple(a for a in varying_axes(x, *head, targets, weights) if a not in settings.vocab_axes)
+    zero = vary(jnp.zeros((), jnp.float32), axes)
     return zero, (zero, zero, zero, zero)
 
 
