@@ -17,8 +17,11 @@ from trellis.nn.attention import splash
 from trellis.nn.attention.dispatch import AttentionError
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.reference import reference_attention
+from trellis.nn.attention.sharded import placement_of
+from trellis.nn.attention.sliced.attention import sliced_attention
 from trellis.nn.attention.sliced.tile import Tile
-from trellis.nn.attention.splash import SplashTiles, splash_attention, splash_kernel
+from trellis.nn.attention.sliced.whole import Whole
+from trellis.nn.attention.splash import SplashTiles
 
 POS, HEADS, KV_HEADS, HEAD_DIM = 256, 4, 2, 128
 
@@ -36,7 +39,7 @@ def test_splash_computes_the_reference(monkeypatch, window, documents, cap, bloc
     ids = jnp.arange(POS)[None] // 90
     pair = (ids, ids) if documents else None
     pattern, scale = Pattern(window=window), HEAD_DIM**-0.5
-    kernel = splash_kernel(HEADS, POS, POS, pattern=pattern, logit_softcap=cap, save_name=None, interpret=True)
+    whole = Whole(SplashTiles(scale=scale, logit_softcap=cap, interpret=True), pattern)
 
     def total(function):
         def call(q, k, v):
@@ -46,7 +49,7 @@ def test_splash_computes_the_reference(monkeypatch, window, documents, cap, bloc
         return jax.jit(jax.grad(call, (0, 1, 2), has_aux=True))(q, k, v)
 
     with jax.numpy_dtype_promotion("standard"):
-        seen = total(lambda q, k, v: splash_attention(q, k, v, pair, kernel, pattern=pattern, scale=scale))
+        seen = total(lambda q, k, v: sliced_attention(placement_of(q, k, v, pair), whole, q, k, v, pair))
     wanted = total(
         lambda q, k, v: reference_attention(q, k, v, pair, pattern=pattern, scale=scale, logit_softcap=cap, upcast=True)
     )
@@ -69,7 +72,8 @@ def test_a_long_tiles_gradient_in_pieces_of_its_keys(monkeypatch, causal, ahead,
         splash._table.cache_clear()
         pair = ids if documents else None
         out, log_sum = kernels.forward(tile, q, k, v, pair)
-        return len(splash._pieces(tile, 512)), kernels.backward(tile, q, k, v, pair, out, log_sum, d_out)
+        gradients = kernels.backward(tile, q, k, v, pair, kernels.known(out, d_out), log_sum, d_out)
+        return len(splash._pieces(tile, 512, kernels.widest)), gradients
 
     whole, wanted = gradients()
     for name, value in (("BLOCK", 128), ("LARGE_BLOCK", 128), ("MANY", 1)):
