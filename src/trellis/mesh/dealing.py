@@ -64,4 +64,5 @@ def _routes(axes: Axes) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Where each device's first and second half go: the even and the odd pieces."""
     count = lax.axis_size(axes)
     holder = lambda piece: min(piece, 2 * count - 1 - piece)
-    return tuple([(d, holder(2 * d + half)) for d in range(count)] for half in (0, 1))
+    even, odd = ([(d, holder(2 * d + half)) for d in range(count)] for half in (0, 1))
+    return even, odd

@@ -73,7 +73,7 @@ def checked(fn: Callable) -> Callable:
         TypeMismatch: a value is not what its annotation says; names both places.
     """
     signature = inspect.signature(fn)
-    name = fn.__qualname__.rsplit("<locals>.", 1)[-1]
+    name = getattr(fn, "__qualname__", repr(fn)).rsplit("<locals>.", 1)[-1]
 
     @functools.wraps(fn)
     def call(*args, **kwargs):

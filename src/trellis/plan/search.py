@@ -90,7 +90,7 @@ class Candidate:
     def layout(self) -> str:
         """The preset, how attention reaches keys of other slices, and how layers are dealt out to stages."""
         layout, mesh = self.run.layout, self.run.mesh
-        kinds = [layout.preset, *([layout.context] if mesh.context > 1 else [])]
+        kinds: list[str] = [layout.preset, *([layout.context] if mesh.context > 1 else [])]
         if mesh.stage > 1:
             kinds += [*([f"{layout.pipeline_groups} groups"] if layout.pipeline_groups > 1 else [])]
             kinds += [self.run.accumulation] if self.run.accumulation != "pending" else []

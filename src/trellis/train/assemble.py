@@ -196,7 +196,7 @@ def _types(config: ModelConfig) -> LanguageModel:
 def _check_parts_of_names(run: Run, model: Any) -> None:
     """Refuses parts of parameters' names that no parameter has, but for those that a run has of itself."""
     known = parameters(model)
-    default = next(f.default for f in dataclasses.fields(Run) if f.name == "weight_decay_exclude")
+    default: Any = next(f.default for f in dataclasses.fields(Run) if f.name == "weight_decay_exclude")
     asked = {"weight_decay_exclude": {*run.weight_decay_exclude} - {*default}}
     asked["precision.exceptions"] = {*run.precision.exceptions}
     asked["precision.products"] = {*run.precision.products}

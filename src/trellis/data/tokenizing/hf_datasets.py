@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from trellis.data.blocks import Block
 from trellis.data.tokenizing.formats import in_blocks
@@ -20,7 +21,7 @@ class DatasetSource:
         field: the field that holds the text.
     """
 
-    dataset: object
+    dataset: Any
     name: str
     field: str | None = None
     separator = None
