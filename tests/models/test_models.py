@@ -13,6 +13,9 @@ from trellis.mesh import Layout, make_mesh
 from trellis.models import FAMILIES, GPT2Config, GPTJConfig, LlamaConfig, Qwen3Config
 from trellis.models.gptj import Block
 from trellis.named import Axis, arange, einsum, named, named_jit, random, shard
+from trellis.nn import Role, parameters
+from trellis.plan.sketch import weight_counts
+from trellis.train.flops import matmul_parameters
 
 TOKENS = named(jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 12)), jnp.int32), "batch pos")
 ONE_EACH = {type(config): name for name, config in CONFIGS.items()}
@@ -42,6 +45,16 @@ def hidden_of(model, tokens, key=None):
 
 def test_every_family_is_tested():
     assert set(ONE_EACH) == {family.config for family in FAMILIES.values()}
+
+
+def test_a_sketch_of_a_plan_counts_the_weights_that_multiply():
+    """Of every family, from what its model declares: those of experts that a token meets, and no router's."""
+    for config in CONFIGS.values():
+        model = jax.eval_shape(lambda config=config: config.init(key=jax.random.key(0)))
+        blocks, experts, _, _ = weight_counts(config)
+        routers = sum(p.size for p in parameters(model) if "routes" in p.names and p.role == Role.WEIGHT)
+        met = blocks + experts * config.experts_per_token / config.experts + routers + config.vocab * config.embed
+        assert met == matmul_parameters(model), config.family
 
 
 @pytest.mark.slow(but=1)

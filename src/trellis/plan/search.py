@@ -150,8 +150,8 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
     """Those with so many stages; several stages stand beside data, FSDP and tensor parallelism."""
     devices = target.num_devices // stages
     size = max(entry.size for entry in run.batch_sizes())
-    heads, kv_heads = run.model.heads, getattr(run.model, "kv_heads", run.model.heads)
-    width, experts = getattr(run.model, "mlp", 4 * run.model.embed), getattr(run.model, "experts", 1)
+    heads, kv_heads = run.model.heads, run.model.kv_heads
+    width, experts = run.model.mlp, run.model.experts
     for model in (1, 2, 4, 8, 16):
         if devices % model or heads % model or kv_heads % model or width % model:
             continue

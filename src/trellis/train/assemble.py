@@ -123,7 +123,7 @@ def assemble(
 def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes: int | None) -> Assembled:
     """The same for a run of one length."""
     layout = make_layout(run.mesh, run.layout, devices, model_axes(run.model))
-    check_on_mesh(run, layout, _types(run.model))
+    check_on_mesh(run, layout, model_types(run.model))
     optimizer = make_optimizer(
         run.optimizer,
         run.schedule,
@@ -184,11 +184,13 @@ def model_axes(config: ModelConfig) -> dict[str, int]:
     >>> model_axes(tiny().model)["kv_heads"]
     2
     """
-    return {name: size for p in parameters(_types(config)) if is_named(p.leaf) for name, size in p.leaf.shape.items()}
+    return {
+        name: size for p in parameters(model_types(config)) if is_named(p.leaf) for name, size in p.leaf.shape.items()
+    }
 
 
 @functools.cache
-def _types(config: ModelConfig) -> LanguageModel:
+def model_types(config: ModelConfig) -> LanguageModel:
     """A model, as types, without a layout."""
     return jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
 

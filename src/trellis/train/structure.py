@@ -53,7 +53,7 @@ class StructureCheck:
 
     def _ledger_at(self, step: int) -> Ledger:
         """The ledger of a step, whose batch may have another size than the first one's, or another length."""
-        first, batch = (self._assembled.abstract_batch(at).shape for at in (0, step))
+        first, batch = (self._assembled.abstract_batch(at).tokens.shape for at in (0, step))
         same = batch == first and self._assembled.at(step) is self._assembled
         return self._ledger if same else ledger_of(step_program(self._assembled, step))
 

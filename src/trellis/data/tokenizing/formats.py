@@ -121,11 +121,11 @@ def _is_json(line):
         return False
 
 
-def in_blocks(records, name, position, raw, size=lambda record: len(str(record))):
+def in_blocks(records, name, position, raw):
     batch, held = [], 0
     for record in records:
         batch.append(record)
-        held += size(record)
+        held += len(str(record))
         if held >= BLOCK_BYTES:
             yield Block("records", batch, name, position + 1, (position + len(batch), position + len(batch) + 1), raw())
             position += len(batch)
