@@ -141,5 +141,6 @@ def test_refusals(arrays, place, more):
     assert str(caught.value) == (
         "an unembedding that is gathered in chunks is 'vocab embed' (vocab_first), with one dimension sliced, over "
         "mesh axes of the tokens only, and goes without bias, chunk and tiles of narrow numbers, got x "
-        f"float32[8@data,4@context,16], unembed float32[{','.join(shown)}], in linear_cross_entropy: gather it first, with reshard"
+        f"float32[8@data,4@context,16], unembed float32[{','.join(shown)}], in linear_cross_entropy: gather "
+        "it first, with reshard"
     )
