@@ -60,13 +60,16 @@ def test_splash_computes_the_reference(monkeypatch, window, documents, cap, bloc
 @pytest.mark.slow
 @pytest.mark.parametrize("causal, ahead, documents", [(True, 0, True), (True, 128, False), (False, 0, True)])
 def test_a_long_tiles_gradient_in_pieces_of_its_keys(monkeypatch, causal, ahead, documents):
-    """Each piece by one kernel: of one block of keys here, and in what it is compared with of all of them."""
+    """Each piece by one kernel: of one block of keys here, and in what it is compared with of all of them.
+
+    Where a tile is seen whole a block has twice as many keys, in two halves, and the tile is one piece.
+    """
     tile = Tile(384, 384 + ahead if causal else 256, Pattern(causal=causal), ahead)
     made = jax.random.split(jax.random.key(0), 4)
     q, d_out = (0.5 * jax.random.normal(key, (2, HEADS, tile.queries, HEAD_DIM)) for key in made[:2])
     k, v = (0.5 * jax.random.normal(key, (2, KV_HEADS, tile.keys, HEAD_DIM)) for key in made[2:])
     ids = tuple(jnp.tile((jnp.arange(size) + first) // 200, (2, 1)) for size, first in ((384, ahead), (tile.keys, 0)))
-    kernels = SplashTiles(scale=HEAD_DIM**-0.5, interpret=True)
+    kernels = SplashTiles(scale=HEAD_DIM**-0.5, widest=(128, 128 if causal else 256), interpret=True)
 
     def gradients():
         splash._table.cache_clear()
@@ -76,11 +79,11 @@ def test_a_long_tiles_gradient_in_pieces_of_its_keys(monkeypatch, causal, ahead,
         return len(splash._pieces(tile, 512, kernels.widest)), gradients
 
     whole, wanted = gradients()
-    for name, value in (("BLOCK", 128), ("LARGE_BLOCK", 128), ("MANY", 1)):
+    for name, value in (("BLOCK", 128), ("LARGE_BLOCK", 128), ("MANY", 1), ("WIDE_ROW", 512)):
         monkeypatch.setattr(splash, name, value)
     pieces, found = gradients()
     splash._table.cache_clear()
-    assert (whole, pieces) == (1, tile.keys // 128)
+    assert (whole, pieces) == (1, tile.keys // kernels.widest[1])
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
 

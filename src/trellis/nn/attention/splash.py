@@ -96,7 +96,8 @@ def _most(tile: Tile, row_bytes: int, widest: tuple[int, int]) -> tuple[int, int
     blocks = min(tile.queries, tile.keys) // MANY
     if row_bytes <= WIDE_ROW and (tile.full or blocks >= max(widest)):
         return widest
-    return (LARGE_BLOCK,) * 2 if row_bytes <= LARGE_ROW and (tile.full or blocks >= LARGE_BLOCK) else (BLOCK,) * 2
+    most = LARGE_BLOCK if row_bytes <= LARGE_ROW and (tile.full or blocks >= LARGE_BLOCK) else BLOCK
+    return most, most
 
 
 def _pieces(tile: Tile, row_bytes: int, widest: tuple[int, int]) -> list[tuple[int, int, Tile]]:
