@@ -12,8 +12,8 @@ elements as its type says, as often. Compilers may do the same otherwise, and th
 - a copy that an equal one has moved before, and numbers that are added before they are summed over devices.
 
 What no row asks for is named. Along mesh axes it is the compiler's own affair. A collective over other groups of
-devices is a fault, and so is a sum over devices that hold the sum already, and a result that should be a copy and may
-differ from device to device (`trellis.inspect.copies`).
+devices is a fault, and so are a sum over devices that hold the sum already, a maximum or minimum over devices that no
+row takes, and a result that should be a copy and may differ from device to device (`trellis.inspect.copies`).
 """
 
 import dataclasses
@@ -46,6 +46,7 @@ class Structure:
         besides: arrays that it moves along mesh axes and that no row asks for, and how often.
         strange: collectives over groups that are the devices along no mesh axes.
         twice: sums of what was summed over the same devices before.
+        extremes: maxima and minima over devices, of which no row takes one.
         apart: results that should be copies and may differ.
     """
 
@@ -54,6 +55,7 @@ class Structure:
     besides: tuple[tuple[Part, int], ...]
     strange: tuple[Part, ...]
     twice: tuple[Part, ...]
+    extremes: tuple[Part, ...]
     apart: tuple[Apart, ...]
 
     @property
@@ -64,7 +66,7 @@ class Structure:
     @property
     def right(self) -> bool:
         """Whether every row was found and nothing is wrong."""
-        return not (self.missing or self.strange or self.twice or self.apart)
+        return not (self.missing or self.strange or self.twice or self.extremes or self.apart)
 
     @property
     def faults(self) -> list[str]:
@@ -73,6 +75,7 @@ class Structure:
             *(f"missing: {match.what}" for match in self.missing),
             *(f"not along mesh axes: {part.what}" for part in self.strange),
             *(f"summed twice: {part.what}" for part in self.twice),
+            *(f"not asked for: {part.what}" for part in self.extremes),
             *(f"not the same on all devices: {apart}" for apart in self.apart),
         ]
         return list(dict.fromkeys(faults))
@@ -126,8 +129,17 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
     strange = [part for part in parts if not part.axes] + [part for part, _ in rest if part.cut > 1]
     if 1 not in mesh.shape.values():  # a sum over an axis of one device is over groups of one
         strange += [part for collective in found if _alone(collective) for part in _pieces(program, collective, ())]
-    apart = tuple(copies_apart(program, mesh.shape))
-    return Structure(decided, len(found), tuple(besides), tuple(strange), tuple(_twice(program, parts)), apart)
+    asked = {match.key for match in matches}
+    extremes = (part for part, _ in besides if part.collective.reduction != "sum" and part.key not in asked)
+    return Structure(
+        matches=decided,
+        collectives=len(found),
+        besides=tuple(besides),
+        strange=tuple(strange),
+        twice=tuple(_twice(program, parts)),
+        extremes=tuple(part for part in extremes if not set(part.axes) & set(ledger.auto)),
+        apart=tuple(copies_apart(program, mesh.shape)),
+    )
 
 
 def _alone(collective: Collective) -> bool:
@@ -169,7 +181,7 @@ def _twice(program: Program, parts: Iterable[Part]) -> Iterator[Part]:
         seen.add(name)
         for operand in program.by_name[name].operands:
             before = _behind(program, operand)
-            if before and _adds(program, before) and over.get(before.name, set()) & set(part.axes):
+            if before and program.combined_by(before) == "add" and over.get(before.name, set()) & set(part.axes):
                 yield part
                 break
 
@@ -180,12 +192,6 @@ def _behind(program: Program, name: str) -> Instruction | None:
     while instruction is not None and instruction.op in _VIEWS and instruction.operands:
         instruction = program.by_name.get(instruction.operands[0])
     return instruction
-
-
-def _adds(program: Program, instruction: Instruction) -> bool:
-    """Whether a reduction adds."""
-    combine = instruction.called().get("to_apply", [""])[0]
-    return any(inner.op == "add" for inner in program.computations.get(combine, ()))
 
 
 def _besides(rest: Iterable[tuple[Part, int]]) -> str:
