@@ -258,3 +258,24 @@ def test_rows_say_which_parameter_they_move():
     assert {name.removeprefix("model.") for name in moved} == parameters and len(parameters) > 9
     for found in moved.values():
         assert set(found) == {("all-gather", "weights"), ("reduce-scatter", "gradients")}
+
+
+def test_in_auto_mode_groups_are_the_compilers_own():
+    """Parts of an axis, one after the other, are the axis; over axes in explicit mode such groups are a fault."""
+    one = "all-reduce(%x), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%sum"
+    halves = "%half = f32[8,16]{1,0} all-reduce(%x), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%sum"
+    rest = "all-reduce(%half), channel_id=3, replica_groups={{0,2},{1,3}}, to_apply=%sum"
+    assert PROGRAM.count(f"%all-reduce.1 = f32[8,16]{{1,0}} {one}") == 1
+    text = PROGRAM.replace(
+        f"  %all-reduce.1 = f32[8,16]{{1,0}} {one}", f"  {halves}\n  %all-reduce.1 = f32[8,16]{{1,0}} {rest}"
+    )
+    mesh = AbstractMesh((4,), ("data",))
+    assert structure_of(Ledger((), {"data": 4}, auto=("data",)), text, mesh).right
+    explicit = structure_of(Ledger((), {"data": 4}), text, mesh)
+    assert not explicit.twice and {part.collective.name for part in explicit.strange} == {
+        "half",
+        "all-reduce.1",
+        "all-gather.1",
+    }
+    again = text.replace("channel_id=3, replica_groups={{0,2},{1,3}}", "channel_id=3, replica_groups={{0,1},{2,3}}")
+    assert structure_of(Ledger((), {"data": 4}, auto=("data",)), again, mesh).twice

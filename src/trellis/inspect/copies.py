@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from trellis.frames import in_a_library
-from trellis.inspect.groups import axes_met, axes_of
+from trellis.inspect.groups import axes_met, axes_of, cut, uncut
 from trellis.inspect.hlo import Instruction, Program, replica_groups, source_target_pairs
 from trellis.inspect.numbers import LARGEST, constant_of, numbers_of
 
@@ -104,12 +104,11 @@ def copies_apart(program: Program, mesh: Mapping[str, int]) -> list[Apart]:
             may = given[aliases[index]].axes
         elif array.shape:
             continue
-        if wrong := _axes(value) - may:
-            axes = tuple(axis for axis in mesh if axis in wrong)
-            apart.append(Apart(what, axes, program.source(program.by_name[name], in_a_library)))
+        if wrong := uncut(_axes(value) - may, mesh):
+            apart.append(Apart(what, wrong, program.source(program.by_name[name], in_a_library)))
     for name, owed in reading.unfinished.items():
-        axes = tuple(axis for axis in mesh if axis in owed)
-        apart.append(Apart("a number that is used as a sum", axes, program.source(program.by_name[name], in_a_library)))
+        source = program.source(program.by_name[name], in_a_library)
+        apart.append(Apart("a number that is used as a sum", uncut(owed, mesh), source))
     return apart
 
 
@@ -126,7 +125,7 @@ class Reading:
 
     def __init__(self, program: Program, mesh: Mapping[str, int]):
         self.program = program
-        self.mesh = {axis: size for axis, size in mesh.items() if size > 1}
+        self.mesh = cut(mesh)  # a compiler may gather, or sum, over a part of an axis, and over the rest of it later
         self.everywhere = frozenset(self.mesh)
         self.devices = math.prod(self.mesh.values())
         self.unfinished: dict[str, set[str]] = {}
@@ -240,8 +239,7 @@ class Reading:
         groups = instruction.groups() or [tuple(range(self.devices))]
         over = frozenset(axes_of(groups, self.mesh)) if len(groups[0]) > 1 else NOWHERE
         if op in ("all-reduce", "all-gather", "collective-broadcast"):
-            whole = math.prod(self.mesh[axis] for axis in over) == len(groups[0])
-            found = _each(operands, lambda axes: axes - over if whole else axes)
+            found = _each(operands, lambda axes: axes - over)
             return (
                 self._summed(instruction, found)
                 if op == "all-reduce" and self.program.combined_by(instruction) == "add"

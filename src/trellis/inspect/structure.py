@@ -11,15 +11,16 @@ elements as its type says, as often. Compilers may do the same otherwise, and th
   and arrays that are padded;
 - a copy that an equal one has moved before, and numbers that are added before they are summed over devices.
 
-What no row asks for is named. Along mesh axes it is the compiler's own affair. A collective over other groups of
-devices is a fault, and so are a sum over devices that hold the sum already, a maximum or minimum over devices that no
-row takes, and a result that should be a copy and may differ from device to device (`trellis.inspect.copies`).
+What no row asks for is named. Along mesh axes it is the compiler's own affair, and along axes in auto mode so are the
+groups. A collective over other groups of devices is a fault, and so are a sum over devices that hold the sum already, a
+maximum or minimum over devices that no row takes, and a result that should be a copy and may differ from device to
+device (`trellis.inspect.copies`).
 """
 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -27,7 +28,7 @@ from trellis.frames import in_a_library
 from trellis.inspect.collective import Collective, collectives_in
 from trellis.inspect.compiled import program_of
 from trellis.inspect.copies import Apart, copies_apart
-from trellis.inspect.groups import axes_of, axes_of_pairs
+from trellis.inspect.groups import axes_met, axes_of, axes_of_pairs, cut
 from trellis.inspect.hlo import Instruction, Program, item_bits
 from trellis.inspect.matching import Match, Part, matched
 from trellis.inspect.rows import Ledger
@@ -127,6 +128,7 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
     decided = tuple(match for match in matches if not (match.missing and set(match.row.axes) & set(ledger.auto)))
     besides = [(part, runs) for part, runs in rest if part.cut == 1]
     strange = [part for part in parts if not part.axes] + [part for part, _ in rest if part.cut > 1]
+    strange = [part for part in strange if not set(axes_met(part.collective.groups, mesh.shape)) <= set(ledger.auto)]
     if 1 not in mesh.shape.values():  # a sum over an axis of one device is over groups of one
         strange += [part for collective in found if _alone(collective) for part in _pieces(program, collective, ())]
     asked = {match.key for match in matches}
@@ -136,7 +138,7 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
         collectives=len(found),
         besides=tuple(besides),
         strange=tuple(strange),
-        twice=tuple(_twice(program, parts)),
+        twice=tuple(_twice(program, parts, mesh.shape)),
         extremes=tuple(part for part in extremes if not set(part.axes) & set(ledger.auto)),
         apart=tuple(copies_apart(program, mesh.shape)),
     )
@@ -170,18 +172,15 @@ def _pieces(program: Program, collective: Collective, axes: tuple[str, ...], cut
     return [Part(collective, axes, *each, source, cut) for each in lengths]
 
 
-def _twice(program: Program, parts: Iterable[Part]) -> Iterator[Part]:
-    """Sums over devices whose operand is such a sum already, over some of the same mesh axes."""
-    over = {part.collective.name: set(part.axes) for part in parts if part.collective.kind == "all-reduce"}
-    seen = set()
-    for part in parts:
-        name = part.collective.name
-        if part.collective.kind not in ("all-reduce", "reduce-scatter") or name in seen:
-            continue
-        seen.add(name)
+def _twice(program: Program, parts: Iterable[Part], mesh: Mapping[str, int]) -> Iterator[Part]:
+    """Sums over devices whose operand is such a sum already, over some of the same devices."""
+    sums = {part.collective.name: part for part in parts if part.collective.kind in ("all-reduce", "reduce-scatter")}
+    over = {name: set(axes_of(part.collective.groups, cut(mesh))) for name, part in sums.items()}
+    for name, part in sums.items():
         for operand in program.by_name[name].operands:
             before = _behind(program, operand)
-            if before and program.combined_by(before) == "add" and over.get(before.name, set()) & set(part.axes):
+            adds = before and before.op.startswith("all-reduce") and program.combined_by(before) == "add"
+            if adds and over.get(before.name, set()) & over[name]:
                 yield part
                 break
 
