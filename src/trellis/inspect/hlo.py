@@ -150,6 +150,7 @@ def _closing(text: str, start: int) -> int:
 
 def _instruction(line: str) -> Instruction:
     head = _INSTRUCTION.match(line)
+    assert head is not None, line
     rest = line[head.end() :]
     if rest.startswith("("):  # a tuple's type
         end = _closing(rest, 0) + 1
