@@ -125,7 +125,7 @@ def assemble(
 def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes: int | None) -> Assembled:
     """The same for a run of one length."""
     layout = make_layout(run.mesh, run.layout, devices, model_axes(run.model))
-    check_on_mesh(run, layout, _types(run.model))
+    check_on_mesh(run, layout, model_types(run.model))
     optimizer = make_optimizer(
         run.optimizer,
         run.schedule,
@@ -189,11 +189,13 @@ def model_axes(config: ModelConfig) -> dict[str, int]:
     >>> model_axes(tiny().model)["kv_heads"]
     2
     """
-    return {name: size for p in parameters(_types(config)) if is_named(p.leaf) for name, size in p.leaf.shape.items()}
+    return {
+        name: size for p in parameters(model_types(config)) if is_named(p.leaf) for name, size in p.leaf.shape.items()
+    }
 
 
 @functools.cache
-def _types(config: ModelConfig) -> LanguageModel:
+def model_types(config: ModelConfig) -> LanguageModel:
     """A model, as types, without a layout."""
     return jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
 
@@ -201,7 +203,7 @@ def _types(config: ModelConfig) -> LanguageModel:
 def _check_parts_of_names(run: Run, model: Any) -> None:
     """Refuses parts of parameters' names that no parameter has, but for those that a run has of itself."""
     known = parameters(model)
-    default = next(f.default for f in dataclasses.fields(Run) if f.name == "weight_decay_exclude")
+    default: Any = next(f.default for f in dataclasses.fields(Run) if f.name == "weight_decay_exclude")
     asked = {"weight_decay_exclude": {*run.weight_decay_exclude} - {*default}}
     asked["precision.exceptions"] = {*run.precision.exceptions}
     asked["precision.products"] = {*run.precision.products}
