@@ -180,7 +180,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="of the rows; benchmarks/results/accelerator if not given")
     parser.add_argument("--minutes", type=float, default=30.0, help="for this start; a row that does not fit waits")
-    parser.add_argument("--on", help="what the search plans for, as `trellis plan` has it; the device here if not given")
+    parser.add_argument("--on", help="what is planned for, as `trellis plan` has it; the device here if not given")
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help="these rows, in the table's spelling")
     parser.add_argument("--again", nargs="+", metavar="NAME", default=[], help="these, although they are saved")
     parser.add_argument("--failed", action="store_true", help="those that failed, too")

@@ -40,7 +40,7 @@ def search_settings(
     types: tuple[str, ...],
     most: int,
 ) -> None:
-    """The fastest predicted settings of one device that leave it 5, 25 and 40 % of its memory, or those of the least."""
+    """The fastest predicted settings of one device that leave it 5, 25 and 40 % of its memory, or take the least."""
     on = on or one_of(findings.of("machine")["device"])
     where, candidates = target(on), []
     for params in types:
@@ -54,7 +54,7 @@ def search_settings(
     candidates.sort(key=lambda candidate: -candidate[0])
     chosen: list[tuple] = []
     for room in ROOM.values():
-        others = [c for c in candidates if c[1] <= ROOM[1] * where.chip.hbm_bytes and c not in chosen]
+        others = [c for c in candidates if c[1] <= ROOM[1] * where.chip.hbm_bytes and not alike(c, chosen)]
         fitting = [c for c in others if c[1] <= room * where.chip.hbm_bytes]
         chosen += fitting[:1] or sorted(others, key=lambda candidate: candidate[1])[:1]
     settings = [{"tokens_per_second": speed, "memory": memory, "options": more} for speed, memory, more in chosen]
@@ -63,6 +63,11 @@ def search_settings(
         raise AssertionError(f"none of {len(candidates)} planned settings fits {on}")
     said = (f"{_words(recipe, s['options'])} ({s['tokens_per_second']:,.0f} tokens/s)" for s in settings)
     findings.tell(said=f"{len(candidates)} planned for {on}; {'; then '.join(said)}")
+
+
+def alike(candidate: tuple, chosen: list[tuple]) -> bool:
+    """Whether one of those chosen has the same predicted speed and memory."""
+    return any(candidate[:2] == other[:2] for other in chosen)
 
 
 def one_of(device: str) -> str:
