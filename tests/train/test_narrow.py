@@ -7,7 +7,14 @@ import pytest
 
 from tests.train.small import curve, trellis
 
-NARROW = ("--precision.products.attention", "int8", "--precision.products.mlp", "fp8")
+NARROW = (
+    "--precision.products.attention",
+    "int8",
+    "--precision.products.mlp",
+    "fp8",
+    "--precision.products.vocab",
+    "fp8",
+)
 
 
 def trained(capsys, run_file, folder, *options):

@@ -337,13 +337,13 @@ class _Static:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _product(static: _Static, x, y, largest, narrow_x, narrow_y, bits):
-    return _scaled(narrow_x[0], narrow_y[0], static.numbers, static.kind, static.dtype, static.spec)
+    return multiplied(narrow_x[0], narrow_y[0], static.numbers, static.kind, static.dtype, static.spec)
 
 
 @_product.defjvp
 def _derivative(static: _Static, primals, tangents):
     largest, *fixed = primals[2:]
-    out = _scaled(  # no `x` and `y`: see `product`
+    out = multiplied(  # no `x` and `y`: see `product`
         fixed[0][0], fixed[1][0], static.numbers, static.kind, static.dtype, static.spec
     )
 
@@ -372,7 +372,7 @@ def _narrow_gradients(static: _Static, gradient, bits, known) -> tuple[Rounded, 
         found = rounded(
             gradient, static.kind, tuple(end for end in ends if end is not None), gradient=True, known=known
         )
-        return (_not_again(found, gradient),) * 2
+        return (once_only(found, gradient),) * 2
     chance = None
     if bits is not None:  # the middle of what a byte stands for
         chance = (bytes_for(gradient, jax.random.wrap_key_data(bits)).astype(jnp.float32) + 0.5) / 256
@@ -381,11 +381,12 @@ def _narrow_gradients(static: _Static, gradient, bits, known) -> tuple[Rounded, 
         end = ends[1 - which]  # what the gradient of one factor sums are dimensions of the other
         how = dict(gradient=True, chance=chance, hadamard=which == static.weight and end is not None)
         found = rounded(gradient, static.kind, () if end is None else (end,), **how)
-        made.append(_not_again(found, gradient))
+        made.append(once_only(found, gradient))
     return made[0], made[1]
 
 
-def _not_again(found: Rounded, array) -> Rounded:
+def once_only(found: Rounded, array) -> Rounded:
+    """What is made of an array in a first derivative; a second one is refused."""
     whole = None if found.whole is None else not_again(found.whole, array)
     return found._replace(scale=not_again(found.scale, array), whole=whole)
 
@@ -414,12 +415,20 @@ def _gradient(static: _Static, which: int, narrow: Rounded, other: Rounded) -> j
     spec = None
     if state.mode == "explicit":
         spec = spec_of([state.axes[i] for i in made], state.copied, state.pending)
-    out = _scaled(narrow, other, numbers, static.kind, static.dtypes[which], spec)
+    out = multiplied(narrow, other, numbers, static.kind, static.dtypes[which], spec)
     return jnp.transpose(out, [made.index(i) for i in range(ranks[which])])
 
 
-def _scaled(a: Rounded, b: Rounded, numbers, kind: Kind, dtype, spec) -> jax.Array:
-    """The product of two narrow arrays, times their scales; partial sums are scaled before they are summed."""
+def multiplied(a: Rounded, b: Rounded, numbers, kind: Kind, dtype, spec=None) -> jax.Array:
+    """The product of two narrow arrays, times their scales; partial sums are scaled before they are summed.
+
+    Args:
+        a, b: the factors.
+        numbers: dimension numbers as `dot_general` takes them.
+        kind: of both.
+        dtype: of the result.
+        spec: how it is sharded, or None.
+    """
     if not TYPES[kind].in_blocks:
         wide, scale = _plain(a.values, b.values, numbers=numbers, dtype=TYPES[kind].wide, spec=spec), a.scale * b.scale
     elif a.whole is None:

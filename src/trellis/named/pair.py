@@ -75,16 +75,18 @@ class Pair:
         x = (self.x, self.y)[number]
         kept = [n for n in x.names if n not in self.summed]
         summed, kept = (tuple(x.index(n) for n in group[-1:]) for group in (self.summed, kept))
-        return tuple(self._moved(x, form) for form in forms(x.array, self.mark, number, summed, kept))
+        found = forms(x.array, self.mark, number, summed, kept)
+        axes = None if self.where is None else tuple(self.where[n] for n in x.names)
+        return found if axes is None else tuple(moved(form, x.names, axes) for form in found)
 
-    def _moved(self, x: NamedArray, form: Rounded) -> Rounded:
-        if self.where is None:
-            return form
-        axes, scale = tuple(self.where[n] for n in x.names), form.scale
-        if scale.ndim:
-            dims = tuple(d for d in range(scale.ndim) if scale.shape[d] != form.values.shape[d])
-            scale = move(named_scales(scale, x.names, dims), axes, frozenset()).array
-        return form._replace(values=move(NamedArray(form.values, x.names), axes, frozenset()).array, scale=scale)
+
+def moved(form: Rounded, names: Words, axes: tuple[Words, ...]) -> Rounded:
+    """A factor in narrow numbers, moved to where these mesh axes slice it, its scales with it."""
+    scale = form.scale
+    if scale.ndim:
+        dims = tuple(d for d in range(scale.ndim) if scale.shape[d] != form.values.shape[d])
+        scale = move(named_scales(scale, names, dims), axes, frozenset()).array
+    return form._replace(values=move(NamedArray(form.values, names), axes, frozenset()).array, scale=scale)
 
 
 def free(x: NamedArray, shared) -> list[str]:

@@ -48,10 +48,10 @@ class Precision:
     sensitive, such as a router."""
 
     products: Mapping[str, ProductKind] = dataclasses.field(default_factory=FrozenMap)
-    """Products in eight or four bits: a part of a weight's name, and fp8, int8, mxfp8 (e4m3 with a scale for each 32 by
-    32 numbers) or nvfp4 (e2m1 with a scale for 16 numbers; NVIDIA's GPUs from Blackwell on), as in mlp: int8. Choose it
-    where the plan says that it pays: on chips with units for it, and where gathered weights are what a step waits
-    for."""
+    """Products in eight or four bits: a part of a weight's name or one of its axes (mlp, heads, experts; vocab, of the
+    unembedding), and fp8, int8, mxfp8 (e4m3 with a scale for each 32 by 32 numbers) or nvfp4 (e2m1 with a scale for 16
+    numbers; NVIDIA's GPUs from Blackwell on), as in mlp: int8. Choose it where the plan says that it pays: on chips
+    with units for it, and where gathered weights are what a step waits for."""
 
     amax_history: int = 0
     """From the largest elements of how many steps before scales of products in fp8 and int8 are made; 0 for those of
@@ -102,11 +102,19 @@ class Precision:
     def product_of(self, parameter: Parameter) -> ProductKind | None:
         """The kind of a parameter's products, where they are narrow: those of weights, by the first part that fits.
 
-        Routers, weights to `routes`, stay whole: a rounded score sends tokens to other experts.
+        Routers, weights to `routes`, stay whole: a rounded score sends tokens to other experts. The unembedding's are
+        `loss_product`.
         """
-        if parameter.role != Role.WEIGHT or "routes" in parameter.names:
+        if parameter.role != Role.WEIGHT or {"routes", "vocab"} & {*parameter.names}:
             return None
-        return next((kind for part, kind in self.products.items() if part in parameter.path), None)
+        return self._asked(parameter)
+
+    def loss_product(self, model: Any) -> ProductKind | None:
+        """The kind of the loss's products with a model's unembedding, which may be its table."""
+        return self._asked(unembedding_of(model)) if self.products else None
+
+    def _asked(self, parameter: Parameter) -> ProductKind | None:
+        return next((kind for part, kind in self.products.items() if parameter.matches((part,))), None)
 
     def moments_of(self, parameter: Parameter) -> Literal["mxfp8"] | None:
         """In which eight bits the optimizer keeps its averages of a parameter, where they are: those of weights and
@@ -122,6 +130,11 @@ class Precision:
         leaves, structure = jax.tree.flatten(model, is_leaf=is_named)
         marked = [Narrow(x, kind) if kind and is_named(x) else x for x, kind in zip(leaves, kinds, strict=True)]
         return jax.tree.unflatten(structure, marked)
+
+
+def unembedding_of(model: Any) -> Parameter:
+    """The parameter that a language model's loss multiplies with."""
+    return next(p for p in parameters(model) if p.leaf is model.unembedding)
 
 
 def with_largest(model: Any, largest: Mapping[str, Any]) -> Any:

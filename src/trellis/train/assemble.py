@@ -21,6 +21,7 @@ from trellis.named import is_named
 from trellis.named.backend import has_block_units
 from trellis.named.saving import Keep, nothing, products, saved
 from trellis.nn.parameters import Role, parameters
+from trellis.nn.precision import unembedding_of
 from trellis.notation.state import mode_of
 from trellis.optim import learning_rates, make_optimizer
 from trellis.optim.narrow import narrow_parts
@@ -203,7 +204,7 @@ def _check_parts_of_names(run: Run, model: Any) -> None:
     asked["precision.moments"] = {*run.precision.moments}
     for field, parts in asked.items():
         for part in sorted(parts):
-            in_path = field.startswith("precision.")
+            in_path = field in ("precision.exceptions", "precision.moments")
             if not part or not any(part in p.path if in_path else p.matches((part,)) for p in known):
                 words = {word for p in known for word in (*p.path.split("."), *(() if in_path else p.names))}
                 raise UserError(
@@ -215,18 +216,20 @@ def _check_parts_of_names(run: Run, model: Any) -> None:
 
 
 def _check_narrow_products(run: Run, model: Any) -> None:
-    """Refuses parts of names that ask for narrow products where there are none: all but weights of layers, and of their
-    experts those in blocks."""
-    precision = run.precision
-    marked = [p for p in parameters(model) if precision.product_of(p)]
+    """Refuses parts of names that ask for narrow products where there are none: all but weights of layers and the
+    unembedding, and of experts those in blocks."""
+    precision, head = run.precision, unembedding_of(model)
+    marked = [(p, kind) for p in parameters(model) if (kind := precision.product_of(p))]
+    if kind := precision.loss_product(model):
+        marked.append((head, kind))
     for part in precision.products:
-        if not any(part in p.path for p in marked):
-            seen = f"`{part}`, of which no part is a weight that multiplies"
-            raise _no_narrow_product(seen, model)
-    for p in marked:
-        in_blocks = "experts" in p.names and precision.product_of(p) in ("mxfp8", "nvfp4")
-        if not p.path.startswith("layers.") or in_blocks:
-            raise _no_narrow_product(f"{precision.product_of(p)} for `{p.path}`", model)
+        if not any(p.matches((part,)) for p, _ in marked):
+            raise _no_narrow_product(f"`{part}`, of which no part is a weight that multiplies", model)
+    for p, kind in marked:
+        layer = p.path.startswith("layers.")
+        able = ("fp8", "mxfp8") if not layer else ("fp8", "int8") if "experts" in p.names else (kind,)
+        if kind not in able or not layer and p.path != head.path:
+            raise _no_narrow_product(f"{kind} for `{p.path}`", model)
 
 
 def _no_narrow_product(seen: str, model: Any) -> UserError:
@@ -236,10 +239,11 @@ def _no_narrow_product(seen: str, model: Any) -> UserError:
         if p.role == Role.WEIGHT and p.path.startswith("layers.")
     ]
     return UserError(
-        "Narrow products are those of layers' weights, experts' in fp8 and int8, not the unembedding's.",
+        "Narrow products are those of layers' weights, experts' in fp8 or int8, and the unembedding's in fp8 or mxfp8, "
+        "which reach down to small chances.",
         seen=seen,
         where="precision.products",
-        fix=f"name parts of {', '.join(f'`{path}`' for path in able)}",
+        fix=f"name parts of {', '.join(f'`{path}`' for path in able)}, or `vocab`",
     )
 
 

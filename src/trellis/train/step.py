@@ -17,7 +17,7 @@ from trellis.data.batch import Batch
 from trellis.mesh.layout import current_layout
 from trellis.mesh.reshard import place
 from trellis.models import LanguageModel, Measured
-from trellis.named import Keep, NamedArray, is_named
+from trellis.named import Keep, NamedArray, Narrow, is_named
 from trellis.named.backend import loop_over
 from trellis.named.reshape import split_axis, transpose
 from trellis.named.tuned import Tuned, tuned_for
@@ -95,7 +95,7 @@ def batch_loss(
 
 
 def _measured_loss(model, batch: Batch, options: StepOptions, key, ahead):
-    counted = batch.loss_mask.astype(jnp.float32)
+    counted, kind = batch.loss_mask.astype(jnp.float32), options.precision.loss_product(model)
     if model.config.tie_embeddings:
         model = eqx.tree_at(lambda m: m.unembedding, model, tied(model.unembedding, batch.tokens))
     hidden, measured = model(
@@ -109,7 +109,7 @@ def _measured_loss(model, batch: Batch, options: StepOptions, key, ahead):
     )
     sums = next_token_loss(
         hidden,
-        model.unembedding,
+        Narrow(model.unembedding, kind) if kind else model.unembedding,
         batch.targets,
         counted,
         bias=model.unembedding_bias,

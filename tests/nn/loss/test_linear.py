@@ -185,8 +185,8 @@ def test_refused_placements(arrays):
         )
         assert refusal(lambda: cross_entropy(put(x, "data"), put(unembed, None, "data"), put(targets, "data"))) == (
             "an unembedding that is gathered in chunks is 'vocab embed' (vocab_first), with one dimension sliced, over "
-            "mesh axes of the tokens only, and goes without bias and without chunk, got x float32[4@data,6,8], "
-            "unembed float32[8,32@data], in linear_cross_entropy: gather it first, with reshard"
+            "mesh axes of the tokens only, and goes without bias, chunk and tiles of narrow numbers, got x "
+            "float32[4@data,6,8], unembed float32[8,32@data], in linear_cross_entropy: gather it first, with reshard"
         )
         assert refusal(lambda: cross_entropy(put(x, "data"), put(unembed), put(targets))) == (
             "targets are sharded as x is, got x float32[4@data,6,8], unembed float32[8,32], in linear_cross_entropy, "

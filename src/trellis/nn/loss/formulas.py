@@ -8,6 +8,7 @@ from jax import lax
 
 from trellis.mesh.linear import linear
 from trellis.mesh.manual.ops import Axes
+from trellis.named.narrow import Kind
 
 
 class Settings(NamedTuple):
@@ -19,6 +20,8 @@ class Settings(NamedTuple):
         total_type: in which the gradient of the unembedding is summed over chunks of tokens.
         vocab_axes: mesh axes that slice the vocabulary, none of them the tokens'.
         chunk_bytes: what a chunk's float32 logits take on an accelerator; None for what suits it.
+        narrow: of which kind the products are, where they are narrow.
+        tile: tokens that share scales in a narrow product; chunks are a multiple of it.
     """
 
     z_loss: float
@@ -29,6 +32,8 @@ class Settings(NamedTuple):
     total_type: jnp.dtype
     vocab_axes: Axes = ()
     chunk_bytes: int | None = None
+    narrow: Kind | None = None
+    tile: int = 1
 
 
 def changes(sums, gradients, tangents, axes: Axes = ()):

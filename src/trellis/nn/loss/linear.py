@@ -1,5 +1,6 @@
 """A product with the unembedding and the cross entropy of its logits, in one: on arrays, on any mesh."""
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from trellis.mesh.platform import platform_of
 from trellis.mesh.reshard import place
 from trellis.named.tuned import tuned
 from trellis.nn.loss.formulas import Settings
+from trellis.nn.loss.products import NarrowFactors, in_chunks, joined, specs, tile_of
 from trellis.nn.loss.token_chunks import CHUNK, chunk_size, summed_by_tokens
 from trellis.nn.loss.vocab_chunks import VocabChunks, cut, summed_by_vocab
 from trellis.notation.state import State, state_of
@@ -59,6 +61,7 @@ def linear_cross_entropy(
     chunk: int | None = None,
     chunk_bytes: int | None = None,
     bias: jax.Array | None = None,
+    narrow: NarrowFactors | None = None,
 ) -> TokenLoss:
     """Summed cross entropy of next-token logits `x @ unembed`, and what is reported beside it.
 
@@ -83,6 +86,8 @@ def linear_cross_entropy(
         chunk: tokens per chunk on each device; not for an unembedding that is gathered in chunks.
         chunk_bytes: what a chunk's float32 logits take on an accelerator, instead of the loss's own choice.
         bias: `vocab`, added to the logits; sharded as `unembed` is.
+        narrow: `x` and `unembed` in narrow numbers, sharded as they are, which are multiplied instead; `unembed` is
+            `vocab_first` then. Gradients are those of `x` and `unembed`, of which nothing else is used.
 
     Raises:
         LossError: shapes or shardings do not fit together.
@@ -100,23 +105,25 @@ def linear_cross_entropy(
     total_type = jnp.dtype("float32") if platform == "cpu" else unembed.dtype
     mine = chunk or (tuned().loss_chunk or CHUNK[platform] if platform in CHUNK else None)
     settings = Settings(z_loss, logit_softcap, vocab_size, vocab_first, mine, total_type, chunk_bytes=chunk_bytes)
+    if narrow is not None:
+        settings = settings._replace(narrow=narrow.kind, tile=tile_of(narrow.kind, x.shape[1]))
     states = [state_of(a) for a in (x, unembed, targets)]
     if states[0].mode != "explicit":
-        return _local(x, head, targets, weights, settings)
+        return _local(x, head, targets, weights, narrow, settings)
     weights = place(weights, states[2].axes)  # JAX makes ones of a value that a program closes over whole
     batch, pos, _ = states[0].axes
     across, vocab, chunks = states[1].axes, (), None
     if set(batch + pos) & set(across[0] + across[1]):
-        plain = vocab_first and bias is None and chunk is None
+        plain = vocab_first and bias is None and chunk is None and not (narrow and narrow.unembed.scale.ndim)
         chunks = _vocab_chunks(states, x, unembed, targets, chunk_bytes, plain=plain)
     else:
         vocab = _vocab_axes(states, x, unembed, vocab_first)
         settings = settings._replace(vocab_axes=vocab)
 
-    def body(x, head, targets, weights):
-        x, head = jax.tree.map(lambda a: vary(a, batch + pos + vocab), (x, head))
+    def body(x, head, targets, weights, narrow):
+        x, head, narrow = jax.tree.map(lambda a: vary(a, batch + pos + vocab), (x, head, narrow))
         targets, weights = (vary(a, batch + pos) for a in (targets, weights))
-        sums = _local(x, head, targets, weights, settings, chunks)
+        sums = _local(x, head, targets, weights, narrow, settings, chunks)
         return jax.tree.map(lambda s: lax.psum(s, batch + pos), sums) if batch + pos else sums
 
     tokens = (batch or None, pos or None)
@@ -129,9 +136,10 @@ def linear_cross_entropy(
             (table, *(_bias_spec(b, vocab) for b in head[1:])),
             PartitionSpec(*tokens),
             PartitionSpec(*tokens),
+            None if narrow is None else specs(narrow, (batch, pos), across),
         ),
         out_specs=PartitionSpec(),
-    )(x, head, targets, weights)
+    )(x, head, targets, weights, narrow)
 
 
 def _vocab_chunks(states: list[State], x, unembed, targets, chunk_bytes: int | None, *, plain: bool) -> VocabChunks:
@@ -143,8 +151,8 @@ def _vocab_chunks(states: list[State], x, unembed, targets, chunk_bytes: int | N
     if not (alone and plain):
         raise LossError(
             "an unembedding that is gathered in chunks is 'vocab embed' (vocab_first), with one dimension sliced, over "
-            f"mesh axes of the tokens only, and goes without bias and without chunk, {shown}: gather it first, "
-            "with reshard"
+            f"mesh axes of the tokens only, and goes without bias, chunk and tiles of narrow numbers, {shown}: gather "
+            "it first, with reshard"
         )
     sizes = jax.typeof(x).sharding.mesh.shape
     devices, parts = (math.prod(sizes[a] for a in axes) for axes in (sides[dim], batch + pos))
@@ -163,11 +171,15 @@ def _bias_spec(bias, vocab: Axes) -> PartitionSpec:
     return PartitionSpec(vocab or None, reduced=state.copied)
 
 
-def _local(x, head, targets, weights, settings: Settings, chunks: VocabChunks | None = None) -> TokenLoss:
+def _local(
+    x, head, targets, weights, narrow: NarrowFactors | None, settings: Settings, chunks: VocabChunks | None = None
+) -> TokenLoss:
     """The loss of one device's tokens over its part of the vocabulary."""
     if chunks is not None:
         x, targets, weights = x.reshape(-1, x.shape[-1]), targets.reshape(-1), weights.reshape(-1)
-        total, rest = summed_by_vocab(x, head[0], targets, weights, settings, chunks)
+        if narrow is not None:
+            narrow = dataclasses.replace(narrow, x=joined(narrow.x))
+        total, rest = summed_by_vocab(x, head[0], targets, weights, narrow, settings, chunks)
         return TokenLoss(total, *(lax.stop_gradient(s) for s in rest))
     count = targets.size
     columns = head[0].shape[0 if settings.vocab_first else 1]
@@ -176,8 +188,10 @@ def _local(x, head, targets, weights, settings: Settings, chunks: VocabChunks | 
     x, targets, weights = x.reshape(count, -1), targets.reshape(count), weights.reshape(count)
     if padding:
         x, targets, weights = (jnp.pad(a, ((0, padding),) + ((0, 0),) * (a.ndim - 1)) for a in (x, targets, weights))
-    in_chunks = lambda a: a.reshape(-1, chunk, *a.shape[1:])
-    total, rest = summed_by_tokens(in_chunks(x), head, in_chunks(targets), in_chunks(weights), settings)
+    cut_up = lambda a: a.reshape(-1, chunk, *a.shape[1:])
+    if narrow is not None:
+        narrow = dataclasses.replace(narrow, x=in_chunks(narrow.x, chunk))
+    total, rest = summed_by_tokens(cut_up(x), head, cut_up(targets), cut_up(weights), narrow, settings)
     return TokenLoss(total, *(lax.stop_gradient(s) for s in rest))
 
 

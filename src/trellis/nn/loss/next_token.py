@@ -1,5 +1,6 @@
 """The loss of a language model, by name."""
 
+import dataclasses
 import math
 
 import jax
@@ -11,9 +12,13 @@ from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
 from trellis.named import NamedArray, arange, dot, equal, exp, outer, stop_gradient, where
 from trellis.named.backend import on_accelerator
+from trellis.named.narrow import Kind, Narrow
+from trellis.named.pair import moved
 from trellis.named.placing import move
 from trellis.nn.loss.formulas import capped, weighed
-from trellis.nn.loss.linear import TokenLoss, linear_cross_entropy
+from trellis.nn.loss.linear import LossError, TokenLoss, linear_cross_entropy
+from trellis.nn.loss.products import ABLE, NarrowFactors, limit_of, narrow_factor
+from trellis.notation import typeof
 from trellis.notation.state import state_of
 
 _NAMES = ("batch", "pos", "vocab", "embed")
@@ -21,7 +26,7 @@ _NAMES = ("batch", "pos", "vocab", "embed")
 
 def next_token_loss(
     hidden: NamedArray,
-    unembedding: NamedArray,
+    unembedding: NamedArray | Narrow,
     targets: NamedArray,
     weights: NamedArray | None = None,
     *,
@@ -42,7 +47,8 @@ def next_token_loss(
 
     Args:
         hidden: `"batch pos embed"`.
-        unembedding: `"vocab embed"`.
+        unembedding: `"vocab embed"`; as `tr.Narrow` in fp8 or mxfp8 its three products are made in these: the gradient
+            of a logit, at most what its token counts, has its scale from that, for all chunks the same.
         targets: `i32["batch pos"]`.
         weights: `f32["batch pos"]`, what each token counts.
         bias: `"vocab"`, added to the logits.
@@ -50,29 +56,36 @@ def next_token_loss(
         **options: of `linear_cross_entropy`: `z_loss`, `logit_softcap`, `chunk`.
     """
     tokens = ("batch", "pos")
+    kind = unembedding.kind if isinstance(unembedding, Narrow) else None
+    unembedding = unembedding.weight if isinstance(unembedding, Narrow) else unembedding
     hidden, unembedding = hidden.transpose((*tokens, "embed")), unembedding.transpose(("vocab", "embed"))
     targets = targets.transpose(tokens)
     weights = None if weights is None else weights.transpose(tokens)
     layout = current_layout()
     if layout is not None and layout.mapped:
-        return _mapped(hidden, unembedding, targets, weights, bias, vocab_size, **options)
+        return _mapped(hidden, unembedding, targets, weights, bias, vocab_size, kind, **options)
+    narrow = None if kind is None else _narrow(hidden, unembedding, weights, kind, options.get("z_loss", 0.0))
     if layout is not None and state_of(hidden.array).mode == "explicit":
         batch, pos, vocab, _ = layout.assign(_NAMES)
         if on_accelerator(hidden.array):
             arrays = gradients_together(hidden.array, unembedding.array)
             hidden, unembedding = (n.with_array(a) for n, a in zip((hidden, unembedding), arrays, strict=True))
         hidden = move(hidden, (batch, pos, ()), frozenset(vocab))
-        in_chunks = bias is None and _in_chunks(targets.size, unembedding, batch + pos, vocab)
+        tiled = narrow is not None and narrow.unembed.scale.ndim
+        in_chunks = bias is None and not tiled and _in_chunks(targets.size, unembedding, batch + pos, vocab)
         sides = state_of(unembedding.array).axes if in_chunks else (vocab, ())
         unembedding = move(unembedding, sides, frozenset(batch + pos).difference(*sides))
+        if narrow is not None:
+            x = moved(narrow.x, hidden.names, (batch, pos, ()))
+            narrow = dataclasses.replace(narrow, x=x, unembed=moved(narrow.unembed, unembedding.names, sides))
         bias = None if bias is None else move(bias, (vocab,), frozenset(batch + pos))
         targets = move(targets, (batch, pos), frozenset())
         weights = None if weights is None else move(weights, (batch, pos), frozenset())
-    named = hidden, unembedding, targets, weights, bias, vocab_size
+    named = hidden, unembedding, targets, weights, bias, vocab_size, kind
     plain = None if weights is None else weights.array
     if vocab_size == unembedding.shape["vocab"]:
         vocab_size = None
-    given = {"vocab_size": vocab_size, "bias": None if bias is None else bias.array, **options}
+    given = {"vocab_size": vocab_size, "bias": None if bias is None else bias.array, "narrow": narrow, **options}
     try:
         return linear_cross_entropy(hidden.array, unembedding.array, targets.array, plain, vocab_first=True, **given)
     except ValueError as error:  # mapped over a name that is whole, where `layout.mapped` is empty, with copies
@@ -81,12 +94,25 @@ def next_token_loss(
         return _mapped(*named, **options)
 
 
+def _narrow(hidden: NamedArray, unembedding: NamedArray, weights, kind: Kind, z_loss: float) -> NarrowFactors:
+    """Both factors in narrow numbers, rounded where they are."""
+    if kind not in ABLE:
+        raise LossError(
+            f"products with an unembedding are narrow in {' or '.join(ABLE)}, whose numbers reach down to small "
+            f"chances, got {kind} for {typeof(unembedding)}, in next_token_loss: use one of these, or a whole product"
+        )
+    factors = (narrow_factor(x.array, kind) for x in (hidden, unembedding))
+    counted = jnp.ones((), jnp.float32) if weights is None else weights.array
+    return NarrowFactors(*factors, limit_of(counted, z_loss), kind)
+
+
 def _mapped(
-    hidden, unembedding, targets, weights, bias, vocab_size, *, z_loss=0.0, logit_softcap=None, **_
+    hidden, unembedding, targets, weights, bias, vocab_size, kind=None, *, z_loss=0.0, logit_softcap=None, **_
 ) -> TokenLoss:
     """The loss by name, of logits all at once: for `vmap` over mesh axes, as for a loss of each example, where JAX maps
     no program by hand. Chunks are what the mapped name makes of them."""
-    logits = dot(hidden, unembedding, over="embed", preferred_element_type=jnp.float32)
+    head = unembedding if kind is None else Narrow(unembedding, kind)
+    logits = dot(hidden, head, over="embed", preferred_element_type=jnp.float32)
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
     logits = logits.with_array(capped(logits.array, logit_softcap)[0])

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from trellis.mesh.manual.ops import Axes, vary, varying_axes
+from trellis.named.narrow import Rounded
 from trellis.nn.loss.formulas import Settings, capped, weighed
+from trellis.nn.loss.products import Factor, NarrowFactors, gradient_factor, to_logits, to_unembed, to_x
 
 # A chunk's float32 logits take about this many bytes.
 CHUNK_BYTES = 1 << 27
@@ -68,8 +70,10 @@ class _Sums(NamedTuple):
     row: jax.Array  # the target's
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def summed_by_vocab(x, unembed, targets, weights, settings: Settings, chunks: VocabChunks):
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def summed_by_vocab(
+    x, unembed, targets, weights, narrow: NarrowFactors | None, settings: Settings, chunks: VocabChunks
+):
     """The total, and the parts of it, of this device's tokens against the whole vocabulary.
 
     Args:
@@ -77,15 +81,17 @@ def summed_by_vocab(x, unembed, targets, weights, settings: Settings, chunks: Vo
         unembed: this device's part of `"vocab embed"`.
         targets: `i32["token"]`, counted in the whole vocabulary.
         weights: `f32["token"]`.
+        narrow: what is multiplied instead of `x` and `unembed`, with one scale each, or None.
         settings: how.
         chunks: how the part is cut.
     """
-    sums, _ = _all_chunks(x, unembed, targets, settings, chunks, keep=False)
+    sums, _ = _all_chunks(x, unembed, targets, narrow, settings, chunks, keep=False)
     return weighed(sums.largest, sums.total, sums.hit, weights, settings.z_loss)[0]
 
 
-def _fwd(x, unembed, targets, weights, settings: Settings, chunks: VocabChunks):
-    sums, kept = _all_chunks(x, unembed, targets, settings, chunks, keep=True)
+def _fwd(x, unembed, targets, weights, narrow: NarrowFactors | None, settings: Settings, chunks: VocabChunks):
+    sums, kept = _all_chunks(x, unembed, targets, narrow, settings, chunks, keep=True)
+    factor, limit = (x, None) if narrow is None else (narrow.x, narrow.limit)
     result, pull = weighed(sums.largest, sums.total, sums.hit, weights, settings.z_loss)
     push = weights if (cap := settings.logit_softcap) is None else weights * (1 - (sums.hit / cap) ** 2)
     d_x = pull[:, None] * sums.pull - push[:, None] * sums.row.astype(jnp.float32)
@@ -95,8 +101,8 @@ def _fwd(x, unembed, targets, weights, settings: Settings, chunks: VocabChunks):
         scale = pull * jnp.exp(largest - sums.largest)
         hot = jnp.arange(powers.shape[1])[None, :] == _column(targets, index, chunks)[:, None]
         d_logits = powers.astype(jnp.float32) * scale[:, None] - jnp.where(hot, push[:, None], 0.0)
-        d_chunk = jnp.einsum("tv,te->ve", d_logits.astype(x.dtype), x, preferred_element_type=jnp.float32)
-        d_chunk = d_chunk.astype(unembed.dtype)
+        d_logits = gradient_factor(d_logits, x.dtype, settings, limit)
+        d_chunk = to_unembed(d_logits, factor, settings).astype(unembed.dtype)
         for axis in chunks.axes:  # over several at once libtpu sums everything, and slices that
             d_chunk = lax.psum_scatter(d_chunk, axis, scatter_dimension=chunks.dim, tiled=True)
         return None, d_chunk
@@ -107,13 +113,15 @@ def _fwd(x, unembed, targets, weights, settings: Settings, chunks: VocabChunks):
 
 def _bwd(settings, chunks: VocabChunks, gradients, cotangents):
     d_total, _ = cotangents
-    return *jax.tree.map(lambda d: d * d_total.astype(d.dtype), gradients), None, None
+    return *jax.tree.map(lambda d: d * d_total.astype(d.dtype), gradients), None, None, None
 
 
 summed_by_vocab.defvjp(_fwd, _bwd)
 
 
-def _all_chunks(x, unembed, targets, settings: Settings, chunks: VocabChunks, *, keep: bool):
+def _all_chunks(
+    x, unembed, targets, narrow: NarrowFactors | None, settings: Settings, chunks: VocabChunks, *, keep: bool
+):
     """Sums over all chunks; if `keep`, also `(index, exponentials, the largest logits they were taken with)` of each.
 
     Two loops, each over half of them: libtpu finds room for two buffers of half a gigabyte where it finds none for one.
@@ -123,7 +131,10 @@ def _all_chunks(x, unembed, targets, settings: Settings, chunks: VocabChunks, *,
     row = full(0.0, embed).astype(unembed.dtype)
     sums = _Sums(full(-jnp.inf), full(0.0), full(0.0), full(0.0, embed), row)
     padding = chunks.number * chunks.rows - chunks.local
-    parts = jnp.pad(unembed, ((0, padding), (0, 0))).reshape(chunks.number, chunks.rows, -1)
+    table = unembed if narrow is None else narrow.unembed.values
+    parts = jnp.pad(table, ((0, padding), (0, 0))).reshape(chunks.number, chunks.rows, -1)
+    factor = x if narrow is None else narrow.x
+    opened = (lambda chunk: chunk) if narrow is None else lambda chunk: Rounded(chunk, narrow.unembed.scale)
     wide = chunks.rows * (1 if chunks.dim else chunks.devices)
     # The exponentials' place is made when `x` is there. Left to itself libtpu makes it before the layers, a gigabyte.
     zero, _ = lax.optimization_barrier((jnp.zeros((), x.dtype), x))
@@ -133,7 +144,7 @@ def _all_chunks(x, unembed, targets, settings: Settings, chunks: VocabChunks, *,
         sums, kept = carry
         place, index, mine = part
         chunk = lax.all_gather(mine, chunks.axes, axis=chunks.dim, tiled=True)
-        sums, powers = _one_chunk(sums, x, chunk, index, targets, settings, chunks)
+        sums, powers = _one_chunk(sums, factor, opened(chunk), index, targets, settings, chunks, x.dtype)
         return (sums, lax.dynamic_update_index_in_dim(kept, powers, place, 0) if keep else None), sums.largest
 
     found, half = [], -(-chunks.number // 2)
@@ -146,21 +157,23 @@ def _all_chunks(x, unembed, targets, settings: Settings, chunks: VocabChunks, *,
     return sums, found
 
 
-def _one_chunk(sums: _Sums, x, chunk, index, targets, settings: Settings, chunks: VocabChunks):
-    logits = jnp.einsum("te,ve->tv", x, chunk, preferred_element_type=jnp.float32)
+def _one_chunk(sums: _Sums, x: Factor, chunk: Factor, index, targets, settings: Settings, chunks: VocabChunks, dtype):
+    logits = to_logits(x, chunk, settings)
     logits, slope = capped(logits, settings.logit_softcap)
     logits = jnp.where(_real(index, settings.vocab_size, chunks), logits, -jnp.inf)
     largest = jnp.maximum(sums.largest, jnp.max(logits, axis=1))
     shrink = jnp.exp(sums.largest - largest)
     powers = jnp.exp(logits - largest[:, None])
     total = shrink * sums.total + jnp.sum(powers, axis=1)
-    powers = (powers if slope is None else powers * slope).astype(x.dtype)
-    pull = shrink[:, None] * sums.pull + jnp.einsum("tv,ve->te", powers, chunk, preferred_element_type=jnp.float32)
+    powers = powers if slope is None else powers * slope
+    pulls = to_x(gradient_factor(powers, dtype, settings, jnp.float32(1)), chunk, settings, jnp.float32)
+    pull = shrink[:, None] * sums.pull + pulls
     column = _column(targets, index, chunks)
     here, column = column >= 0, jnp.maximum(column, 0)
     hit = jnp.where(here, jnp.take_along_axis(logits, column[:, None], axis=1)[:, 0], sums.hit)
-    row = jnp.where(here[:, None], chunk[column], sums.row)
-    return _Sums(largest, total, hit, pull, row), powers
+    rows = chunk[column] if not isinstance(chunk, Rounded) else chunk.values[column].astype(jnp.float32) * chunk.scale
+    row = jnp.where(here[:, None], rows.astype(dtype), sums.row)
+    return _Sums(largest, total, hit, pull, row), powers.astype(dtype)
 
 
 def _real(index, vocab_size: int | None, chunks: VocabChunks):
