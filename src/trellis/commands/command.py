@@ -40,6 +40,6 @@ class Command:
 
 
 def called() -> str:
-    """What to type for this command from here: the path that it was called by where the shell does not find `trellis`."""
+    """What to type for this command from here: its path, where the shell does not find `trellis`."""
     by = Path(sys.argv[0])
     return "trellis" if shutil.which("trellis") or by.name != "trellis" else os.path.relpath(by)
