@@ -103,7 +103,7 @@ def test_what_a_run_leaves_open_is_measured_once_and_kept(machine):
 
 def test_what_was_measured_beside_other_programs_is_for_that_run_alone(machine, monkeypatch):
     monkeypatch.setattr(choices, "is_crowded", lambda: True)
-    found, said = machine(LONG, {(2, 1): 2.0, (1, 1): 1.0})
+    found, said = machine(LONG, {(2, 1): 2.0, (2, 2): 2.0, (1, 1): 1.0})
     assert found.devices == 1 and "1 device, 1 microbatch," in said[-1] and "not kept" in said[-1]
     assert not recall("choices")
 
