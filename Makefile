@@ -72,7 +72,7 @@ $(VENV)/bin/python:
 $(VENV)/core.stamp: pyproject.toml $(LOCKED) | $(VENV)/bin/python
 	@$(BIN)/python $(IS_NEW) || { echo "$(VENV) has a Python older than 3.11; remove it, and it is made anew"; exit 2; }
 	@echo "Installing Trellis into $(VENV)"
-	$(INSTALL) '.$(GPU)'
+	$(INSTALL) '.$(GPU)' || { echo "pip did not install Trellis, and says why above; it needs a package index that it reaches"; exit 2; }
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/core.stamp
