@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import take_current_trace
 from jax.sharding import AxisType, NamedSharding
 
@@ -16,7 +17,7 @@ from trellis.frames import in_a_library
 
 def is_tracer(x) -> bool:
     """Whether `x` stands for a value inside a trace. Public since JAX 0.4."""
-    return isinstance(x, jax.core.Tracer)
+    return isinstance(x, Tracer)
 
 
 def mapped_over() -> frozenset[str]:
@@ -74,7 +75,7 @@ def bind(primitive, args, params):
 
 
 @contextlib.contextmanager
-def cudnn_assumed(version: int = 91000) -> Generator[None]:
+def cudnn_assumed() -> Generator[None]:
     """Lets cuDNN attention be traced, and compiled for a GPU that is not here, as if cuDNN were installed.
 
     The check is a function of a private module, in JAX 0.10.2 to 0.12.0; where it is not, nothing changes.
@@ -82,12 +83,12 @@ def cudnn_assumed(version: int = 91000) -> Generator[None]:
     import importlib
 
     try:
-        module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+        module: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
         original = module.check_cudnn_version
     except (ImportError, AttributeError):
         yield
         return
-    module.check_cudnn_version = lambda: version
+    module.check_cudnn_version = lambda: 91000
     try:
         yield
     finally:
@@ -103,7 +104,7 @@ def keep_mapped_axes_sharded() -> None:
     import importlib
     import inspect
 
-    module = importlib.import_module("jax._src.shard_map")
+    module: Any = importlib.import_module("jax._src.shard_map")
     original = getattr(module, "_shardy_shard_map_sharding", None)
     if original is None or list(inspect.signature(original).parameters)[-1] != "aval_in":
         return
@@ -243,7 +244,7 @@ def _added_up(function, *args):
     parts = makes[total.invars[0]]
     parts = parts.invars[0] if parts.primitive.name == "convert_element_type" else total.invars[0]
     program = jaxpr.replace(outvars=[parts, *rest])
-    blocks, *others = jax.core.eval_jaxpr(program, closed.consts, *jax.tree.leaves(args))
+    blocks, *others = eval_jaxpr(program, closed.consts, *jax.tree.leaves(args))
     return sum(blocks[i].astype(jnp.float32) for i in range(len(blocks))).astype(shapes[0].dtype), *others
 
 
@@ -331,4 +332,5 @@ def kept_arguments(compiled: jax.stages.Compiled) -> tuple[int, ...]:
 
     `_executable._kept_var_idx` is private; it exists in JAX 0.10.2 to 0.12.0.
     """
-    return tuple(sorted(compiled._executable._kept_var_idx))
+    executable: Any = compiled._executable
+    return tuple(sorted(executable._kept_var_idx))

@@ -5,7 +5,7 @@ import textwrap
 from typing import Any
 
 from trellis.run.overrides import leaves
-from trellis.run.schema import fields_of, plain, show, tag_of, variants
+from trellis.run.schema import fields_of, plain, show, tag_field, variants
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ def entries(value: Any) -> list[Entry]:
     for name, kind, now, doc in sorted(leaves(type(value), plain(value)), key=lambda leaf: "." in leaf[0]):
         parent, _, last = name.rpartition(".")
         kinds = variants(_type_at(type(value), parent)) if parent else {}
-        picks = bool(kinds) and last == tag_of(next(iter(kinds.values())))[0]
+        picks = bool(kinds) and last == tag_field(kinds)
         found.append(
             Entry(
                 name=name,
@@ -80,5 +80,7 @@ def text_of(now: Any) -> str:
 
 def _others(kinds: dict[str, type], now: str) -> list[str]:
     """The other variants of a union, by their tag, with the names of their fields."""
-    lines = [(tag, ", ".join(name for name in fields_of(cls) if name != tag_of(cls)[0])) for tag, cls in kinds.items()]
+    lines = [
+        (tag, ", ".join(name for name in fields_of(cls) if name != tag_field(kinds))) for tag, cls in kinds.items()
+    ]
     return [f"{tag} has {names}" for tag, names in lines if tag != now]

@@ -209,7 +209,8 @@ class SplashTiles:
         given = q, k, v
         parts = _for_cores(k.shape[1], self._scaled(q), k, v, out.astype(q.dtype), log_sum, d_out)
         if ids is not None:
-            ids = tuple(_as_often(x, len(parts[0]) // len(q)) for x in ids)
+            query_ids, key_ids = (_as_often(x, len(parts[0]) // len(q)) for x in ids)
+            ids = query_ids, key_ids
         q, k, v, *rest = parts
         with _said(tile):
             found = splash_backward(self._table(tile, q), q, k, v, ids, *rest)
