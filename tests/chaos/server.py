@@ -65,7 +65,8 @@ def main() -> int:
         os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     spoil(**request["world"])
-    return line.main(request["words"])
+    sys.argv[1:] = request["words"]
+    return line.main()
 
 
 if __name__ == "__main__":
