@@ -15,12 +15,12 @@ from trellis.hardware.chips import Target
 
 # Share of the published rate that a collective reaches: TPU torus links 45 of 50 GB/s (the scaling book's one-way
 # rates); NCCL's bus bandwidth on NVSwitch about 360 of 450 GB/s.
-EFFICIENCY = {"tpu": 0.9, "gpu": 0.8}
+EFFICIENCY = {"tpu": 0.9, "gpu": 0.8, "cpu": 0.8}
 NETWORK_EFFICIENCY = 0.8
 # The two cores of a v7x chip are joined six times as fast as one torus link (Google's TPU7x page).
 CORE_TO_CORE = 6
 HOP_SECONDS = 1e-6
-LAUNCH_SECONDS = {"tpu": 2e-6, "gpu": 12e-6}
+LAUNCH_SECONDS = {"tpu": 2e-6, "gpu": 12e-6, "cpu": 12e-6}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Links:
         """
         parts = [part for axis in axes for part in self.parts.get(axis, ()) if part.size > 1]
         near = [part for part in parts if part.where != "network"]
-        if self.target.chip.kind == "gpu":
+        if not self.target.chip.torus:
             fast = near[0].bandwidth if near else math.inf
         else:
             fast = sum(part.bandwidth for part in near) or math.inf
@@ -140,7 +140,7 @@ def links_of(mesh: Mapping[str, int], target: Target) -> Links:
     rate = chip.link_bandwidth * EFFICIENCY[chip.kind]
     network = chip.network_bandwidth * NETWORK_EFFICIENCY
     parts: dict[str, list[Part]] = {axis: [] for axis in mesh}
-    if chip.kind == "gpu":
+    if not chip.torus:
         hosts, per_host = target.shape
         left = per_host
         for axis in reversed(list(mesh)):
