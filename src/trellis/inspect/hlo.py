@@ -211,6 +211,12 @@ class Program:
             caller = self.callers.get(self.homes.get(caller.name, ""))
         return "/".join(reversed(found))
 
+    def combined_by(self, reduction: Instruction) -> str:
+        """The operation that a reduction combines two elements with, as `add`; empty where it is not one operation."""
+        combine = self.computations.get(reduction.called().get("to_apply", [""])[0], ())
+        made = [i.op for i in combine if i.op not in ("parameter", "convert", "bitcast", "copy")]
+        return made[0] if len(made) == 1 else ""
+
     def trip_count(self, loop: Instruction, load: float | None = None) -> int | None:
         """How often a `while` runs, from `known_trip_count` or from a condition that compares with a constant.
 
