@@ -3,11 +3,12 @@
 import contextlib
 import math
 from collections.abc import Generator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, Sharding, SingleDeviceSharding
 
 from trellis.errors import TrellisError
 from trellis.mesh.platform import are_cpus, platform_of_devices
@@ -115,6 +116,12 @@ def _suggest(sizes: dict[str, int], count: int) -> str:
     if count % rest == 0:
         return f"'{first}={count // rest}' fits, or use {rest} x n devices"
     return f"choose sizes that multiply to {count}, or pass devices=jax.devices()[:n]"
+
+
+def sharding_of(leaf: Any) -> Sharding:
+    """Where an array lies, or where its type says; on one device of this process where that says nothing."""
+    found = getattr(leaf, "sharding", None)
+    return found if found is not None else SingleDeviceSharding(jax.local_devices()[0])
 
 
 def arrange(devices: list, names: list[str], shape: list[int]) -> np.ndarray:
