@@ -173,7 +173,7 @@ def _check_permutes(layout: Layout, declared: Sequence[Parameter]) -> None:
     kinds, (_, pos, _, _) = dict(layout.context), layout.assign(QUERY)
     rings = [f"layout.{axis}" for axis in pos if kinds.get(axis) == "ring"]
     permutes = [*rings, *(["layout.overlap"] if layout.overlap else [])]
-    first = [p.path for p in declared if "heads" in p.names and not p.path.startswith("layers.")]
+    first = [p.path for p in declared if "heads" in p.names and not p.is_stacked]
     if permutes and layout.uneven:
         raise UserError(
             "Layers that pass slices around a ring are as many on each stage of a pipeline.",

@@ -228,18 +228,14 @@ def _check_narrow_products(run: Run, model: Any) -> None:
         if not any(p.matches((part,)) for p, _ in marked):
             raise _no_narrow_product(f"`{part}`, of which no part is a weight that multiplies", model)
     for p, kind in marked:
-        layer = p.path.startswith("layers.")
+        layer = p.is_stacked
         able = ("fp8", "mxfp8") if not layer else ("fp8", "int8") if "experts" in p.names else (kind,)
         if kind not in able or not layer and p.path != head.path:
             raise _no_narrow_product(f"{kind} for `{p.path}`", model)
 
 
 def _no_narrow_product(seen: str, model: Any) -> UserError:
-    able = [
-        p.path.removeprefix("layers.")
-        for p in parameters(model)
-        if p.role == Role.WEIGHT and p.path.startswith("layers.")
-    ]
+    able = [p.path.removeprefix("layers.") for p in parameters(model) if p.role == Role.WEIGHT and p.is_stacked]
     return UserError(
         "Narrow products are those of layers' weights, experts' in fp8 or int8, and the unembedding's in fp8 or mxfp8, "
         "which reach down to small chances.",
