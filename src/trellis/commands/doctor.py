@@ -1,4 +1,4 @@
-"""`trellis doctor`: what this machine and this environment have, and how to get what they have not."""
+"""`trellis doctor`: what this machine and this environment have, and how to get what is missing."""
 
 import argparse
 import importlib.metadata

@@ -24,7 +24,7 @@ LAUNCH_SECONDS = {"tpu": 2e-6, "gpu": 12e-6, "cpu": 12e-6}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class Segment:
     """A piece of one mesh axis on one kind of link.
 
     Attributes:
@@ -52,7 +52,7 @@ class Links:
     """The links of every axis of a mesh on a target."""
 
     target: Target
-    parts: Mapping[str, tuple[Part, ...]]
+    parts: Mapping[str, tuple[Segment, ...]]
 
     def bandwidth(self, axes: Sequence[str]) -> float:
         """Bytes a second that a device takes in, in a collective over these mesh axes together.
@@ -139,7 +139,7 @@ def links_of(mesh: Mapping[str, int], target: Target) -> Links:
     chip = target.chip
     rate = chip.link_bandwidth * EFFICIENCY[chip.kind]
     network = chip.network_bandwidth * NETWORK_EFFICIENCY
-    parts: dict[str, list[Part]] = {axis: [] for axis in mesh}
+    parts: dict[str, list[Segment]] = {axis: [] for axis in mesh}
     if not chip.torus:
         hosts, per_host = target.shape
         left = per_host
@@ -147,9 +147,9 @@ def links_of(mesh: Mapping[str, int], target: Target) -> Links:
             inside = math.gcd(mesh[axis], left)
             left //= inside
             if inside > 1:
-                parts[axis].append(Part(inside, "NVLink", rate))
+                parts[axis].append(Segment(inside, "NVLink", rate))
             if mesh[axis] > inside:
-                parts[axis].append(Part(mesh[axis] // inside, "network", network))
+                parts[axis].append(Segment(mesh[axis] // inside, "network", network))
         return Links(target, {axis: tuple(p) for axis, p in parts.items()})
     # One entry per side still free: (side, length free, whole length)
     free = dict(enumerate(target.shape))
@@ -158,7 +158,7 @@ def links_of(mesh: Mapping[str, int], target: Target) -> Links:
         size = mesh[axis]
         earlier = math.prod(list(mesh.values())[:position])
         if cores > 1 and size % cores == 0:
-            parts[axis].append(Part(cores, "core", rate * CORE_TO_CORE))
+            parts[axis].append(Segment(cores, "core", rate * CORE_TO_CORE))
             size, cores = size // cores, 1
         across = math.gcd(size, slices) if earlier % slices else 1  # the first axes cross slices
         if across > 1:
@@ -166,10 +166,10 @@ def links_of(mesh: Mapping[str, int], target: Target) -> Links:
         for side, part in _sides(size, free, target.shape):
             whole = part == target.shape[side]
             ring = whole and target.wrap[side]
-            parts[axis].append(Part(part, "torus", rate * (2 if ring else 1), ring, side))
+            parts[axis].append(Segment(part, "torus", rate * (2 if ring else 1), ring, side))
             free[side] //= part
         if across > 1:
-            parts[axis].append(Part(across, "network", network))
+            parts[axis].append(Segment(across, "network", network))
     return Links(target, {axis: tuple(p) for axis, p in parts.items()})
 
 
