@@ -213,39 +213,59 @@ def splash_forward(table: SplashTable, q, k, v, ids) -> tuple[jax.Array, jax.Arr
     return out, log_sum
 
 
-def splash_backward(table: SplashTable, q, k, v, ids, out, log_sum, d_out):
-    """The gradients of a tile, of which `out` and `log_sum` are the result and the log of the sums over all keys."""
+def splash_backward(table: SplashTable, q, k, v, ids, pulled, log_sum, d_out):
+    """The gradients of a tile, that of queries in float32.
+
+    Args:
+        pulled: `f32["batch heads pos"]`, the product of the result and its gradient, over all keys.
+        log_sum: likewise the log of the sums, over all keys.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
-    names = "mask_value is_mqa block_sizes residual_checkpoint_name mask_function attn_logits_soft_cap interpret"
-    settings = [table.settings[name] for name in names.split()]
+    blocks, common = table.settings["block_sizes"], "mask_value is_mqa mask_function attn_logits_soft_cap interpret"
+    common = {name: table.settings[name] for name in common.split()}
+    common |= {name: getattr(blocks, name) for name in ("q_layout", "k_layout", "v_layout")}
 
-    def one(q, k, v, ids, out, log_sum, d_out):
-        kept = q, k, v, None if ids is None else kernel.SegmentIds(*ids), None, out, log_sum, table.queries, table.keys
+    def gradients(q, k, v, ids, pulled, log_sum, d_out):
+        segments = None if ids is None else kernel.SegmentIds(*ids)
+        given = q, k, v, segments, None, log_sum, d_out, pulled
         with jax.numpy_dtype_promotion("standard"):
-            return kernel._splash_attention_bwd(False, *settings, kept, d_out)[3:6]
+            d_q, d_k, d_v = kernel._splash_attention_bwd_dkv(
+                *given,
+                bq=blocks.block_q_dkv,
+                bkv=blocks.block_kv_dkv,
+                bkv_compute=blocks.block_kv_dkv_compute,
+                mask_info=table.keys,
+                use_fused_bwd_kernel=blocks.use_fused_bwd_kernel,
+                **common,
+            )
+            if table.queries is not None:
+                size = dict(bq=blocks.block_q_dq, bkv=blocks.block_kv_dq)
+                d_q = kernel._splash_attention_bwd_dq(*given, mask_info=table.queries, **size, **common)
+        return d_q, d_k, d_v
 
-    return jax.vmap(lambda *args: _added_up(one, *args))(q, k, v, ids, out, log_sum, d_out)
+    return jax.vmap(lambda *args: _added_up(gradients, *args))(q, k, v, ids, pulled, log_sum, d_out)
 
 
 def _added_up(function, *args):
-    """What a function gives, whose first result may be a sum over the blocks of a kernel's: added one by one.
+    """What a function gives; where its first result is a sum over a kernel's blocks, these added one by one in float32.
 
     XLA fuses additions, and runs a sum over a first dimension alone, at a fifth of the memory's rate (libtpu 0.0.42).
     """
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    closed = jax.make_jaxpr(function)(*args)
     jaxpr, makes = closed.jaxpr, {v: e for e in closed.jaxpr.eqns for v in e.outvars}
     first, *rest = jaxpr.outvars
     total = makes[first]
     while total.primitive.name == "convert_element_type":
         total = makes[total.invars[0]]
     if total.primitive.name != "reduce_sum" or total.params["axes"] != (0,):
-        return function(*args)
+        d_q, *others = function(*args)
+        return d_q.astype(jnp.float32), *others
     parts = makes[total.invars[0]]
     parts = parts.invars[0] if parts.primitive.name == "convert_element_type" else total.invars[0]
     program = jaxpr.replace(outvars=[parts, *rest])
     blocks, *others = eval_jaxpr(program, closed.consts, *jax.tree.leaves(args))
-    return sum(blocks[i].astype(jnp.float32) for i in range(len(blocks))).astype(shapes[0].dtype), *others
+    return sum(blocks[i].astype(jnp.float32) for i in range(len(blocks))), *others
 
 
 def _cudnn():

@@ -29,6 +29,7 @@ from trellis.run.config import Remat, Run
 from trellis.run.layouts import make_layout
 from trellis.run.lengths import as_of_phase
 from trellis.run.on_mesh import check_on_mesh
+from trellis.run.tiles import check_tiles
 from trellis.train.compilation import options_for
 from trellis.train.state import TrainState, abstract_state, new_state
 from trellis.train.step import StepOptions, make_step
@@ -159,6 +160,9 @@ def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes
             skip_nonfinite=run.skip_nonfinite > 0,
             names_tensors=run.precision.is_narrow,
         )
+        several = options.microbatches > 1 or run.mesh.stage > 1
+        gathered_first = several and options.accumulation == "pending"
+        check_tiles(run, layout, shapes.model, at_rest=not gathered_first)
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
         make = lambda: new_state(make_model, optimizer, run.seed, **kept)
         init = jax.jit(make, out_shardings=shardings)
