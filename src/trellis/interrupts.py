@@ -1,4 +1,4 @@
-"""Ctrl-C reaches a program also where Python would drop it."""
+"""Ctrl-C reaches a program even where Python would drop it."""
 
 import os
 import signal
@@ -39,6 +39,17 @@ def keep_interrupts(quiet: bool = False) -> None:
             sys.__unraisablehook__(dropped)
 
     sys.unraisablehook = again
+
+
+def end_within(seconds: float, code: int) -> None:
+    """Ends this process with an exit code after so many seconds, if it has not ended by itself.
+
+    Python waits at its exit for the threads of libraries, and where a checkpoint could not be written some of Orbax's
+    wait for a directory that nobody makes, ten minutes long.
+    """
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
 
 
 def end_at_once_on_interrupt(code: int) -> None:
