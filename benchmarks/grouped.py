@@ -59,7 +59,11 @@ def compiled(on: str, rows: int, inner: int, columns: int, groups: int):
 
 
 def multiplied(text: str, sizes: np.ndarray) -> str:
-    """Rows of whole tiles over rows, of each kernel that says its tile."""
+    """Rows of whole tiles over rows, of each kernel that says its tile, and how many tiles more than rows fill.
+
+    On a grid of tiles each boundary between groups inside a tile makes one more; tiles of one group each are one more
+    for each group at most.
+    """
     tiles = {
         int(tile) // (2 if form == "gradient" and "tpu_custom_call" in text else 1): form
         for form, tile in re.findall(r"grouped\((product|gradient) \d+ rows \d+ \d+ in \d+ groups by (\d+)\)", text)
@@ -72,7 +76,8 @@ def multiplied(text: str, sizes: np.ndarray) -> str:
             count = np.where(sizes > 0, -(-ends // tile) - begins // tile, 0).sum()
         else:
             count = (-(-sizes // tile)).sum()
-        found.append(f"{form} {count * tile / sizes.sum():.3f}")
+        besides = count - sizes.sum() / tile
+        found.append(f"{form} {count * tile / sizes.sum():.3f} ({besides:.4g} tiles of {tile} besides)")
     return ", ".join(found)
 
 

@@ -182,17 +182,9 @@ def block_of(x, block: Block):
     return x + summed + block.down_bias[None, None], None
 
 
-def own_part(tokens, size: int):
-    """Which tokens this device's part of the vocabulary has, and where in it."""
-    index = tokens - jax.lax.axis_index("mp") * size
-    return (index >= 0) & (index < size), jnp.clip(index, 0, size - 1)
-
-
 def embed(tokens, weights: Weights):
     """Tokens of other devices' parts are zeros here; the sum has them all. Positions are split over the width."""
-    mine, index = own_part(tokens, weights.embedding.shape[0])
-    found = jnp.where(mine[..., None], weights.embedding[index], 0.0)
-    found = tr.einsum("part/mp batch/dp pos embed -> batch/dp pos embed +mp", found[None])
+    found = tr.take("vocab/mp embed, batch/dp pos -> batch/dp pos embed +mp", weights.embedding, tokens)
     positions = tr.all_gather("length embed/mp -> length embed", weights.positions)
     return tr.all_reduce("batch/dp pos embed +mp -> batch/dp pos embed", found) + positions[None]
 
@@ -205,9 +197,7 @@ def losses_of(x, head, targets):
     largest = tr.all_gather("part/mp batch/dp pos -> part batch/dp pos", largest[None]).max(0)
     sums = tr.einsum("batch/dp pos vocab/mp -> batch/dp pos +mp", jnp.exp(logits - largest[..., None]))
     normalizer = jnp.log(tr.all_reduce("batch/dp pos +mp -> batch/dp pos", sums)) + largest
-    mine, index = own_part(targets, logits.shape[-1])
-    target = jnp.where(mine, jnp.take_along_axis(logits, index[..., None], -1)[..., 0], 0.0)
-    target = tr.einsum("part/mp batch/dp pos -> batch/dp pos +mp", target[None])
+    target = tr.take("batch/dp pos vocab/mp, batch/dp pos -> batch/dp pos +mp", logits, targets)
     target = tr.all_reduce("batch/dp pos +mp -> batch/dp pos", target)
     return normalizer - target + Z_LOSS * normalizer**2
 

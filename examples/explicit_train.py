@@ -238,17 +238,8 @@ def feed_forward(x, layer: Layer):
 def embed(tokens, embedding, dtype):
     """Each device looks up the tokens of its part of the vocabulary; the others' are zeros, and the sum is all."""
     table = tr.all_gather("vocab/model embed/data -> vocab/model embed ~data", embedding.astype(dtype))
-    table = jax.lax.pcast(table, "data", to="varying")  # from here on each device's own: it looks up its own tokens
-    mine, index = in_my_vocabulary(tokens, table.shape[0])
-    found = jnp.where(mine[..., None], table[index], jnp.zeros((), dtype))
-    summed = tr.einsum("part/model batch/data pos embed -> batch/data pos embed +model", found[None])
-    return tr.reduce_scatter("batch/data pos embed +model -> batch/data pos/model embed", summed)
-
-
-def in_my_vocabulary(tokens, size: int):
-    """Which tokens are in this device's part of the vocabulary, and where."""
-    index = tokens - jax.lax.axis_index("model") * size
-    return (index >= 0) & (index < size), jnp.clip(index, 0, size - 1)
+    x = tr.take("vocab/model embed ~data, batch/data pos -> batch/data pos embed +model", table, tokens)
+    return tr.reduce_scatter("batch/data pos embed +model -> batch/data pos/model embed", x)
 
 
 def token_losses(x, head, targets):
@@ -265,9 +256,7 @@ def token_losses(x, head, targets):
     exponentials = jnp.exp(logits - largest[..., None])
     total = tr.einsum("batch/data pos vocab/model -> batch/data pos +model", exponentials)
     normalizer = jnp.log(tr.all_reduce("batch/data pos +model -> batch/data pos", total)) + largest
-    mine, index = in_my_vocabulary(targets, logits.shape[-1])
-    target = jnp.where(mine, jnp.take_along_axis(logits, index[..., None], -1)[..., 0], 0.0)
-    target = tr.einsum("part/model batch/data pos -> batch/data pos +model", target[None])
+    target = tr.take("batch/data pos vocab/model, batch/data pos -> batch/data pos +model", logits, targets)
     return normalizer - tr.all_reduce("batch/data pos +model -> batch/data pos", target)
 
 

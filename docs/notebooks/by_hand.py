@@ -140,15 +140,8 @@ def block_of(x, block):
 
 
 # %%
-def own_part(tokens, size):
-    index = tokens - jax.lax.axis_index("mp") * size
-    return (index >= 0) & (index < size), jnp.clip(index, 0, size - 1)
-
-
 def embed(tokens, table):
-    mine, index = own_part(tokens, table.shape[0])
-    found = jnp.where(mine[..., None], table[index], 0.0)
-    found = tr.einsum("part/mp batch/dp pos embed -> batch/dp pos embed +mp", found[None])
+    found = tr.take("vocab/mp embed, batch/dp pos -> batch/dp pos embed +mp", table, tokens)
     return tr.all_reduce("batch/dp pos embed +mp -> batch/dp pos embed", found)
 
 
@@ -159,9 +152,7 @@ def token_losses(x, head, targets):
     largest = tr.all_gather("part/mp batch/dp pos -> part batch/dp pos", largest[None]).max(0)
     sums = tr.einsum("batch/dp pos vocab/mp -> batch/dp pos +mp", jnp.exp(logits - largest[..., None]))
     normalizer = jnp.log(tr.all_reduce("batch/dp pos +mp -> batch/dp pos", sums)) + largest
-    mine, index = own_part(targets, logits.shape[-1])
-    target = jnp.where(mine, jnp.take_along_axis(logits, index[..., None], -1)[..., 0], 0.0)
-    target = tr.einsum("part/mp batch/dp pos -> batch/dp pos +mp", target[None])
+    target = tr.take("batch/dp pos vocab/mp, batch/dp pos -> batch/dp pos +mp", logits, targets)
     return normalizer - tr.all_reduce("batch/dp pos +mp -> batch/dp pos", target)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import take_current_trace
 from jax.sharding import AxisType, NamedSharding
 
@@ -16,7 +17,7 @@ from trellis.frames import in_a_library
 
 def is_tracer(x) -> bool:
     """Whether `x` stands for a value inside a trace. Public since JAX 0.4."""
-    return isinstance(x, jax.core.Tracer)
+    return isinstance(x, Tracer)
 
 
 def mapped_over() -> frozenset[str]:
@@ -74,7 +75,7 @@ def bind(primitive, args, params):
 
 
 @contextlib.contextmanager
-def cudnn_assumed(version: int = 91000) -> Generator[None]:
+def cudnn_assumed() -> Generator[None]:
     """Lets cuDNN attention be traced, and compiled for a GPU that is not here, as if cuDNN were installed.
 
     The check is a function of a private module, in JAX 0.10.2 to 0.12.0; where it is not, nothing changes.
@@ -82,12 +83,12 @@ def cudnn_assumed(version: int = 91000) -> Generator[None]:
     import importlib
 
     try:
-        module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+        module: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
         original = module.check_cudnn_version
     except (ImportError, AttributeError):
         yield
         return
-    module.check_cudnn_version = lambda: version
+    module.check_cudnn_version = lambda: 91000
     try:
         yield
     finally:
@@ -103,7 +104,7 @@ def keep_mapped_axes_sharded() -> None:
     import importlib
     import inspect
 
-    module = importlib.import_module("jax._src.shard_map")
+    module: Any = importlib.import_module("jax._src.shard_map")
     original = getattr(module, "_shardy_shard_map_sharding", None)
     if original is None or list(inspect.signature(original).parameters)[-1] != "aval_in":
         return
@@ -212,39 +213,59 @@ def splash_forward(table: SplashTable, q, k, v, ids) -> tuple[jax.Array, jax.Arr
     return out, log_sum
 
 
-def splash_backward(table: SplashTable, q, k, v, ids, out, log_sum, d_out):
-    """The gradients of a tile, of which `out` and `log_sum` are the result and the log of the sums over all keys."""
+def splash_backward(table: SplashTable, q, k, v, ids, pulled, log_sum, d_out):
+    """The gradients of a tile, that of queries in float32.
+
+    Args:
+        pulled: `f32["batch heads pos"]`, the product of the result and its gradient, over all keys.
+        log_sum: likewise the log of the sums, over all keys.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
-    names = "mask_value is_mqa block_sizes residual_checkpoint_name mask_function attn_logits_soft_cap interpret"
-    settings = [table.settings[name] for name in names.split()]
+    blocks, common = table.settings["block_sizes"], "mask_value is_mqa mask_function attn_logits_soft_cap interpret"
+    common = {name: table.settings[name] for name in common.split()}
+    common |= {name: getattr(blocks, name) for name in ("q_layout", "k_layout", "v_layout")}
 
-    def one(q, k, v, ids, out, log_sum, d_out):
-        kept = q, k, v, None if ids is None else kernel.SegmentIds(*ids), None, out, log_sum, table.queries, table.keys
+    def gradients(q, k, v, ids, pulled, log_sum, d_out):
+        segments = None if ids is None else kernel.SegmentIds(*ids)
+        given = q, k, v, segments, None, log_sum, d_out, pulled
         with jax.numpy_dtype_promotion("standard"):
-            return kernel._splash_attention_bwd(False, *settings, kept, d_out)[3:6]
+            d_q, d_k, d_v = kernel._splash_attention_bwd_dkv(
+                *given,
+                bq=blocks.block_q_dkv,
+                bkv=blocks.block_kv_dkv,
+                bkv_compute=blocks.block_kv_dkv_compute,
+                mask_info=table.keys,
+                use_fused_bwd_kernel=blocks.use_fused_bwd_kernel,
+                **common,
+            )
+            if table.queries is not None:
+                size = dict(bq=blocks.block_q_dq, bkv=blocks.block_kv_dq)
+                d_q = kernel._splash_attention_bwd_dq(*given, mask_info=table.queries, **size, **common)
+        return d_q, d_k, d_v
 
-    return jax.vmap(lambda *args: _added_up(one, *args))(q, k, v, ids, out, log_sum, d_out)
+    return jax.vmap(lambda *args: _added_up(gradients, *args))(q, k, v, ids, pulled, log_sum, d_out)
 
 
 def _added_up(function, *args):
-    """What a function gives, whose first result may be a sum over the blocks of a kernel's: added one by one.
+    """What a function gives; where its first result is a sum over a kernel's blocks, these added one by one in float32.
 
     XLA fuses additions, and runs a sum over a first dimension alone, at a fifth of the memory's rate (libtpu 0.0.42).
     """
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    closed = jax.make_jaxpr(function)(*args)
     jaxpr, makes = closed.jaxpr, {v: e for e in closed.jaxpr.eqns for v in e.outvars}
     first, *rest = jaxpr.outvars
     total = makes[first]
     while total.primitive.name == "convert_element_type":
         total = makes[total.invars[0]]
     if total.primitive.name != "reduce_sum" or total.params["axes"] != (0,):
-        return function(*args)
+        d_q, *others = function(*args)
+        return d_q.astype(jnp.float32), *others
     parts = makes[total.invars[0]]
     parts = parts.invars[0] if parts.primitive.name == "convert_element_type" else total.invars[0]
     program = jaxpr.replace(outvars=[parts, *rest])
-    blocks, *others = jax.core.eval_jaxpr(program, closed.consts, *jax.tree.leaves(args))
-    return sum(blocks[i].astype(jnp.float32) for i in range(len(blocks))).astype(shapes[0].dtype), *others
+    blocks, *others = eval_jaxpr(program, closed.consts, *jax.tree.leaves(args))
+    return sum(blocks[i].astype(jnp.float32) for i in range(len(blocks))), *others
 
 
 def _cudnn():
@@ -331,4 +352,5 @@ def kept_arguments(compiled: jax.stages.Compiled) -> tuple[int, ...]:
 
     `_executable._kept_var_idx` is private; it exists in JAX 0.10.2 to 0.12.0.
     """
-    return tuple(sorted(compiled._executable._kept_var_idx))
+    executable: Any = compiled._executable
+    return tuple(sorted(executable._kept_var_idx))

@@ -44,7 +44,7 @@ def claim(folder: pathlib.Path, num_tokens: int) -> None:
 
 
 class _Zeros(LocalFolder):
-    def read(self, name, start=None, stop=None):
+    def read(self, name, start=0, stop=None):
         return super().read(name, start, stop) if "/c/" not in name else bytes(stop - start)
 
 

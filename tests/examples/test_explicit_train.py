@@ -228,7 +228,7 @@ def test_a_forgotten_sum_is_refused_with_its_line(call, layout, tmp_path):
 
 
 # A word of the line that uses what should have been gathered, for each call in order.
-USES = ["scale", "einsum", "wq", "wk", "wv", "wo", "gate", "up", "down", "pcast", "logits", "largest"]
+USES = ["scale", "einsum", "wq", "wk", "wv", "wo", "gate", "up", "down", "take", "logits", "largest"]
 
 
 @pytest.mark.parametrize(("call", "use"), list(zip(OTHERS, USES, strict=True)), ids=USES)

@@ -198,3 +198,24 @@ def test_no_two_files_of_a_room_differ_by_an_ending():
         if file.name != "__init__.py":
             rooms.setdefault((file.parent, ending.sub("", file.stem)), []).append(file.stem)
     assert not [names for names in rooms.values() if len(names) > 1]
+
+
+def test_a_family_is_its_folder_and_its_name_in_one_list():
+    """No code elsewhere imports one or asks for one by name; faces list what users import."""
+    families = {f.parent.name for f in (SOURCE / "models").glob("*/hub.py")}
+    faces = {SOURCE / "models" / "__init__.py", SOURCE / "models" / "families.py", SOURCE / "recipes" / "__init__.py"}
+    for file in FILES:
+        if file not in faces and not families.intersection(file.relative_to(SOURCE).parts):
+            tree = ast.parse(file.read_text())
+            words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+            package = ("trellis", *file.relative_to(SOURCE).parent.parts)
+            words |= {part for _, name in imports(tree, package) for part in name[:3]}
+            assert not families & {w for w in words if isinstance(w, str)}, file.relative_to(SOURCE)
+
+
+def test_programs_are_walked_in_one_place():
+    """Others that go over equations rewrite them (a sum that is scattered onto another, a kernel's result), prepare a
+    program that is to be read, or run each as one device would; what reads one asks `program/reading.py`."""
+    walking = {str(f.relative_to(SOURCE)) for f in FILES if re.search(r"\beqns\b", f.read_text())}
+    rewriting = {"_compat.py", "mesh/device/view.py", "named/pipeline/onto.py", "program/trace.py"}
+    assert walking - rewriting == {"program/reading.py", "named/pipeline/pieces.py"}

@@ -98,6 +98,31 @@ def test_arrays_that_are_laid_end_to_end():
     assert apart((before, ours + both.replace("[1:2]", "[0:1]"))) == [("result 1", ("data",))]
 
 
+@pytest.mark.parametrize(
+    ("used", "right"),
+    [
+        ("add(%half, %own)", True),
+        ("multiply(%half, %three.1)", True),
+        ("divide(%half, %three.1)", True),
+        ("select(%yes, %half, %own)", True),
+        ("divide(%three.1, %half)", False),
+        ("multiply(%half, %half)", False),
+        ("multiply(%own, %half)", False),
+        ("divide(%half, %own)", False),
+        ("maximum(%half, %three.1)", False),
+    ],
+)
+def test_a_number_that_is_part_of_a_sum(used, right):
+    """`%own` differs over data; a sum over model leaves it part of a sum, which `%loss` settles."""
+    before = "  %loss = f32[] all-reduce(%own), "
+    lines = f"""  %half = f32[] all-reduce(%own), replica_groups={{{{0,1}},{{2,3}}}}, to_apply=%sum
+  %three.1 = f32[] constant(3)
+  %yes = pred[] constant(true)
+  %used = f32[] {used}
+  %loss = f32[] all-reduce(%used), """
+    assert apart((before, lines)) == ([] if right else [("a number that is used as a sum", ("data",))])
+
+
 def test_a_sharding_that_is_not_known_says_nothing():
     unknown = ("sharding={devices=[2,2]<=[4] last_tile_dim_replicate}", "sharding={manual}")
     assert apart(unknown, ("all-reduce(%own), replica_groups={{0,2},{1,3}}, to_apply=%sum", "copy(%own)")) == []

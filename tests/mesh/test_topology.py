@@ -9,7 +9,6 @@ from trellis.mesh import topology
 from trellis.mesh.topology import (
     TopologyError,
     gpu_devices,
-    gpu_names,
     parse_slice,
     slice_devices,
     slice_names,
@@ -121,7 +120,7 @@ def test_gpu_counts(monkeypatch):
 
 
 def test_target_configs_name_the_gpu():
-    for name in gpu_names():
-        text = topology._target_config(topology._GPUS[name])
+    for gpu in topology._GPUS.values():
+        text = topology._target_config(gpu)
         assert text.count("{") == text.count("}")
-        assert f"device_memory_size: {topology._GPUS[name].memory_bytes}" in text
+        assert f"device_memory_size: {gpu.memory_bytes}" in text

@@ -2,18 +2,26 @@
 
 import dataclasses
 import functools
+import importlib
+import re
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import trellis.models
 from tests.models.small import CONFIGS, VOCAB
 from trellis.errors import UserError
 from trellis.mesh import Layout, make_mesh
 from trellis.models import FAMILIES, GPT2Config, GPTJConfig, LlamaConfig, Qwen3Config
 from trellis.models.gptj import Block
 from trellis.named import Axis, arange, einsum, named, named_jit, random, shard
+from trellis.nn import Role, parameters
+from trellis.plan.sketch import weight_counts
+from trellis.train.flops import matmul_parameters
 
 TOKENS = named(jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 12)), jnp.int32), "batch pos")
 ONE_EACH = {type(config): name for name, config in CONFIGS.items()}
@@ -44,6 +52,16 @@ def hidden_of(model, tokens, key=None):
 
 def test_every_family_is_tested():
     assert set(ONE_EACH) == {family.config for family in FAMILIES.values()}
+
+
+def test_a_sketch_of_a_plan_counts_the_weights_that_multiply():
+    """Of every family, from what its model declares: those of experts that a token meets, and no router's."""
+    for config in CONFIGS.values():
+        model = jax.eval_shape(lambda config=config: config.init(key=jax.random.key(0)))
+        blocks, experts, _, _ = weight_counts(config)
+        routers = sum(p.size for p in parameters(model) if "routes" in p.names and p.role == Role.WEIGHT)
+        met = blocks + experts * config.experts_per_token / config.experts + routers + config.vocab * config.embed
+        assert met == matmul_parameters(model), config.family
 
 
 @pytest.mark.slow(but=1)
@@ -184,3 +202,25 @@ def test_refused_length():
     tokens = named(jnp.zeros((1, 9), jnp.int32), "batch pos")
     with pytest.raises(UserError, match=r"learned positions\.\n  seen:  pos=9, positions=8"):
         jax.eval_shape(lambda: config.init(key=jax.random.key(0))(tokens))
+
+
+def test_another_family_is_what_its_page_says(tmp_path, monkeypatch):
+    """The files of docs/families.md: a model of them computes, and each of its parameters has a key."""
+    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    for name, code in zip(("plain.py", "hub.py"), re.findall(r"```py\n(.*?)```", page, re.S), strict=True):
+        (folder / name).write_text(code)
+    (folder / "__init__.py").write_text("from trellis.models.plain.plain import PlainConfig")
+    monkeypatch.setattr(trellis.models, "__path__", [*trellis.models.__path__, str(tmp_path)])
+    try:
+        family = importlib.import_module("trellis.models.plain.hub").FAMILY
+        sizes = "vocab embed layers heads kv_heads head_dim mlp".split()
+        config = family.config(**{size: getattr(CONFIGS["llama3"], size) for size in sizes})
+        model = jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
+        assert jax.eval_shape(lambda model: model(TOKENS).hidden, model).shape == {"batch": 2, "pos": 12, "embed": 32}
+        assert {p.path for p in parameters(model)} == family.keys_of(config).keys() - {"head"}
+    finally:
+        for name in [name for name in sys.modules if name.startswith("trellis.models.plain")]:
+            del sys.modules[name]
+        vars(trellis.models).pop("plain", None)

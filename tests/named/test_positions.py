@@ -132,3 +132,44 @@ def test_manual_lookups():
         expected = np.where(((ids >= -8) & (ids < 8))[:, None], plain[ids % 8], 0)
         np.testing.assert_array_equal(rows(plain, ids), expected)
         np.testing.assert_array_equal(sums(plain, ids), expected)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "model": 4}, {"data": 8, "model": 1}], ids=str)
+def test_manual_lookups_along_names_that_both_have(sizes):
+    """One value of each row: a target's logit, with the vocabulary in slices. Its gradient is where it was read."""
+
+    def loss(logits, targets, weights):
+        found = tr.take("k pos/data w/model batch, batch k x pos/data -> k pos/data x batch +model", logits, targets)
+        found = tr.all_reduce("k pos/data x batch +model -> k pos/data x batch", found)
+        return tr.all_reduce("+data -> ", tr.einsum("k pos/data x batch, k pos/data x batch -> +data", found, weights))
+
+    @tr.shard_map
+    def both(
+        logits: tr.f32["k pos/data w/model batch"],
+        targets: tr.i32["batch k x pos/data"],
+        weights: tr.f32["k pos/data x batch"],
+    ) -> tuple[tr.f32[""], tr.f32["k pos/data w/model batch"]]:
+        return jax.value_and_grad(loss)(logits, targets, weights)
+
+    rng = np.random.default_rng(0)
+    logits, weights = (rng.normal(size=s).astype(np.float32) for s in [(3, 8, 12, 2), (3, 8, 5, 2)])
+    targets = rng.integers(-14, 14, (2, 3, 5, 8)).astype(np.int32)  # from the end, too, and outside
+    wanted, gradient = 0.0, np.zeros_like(logits)
+    for b, k, x, p in np.ndindex(targets.shape):
+        if -12 <= (at := targets[b, k, x, p]) < 12:
+            wanted += logits[k, p, at, b] * weights[k, p, x, b]
+            gradient[k, p, at, b] += weights[k, p, x, b]
+    with tr.Layout(tr.make_mesh(**sizes)):
+        got, got_gradient = both(logits, targets, weights)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    np.testing.assert_allclose(got_gradient, gradient, rtol=1e-6)
+
+
+def test_manual_lookups_slice_alike_what_both_have():
+    @tr.shard_map
+    def wrong(table: tr.f32["pos/data w"], ids: tr.i32["pos"]) -> tr.f32["pos/data"]:
+        return tr.take("pos/data w, pos -> pos/data", table, ids)
+
+    said = r"a name that the table and the positions share is sliced alike, got 'pos/data' and 'pos', in .*reshard one"
+    with tr.Layout(tr.make_mesh(data=8)), pytest.raises(tr.NotationError, match=said):
+        wrong(np.ones((8, 3), np.float32), np.zeros(8, np.int32))

@@ -130,6 +130,12 @@ def test_fits_the_hardware_it_is_for_with_room(name):
     assert quick_plan(RECIPES[name](), where).memory.peak <= ROOM * where.chip.hbm_bytes
 
 
+@pytest.mark.parametrize("family", ["mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_20b", "deepseek_v3"])
+def test_mixtures_have_recipes_for_every_kind_of_hardware(family):
+    chips = {target(hardware_of(name)).chip.name for name in RECIPES if name.startswith(family)}
+    assert chips == {"v5p", "v6e", "h100", "b200"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_1b", "llama_70b_v5p_512"])
 def test_is_what_the_search_finds(name):

@@ -69,6 +69,31 @@ def test_four_bits_are_refused_where_there_are_no_units_for_them(devices, option
     assert code == 2 and said in error, error
 
 
+@pytest.mark.parametrize(
+    "part, options, said",
+    [
+        ("mlp", (), "mxfp8 for `layers.block.mlp.gate`: embed=64 in tiles of 32 over data=8"),
+        ("mlp", ("--microbatches", "2"), None),  # gathered first, whole
+        (
+            "heads",
+            ("--layout.preset", "auto", "--mesh.context", "4"),
+            "attention.q`: embed=64 in tiles of 32 over data=2 x context=4",
+        ),
+        (
+            "vocab",
+            ("--layout.preset", "auto", "--mesh.context", "4"),
+            "mxfp8 for `embedding`: pos=64 in tiles of 32 over context=4",
+        ),
+        ("vocab", ("--model.tie_embeddings", "false"), "mxfp8 for `head`: embed=64 in tiles of 32 over data=8"),
+        ("vocab", (), None),  # tied: moved whole, once for both of its uses
+    ],
+)
+def test_layouts_that_cut_a_tile_are_refused_before_anything_is_traced(part, options, said, capsys):
+    words = ("plan", "tiny", "--on", "8xB200", f"--precision.products.{part}", "mxfp8", *options)
+    code, _, error = trellis(capsys, *words)
+    assert (code, error) == (0, "") if said is None else code == 2 and said in error and "precision.products" in error
+
+
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.slow
 def test_moments_in_eight_bits_are_checkpointed_sharded_and_resumed(run_file, tmp_path, capsys):

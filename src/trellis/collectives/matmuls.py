@@ -156,16 +156,16 @@ class _Call:
         self.x, self.weight, self.result = lefts[0], lefts[1], result
         shapes = [real_axes(s, mesh) for s in (lefts[0], *[lefts[1]] * (len(arrays) - 1))]
         mentioned = {a for s in (*shapes, real_axes(result, mesh)) for a in (*s.mesh_axes, *s.copied)}
-        arrays = [check_slice(a, s, self.where, mentioned=mentioned) for a, s in zip(arrays, shapes, strict=True)]
+        slices = [check_slice(a, s, self.where, mentioned=mentioned) for a, s in zip(arrays, shapes, strict=True)]
         # Copies and replicated operands meet slices: from here on all differ, and their gradients are sums.
-        varying = {*varying_axes(*arrays), *(a for s in shapes for a in s.copied)}
+        varying = {*varying_axes(*slices), *(a for s in shapes for a in s.copied)}
         over = tuple(a for a in mesh.axis_names if a in varying)
-        self.arrays = [vary(array, over) for array in arrays]
+        self.arrays = [vary(array, over) for array in slices]
 
     def refuse(self, rule: str, seen: str, fix: str) -> NoReturn:
         raise RingError(f"{rule}, got {seen}, in {self.where}: {fix}")
 
-    def sliced(self, shape: Shape, rule: str) -> str:
+    def sliced(self, shape: Shape, rule: str) -> str | int:
         for dim in shape.dims:
             if self.ring.axis in dim.axes:
                 if len(dim.axes) > 1:
@@ -175,7 +175,7 @@ class _Call:
                 return dim.name
         self.refuse(rule, f"'{shape}', which '{self.ring.axis}' does not slice", "write which name it slices")
 
-    def summed(self, scattered: str | None) -> None:
+    def summed(self, scattered: str | int | None) -> None:
         """The summed name is sliced over the ring in both operands; the scattered one is not."""
         summed = [d for d in self.x.dims if d.name not in self.result.names]
         if not any(self.ring.axis in dim.axes and dim in self.weight.dims for dim in summed):
@@ -184,7 +184,7 @@ class _Call:
             if scattered in shape.names and self.ring.axis in _axes_of(shape, scattered):
                 self.refuse(f"the operands hold '{scattered}' whole", f"'{shape}'", _SUM)
 
-    def first_free(self, shape: Shape) -> str:
+    def first_free(self, shape: Shape) -> str | int:
         return next((n for n in shape.names if n in self.result.names), None) or self.refuse(
             "the first operand has a name of its own", f"'{shape}'", "write 'batch in, in out -> batch out'"
         )

@@ -115,7 +115,7 @@ def advise(backend: str, dev: Path) -> list[str]:
 
 
 def _name(requirement: str) -> str:
-    return re.match(r"[A-Za-z0-9_.-]+", requirement)[0]
+    return re.findall(r"^[A-Za-z0-9_.-]+", requirement)[0]
 
 
 def _version(name: str) -> str | None:

@@ -206,7 +206,7 @@ def _write_ledger(folder: Path, ledgers: Mapping[int, "Ledger"], assembled: "Ass
 def _first(ledger: "Ledger") -> str | None:
     """Words for the first communication of a step."""
     row = next(iter(ledger), None)
-    return row and f"the {row.kind} along {row.axis} of {row.dtype}[{row.what}] at {row.source}"
+    return None if row is None else f"the {row.kind} along {row.axis} of {row.dtype}[{row.what}] at {row.source}"
 
 
 def write_sections(folder: Path, found: dict[str, Any]) -> None:

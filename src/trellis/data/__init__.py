@@ -7,6 +7,7 @@ from trellis.data.evaluation import count_bytes
 from trellis.data.loader import Loader
 from trellis.data.mixture import Mixture
 from trellis.data.order.order import Shuffle
+from trellis.data.store.bin_files import BinStore
 from trellis.data.store.opening import open_store
 from trellis.data.store.store import Store
 from trellis.data.store.token_store import TokenStore, check_tokenizer, check_vocabulary
@@ -17,6 +18,7 @@ from trellis.data.tokenizing.tokenize import tokenize
 __all__ = [
     "Batch",
     "Batches",
+    "BinStore",
     "FileSource",
     "Loader",
     "Mixture",

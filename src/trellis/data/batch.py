@@ -33,8 +33,9 @@ class Batch:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows and positions of the arrays where they have no names."""
-        return self.tokens.shape
+        """Rows and positions."""
+        shape = self.tokens.shape
+        return tuple(shape.values()) if isinstance(shape, dict) else shape
 
     def named(self) -> "Batch":
         """The same, with the names of their axes on arrays that have none."""

@@ -1,6 +1,7 @@
 """Batches by number: a pure function of the data, the seed and the step."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -51,7 +52,7 @@ class Rows:
 
     def _order(self, positions):
         if not self.store.complete:
-            window = 1 if self._shuffle is None else self._shuffle.block * self._shuffle.window
+            window = 1 if self._shuffle is None else self._shuffle.rows
             last = int(positions.max())
             self._rows.wait_for((last // window + 1) * window)
             if not self.store.complete:
@@ -91,13 +92,14 @@ class Batches:
         pad_last: bool = False,
         mask_documents: bool = True,
     ):
-        shuffle = {True: Shuffle(), False: None}[shuffle] if isinstance(shuffle, bool) else shuffle
         self.seed, self.data = seed, data
         self.sizes, self._pad_last = BatchSizes(batch_size, sequence_length), pad_last
         self._mask_documents = mask_documents
         if max_epochs is not None and max_epochs < 1:
             raise UserError("Data is read at least once.", seen=max_epochs, where="max_epochs", fix="use 1 or more")
-        options = {"packing": packing, "shuffle": shuffle}
+        options: dict[str, Any] = {"packing": packing, "shuffle": shuffle}
+        if isinstance(shuffle, bool):
+            options["shuffle"] = Shuffle() if shuffle else None
         if isinstance(data, TokenStore):
             self._rows = Rows(data, seed=seed, lengths=self.sizes.lengths, **options)
             self._max_rows = None if max_epochs is None else max_epochs * self._rows.num_rows

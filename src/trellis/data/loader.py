@@ -25,14 +25,13 @@ class Loader:
 
     Attributes:
         wait_seconds: how long the last `next` waited for data.
-        total_wait_seconds: how long all of them did.
 
     Use it as a context manager, or call `close`.
     """
 
     def __init__(self, batches: Batches, sharding, start_step: int = 0, prefetch: int = 2):
         self._batches, self._sharding, self._step = batches, sharding, start_step
-        self.wait_seconds = self.total_wait_seconds = 0.0
+        self.wait_seconds = 0.0
         self._ready: queue.Queue = queue.Queue()
         self._room = threading.Semaphore(max(1, prefetch))
         self._stop = threading.Event()
@@ -48,7 +47,6 @@ class Loader:
         began = time.perf_counter()
         step, batch, error = self._ready.get()
         self.wait_seconds = time.perf_counter() - began
-        self.total_wait_seconds += self.wait_seconds
         if error is not None:
             self.close()
             raise error

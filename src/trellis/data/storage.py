@@ -89,13 +89,12 @@ class LocalFolder:
     def size(self, name: str) -> int:
         return os.path.getsize(self.path(name))
 
-    def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
-        """The bytes of a file, or those from `start` to `stop` as far as the file goes."""
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes of a file from `start` on, to `stop` where it is given and as far as the file goes."""
         descriptor = os.open(self.path(name), os.O_RDONLY)
         try:
-            if start is None:
-                start, stop = 0, os.fstat(descriptor).st_size
-            return os.pread(descriptor, stop - start, start)
+            end = os.fstat(descriptor).st_size if stop is None else stop
+            return os.pread(descriptor, end - start, start)
         finally:
             os.close(descriptor)
 
@@ -145,10 +144,10 @@ class RemoteFolder:
             raise FileNotFoundError(self._where(name))
         return int(size)
 
-    def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         def get():
-            if start is None:
-                return self._fs.cat_file(self.path(name))
+            if stop is None:
+                return self._fs.cat_file(self.path(name), start=start or None)
             data = self._fs.cat_file(self.path(name), start=start, end=stop)
             if len(data) > stop - start:
                 raise UserError(

@@ -45,7 +45,7 @@ def _worst(row: Sequence[float], short: float) -> float:
     return max(max(short**2 * area / total**2, total**2 / (short**2 * area)) for area in row if area) if total else 1
 
 
-def treemap(items: Sequence[Item], kinds: Sequence[str], width: int = 960, height: int = 540) -> str:
+def treemap(items: Sequence[Item], kinds: Sequence[str]) -> str:
     """The SVG document of a treemap: kinds by color, items by area, both with their bytes."""
     total = sum(size for *_, size in items) or 1
     grouped = {kind: _merged([item for item in items if item[0] == kind], total) for kind in kinds}
@@ -53,7 +53,7 @@ def treemap(items: Sequence[Item], kinds: Sequence[str], width: int = 960, heigh
     order = sorted(grouped, key=lambda kind: -sum(item[3] for item in grouped[kind]))
     sizes = [sum(item[3] for item in grouped[kind]) for kind in order]
     colors = dict(zip(kinds, itertools.cycle(_COLORS)))
-    legend, at = 26, 150.0
+    width, height, legend, at = 960, 540, 26, 150.0
     parts: list[Markup] = []
     for kind, area in zip(order, squarified(sizes, 0, legend, width, height - legend)):
         group = sorted(grouped[kind], key=lambda item: -item[3])

@@ -5,6 +5,7 @@ import platform
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -14,7 +15,8 @@ def choose_platform() -> None:
 
     libtpu is there where programs are compiled ahead of time. A platform that the user chose stays.
     """
-    if jax.config.jax_platforms or sys.platform != "linux" or find_spec("libtpu") is None or has_tpu():
+    config: Any = jax.config
+    if config.jax_platforms or sys.platform != "linux" or find_spec("libtpu") is None or has_tpu():
         return
     gpu = any(find_spec(f"jax_{plugin}_plugin") for plugin in ("cuda12", "cuda13", "rocm7"))
     if not gpu:

@@ -36,7 +36,7 @@ class Family:
 
     def keys_of(self, config: Any) -> Mapping[str, Key]:
         """Where each parameter of a model of this configuration is, by its path."""
-        return self.keys(config) if callable(self.keys) else self.keys
+        return self.keys if isinstance(self.keys, Mapping) else self.keys(config)
 
     def to_config_json(self, config: Any, *, positions: int, dtype: str) -> dict:
         """The contents of `config.json`.

@@ -35,11 +35,11 @@ def given_name(value: Value) -> str:
     seen = value
     while seen is not None:
         for reader in seen.readers:
-            if reader.name == "name" and not reader.params["name"].startswith("trellis "):
-                return reader.params["name"]
+            if reader.mark:
+                return reader.mark
         maker = seen.maker
-        if maker is not None and maker.name == "name" and not maker.params["name"].startswith("trellis "):
-            return maker.params["name"]
+        if maker is not None and maker.mark:
+            return maker.mark
         seen = maker.operands[0] if maker is not None and maker.name in VIEWS else None
     return ""
 

@@ -29,6 +29,7 @@ class Collective:
         times: how often it runs.
         origin: the instruction that says where it is from: its own, or that of the fusion it is in.
         asynchronous: whether it runs beside other work, as far as the text says.
+        reduction: what it takes of what devices hold, where it reduces: "sum", "maximum" or "minimum".
     """
 
     name: str
@@ -38,6 +39,7 @@ class Collective:
     times: int
     origin: Instruction
     asynchronous: bool
+    reduction: str = "sum"
 
     @property
     def size(self) -> int:
@@ -81,7 +83,9 @@ def collectives_in(program: Program, num_devices: int, load: float | None = None
             kind = "reduce-scatter"
         origin = instruction if instruction.quoted("op_name") else program.callers.get(computation, instruction)
         beside = _is_async(program, computation, instruction)
-        yield Collective(instruction.name, kind, tuple(groups), tuple(arrays), times, origin, beside)
+        combine = program.combined_by(instruction)
+        taken = combine if combine in ("maximum", "minimum") else "sum"
+        yield Collective(instruction.name, kind, tuple(groups), tuple(arrays), times, origin, beside, taken)
 
 
 def _combined(permute: Instruction, arrays: int) -> bool:

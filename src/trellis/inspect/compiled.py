@@ -83,6 +83,7 @@ def collectives(compiled, mesh: Mesh | AbstractMesh, *, load: float | None = Non
                 direction=_direction(found.op_name),
                 source=program.source(found.origin, in_a_library),
                 note="asynchronous" if found.asynchronous else "",
+                reduction=found.reduction,
             )
         )
     return Ledger(tuple(rows), dict(mesh.shape))

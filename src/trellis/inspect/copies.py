@@ -6,9 +6,13 @@ differs where one of its operands may. Small integers are computed for every dev
 differs along the axis that the table is for, and not along others. Arrays that are laid end to end, as those that one
 sum does for, are told apart again. Of others in one array, as those that one product does for, it is not known which is
 taken out again: it counts as the same where one of them is, so that nothing is held to be wrong that is not.
+
+A number that is summed over some of the axes along which it differs is part of a sum still: it may be added to others,
+scaled, and summed over the rest, and nothing else.
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from trellis.frames import in_a_library
-from trellis.inspect.groups import axes_met, axes_of
+from trellis.inspect.groups import axes_met, axes_of, cut, uncut
 from trellis.inspect.hlo import Instruction, Program, replica_groups, source_target_pairs
 from trellis.inspect.numbers import LARGEST, constant_of, numbers_of
+
+Owed = frozenset[tuple[str, str]]  # mesh axes, each with the name of a sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +35,14 @@ class Known:
         axes: the mesh axes along which it may differ.
         numbers: what each device holds, `device dim ...`, of small integers that are known.
         pieces: of arrays that are laid end to end their lengths, and the axes along which each may differ.
+        owed: of a number that is part of a sum the axes over which it is still to be summed, each with the name of the
+            sum before.
     """
 
     axes: frozenset[str]
     numbers: np.ndarray | None = None
     pieces: tuple[tuple[int, frozenset[str]], ...] = ()
+    owed: Owed = frozenset()
 
     def map(self, change: Callable[[frozenset[str]], frozenset[str]]) -> "Known":
         """It with other axes, piece by piece."""
@@ -46,10 +55,10 @@ NOWHERE: frozenset[str] = frozenset()
 
 @dataclasses.dataclass(frozen=True)
 class Apart:
-    """A result that should be the same along a mesh axis, and may not be.
+    """A value that should be the same along a mesh axis, and may not be.
 
     Attributes:
-        what: the argument that it replaces, or the number that it is.
+        what: the argument that it replaces, the number that it is, or what it is used for.
         axes: the mesh axes.
         source: `file.py:line (function)`, of what made it.
     """
@@ -63,7 +72,10 @@ class Apart:
 
 
 def copies_apart(program: Program, mesh: Mapping[str, int]) -> list[Apart]:
-    """Results that may differ between devices that should hold copies: numbers, and what replaces an argument.
+    """Values that may differ between devices that should hold copies.
+
+    These are results (numbers, and what replaces an argument), and numbers that are used before they are summed over
+    all of the devices on which they differ.
 
     Args:
         program: a compiled one.
@@ -92,9 +104,11 @@ def copies_apart(program: Program, mesh: Mapping[str, int]) -> list[Apart]:
             may = given[aliases[index]].axes
         elif array.shape:
             continue
-        if wrong := _axes(value) - may:
-            axes = tuple(axis for axis in mesh if axis in wrong)
-            apart.append(Apart(what, axes, program.source(program.by_name[name], in_a_library)))
+        if wrong := uncut(_axes(value) - may, mesh):
+            apart.append(Apart(what, wrong, program.source(program.by_name[name], in_a_library)))
+    for name, owed in reading.unfinished.items():
+        source = program.source(program.by_name[name], in_a_library)
+        apart.append(Apart("a number that is used as a sum", uncut(owed, mesh), source))
     return apart
 
 
@@ -104,13 +118,17 @@ class Reading:
     Args:
         program: a compiled one.
         mesh: sizes of the mesh axes.
+
+    Attributes:
+        unfinished: by their names, sums of numbers that were used although they are owed sums over these axes.
     """
 
     def __init__(self, program: Program, mesh: Mapping[str, int]):
         self.program = program
-        self.mesh = {axis: size for axis, size in mesh.items() if size > 1}
+        self.mesh = cut(mesh)  # a compiler may gather, or sum, over a part of an axis, and over the rest of it later
         self.everywhere = frozenset(self.mesh)
         self.devices = math.prod(self.mesh.values())
+        self.unfinished: dict[str, set[str]] = {}
 
     def argument(self, parameter: Instruction) -> Known | None:
         """An argument, by its sharding; None where that is not known."""
@@ -185,7 +203,25 @@ class Reading:
             numbers = numbers_of(instruction, known)
             if numbers is not None and numbers.size <= LARGEST * len(numbers):
                 return self._of(numbers)
-        return Known(axes)
+        return Known(axes, owed=self._owed(instruction.op, [v for v in operands if isinstance(v, Known)]))
+
+    def _owed(self, op: str, operands: list[Known]) -> Owed:
+        """What a value that is made of others is owed; where it is not linear in what is owed, that is noted."""
+        owed = Owed().union(*(value.owed for value in operands))
+        if not owed or op in _LINEAR:
+            return owed
+        wrong = owed
+        if op == "select":
+            wrong = operands[0].owed
+        elif op == "multiply":
+            wrong = {
+                each for own, other in itertools.permutations(operands) for each in own.owed if each[0] in other.axes
+            }
+        elif op == "divide":
+            wrong = {each for each in owed if each[0] in operands[1].axes}
+        for axis, name in wrong:
+            self.unfinished.setdefault(name, set()).add(axis)
+        return owed - wrong
 
     def _of(self, numbers: np.ndarray) -> Known:
         """Numbers that are known, `device dim ...`, or one row of them for all devices."""
@@ -203,12 +239,26 @@ class Reading:
         groups = instruction.groups() or [tuple(range(self.devices))]
         over = frozenset(axes_of(groups, self.mesh)) if len(groups[0]) > 1 else NOWHERE
         if op in ("all-reduce", "all-gather", "collective-broadcast"):
-            whole = math.prod(self.mesh[axis] for axis in over) == len(groups[0])
-            return _each(operands, lambda axes: axes - over if whole else axes)
+            found = _each(operands, lambda axes: axes - over)
+            return (
+                self._summed(instruction, found)
+                if op == "all-reduce" and self.program.combined_by(instruction) == "add"
+                else found
+            )
         met = frozenset(axes_met(groups, self.mesh))
         if op == "ragged-all-to-all":
             return Known(met.union(*map(_axes, operands)))
         return _each(operands, lambda axes: axes | met)
+
+    def _summed(self, instruction: Instruction, found: Value) -> Value:
+        """The numbers among what was summed are owed sums over the axes along which they differ still."""
+        parts = found if isinstance(found, tuple) else (found,)
+        numbers = [math.prod(array.shape) == 1 for array in instruction.results]
+        owed = [
+            Owed((axis, instruction.name) for axis in part.axes) if one else Owed() for part, one in zip(parts, numbers)
+        ]
+        made = [dataclasses.replace(part, owed=own) for part, own in zip(parts, owed)]
+        return tuple(made) if isinstance(found, tuple) else made[0]
 
     def _loop(self, condition: str, body: str, state: Value) -> Value:
         """What a loop carries, whichever turn is its last."""
@@ -220,6 +270,10 @@ class Reading:
             state = new
 
 
+# What is linear in its operands.
+_LINEAR = ("add", "bitcast", "broadcast", "concatenate", "convert", "copy", "dynamic-slice", "dynamic-update-slice",
+           "negate", "opt-barrier", "pad", "reduce", "reduce-precision", "reshape", "slice", "subtract",
+           "transpose")  # fmt: skip
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute",
                 "ragged-all-to-all", "reduce-scatter")  # fmt: skip
 
@@ -273,7 +327,7 @@ def _more(value: Value, axes: frozenset[str]) -> Value:
     """The value, which may differ along more axes."""
     if isinstance(value, tuple):
         return tuple(_more(part, axes) for part in value)
-    return Known(value.axes | axes) if axes - value.axes else value
+    return Known(value.axes | axes, owed=value.owed) if axes - value.axes else value
 
 
 def _joined(values: Sequence[Value]) -> Value:
@@ -284,7 +338,9 @@ def _joined(values: Sequence[Value]) -> Value:
         return Known(NOWHERE.union(*map(_axes, values)))
     first = values[0].numbers
     agreed = first is not None and all(v.numbers is not None and np.array_equal(v.numbers, first) for v in values)
-    return values[0] if agreed else Known(NOWHERE.union(*(value.axes for value in values)))
+    if agreed:
+        return values[0]
+    return Known(NOWHERE.union(*(value.axes for value in values)), owed=Owed().union(*(value.owed for value in values)))
 
 
 def _same(a: Value, b: Value) -> bool:
@@ -292,7 +348,7 @@ def _same(a: Value, b: Value) -> bool:
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, tuple) or isinstance(b, tuple):
         return False
-    return a.axes == b.axes and (a.numbers is None) == (b.numbers is None)
+    return (a.axes, a.owed) == (b.axes, b.owed) and (a.numbers is None) == (b.numbers is None)
 
 
 def _alike(sharding: str, devices: int) -> list[tuple[int, ...]] | None:

@@ -1,7 +1,7 @@
 """Groups of devices, as a compiled collective lists them, held against the axes of a mesh."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -88,6 +88,21 @@ def axes_of_pairs(pairs: Sequence[tuple[int, int]], mesh: Mapping[str, int]) -> 
     moves = set(zip(zip(*before), zip(*after)))
     distinct = len(set(sources)) == len(pairs) == len(set(targets))
     return axes if distinct and len(moves) * others == len(pairs) else ()
+
+
+def cut(mesh: Mapping[str, int]) -> dict[str, int]:
+    """A mesh of the same devices whose axes are of prime sizes, for groups of a part of an axis.
+
+    >>> cut({"data": 4, "stage": 1, "model": 3})
+    {'data/0': 2, 'data/1': 2, 'model/0': 3}
+    """
+    return {f"{axis}/{i}": factor for axis, size in mesh.items() for i, factor in enumerate(_factors(size))}
+
+
+def uncut(axes: Iterable[str], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of a mesh that axes of a cut one are parts of, in the mesh's order."""
+    found = {axis.partition("/")[0] for axis in axes}
+    return tuple(axis for axis in mesh if axis in found)
 
 
 def _places(devices, sizes) -> tuple[np.ndarray, ...]:

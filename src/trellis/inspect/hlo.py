@@ -150,6 +150,7 @@ def _closing(text: str, start: int) -> int:
 
 def _instruction(line: str) -> Instruction:
     head = _INSTRUCTION.match(line)
+    assert head is not None, line
     rest = line[head.end() :]
     if rest.startswith("("):  # a tuple's type
         end = _closing(rest, 0) + 1
@@ -209,6 +210,12 @@ class Program:
             found.append(caller.quoted("op_name") or "")
             caller = self.callers.get(self.homes.get(caller.name, ""))
         return "/".join(reversed(found))
+
+    def combined_by(self, reduction: Instruction) -> str:
+        """The operation that a reduction combines two elements with, as `add`; empty where it is not one operation."""
+        combine = self.computations.get(reduction.called().get("to_apply", [""])[0], ())
+        made = [i.op for i in combine if i.op not in ("parameter", "convert", "bitcast", "copy")]
+        return made[0] if len(made) == 1 else ""
 
     def trip_count(self, loop: Instruction, load: float | None = None) -> int | None:
         """How often a `while` runs, from `known_trip_count` or from a condition that compares with a constant.

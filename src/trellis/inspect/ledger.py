@@ -59,6 +59,9 @@ def ledger_of(program: Program, load: float | None = None, *, refuse: bool = Tru
     return Ledger(tuple(rows), sizes, program.auto)
 
 
+_REDUCTIONS = {"pmax": "maximum", "reduce_max": "maximum", "pmin": "minimum", "reduce_min": "minimum"}
+
+
 class _Rows:
     """The rows of a program's bodies."""
 
@@ -105,6 +108,7 @@ class _Rows:
             role=self.roles[operation],
             ring="ring[" in operation.scope,
             parameter=self.parameters.moved_by(operation, self.roles[operation]),
+            reduction=_REDUCTIONS.get(operation.name, "sum"),
         )
 
 

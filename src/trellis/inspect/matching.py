@@ -39,7 +39,8 @@ class Part:
     @property
     def key(self) -> Key:
         """What it is, for a row that asks for it."""
-        return Key(self.collective.kind, frozenset(self.axes), self.elements, _whole(self.dtype), self.cut)
+        kind = _kind(self.collective.kind, self.collective.reduction)
+        return Key(kind, frozenset(self.axes), self.elements, _whole(self.dtype), self.cut)
 
     @property
     def what(self) -> str:
@@ -48,7 +49,8 @@ class Part:
         along = self.axes and self.cut == 1
         over = f"over {', '.join(self.axes)}" if along else f"in groups {_listed(self.collective.groups)}"
         often = f", {times} times" if times > 1 else ""
-        return f"{kind} {over} of {self.elements} elements{often}, at {self.source or self.collective.name}"
+        of = "" if self.collective.reduction == "sum" else f"the {self.collective.reduction} of "
+        return f"{kind} {over} of {of}{self.elements} elements{often}, at {self.source or self.collective.name}"
 
 
 @dataclasses.dataclass(slots=True)
@@ -91,7 +93,13 @@ def _key(row: Row, sizes: Mapping[str, int]) -> Key:
     cut = 1
     if row.kind == "all-gather":  # each device gets all but its own part
         cut = math.prod(sizes[axis] for axis in row.axes) * (row.payload - row.wire) // row.payload
-    return Key(row.kind, frozenset(row.axes), row.payload * 8 // bits, _whole(row.dtype), max(cut, 1))
+    kind = _kind(row.kind, row.reduction)
+    return Key(kind, frozenset(row.axes), row.payload * 8 // bits, _whole(row.dtype), max(cut, 1))
+
+
+def _kind(kind: str, reduction: str) -> str:
+    """What is looked for: a collective's kind; of a maximum or minimum over devices the reduction."""
+    return kind if reduction == "sum" else reduction
 
 
 def _whole(dtype: str) -> bool:

@@ -30,6 +30,7 @@ class Row:
             that is not known.
         ring: whether it is a step of a ring, which runs beside the kernels or products of the same line.
         parameter: the path of the parameter that is gathered, or whose gradient is reduced; empty for anything else.
+        reduction: what an all-reduce or a reduce-scatter takes of what devices hold: "sum", "maximum" or "minimum".
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Row:
     role: str = ""
     ring: bool = False
     parameter: str = ""
+    reduction: str = "sum"
 
     @property
     def axis(self) -> str:

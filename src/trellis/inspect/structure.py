@@ -11,15 +11,16 @@ elements as its type says, as often. Compilers may do the same otherwise, and th
   and arrays that are padded;
 - a copy that an equal one has moved before, and numbers that are added before they are summed over devices.
 
-What no row asks for is named. Along mesh axes it is the compiler's own affair. A collective over other groups of
-devices is a fault, and so is a sum over devices that hold the sum already, and a result that should be a copy and may
-differ from device to device (`trellis.inspect.copies`).
+What no row asks for is named. Along mesh axes it is the compiler's own affair, and along axes in auto mode so are the
+groups. A collective over other groups of devices is a fault, and so are a sum over devices that hold the sum already, a
+maximum or minimum over devices that no row takes, and a result that should be a copy and may differ from device to
+device (`trellis.inspect.copies`).
 """
 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -27,7 +28,7 @@ from trellis.frames import in_a_library
 from trellis.inspect.collective import Collective, collectives_in
 from trellis.inspect.compiled import program_of
 from trellis.inspect.copies import Apart, copies_apart
-from trellis.inspect.groups import axes_of, axes_of_pairs
+from trellis.inspect.groups import axes_met, axes_of, axes_of_pairs, cut
 from trellis.inspect.hlo import Instruction, Program, item_bits
 from trellis.inspect.matching import Match, Part, matched
 from trellis.inspect.rows import Ledger
@@ -46,6 +47,7 @@ class Structure:
         besides: arrays that it moves along mesh axes and that no row asks for, and how often.
         strange: collectives over groups that are the devices along no mesh axes.
         twice: sums of what was summed over the same devices before.
+        extremes: maxima and minima over devices, of which no row takes one.
         apart: results that should be copies and may differ.
     """
 
@@ -54,6 +56,7 @@ class Structure:
     besides: tuple[tuple[Part, int], ...]
     strange: tuple[Part, ...]
     twice: tuple[Part, ...]
+    extremes: tuple[Part, ...]
     apart: tuple[Apart, ...]
 
     @property
@@ -64,7 +67,7 @@ class Structure:
     @property
     def right(self) -> bool:
         """Whether every row was found and nothing is wrong."""
-        return not (self.missing or self.strange or self.twice or self.apart)
+        return not (self.missing or self.strange or self.twice or self.extremes or self.apart)
 
     @property
     def faults(self) -> list[str]:
@@ -73,6 +76,7 @@ class Structure:
             *(f"missing: {match.what}" for match in self.missing),
             *(f"not along mesh axes: {part.what}" for part in self.strange),
             *(f"summed twice: {part.what}" for part in self.twice),
+            *(f"not asked for: {part.what}" for part in self.extremes),
             *(f"not the same on all devices: {apart}" for apart in self.apart),
         ]
         return list(dict.fromkeys(faults))
@@ -124,10 +128,20 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
     decided = tuple(match for match in matches if not (match.missing and set(match.row.axes) & set(ledger.auto)))
     besides = [(part, runs) for part, runs in rest if part.cut == 1]
     strange = [part for part in parts if not part.axes] + [part for part, _ in rest if part.cut > 1]
+    strange = [part for part in strange if not set(axes_met(part.collective.groups, mesh.shape)) <= set(ledger.auto)]
     if 1 not in mesh.shape.values():  # a sum over an axis of one device is over groups of one
         strange += [part for collective in found if _alone(collective) for part in _pieces(program, collective, ())]
-    apart = tuple(copies_apart(program, mesh.shape))
-    return Structure(decided, len(found), tuple(besides), tuple(strange), tuple(_twice(program, parts)), apart)
+    asked = {match.key for match in matches}
+    extremes = (part for part, _ in besides if part.collective.reduction != "sum" and part.key not in asked)
+    return Structure(
+        matches=decided,
+        collectives=len(found),
+        besides=tuple(besides),
+        strange=tuple(strange),
+        twice=tuple(_twice(program, parts, mesh.shape)),
+        extremes=tuple(part for part in extremes if not set(part.axes) & set(ledger.auto)),
+        apart=tuple(copies_apart(program, mesh.shape)),
+    )
 
 
 def _alone(collective: Collective) -> bool:
@@ -158,18 +172,15 @@ def _pieces(program: Program, collective: Collective, axes: tuple[str, ...], cut
     return [Part(collective, axes, *each, source, cut) for each in lengths]
 
 
-def _twice(program: Program, parts: Iterable[Part]) -> Iterator[Part]:
-    """Sums over devices whose operand is such a sum already, over some of the same mesh axes."""
-    over = {part.collective.name: set(part.axes) for part in parts if part.collective.kind == "all-reduce"}
-    seen = set()
-    for part in parts:
-        name = part.collective.name
-        if part.collective.kind not in ("all-reduce", "reduce-scatter") or name in seen:
-            continue
-        seen.add(name)
+def _twice(program: Program, parts: Iterable[Part], mesh: Mapping[str, int]) -> Iterator[Part]:
+    """Sums over devices whose operand is such a sum already, over some of the same devices."""
+    sums = {part.collective.name: part for part in parts if part.collective.kind in ("all-reduce", "reduce-scatter")}
+    over = {name: set(axes_of(part.collective.groups, cut(mesh))) for name, part in sums.items()}
+    for name, part in sums.items():
         for operand in program.by_name[name].operands:
             before = _behind(program, operand)
-            if before and _adds(program, before) and over.get(before.name, set()) & set(part.axes):
+            adds = before and before.op.startswith("all-reduce") and program.combined_by(before) == "add"
+            if adds and over.get(before.name, set()) & over[name]:
                 yield part
                 break
 
@@ -180,12 +191,6 @@ def _behind(program: Program, name: str) -> Instruction | None:
     while instruction is not None and instruction.op in _VIEWS and instruction.operands:
         instruction = program.by_name.get(instruction.operands[0])
     return instruction
-
-
-def _adds(program: Program, instruction: Instruction) -> bool:
-    """Whether a reduction adds."""
-    combine = instruction.called().get("to_apply", [""])[0]
-    return any(inner.op == "add" for inner in program.computations.get(combine, ()))
 
 
 def _besides(rest: Iterable[tuple[Part, int]]) -> str:

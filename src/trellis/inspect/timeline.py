@@ -281,7 +281,7 @@ class _Walk:
             return False
         sizes = [part.buffer.num_bytes for part in held.leaves() if part.buffer]
         # A broadcast of little, which the compiler makes again inside the loop.
-        if name in ("scan", "while") and sum(sizes) * 8 <= value.num_bytes:
+        if operation.is_loop and sum(sizes) * 8 <= value.num_bytes:
             return True
         # A product makes as it reads it what comes of something twice as large that exists, such as the bfloat16
         # gradients of float32 logits.
@@ -293,7 +293,7 @@ class _Walk:
         """A loop or a branch: its body's highest point stands on what is around it."""
         name = operation.name
         body = max(operation.bodies, key=lambda body: len(body.operations)) if name == "cond" else operation.bodies[-1]
-        first, carried = operation.carries or (0, 0)
+        first, carried = operation.carries
         for value in operation.results[carried:]:
             self.make(value, self.room(operation, value))
         entering = operation.entering(body)

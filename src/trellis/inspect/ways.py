@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 
 class Key(NamedTuple):
-    """A collective: kind, mesh axes, elements as a row's payload counts them, whether these are integers, and into how
-    many parts the axes are cut, where not all devices along them take part together."""
+    """A collective: its kind, where a maximum or a minimum over devices is one of its own, mesh axes, elements as a
+    row's payload counts them, whether these are integers, and into how many parts the axes are cut, where not all
+    devices along them take part together."""
 
     kind: str
     axes: frozenset[str]
@@ -36,7 +37,7 @@ def _in_steps(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
     kind, axes, elements, whole, _ = key
     if kind not in ("all-to-all", "permute"):
         for blocks, parts in _blocks(axes, elements, sizes):
-            lengths = [elements] * len(blocks) if kind == "all-reduce" else parts
+            lengths = parts if kind in ("all-gather", "reduce-scatter") else [elements] * len(blocks)
             yield tuple((Key(kind, *each, whole), 1) for each in zip(blocks, lengths))
 
 

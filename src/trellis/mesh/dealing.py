@@ -9,7 +9,6 @@ sequence is cut into `2 n` pieces, and device `d` holds piece `d` and piece `2 n
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from trellis.mesh.permute import permute
@@ -17,18 +16,12 @@ from trellis.mesh.permute import permute
 Axes = tuple[str, ...]
 
 
-def dealt_order(length: int, slices: int) -> np.ndarray:
-    """The natural position of each place, `i64["pos"]`.
+def deal(x: jax.Array, slices: int, dim: int = 1) -> jax.Array:
+    """A whole dimension in natural order, dealt out.
 
-    >>> dealt_order(8, 2).tolist()
+    >>> deal(jnp.arange(8)[None], 2)[0].tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    pieces = np.arange(length).reshape(2 * slices, -1)
-    return np.stack([pieces[:slices], pieces[: slices - 1 : -1]], 1).reshape(-1)
-
-
-def deal(x: jax.Array, slices: int, dim: int = 1) -> jax.Array:
-    """A whole dimension in natural order, dealt out."""
     low, high = jnp.split(x.reshape(*x.shape[:dim], 2 * slices, -1, *x.shape[dim + 1 :]), 2, dim)
     return jnp.stack([low, jnp.flip(high, dim)], dim + 1).reshape(x.shape)
 
@@ -64,4 +57,5 @@ def _routes(axes: Axes) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Where each device's first and second half go: the even and the odd pieces."""
     count = lax.axis_size(axes)
     holder = lambda piece: min(piece, 2 * count - 1 - piece)
-    return tuple([(d, holder(2 * d + half)) for d in range(count)] for half in (0, 1))
+    even, odd = ([(d, holder(2 * d + half)) for d in range(count)] for half in (0, 1))
+    return even, odd

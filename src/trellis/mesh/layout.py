@@ -137,7 +137,7 @@ class Layout:
     def _check_overlap(self) -> None:
         sliced = dict(self.compute)
         for name in self.overlap:
-            axes = [a for a in sliced.get(name, ()) if self.mesh.shape[a] > 1]
+            axes = [a for a in sliced.get(name) or () if self.mesh.shape[a] > 1]
             if name not in sliced or len(axes) > 1:
                 raise MeshError(
                     f"an overlapped name is sliced over one mesh axis, got overlap '{name}' where compute has "

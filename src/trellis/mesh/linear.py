@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -68,7 +69,7 @@ _linear.multiple_results = True
 def _run(*arrays, jaxpr: ClosedJaxpr | Untraced, transpose: Callable, count: int):
     if isinstance(jaxpr, Untraced):
         return jaxpr.fun(*arrays)
-    return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arrays)
+    return eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arrays)
 
 
 def _jvp(primals, tangents, *, jaxpr: ClosedJaxpr | Untraced, transpose: Callable, count: int):

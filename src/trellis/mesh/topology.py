@@ -267,11 +267,6 @@ _GPUS = {
 }
 
 
-def gpu_names() -> list[str]:
-    """The names `gpu_devices` accepts."""
-    return list(_GPUS)
-
-
 def _target_config(gpu: _Gpu) -> str:
     """XLA's `GpuTargetConfigProto`, as text."""
     extension = "ACCELERATED_FEATURES" if gpu.capability >= 9 else "NONE"
@@ -328,7 +323,7 @@ def gpu_devices(name: str, hosts: int = 1, per_host: int = 8) -> list[jax.Device
     """The devices of GPU nodes that need not exist, to compile for.
 
     Args:
-        name: as in `h100`; see `gpu_names`.
+        name: as in `h100`.
         hosts: nodes, joined by a network.
         per_host: GPUs in a node, joined by NVLink.
 

@@ -126,7 +126,8 @@ def generate(
             where="generate",
             fix=f"make {max(0, positions - length)} tokens or fewer",
         )
-    padded = min(-(-length // _BUCKET) * _BUCKET, positions or math.inf)
+    padded = -(-length // _BUCKET) * _BUCKET
+    padded = padded if positions is None else min(padded, positions)
     rows = jnp.array([p + [0] * (padded - length) for p in prompts], jnp.int32)
     layout = _layout(current_layout(), len(prompts), model.layers.axis.name)
     if layout is None:

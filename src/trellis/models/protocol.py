@@ -1,6 +1,6 @@
 """What the trainer, the planner, generation and export need of a model, whatever its family."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -95,6 +95,16 @@ def stacked(config: FamilyConfig) -> int:
     """How many blocks a model's stack has, which the stages of a pipeline share: its layers, unless its family says
     otherwise in `stacked`."""
     return getattr(config, "stacked", config.layers)
+
+
+def windows(config: FamilyConfig) -> Sequence[int | None]:
+    """How many keys a query sees in each layer: all before it (None), unless its family says otherwise in `windows`."""
+    return getattr(config, "windows", (None,) * config.layers)
+
+
+def value_dim(config: FamilyConfig) -> int:
+    """How wide a head's values are: as its queries, unless its family says otherwise in `value_dim`."""
+    return getattr(config, "value_dim", config.head_dim)
 
 
 class LanguageModel(Protocol):

@@ -47,7 +47,7 @@ def apply_along(
         NamesError: the name is absent, or sliced in manual mode or under a strict layout.
         PendingSumError: `x` holds partial sums.
     """
-    what = name or fn.__name__
+    what = name or getattr(fn, "__name__", "the function")
     x = operand(x, what)
     along = _one(x, along, what)
     if gather or state_of(x.array).mode == "manual":
@@ -158,7 +158,7 @@ def softmax(x: NamedArray, over: Names, *, where: NamedArray | None = None) -> N
         over: one name or several.
         where: a mask whose names are among the array's: what it leaves out counts nothing and gets 0.
     """
-    return _normalized(jax.nn.softmax, x, over, where)
+    return _normalized(jax.nn.softmax, "softmax", x, over, where)
 
 
 def log_softmax(x: NamedArray, over: Names, *, where: NamedArray | None = None) -> NamedArray:
@@ -168,11 +168,10 @@ def log_softmax(x: NamedArray, over: Names, *, where: NamedArray | None = None) 
     Gradient: elementwise, less a sum over the names; an all-reduce where one of them is sliced.
     Moves: an all-reduce of the largest values and one of the sums, where a name in `over` is sliced.
     """
-    return _normalized(jax.nn.log_softmax, x, over, where)
+    return _normalized(jax.nn.log_softmax, "log_softmax", x, over, where)
 
 
-def _normalized(fn: Callable, x: NamedArray, over: Names, where: NamedArray | None) -> NamedArray:
-    what = fn.__name__
+def _normalized(fn: Callable, what: str, x: NamedArray, over: Names, where: NamedArray | None) -> NamedArray:
     x = operand(x, what)
     names = names_of(x, over, what)
     if state_of(x.array).mode == "manual":
@@ -213,4 +212,5 @@ def top_k(x: NamedArray, along: Name, k: int, *, new_name: Name | None = None) -
 
     short = new_name.name if isinstance(new_name, Axis) else new_name or name
     names = tuple(short if n == name else n for n in x.names)
-    return tuple(settle_selected(NamedArray(a, names, x.slices), (short,)) for a in locally(largest, x.array))
+    values, places = (settle_selected(NamedArray(a, names, x.slices), (short,)) for a in locally(largest, x.array))
+    return values, places

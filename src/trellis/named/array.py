@@ -7,6 +7,7 @@ import typing
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from trellis._compat import is_tracer
 from trellis.mesh.manual.ops import vary
@@ -238,6 +239,7 @@ def named(array, names: Names) -> NamedArray:
     words = tuple(e.name if isinstance(e, Axis) else e for e in entries)
     if wrong := [w for w in words if not isinstance(w, str)]:
         raise NamesError(f"a dimension has a name, got {wrong[0]!r}, in named: write a word")
+    words = tuple(map(str, words))
     if repeated := [n for n in words if words.count(n) > 1]:
         raise NamesError(f"a name stands for one dimension, got '{' '.join(words)}': rename the second '{repeated[0]}'")
     if len(words) != len(array.shape):
@@ -315,7 +317,7 @@ def shown(x: NamedArray) -> str:
         text = typeof(x)
     except Exception:
         text = f"{type(x.array).__name__}[{' '.join(map(str, x.names))}]"
-    if isinstance(x.array, jax.core.Tracer):
+    if isinstance(x.array, Tracer):
         return text if x.names else f"{text} (a named array: its `.array` is JAX's scalar)"
     try:
         return f"{text}\n{known(x, 'printing')}" if isinstance(x.array, jax.Array | np.ndarray) else text

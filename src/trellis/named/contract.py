@@ -123,9 +123,9 @@ def dot_each(
         NamesError, PendingSumError: as `dot`.
     """
     pairs = []
-    others = [marked((x, w), "dot_each") for w in others]
-    x, *factors = on_one_mesh([operand(a, "dot_each") for a in (x, *(w for (_, w), _ in others))], "dot_each")
-    for w, (_, mark) in zip(factors, others, strict=True):
+    factors_of = [marked((x, w), "dot_each") for w in others]
+    x, *factors = on_one_mesh([operand(a, "dot_each") for a in (x, *(w for (_, w), _ in factors_of))], "dot_each")
+    for w, (_, mark) in zip(factors, factors_of, strict=True):
         names = _summed([x, w], over)
         out = tuple(dict.fromkeys(n for a in (x, w) for n in a.names if n not in names))
         check_sizes([x, w], _what(names))
@@ -137,7 +137,8 @@ def dot_each(
         alike = {(pairs[i].mark.kind, pairs[i].mark.at): pairs[i] for i in group if pairs[i].mark}
         narrow = {key: pair.narrow(0) for key, pair in alike.items()}
         for n, i in enumerate(group):
-            mine = narrow.get(pairs[i].mark[:2]) if pairs[i].mark else None
+            mark = pairs[i].mark
+            mine = narrow.get((mark.kind, mark.at)) if mark else None
             results[i] = pairs[i].multiply(moved, mine) if found is None else found[n]
     results = {i: settle_to_layout(r) if settle else r for i, r in results.items()}
     return tuple(results[i] for i in range(len(factors)))
@@ -180,7 +181,7 @@ def _summed(arrays: list[NamedArray], over: Names) -> Words:
 
 
 @functools.lru_cache(maxsize=4096)
-def _parse(equation: str) -> tuple[tuple[Words, ...], tuple[bool, ...], Words, bool]:
+def _parse(equation: str) -> tuple[tuple[tuple[str | int, ...], ...], tuple[bool, ...], tuple[str | int, ...], bool]:
     left, arrow, right = equation.partition("->")
     if not arrow:
         raise NotationError(f"an einsum has one '->', got none, in '{equation}': write what the result's names are")
@@ -232,7 +233,8 @@ def _products(arrays: list[NamedArray], out: Words, what: str, dtype, settle: bo
 
 def _sum_alone(x: NamedArray, y: NamedArray, needed: set[str]) -> tuple[NamedArray, NamedArray]:
     """The operands, summed over names that only one of them has and nothing needs."""
-    return tuple(_sum_others(a, tuple(n for n in a.names if n in needed or n in b.names)) for a, b in ((x, y), (y, x)))
+    alone = lambda a, b: _sum_others(a, tuple(n for n in a.names if n in needed or n in b.names))
+    return alone(x, y), alone(y, x)
 
 
 def _sum_others(x: NamedArray, kept: Words) -> NamedArray:

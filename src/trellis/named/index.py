@@ -83,7 +83,8 @@ def take(x: NamedArray, name: Name, ids) -> NamedArray:
     settled; the gradient stays where the rows are.
 
     Plain arrays in manual mode carry no names: there a text is the type, as in `einsum`, and each device looks up what
-    it has, `take("vocab/m embed, batch/d -> batch/d embed +m", table, ids)`.
+    it has, `take("vocab/m embed, batch/d -> batch/d embed +m", table, ids)`. Names that both texts have are aligned:
+    `take("batch/d vocab/m, batch/d -> batch/d +m", logits, targets)` is one value of each row.
 
     Names: those of `x`, with those of `ids` in the place of the name.
     Gradient: rows are added where they were read; a reduce-scatter for an array that was gathered, an all-gather of the

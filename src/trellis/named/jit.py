@@ -134,7 +134,8 @@ def named_jit(
         return call
 
     call = using(compiled)
-    call.lower, call.trace = using(compiled.lower), using(compiled.trace)
+    for stage in ("lower", "trace"):
+        setattr(call, stage, using(getattr(compiled, stage)))
     return call
 
 

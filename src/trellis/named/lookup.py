@@ -16,6 +16,7 @@ from trellis.named.placing import (
     Assignment,
     assign,
     bring,
+    from_slices,
     missing_axes,
     move,
     one_axis_one_name,
@@ -184,7 +185,7 @@ def _where(x: NamedArray, ids: list[NamedArray], plan: _Plan) -> Assignment | No
 
 def _manual(x: NamedArray, ids: list[NamedArray], plan: _Plan, what: str) -> NamedArray:
     table = _renamed(x, plan)
-    where = assign([table, *ids], (*plan.renamed, *plan.out))
+    where = from_slices([table, *ids], (*plan.renamed, *plan.out))
     one_axis_one_name(where, [x, *ids], what)
     sliced = where[plan.renamed[0]] if len(ids) == 1 else ()
     array = plan.body(sliced)(table.array, *(plan.widened(i) for i in ids))

@@ -121,7 +121,7 @@ class Methods:
     def __invert__(self) -> "NamedArray":
         return _operations().invert(self)
 
-    def __pos__(self) -> "NamedArray":
+    def __pos__(self) -> typing.Self:
         return self
 
     def __getitem__(self, key) -> "NamedArray":

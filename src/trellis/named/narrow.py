@@ -372,7 +372,8 @@ def _narrow_gradients(static: _Static, gradient, bits, known) -> tuple[Rounded, 
         found = rounded(
             gradient, static.kind, tuple(end for end in ends if end is not None), gradient=True, known=known
         )
-        return (once_only(found, gradient),) * 2
+        found = once_only(found, gradient)
+        return found, found
     chance = None
     if bits is not None:  # the middle of what a byte stands for
         chance = (bytes_for(gradient, jax.random.wrap_key_data(bits)).astype(jnp.float32) + 0.5) / 256
@@ -396,7 +397,8 @@ def _innermost(static: _Static) -> tuple[int | None, int | None]:
     summed, batch = static.numbers
     free = [len(state.axes) - len(s) - len(b) for state, s, b in zip(static.states, summed, batch, strict=True)]
     ends = (len(batch[0]) + free[0], len(batch[0]) + free[0] + free[1])
-    return tuple(end - 1 if count else None for end, count in zip(ends, free, strict=True))
+    first, second = (end - 1 if count else None for end, count in zip(ends, free, strict=True))
+    return first, second
 
 
 def _gradient(static: _Static, which: int, narrow: Rounded, other: Rounded) -> jax.Array:
@@ -431,7 +433,7 @@ def multiplied(a: Rounded, b: Rounded, numbers, kind: Kind, dtype, spec=None) ->
     """
     if not TYPES[kind].in_blocks:
         wide, scale = _plain(a.values, b.values, numbers=numbers, dtype=TYPES[kind].wide, spec=spec), a.scale * b.scale
-    elif a.whole is None:
+    elif a.whole is None or b.whole is None:
         return scaled_product(a.values, a.scale, b.values, b.scale, numbers, dtype=dtype, spec=spec)
     else:
         wide = scaled_product(a.values, a.scale, b.values, b.scale, numbers, dtype=jnp.float32, spec=spec)

@@ -114,6 +114,7 @@ def overlapped(x: NamedArray, pairs: Sequence[Pair], *, settle: bool) -> list[Na
 
 def _gathered(x: NamedArray, products: list[tuple[Pair, NamedArray]], axis: str) -> list[NamedArray] | None:
     where = products[0][0].where
+    assert where is not None  # a layout assigns
     held = dict(zip(x.names, state_of(x.array).axes, strict=True))
     name = next((n for n in x.names if held[n] == (*where[n], axis)), None)
     if name is None:
@@ -138,6 +139,7 @@ def _gathered(x: NamedArray, products: list[tuple[Pair, NamedArray]], axis: str)
 
 def _scattered(pair: Pair, axis: str) -> list[NamedArray] | None:
     x, weight, where = pair.x, pair.y, pair.where
+    assert where is not None  # a layout assigns
     settled = dict(zip(pair.out, current_layout().assign(pair.out), strict=True))
     name = next((n for n in pair.out if settled[n] == (*where[n], axis)), None)
     if name is None:

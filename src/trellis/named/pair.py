@@ -62,7 +62,7 @@ class Pair:
             array = product(x.array, y.array, *narrow, numbers, mark=mark, dtype=dtype, spec=spec)
         else:
             array = backend.product(x.array, y.array, numbers, preferred_element_type=self.dtype, spec=spec)
-        if mode == "manual" and pending:
+        if where and mode == "manual" and pending:
             array = mark_pending(array, pending, Shape(tuple(Dim(n, where[n]) for n in order), tuple(sorted(pending))))
         if order != self.out:
             array = jnp.transpose(array, [order.index(n) for n in self.out])

@@ -64,10 +64,10 @@ def from_slices(operands: list[NamedArray], names: tuple[str, ...]) -> Assignmen
     found: Assignment = {}
     for x in operands:
         for dim in x.dims:
-            if found.setdefault(dim.name, dim.axes) != dim.axes:
+            if found.setdefault(str(dim.name), dim.axes) != dim.axes:
                 raise NamesError(
                     f"in manual mode a name is sliced alike in all operands, got {dim.name} over "
-                    f"{'/'.join(found[dim.name]) or 'nothing'} and over {'/'.join(dim.axes) or 'nothing'} in "
+                    f"{'/'.join(found[str(dim.name)]) or 'nothing'} and over {'/'.join(dim.axes) or 'nothing'} in "
                     f"{types_of(operands)}: reshard one of them"
                 )
     return {name: found.get(name, ()) for name in names}

@@ -159,7 +159,7 @@ def rademacher(key, axes: Axes, dtype=jnp.int32, *, at: str = "compute") -> Name
 
 
 def _sample(sampler: Callable, key, axes: Axes, at: str, **how) -> NamedArray:
-    what = f"random.{sampler.__name__}"
+    what = f"random.{getattr(sampler, '__name__', 'the function')}"
     axes = axes_of(axes, what)
     names, sizes = tuple(a.name for a in axes), tuple(a.size for a in axes)
     how = {k: _number(v, k, what) for k, v in how.items()}

@@ -63,7 +63,7 @@ def reduction(
         NamesError: a name is absent, or the mask has others or is not one of bools.
         PendingSumError: `x` holds partial sums.
     """
-    what = name or fn.__name__
+    what = name or getattr(fn, "__name__", "the function")
     refuse_others((x,), what)
     if not isinstance(x, NamedArray) and over is None and where is None:
         return fn(x, **kwargs)
@@ -114,7 +114,7 @@ def sum(x, over: Names | None = None, *, where: NamedArray | None = None, dtype=
     """
     refuse_others((x,), "sum")
     if not isinstance(x, NamedArray):
-        return jnp.sum(x, dtype=dtype)
+        return reduction(jnp.sum, x, None, dtype=dtype)
     x = operand(x, "sum", pending=where is None)
     state = state_of(x.array)
     gone = names_of(x, over, "sum")
@@ -301,7 +301,7 @@ def argmax(x: NamedArray, over: Name) -> NamedArray:
     Gradient: none; the result is positions.
     Moves: an all-gather along `over` where it is sliced.
     """
-    return _position(jnp.argmax, x, over)
+    return _position(jnp.argmax, "argmax", x, over)
 
 
 def argmin(x: NamedArray, over: Name) -> NamedArray:
@@ -311,11 +311,10 @@ def argmin(x: NamedArray, over: Name) -> NamedArray:
     Gradient: none; the result is positions.
     Moves: an all-gather along `over` where it is sliced.
     """
-    return _position(jnp.argmin, x, over)
+    return _position(jnp.argmin, "argmin", x, over)
 
 
-def _position(fn: Callable, x: NamedArray, over: Name) -> NamedArray:
-    what = fn.__name__
+def _position(fn: Callable, what: str, x: NamedArray, over: Name) -> NamedArray:
     x = operand(x, what)
     (name,) = names_of(x, over if isinstance(over, str | Axis) else (over,), what)
     x = whole(x, (name,), what) if state_of(x.array).mode == "manual" else x

@@ -7,6 +7,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from trellis.notation import TypeMismatch
+from trellis.program.reading import OWN_MARK
 
 
 def save(x, name: str):
@@ -69,7 +70,7 @@ class Keep:
 
 
 # The mark of products made of many.
-PRODUCT = "trellis product"
+PRODUCT = f"{OWN_MARK}product"
 
 
 def _products(primitive, *operands, **how) -> bool:

@@ -7,18 +7,26 @@ follows from `positions`: the model's angles or its table are those of the place
 import contextlib
 import dataclasses
 import math
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from trellis.mesh.layout import Axes, Layout, current_layout
-from trellis.named import arange, is_named
+from trellis.named import NamedArray, arange, is_named
 from trellis.named.dealing import deal
 from trellis.nn.rope import QUERY
 from trellis.notation.state import mode_of
 
-Batch = TypeVar("Batch")
+
+class _Batch(Protocol):
+    @property
+    def tokens(self) -> NamedArray: ...
+    @property
+    def positions(self) -> NamedArray | None: ...
+
+
+Batch = TypeVar("Batch", bound=_Batch)
 
 
 def dealt_axes(layout: Layout | None) -> Axes:

@@ -73,7 +73,7 @@ def checked(fn: Callable) -> Callable:
         TypeMismatch: a value is not what its annotation says; names both places.
     """
     signature = inspect.signature(fn)
-    name = fn.__qualname__.rsplit("<locals>.", 1)[-1]
+    name = getattr(fn, "__qualname__", repr(fn)).rsplit("<locals>.", 1)[-1]
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
@@ -107,13 +107,13 @@ def arguments(signature, bound, hints, name) -> Iterator[tuple[str, typing.Any, 
             yield argument, hint, value, f"argument `{argument}` of `{name}`"
 
 
-def check_tree(value, hint, place: str, bindings: Bindings, *, strict: bool = False) -> None:
+def check_tree(value, hint, place: str, bindings: Bindings) -> None:
     """Holds a pytree of arrays against an annotation: arrays, dataclasses, stacks, and containers of them."""
     if hint is None or not array_types(hint):
         return
     for leaf in typed_leaves(value, hint, place):
         if leaf.kind is not None:
-            check_array(leaf.value, leaf.kind, leaf.place, bindings, strict=strict)
+            check_array(leaf.value, leaf.kind, leaf.place, bindings)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -78,7 +78,8 @@ def _orthogonalize(iterations: int, update_rms: float) -> optax.GradientTransfor
         # One step at a time: JAX follows a sharding through one merge of axes, not through two.
         matrices = ordered.reshape(*(update.shape[a] for a in many), rows, columns)
         flat = matrices.reshape(-1, rows, columns)
-        result = rule.update(flat, rule.init(flat))[0] * (update_rms * math.sqrt(max(rows, columns)))
+        change: Any = rule.update(flat, rule.init(flat))[0]
+        result = change * (update_rms * math.sqrt(max(rows, columns)))
         back = result.reshape(matrices.shape).reshape(ordered.shape)
         back = back.transpose([order.index(a) for a in range(len(order))])
         return _reshard(back, jax.typeof(update).sharding)

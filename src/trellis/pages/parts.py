@@ -44,10 +44,10 @@ def memory(about: Mapping[str, Any]) -> Markup | None:
 
 def communication(about: Mapping[str, Any], ledger: str) -> Markup | None:
     """The ledger of a step, summed by mesh axis and by kind of collective; the whole of it to unfold."""
-    sums = about.get("ledger")
-    if not sums and not ledger:
+    if not about.get("ledger") and not ledger:
         return None
-    sums = sums or {"per_axis": {}, "per_kind": {}, "total": 0, "count": 0}
+    nothing: dict[str, Any] = {"per_axis": {}, "per_kind": {}, "total": 0, "count": 0}
+    sums = about.get("ledger") or nothing
     if sums.get("auto"):
         along = ", ".join(sums["auto"])
         return section("Communication", tag("p", f"The compiler chooses what moves along {along}.", class_="note"))
@@ -229,7 +229,7 @@ def _slices(array: dict[str, Any], mesh: Mapping[str, int]) -> Markup:
         "div",
         tag("svg", *cells, viewBox="0 0 100 86", preserveAspectRatio="none"),
         tag("code", tag("b", array["name"]), tag("br"), f"{array['dtype']}[{words}]"),
-        tag("small", f"each device holds {share}" if share.startswith("1/") else f"each device holds all, {share}"),
+        tag("small", f"each device holds {share}" if whole > 1 else f"each device holds all, {share}"),
     )
 
 

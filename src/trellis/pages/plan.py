@@ -137,7 +137,7 @@ def _memory(plan: Plan, verdict: Verdict | None) -> list[Markup]:
     ]
 
 
-def _times(plan: Plan) -> list[Markup]:
+def _times(plan: Plan) -> list[Markup | None]:
     times, rows = plan.times, []
     for line in times.lines[:60]:
         hidden = f"{line.hidden / line.seconds:.0%}" if line.hidden else ""

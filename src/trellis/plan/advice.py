@@ -11,11 +11,9 @@ def advice(plan: Plan) -> list[str]:
         found += _to_fit(plan)
     total = max(plan.seconds, 1e-30)
     bound = plan.times.by_bound()
-    links = {
-        key: seconds / total for key, seconds in bound.items() if key.startswith("links of ") and seconds / total > 0.1
-    }
-    for key, share in sorted(links.items(), key=lambda pair: -pair[1]):
-        found += _links(plan, key.removeprefix("links of "), share)
+    for axes, seconds in plan.times.by_axes().items():
+        if seconds / total > 0.1:
+            found += _links(plan, axes, seconds / total)
     recomputed = sum(line.seconds for line in plan.times.lines if line.where == "recomputed" and not line.axes)
     free = plan.target.chip.hbm_bytes - plan.memory.peak
     if plan.fits and recomputed > 0.1 * total and free > 0.2 * plan.target.chip.hbm_bytes:
@@ -70,8 +68,8 @@ def _to_fit(plan: Plan) -> list[str]:
     return found
 
 
-def _links(plan: Plan, axis: str, share: float) -> list[str]:
-    axes = axis.split(",")
+def _links(plan: Plan, axes: tuple[str, ...], share: float) -> list[str]:
+    axis = ",".join(axes)
     if plan.links.crosses_network(axes):
         return [
             f"{share:.0%} of the step waits for the network between hosts or slices ({axis}): keep weights inside "

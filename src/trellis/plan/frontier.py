@@ -50,7 +50,7 @@ def _causes(candidate: Candidate) -> dict[str, float]:
     )  # fmt: skip
     for line in candidate.plan.times.lines:
         if line.axes:
-            key = "moving activations" if line.label.startswith("activations") else "moving weights and gradients"
+            key = "moving activations" if line.role == "activations" else "moving weights and gradients"
         elif line.where == "recomputed":
             key = "computing activations again"
         else:

@@ -29,20 +29,22 @@ class Part:
 
     Attributes:
         size: devices along it.
-        where: "side 0", "host", "core", "network".
+        where: "torus", "NVLink", "core" or "network".
         bandwidth: bytes a second a device can take in over it, all links together, at the efficiency above.
         ring: whether it is a closed ring.
+        side: which side of the torus it is on; None elsewhere.
     """
 
     size: int
     where: str
     bandwidth: float
     ring: bool = False
+    side: int | None = None
 
     def __str__(self) -> str:
-        if not self.where.startswith("side"):
+        if self.side is None:
             return f"{self.size} over {self.where}"
-        return f"{'ring' if self.ring else 'line'} of {self.size} on {self.where}"
+        return f"{'ring' if self.ring else 'line'} of {self.size} on side {self.side}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Links:
         parts = [part for axis in axes for part in self.parts.get(axis, ()) if part.size > 1]
         if not parts:
             return 0.0
-        hops = sum(part.size // 2 if part.ring else part.size - 1 for part in parts if part.where.startswith("side"))
+        hops = sum(part.size // 2 if part.ring else part.size - 1 for part in parts if part.side is not None)
         return wire_bytes / self.bandwidth(axes) + LAUNCH_SECONDS[self.target.chip.kind] + hops * HOP_SECONDS
 
     def scatters_as_reduce(self, axes: Sequence[str]) -> bool:
@@ -84,7 +86,7 @@ class Links:
         """
         if self.target.chip.kind != "tpu" or self.target.chip.devices_per_chip > 1:
             return False
-        sides = {part.where for axis in axes for part in self.parts.get(axis, ()) if part.where.startswith("side")}
+        sides = {part.side for axis in axes for part in self.parts.get(axis, ()) if part.side is not None}
         return len(sides) > 1
 
     def crosses_network(self, axes: Sequence[str]) -> bool:
@@ -141,7 +143,7 @@ def links_of(mesh: Mapping[str, int], target: Target) -> Links:
     if chip.kind == "gpu":
         hosts, per_host = target.shape
         left = per_host
-        for axis in reversed(mesh):
+        for axis in reversed(list(mesh)):
             inside = math.gcd(mesh[axis], left)
             left //= inside
             if inside > 1:
@@ -164,7 +166,7 @@ def links_of(mesh: Mapping[str, int], target: Target) -> Links:
         for side, part in _sides(size, free, target.shape):
             whole = part == target.shape[side]
             ring = whole and target.wrap[side]
-            parts[axis].append(Part(part, f"side {side}", rate * (2 if ring else 1), ring))
+            parts[axis].append(Part(part, "torus", rate * (2 if ring else 1), ring, side))
             free[side] //= part
         if across > 1:
             parts[axis].append(Part(across, "network", network))

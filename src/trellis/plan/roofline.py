@@ -11,7 +11,8 @@ same line of the program, in the same pass.
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
 
 from trellis.hardware.chips import Chip
 from trellis.inspect.rows import Ledger, Row
@@ -29,6 +30,8 @@ HIDING_OPTIONS = {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "reductions",
     "xla_enable_async_all_reduce": "reductions",
 }
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class Line:
         formula: how the seconds come about, with numbers.
         source: `file.py:line (function)`.
         axes: mesh axes of a collective.
+        role: what a collective moves: "weights", "gradients" or "activations".
     """
 
     kind: str
@@ -63,6 +67,7 @@ class Line:
     formula: str
     source: str
     axes: tuple[str, ...] = ()
+    role: str = ""
     hidden: float = 0.0
     order: int = 0
     rate: float = 0.0
@@ -90,15 +95,24 @@ class Times:
 
     def by_bound(self) -> dict[str, float]:
         """Exposed seconds by what they wait for, longest first."""
-        sums: collections.Counter[str] = collections.Counter()
-        for line in self.lines:
-            sums[line.bound] += line.seconds - line.hidden
-        return dict(sums.most_common())
+        return _exposed((line.bound, line) for line in self.lines)
+
+    def by_axes(self) -> dict[tuple[str, ...], float]:
+        """Exposed seconds of communication by the mesh axes that it is over, longest first."""
+        return _exposed((line.axes, line) for line in self.lines if line.axes)
 
     @property
     def binding(self) -> str:
         """What most of the step waits for."""
         return next(iter(self.by_bound()), "nothing")
+
+
+def _exposed(lines: Iterable[tuple[K, Line]]) -> dict[K, float]:
+    """Seconds of lines that nothing hides, added up by a key, longest first."""
+    sums: dict[K, float] = collections.defaultdict(float)
+    for key, line in lines:
+        sums[key] += line.seconds - line.hidden
+    return dict(sorted(sums.items(), key=lambda each: -each[1]))
 
 
 def padded(dims: tuple[int, int, int], tile: int) -> float:
@@ -218,6 +232,7 @@ def collective_line(row: Row, links: Links) -> Line:
         formula=f"{row.times} x {wire:.3g} B / {rate:.3g} B/s over {row.axis}{note}",
         source=row.source,
         axes=row.axes,
+        role=row.role or "activations",
     )
 
 
@@ -231,10 +246,10 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
         hides: what the compiler hides besides what it does as it comes: "gathers", "reductions".
     """
     chip = links.target.chip
-    hides = {*chip.overlap, *hides}
+    covers = {*chip.overlap, *hides}
     computed = _merged([work_line(piece, chip) for piece in work])
-    room: collections.Counter[str] = collections.Counter()
-    beside: collections.Counter[tuple[str, str]] = collections.Counter()  # what is on a line of the program
+    room: dict[str, float] = collections.defaultdict(float)
+    beside: dict[tuple[str, str], float] = collections.defaultdict(float)  # what is on a line of the program
     for line in computed:
         room["backward" if line.where == "recomputed" else line.where] += line.seconds
         if line.kind != "elementwise":
@@ -247,7 +262,7 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
         if row.ring and chip.name != "cpu":
             hidden = min(line.seconds, beside[line.where, line.source], room[where])
             beside[line.where, line.source] -= hidden
-        elif (role == "weights" and "gathers" in hides) or (role == "gradients" and "reductions" in hides):
+        elif (role == "weights" and "gathers" in covers) or (role == "gradients" and "reductions" in covers):
             hidden = min(line.seconds, room[where])
         room[where] -= hidden
         lines.append(dataclasses.replace(line, hidden=hidden))

@@ -80,7 +80,7 @@ def saved_plan(run: Run, plan: Plan, verdict: Verdict) -> SavedPlan:
     if verdict.seconds is not None and verdict.ledger is not None:
         figures |= {"step": verdict.seconds, "sent": float(verdict.ledger.total())}
     lines = [*_memory(verdict), *_sent(verdict), *_step(plan, verdict)]
-    sums: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    sums: dict[tuple[str, str, str], float] = collections.defaultdict(float)
     for line in lines:
         sums[line.figure, line.what, line.source] += line.amount
     return SavedPlan(
@@ -146,9 +146,9 @@ def _step(plan: Plan, verdict: Verdict) -> list[Line]:
     """Computation as scheduled, or as predicted where the compiler estimates none; kernels; collectives alone."""
     kinds = UNSCHEDULED if verdict.scheduled is not None else (*UNSCHEDULED, "product", "elementwise")
     lines = [Line("step", x.label or x.kind, x.source, x.seconds) for x in plan.times.lines if x.kind in kinds]
-    if verdict.scheduled is not None:
+    if verdict.scheduled is not None and (clock := plan.target.chip.clock):
         cycles = cycles_by_line(verdict.compiled.text, load=plan.load)
-        lines += [Line("step", "computation", source, n / plan.target.chip.clock) for source, n in cycles.items()]
+        lines += [Line("step", "computation", source, n / clock) for source, n in cycles.items()]
         moved, rate = gathered_bytes(verdict.compiled.text, load=plan.load), plan.target.chip.streaming_bandwidth
         lines += [Line("step", "gathers of rows", source, n / rate) for source, n in moved.items()]
     for row in verdict.ledger.rows if verdict.ledger else ():

@@ -90,7 +90,7 @@ class Candidate:
     def layout(self) -> str:
         """The preset, how attention reaches keys of other slices, and how layers are dealt out to stages."""
         layout, mesh = self.run.layout, self.run.mesh
-        kinds = [layout.preset, *([layout.context] if mesh.context > 1 else [])]
+        kinds: list[str] = [layout.preset, *([layout.context] if mesh.context > 1 else [])]
         if mesh.stage > 1:
             kinds += [*([f"{layout.pipeline_groups} groups"] if layout.pipeline_groups > 1 else [])]
             kinds += [self.run.accumulation] if self.run.accumulation != "pending" else []
@@ -150,8 +150,8 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
     """Those with so many stages; several stages stand beside data, FSDP and tensor parallelism."""
     devices = target.num_devices // stages
     size = max(entry.size for entry in run.batch_sizes())
-    heads, kv_heads = run.model.heads, getattr(run.model, "kv_heads", run.model.heads)
-    width, experts = getattr(run.model, "mlp", 4 * run.model.embed), getattr(run.model, "experts", 1)
+    heads, kv_heads = run.model.heads, run.model.kv_heads
+    width, experts = run.model.mlp, run.model.experts
     for model in (1, 2, 4, 8, 16):
         if devices % model or heads % model or kv_heads % model or width % model:
             continue

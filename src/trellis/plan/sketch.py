@@ -1,14 +1,17 @@
 """A rough time and memory for a run's variants in microseconds, to choose which ones are worth tracing."""
 
 import dataclasses
+import functools
 import math
 
 from trellis.hardware.chips import Target
 from trellis.inspect.timeline import FRAGMENTATION
-from trellis.models.protocol import stacked
+from trellis.models.protocol import FamilyConfig, stacked
 from trellis.named.pipeline.parts import Parts
+from trellis.nn import Role, parameters
 from trellis.plan.links import Links, links_of
 from trellis.run.config import Run
+from trellis.train.assemble import model_types
 from trellis.train.flops import attention_width, keys_seen
 
 # Bytes kept for each token and layer, in units of the residual stream's width, by checkpoint policy: the block's
@@ -34,34 +37,25 @@ class Sketch:
     peak: float
 
 
-def parameters(run: Run) -> tuple[float, float, float, float]:
-    """Rough counts: in blocks outside experts, in all experts, in the tables of the vocabulary, and in what one block
-    has gathered at once."""
-    m = run.model
-    embed, layers = m.embed, m.layers
-    heads, head_dim = m.heads, getattr(m, "head_dim", embed // m.heads)
-    kv = getattr(m, "kv_heads", heads)
-    mlp = getattr(m, "mlp", 4 * embed)
-    gated = 3 if hasattr(m, "kv_heads") else 2
-    attention, dense = embed * head_dim * (2 * heads + 2 * kv), gated * embed * mlp
-    attention = getattr(m, "attention_weights", attention)
-    tables = m.vocab * embed * (1 if getattr(m, "tie_embeddings", True) else 2)
-    experts = getattr(m, "experts", 0)
-    if not experts:
-        return float((attention + dense) * layers), 0.0, float(tables), float(attention + dense)
-    shared = gated * embed * (getattr(m, "shared_mlp", None) or 0)
-    apart = getattr(m, "dense_layers", 0)  # without experts
-    blocks = attention * layers + shared * (layers - apart) + gated * embed * getattr(m, "dense_mlp", 0) * apart
-    return float(blocks), float(dense * experts * (layers - apart)), float(tables), float(attention + dense * experts)
+@functools.cache
+def weight_counts(config: FamilyConfig) -> tuple[float, float, float, float]:
+    """Weights in blocks outside experts, in all experts, in the tables of the vocabulary, and in one block."""
+    model = model_types(config)
+    found = [p for p in parameters(model) if p.role == Role.WEIGHT and not {"vocab", "routes"}.intersection(p.names)]
+    size = lambda chosen: float(sum(p.size for p in chosen))
+    experts, stack = (size(p for p in found if name in p.names) for name in ("experts", "layers"))
+    tables = size(p for p in parameters(model) if "vocab" in p.names and p.ndim == 2)
+    apart = 0 if model.first_layers is None else model.first_layers.axis.size
+    return size(found) - experts, experts, tables, stack / (config.layers - apart)
 
 
 def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     """Rough time and memory of a run whose mesh has these sizes."""
     links: Links = links_of({axis: size for axis, size in sizes.items() if size > 1} or {"data": 1}, target)
     chip, m = target.chip, run.model
-    blocks, experts, tables, block = parameters(run)
-    expert, per_token = sizes.get("expert", 1), getattr(m, "experts_per_token", 0)
-    active = blocks + experts * per_token / max(getattr(m, "experts", 1), 1)
+    blocks, experts, tables, block = weight_counts(m)
+    expert, per_token = sizes.get("expert", 1), m.experts_per_token
+    active = blocks + experts * per_token / m.experts
     devices, model = target.num_devices, sizes.get("model", 1)
     shard = [axis for axis in ("data", "data_y", "data_z", "context") if sizes.get(axis, 1) > 1]
     ways = math.prod(sizes[axis] for axis in shard) if shard else 1
@@ -83,7 +77,7 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     length = run.data.sequence_length
     attention = 6.0 * attention_width(m) * keys_seen(m, length) * tokens
     flops = (6 + 2 * again) * (active + tables / 2) * tokens / devices
-    narrow = max(1.0, 128 / (getattr(m, "mlp", 4 * m.embed) / model))
+    narrow = max(1.0, 128 / (m.mlp / model))
     # A kernel's backward pass makes scores again: once on GPUs, for queries and for keys on TPUs. Named results stay.
     kernel_again = 0.0 if run.remat.policy in ("none", "saved", "offload") else 1.0
     kernels = attention * ((1.5 if chip.kind == "tpu" else 7 / 6) + kernel_again / 3) / devices
@@ -102,10 +96,10 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
         activations = moved / links.bandwidth(["model"])
     if stages > 1:  # a part's stream and its gradient, every tick
         activations += ticks * 2 * 2.0 * local * stages / parts / sequence * m.embed / links.bandwidth(["stage"])
-    context, head_dim = sizes.get("context", 1), getattr(m, "head_dim", m.embed // m.heads)
+    context, head_dim = sizes.get("context", 1), m.head_dim
     whole = 0.0  # bytes of one layer's keys and values that a device gathers
     if context > 1:
-        keys = 2 * 2.0 * getattr(m, "kv_heads", m.heads) / model * head_dim * local / parts
+        keys = 2 * 2.0 * m.kv_heads / model * head_dim * local / parts
         queries = 2 * 2.0 * m.heads / model * head_dim * local / parts
         if run.layout.context == "gather":
             moved, whole = (2 + again) * keys * (context - 1), keys * context
@@ -123,7 +117,7 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     seconds = compute + activations + weights - hidden
     state = 12.0 * (of_stage + tables) / (ways * model if sharded else model)
     base, per_mlp, per_head = keep
-    width = base * m.embed + (per_mlp * getattr(m, "mlp", 4 * m.embed) + per_head * m.embed) / model
+    width = base * m.embed + (per_mlp * m.mlp + per_head * m.embed) / model
     width -= base * m.embed * (1 - 1 / sequence)
     kept = 2.0 * width * m.layers * local / parts * (min(parts, 2 * stages) if stages > 1 else 1)
     accumulated = (8.0 if once else 8.0 / ways) * (of_stage + tables) / model if parts > 1 else 0.0

@@ -57,7 +57,7 @@ def roles(program: Program) -> dict[Operation, str]:
             for inner in operation.bodies:
                 marks = (
                     [result in needed for result in operation.results]
-                    if operation.carries is None
+                    if not operation.is_loop
                     else _carried_whole(operation, inner)
                 )
                 read(inner, {value for value, mark in zip(inner.results, marks) if mark})

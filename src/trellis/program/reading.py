@@ -28,6 +28,8 @@ KERNELS = frozenset(
     "pallas_call custom_call ffi_call tpu_custom_call dot_product_attention_fwd dot_product_attention_bwd "
     "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper".split()
 )
+# Begins the names of marks that Trellis makes itself, by JAX's `checkpoint_name`.
+OWN_MARK = "trellis "
 # Their jaxprs say how to combine two elements.
 _COMBINE = ("reduce", "reduce_window", "select_and_scatter_add")
 
@@ -182,11 +184,22 @@ class Operation:
         return list(zip(body.inputs, given)) if len(given) == kept else []
 
     @property
-    def carries(self) -> tuple[int, int] | None:
+    def mark(self) -> str:
+        """The name that `save` gave its result; nothing where it is no such mark."""
+        given = self.params["name"] if self.name == "name" else ""
+        return "" if given.startswith(OWN_MARK) else given
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether its bodies run turn after turn."""
+        return self.name in ("scan", "while")
+
+    @property
+    def carries(self) -> tuple[int, int]:
         """Of a loop: inputs of its body before those that it carries from turn to turn, and how many it carries."""
         if self.name == "scan":
             return scan_counts(self.params)
-        return (self.params["body_nconsts"], len(self.results)) if self.name == "while" else None
+        return (self.params["body_nconsts"], len(self.results)) if self.is_loop else (0, 0)
 
     def __repr__(self) -> str:
         return f"<{self.name} at {self.source or 'an unknown line'}>"

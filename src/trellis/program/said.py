@@ -125,7 +125,10 @@ def mask_said(op_name: str) -> tuple[int, int, int] | None:
     (127, 0, 256)
     """
     found = _SEES.findall(op_name)
-    return tuple(map(int, found[-1])) if found else None
+    if not found:
+        return None
+    before, after, ahead = map(int, found[-1])
+    return before, after, ahead
 
 
 def share_filled(operation: Operation, load: float) -> float:

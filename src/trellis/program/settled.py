@@ -12,12 +12,10 @@ until it is settled once is right whatever the compiler moves, and moves fewer b
 
 from collections.abc import Iterator, Mapping
 
-from jax.extend.core import Jaxpr
-
 from trellis.notation import PendingSumError
 from trellis.notation.typeof import short_dtype
 from trellis.program.manual import COLLECTIVES, SUMS, axes_over
-from trellis.program.reading import ENTER, LEAVE, Body, Operation, Program, Value, jaxprs_in
+from trellis.program.reading import ENTER, LEAVE, Body, Operation, Program, Value
 from trellis.program.rules import States
 from trellis.program.scopes import names_of
 
@@ -39,20 +37,6 @@ def refuse_resettled(program: Program) -> None:
         PendingSumError: with the lines of the sum and of the cast.
     """
     _Reader(program.mesh).read(program, [_NONE] * len(program.inputs), in_loop=False)
-
-
-def casts_in_loops(jaxpr: Jaxpr, in_loop: bool = False) -> bool:
-    """Whether a loop makes some value a pending sum that was none: only such programs need to be read."""
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if in_loop and name == "reshard":
-            before, after = (set(v.aval.sharding.spec.unreduced) for v in (*equation.invars, *equation.outvars))
-            if after - before:
-                return True
-        looped = in_loop or name in ("scan", "while")
-        if any(casts_in_loops(inner, looped) for inner in jaxprs_in(equation)):
-            return True
-    return False
 
 
 class _Reader:
@@ -78,7 +62,7 @@ class _Reader:
             for body in operation.bodies[name == "while" :]:  # a while loop's condition makes no values
                 given = {inner: operands[outer] for inner, outer in operation.entering(body)}
                 inputs = [given.get(value, _NONE) for value in body.inputs]
-                found.append(self.read(body, inputs, in_loop=in_loop or name in ("scan", "while")))
+                found.append(self.read(body, inputs, in_loop=in_loop or operation.is_loop))
             return [_NONE.union(*each) for each in zip(*found)] if len(found[0]) == count else [_NONE] * count
         carried = _NONE.union(*operands.values()) if name in _LINEAR else _NONE
         if in_loop and (again := carried & frozenset(self.cast(operation))):

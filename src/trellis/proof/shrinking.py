@@ -106,7 +106,7 @@ def _model(run: Run, ways: Ways, pos: int, tokens: int) -> Any:
         pos: the new length of a sequence.
         tokens: of a device, where there are to be no more of them than `embed`.
     """
-    model = run.model
+    model: Any = run.model
     has = {field.name for field in dataclasses.fields(model)}.__contains__
     heads, kv_heads = _heads(model, ways)
     each, before = divmod(model.layers, blocks := stacked(model))  # layers of a block, and those that are not stacked
@@ -159,7 +159,7 @@ def _experts(model: Any, ways: Ways) -> dict[str, Any]:
 
 def _heads(model: Any, ways: Ways) -> tuple[int, int]:
     """Heads and key heads: two key heads a device where there are so many, each shared where it is."""
-    keys = getattr(model, "kv_heads", model.heads)
+    keys = model.kv_heads
     groups = model.heads // keys
     small_keys = _kept(keys, ways("kv_heads"), 2)
     small = next(n for n in range(min(groups, 2), groups + 1) if small_keys * n % ways("heads") == 0 or n == groups)

@@ -64,7 +64,7 @@ class MixturePart:
     """The store that validation reads; null has none. Give one to see whether the model learns more than its text."""
 
     def __post_init__(self):
-        if isinstance(self.weight, float):
+        if isinstance(self.weight, int | float):
             at_least(0, weight=self.weight)
         elif not self.weight or [w.step for w in self.weight] != sorted({0, *(w.step for w in self.weight)}):
             raise UserError(

@@ -4,7 +4,7 @@ import textwrap
 from typing import Any
 
 from trellis.run.overrides import leaves
-from trellis.run.schema import fields_of, plain, show, tag_of, variants
+from trellis.run.schema import fields_of, plain, show, tag_field, variants
 
 
 def help_text(value: Any, width: int = 110) -> str:
@@ -20,7 +20,7 @@ def help_text(value: Any, width: int = 110) -> str:
             lines += ["", f"{head}: {fields_of(type(value))[head].doc}"]
         parent, _, last = name.rpartition(".")
         kinds = variants(_type_at(type(value), parent)) if parent else {}
-        if kinds and last == tag_of(next(iter(kinds.values())))[0]:
+        if kinds and last == tag_field(kinds):
             lines += [f"  --{name}  <{' | '.join(kinds)}>  [{now}]", *_others(kinds, now)]
             continue
         lines.append(f"  --{name}  <{show(kind)}>  [{_text(now)}]")
@@ -45,5 +45,7 @@ def _text(now: Any) -> str:
 
 def _others(kinds: dict[str, type], now: str) -> list[str]:
     """The other variants of a union, by their tag, with the names of their fields."""
-    lines = [(tag, ", ".join(name for name in fields_of(cls) if name != tag_of(cls)[0])) for tag, cls in kinds.items()]
+    lines = [
+        (tag, ", ".join(name for name in fields_of(cls) if name != tag_field(kinds))) for tag, cls in kinds.items()
+    ]
     return [f"      {tag} has {names}" for tag, names in lines if tag != now]

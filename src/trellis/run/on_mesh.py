@@ -101,14 +101,14 @@ def _check_attention(run: Run, layout: Layout) -> None:
         near = [n for n in (length // pieces * pieces, -(-length // pieces) * pieces) if n]
         raise UserError(
             "Each device along the mesh axes of positions has two pieces of a sequence, all of one length.",
-            seen=f"data.sequence_length={length} over {_sizes(layout, sliced)}, {pieces} pieces",
+            seen=f"data.sequence_length={length} over {sizes_of(layout, sliced)}, {pieces} pieces",
             where="data.sequence_length",
             fix=f"use --data.sequence_length {' or '.join(map(str, near))}",
         )
     if run.model.heads % ways((*heads, *exchanged)):
         raise UserError(
             "An exchange swaps slices of positions for slices of heads: the mesh axes of both divide the heads.",
-            seen=f"model.heads={run.model.heads} over {_sizes(layout, (*heads, *exchanged))}",
+            seen=f"model.heads={run.model.heads} over {sizes_of(layout, (*heads, *exchanged))}",
             where=f"layout.{exchanged[-1]}",
             fix=f"use --layout.{exchanged[-1]} ring or gather, or sizes of these mesh axes that divide the heads",
         )
@@ -120,15 +120,16 @@ def _check_attention(run: Run, layout: Layout) -> None:
     if kv_heads != heads and (kv_heads != heads[: len(kv_heads)] or not whole):
         raise UserError(
             "Key heads are sliced as query heads are, or less, where each device's query heads read whole key heads.",
-            seen=f"heads={run.model.heads} over {_sizes(layout, heads) or 'nothing'}, "
-            f"kv_heads={run.model.kv_heads} over {_sizes(layout, kv_heads) or 'nothing'}",
+            seen=f"heads={run.model.heads} over {sizes_of(layout, heads) or 'nothing'}, "
+            f"kv_heads={run.model.kv_heads} over {sizes_of(layout, kv_heads) or 'nothing'}",
             where="layout.compute.kv_heads",
             fix=f"use --layout.compute.kv_heads {'/'.join(heads) or repr('')}"
             + ("" if whole or not heads else f", with --model.kv_heads {ways(heads)}"),
         )
 
 
-def _sizes(layout: Layout, axes: Sequence[str]) -> str:
+def sizes_of(layout: Layout, axes: Sequence[str]) -> str:
+    """Mesh axes with their sizes, for messages."""
     return " x ".join(f"{axis}={layout.mesh.shape[axis]}" for axis in axes)
 
 
@@ -154,7 +155,7 @@ def _check_stages(run: Run, layout: Layout) -> None:
                 "The parts of a batch that follow each other through the stages cut every slice of it evenly.",
                 seen=f"pipeline_microbatches={count} of batch_size={rows}"
                 + (f" in each of {run.parts} microbatches" if run.parts > 1 else "")
-                + (f", over {_sizes(layout, over)}" if over else ""),
+                + (f", over {sizes_of(layout, over)}" if over else ""),
                 where="layout.pipeline_microbatches",
                 fix=f"use {_one_of(able)}, or leave it out",
             )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from trellis.errors import UserError, did_you_mean
-from trellis.run.schema import REQUIRED, Field, build, fields_of, members, plain, show, tag_of, variant_in, variants
+from trellis.run.schema import REQUIRED, Field, build, fields_of, members, plain, show, tag_field, variant_in, variants
 
 
 def resolve(
@@ -45,7 +45,7 @@ def merge(kind: Any, base: Any, patch: Any) -> Any:
     """
     tagged = variants(kind)
     if isinstance(patch, str) and patch in tagged:  # `schedule: cosine` is short for `schedule: {kind: cosine}`
-        patch = {_tag(tagged): patch}
+        patch = {tag_field(tagged): patch}
     if not (isinstance(base, Mapping) and isinstance(patch, Mapping)):
         return patch
     before, after = variant_in(kind, base), variant_in(kind, {**base, **patch})
@@ -69,15 +69,11 @@ def leaves(kind: Any, data: Any, path: str = "") -> Iterator[tuple[str, Any, Any
             yield dotted, field.type, inner, field.doc
 
 
-def _tag(tagged: Mapping[str, type]) -> str:
-    return tag_of(next(iter(tagged.values())))[0]
-
-
 def _chooses(kind: Any, data: Any, names: list[str]) -> bool:
     """Whether an option picks the variant of a union: those go first, since other options depend on them."""
     if not names:
         return bool(variants(kind))
-    if variants(kind) and names == [_tag(variants(kind))]:
+    if variants(kind) and names == [tag_field(variants(kind))]:
         return True
     cls = variant_in(kind, data if isinstance(data, Mapping) else {})
     if cls is None or names[0] not in fields_of(cls):
@@ -91,7 +87,7 @@ def _put(kind: Any, data: Any, names: list[str], text: str, option: str, root: A
         return merge(kind, data, read(kind, text))
     head, *rest = names
     if tagged := variants(kind):
-        if [head] == names and head == _tag(tagged):
+        if [head] == names and head == tag_field(tagged):
             return merge(kind, data, {head: text})
     if cls := variant_in(kind, data if isinstance(data, Mapping) else {}):
         if head not in (fields := fields_of(cls)):

@@ -50,10 +50,10 @@ def _said(hint: Any) -> str:
 
 def _docs(cls: type) -> dict[str, str]:
     try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+        (written,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     except (OSError, TypeError, SyntaxError):  # defined where there is no source: a REPL, a frozen application
         return {}
-    docs = {}
+    docs, body = {}, written.body if isinstance(written, ast.ClassDef) else []
     for field, text in zip(body, body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
             if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
@@ -73,6 +73,11 @@ def tag_of(cls: Any) -> tuple[str, str] | None:
             if typing.get_origin(field.type) is Literal and len(values := typing.get_args(field.type)) == 1:
                 return name, values[0]
     return None
+
+
+def tag_field(tagged: Mapping[str, type]) -> str:
+    """The field by which tagged dataclasses say which they are."""
+    return next(tag[0] for cls in tagged.values() if (tag := tag_of(cls)))
 
 
 def variants(kind: Any) -> dict[str, type]:
@@ -203,7 +208,7 @@ def _build_union(kind: Any, data: Any, path: str, origin: Callable[[str], str]) 
     if isinstance(data, Mapping) and tagged:
         if cls := variant_in(kind, data):
             return _build_dataclass(cls, data, path, origin)
-        name = next(tag_of(c) for c in tagged.values())[0]
+        name = tag_field(tagged)
         seen = f"{name}: {shortened(repr(data[name]), 80)}" if name in data else f"no `{name}`"
         fix = did_you_mean(str(data.get(name)), tagged) if name in data else f"write {name}: {' | '.join(tagged)}"
         raise UserError(f"`{path}` says by `{name}` what it is.", seen=seen, where=origin(_join(path, name)), fix=fix)

@@ -29,6 +29,7 @@ from trellis.run.config import Remat, Run
 from trellis.run.layouts import make_layout
 from trellis.run.lengths import as_of_phase
 from trellis.run.on_mesh import check_on_mesh
+from trellis.run.tiles import check_tiles
 from trellis.train.compilation import options_for
 from trellis.train.state import TrainState, abstract_state, new_state
 from trellis.train.step import StepOptions, make_step
@@ -124,7 +125,7 @@ def assemble(
 def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes: int | None) -> Assembled:
     """The same for a run of one length."""
     layout = make_layout(run.mesh, run.layout, devices, model_axes(run.model))
-    check_on_mesh(run, layout, _types(run.model))
+    check_on_mesh(run, layout, model_types(run.model))
     optimizer = make_optimizer(
         run.optimizer,
         run.schedule,
@@ -159,6 +160,9 @@ def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes
             skip_nonfinite=run.skip_nonfinite > 0,
             names_tensors=run.precision.is_narrow,
         )
+        several = options.microbatches > 1 or run.mesh.stage > 1
+        gathered_first = several and options.accumulation == "pending"
+        check_tiles(run, layout, shapes.model, at_rest=not gathered_first)
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
         make = lambda: new_state(make_model, optimizer, run.seed, **kept)
         init = jax.jit(make, out_shardings=shardings)
@@ -185,11 +189,13 @@ def model_axes(config: ModelConfig) -> dict[str, int]:
     >>> model_axes(tiny().model)["kv_heads"]
     2
     """
-    return {name: size for p in parameters(_types(config)) if is_named(p.leaf) for name, size in p.leaf.shape.items()}
+    return {
+        name: size for p in parameters(model_types(config)) if is_named(p.leaf) for name, size in p.leaf.shape.items()
+    }
 
 
 @functools.cache
-def _types(config: ModelConfig) -> LanguageModel:
+def model_types(config: ModelConfig) -> LanguageModel:
     """A model, as types, without a layout."""
     return jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
 
@@ -197,7 +203,7 @@ def _types(config: ModelConfig) -> LanguageModel:
 def _check_parts_of_names(run: Run, model: Any) -> None:
     """Refuses parts of parameters' names that no parameter has, but for those that a run has of itself."""
     known = parameters(model)
-    default = next(f.default for f in dataclasses.fields(Run) if f.name == "weight_decay_exclude")
+    default: Any = next(f.default for f in dataclasses.fields(Run) if f.name == "weight_decay_exclude")
     asked = {"weight_decay_exclude": {*run.weight_decay_exclude} - {*default}}
     asked["precision.exceptions"] = {*run.precision.exceptions}
     asked["precision.products"] = {*run.precision.products}

@@ -25,8 +25,7 @@ def check_marks(remat: Remat, program: Program) -> None:
         remat: what is kept for the backward pass.
         program: the traced step.
     """
-    marks = {op.params["name"] for op in program.walk() if op.name == "name"}
-    known = {mark for mark in marks if not mark.startswith("trellis ")}
+    known = {operation.mark for operation in program.walk()} - {""}
     for name in remat.names:
         if name not in known:
             rule = "What is kept by name is marked so by the model."

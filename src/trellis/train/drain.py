@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -189,8 +190,8 @@ class Drain:
                 self._change.notify_all()
 
 
-def _ready(arrays: Mapping[str, jax.Array]) -> bool:
-    return all(array.is_ready() for array in arrays.values() if isinstance(array, jax.Array))
+def _ready(arrays: Mapping[str, Any]) -> bool:
+    return all(array.is_ready() for array in arrays.values() if hasattr(array, "is_ready"))
 
 
 def _fetch(record: Record, arrays: dict[str, jax.Array]) -> None:

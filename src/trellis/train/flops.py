@@ -7,6 +7,7 @@ from typing import Any
 from trellis.hardware.peak import matmul_peak
 from trellis.hardware.remembered import devices_here, recall, remember
 from trellis.models import FamilyConfig, LanguageModel
+from trellis.models.protocol import value_dim, windows
 from trellis.nn import Role, parameters
 from trellis.nn.attention.pattern import Pattern
 from trellis.train.assemble import Assembled
@@ -47,16 +48,15 @@ def keys_seen(config: FamilyConfig, length: int) -> float:
     """How many keys a query sees in all layers together, in the mean over a sequence.
 
     Args:
-        config: what defines the model; its `windows`, where it has any, say what each layer sees.
+        config: what defines the model.
         length: positions of a sequence.
     """
-    windows: Sequence[int | None] = getattr(config, "windows", (None,) * config.layers)
-    return sum(Pattern(window=window).pairs(length, length) for window in windows) / length
+    return sum(Pattern(window=window).pairs(length, length) for window in windows(config)) / length
 
 
 def attention_width(config: FamilyConfig) -> int:
     """What attention's two products are wide, all heads together: queries' width, and values' where it is another."""
-    return config.heads * (config.head_dim + getattr(config, "value_dim", config.head_dim))
+    return config.heads * (config.head_dim + value_dim(config))
 
 
 def known_peak(devices: Sequence[Any], dtype: str) -> float | None:

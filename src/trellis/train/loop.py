@@ -210,7 +210,7 @@ class _Loop:
         """The step for sequences of a length, and the state for it. What is measured of steps is measured anew."""
         if self._drain is not None:
             self._handle(self._drain.flush(), certain=index)
-            size, length = phase.abstract_batch(index).tokens.shape
+            size, length = phase.abstract_batch(index).shape
             self._note(f"from step {index + 1} on, sequences of {length:,} tokens, {size:,} in a step")
             self._timeline.add("length", index, sequence_length=length, batch_size=size)
             self._pace, self._made = None, 0
@@ -232,7 +232,7 @@ class _Loop:
                 self._saved.wait()
             return state, start, 0
         batches = self._open.enter_context(contextlib.closing(self._feed.batches(start)))
-        asked, phase, step = time.perf_counter(), None, None
+        asked, phase = time.perf_counter(), None
         for index, batch in batches:
             waited = (asked, time.perf_counter())
             made = index + 1

@@ -41,7 +41,7 @@ class Progress:
             self._stream.write("\r\x1b[K" + self._bar)
             self._stream.flush()
         due = self._shown is None or now - self._shown >= self._every
-        if not self._tty and (due or "validation_loss" in line or line["step"] >= self._total):
+        if not self._tty and (due or "validation_loss" in line or int(line["step"]) >= self._total):
             self._shown, self._unshown = now, ""
             self._stream.write(text + "\n")
             self._stream.flush()
@@ -61,10 +61,10 @@ class Progress:
             parts.append(f"{line['bits_per_byte']:.4f} bits/byte")
         if line.get("tokens_per_second") is not None:
             parts.append(f"{count(line['tokens_per_second'])} tok/s")
-        if line.get("mfu") is not None:
+        if (mfu := line.get("mfu")) is not None:
             more = line.get("mfu_noncausal")
             beside = f" ({100 * more:.1f} % non-causal)" if more is not None else ""
-            parts.append(f"MFU {100 * line['mfu']:.1f} %{beside}")
+            parts.append(f"MFU {100 * mfu:.1f} %{beside}")
         if line.get("memory_bytes") is not None:
             parts.append(size(line["memory_bytes"]))
         left = self._left(int(line["step"]))

@@ -40,7 +40,7 @@ def rolled(scales: Scales, met: Scales) -> Scales:
     stays: a scale that is not would make every later step so."""
 
     def one(kept: NamedArray, new: NamedArray) -> NamedArray:
-        new = jnp.where(jnp.isfinite(new.array), new.array, kept.array[..., 0])
-        return kept.with_array(jnp.concatenate([new[..., None], kept.array[..., :-1]], axis=-1))
+        finite = jnp.where(jnp.isfinite(new.array), new.array, kept.array[..., 0])
+        return kept.with_array(jnp.concatenate([finite[..., None], kept.array[..., :-1]], axis=-1))
 
     return {path: one(kept, met[path]) for path, kept in scales.items()}

@@ -12,6 +12,14 @@ from trellis.named.jit import named_jit
 from trellis.nn import Precision
 from trellis.train.scales import no_scales
 
+# What an argument of a step is, by the field of its state that it is in; everything else comes with the batch.
+_KINDS = {"model": "parameters", "optimizer": "optimizer", "average": "optimizer", "scales": "parameters"}
+
+
+def kind_of(path: tuple[str, ...], array: jax.Array) -> str:
+    """What an argument of `step(state, batch)` is, for `trellis.program.trace`: said by its field, not by its name."""
+    return _KINDS.get(path[1], "batch") if path[0] == "0" else "batch"
+
 
 class TrainState(eqx.Module):
     """What a checkpoint holds.

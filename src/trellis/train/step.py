@@ -97,7 +97,7 @@ def batch_loss(
 def _measured_loss(model, batch: Batch, options: StepOptions, key, ahead):
     counted, kind = batch.loss_mask.astype(jnp.float32), options.precision.loss_product(model)
     if model.config.tie_embeddings:
-        model = eqx.tree_at(lambda m: m.unembedding, model, tied(model.unembedding, batch.tokens))
+        model = eqx.tree_at(lambda m: m.unembedding, model, tied(model.unembedding, batch.tokens, kind))
     hidden, measured = model(
         batch.tokens,
         segment_ids=batch.segment_ids,

@@ -16,6 +16,7 @@ from trellis.notation.typeof import short_dtype
 from trellis.program import Program, trace
 from trellis.train.assemble import Assembled
 from trellis.train.pace import tokens_of
+from trellis.train.state import kind_of
 
 
 def machine() -> dict[str, Any]:
@@ -74,7 +75,7 @@ def step_program(assembled: Assembled, step: int = 0) -> Program:
     """A step, traced, which JAX then need not do again: what its ledger and its memory are read from."""
     made = assembled.at(step)
     with made.layout:
-        return trace(made.step, made.abstract, made.abstract_batch(step))
+        return trace(made.step, made.abstract, made.abstract_batch(step), kind_of=kind_of)
 
 
 def sections(assembled: Assembled, memory: Mapping[str, int], ledger: Ledger, tokens: int | None) -> dict[str, Any]:
@@ -122,9 +123,9 @@ def lengths(assembled: Assembled, memory: Mapping[int, Mapping[str, int]]) -> li
         assembled: the run.
         memory: bytes of a step of each phase on a device, by kind, by its first step.
     """
-    found = []
+    found: list[dict[str, int]] = []
     for step, made in assembled.phases().items():
-        size, length = made.abstract_batch(step).tokens.shape
+        size, length = made.abstract_batch(step).shape
         found.append({"step": step, "length": length, "batch_size": size, "memory": sum(memory[step].values())})
     return found if assembled.later else []
 

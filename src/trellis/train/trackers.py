@@ -97,15 +97,15 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases. Without an account it writes offline, into the run's folder. Needs the extra `wandb`.
+    """Weights & Biases. It writes offline, into the run's folder, unless the environment variable WANDB_MODE says
+    otherwise. Needs the extra `wandb`.
 
     Args:
         folder: the run's folder, whose name becomes the run's. A resumed run goes on under the same id.
         config: the resolved run, as plain values.
-        mode: `offline`, `online`, or None for what the environment variable WANDB_MODE says, offline by default.
     """
 
-    def __init__(self, folder: Path, config: Mapping[str, Any] | None = None, mode: str | None = None):
+    def __init__(self, folder: Path, config: Mapping[str, Any] | None = None):
         wandb = _need("wandb", "wandb")
         id_file = folder / "wandb-id"
         if not id_file.exists():
@@ -118,7 +118,7 @@ class WandB:
             config=dict(config or {}),
             id=id_file.read_text().strip(),
             resume="allow",
-            mode=mode or os.environ.get("WANDB_MODE", "offline"),
+            mode=os.environ.get("WANDB_MODE", "offline"),
         )
 
     def log(self, line: Line) -> None:

@@ -17,8 +17,11 @@ from trellis.nn.attention import splash
 from trellis.nn.attention.dispatch import AttentionError
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.reference import reference_attention
+from trellis.nn.attention.sharded import placement_of
+from trellis.nn.attention.sliced.attention import sliced_attention
 from trellis.nn.attention.sliced.tile import Tile
-from trellis.nn.attention.splash import SplashTiles, splash_attention, splash_kernel
+from trellis.nn.attention.sliced.whole import Whole
+from trellis.nn.attention.splash import SplashTiles
 
 POS, HEADS, KV_HEADS, HEAD_DIM = 256, 4, 2, 128
 
@@ -36,7 +39,7 @@ def test_splash_computes_the_reference(monkeypatch, window, documents, cap, bloc
     ids = jnp.arange(POS)[None] // 90
     pair = (ids, ids) if documents else None
     pattern, scale = Pattern(window=window), HEAD_DIM**-0.5
-    kernel = splash_kernel(HEADS, POS, POS, pattern=pattern, logit_softcap=cap, save_name=None, interpret=True)
+    whole = Whole(SplashTiles(scale=scale, logit_softcap=cap, interpret=True), pattern)
 
     def total(function):
         def call(q, k, v):
@@ -46,7 +49,7 @@ def test_splash_computes_the_reference(monkeypatch, window, documents, cap, bloc
         return jax.jit(jax.grad(call, (0, 1, 2), has_aux=True))(q, k, v)
 
     with jax.numpy_dtype_promotion("standard"):
-        seen = total(lambda q, k, v: splash_attention(q, k, v, pair, kernel, pattern=pattern, scale=scale))
+        seen = total(lambda q, k, v: sliced_attention(placement_of(q, k, v, pair), whole, q, k, v, pair))
     wanted = total(
         lambda q, k, v: reference_attention(q, k, v, pair, pattern=pattern, scale=scale, logit_softcap=cap, upcast=True)
     )
@@ -57,26 +60,30 @@ def test_splash_computes_the_reference(monkeypatch, window, documents, cap, bloc
 @pytest.mark.slow
 @pytest.mark.parametrize("causal, ahead, documents", [(True, 0, True), (True, 128, False), (False, 0, True)])
 def test_a_long_tiles_gradient_in_pieces_of_its_keys(monkeypatch, causal, ahead, documents):
-    """Each piece by one kernel: of one block of keys here, and in what it is compared with of all of them."""
+    """Each piece by one kernel: of one block of keys here, and in what it is compared with of all of them.
+
+    Where a tile is seen whole a block has twice as many keys, in two halves, and the tile is one piece.
+    """
     tile = Tile(384, 384 + ahead if causal else 256, Pattern(causal=causal), ahead)
     made = jax.random.split(jax.random.key(0), 4)
     q, d_out = (0.5 * jax.random.normal(key, (2, HEADS, tile.queries, HEAD_DIM)) for key in made[:2])
     k, v = (0.5 * jax.random.normal(key, (2, KV_HEADS, tile.keys, HEAD_DIM)) for key in made[2:])
     ids = tuple(jnp.tile((jnp.arange(size) + first) // 200, (2, 1)) for size, first in ((384, ahead), (tile.keys, 0)))
-    kernels = SplashTiles(scale=HEAD_DIM**-0.5, interpret=True)
+    kernels = SplashTiles(scale=HEAD_DIM**-0.5, widest=(128, 128 if causal else 256), interpret=True)
 
     def gradients():
         splash._table.cache_clear()
         pair = ids if documents else None
         out, log_sum = kernels.forward(tile, q, k, v, pair)
-        return len(splash._pieces(tile, 512)), kernels.backward(tile, q, k, v, pair, out, log_sum, d_out)
+        gradients = kernels.backward(tile, q, k, v, pair, kernels.known(out, d_out), log_sum, d_out)
+        return len(splash._pieces(tile, 512, kernels.widest)), gradients
 
     whole, wanted = gradients()
-    for name, value in (("BLOCK", 128), ("LARGE_BLOCK", 128), ("MANY", 1)):
+    for name, value in (("BLOCK", 128), ("LARGE_BLOCK", 128), ("MANY", 1), ("WIDE_ROW", 512)):
         monkeypatch.setattr(splash, name, value)
     pieces, found = gradients()
     splash._table.cache_clear()
-    assert (whole, pieces) == (1, tile.keys // 128)
+    assert (whole, pieces) == (1, tile.keys // kernels.widest[1])
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
 

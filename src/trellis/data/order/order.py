@@ -44,6 +44,12 @@ class Shuffle:
             )
 
     @property
+    def rows(self) -> int:
+        """Rows of a window."""
+        assert self.block is not None  # all rows are one window
+        return self.block * self.window
+
+    @property
     def needs_all_rows(self) -> bool:
         """Whether the order depends on how many rows there are."""
         return not self.in_order
@@ -88,7 +94,7 @@ def windowed(within: np.ndarray, num_rows: int | None, seed: int, epoch: int, sh
     `num_rows` may be None (not known yet) where the shuffle keeps blocks in order and the positions lie in whole
     windows.
     """
-    block, window = shuffle.block, shuffle.block * shuffle.window
+    block, window = shuffle.rows // shuffle.window, shuffle.rows
     out = np.empty_like(within)
     whole = None if num_rows is None else num_rows // block * block
     blocks = None if shuffle.in_order or not whole else Permutation(whole // block, derive_key(seed, epoch, _BLOCKS))
@@ -105,7 +111,7 @@ def windowed(within: np.ndarray, num_rows: int | None, seed: int, epoch: int, sh
         if blocks is not None:
             rows[inside] = blocks(rows[inside] // block) * block + rows[inside] % block
         out[here] = rows
-    if whole is not None and whole < num_rows:
+    if num_rows is not None and whole is not None and whole < num_rows:
         tail = within >= whole
         out[tail] = whole + Permutation(num_rows - whole, derive_key(seed, epoch, _WINDOW, -1))(within[tail] - whole)
     return out

@@ -40,7 +40,7 @@ class Store(TokenStore):
     """
 
     def __init__(self, url: str, *, growing: bool = False, check: bool | None = None, keep: int = 0):
-        self._folder, self._growing, self._check_wanted, self._keep = open_folder(url), growing, check, keep
+        self._folder, self._check_wanted, self._keep = open_folder(url), check, keep
         self.url = self._folder.url
         self._tokenizer = None
         self.refresh()

@@ -176,7 +176,7 @@ class ArrayReader:
             raise self._damaged(index, f"{len(data):,} of bytes {start * size:,} to {stop * size:,}")
         return np.frombuffer(data, self._stored)
 
-    def _fetch(self, index, start=None, stop=None):
+    def _fetch(self, index, start=0, stop=None):
         try:
             return self._folder.read(f"{self.name}/c/{index}", start, stop)
         except FileNotFoundError as error:

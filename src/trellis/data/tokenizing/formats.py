@@ -4,6 +4,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from trellis.data.blocks import BLOCK_BYTES, PIECE_BYTES, Block
 from trellis.data.tokenizing.streams import Stream, plain_name
@@ -120,11 +121,11 @@ def _is_json(line):
         return False
 
 
-def in_blocks(records, name, position, raw, size=lambda record: len(str(record))):
+def in_blocks(records, name, position, raw):
     batch, held = [], 0
     for record in records:
         batch.append(record)
-        held += size(record)
+        held += len(str(record))
         if held >= BLOCK_BYTES:
             yield Block("records", batch, name, position + 1, (position + len(batch), position + len(batch) + 1), raw())
             position += len(batch)
@@ -173,7 +174,8 @@ def tar_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
     import tarfile
 
     def records(stream):
-        key, record = None, {}
+        key: str | None = None
+        record: dict[str, Any] = {}
         raw = _Raw(stream)
         with tarfile.open(fileobj=raw, mode="r|") as tar:
             for member in tar:
@@ -185,7 +187,7 @@ def tar_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
                 if found != key:
                     if record:
                         yield record
-                    key, record = found, {"__key__": found}
+                    key, record = found, dict[str, Any](__key__=found)
                 data = tar.extractfile(member).read()
                 try:
                     if suffix == "json":

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from trellis.data.blocks import Block
 from trellis.data.tokenizing.formats import in_blocks
@@ -20,7 +21,7 @@ class DatasetSource:
         field: the field that holds the text.
     """
 
-    dataset: object
+    dataset: Any
     name: str
     field: str | None = None
     separator = None
@@ -52,7 +53,7 @@ class DatasetSource:
         yield from in_blocks(iter(dataset), self.name, start[0], lambda: 0)
 
 
-def dataset_source(spec: str, *, field: str | None = None, streaming: bool = True) -> DatasetSource:
+def dataset_source(spec: str, *, field: str | None = None) -> DatasetSource:
     """The dataset called NAME[:CONFIG][@SPLIT]: of the hub, or a folder that `save_to_disk` wrote.
 
     Raises:
@@ -75,7 +76,7 @@ def dataset_source(spec: str, *, field: str | None = None, streaming: bool = Tru
             dataset = stored[split] if isinstance(stored, datasets.DatasetDict) else stored
         else:
             path, _, config = name.partition(":")
-            dataset = datasets.load_dataset(path, config or None, split=split, streaming=streaming)
+            dataset = datasets.load_dataset(path, config or None, split=split, streaming=True)
     except Exception as error:
         raise UserError(
             "A dataset is a folder of save_to_disk or a dataset of the Hugging Face hub.",

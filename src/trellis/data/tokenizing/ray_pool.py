@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from trellis.data.blocks import Block, Encoded, Job
 from trellis.data.tokenizing.pool import IN_FLIGHT, in_order
@@ -21,6 +22,7 @@ class RayPool:
     def __init__(self, job: Job, workers: int | None = None):
         try:
             import ray
+            import ray.exceptions
         except ImportError as error:
             raise UserError(
                 "Tokenizing across machines needs Ray.",
@@ -35,7 +37,7 @@ class RayPool:
         self.workers = workers or int(ray.cluster_resources().get("CPU", 1))
         job_reference = ray.put(job)
         remote = ray.remote(num_cpus=1)(_RayEncoder)
-        self._actors = [remote.remote(job_reference) for _ in range(self.workers)]
+        self._actors: list[Any] = [remote.remote(job_reference) for _ in range(self.workers)]
         self._turns = itertools.cycle(self._actors)
 
     def encode(self, blocks: Iterable[Block]) -> Iterator[tuple[Block, Encoded]]:

@@ -124,7 +124,7 @@ def find_files(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> tuple[
         raise UserError(
             "A corpus has at least one file.",
             seen="none",
-            where=", ".join(map(os.fspath, paths)) or "no path given",
+            where=", ".join(os.fspath(path) for path in paths) or "no path given",
             fix="give files, folders or patterns that exist",
         )
     return tuple(found)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from trellis._compat import bind, scan_counts, within_equation
@@ -132,7 +133,7 @@ def _constants(closed: ClosedJaxpr):
 
 def _plain(x):
     """A constant without the mesh that it was made on, along with its type."""
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         raise DeviceViewError(
             "A pipeline's stages are given all arrays that they read as arguments.",
             seen=f"an array {jax.typeof(x).str_short()} that a function brings along",
@@ -166,7 +167,7 @@ _CALLS = frozenset("jit pjit closed_call core_call remat2 checkpoint custom_jvp_
 def _bound(equation: JaxprEqn, args: list) -> list:
     params = rules.without_sharding(equation.primitive.get_bind_params(equation.params))
     if "out_avals" in params:  # a kernel's, which say on which mesh they are
-        params["out_avals"] = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in params["out_avals"])
+        params["out_avals"] = tuple(ShapedArray(x.shape, x.dtype) for x in params["out_avals"])
     out = bind(equation.primitive, args, params)
     return list(out) if equation.primitive.multiple_results else [out]
 

@@ -129,7 +129,7 @@ class _Check:
         """Through the bodies of a loop, of branches, or of a call that does not take its operands as they are."""
         name, outs = operation.name, None
         known = dict(zip(operation.operands, operands, strict=True))
-        loop, typed = name in ("scan", "while"), any(map(_typed, operation.operands))
+        loop, typed = operation.is_loop, any(map(_typed, operation.operands))
         for body in operation.bodies:
             entering = operation.entering(body)
             given = [known[outer] for _, outer in entering] or [Held()] * len(body.inputs)

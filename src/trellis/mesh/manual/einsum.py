@@ -94,7 +94,7 @@ def parse_einsum(text: str, verb: str = "einsum") -> tuple[list[Shape], Shape]:
 
 def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
     """The product must be one that devices do on their own; gives the axes along which its result is pending."""
-    slices: dict[str, tuple[tuple[str, ...], Shape]] = {}
+    slices: dict[str | int, tuple[tuple[str, ...], Shape]] = {}
     for shape in lefts:
         if shape.pending:
             settled = Shape(shape.dims, (), shape.copied, shape.ellipsis)
@@ -147,9 +147,9 @@ def _check(lefts: list[Shape], result: Shape, where: str) -> tuple[str, ...]:
     return pending
 
 
-def one_axis_one_name(lefts: list[Shape], where: str) -> dict[str, str]:
+def one_axis_one_name(lefts: list[Shape], where: str) -> dict[str, str | int]:
     """A mesh axis slices one name in an operation; gives the name of each. NotationError: it slices two."""
-    owner: dict[str, str] = {}
+    owner: dict[str, str | int] = {}
     for shape in lefts:
         for dim in shape.dims:
             for axis in dim.axes:

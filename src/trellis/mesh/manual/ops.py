@@ -17,10 +17,11 @@ from trellis.mesh import permute as _permute
 from trellis.mesh.linear import linear
 from trellis.notation import Shape
 from trellis.notation.binding import live, partly_manual
+from trellis.program.reading import OWN_MARK
 
 Axes = tuple[str, ...]
 
-_PENDING, _SETTLED = "trellis pending ", "trellis settled "
+_PENDING, _SETTLED = f"{OWN_MARK}pending ", f"{OWN_MARK}settled "
 
 
 def mark_pending(x, axes: Axes, shape: Shape | None = None):
@@ -47,10 +48,8 @@ def _settle(x, axes: Axes):
 
 def marked(name: str) -> tuple[frozenset[str], frozenset[str]]:
     """The mesh axes along which a name begins and ends a pending sum; empty for names that are not these marks."""
-    return tuple(
-        frozenset(name.removeprefix(mark).split()) if name.startswith(mark) else frozenset()
-        for mark in (_PENDING, _SETTLED)
-    )
+    axes = lambda mark: frozenset(name.removeprefix(mark).split() if name.startswith(mark) else ())
+    return axes(_PENDING), axes(_SETTLED)
 
 
 def without_single_axes(x):

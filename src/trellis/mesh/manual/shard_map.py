@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer, eval_jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from trellis.mesh.manual.check import check_pending, met_line
@@ -95,7 +96,7 @@ class _Call:
         self.fn, self.signature, self.name, self.mesh, self.asked = fn, signature, name, mesh, axes
         self.hints = hints_of(fn)
         self.bindings = Bindings(name)
-        self.rebuild = None
+        self.rebuild: Callable | None = None
 
     def run(self, args, kwargs):
         bound = self.signature.bind(*args, **kwargs)
@@ -146,6 +147,7 @@ class _Call:
                 f"JAX's types carry pending sums and copies on explicit mesh axes only, got ({mesh_text(self.shape)}) "
                 f"with auto ones, in `{self.name}`: make the mesh without axis_type, or use jax.lax.psum inside"
             ) from error
+        assert self.rebuild is not None  # the body has been traced
         return self.rebuild(grouped)
 
     # Before.
@@ -281,7 +283,7 @@ class _Call:
             )
         whole = spec_of([()] * len(array.shape))
         place = lambda spec: spec if self.mesh is None else NamedSharding(self.mesh, spec)
-        array = jax.reshard(array, place(whole)) if isinstance(array, jax.core.Tracer) else array
+        array = jax.reshard(array, place(whole)) if isinstance(array, Tracer) else array
         return jax.reshard(array, place(spec))
 
     def without_single_axes(self, array):
@@ -344,7 +346,7 @@ class _Call:
             read = Program(traced.jaxpr)
             pending = check_pending(read, self.bindings)
             lie = check_slices(read, [_sliced(spec, x.ndim) for spec, x in zip(specs, slices)], self.bindings)
-            arrays = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *slices)
+            arrays = eval_jaxpr(traced.jaxpr, traced.consts, *slices)
             typed = [leaf for leaf in out["leaves"] if leaf.kind is not None]
             for leaf, dims in zip(typed, lie, strict=True):
                 self.check_result(leaf)

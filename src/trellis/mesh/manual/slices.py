@@ -110,7 +110,7 @@ class _Check:
             body: [known[outer] for _, outer in operation.entering(body)] or [_unknown(v) for v in body.inputs]
             for body in operation.bodies
         }
-        if operation.carries is not None:
+        if operation.is_loop:
             return self.loop(operation, given)
         outs: list[Dims] = []
         for body, dims in given.items():

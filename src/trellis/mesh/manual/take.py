@@ -18,11 +18,11 @@ def take_plain(text: str, table, ids):
 
     Each device looks up its own positions in the rows that it has, and nothing is moved: the rows are partial sums
     over the mesh axes that slice the dimension looked up. Negative positions count from the end; outside they read
-    zeros.
+    zeros. Names that both have are aligned: `"batch/d vocab/m, batch/d -> batch/d +m"` is one value of each row.
 
     Args:
-        text: the table's shape, the positions' shape, `->`, and the result's: the positions' names stand in the place
-            of the one that is looked up.
+        text: the table's shape, the positions' shape, `->`, and the result's: the names that only the positions have
+            stand in the place of the one that is looked up.
         table: a plain array.
         ids: a plain array of whole numbers.
 
@@ -51,7 +51,16 @@ def take_plain(text: str, table, ids):
         )
     (name,) = gone
     i = rows.dims.index(name)
-    right = Shape((*rows.dims[:i], *positions.dims, *rows.dims[i + 1 :]), tuple(sorted(name.axes)))
+    rest = (*rows.dims[:i], *rows.dims[i + 1 :])
+    aligned = tuple(dim for dim in rest if dim.name in positions.names)
+    for dim in aligned:
+        if dim not in positions.dims:
+            raise NotationError(
+                f"a name that the table and the positions share is sliced alike, got '{dim}' and "
+                f"'{positions.dims[positions.names.index(dim.name)]}', in {where}: reshard one of them"
+            )
+    own = tuple(dim for dim in positions.dims if dim not in aligned)
+    right = Shape((*rows.dims[:i], *own, *rows.dims[i + 1 :]), tuple(sorted(name.axes)))
     if right != result:
         raise NotationError(
             f"a lookup moves nothing, and its rows are partial sums over the axes that slice the name looked up, got "
@@ -63,7 +72,13 @@ def take_plain(text: str, table, ids):
         table, ids = (check_slice(x, s, where, mentioned=mentioned) for x, s in zip((table, ids), lefts, strict=True))
         # A copy meets slices: from here on it differs along that axis, and its gradient is summed there.
         table = vary(table, tuple(a for a in rows.copied if a in positions.mesh_axes))
-    return mark_pending(rows_here(table, ids, i, name.axes), name.axes, result) if name.axes else _rows(table, ids, i)
+    lookup = functools.partial(_rows, axis=i)
+    if aligned:
+        words = (tuple(dim.name for dim in dims) for dims in (rows.dims, positions.dims, right.dims))
+        lookup = functools.partial(_aligned_rows, looked_up=name.name, words=tuple(words))
+    if not name.axes:
+        return lookup(table, ids)
+    return mark_pending(rows_here(table, ids, i, name.axes, lookup), name.axes, result)
 
 
 def rows_here(table, ids, axis: int, sliced: tuple[str, ...], lookup=None):
@@ -92,6 +107,21 @@ def rows_here(table, ids, axis: int, sliced: tuple[str, ...], lookup=None):
     here = local < count
     found = rows(table, jnp.where(here, local, 0))
     return jnp.where(here.reshape(()), found, jnp.zeros((), found.dtype))
+
+
+def _aligned_rows(table, ids, looked_up: str, words: tuple[tuple[str, ...], ...]):
+    """Values along one name, in each place of the names that both share; `words` of the table, positions, result."""
+    names, id_names, out = words
+    aligned = [n for n in names if n in id_names and n != looked_up]
+    own = [n for n in id_names if n not in aligned]
+    free = [n for n in names if n not in (*aligned, looked_up)]
+    table = jnp.transpose(table, [names.index(n) for n in (*aligned, looked_up, *free)])
+    ids = jnp.transpose(ids, [id_names.index(n) for n in (*aligned, *own)])
+    rows = functools.partial(_rows, axis=0)
+    for _ in aligned:
+        rows = jax.vmap(rows)
+    made = (*aligned, *own, *free)
+    return jnp.transpose(rows(table, ids), [made.index(n) for n in out])
 
 
 def from_start(ids, size: int):

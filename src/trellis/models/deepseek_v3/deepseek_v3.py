@@ -116,13 +116,6 @@ class DeepseekV3Config:
         """Blocks with experts."""
         return self.layers - self.dense_layers
 
-    @property
-    def attention_weights(self) -> int:
-        """Of one block."""
-        into = self.embed * (self.q_latent + self.kv_latent + self.rope_dim)
-        keys = self.kv_latent * (self.nope_dim + self.value_dim)
-        return into + self.heads * (self.q_latent * self.head_dim + keys + self.value_dim * self.embed)
-
     def init(self, *, key, vocab_multiple: int = 1) -> "DeepseekV3":
         """The model with fresh parameters, its vocabulary padded to a multiple."""
         vocab = Axis("vocab", -(-self.vocab // vocab_multiple) * vocab_multiple)

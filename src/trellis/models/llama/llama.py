@@ -74,7 +74,7 @@ class Attention(eqx.Module):
 
     def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
         q, k, v = dot_each(x, (self.q, self.k, self.v), over="embed")  # "batch pos heads head_dim", or kv_heads
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = save(rotate(q, rope), "query"), save(rotate(k, rope), "key"), save(v, "value")
         out = attention(

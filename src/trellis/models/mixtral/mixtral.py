@@ -8,7 +8,8 @@ Written for one device, in named tensors; a layout makes it parallel. Axes besid
 """
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -63,7 +64,7 @@ class Block(eqx.Module):
     """One layer: attention, then experts, each on a norm and added to the stream."""
 
     attention_norm: RMSNorm
-    attention: eqx.Module
+    attention: Callable[..., NamedArray]
     mlp_norm: RMSNorm
     mlp: Experts
 
@@ -134,5 +135,6 @@ class Mixtral(eqx.Module):
 
     def balanced(self, load: NamedArray) -> "Mixtral":
         """The model with each expert's bias moved towards an even load, of which `f32["layers routes"]` was one."""
-        moved = self.layers.block.balanced(load, self.config.routing.bias_rate)
+        block: Any = self.layers.block
+        moved = block.balanced(load, self.config.routing.bias_rate)
         return eqx.tree_at(lambda model: model.layers.block, self, moved)

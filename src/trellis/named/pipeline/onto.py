@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 from jax import lax
+from jax.core import eval_jaxpr
 from jax.extend.core import JaxprEqn, Literal
 
 
@@ -29,7 +30,7 @@ def onto(totals: list[jax.Array], function: Callable, *args) -> list[jax.Array]:
     scatters = [_scatter(v, makes) for v in jaxpr.outvars]
     read = [[v] if e is None else e.invars[1:] for v, e in zip(jaxpr.outvars, scatters, strict=True)]
     program = jaxpr.replace(outvars=[v for mine in read for v in mine])
-    values = iter(jax.core.eval_jaxpr(program, closed.consts, *jax.tree.leaves(args)))
+    values = iter(eval_jaxpr(program, closed.consts, *jax.tree.leaves(args)))
     found = [[next(values) for _ in mine] for mine in read]
     return [_added(total, e, *mine) for total, e, mine in zip(totals, scatters, found, strict=True)]
 

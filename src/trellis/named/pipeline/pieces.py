@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from trellis.mesh.layout import Layout
@@ -264,8 +265,7 @@ def _live(traced: Traced) -> list[bool]:
 
 
 def _permutes(jaxpr) -> bool:
-    equations = jaxpr.eqns
-    return any(e.primitive.name == "ppermute" or any(map(_permutes, jaxprs_in(e))) for e in equations)
+    return any(e.primitive.name == "ppermute" or any(map(_permutes, jaxprs_in(e))) for e in jaxpr.eqns)
 
 
 def without_dead(traced: Traced) -> Traced:
@@ -273,7 +273,7 @@ def without_dead(traced: Traced) -> Traced:
     jaxpr = traced.closed.jaxpr
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     consts = dict(zip(jaxpr.constvars, traced.closed.consts, strict=True))
-    closed = jax.extend.core.ClosedJaxpr(live, [consts[v] for v in live.constvars if v in consts])
+    closed = ClosedJaxpr(live, [consts[v] for v in live.constvars if v in consts])
     return Traced(closed, traced.out)
 
 

@@ -67,8 +67,13 @@ class CudnnTiles:
     def forward(self, tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids):
         return cudnn_forward(q, k, v, **self._masks(tile, q, ids))
 
-    def backward(self, tile: Tile, q, k, v, ids: Ids, out, log_sum, d_out):
-        return cudnn_backward(q, k, v, out.astype(q.dtype), log_sum, d_out.astype(q.dtype), **self._masks(tile, q, ids))
+    def known(self, out, d_out):
+        return out
+
+    def backward(self, tile: Tile, q, k, v, ids: Ids, known, log_sum, d_out):
+        return cudnn_backward(
+            q, k, v, known.astype(q.dtype), log_sum, d_out.astype(q.dtype), **self._masks(tile, q, ids)
+        )
 
     def _masks(self, tile: Tile, q, ids: Ids) -> dict:
         pattern, seen, causal, window = tile.pattern, None, False, None

@@ -1,11 +1,11 @@
 """The attention function: checks its arguments, picks an implementation, runs it on each device's part."""
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from trellis.errors import TrellisError
 from trellis.mesh.layout import current_layout
-from trellis.mesh.platform import platform_of
+from trellis.mesh.platform import device_kind_of, platform_of
 from trellis.nn.attention.chunked import ChunkedTiles, chunked_attention
 from trellis.nn.attention.cudnn import CudnnTiles, cudnn_attention, cudnn_refuses
 from trellis.nn.attention.pattern import Pattern
@@ -14,9 +14,8 @@ from trellis.nn.attention.sharded import Placement, placement_of
 from trellis.nn.attention.sliced.attention import sliced_attention
 from trellis.nn.attention.sliced.program import Sliced
 from trellis.nn.attention.sliced.whole import Whole
-from trellis.nn.attention.splash import SplashTiles, splash_attention, splash_kernel, splash_refuses
+from trellis.nn.attention.splash import SplashTiles, splash_refuses, widest_blocks
 from trellis.notation import Dim, Shape
-from trellis.notation.state import mode_of
 from trellis.program.said import kernel_work
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "cudnn", "splash")
@@ -97,11 +96,10 @@ def dot_product_attention(
     if place.pos:
         program = _sliced(place, q, k, chosen, **scores)
         return sliced_attention(place, program, q, k, v, segment_ids, sinks, save_name=save_name)
-    if chosen != "reference" and (sinks is not None or (chosen == "cudnn" and q.shape[-1] != v.shape[-1])):
+    in_tiles = sinks is not None or chosen == "splash" or (chosen == "cudnn" and q.shape[-1] != v.shape[-1])
+    if chosen != "reference" and in_tiles:
         whole = Whole(_tiles(chosen, q, scale=float(scale), logit_softcap=logit_softcap, upcast=upcast), pattern)
         return sliced_attention(place, whole, q, k, v, segment_ids, sinks, save_name=save_name)
-    if chosen == "splash":
-        return _splash(place, arrays, pattern, float(scale), logit_softcap, save_name)
     if chosen == "cudnn":
         kernel = lambda q, k, v, ids: cudnn_attention(q, k, v, ids, pattern=pattern, scale=float(scale))
         kernel = _saying(kernel, pattern)
@@ -135,32 +133,11 @@ def _sliced(place: Placement, q, k, chosen: str, *, pattern: Pattern, scale, log
 def _tiles(chosen: str, q, *, scale: float, logit_softcap: float | None, upcast: bool):
     """What computes a tile."""
     if chosen == "splash":
-        return SplashTiles(scale=scale, logit_softcap=logit_softcap)
+        return SplashTiles(scale=scale, logit_softcap=logit_softcap, widest=widest_blocks(device_kind_of(q)))
     if chosen == "cudnn":
         return CudnnTiles(scale=scale)
     chunk = q.shape[1] if chosen == "reference" else None
     return ChunkedTiles(scale=scale, logit_softcap=logit_softcap, upcast=upcast, chunk=chunk)
-
-
-def _splash(place: Placement, arrays, pattern, scale, logit_softcap, save_name):
-    (_, pos, heads, _), key_pos = arrays[0].shape, arrays[1].shape[1]
-    tables = splash_kernel(
-        heads,
-        pos,
-        key_pos,
-        pattern=pattern,
-        logit_softcap=logit_softcap,
-        save_name=save_name,
-        row_bytes=arrays[0].shape[3] * arrays[0].dtype.itemsize,
-        head_shards=place.shards(place.heads),
-    )
-    specs = ()
-    if place.mesh is not None:
-        specs = tables.manual_sharding_spec(NamedSharding(place.mesh, PartitionSpec(place.heads or None, None)))
-        if mode_of(place.mesh) == "explicit":  # constants are replicated, and shard_map wants them as it says
-            tables = jax.tree.map(jax.sharding.reshard, tables, specs)
-    kernel = lambda q, k, v, ids, tables: splash_attention(q, k, v, ids, tables, pattern=pattern, scale=scale)
-    return place.run(_saying(kernel, pattern), arrays, (tables,), (specs,), check=False)
 
 
 def _saying(kernel, pattern: Pattern):

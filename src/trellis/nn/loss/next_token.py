@@ -12,7 +12,7 @@ from trellis.mesh.layout import current_layout
 from trellis.mesh.linear import linear
 from trellis.named import NamedArray, arange, dot, equal, exp, outer, stop_gradient, where
 from trellis.named.backend import on_accelerator
-from trellis.named.narrow import Kind, Narrow
+from trellis.named.narrow import TYPES, Kind, Narrow
 from trellis.named.pair import moved
 from trellis.named.placing import move
 from trellis.nn.loss.formulas import capped, weighed
@@ -71,8 +71,7 @@ def next_token_loss(
             arrays = gradients_together(hidden.array, unembedding.array)
             hidden, unembedding = (n.with_array(a) for n, a in zip((hidden, unembedding), arrays, strict=True))
         hidden = move(hidden, (batch, pos, ()), frozenset(vocab))
-        tiled = narrow is not None and narrow.unembed.scale.ndim
-        in_chunks = bias is None and not tiled and _in_chunks(targets.size, unembedding, batch + pos, vocab)
+        in_chunks = bias is None and _in_chunks(targets.size, unembedding, batch + pos, vocab, kind)
         sides = state_of(unembedding.array).axes if in_chunks else (vocab, ())
         unembedding = move(unembedding, sides, frozenset(batch + pos).difference(*sides))
         if narrow is not None:
@@ -127,7 +126,7 @@ def _mapped(
     return TokenLoss(summed, *(lax.stop_gradient(s) for s in rest))
 
 
-def tied(table: NamedArray, tokens: NamedArray) -> NamedArray:
+def tied(table: NamedArray, tokens: NamedArray, kind: Kind | None = None) -> NamedArray:
     """A table where both of its uses have it: rows of it that are looked up, and the unembedding of the loss.
 
     Moved once for both, its gradients are summed on each device, and over devices once; each use on its own would move
@@ -140,18 +139,19 @@ def tied(table: NamedArray, tokens: NamedArray) -> NamedArray:
     Args:
         table: `"vocab embed"`.
         tokens: `"batch pos"`, those of the batch.
+        kind: of the loss's products, where they are narrow.
     """
     layout = current_layout()
     if layout is None or state_of(table.array).mode != "explicit":
         return table
     batch, pos, vocab, _ = layout.assign(_NAMES)
     table = table.transpose(("vocab", "embed"))
-    if _in_chunks(tokens.size, table, batch + pos, vocab):
+    if _in_chunks(tokens.size, table, batch + pos, vocab, kind):
         return table
     return move(table, (vocab, ()), frozenset(batch + pos).difference(vocab))
 
 
-def _in_chunks(count: int, unembedding: NamedArray, tokens, vocab) -> bool:
+def _in_chunks(count: int, unembedding: NamedArray, tokens, vocab, kind: Kind | None) -> bool:
     """Whether the loss gathers the unembedding in chunks, instead of getting it whole.
 
     On accelerators, of a table that one of its dimensions slices over mesh axes of the tokens, where a device has no
@@ -161,8 +161,9 @@ def _in_chunks(count: int, unembedding: NamedArray, tokens, vocab) -> bool:
         count: of all tokens.
         unembedding: `"vocab embed"`.
         tokens, vocab: the mesh axes that slice them.
+        kind: of narrow products; tiles are not cut into chunks.
     """
-    if not on_accelerator(unembedding.array) or vocab:
+    if kind is not None and TYPES[kind].in_blocks or not on_accelerator(unembedding.array) or vocab:
         return False
     rows, columns = state_of(unembedding.array).axes
     mesh = jax.typeof(unembedding.array).sharding.mesh

@@ -172,7 +172,9 @@ def _mixed(
     if state_of(x.array).mode != "explicit":
         return x.with_array(body(*(a.array for a in (*arrays, *narrow))))
     tokens, partial = (places.batch, places.pos, ()), frozenset(places.partial)
-    slices = [tokens] * 3 + [(places.experts, (), places.mlp)] * 2 + [(places.experts, places.mlp, ())]
+    slices: list[tuple[tuple[str, ...], ...]] = (
+        [tokens] * 3 + [(places.experts, (), places.mlp)] * 2 + [(places.experts, places.mlp, ())]
+    )
     slices += [(places.experts, places.mlp)] * len(added)
     others = frozenset(places.batch + places.pos) - frozenset(places.experts + places.mlp)
     copied = [partial] * 3 + [others] * (3 + len(added))

@@ -164,7 +164,7 @@ def converted(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """As another type: to integers towards zero, within their range, and NaN as 0."""
     if x.dtype.kind == "f" and dtype.kind in "iu":
         info = np.iinfo(dtype)
-        inside = np.clip(np.nan_to_num(np.trunc(x.astype(np.float64)), nan=0.0), info.min, info.max)
+        inside: np.ndarray = np.clip(np.nan_to_num(np.trunc(x.astype(np.float64)), nan=0.0), info.min, info.max)
         # the largest number of 64 bits is no float: the next float above it would overflow
         return np.where(inside >= info.max, info.max, inside.astype(dtype))
     return x.astype(dtype, copy=False)

@@ -87,7 +87,7 @@ class _Walk:
             self.run(called["condition"][0], operands)
             return self.run(called["body"][0], operands)
         if op == "conditional":
-            names = called.get("branch_computations") or [c for (c,) in map(called.get, _BRANCHES)]
+            names = called.get("branch_computations") or [called[branch][0] for branch in _BRANCHES]
             return [self.run(name, [operand]) for name, operand in zip(names, operands[1:])][0]
         rows = self._machine.num_devices if op in _DIFFERS else max(map(_rows, operands), default=1)
         found = self._fresh(self._machine.type(instruction), rows)

@@ -1,6 +1,7 @@
 """Operations that combine elements by a computation of their own: reductions, windows, scatters, maps."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -9,10 +10,10 @@ from trellis.proof.interpreter.moving import Lookup
 from trellis.proof.interpreter.products import Window
 from trellis.proof.interpreter.values import each
 
-Combiner = Callable[..., np.ndarray | tuple]
+Combiner = Callable[..., Any]  # an array, or a tuple of several
 
 
-def summed(x: np.ndarray, axes: tuple[int, ...] | int, combine: Combiner) -> np.ndarray:
+def summed(x: np.ndarray, axes: tuple[int, ...] | int, combine: np.ufunc) -> np.ndarray:
     """One array's elements along axes, combined; sums of floats are made in float64."""
     if combine is np.add and x.dtype.kind == "f":
         return np.add.reduce(x, axes, dtype=np.float64).astype(x.dtype)

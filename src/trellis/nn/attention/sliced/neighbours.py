@@ -51,13 +51,19 @@ class Neighbours:
         return self.queries // 2
 
     @property
+    def reach(self) -> int:
+        """How many positions before its own a query sees."""
+        assert self.pattern.window is not None  # without one, pieces rotate
+        return self.pattern.window - 1
+
+    @property
     def steps(self) -> int:
         """How many pieces before its own a piece sees something of."""
-        return min(-(-(self.pattern.window - 1) // self.piece), 2 * lax.axis_size(self.axes) - 1)
+        return min(-(-self.reach // self.piece), 2 * lax.axis_size(self.axes) - 1)
 
     def needed(self, step: int) -> int:
         """How many positions of a piece are seen from `step` pieces away or further."""
-        count = self.pattern.window - 1 - (step - 1) * self.piece
+        count = self.reach - (step - 1) * self.piece
         return min(self.piece, -(-count // _LANES) * _LANES if self.whole_lanes else count)
 
     def own(self) -> Visit:

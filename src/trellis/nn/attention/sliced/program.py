@@ -67,7 +67,8 @@ class Sliced:
         queries, keys = self._enter(q, k, v, ids)
         axis = self.kernels.axis
         out, d_out = (self._dealt(turned(x, axis), axis) for x in (out, d_out))
-        queries = queries._replace(out=out, log_sum=self._dealt(log_sum, 2), d_out=d_out)
+        known = self.kernels.known(out, d_out)
+        queries = queries._replace(known=known, log_sum=self._dealt(log_sum, 2), d_out=d_out)
         run = self._near_back if self.pattern.window is not None else self._around_back
         d_q, d_k, d_v = run(queries, keys)
         back = lambda d, x: self._keys_leave(d, axis, turned(x, axis))

@@ -104,8 +104,15 @@ class Kernels(Protocol):
         """The result in the queries' type, and the log of the sums, `f32["batch heads pos"]`."""
         ...
 
-    def backward(self, tile: Tile, q, k, v, ids: Ids, out, log_sum, d_out) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The tile's part of the gradients of `q`, `k` and `v`; `out` and `log_sum` are those over all keys."""
+    def known(self, out: jax.Array, d_out: jax.Array) -> jax.Array:
+        """What the gradient needs of the result over all keys, positions along `axis`: itself, or what it is used for.
+
+        That is its product with its own gradient, `f32["batch heads pos"]`, which tiles need not make again.
+        """
+        ...
+
+    def backward(self, tile: Tile, q, k, v, ids: Ids, known, log_sum, d_out) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The tile's part of the gradients of `q`, `k` and `v`; `known` and `log_sum` are of all keys."""
         ...
 
 

@@ -47,12 +47,12 @@ class Queries(NamedTuple):
     Attributes:
         q: the queries.
         ids: `i32["batch pos"]` or None.
-        out, log_sum, d_out: the result over all keys, the log of its sums, and the result's gradient.
+        known, log_sum, d_out: what kernels take of the result over all keys, the log of its sums, and its gradient.
     """
 
     q: jax.Array
     ids: jax.Array | None
-    out: jax.Array | None = None
+    known: jax.Array | None = None
     log_sum: jax.Array | None = None
     d_out: jax.Array | None = None
 
@@ -78,7 +78,7 @@ def visit_back(kernels: Kernels, tile: Tile, entries: Sequence[Entry], queries: 
     q, k, v, ids = _picked(kernels, tile, entries, queries, keys)
     rows = [
         _joined([_cut(x, e.query, tile.queries, dim) for e in entries])
-        for x, dim in ((queries.out, kernels.axis), (queries.log_sum, 2), (queries.d_out, kernels.axis))
+        for x, dim in ((queries.known, kernels.axis), (queries.log_sum, 2), (queries.d_out, kernels.axis))
     ]
     with said(kernels, tile, q, v):
         found = kernels.backward(tile, q, k, v, ids, *rows)

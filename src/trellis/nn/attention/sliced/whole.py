@@ -33,7 +33,8 @@ class Whole:
         like, (tile, arrays) = (q, k, v), self._enter(q, k, v)
         out, d_out = (turned(x, self.kernels.axis) for x in (out, d_out))
         with said(self.kernels, tile, arrays[0], arrays[2]):
-            found = self.kernels.backward(tile, *arrays, ids, out, log_sum, d_out)
+            known = self.kernels.known(out, d_out)
+            found = self.kernels.backward(tile, *arrays, ids, known, log_sum, d_out)
         return tuple(turned(d, self.kernels.axis).astype(x.dtype) for d, x in zip(found, like, strict=True))
 
     def _enter(self, q, k, v):
