@@ -62,13 +62,17 @@ lock: | $(VENV)/bin/python
 clean:
 	rm -rf .venv .cache build .pytest_cache .ruff_cache .hypothesis
 
+# Whether a Python, which may be none, is new enough.
+IS_NEW = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
+
 $(VENV)/bin/python:
-	@test -n "$(PYTHON)" || { echo "Trellis needs Python 3.11 or newer; say which with: make PYTHON=/path/to/python3.11"; exit 2; }
+	@$(or $(PYTHON),false) $(IS_NEW) || { echo "Trellis needs Python 3.11 or newer; say which with: make PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/core.stamp: pyproject.toml $(LOCKED) | $(VENV)/bin/python
+	@$(BIN)/python $(IS_NEW) || { echo "$(VENV) has a Python older than 3.11; remove it, and it is made anew"; exit 2; }
 	@echo "Installing Trellis into $(VENV)"
-	$(INSTALL) '.$(GPU)'
+	$(INSTALL) '.$(GPU)' || { echo "pip did not install Trellis, and says why above; it needs a package index that it reaches"; exit 2; }
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/core.stamp

@@ -148,7 +148,7 @@ def go_through(rows: list[Row], saved: Rows, args: argparse.Namespace, folder: P
         SystemExit: there is no accelerator.
     """
     until = time.time() + 60 * args.minutes
-    options = ["--on", args.on, *["--toy"] * args.toy]
+    options = [*["--toy"] * args.toy, *(["--on", args.on] if args.on else [])]
     for count, row in enumerate(rows, 1):
         known = {line["row"]: line for line in saved.lines}
         before, where = known.get(row.name), f"[{count}/{len(rows)}] {row.name}"
@@ -180,15 +180,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="of the rows; benchmarks/results/accelerator if not given")
     parser.add_argument("--minutes", type=float, default=30.0, help="for this start; a row that does not fit waits")
-    parser.add_argument(
-        "--on", default="1xH200", help="what the search plans for: one device, as `trellis plan` has it"
-    )
+    parser.add_argument("--on", help="what is planned for, as `trellis plan` has it; the device here if not given")
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help="these rows, in the table's spelling")
     parser.add_argument("--again", nargs="+", metavar="NAME", default=[], help="these, although they are saved")
     parser.add_argument("--failed", action="store_true", help="those that failed, too")
     parser.add_argument("--toy", action="store_true", help="at toy sizes, on a CPU")
     args = parser.parse_args()
     folder = (args.folder or HERE / "results" / ("accelerator_toy" if args.toy else "accelerator")).resolve()
+    args.on = args.on or ("1xH200" if args.toy else None)
     rows = all_rows(args.toy, args.on)
     if unknown := {*args.only, *args.again} - {row.name for row in rows}:
         parser.error(f"no such row: {', '.join(sorted(unknown))}; there are: {'; '.join(row.name for row in rows)}")

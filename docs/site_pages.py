@@ -5,11 +5,13 @@ text, since a site has no source tree beside it.
 """
 
 import argparse
+import dataclasses
 import functools
 import importlib
 import inspect
 import posixpath
 import re
+import typing
 from pathlib import Path
 
 from mkdocs.structure.files import File, Files
@@ -39,6 +41,11 @@ does with names and devices:
 
 Where an operation frees a mesh axis and the layout gives it to a name that is left, the result is sliced over it, and
 its gradient is gathered. What a program moves is in its [ledger](../inspect.md); tests hold these lines against it."""
+FIELDS = """# Fields of a run
+
+Every field is a line of YAML and an option of the command line, as in `--model.layers 8`. After its type comes the
+value that it has in `starter`; for kinds that `starter` does not use, the default, if there is one.
+`trellis train RECIPE --help` says the same of any recipe."""
 FACES = re.findall(r"^\| `(trellis[\w.]*)` \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
 
 
@@ -89,7 +96,7 @@ def commands_page() -> str:
 
     parts = ["# Commands\n\nWhat `trellis COMMAND --help` prints."]
     for name, command in sorted(commands().items()):
-        formatter = functools.partial(argparse.HelpFormatter, width=92)
+        formatter = functools.partial(argparse.HelpFormatter, width=84)
         parser = argparse.ArgumentParser(f"trellis {name}", description=command.about, formatter_class=formatter)
         command.arguments(parser)
         parts.append(f"## trellis {name}\n\n```text\n{parser.format_help()}```")
@@ -97,13 +104,60 @@ def commands_page() -> str:
 
 
 def fields_page() -> str:
-    """Every field of a run, with its type, the value that `starter` gives it, and its doc."""
+    """Every field of a run, with its type, the value that `starter` gives it, and its doc; then other kinds' fields."""
     from trellis.recipes.load import RECIPES
-    from trellis.run.help import help_text
+    from trellis.run.help import entries
+    from trellis.run.schema import fields_of, show, tag_of
 
-    text = help_text(RECIPES["starter"](), width=92)
-    intro = "Every field is a line of YAML and an option of the command line; values are those of `starter`."
-    return f"# Fields of a run\n\n{intro}\n\n```text\n{text}\n```\n"
+    run = RECIPES["starter"]()
+    found, fields, shown = entries(run), fields_of(type(run)), {type(run)}
+    parts = [FIELDS]
+    for section in dict.fromkeys(entry.section for entry in found):
+        mine = [entry for entry in found if entry.section == section]
+        if section:
+            parts.append(f"## {section}\n\n{fields[section].doc}")
+            shown |= {type(value) for value in parts_of(getattr(run, section))}
+        parts += [defined(e.name, e.kind, e.now, "<br>".join(e.doc)) for e in mine]
+        for name in [section] if section else [entry.name for entry in mine]:
+            for cls in kinds_in(fields[name].type):
+                if cls not in shown:
+                    shown.add(cls)
+                    title = tag[1] if (tag := tag_of(cls)) else cls.__name__
+                    parts.append(f"### {title}\n\n{inspect.getdoc(cls)}")
+                    its = [f for f in fields_of(cls).values() if not tag or f.name != tag[0]]
+                    parts += [defined(f.name, show(f.type), default_of(f), f.doc) for f in its]
+    return "\n\n".join(parts) + "\n"
+
+
+def defined(name: str, kind: str, now: str, doc: str) -> str:
+    """A field as an entry of a list of definitions."""
+    value = f" &ensp;`{now}`" if now else ""
+    return f"`{name}` &ensp;*{kind}*{value}\n:   {doc}"
+
+
+def default_of(field) -> str:
+    """The value of a field that nobody sets, as text; "" where it has to be set, or has fields of its own."""
+    from trellis.run.help import text_of
+    from trellis.run.schema import REQUIRED, plain
+
+    value = field.default
+    return "" if value is REQUIRED or dataclasses.is_dataclass(value) else text_of(plain(value))
+
+
+def kinds_in(kind) -> list[type]:
+    """The dataclasses in a type: of a union, of a list's elements, and of their fields."""
+    from trellis.run.schema import fields_of
+
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return [kind, *(cls for field in fields_of(kind).values() for cls in kinds_in(field.type))]
+    return [cls for part in typing.get_args(kind) for cls in kinds_in(part)]
+
+
+def parts_of(value) -> list:
+    """A configuration and those in it."""
+    if not dataclasses.is_dataclass(value):
+        return []
+    return [value, *(part for f in dataclasses.fields(value) for part in parts_of(getattr(value, f.name)))]
 
 
 def operations() -> dict[str, list[str]]:

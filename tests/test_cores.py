@@ -25,3 +25,10 @@ def test_a_part_of_a_machine_keeps_its_own_measurements(monkeypatch):
         monkeypatch.setattr(cores, "_QUOTA", cores.Path("/nowhere"))
         kept.add(devices_here(jax.devices()[:1]))
     assert len(kept) == 2
+
+
+def test_a_machine_is_crowded_by_more_programs_than_it_has_cores(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    for load, crowded in ((2.9, False), (3.1, True)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0), raising=False)
+        assert cores.is_crowded() == crowded

@@ -76,3 +76,14 @@ end_at_once_on_interrupt(3)
 """
     end = ended(program)
     assert (end.returncode, end.stdout, end.stderr) == (3, "done\n", "")
+
+
+def test_a_command_ends_although_a_thread_waits_for_ever():
+    program = """
+import threading
+from trellis.interrupts import end_within
+
+threading.Thread(target=threading.Event().wait).start()
+end_within(0.1, 3)
+"""
+    assert ended(program).returncode == 3

@@ -28,7 +28,14 @@ SIZES = ("84m", "270m", "540m", "1b", "2b")
 # The recipes with their own data's documents unmasked, as the published runs have it.
 PLAIN = {"data.mask_documents": "false"}
 # What recipes of eight devices need on one of 80 GB.
-ALONE = {"1b": {"remat.policy": "saved"}, "2b": {"remat.policy": "saved", "microbatches": "2"}}
+ALONE = {
+    "270m": {"microbatches": "2"},
+    "540m": {"microbatches": "2"},
+    "1b": {"microbatches": "4"},
+    "2b": {"remat.policy": "saved", "microbatches": "2"},
+}
+# Sequences of a step of the explicit trainer, which has no microbatches, where a preset's 64 need more than 80 GB.
+FEWER = {"1b": 32, "2b": 32}
 SMALL_LLAMA = {
     "model.vocab": "256", "model.embed": "64", "model.layers": "1", "model.heads": "4", "model.kv_heads": "2",
     "model.head_dim": "16", "model.mlp": "128", "data.sequence_length": "64", "batch_size": "4",
@@ -72,7 +79,7 @@ def checks(toy: bool) -> list[Row]:
     ]
 
 
-def planned(size: str, toy: bool, on: str) -> Row:
+def planned(size: str, toy: bool, on: str | None) -> Row:
     """The planner's search for one device, over batches and types at rest; on the host's CPU."""
     recipe, options = ("llama_1b", PLAIN) if size == "1b" else ("llama_8b", PLAIN | {"data.sequence_length": "4096"})
     given = {"recipe": recipe, "options": options | (SMALL_LLAMA if toy else {}), "on": on}
@@ -96,20 +103,21 @@ def recipe(size: str) -> Row:
 
 
 def explicit(size: str, toy: bool) -> Row:
-    """A step of `examples/explicit_train.py`."""
-    return Row(name=f"explicit {size}", work="train_explicit", given={"preset": "tiny" if toy else size})
+    """A step of `examples/explicit_train.py`, of as many sequences as one device has room for."""
+    given = {"preset": "tiny" if toy else size, "rows": None if toy else FEWER.get(size)}
+    return Row(name=f"explicit {size}", work="train_explicit", given=given)
 
 
-def all_rows(toy: bool, on: str) -> list[Row]:
+def all_rows(toy: bool, on: str | None) -> list[Row]:
     """Every row, in the order of worth.
 
     Args:
         toy: at sizes that a CPU does in seconds, one of each kind.
-        on: the hardware that is planned for, as in "1xH200".
+        on: the hardware that is planned for, as in "1xH200"; None is the device that the row `machine` found.
     """
     attention = [(2, 64, 4, 2, 16)] if toy else [(64, 1024, 16, 16, 128), (8, 4096, 32, 8, 128), (4, 8192, 32, 8, 128)]
     loss = [(128, 32, 96)] if toy else [(65_536, 2048, 32_768), (16_384, 4096, 128_256)]
-    torch = SMALL_LLAMA if toy else {}
+    torch = SMALL_LLAMA if toy else {"batch_size": "16"}  # it keeps every activation, and has no microbatches
     alone = [
         Row(name="attention alone", work="attention_alone", given={"shapes": attention}),
         Row(name="loss alone", work="loss_alone", given={"shapes": loss}),

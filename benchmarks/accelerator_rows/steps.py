@@ -18,7 +18,7 @@ from timing import step_times
 
 import trellis as tr
 from trellis.inspect import compiled_memory
-from trellis.plan import local_target, plan_step, quick_plan, search, target
+from trellis.plan import chips, local_target, plan_step, quick_plan, search, target
 from trellis.recipes import load_run
 from trellis.train import CompiledStep, assemble, flops_per_token, known_peak
 
@@ -31,9 +31,17 @@ ROOM = {1: 0.95, 2: 0.75, 3: 0.6}
 
 
 def search_settings(
-    findings: Any, *, recipe: str, options: dict, on: str, batches: tuple[int, ...], types: tuple[str, ...], most: int
+    findings: Any,
+    *,
+    recipe: str,
+    options: dict,
+    on: str | None,
+    batches: tuple[int, ...],
+    types: tuple[str, ...],
+    most: int,
 ) -> None:
-    """The fastest predicted settings of one device that leave it 5, 25 and 40 % of its memory."""
+    """The fastest predicted settings of one device that leave it 5, 25 and 40 % of its memory, or take the least."""
+    on = on or one_of(findings.of("machine")["device"])
     where, candidates = target(on), []
     for params in types:
         for batch in batches:
@@ -46,21 +54,39 @@ def search_settings(
     candidates.sort(key=lambda candidate: -candidate[0])
     chosen: list[tuple] = []
     for room in ROOM.values():
-        fitting = [c for c in candidates if c[1] <= room * where.chip.hbm_bytes and c not in chosen]
-        chosen += fitting[:1]
+        others = [c for c in candidates if c[1] <= ROOM[1] * where.chip.hbm_bytes and not alike(c, chosen)]
+        fitting = [c for c in others if c[1] <= room * where.chip.hbm_bytes]
+        chosen += fitting[:1] or sorted(others, key=lambda candidate: candidate[1])[:1]
     settings = [{"tokens_per_second": speed, "memory": memory, "options": more} for speed, memory, more in chosen]
     findings.tell(recipe=recipe, on=on, planned=len(candidates), settings=settings)
     if not settings:
         raise AssertionError(f"none of {len(candidates)} planned settings fits {on}")
-    said = (f"{_words(s['options'])} ({s['tokens_per_second']:,.0f} tokens/s)" for s in settings)
+    said = (f"{_words(recipe, s['options'])} ({s['tokens_per_second']:,.0f} tokens/s)" for s in settings)
     findings.tell(said=f"{len(candidates)} planned for {on}; {'; then '.join(said)}")
 
 
-def _words(options: dict) -> str:
+def alike(candidate: tuple, chosen: list[tuple]) -> bool:
+    """Whether one of those chosen has the same predicted speed and memory."""
+    return any(candidate[:2] == other[:2] for other in chosen)
+
+
+def one_of(device: str) -> str:
+    """What the planner calls one device of a kind.
+
+    >>> one_of("NVIDIA H100 80GB HBM3"), one_of("NVIDIA A100-SXM4-40GB")
+    ('1xH100', '1xA100-40GB')
+    """
+    known = [(kind, chip.name) for chip in chips().values() for kind in chip.device_kinds if device.startswith(kind)]
+    if not known:
+        raise Missing(f"the planner does not know {device}; --on says what to plan for, as in --on 1xH100")
+    return f"1x{max(known, key=lambda pair: len(pair[0]))[1].upper()}"
+
+
+def _words(recipe: str, options: dict) -> str:
     """What a search chose, in a few words."""
-    remat = options.get("remat.names") or options.get("remat.policy", "saved")
-    parts = options.get("microbatches", "1")
-    return f"batch {options['batch_size']} in {parts}, {options['precision.params']} at rest, keeps {remat}"
+    run = load_run(recipe, options)
+    kept = "every activation" if run.remat.policy == "none" else ", ".join(run.remat.names) or run.remat.policy
+    return f"batch {run.batch_size} in {run.microbatches or 1}, {run.precision.params} at rest, keeps {kept}"
 
 
 def train_found(findings: Any, *, settings: str, rank: int, options: dict | None = None, profile: bool = False) -> None:
@@ -69,7 +95,7 @@ def train_found(findings: Any, *, settings: str, rank: int, options: dict | None
     if len(found["settings"]) < rank:
         raise Missing(f"`{settings}` found {len(found['settings'])} settings that differ")
     chosen = found["settings"][rank - 1]["options"] | (options or {})
-    findings.tell(settings=_words(chosen))
+    findings.tell(settings=_words(found["recipe"], chosen))
     train_recipe(findings, recipe=found["recipe"], options=chosen, profile=profile)
 
 
@@ -96,12 +122,13 @@ def train_recipe(findings: Any, *, recipe: str, options: dict, profile: bool = F
             profile_of(findings, step, program.programs[0].as_text())
 
 
-def train_explicit(findings: Any, *, preset: str) -> None:
-    """The same of the trainer in which every collective stands in the text."""
+def train_explicit(findings: Any, *, preset: str, rows: int | None) -> None:
+    """The same of the trainer in which every collective stands in the text, with the preset's rows or so many."""
     spec = importlib.util.spec_from_file_location("explicit_train", EXPLICIT)
     explicit = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(explicit)
-    model, rows, length, rate = explicit.PRESETS[preset]
+    model, usual, length, rate = explicit.PRESETS[preset]
+    rows = rows or usual
     training = explicit.Training(steps=1000, learning_rate=rate, warmup=100, dtype="bfloat16")
     devices = jax.devices()[:1]
     mesh = tr.make_mesh(devices, data=1, model=1)

@@ -1,4 +1,4 @@
-"""One row of `accelerator.py`, in a process of its own: `work.py FOLDER NAME OUT [--toy] --on TARGET`.
+"""One row of `accelerator.py`, in a process of its own: `work.py FOLDER NAME OUT [--toy] [--on TARGET]`.
 
 What is found is written to OUT as soon as it is there, so that a row that is ended keeps what it had.
 """
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("out", type=Path)
     parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--on", required=True)
+    parser.add_argument("--on")
     args = parser.parse_args()
     if sys.platform == "linux":  # ends with the process that started it, however that ended
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -116,8 +116,8 @@ for name, (sizes, params, compute) in LAYOUTS.items():
         layers, batch = tr.named_jit(model)(jax.random.key(0)), tr.shard(x, "compute")
         value, _ = tr.named_jit(jax.value_and_grad(loss))(layers, batch)
         assert abs(float(value) - alone) < 1e-5
-        print(f"\n{name}: loss {float(value):.7f}; `up` rests as {tr.typeof(layers.block.up)}")
-        print(tr.ledger(jax.value_and_grad(loss), layers, batch))
+        print(f"{name}: loss {float(value):.7f}; `up` rests as {tr.typeof(layers.block.up)}")
+        print(tr.ledger(jax.value_and_grad(loss), layers, batch), "\n")
 
 # %% [markdown]
 # The ledger is made from the types, without compiling. Each row is a collective: over which mesh axes, of what, in

@@ -456,3 +456,12 @@ __all__ = [
     "where",
     "zeros",
 ]
+
+
+def __getattr__(name: str) -> str:
+    """`__version__`, of the distribution that is installed."""
+    if name != "__version__":
+        raise AttributeError(f"module 'trellis' has no attribute '{name}'")
+    from importlib.metadata import version
+
+    return version("trellis")

@@ -2,8 +2,11 @@
 
 import math
 import os
+import sys
 from pathlib import Path
 
+# Of more programs than so many for each core, what is measured is how they share the machine.
+_CROWD = 1.5
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -14,6 +17,16 @@ def usable_cores() -> int:
         return max(1, min(allowed, cores_of_quota(_QUOTA.read_text()) or allowed))
     except OSError:
         return allowed
+
+
+def is_crowded() -> bool:
+    """Whether many more programs want to run on this machine than it has cores, as far as the system says."""
+    if sys.platform == "win32":
+        return False
+    try:
+        return os.getloadavg()[0] > _CROWD * (os.cpu_count() or 1)
+    except OSError:
+        return False
 
 
 def cores_of_quota(quota: str) -> int | None:

@@ -41,6 +41,17 @@ def keep_interrupts(quiet: bool = False) -> None:
     sys.unraisablehook = again
 
 
+def end_within(seconds: float, code: int) -> None:
+    """Ends this process with an exit code after so many seconds, if it has not ended by itself.
+
+    Python waits at its exit for the threads of libraries, and where a checkpoint could not be written some of Orbax's
+    wait for a directory that nobody makes, ten minutes long.
+    """
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+
+
 def end_at_once_on_interrupt(code: int) -> None:
     """From here on Ctrl-C ends this process at once and says nothing: it is ending anyway, with this exit code.
 

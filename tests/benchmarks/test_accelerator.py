@@ -132,15 +132,16 @@ def test_time_in_which_a_device_has_nothing_to_do(tmp_path, accelerator):
 
 
 def test_examples_in_its_docstrings(accelerator):
+    import steps
     import texts
 
-    for module in (accelerator, texts):
+    for module in (accelerator, steps, texts):
         tried = doctest.testmod(module)
         assert tried.attempted and not tried.failed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["1b", "2b", "270m"])
+@pytest.mark.parametrize("size", ["1b", "2b", "270m", "540m"])
 def test_steps_of_recipes_have_room_on_one_device(accelerator, size):
     from accelerator_rows.rows import recipe
 

@@ -81,11 +81,16 @@ class Started:
         deadline = time.monotonic() + LIMIT
         while self.poll() is None:
             if time.monotonic() > deadline:
+                self.signal(signal.SIGUSR1)
+                time.sleep(1)
                 self.signal(signal.SIGKILL)
-                raise Wrong(f"a command hung for {LIMIT:.0f} s")
+                raise Wrong(f"a command hung for {LIMIT:.0f} s: {self._read('err')}")
             time.sleep(0.01)
-        read = lambda name: path.read_text(errors="replace") if (path := Path(self._files[name])).exists() else ""
-        return End(self._code or 0, read("out"), read("err"))
+        return End(self._code or 0, self._read("out"), self._read("err"))
+
+    def _read(self, name: str) -> str:
+        path = Path(self._files[name])
+        return path.read_text(errors="replace") if path.exists() else ""
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -5,6 +5,7 @@ words of the command, the files of its output, and what is to be wrong with its 
 file may have; `jump`, after how many seconds the clock jumps and how far; `slow`, what the disk takes for each file.
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -59,11 +60,13 @@ def main() -> int:
     if request is None:
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.register(signal.SIGUSR1)  # asked for where a command hangs: what its threads are at
     for name, number in (("out", 1), ("err", 2)):
         os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     spoil(**request["world"])
-    return line.main(request["words"])
+    sys.argv[1:] = request["words"]
+    return line.main()
 
 
 if __name__ == "__main__":

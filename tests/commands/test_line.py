@@ -1,9 +1,12 @@
+import runpy
 import subprocess
 import sys
 
 import pytest
 
+import trellis
 from trellis.commands import line
+from trellis.commands.command import called
 from trellis.errors import UserError
 
 
@@ -133,6 +136,22 @@ def test_exit_codes(monkeypatch, capsys):
     monkeypatch.setattr(line, "_run", fail)
     with pytest.raises(ValueError, match="a mistake of ours"):
         line.main(["train"])
+
+
+def test_python_runs_the_package_as_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["trellis", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("trellis", run_name="__main__")
+    assert not ended.value.code and capsys.readouterr().out == f"{trellis.__version__}\n"
+
+
+def test_a_command_that_the_shell_does_not_find_is_told_with_its_path(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / ".venv" / "bin" / "trellis"), "train"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert called() == ".venv/bin/trellis"
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert called() == "trellis"
 
 
 def test_version(capsys):

@@ -222,7 +222,7 @@ def test_a_run_is_paused_before_its_first_step_and_resumed_by_its_folder(run_fil
     assert not read_lines(folder / "metrics.jsonl")
     code, out, err = trellis(capsys, "train", folder, "--until", 2)
     assert code == 0, err
-    assert f"folder   {folder}" in out
+    assert f"folder   {folder}" in out and "paused   after step 2; `trellis train" in out
     assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [1, 2]
     code, _, err = trellis(capsys, "train", folder / "run.yaml", "--run-dir", folder, "--layout.preset", "fsdp")
     assert code == 0 and "resuming after step 2" in err

@@ -85,3 +85,15 @@ def test_a_wheel_runs_in_an_empty_folder(installed, tmp_path):
 
 def test_the_changes_begin_with_this_version():
     assert re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == VERSION
+
+
+@pytest.mark.parametrize(("there", "message"), [(False, "Trellis needs Python 3.11 or newer"), (True, "is made anew")])
+def test_make_refuses_an_older_python_in_a_line(tmp_path, there, message):
+    """One that is named, and one in an environment that is there."""
+    old = tmp_path / "bin" / "python"
+    old.parent.mkdir()
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    named = [f"VENV={tmp_path}"] if there else [f"PYTHON={old}", f"VENV={tmp_path / 'other'}"]
+    done = subprocess.run(["make", "train", *named], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and message in done.stdout and not (tmp_path / "other").exists()

@@ -13,7 +13,9 @@ from tests.proof.mutations import ELSEWHERE, mutations
 from trellis.inspect import Ledger, Row, ledger, structure_of
 from trellis.inspect.groups import axes_of, axes_of_pairs
 from trellis.recipes.load import load_run
+from trellis.run.config import GuardRule
 from trellis.train.assemble import assemble
+from trellis.train.stopping import ProgramDiffers
 from trellis.train.structure import StructureCheck
 from trellis.train.summary import arrays
 
@@ -195,6 +197,14 @@ def test_each_weight_of_a_pass_has_a_gather_of_its_own():
     assert not found(PROGRAM, (ROWS[0], *again, again[0])).right
 
 
+def test_weights_may_be_gathered_once_before_a_loop():
+    rows = [dataclasses.replace(ROWS[1], role="weights", direction="forward", times=2) for _ in range(2)]
+    gather = "f32[16,16]{1,0} all-gather(%all-reduce.1), channel_id=4, replica_groups={{0,2},{1,3}}, dimensions={0}"
+    second = PROGRAM.replace("  ROOT %all-gather.1", f"  %first = {gather}\n  ROOT %all-gather.1")
+    assert found(second, (ROWS[0], *rows)).right
+    assert not found(second, (ROWS[0], *rows, rows[0])).right
+
+
 def test_what_the_types_do_not_decide_is_no_fault():
     assert found(PROGRAM, (*ROWS, dataclasses.replace(ROWS[0], payload=64, note="the compiler chooses"))).right
 
@@ -216,26 +226,35 @@ def test_groups_hold_each_device_once():
 
 def test_a_run_tells_a_fault_and_keeps_the_program(tmp_path):
     batch = SimpleNamespace(tokens=np.zeros((8, 4)))
-    assembled = SimpleNamespace(layout=SimpleNamespace(mesh=MESH), abstract_batch=lambda step: batch)
+    run = SimpleNamespace(guard=GuardRule())
+    assembled = SimpleNamespace(layout=SimpleNamespace(mesh=MESH), abstract_batch=lambda step: batch, run=run)
     assembled.at = lambda step: assembled  # one length of the sequences
     check = StructureCheck(assembled, Ledger(ROWS, dict(MESH.shape)), tmp_path)
     program = lambda text: SimpleNamespace(as_text=lambda: text)
-    told = check(program(PROGRAM), 0)
+    last_good = lambda: "last good checkpoint: here"
+    told = check(program(PROGRAM), 0, last_good)
     assert told.startswith("matched  2 of 2 rows of the ledger are in the 2 collectives of the compiled program (")
     assert check.found[0]["right"] and not (tmp_path / "compiled.hlo").exists()
 
-    wrong = PROGRAM.replace("replica_groups={{0,1},{2,3}}", "replica_groups={{0,3},{1,2}}")
-    told = check(program(wrong), 0)
-    rule = "A compiled step moves what its types say, between the devices along their mesh axes."
+    rule, kept = "A compiled step moves what its types say, between the devices along their mesh axes.", "compiled.hlo"
+    other = PROGRAM.replace("channel_id=1, replica_groups={{0,1},{2,3}}", "channel_id=1, replica_groups={{0,2},{1,3}}")
+    told = check(program(other), 0, last_good)
     assert told.startswith(f"WARNING: {rule}\n  seen:  missing: all-reduce over model of ")
-    assert "not along mesh axes: all-reduce in groups {0,3} {1,2}" in told
-    assert (
-        f"\n  where: {tmp_path / 'compiled.hlo'}\n  fix:   hold its numbers against one device (trellis prove" in told
-    )
-    assert (tmp_path / "compiled.hlo").read_text() == wrong
-    assert not check.found[1]["right"] and len(check.found[1]["faults"]) == 2
+    assert f"\n  where: {tmp_path / kept}\n  fix:   hold its numbers against one device (trellis prove" in told
+    assert (tmp_path / kept).read_text() == other
+
+    wrong = PROGRAM.replace("replica_groups={{0,1},{2,3}}", "replica_groups={{0,3},{1,2}}")
+    with pytest.raises(ProgramDiffers) as error:
+        check(program(wrong), 0, last_good)
+    assert error.value.exit_code == 3 and error.value.rule == rule
+    assert "not along mesh axes: all-reduce in groups {0,3} {1,2}" in error.value.seen
+    assert error.value.where == f"{tmp_path / kept}; last good checkpoint: here"
+    assert (tmp_path / kept).read_text() == wrong
+    assert not check.found[2]["right"] and len(check.found[2]["faults"]) == 2
     assert "not along mesh axes: " in (tmp_path / "ledger.txt").read_text()
-    assert "a compiled program's text has an ENTRY computation" in check(program("HloModule nothing"), 0)
+    run.guard = GuardRule(structure=False)
+    assert check(program(wrong), 0, last_good).startswith(f"WARNING: {rule}\n")
+    assert "a compiled program's text has an ENTRY computation" in check(program("HloModule nothing"), 0, last_good)
 
 
 def test_rows_say_which_parameter_they_move():

@@ -1,5 +1,7 @@
 """Sampling: with a cache as without one, on meshes too, and never from the vocabulary's padding."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,6 +122,22 @@ def test_texts():
     assert "A" not in sample(model, Letters(), "", new_tokens=5)[0]
     (full,) = sample(model, Letters(), "B" * 60, new_tokens=9, sampling=GREEDY)  # of 64 positions
     assert 60 <= len(full) <= 64
+
+
+class Words(Letters):
+    """Letters of which N to Z are A to M with a space before them, as in a byte-level BPE."""
+
+    def encode(self, text):
+        return [ord(c[-1]) - 65 + 13 * (len(c) > 1) for c in re.findall(r" ?[A-M]| ", text)]
+
+    def decode(self, ids):
+        return "".join(" " * (i >= 13) + chr(65 + i % 13) for i in ids)
+
+
+@pytest.mark.slow
+def test_a_prompt_that_ends_in_a_space_goes_on_with_a_token_that_begins_with_one():
+    texts = sample(model_of("gpt2"), Words(), "BED ", new_tokens=5, count=20, sampling=Sampling(temperature=3.0))
+    assert all(re.match("BED [A-M]", text) for text in texts) and len(set(texts)) > 10
 
 
 @pytest.mark.slow

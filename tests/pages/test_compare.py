@@ -49,8 +49,8 @@ def test_what_the_terminal_shows(two):
 
 
 def test_differences_name_what_one_run_lacks(two):
-    (two[0] / "run.yaml").write_text("name: slow\noptimizer: {learning_rate: 0.2, beta: 1}\nbatch_size: 8\n")
-    assert differences([read_folder(folder) for folder in two]) == [("optimizer.beta", ["1", "-"])]
+    (two[0] / "run.yaml").write_text("name: slow\noptimizer: {learning_rate: 0.2, beta: true}\nbatch_size: 8\n")
+    assert differences([read_folder(folder) for folder in two]) == [("optimizer.beta", ["true", "-"])]
 
 
 def test_the_page_has_each_curve_over_steps_tokens_and_time(two):

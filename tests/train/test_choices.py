@@ -69,6 +69,7 @@ def machine(tmp_path, monkeypatch):
     as_calls = lambda times: {value: clock.takes(value, seconds) for value, seconds in times.items()}
     monkeypatch.setattr(choices, "probes", lambda run, rows: {name: as_calls(t) for name, t in kernels.items()})
     monkeypatch.setattr(choices, "work_of", lambda assembled: Work(flops_per_token=1e6, peak_flops=1e9))
+    monkeypatch.setattr(choices, "is_crowded", lambda: False)
 
     def measured(run, steps, cost=1.0, devices=2):
         def trial(assembled):
@@ -98,6 +99,13 @@ def test_what_a_run_leaves_open_is_measured_once_and_kept(machine):
     assert again == found and len(machine.tried) == 3 and "as measured on" in said[0]
     other, _ = machine(dataclasses.replace(LONG, batch_size=16), {})
     assert other.devices == 2 and len(machine.tried) > 3, "another step is measured by itself"
+
+
+def test_what_was_measured_beside_other_programs_is_for_that_run_alone(machine, monkeypatch):
+    monkeypatch.setattr(choices, "is_crowded", lambda: True)
+    found, said = machine(LONG, {(2, 1): 2.0, (2, 2): 2.0, (1, 1): 1.0})
+    assert found.devices == 1 and "1 device, 1 microbatch," in said[-1] and "not kept" in said[-1]
+    assert not recall("choices")
 
 
 def test_what_the_user_set_stays(machine):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import io
+import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from tests.train.small import curve, trellis
 from tests.train.toy import mesh_of, run_of, toy
 from trellis.checkpoints.entries import entries, rebuild
 from trellis.errors import UserError
+from trellis.inspect import Ledger
 from trellis.nn import Precision
 from trellis.recipes import tiny
 from trellis.run.config import GuardRule
@@ -22,7 +25,8 @@ from trellis.train.compilation import CompiledStep
 from trellis.train.digests import digest
 from trellis.train.guard import Guard, replays
 from trellis.train.progress import Progress
-from trellis.train.stopping import CopiesDiffer
+from trellis.train.stopping import CopiesDiffer, ProgramDiffers
+from trellis.train.structure import StructureCheck
 
 LAYOUTS = {
     "data": (LayoutChoice(preset="data"), MeshSizes()),
@@ -31,6 +35,7 @@ LAYOUTS = {
     "hybrid": (LayoutChoice(), MeshSizes(replica=2, data=2, model=2)),
     "auto": (LayoutChoice(preset="tensor", mode="auto"), MeshSizes(data=2, model=4)),
 }
+GROUPS = "replica_groups={{0,3},{1,2}}"  # the devices along no axis of a mesh of two by two
 # Held once: all of the large parameters and their moments, and no part of the state, respectively.
 REPLAYED = {"data": False, "fsdp": True, "tensor": False, "hybrid": False, "auto": False}
 
@@ -149,12 +154,14 @@ def faulty(monkeypatch):
     return at
 
 
-def go(folder, *, whole: bool, **changes):
-    """The toy in a folder, guarded: its outcome."""
+def go(folder, *, whole: bool, compiled=None, said=None, **changes):
+    """The toy in a folder, guarded: its outcome. `compiled` makes of the run what looks at its compiled step."""
     mesh = mesh_of(2, 2)
     run = run_of(8, every=3, **changes)
     with jax.set_mesh(mesh):
-        return loop.train(*toy(mesh, run, whole=whole), folder, progress=Progress(8, stream=io.StringIO()))
+        assembled, feed = toy(mesh, run, whole=whole)
+        look = compiled and compiled(assembled)
+        return loop.train(assembled, feed, folder, progress=Progress(8, stream=said or io.StringIO()), compiled=look)
 
 
 @pytest.mark.slow
@@ -203,6 +210,27 @@ def test_where_nothing_is_copied_a_step_is_made_twice(tmp_path, faulty):
     assert error.value.seen == "step 4 gave two: `params.w1` on device 2"
     assert error.value.where.endswith("step-00000003")
     assert error.value.fix.endswith("or --guard.replay false where steps are random")
+
+
+def test_a_run_ends_at_its_first_step_where_the_program_sums_over_wrong_devices(tmp_path):
+    def wrong(program):
+        text, count = re.subn(r"replica_groups=(\{\{0,1\}|\[2,2\]<=\[4\]).*?(?=, [a-z])", GROUPS, program.as_text())
+        assert count
+        return SimpleNamespace(as_text=lambda: text)
+
+    def look(assembled):
+        check = StructureCheck(assembled, Ledger((), {"data": 2, "model": 2}), tmp_path)
+        return lambda program, *where: check(wrong(program), *where)
+
+    with pytest.raises(ProgramDiffers) as error:
+        go(tmp_path, whole=False, compiled=look)
+    assert error.value.exit_code == 3 and "not along mesh axes: " in error.value.seen
+    assert error.value.where == f"{tmp_path / 'compiled.hlo'}; no checkpoint was written yet"
+    assert "go on with --guard.structure false" in error.value.fix
+    assert not list((tmp_path / "checkpoints").iterdir()) and not curve(tmp_path)
+    said = io.StringIO()
+    assert go(tmp_path, whole=False, compiled=look, said=said, guard=GuardRule(structure=False)).step == 8
+    assert "WARNING: A compiled step moves what its types say" in said.getvalue() and len(curve(tmp_path)) == 8
 
 
 @pytest.mark.slow

@@ -1,8 +1,12 @@
 """What a command is."""
 
 import argparse
+import os
+import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,3 +37,9 @@ class Command:
     def about(self) -> str:
         """What its own help begins with."""
         return self.description or f"{self.summary[0].upper()}{self.summary[1:]}."
+
+
+def called() -> str:
+    """What to type for this command from here: its path, where the shell does not find `trellis`."""
+    by = Path(sys.argv[0])
+    return "trellis" if shutil.which("trellis") or by.name != "trellis" else os.path.relpath(by)

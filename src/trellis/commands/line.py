@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from trellis.commands.command import Command
 from trellis.errors import TrellisError, UserError, did_you_mean
-from trellis.interrupts import end_at_once_on_interrupt, keep_interrupts
+from trellis.interrupts import end_at_once_on_interrupt, end_within, keep_interrupts
 
 if TYPE_CHECKING:
     from trellis.recipes.load import Loaded
@@ -30,6 +30,10 @@ def commands() -> dict[str, Command]:
     return {command.name: command for command in sorted(found, key=lambda command: command.name)}
 
 
+# Seconds that a command which did not succeed has to end, once it has said why.
+_LEFT = 5.0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. What the user can mend is printed without a traceback.
 
@@ -41,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keep_interrupts()
     code = _main(sys.argv[1:])
     end_at_once_on_interrupt(code)
+    if code:
+        end_within(_LEFT, code)
     return code
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from trellis.commands.command import Command
+from trellis.commands.command import Command, called
 from trellis.errors import UserError
 
 if TYPE_CHECKING:
@@ -77,15 +77,17 @@ def execute(args: argparse.Namespace) -> int:
         finally:
             if is_first():
                 _report(folder)
-        if code == 0 and is_first() and args.until is None:
-            print(_NEXT.format(folder=folder))
+        if code == 0 and is_first() and args.until is not None and args.until < run.steps:
+            print(f"paused   after step {args.until}; `{called()} train {folder}` goes on")
+        elif code == 0 and is_first():
+            print(_NEXT.format(trellis=called(), folder=folder))
         return code
 
 
 # Three things to do with a run that has ended.
-_NEXT = """next     trellis generate {folder} --prompt "def "    more text, from a beginning of yours
-         trellis compare {folder} OTHER_RUN    beside a run with another model, rate or batch
-         trellis tokenize texts/*.txt --out stores/mine --train-bpe 4096    your own text, for a run of your own"""
+_NEXT = """next     {trellis} generate {folder} --prompt "def "    more text, from a beginning of yours
+         {trellis} compare {folder} OTHER_RUN    beside a run with another model, rate or batch
+         {trellis} tokenize texts/*.txt --out stores/mine --train-bpe 4096    your own text, for a run of your own"""
 
 _WITHOUT_VALIDATION = """text     all is trained on: whether the model learns more than its text is not measured
          For that tokenize a part of it by itself, and name that store in the run's data, as validation:

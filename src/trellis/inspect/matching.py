@@ -236,17 +236,19 @@ class Stock:
     def take_equal(self, matches: list[Match]) -> None:
         """Copies that an equal one has moved: a weight that another pass has gathered, positions that all layers read.
 
-        In one pass each weight is another one, and needs a gather of its own.
+        In one pass each weight is another one, and needs a gather of its own, in each turn of a loop or once before it.
         """
-        weights: Counter[tuple[Key, str]] = Counter()
+        weights: dict[tuple[Key, str], list[int]] = defaultdict(list)
         for match in matches:
             if match.row.role == "weights":
-                weights[match.key, match.row.direction] += match.row.times
+                weights[match.key, match.row.direction].append(match.row.times)
         for match in matches:
             key = match.key
-            there = sum(item.part.collective.times for item in self.items.get(key, ()))
-            if match.missing and match.row.kind in COPIES and there:
-                short = weights[key, match.row.direction] - there if match.row.role == "weights" else 0
+            runs = [item.part.collective.times for item in self.items.get(key, ())]
+            if match.missing and match.row.kind in COPIES and sum(runs):
+                times = weights[key, match.row.direction] if match.row.role == "weights" else []
+                turns = times[0] // max(runs) if len(set(times)) == 1 and times[0] % max(runs) == 0 else 1
+                short = sum(times) - max(turns, 1) * sum(runs)
                 match.done("an equal one", match.missing - min(max(short, 0), match.missing))
 
     def take_pairs(self, matches: list[Match]) -> None:
@@ -330,11 +332,16 @@ class Stock:
                     match.done("one for all turns of a loop", times)
 
     def take_added(self, matches: list[Match]) -> None:
-        """Numbers that are added before they are summed over devices, where one sum does for several."""
+        """Numbers that are reduced with others before they are reduced over devices, where one does for several.
+
+        That each is reduced over all devices on which it differs, `trellis.inspect.copies` says.
+        """
         for match in matches:
-            key = match.key
-            if match.missing and key.kind == "all-reduce" and key.elements == 1 and key in self.items:
-                match.done("a sum with others", match.missing)
+            kind, axes, elements, _, _ = match.key
+            if match.missing and elements == 1 and kind in ("all-reduce", "maximum", "minimum"):
+                there = (key.axes for key in self.items if (key.kind, key.elements) == (kind, 1) and key.axes <= axes)
+                if frozenset().union(*there) == axes:
+                    match.done("a sum with others", match.missing)
 
     def rest(self) -> Iterator[tuple[Part, int]]:
         """What no row has taken, and how often it runs."""

@@ -70,6 +70,12 @@ class Structure:
         return not (self.missing or self.strange or self.twice or self.extremes or self.apart)
 
     @property
+    def certain(self) -> bool:
+        """Whether what is wrong is more than a row that nothing was found for, which a compiler may do in a way that is
+        not understood."""
+        return bool(self.strange or self.twice or self.extremes or self.apart)
+
+    @property
     def faults(self) -> list[str]:
         """What is wrong, each once."""
         faults = [

@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from trellis import Layout, NamedArray, Stacked, UserError, current_layout, einsum, full, named, named_jit, shard, take
@@ -57,6 +58,9 @@ def sample(
 ) -> list[str]:
     """Texts that begin with the prompt, until the document ends, `new_tokens` are made or all positions are taken.
 
+    Most tokenizers join a space with the word after it, so a model has hardly seen a space that ends a text. A prompt
+    that ends in one is continued from the token before it, by a token that begins with a space.
+
     Under a layout the model may be sliced in any way. All processes of a run call this together.
 
     Args:
@@ -71,7 +75,9 @@ def sample(
     Raises:
         UserError: the prompt takes all positions that the model has.
     """
-    ids = [int(i) for i in tokenizer.encode(prompt)] if prompt else [tokenizer.end_of_document]
+    spaced = _spaced(tokenizer, model.config.vocab) if prompt.endswith(" ") and prompt.strip() else None
+    kept = prompt if spaced is None else prompt[:-1]
+    ids = [int(i) for i in tokenizer.encode(kept)] if prompt else [tokenizer.end_of_document]
     positions = model.config.positions
     if positions is not None and len(ids) < positions:
         new_tokens = min(new_tokens, positions - len(ids))
@@ -82,6 +88,7 @@ def sample(
         sampling=sampling,
         key=jax.random.key(seed),
         stop=tokenizer.end_of_document,
+        first=spaced,
     )
     texts = []
     for row in new:
@@ -90,8 +97,22 @@ def sample(
     return texts
 
 
+def _spaced(tokenizer, vocab: int) -> np.ndarray | None:
+    """Which tokens begin with a space, where some are more than that: `bool_["vocab"]`."""
+    texts = [tokenizer.decode([i]) for i in range(vocab)]
+    joins = any(len(text) > 1 and text[0] == " " and text[1] != " " for text in texts)
+    return np.array([text.startswith(" ") for text in texts]) if joins else None
+
+
 def generate(
-    model: LanguageModel, prompts: list[list[int]], *, new_tokens: int, sampling: Sampling, key, stop: int | None = None
+    model: LanguageModel,
+    prompts: list[list[int]],
+    *,
+    new_tokens: int,
+    sampling: Sampling,
+    key,
+    stop: int | None = None,
+    first: np.ndarray | None = None,
 ) -> list[list[int]]:
     """New tokens after each prompt. Compiled once for prompts of similar length.
 
@@ -102,6 +123,7 @@ def generate(
         sampling: how each is chosen; the padding of a vocabulary never is.
         key: of the choices.
         stop: after this token a row holds only it; generation ends where all rows do.
+        first: the tokens that may come first, `bool_["vocab"]`; None allows all.
 
     Returns:
         `new_tokens` tokens for each prompt.
@@ -131,10 +153,10 @@ def generate(
     rows = jnp.array([p + [0] * (padded - length) for p in prompts], jnp.int32)
     layout = _layout(current_layout(), len(prompts), model.layers.axis.name)
     if layout is None:
-        out = _program(model, rows, jnp.int32(length), key, new_tokens, sampling, stop)
+        out = _program(model, rows, jnp.int32(length), key, new_tokens, sampling, stop, first)
     else:
         with layout:
-            out = _program(model, rows, jnp.int32(length), key, new_tokens, sampling, stop)
+            out = _program(model, rows, jnp.int32(length), key, new_tokens, sampling, stop, first)
     return jax.device_get(out.addressable_data(0)).tolist()
 
 
@@ -151,13 +173,13 @@ def _layout(layout: Layout | None, batch: int, layers: str) -> Layout | None:
     return dataclasses.replace(layout, compute=dict(divides), strict=False, overlap=())
 
 
-def _run(model: LanguageModel, rows, length, key, new_tokens: int, sampling: Sampling, stop: int | None):
+def _run(model: LanguageModel, rows, length, key, new_tokens: int, sampling: Sampling, stop: int | None, allowed):
     """`i32["batch new"]`, on every device."""
     batch, padded = rows.shape
     hidden, cache = _prefill(model, named(rows, "batch pos"), padded + new_tokens)
     last = take(hidden, "pos", length - 1)
     key, first = jax.random.split(key)
-    token = _choose(model, last, first, sampling)
+    token = _choose(model, last, first, sampling, allowed)
     out = jnp.full((batch, new_tokens), 0 if stop is None else stop, jnp.int32).at[:, 0].set(token)
 
     def goes_on(carry):
@@ -243,15 +265,16 @@ def _written(cache: NamedArray, x: NamedArray, at) -> NamedArray:
     return cache.with_array(lax.dynamic_update_slice_in_dim(cache.array, x.array, at, cache.index("key_pos")))
 
 
-def _choose(model: LanguageModel, hidden: NamedArray, key, sampling: Sampling) -> jax.Array:
-    """`i32["batch"]`, the next tokens, the same on every device."""
+def _choose(model: LanguageModel, hidden: NamedArray, key, sampling: Sampling, allowed=None) -> jax.Array:
+    """`i32["batch"]`, the next tokens, the same on every device; of those that are `allowed`, if that is given."""
     logits = einsum(
         "batch embed, vocab embed -> batch vocab", hidden, model.unembedding, preferred_element_type=jnp.float32
     )
     if model.unembedding_bias is not None:
         logits = logits + model.unembedding_bias.astype(jnp.float32)
     whole = logits if current_layout() is None else shard(logits, {})
-    return choose(whole.array[:, : model.config.vocab], key, sampling)
+    each = whole.array[:, : model.config.vocab]
+    return choose(each if allowed is None else jnp.where(allowed, each, -jnp.inf), key, sampling)
 
 
 def choose(logits: jax.Array, key, sampling: Sampling) -> jax.Array:

@@ -14,6 +14,7 @@ from trellis.figures.text import aligned
 from trellis.pages.charts import Chart, Series, draw
 from trellis.pages.read import RunFolder
 from trellis.pages.style import CSS
+from trellis.run.help import text_of
 
 MOST_RUNS = 8
 _POINTS = 300
@@ -69,7 +70,7 @@ def differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
 
     flat = [dict(_flat(yaml.safe_load(run.run) or {})) for run in runs]
     names = list(dict.fromkeys(name for fields in flat for name in fields))
-    rows = [(name, [str(fields.get(name, "-")) for fields in flat]) for name in names if name != "name"]
+    rows = [(name, [fields.get(name, "-") for fields in flat]) for name in names if name != "name"]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 
@@ -78,7 +79,7 @@ def _flat(value: Any, path: str = ""):
         for key, inner in value.items():
             yield from _flat(inner, f"{path}.{key}" if path else str(key))
     else:
-        yield path, "null" if value is None else value
+        yield path, text_of(value)
 
 
 def text(runs: Sequence[RunFolder]) -> str:

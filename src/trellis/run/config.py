@@ -114,6 +114,9 @@ class GuardRule:
     replay: bool = True
     """Where a part of the state has no copy, as in pure FSDP, make these steps twice and compare their results. It
     takes the time of a step and the memory of another state. Set it to false where there is no room for that."""
+    structure: bool = True
+    """End a run at its first step where the compiled program sums over wrong devices, or leaves copies that differ. Set
+    it to false to go on with a warning, once `trellis prove` has shown that the program's numbers are right."""
 
     def __post_init__(self):
         at_least(1, every=self.every)

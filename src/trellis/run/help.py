@@ -1,5 +1,6 @@
 """The help text of a configuration: every field with its type, value and doc."""
 
+import dataclasses
 import textwrap
 from typing import Any
 
@@ -7,24 +8,57 @@ from trellis.run.overrides import leaves
 from trellis.run.schema import fields_of, plain, show, tag_field, variants
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A field that can be set by itself.
+
+    Attributes:
+        name: dotted.
+        section: the field of the run that it is part of; "" for one of the run's own.
+        kind: what it takes, in words.
+        now: its value, as text.
+        doc: what it is, and when to change it; of one that picks a kind, what the other kinds have.
+    """
+
+    name: str
+    section: str
+    kind: str
+    now: str
+    doc: tuple[str, ...]
+
+
+def entries(value: Any) -> list[Entry]:
+    """Every field of a configuration that can be set by itself, single ones first."""
+    found = []
+    for name, kind, now, doc in sorted(leaves(type(value), plain(value)), key=lambda leaf: "." in leaf[0]):
+        parent, _, last = name.rpartition(".")
+        kinds = variants(_type_at(type(value), parent)) if parent else {}
+        picks = bool(kinds) and last == tag_field(kinds)
+        found.append(
+            Entry(
+                name=name,
+                section=name.partition(".")[0] if parent else "",
+                kind=" | ".join(kinds) if picks else show(kind),
+                now=now if picks else text_of(now),
+                doc=tuple(_others(kinds, now)) if picks else (doc,),
+            )
+        )
+    return found
+
+
 def help_text(value: Any, width: int = 110) -> str:
     """Every option of a configuration, with the value that it has now.
 
     A field that takes one of several kinds lists the other kinds with their fields.
     """
-    found = list(leaves(type(value), plain(value)))
     lines, section = [], ""
-    for name, kind, now, doc in sorted(found, key=lambda leaf: "." in leaf[0]):  # single fields first
-        if (head := name.partition(".")[0]) != section and "." in name:
-            section = head
-            lines += ["", f"{head}: {fields_of(type(value))[head].doc}"]
-        parent, _, last = name.rpartition(".")
-        kinds = variants(_type_at(type(value), parent)) if parent else {}
-        if kinds and last == tag_field(kinds):
-            lines += [f"  --{name}  <{' | '.join(kinds)}>  [{now}]", *_others(kinds, now)]
-            continue
-        lines.append(f"  --{name}  <{show(kind)}>  [{_text(now)}]")
-        lines += textwrap.wrap(doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    for entry in entries(value):
+        if entry.section != section:
+            section = entry.section
+            lines += ["", f"{section}: {fields_of(type(value))[section].doc}"]
+        lines.append(f"  --{entry.name}  <{entry.kind}>  [{entry.now}]")
+        for text in entry.doc:
+            lines += textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 
@@ -35,11 +69,12 @@ def _type_at(kind: Any, path: str) -> Any:
     return kind
 
 
-def _text(now: Any) -> str:
+def text_of(now: Any) -> str:
+    """A field's plain value, as it is written on the command line."""
     if isinstance(now, list):
-        return ",".join(map(_text, now))
+        return ",".join(map(text_of, now))
     if isinstance(now, dict):
-        return "{" + ", ".join(f"{key}: {_text(item)}" for key, item in now.items()) + "}"
+        return "{" + ", ".join(f"{key}: {text_of(item)}" for key, item in now.items()) + "}"
     return "null" if now is None else str(now).lower() if isinstance(now, bool) else str(now)
 
 
@@ -48,4 +83,4 @@ def _others(kinds: dict[str, type], now: str) -> list[str]:
     lines = [
         (tag, ", ".join(name for name in fields_of(cls) if name != tag_field(kinds))) for tag, cls in kinds.items()
     ]
-    return [f"      {tag} has {names}" for tag, names in lines if tag != now]
+    return [f"{tag} has {names}" for tag, names in lines if tag != now]

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from trellis.cores import is_crowded
 from trellis.errors import UserError
 from trellis.figures.numbers import duration
 from trellis.hardware.remembered import devices_here, digest_of, recall, remember, today
@@ -78,7 +79,8 @@ def choose(
     """A run with everything chosen that it leaves open on a CPU, as far as that was measured or is worth it.
 
     Kernels are timed by themselves, in seconds. Numbers of microbatches and of devices are tried in whole steps, as
-    long as that takes no more than a twentieth of the run. What is usual stays unless another is faster by 5 %.
+    long as that takes no more than a twentieth of the run. What is usual stays unless another is faster by 5 %. What
+    was found beside many other programs is for this run alone.
 
     Args:
         run: the run.
@@ -107,15 +109,17 @@ def choose(
         return run
     check_step(memory_of(step_program(assembled)).per_kind(), assembled)
     tell(MEASURES)
-    started = clock()
+    started, crowded = clock(), is_crowded()
     found = _kernels(run, assembled, clock)
     run = _applied(run, found) or run
     budget = _SHARE * whole - (clock() - started)
     run, made, pace = _steps(run, devices, budget, clock, trial)
     keep_pace(made, dataclasses.replace(work, **costs(made)), pace.token_seconds, how=TRIAL)
     found |= {"devices": run.devices, "microbatches": run.microbatches}
-    remember("choices", key, found | {"date": today()})
-    tell(f"chosen   {words_of(run, found)}, in {duration(clock() - started)}; kept for this machine")
+    kept = "not kept, since other programs are at work here" if crowded else "kept for this machine"
+    if not crowded:
+        remember("choices", key, found | {"date": today()})
+    tell(f"chosen   {words_of(run, found)}, in {duration(clock() - started)}; {kept}")
     return run
 
 
@@ -195,7 +199,8 @@ def _filled(cpu: Cpu, found: Mapping[str, Any]) -> Cpu:
 
 def words_of(run: Run, found: dict[str, Any]) -> str:
     """What was chosen, in words."""
-    parts = [f"{found[name]} {name}" for name in ("devices", "microbatches") if found.get(name)]
+    counts = {"devices": ("device", "devices"), "microbatches": ("microbatch", "microbatches")}
+    parts = [f"{found[name]} {words[found[name] > 1]}" for name, words in counts.items() if found.get(name)]
     parts += [f"{words} of {found[name]}" for name, words in _KERNELS.items() if found.get(name)]
     turned = {"narrower": "turned operands", "none": "operands as they are"}.get(run.cpu.turned or "")
     return ", ".join(parts + [f"weight gradients by {turned}"] * (turned is not None))

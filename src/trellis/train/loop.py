@@ -91,7 +91,7 @@ def train(
     work: Work | None = None,
     pace: Pace | None = None,
     progress: Progress | None = None,
-    compiled: Callable[[Any, int], str] | None = None,
+    compiled: Callable[[Any, int, Callable[[], str]], str] | None = None,
     first_collective: str | None = None,
 ) -> Outcome:
     """Trains until the last step or a signal; goes on where the folder's newest checkpoint ends.
@@ -105,13 +105,14 @@ def train(
         work: what a token costs in the first of the run's lengths of sequences, for MFU.
         pace: how fast steps are expected to be, which is told before the first.
         progress: where progress is shown; the default is stderr.
-        compiled: from a program that was compiled, and the number of steps before it, to what is to be told of it.
-            The first process calls it, while the devices make the program's first step.
+        compiled: from a program that was compiled, the number of steps before it, and what names the last good
+            checkpoint, to what is to be told of it. It is called while the devices make the program's first step.
         first_collective: words for the first collective of a step, for the message of a step that does not end.
 
     Raises:
-        RunStopped: the loss was not finite too often, copies of the state differed, or memory did not suffice. The
-            message names the last good checkpoint. (A step past its deadline ends the process, with the same code.)
+        RunStopped: the loss was not finite too often, copies of the state differed, the compiled step is not what its
+            types say, or memory did not suffice. The message names the last good checkpoint. (A step past its deadline
+            ends the process, with the same code.)
     """
     folder = Path(folder)
     run_file = folder / "run.yaml"
@@ -146,7 +147,7 @@ class _Loop:
         saved: Checkpoints,
         signals: Signals,
         until: int | None,
-        compiled: Callable[[Any, int], str] | None,
+        compiled: Callable[[Any, int, Callable[[], str]], str] | None,
         pace: Pace | None,
     ):
         self._assembled, self._run, self._feed, self._folder = assembled, assembled.run, feed, folder
@@ -252,9 +253,10 @@ class _Loop:
                 self._note(f"compiled the step in {duration(seconds)}")
                 self._timeline.add("compiled", index, seconds=seconds)
                 self._programs.append(step.programs[-1])
-                if self._compiled is not None and is_first():
+                if self._compiled is not None:
                     with self._watch.excused("reads the compiled step"):
-                        self._note(self._compiled(step.programs[-1], index))
+                        last_good = lambda: _last_good(self._saved, others_live=True)
+                        self._note(self._compiled(step.programs[-1], index, last_good))
             self._newest = metrics
             self._drain.push(made, metrics, waited)
             profile.after(index, metrics)

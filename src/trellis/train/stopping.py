@@ -45,6 +45,10 @@ class CopiesDiffer(StoppedTogether):
     """Devices that are to hold the same value do not, or a step made twice gave two results."""
 
 
+class ProgramDiffers(StoppedTogether):
+    """A compiled step does not do what its types say."""
+
+
 def explain(error: BaseException, last_good: str) -> BaseException:
     """What to tell the user of an error that ended a loop: the error itself, or a `RunStopped` in its place.
 

@@ -1,6 +1,7 @@
 """A run's compiled step, held against its ledger before anybody trusts it."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,17 @@ from trellis.figures.numbers import duration
 from trellis.inspect import Ledger, Structure, structure_of
 from trellis.inspect.ledger import ledger_of
 from trellis.train.assemble import Assembled
+from trellis.train.distributed import is_first
+from trellis.train.stopping import ProgramDiffers
 from trellis.train.summary import step_program
 
 
 class StructureCheck:
     """Matches each program that a run compiles with the ledger of its step, and keeps what it found.
 
-    A fault is told and kept, and does not end the run: what a compiler does and this check does not know is likelier
-    than a wrong program, and `trellis prove` decides between the two.
+    A fault that is certain ends the run before another step and anything is saved, in all of its processes, unless
+    `guard.structure` is false. A row of the ledger that nothing was found for is told: that a compiler does it in a way
+    that this check does not know is likelier than a wrong program, and `trellis prove` decides between the two.
 
     Args:
         assembled: the run.
@@ -28,28 +32,49 @@ class StructureCheck:
         self._assembled, self._ledger, self._folder = assembled, ledger, folder
         self.found: list[dict[str, Any]] = []
 
-    def __call__(self, program: Any, step: int) -> str:
+    def __call__(self, program: Any, step: int, last_good: Callable[[], str]) -> str:
         """What is to be told of a program: one line, or four parts of a fault.
 
         Args:
             program: a `jax.stages.Compiled`.
             step: how many steps were made before it.
+            last_good: gives words that name the last good checkpoint.
+
+        Raises:
+            ProgramDiffers: it does not do what its types say.
         """
         try:
-            return self._check(program.as_text(), step)
+            return self._check(program.as_text(), step, last_good)
+        except ProgramDiffers:
+            raise
         except Exception as error:  # a form of text that no compiler wrote before, a full disk: no reason to stop
             return (
                 f"matched  nothing of the ledger with the compiled program: {str(error) or type(error).__name__:.300}"
             )
 
-    def _check(self, text: str, step: int) -> str:
+    def _check(self, text: str, step: int, last_good: Callable[[], str]) -> str:
         started = time.monotonic()
         found = structure_of(self._ledger_at(step), text, self._assembled.layout.mesh)
         seconds = time.monotonic() - started
         self.found.append(found.as_dict() | {"step": step, "seconds": seconds})
-        with open(self._folder / "ledger.txt", "a", encoding="utf-8") as file:
-            file.write(f"\nstep {step + 1}: {found}\n")
-        return self._line(found, seconds) if found.right else self._fault(found, text)
+        if is_first():
+            with open(self._folder / "ledger.txt", "a", encoding="utf-8") as file:
+                file.write(f"\nstep {step + 1}: {found}\n")
+        if found.right:
+            return self._line(found, seconds)
+        path = self._folder / "compiled.hlo"
+        if is_first():
+            path.write_text(text, encoding="utf-8")
+        fault = {
+            "rule": "A compiled step moves what its types say, between the devices along their mesh axes.",
+            "seen": "; ".join(found.faults),
+        }
+        fix = "hold its numbers against one device (trellis prove RECIPE --on TARGET); if they are"
+        if found.certain and self._assembled.run.guard.structure:
+            fix = f"{fix} right, go on with --guard.structure false; else use another layout or version of JAX"
+            raise ProgramDiffers(**fault, where=f"{path}; {last_good()}", fix=fix)
+        fix = f"{fix} wrong, report the program, and train with another layout or version of JAX"
+        return f"WARNING: {UserError(**fault, where=str(path), fix=fix)}"
 
     def _ledger_at(self, step: int) -> Ledger:
         """The ledger of a step, whose batch may have another size than the first one's, or another length."""
@@ -61,15 +86,3 @@ class StructureCheck:
         if not found.matches and not found.collectives:
             return ""
         return f"matched  {found.line} ({duration(seconds)})"
-
-    def _fault(self, found: Structure, text: str) -> str:
-        path = self._folder / "compiled.hlo"
-        path.write_text(text, encoding="utf-8")
-        error = UserError(
-            "A compiled step moves what its types say, between the devices along their mesh axes.",
-            seen="; ".join(found.faults),
-            where=str(path),
-            fix="hold its numbers against one device (trellis prove RECIPE --on TARGET); if they are wrong, report the "
-            "program, and train with another layout or version of JAX",
-        )
-        return f"WARNING: {error}"

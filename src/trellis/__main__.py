@@ -1,0 +1,8 @@
+"""`python -m trellis`: the command, where the shell does not find `trellis`."""
+
+import sys
+
+from trellis_start import main
+
+if __name__ == "__main__":
+    sys.exit(main())
