@@ -18,7 +18,7 @@ from trellis.inspect.ledger import ledger_of
 from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import arrange
 from trellis.notation.typeof import typeof
-from trellis.plan.compile import compiler_devices, platform_of
+from trellis.plan.compile import compiler_devices, platform_of_target
 from trellis.program.trace import mesh_of, trace
 from trellis.proof.interpreter import Interpreter
 from trellis.proof.placing import plain
@@ -81,7 +81,7 @@ def _subject(fn: Callable, args: tuple, on: str, options: dict[str, str], seed: 
     name = getattr(fn, "__name__", type(fn).__name__)
     with _in_force(mesh), cudnn_assumed():
         traced = jax.jit(call).trace(*shapes)
-        lowered = traced.lower(lowering_platforms=(platform_of(where),))
+        lowered = traced.lower(lowering_platforms=(platform_of_target(where),))
         ledger = ledger_of(trace(call, *shapes), refuse=False)  # what is wrong is to be found
     results = jax.tree_util.tree_leaves_with_path(traced.out_info, is_leaf=lambda x: hasattr(x, "names"))
     empty = np.zeros(0)
