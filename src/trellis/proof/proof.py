@@ -216,6 +216,12 @@ class Proof:
         """The largest deviation of any result."""
         return math.inf if self.fault else max((output.error for output in self.outputs), default=0.0)
 
+    def __str__(self) -> str:
+        """What the command prints."""
+        from trellis.proof.report import text
+
+        return text(self)
+
     @property
     def largest(self) -> list[Output]:
         """The results by their deviations, the largest first."""
