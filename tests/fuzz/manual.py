@@ -174,6 +174,37 @@ def product(m: Slices):
     return m.step("product", result, f'tr.einsum("{text}", {names})', plain)
 
 
+def lookup(m: Slices):
+    """Rows by positions, from the end and outside as well; names that both have are aligned."""
+    x, s = m.pick(lambda h: not h.pending), m.s
+    i = s.between(0, len(x.value.dims) - 1)
+    looked_up, size = x.value.dims[i]
+    rest = [(dim, axes) for dim, axes in zip(x.value.dims, x.axes, strict=True) if dim[0] != looked_up]
+    shared = s.some(rest, 0, 2)
+    free = [a for a in m.axes if a not in x.used - x.copied]
+    own: list[tuple[tuple[str, int], Axes]] = []
+    for _ in range(s.between(0, 2)):
+        axes = (free.pop(),) if free and s.chance(0.5) else ()
+        parts = math.prod(s.setting.sizes[a] for a in axes)
+        own.append(((s.fresh("n"), parts * s.between(1, 3)), axes))
+    s.require(x.copied <= {a for _, axes in own for a in axes})
+    dims = s.some([*shared, *own], len(shared) + len(own))
+    shape = tuple(z for (_, z), _ in dims)
+    s.require(math.prod(shape) <= 48)
+    numbers = s.rng.integers(-size - 1, size + 2, size=shape)
+    text = " ".join("/".join((n, *axes)) for (n, _), axes in dims)
+    whole_text = " ".join(n for (n, _), _ in dims)
+    ids = f"jnp.asarray({numbers.tolist()}, jnp.int32)"
+    ours = ids if text == whole_text else f'tr.reshard("{whole_text} -> {text}", {ids})'
+    out = [*rest[:i], *(dim for dim in dims if dim in own), *rest[i:]]
+    value = s.value(tuple(dim for dim, _ in out))
+    result = Held(value, tuple(axes for _, axes in out), frozenset(x.axes[i]))
+    once = Value("", (*(dim for dim, _ in dims), (looked_up, size)))
+    hot = f"jax.nn.one_hot(jnp.asarray({np.where(numbers < 0, numbers + size, numbers).tolist()}, jnp.int32), {size})"
+    plain = f'jnp.einsum("{letters([x.value, once], list(value.names))}", {x.value.var}, {hot})'
+    return m.step("lookup", result, f'tr.take("{x.text}, {text} -> {result.text}", {x.value.var}, {ours})', plain)
+
+
 VERBS = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
 
 
@@ -256,7 +287,7 @@ def shift(m: Slices):
 
 
 STEPS = (unary, unary, binary, binary, reduction, along, transpose, join, product, product, product, product,
-         reshard, reshard, reshard, reshard, linear, linear, shift)  # fmt: skip
+         reshard, reshard, reshard, reshard, linear, linear, shift, lookup, lookup)  # fmt: skip
 
 
 def draw(seed: int) -> Case:
