@@ -1,4 +1,4 @@
-"""Ctrl-C reaches a program also where Python would drop it."""
+"""Ctrl-C reaches a program even where Python would drop it."""
 
 import os
 import signal

@@ -1,5 +1,6 @@
 """What a run cannot be on its mesh is said before anything is traced, by the command, with the field to change."""
 
+import dataclasses
 import json
 import math
 
@@ -10,6 +11,12 @@ from tests.train.small import trellis
 from trellis.run.schema import plain
 
 pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def _mixture(way: str):
+    mixtral = CONFIGS["mixtral"]
+    return dataclasses.replace(mixtral, routing=dataclasses.replace(mixtral.routing, way=way))
+
 
 REFUSED = {
     "parts of a batch": (
@@ -77,6 +84,20 @@ REFUSED = {
         "pos over context_y (exchange)/context (ring)",
         "layout.compute.pos",
         "use --layout.compute.pos context/context_y",
+    ),
+    "a ragged exchange": (
+        {"model": _mixture("ragged"), "mesh.data": 2, "mesh.expert": 2},
+        "A ragged exchange needs a backend that has one.",
+        "way='ragged' on cpu",
+        "model.routing.way",
+        "use slots or auto here; tpu and cuda have it",
+    ),
+    "an exchange of whole tokens": (
+        {"model": _mixture("slots"), "mesh.data": 2, "mesh.expert": 2, "layout.compute.batch": "data"},
+        "Tokens are exchanged along mesh axes that slice both experts and tokens.",
+        "slots: experts/expert, tokens/data",
+        "model.routing.way",
+        "use gather or auto, or slice the batch over these axes too",
     ),
     "uneven layers in a ring": (
         {"model.layers": 3, "mesh.stage": 2, "mesh.data": 2, "mesh.context": 2},

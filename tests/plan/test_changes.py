@@ -8,7 +8,7 @@ import pytest
 from trellis.commands.line import main
 from trellis.errors import UserError
 from trellis.plan.changes import changes, changes_text
-from trellis.plan.saved import Line, SavedPlan, read_plan
+from trellis.plan.saved import Amount, SavedPlan, read_plan
 
 PLAN = SavedPlan(
     name="tiny",
@@ -18,11 +18,11 @@ PLAN = SavedPlan(
     fits=True,
     figures={"step": 1.0, "memory": 4096.0, "sent": 1024.0},
     lines=(
-        Line("step", "computation", "llama.py:104 (__call__)", 0.9),
-        Line("step", "all-gather over data, alone", "llama.py:106 (__call__)", 0.1),
-        Line("memory", "f32[512]", "next_token.py:50 (loss)", 2048.0),
-        Line("memory", "smaller buffers", "", 2048.0),
-        Line("sent", "all-gather over data, bf16[512]", "llama.py:106 (__call__)", 1024.0),
+        Amount("step", "computation", "llama.py:104 (__call__)", 0.9),
+        Amount("step", "all-gather over data, alone", "llama.py:106 (__call__)", 0.1),
+        Amount("memory", "f32[512]", "next_token.py:50 (loss)", 2048.0),
+        Amount("memory", "smaller buffers", "", 2048.0),
+        Amount("sent", "all-gather over data, bf16[512]", "llama.py:106 (__call__)", 1024.0),
     ),
 )
 

@@ -32,6 +32,7 @@ from trellis.checkpoints.manifest import (
 from trellis.checkpoints.matching import check_fit, check_names, clear_padding
 from trellis.checkpoints.room import NoRoom, explained, tell_once
 from trellis.errors import UserError
+from trellis.mesh.meshes import sharding_of
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -245,7 +246,7 @@ class Checkpoints:
         for name, entry in wanted.items():
             resized = check_fit(folder, name, manifest["entries"][name], entry, resizable)
             args[name] = ocp.ArrayRestoreArgs(
-                sharding=_sharding(entry.leaf), global_shape=entry.shape, dtype=entry.leaf.dtype, strict=not resized
+                sharding=sharding_of(entry.leaf), global_shape=entry.shape, dtype=entry.leaf.dtype, strict=not resized
             )
         arrays = self._checkpointer().restore(
             folder / "state",
@@ -353,8 +354,3 @@ def _verify_together(folder: Path) -> tuple[dict, str | None]:
         if bad.any() and damage is None:
             damage = f"{folder}: found by process {int(np.argmax(bad))}"
     return manifest, damage
-
-
-def _sharding(leaf: Any) -> Any:
-    sharding = getattr(leaf, "sharding", None)
-    return sharding if sharding is not None else jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

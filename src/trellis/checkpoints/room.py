@@ -14,7 +14,7 @@ class NoRoom(UserError):
 
 
 def explained(error: BaseException, folder: Path) -> BaseException:
-    """What to tell of an error that ended the writing of a checkpoint: `NoRoom`, or the error itself."""
+    """The error to raise where writing a checkpoint failed: `NoRoom` where the disk is full, else the error itself."""
     reason = no_room(error)
     if not reason:
         return error
@@ -34,7 +34,7 @@ class _ToldElsewhere(logging.Filter):
 
 
 def tell_once() -> None:
-    """Where files cannot be written, many tasks of Orbax end with the same error, not to be logged each time."""
+    """Keeps out of the log what many of Orbax's tasks say alike where files cannot be written."""
     logger = logging.getLogger("asyncio")
     if not any(isinstance(filter, _ToldElsewhere) for filter in logger.filters):
         logger.addFilter(_ToldElsewhere())

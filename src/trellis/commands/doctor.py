@@ -1,4 +1,4 @@
-"""`trellis doctor`: what this machine and this environment have, and how to get what they have not."""
+"""`trellis doctor`: what this machine and this environment have, and how to get what is missing."""
 
 import argparse
 import importlib.metadata
@@ -27,6 +27,7 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.hardware.measure import measure_machine
     from trellis.hardware.peak import matmul_peak
     from trellis.hardware.platform import choose_platform
+    from trellis.mesh.platform import are_cpus
 
     choose_platform()
     if args.devices:
@@ -36,14 +37,15 @@ def execute(args: argparse.Namespace) -> int:
     for name, version in dependencies(importlib.metadata.distribution("trellis")):
         print(f"{name:<16} {version or f'missing: {_PIP} {name}'}")
     devices = jax.devices()
+    cpus = are_cpus(devices)
     print(f"\ndevices          {len(devices)} x {devices[0].device_kind} ({devices[0].platform})")
     if stats := devices[0].memory_stats():
         print(f"memory           {stats.get('bytes_limit', 0) / 2**30:.1f} GiB each")
-    for dtype in ("float32", "bfloat16") if devices[0].platform == "cpu" else ("bfloat16",):
+    for dtype in ("float32", "bfloat16") if cpus else ("bfloat16",):
         peak = matmul_peak(devices, dtype)
-        how = "measured, all devices together" if devices[0].platform == "cpu" else "published, all devices together"
+        how = "measured, all devices together" if cpus else "published, all devices together"
         print(f"{dtype:<16} " + (f"{peak / 1e12:.2f} TFLOP/s in matrix products ({how})" if peak else "peak not known"))
-    if devices[0].platform == "cpu":
+    if cpus:
         m = measure_machine()
         print(f"elementwise      {m.vector / 1e9:.1f} G operations/s (measured, one device)")
         print(

@@ -1,4 +1,4 @@
-"""Batches on the devices, one read ahead of the other while the devices work."""
+"""Batches on the devices, each read ahead while the devices work on the one before."""
 
 import dataclasses
 import queue

@@ -25,7 +25,7 @@ class Chip:
 
     Attributes:
         name: as in `v5e` or `h100`.
-        kind: "tpu" or "gpu".
+        kind: "tpu" or "gpu"; "cpu" of this machine's.
         device_kinds: what JAX calls the device: beginnings of its `device_kind`, the usual one first.
         bf16_flops: dense bfloat16 peak, FLOP/s.
         fp4_flops: dense 4-bit float peak, FLOP/s; the 8-bit one where the hardware has no units for it.

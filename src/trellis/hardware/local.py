@@ -5,6 +5,7 @@ from typing import Any
 
 from trellis.hardware.chips import MEMORY_EFFICIENCY, Chip, Target, chip_of
 from trellis.hardware.measure import CACHED, Machine
+from trellis.mesh.platform import are_cpus
 
 
 def local_target(devices: Sequence[Any], *, measured: Machine | None = None) -> Target:
@@ -14,7 +15,7 @@ def local_target(devices: Sequence[Any], *, measured: Machine | None = None) -> 
     of 100 GFLOP/s and 10 GB/s that is only good for memory.
     """
     device = devices[0]
-    if device.platform == "cpu":
+    if are_cpus(devices):
         return Target(
             name=f"{len(devices)} CPU devices",
             chip=_cpu(measured, len(devices)),
@@ -23,7 +24,7 @@ def local_target(devices: Sequence[Any], *, measured: Machine | None = None) -> 
         )
     chip = chip_of(device.device_kind) or _cpu(measured, len(devices))
     hosts = len({d.process_index for d in devices})
-    if chip.kind == "gpu":
+    if not chip.torus:
         return Target(name=device.device_kind, chip=chip, shape=(hosts, len(devices) // hosts), wrap=(False, False))
     count = len(devices) // chip.devices_per_chip
     return Target(
@@ -39,7 +40,7 @@ def _cpu(measured: Machine | None, count: int) -> Chip:
     rates = measured or _UNKNOWN
     return Chip(
         name="cpu",
-        kind="gpu",
+        kind="cpu",
         bf16_flops=rates.bfloat16 / count,
         fp4_flops=rates.bfloat16 / count,
         fp8_flops=rates.bfloat16 / count,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis.hardware.chips import published_peak
+from trellis.mesh.platform import are_cpus
 
 # Seconds and tries that a measurement takes at least: a machine that is busy now may not be a moment later.
 _LONG, _TRIES = 0.3, 6
@@ -57,7 +58,7 @@ def matmul_peak(devices: Sequence[Any], dtype: Any) -> float | None:
     published = published_peak(devices[0].device_kind)
     if published is not None:
         return published * len(devices)
-    if devices[0].platform != "cpu":
+    if not are_cpus(devices):
         return None
     here = [d for d in devices if d.process_index == jax.process_index()]
     return measure_matmul_peak(dtype, here) * jax.process_count()

@@ -15,6 +15,7 @@ from trellis.errors import UserError, did_you_mean
 from trellis.hub.family import Family, family_in
 from trellis.hub.keys import Key, key_of
 from trellis.hub.tensors import DTYPES, Tensor, TensorFile, in_shards, write_tensors
+from trellis.mesh.meshes import sharding_of
 from trellis.named import NamedArray, is_named
 from trellis.nn.parameters import Parameter, parameters
 
@@ -96,7 +97,7 @@ class Folder:
         leaf, names = parameter.leaf.array, parameter.names
         lead, own = names[: key.counts], names[key.counts :]
         sizes = dict(zip(names, leaf.shape, strict=True)) | {"vocab": self.config.vocab}
-        indices = _sharding(leaf).addressable_devices_indices_map(leaf.shape)
+        indices = sharding_of(leaf).addressable_devices_indices_map(leaf.shape)
         parts = {d: _slices(names, leaf.shape, index) for d, index in indices.items()}
 
         def read(part: Mapping[str, slice], at: At) -> np.ndarray:
@@ -123,7 +124,7 @@ class Folder:
                 else:
                     sizes_here = tuple(part[n].stop - part[n].start for n in lead)
                     held[d] = _put(held[d], one, place) if d in held else _begin(one, sizes_here)
-        return jax.make_array_from_single_device_arrays(leaf.shape, _sharding(leaf), [held[d] for d in parts])
+        return jax.make_array_from_single_device_arrays(leaf.shape, sharding_of(leaf), [held[d] for d in parts])
 
     def _tensor(self, text: str, shape: tuple[int, ...]) -> np.ndarray:
         # Some folders leave out the name that the model has within `...ForCausalLM`.
@@ -308,11 +309,6 @@ def _put(stacked: jax.Array, one: jax.Array, at: At) -> jax.Array:
 
 def _slices(names: tuple[str, ...], shape: tuple[int, ...], index: tuple) -> dict[str, slice]:
     return {n: slice(*s.indices(size)[:2]) for n, size, s in zip(names, shape, index, strict=True)}
-
-
-def _sharding(leaf) -> jax.sharding.Sharding:
-    found = getattr(leaf, "sharding", None)
-    return found if found is not None else jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _json(path: Path) -> dict:

@@ -1,4 +1,4 @@
-"""A collective of a compiled program, whoever's compiler wrote it and in whichever form."""
+"""A collective of a compiled program, whichever compiler wrote it, and in whichever form."""
 
 import dataclasses
 from collections.abc import Iterator

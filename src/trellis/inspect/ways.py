@@ -1,4 +1,4 @@
-"""How compilers do a communication otherwise than by the collective that a type asks for."""
+"""How compilers communicate by other collectives than the one that a type asks for."""
 
 import itertools
 import math

@@ -3,13 +3,15 @@
 import contextlib
 import math
 from collections.abc import Generator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, Sharding, SingleDeviceSharding
 
 from trellis.errors import TrellisError
+from trellis.mesh.platform import are_cpus, platform_of_devices
 
 # From rarely to often talking: gradients once a step, activations of a stage
 # once a microbatch, weights once a layer, then what moves several times a layer.
@@ -116,13 +118,19 @@ def _suggest(sizes: dict[str, int], count: int) -> str:
     return f"choose sizes that multiply to {count}, or pass devices=jax.devices()[:n]"
 
 
+def sharding_of(leaf: Any) -> Sharding:
+    """Where an array lies, or where its type says; on one device of this process where that says nothing."""
+    found = getattr(leaf, "sharding", None)
+    return found if found is not None else SingleDeviceSharding(jax.local_devices()[0])
+
+
 def arrange(devices: list, names: list[str], shape: list[int]) -> np.ndarray:
     """The devices as an array of the mesh's shape, slices (or hosts) along the outermost axes."""
     key = "slice_index" if len({getattr(d, "slice_index", 0) for d in devices}) > 1 else "process_index"
-    one_torus = key == "process_index" and devices[0].platform == "tpu"
+    one_torus = key == "process_index" and platform_of_devices(devices) == "tpu"
     groups = 1 if one_torus else len({getattr(d, key, 0) for d in devices})
     if groups == 1:
-        if devices[0].platform == "cpu":
+        if are_cpus(devices):
             return np.array(devices).reshape(shape)
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     across, left = [], groups
@@ -135,7 +143,7 @@ def arrange(devices: list, names: list[str], shape: list[int]) -> np.ndarray:
             f"{dict(zip(names, shape, strict=True))} for {groups} of them, in make_mesh: make the size of "
             f"'{names[0]}' a multiple of {groups}"
         )
-    if devices[0].platform == "tpu":
+    if platform_of_devices(devices) == "tpu":
         within = [size // part for size, part in zip(shape, across, strict=True)]
         return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
     # Hosts in order, then the devices of a host in order: [across..., within...] -> interleaved.

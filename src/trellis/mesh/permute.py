@@ -1,6 +1,6 @@
 """Slices sent from device to device along several mesh axes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax import lax
@@ -17,13 +17,20 @@ def permute(x: jax.Array, axes: Axes, routes: Sequence[tuple[int, int]]) -> jax.
     sizes = jax.sharding.get_abstract_mesh().shape
     ordered = tuple(axis for axis in sizes if axis in axes)
 
-    def in_mesh(device: int) -> int:
-        place = {}
-        for axis in reversed(axes):
-            device, place[axis] = divmod(device, sizes[axis])
-        total = 0
-        for axis in ordered:
-            total = total * sizes[axis] + place[axis]
-        return total
-
+    in_mesh = lambda device: renumbered(device, axes, ordered, sizes)
     return lax.ppermute(x, ordered, [(in_mesh(source), in_mesh(target)) for source, target in routes])
+
+
+def renumbered(number: int, axes: Axes, order: Axes, sizes: Mapping[str, int]) -> int:
+    """What a device that has a number along mesh axes, the first major, has along the same axes in another order.
+
+    >>> [renumbered(n, ("x", "y"), ("y", "x"), {"x": 2, "y": 3}) for n in range(6)]
+    [0, 2, 4, 1, 3, 5]
+    """
+    place = {}
+    for axis in reversed(axes):
+        number, place[axis] = divmod(number, sizes[axis])
+    total = 0
+    for axis in order:
+        total = total * sizes[axis] + place[axis]
+    return total

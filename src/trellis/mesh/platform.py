@@ -1,5 +1,6 @@
-"""Where a computation will run, asked while it is traced."""
+"""Where a computation will run, asked while it is traced, and what devices are."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,27 @@ def platform_of(x: jax.Array) -> str:
     A mesh says it, also one of devices that are not here (ahead-of-time compilation); without a mesh it is JAX's
     default backend.
     """
-    platform = getattr(_device(x), "platform", None) or jax.default_backend()
+    return _named(getattr(_device(x), "platform", None) or jax.default_backend())
+
+
+def platform_of_devices(devices: jax.sharding.Mesh | Sequence[Any]) -> str:
+    """The platform, "cpu", "cuda", "tpu" or another, of a mesh or of devices, which are all of one."""
+    first = devices.devices.flat[0] if isinstance(devices, jax.sharding.Mesh) else devices[0]
+    return _named(first.platform)
+
+
+def are_cpus(devices: jax.sharding.Mesh | Sequence[Any]) -> bool:
+    """Whether a mesh or devices are of a CPU, which may stand for a larger machine."""
+    return platform_of_devices(devices) == "cpu"
+
+
+def rows_of_a_tile(devices: jax.sharding.Mesh | Sequence[Any]) -> int:
+    """How many rows of an array devices keep together in memory: 8 on TPUs."""
+    return 8 if platform_of_devices(devices) == "tpu" else 1
+
+
+def _named(platform: str) -> str:
+    """A GPU's platform by one of the names that JAX has for it."""
     return {"gpu": "cuda"}.get(platform, platform)
 
 

@@ -75,6 +75,11 @@ class Parameter(NamedTuple):
         return next((i for i, name in enumerate(self.names) if name not in COUNTING), len(self.names))
 
     @property
+    def is_stacked(self) -> bool:
+        """Whether its first axis counts layers."""
+        return self.names[:1] == ("layers",)
+
+    @property
     def role(self) -> Role:
         """What it is for. Where nobody said, two axes or more make a weight, besides those that count."""
         return self.declared or (Role.WEIGHT if self.ndim - self.counting >= 2 else Role.BIAS)

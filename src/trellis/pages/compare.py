@@ -92,7 +92,7 @@ def text(runs: Sequence[RunFolder]) -> str:
         lines += ["", reached]
     differ = differences(runs)
     if not differ:
-        return "\n".join([*lines, "", "their run.yaml are the same but for the name"])
+        return "\n".join([*lines, "", "their run.yaml files differ only in the name"])
     shown = [(name, *(_short(value) for value in values)) for name, values in differ]
     return "\n".join([*lines, "", "what differs in run.yaml", "", aligned(("field", *(c.name for c in found)), shown)])
 
@@ -140,7 +140,7 @@ def page(runs: Sequence[RunFolder]) -> str:
     what = (
         table([(name, *values) for name, values in differ], head=("field", *(c.name for c in found)))
         if differ
-        else tag("p", "Their run.yaml are the same but for the name.", class_="note")
+        else tag("p", "Their run.yaml files differ only in the name.", class_="note")
     )
     ends = join(table([_ends(curve) for curve in found], head=_ENDS), tag("p", _together(found), class_="note"))
     body = join(

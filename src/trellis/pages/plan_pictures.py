@@ -41,7 +41,7 @@ def _shade(position: int, count: int, hue: int) -> str:
 
 def slice_picture(plan: Plan) -> Markup:
     """The devices, and which mesh axis runs along which links."""
-    if plan.target.chip.kind == "gpu":
+    if not plan.target.chip.torus:
         return _hosts(plan)
     shape = (*plan.target.shape, *[1] * (3 - len(plan.target.shape)))
     rows, columns, layers = shape[0], shape[1], min(shape[2], 4)

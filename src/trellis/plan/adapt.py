@@ -1,4 +1,4 @@
-"""A recipe fitted to hardware that it was not written for: what the user did not choose gives way, and is told."""
+"""A recipe fitted to hardware that it was not written for: what the user did not choose changes, and is told."""
 
 import dataclasses
 import itertools

@@ -120,11 +120,11 @@ def compile_program(
     prepared: Prepared, target: Target, *, options: Mapping[str, str] | None = None, progress: bool = False
 ) -> Compiled:
     """The same for a program on its compiler's devices."""
-    lowered = prepared.lowered(platform_of(target))
+    lowered = prepared.lowered(platform_of_target(target))
     return compile_lowered(lowered, target, name=prepared.run.name, options=options, progress=progress)
 
 
-def platform_of(target: Target) -> str:
+def platform_of_target(target: Target) -> str:
     """The platform that programs are lowered for, as JAX calls it."""
     return {"tpu": "tpu", "gpu": "cuda"}[target.chip.kind]
 
@@ -138,7 +138,7 @@ def compile_lowered(
     progress: bool = False,
 ) -> Compiled:
     """The same for what `jax.jit(f).trace(...).lower(...)` returns; `name` is what it is called meanwhile."""
-    platform = platform_of(target)
+    platform = platform_of_target(target)
     options = {option: str(value) for option, value in (options or {}).items()}
     versions = compiler_versions(target)
     key = _key(lowered.as_text(), target, options, versions)

@@ -15,16 +15,16 @@ from trellis.hardware.chips import Target
 
 # Share of the published rate that a collective reaches: TPU torus links 45 of 50 GB/s (the scaling book's one-way
 # rates); NCCL's bus bandwidth on NVSwitch about 360 of 450 GB/s.
-EFFICIENCY = {"tpu": 0.9, "gpu": 0.8}
+EFFICIENCY = {"tpu": 0.9, "gpu": 0.8, "cpu": 0.8}
 NETWORK_EFFICIENCY = 0.8
 # The two cores of a v7x chip are joined six times as fast as one torus link (Google's TPU7x page).
 CORE_TO_CORE = 6
 HOP_SECONDS = 1e-6
-LAUNCH_SECONDS = {"tpu": 2e-6, "gpu": 12e-6}
+LAUNCH_SECONDS = {"tpu": 2e-6, "gpu": 12e-6, "cpu": 12e-6}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class Segment:
     """A piece of one mesh axis on one kind of link.
 
     Attributes:
@@ -52,7 +52,7 @@ class Links:
     """The links of every axis of a mesh on a target."""
 
     target: Target
-    parts: Mapping[str, tuple[Part, ...]]
+    parts: Mapping[str, tuple[Segment, ...]]
 
     def bandwidth(self, axes: Sequence[str]) -> float:
         """Bytes a second that a device takes in, in a collective over these mesh axes together.
@@ -63,7 +63,7 @@ class Links:
         """
         parts = [part for axis in axes for part in self.parts.get(axis, ()) if part.size > 1]
         near = [part for part in parts if part.where != "network"]
-        if self.target.chip.kind == "gpu":
+        if not self.target.chip.torus:
             fast = near[0].bandwidth if near else math.inf
         else:
             fast = sum(part.bandwidth for part in near) or math.inf
@@ -139,17 +139,17 @@ def links_of(mesh: Mapping[str, int], target: Target) -> Links:
     chip = target.chip
     rate = chip.link_bandwidth * EFFICIENCY[chip.kind]
     network = chip.network_bandwidth * NETWORK_EFFICIENCY
-    parts: dict[str, list[Part]] = {axis: [] for axis in mesh}
-    if chip.kind == "gpu":
+    parts: dict[str, list[Segment]] = {axis: [] for axis in mesh}
+    if not chip.torus:
         hosts, per_host = target.shape
         left = per_host
         for axis in reversed(list(mesh)):
             inside = math.gcd(mesh[axis], left)
             left //= inside
             if inside > 1:
-                parts[axis].append(Part(inside, "NVLink", rate))
+                parts[axis].append(Segment(inside, "NVLink", rate))
             if mesh[axis] > inside:
-                parts[axis].append(Part(mesh[axis] // inside, "network", network))
+                parts[axis].append(Segment(mesh[axis] // inside, "network", network))
         return Links(target, {axis: tuple(p) for axis, p in parts.items()})
     # One entry per side still free: (side, length free, whole length)
     free = dict(enumerate(target.shape))
@@ -158,7 +158,7 @@ def links_of(mesh: Mapping[str, int], target: Target) -> Links:
         size = mesh[axis]
         earlier = math.prod(list(mesh.values())[:position])
         if cores > 1 and size % cores == 0:
-            parts[axis].append(Part(cores, "core", rate * CORE_TO_CORE))
+            parts[axis].append(Segment(cores, "core", rate * CORE_TO_CORE))
             size, cores = size // cores, 1
         across = math.gcd(size, slices) if earlier % slices else 1  # the first axes cross slices
         if across > 1:
@@ -166,10 +166,10 @@ def links_of(mesh: Mapping[str, int], target: Target) -> Links:
         for side, part in _sides(size, free, target.shape):
             whole = part == target.shape[side]
             ring = whole and target.wrap[side]
-            parts[axis].append(Part(part, "torus", rate * (2 if ring else 1), ring, side))
+            parts[axis].append(Segment(part, "torus", rate * (2 if ring else 1), ring, side))
             free[side] //= part
         if across > 1:
-            parts[axis].append(Part(across, "network", network))
+            parts[axis].append(Segment(across, "network", network))
     return Links(target, {axis: tuple(p) for axis, p in parts.items()})
 
 

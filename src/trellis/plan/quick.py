@@ -189,7 +189,7 @@ def plan_program(
     """
     links, ledger = links_of(program.mesh, target), ledger_of(program, load)
     pieces = tuple(work(program, load))
-    if target.chip.name == "cpu":
+    if target.chip.kind == "cpu":
         pieces = tuple(piece for piece in pieces if not _made_once(piece))
     hides = {HIDING_OPTIONS[option] for option in options if option in HIDING_OPTIONS}
     arguments = zip(program.inputs, program.arguments)

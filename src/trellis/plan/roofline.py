@@ -259,7 +259,7 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
     for row, line in sorted(moves, key=lambda pair: (not pair[0].ring, -pair[1].seconds)):
         role, where = row.role, "backward" if line.where == "recomputed" else line.where
         hidden = 0.0
-        if row.ring and chip.name != "cpu":
+        if row.ring and chip.kind != "cpu":
             hidden = min(line.seconds, beside[line.where, line.source], room[where])
             beside[line.where, line.source] -= hidden
         elif (role == "weights" and "gathers" in covers) or (role == "gradients" and "reductions" in covers):

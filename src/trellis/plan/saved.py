@@ -20,7 +20,7 @@ _FORMAT = 1  # of the files
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Line:
+class Amount:
     """A part of a figure.
 
     Attributes:
@@ -57,7 +57,7 @@ class SavedPlan:
     settings: Mapping[str, Any]
     fits: bool
     figures: Mapping[str, float]
-    lines: tuple[Line, ...]
+    lines: tuple[Amount, ...]
 
     def write(self, path: Path) -> None:
         """Writes the file, whole or not at all.
@@ -90,7 +90,7 @@ def saved_plan(run: Run, plan: Plan, verdict: Verdict) -> SavedPlan:
         settings=_flat(plain(run)) | {f"mesh.{axis}": size for axis, size in plan.mesh.items()},
         fits=compiled.fits,
         figures=figures,
-        lines=tuple(Line(*key, amount) for key, amount in sums.items() if amount),
+        lines=tuple(Amount(*key, amount) for key, amount in sums.items() if amount),
     )
 
 
@@ -103,7 +103,7 @@ def read_plan(path: Path) -> SavedPlan:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(found, dict) and found.pop("format", None) == _FORMAT:
-            return SavedPlan(**{**found, "lines": tuple(Line(**line) for line in found["lines"])})
+            return SavedPlan(**{**found, "lines": tuple(Amount(**line) for line in found["lines"])})
         seen = "another file, or one of another version"
     except OSError as error:
         seen = str(error.strerror)
@@ -127,32 +127,34 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     return found
 
 
-def _memory(verdict: Verdict) -> list[Line]:
+def _memory(verdict: Verdict) -> list[Amount]:
     """The largest buffers where the compiler lists them, and the rest; else its kinds."""
     compiled = verdict.compiled
     if compiled.largest:
-        lines = [Line("memory", a.what, a.source, a.num_bytes) for a in compiled.largest]
-        return [*lines, Line("memory", "smaller buffers", "", compiled.peak - sum(line.amount for line in lines))]
+        lines = [Amount("memory", a.what, a.source, a.num_bytes) for a in compiled.largest]
+        return [*lines, Amount("memory", "smaller buffers", "", compiled.peak - sum(line.amount for line in lines))]
     kinds = ("arguments", "outputs", "temporaries", "code")
-    return [Line("memory", kind, "", compiled.memory[kind]) for kind in kinds if kind in compiled.memory]
+    return [Amount("memory", kind, "", compiled.memory[kind]) for kind in kinds if kind in compiled.memory]
 
 
-def _sent(verdict: Verdict) -> list[Line]:
+def _sent(verdict: Verdict) -> list[Amount]:
     rows = verdict.ledger.rows if verdict.ledger else ()
-    return [Line("sent", f"{row.kind} over {row.axis}, {row.dtype}[{row.what}]", row.source, row.total) for row in rows]
+    return [
+        Amount("sent", f"{row.kind} over {row.axis}, {row.dtype}[{row.what}]", row.source, row.total) for row in rows
+    ]
 
 
-def _step(plan: Plan, verdict: Verdict) -> list[Line]:
+def _step(plan: Plan, verdict: Verdict) -> list[Amount]:
     """Computation as scheduled, or as predicted where the compiler estimates none; kernels; collectives alone."""
     kinds = UNSCHEDULED if verdict.scheduled is not None else (*UNSCHEDULED, "product", "elementwise")
-    lines = [Line("step", x.label or x.kind, x.source, x.seconds) for x in plan.times.lines if x.kind in kinds]
+    lines = [Amount("step", x.label or x.kind, x.source, x.seconds) for x in plan.times.lines if x.kind in kinds]
     if verdict.scheduled is not None and (clock := plan.target.chip.clock):
         cycles = cycles_by_line(verdict.compiled.text, load=plan.load)
-        lines += [Line("step", "computation", source, n / clock) for source, n in cycles.items()]
+        lines += [Amount("step", "computation", source, n / clock) for source, n in cycles.items()]
         moved, rate = gathered_bytes(verdict.compiled.text, load=plan.load), plan.target.chip.streaming_bandwidth
-        lines += [Line("step", "gathers of rows", source, n / rate) for source, n in moved.items()]
+        lines += [Amount("step", "gathers of rows", source, n / rate) for source, n in moved.items()]
     for row in verdict.ledger.rows if verdict.ledger else ():
         if "asynchronous" not in row.note:
             seconds = plan.links.seconds(row.wire, row.axes) * row.times
-            lines.append(Line("step", f"{row.kind} over {row.axis}, alone", row.source, seconds))
+            lines.append(Amount("step", f"{row.kind} over {row.axis}, alone", row.source, seconds))
     return lines

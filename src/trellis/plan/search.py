@@ -173,7 +173,7 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
             if whole and target.chip.kind == "tpu" and _blocks(run.data.sequence_length, context, kind) > MOST_BLOCKS:
                 continue
             presets = ("auto",) if context > 1 else ("fsdp",) if model == 1 else ("fsdp_tensor", "fsdp_tensor_sequence")
-            groups = target.shape[0] if target.chip.kind == "gpu" else target.num_slices
+            groups = target.num_slices if target.chip.torus else target.shape[0]
             kinds = [(1, preset) for preset in presets]
             if groups > 1 and ways % groups == 0:  # a copy of the model in each slice or host
                 kinds = [*kinds, (groups, "hybrid")]

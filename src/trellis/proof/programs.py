@@ -18,7 +18,7 @@ from trellis.inspect.ledger import ledger_of
 from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import arrange
 from trellis.notation.typeof import typeof
-from trellis.plan.compile import compiler_devices, platform_of
+from trellis.plan.compile import compiler_devices, platform_of_target
 from trellis.program.trace import mesh_of, trace
 from trellis.proof.interpreter import Interpreter
 from trellis.proof.placing import plain
@@ -91,7 +91,7 @@ def _subject(fn: Callable, args: tuple, on: str, options: dict[str, str], seed: 
                 where=f"`{name}`, traced for {on}",
                 fix="leave out `mesh=` of jax.shard_map, and give PartitionSpecs instead of NamedShardings inside",
             ) from error
-        lowered = traced.lower(lowering_platforms=(platform_of(where),))
+        lowered = traced.lower(lowering_platforms=(platform_of_target(where),))
         ledger = ledger_of(trace(call, *shapes), refuse=False)  # what is wrong is to be found
     results = jax.tree_util.tree_leaves_with_path(traced.out_info, is_leaf=lambda x: hasattr(x, "names"))
     empty = np.zeros(0)

@@ -12,7 +12,7 @@ from trellis.hardware.chips import Target
 from trellis.inspect.ledger import ledger_of
 from trellis.notation.typeof import typeof
 from trellis.plan.adapt import adapt
-from trellis.plan.compile import Compiled, compiler_devices, platform_of
+from trellis.plan.compile import Compiled, compiler_devices, platform_of_target
 from trellis.plan.prepared import Prepared, prepare
 from trellis.proof.comparing import BOUND
 from trellis.proof.interpreter import Failed, Interpreter, NotInterpreted
@@ -146,7 +146,7 @@ class Trial:
             name=prepared.run.name,
             target=target,
             mesh=prepared.layout.mesh,
-            lowered=prepared.lowered(platform_of(target)),
+            lowered=prepared.lowered(platform_of_target(target)),
             options=options_for(target.chip.kind, prepared.run.compiler_options, target.num_devices),
             given=reference.given,
             places=[leaf.sharding for leaf in jax.tree.leaves((prepared.state, prepared.batch))],

@@ -11,7 +11,8 @@ from trellis.run.config import Run
 from trellis.run.run_file import read_run, write_run
 from trellis.run.schema import plain
 
-# What may differ when a run goes on: how long, where, and what is written about it. Not what is learned from what.
+# What may differ when a run is resumed: how long and where it trains, and what is written about it; not the model, its
+# data or its optimizer.
 _MAY_CHANGE = (
     "name", "steps", "mesh", "layout", "devices", "distributed", "checkpoints", "evaluation", "logging", "guard",
     "deadline", "profile", "microbatches", "cpu", "remat", "skip_nonfinite",
@@ -29,7 +30,7 @@ def new_folder(run: Run, parent: Path = Path("runs")) -> Path:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a run has made a step or saved a state: what was refused before that left its file, to be corrected."""
+    """Whether a run has made a step or saved a state. One that was refused before leaves its file, to be corrected."""
     metrics = folder / "metrics.jsonl"
     return (metrics.exists() and metrics.stat().st_size > 0) or any((folder / "checkpoints").glob("step-*"))
 
@@ -64,7 +65,7 @@ def claim(folder: Path, run: Run, *, write: bool = True) -> None:
 
 
 def _learned(run: Run) -> dict[str, Any]:
-    """The fields of a run that decide what is learned from what; of lengths what is said, but for microbatches."""
+    """The fields of a run that must stay when it is resumed; of lengths those that are set, without microbatches."""
     found = {name: value for name, value in plain(run).items() if name not in _MAY_CHANGE}
     said = lambda entry: {k: v for k, v in entry.items() if v is not None and k not in _MAY_CHANGE}
     return found | {"lengths": [said(entry) for entry in found["lengths"]]}
@@ -72,7 +73,7 @@ def _learned(run: Run) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Generator[None]:
-    """Keeps a run's folder for this process while it trains; the system lets go of it when the process ends.
+    """Keeps a run's folder for this process while it trains; the system releases it when the process ends.
 
     Raises:
         UserError: another process trains in the folder.
@@ -95,7 +96,7 @@ def alone(folder: Path) -> Generator[None]:
         except BlockingIOError:
             raise UserError(
                 "One process at a time trains in a run's folder.",
-                seen="another one that is at it",
+                seen="another process, which is still training",
                 where=str(folder),
                 fix="wait for it or stop it, or use another --run-dir",
             ) from None

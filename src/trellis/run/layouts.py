@@ -9,6 +9,7 @@ from trellis.cores import usable_cores
 from trellis.errors import UserError, did_you_mean
 from trellis.frozen import FrozenMap
 from trellis.mesh import Layout, make_mesh
+from trellis.mesh.platform import are_cpus
 
 # Names of activations that no parameter has.
 _ACTIVATIONS = ("batch", "pos", "key_pos")
@@ -333,7 +334,7 @@ def _check_few(compute: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -
 def _are_halves_of_a_cpu(devices: Sequence[Any]) -> bool:
     """Two devices of one CPU that has so many processors; where it has not, they rehearse a larger machine."""
     here = len({d.process_index for d in devices}) == 1
-    return here and len(devices) == 2 <= usable_cores() and all(d.platform == "cpu" for d in devices)
+    return here and len(devices) == 2 <= usable_cores() and are_cpus(devices)
 
 
 def check_names(choice: LayoutChoice, names: Iterable[str]) -> None:

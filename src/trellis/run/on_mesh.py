@@ -5,10 +5,13 @@ from collections.abc import Mapping, Sequence
 
 from trellis.errors import UserError
 from trellis.mesh import Layout
+from trellis.mesh.platform import platform_of_devices
 from trellis.models import LanguageModel
 from trellis.named import is_named
 from trellis.named.pipeline.by_vmap import microbatches_of
 from trellis.nn.attention.attend import KEY
+from trellis.nn.moe import Routing
+from trellis.nn.moe.mixing import check_way, places_of
 from trellis.nn.parameters import Parameter, parameters
 from trellis.nn.rope import QUERY
 from trellis.notation.state import mode_of
@@ -24,14 +27,16 @@ def check_on_mesh(run: Run, layout: Layout, model: LanguageModel) -> None:
         model: the model, as types without a layout.
 
     Raises:
-        UserError: a batch, a sequence or a width does not divide; attention would not find its keys; or the stages of
-            a pipeline have nothing that they can do at the same time.
+        UserError: a batch, a sequence or a width does not divide; attention would not find its keys, or tokens their
+            experts; or the stages of a pipeline have nothing that they can do at the same time.
     """
     declared = [p for p in parameters(model) if is_named(p.leaf)]
     _check_batch(run, layout)
     _check_widths(layout, declared)
     if mode_of(layout.mesh) == "explicit":
         _check_attention(run, layout)
+        if isinstance(routing := getattr(run.model, "routing", None), Routing):
+            check_way(routing.way, places_of(layout), platform_of_devices(layout.mesh))
         _check_stages(run, layout)
         if run.mesh.stage > 1 and not model.looks_ahead:
             _check_permutes(layout, declared)
@@ -174,7 +179,7 @@ def _check_permutes(layout: Layout, declared: Sequence[Parameter]) -> None:
     kinds, (_, pos, _, _) = dict(layout.context), layout.assign(QUERY)
     rings = [f"layout.{axis}" for axis in pos if kinds.get(axis) == "ring"]
     permutes = [*rings, *(["layout.overlap"] if layout.overlap else [])]
-    first = [p.path for p in declared if "heads" in p.names and not p.path.startswith("layers.")]
+    first = [p.path for p in declared if "heads" in p.names and not p.is_stacked]
     if permutes and layout.uneven:
         raise UserError(
             "Layers that pass slices around a ring are as many on each stage of a pipeline.",

@@ -15,7 +15,7 @@ from trellis.data.batch import Batch
 from trellis.errors import UserError, did_you_mean
 from trellis.frozen import FrozenMap
 from trellis.mesh import Layout
-from trellis.mesh.platform import rehearses
+from trellis.mesh.platform import are_cpus, platform_of_devices, rehearses, rows_of_a_tile
 from trellis.models import LanguageModel, ModelConfig
 from trellis.named import is_named
 from trellis.named.backend import has_block_units
@@ -84,7 +84,7 @@ class Assembled:
     def compiler_options(self) -> dict[str, str]:
         """What the compiler is told about the step."""
         mesh = self.layout.mesh
-        return options_for(mesh.devices.flat[0].platform, self.run.compiler_options, mesh.size)
+        return options_for(platform_of_devices(mesh), self.run.compiler_options, mesh.size)
 
     def abstract_batch(self, step: int = 0) -> Batch:
         """The batch of a step as `jax.ShapeDtypeStruct`s with shardings."""
@@ -232,18 +232,14 @@ def _check_narrow_products(run: Run, model: Any) -> None:
         if not any(p.matches((part,)) for p, _ in marked):
             raise _no_narrow_product(f"`{part}`, of which no part is a weight that multiplies", model)
     for p, kind in marked:
-        layer = p.path.startswith("layers.")
+        layer = p.is_stacked
         able = ("fp8", "mxfp8") if not layer else ("fp8", "int8") if "experts" in p.names else (kind,)
         if kind not in able or not layer and p.path != head.path:
             raise _no_narrow_product(f"{kind} for `{p.path}`", model)
 
 
 def _no_narrow_product(seen: str, model: Any) -> UserError:
-    able = [
-        p.path.removeprefix("layers.")
-        for p in parameters(model)
-        if p.role == Role.WEIGHT and p.path.startswith("layers.")
-    ]
+    able = [p.path.removeprefix("layers.") for p in parameters(model) if p.role == Role.WEIGHT and p.is_stacked]
     return UserError(
         "Narrow products are those of layers' weights, experts' in fp8 or int8, and the unembedding's in fp8 or mxfp8, "
         "which reach down to small chances.",
@@ -258,7 +254,7 @@ def _check_four_bits(run: Run, layout: Layout) -> None:
     if "nvfp4" not in run.precision.products.values():
         return
     device = layout.mesh.devices.flat[0]
-    if device.platform != "cpu" and not has_block_units(device.device_kind):
+    if not are_cpus(layout.mesh) and not has_block_units(device.device_kind):
         raise UserError(
             "Products in nvfp4 are for NVIDIA's GPUs from Blackwell on; a CPU emulates them.",
             seen=f"nvfp4 on {device.device_kind}",
@@ -312,8 +308,8 @@ def fast_microbatches(run: Run, layout: Layout, model: Any) -> int:
         model: the model, or its types.
     """
     ways = lambda name: math.prod(layout.mesh.shape[axis] for axis in layout.assign((name,))[0])
-    on_cpu = layout.mesh.devices.flat[0].platform == "cpu" and not rehearses(layout.mesh)
-    if not on_cpu or run.mesh.stage != 1 or model.looks_ahead:
+    computes = are_cpus(layout.mesh) and not rehearses(layout.mesh)
+    if not computes or run.mesh.stage != 1 or model.looks_ahead:
         return 1
     rows = math.gcd(*(entry.size for entry in run.batch_sizes())) // ways("batch")
     wanted = rows * run.data.sequence_length * jnp.dtype(run.precision.compute).itemsize / _PART_BYTES
@@ -346,7 +342,7 @@ def vocab_multiple(layout: Layout) -> int:
     if set(layout.even().assign(("layers",))[0]) & set(slices[1]):  # stages slice what each of them has at rest
         slices.append(tuple({*slices[0], *slices[1]}))
     ways = math.lcm(*(math.prod(layout.mesh.shape[axis] for axis in axes) for axes in slices))
-    return ways * 8 if ways > 1 and layout.mesh.devices.flat[0].platform == "tpu" else ways
+    return ways * rows_of_a_tile(layout.mesh) if ways > 1 else ways
 
 
 def _placed(shapes: TrainState, layout: Layout) -> TrainState:

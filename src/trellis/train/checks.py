@@ -8,6 +8,7 @@ import jax
 
 from trellis.errors import UserError, did_you_mean
 from trellis.figures.numbers import size
+from trellis.mesh.platform import are_cpus, platform_of_devices
 from trellis.program import Program
 from trellis.run.config import Remat
 from trellis.train.assemble import Assembled
@@ -67,7 +68,7 @@ def check_guard(memory: Mapping[str, int], assembled: Assembled) -> None:
         fix=fix,
     )
     option = "xla_gpu_deterministic_ops"
-    if mesh.devices.flat[0].platform == "gpu" and assembled.compiler_options.get(option, "").lower() != "true":
+    if platform_of_devices(mesh) == "cuda" and assembled.compiler_options.get(option, "").lower() != "true":
         raise UserError(
             "A step that is made twice gives the same bits: a GPU's compiler is told to order its sums.",
             seen=f"guard.every={run.guard.every}, and parts of the state that are held once",
@@ -84,7 +85,7 @@ def _check_room(
     fix: str = "use a smaller model or batch, or more devices; `trellis memory` shows what each device holds",
 ) -> None:
     here = [device for device in devices if device.process_index == jax.process_index()]
-    needed, room = num_bytes * len(here), memory_of_machine() if here[0].platform == "cpu" else _limit(here)
+    needed, room = num_bytes * len(here), memory_of_machine() if are_cpus(here) else _limit(here)
     if room is not None and needed > room:
         raise UserError(
             rule,

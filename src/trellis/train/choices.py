@@ -18,7 +18,7 @@ from trellis.errors import UserError
 from trellis.figures.numbers import duration
 from trellis.hardware.remembered import devices_here, digest_of, recall, remember, today
 from trellis.inspect.memory import memory_of
-from trellis.mesh.platform import rehearses
+from trellis.mesh.platform import are_cpus, rehearses
 from trellis.run.config import Cpu, Run
 from trellis.run.folder import has_begun
 from trellis.run.run_file import read_run
@@ -124,7 +124,7 @@ def choose(
 
 
 def _is_open(run: Run, devices: Sequence[Any]) -> bool:
-    here = devices[0].platform == "cpu" and jax.process_count() == 1
+    here = are_cpus(devices) and jax.process_count() == 1
     asked = run.microbatches, run.devices, run.cpu.attention_chunk, run.cpu.loss_chunk, run.cpu.turned
     plain_run = not run.lengths and run.mesh.stage == 1
     return here and run.cpu.measure and plain_run and None in asked and tokens_of(run, 0, run.steps) > _FEW

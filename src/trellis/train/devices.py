@@ -9,6 +9,7 @@ import jax
 from trellis.cores import usable_cores
 from trellis.errors import UserError
 from trellis.hardware.platform import choose_platform, claim_gpu_memory
+from trellis.mesh.platform import are_cpus
 from trellis.run.config import Run
 
 # The processors' caches and memory are shared: past this many devices a CPU gains nothing and compiles for longer.
@@ -31,7 +32,7 @@ def find_devices(run: Run) -> list[Any]:
     except RuntimeError:  # the backend is there already: what counts is how many devices it has
         pass
     devices = jax.devices()
-    wanted = run.devices or (count if devices[0].platform == "cpu" or run.layout.preset == "single" else len(devices))
+    wanted = run.devices or (count if are_cpus(devices) or run.layout.preset == "single" else len(devices))
     if jax.process_count() > 1:
         return devices
     if wanted > len(devices):

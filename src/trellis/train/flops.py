@@ -6,6 +6,7 @@ from typing import Any
 
 from trellis.hardware.peak import matmul_peak
 from trellis.hardware.remembered import devices_here, recall, remember
+from trellis.mesh.platform import are_cpus
 from trellis.models import FamilyConfig, LanguageModel
 from trellis.models.protocol import value_dim, windows
 from trellis.nn import Role, parameters
@@ -70,7 +71,7 @@ def known_peak(devices: Sequence[Any], dtype: str) -> float | None:
         dtype: what the run computes in.
     """
     peak = matmul_peak(devices, dtype)
-    if peak is None or devices[0].platform != "cpu":
+    if peak is None or not are_cpus(devices):
         return peak
     key = f"{devices_here(devices)}, {dtype}"
     found = recall("peaks").get(key, 0.0)
@@ -95,5 +96,5 @@ def work_of(assembled: Assembled) -> Work:
     return Work(
         **costs(assembled),
         peak_flops=peak(),
-        measure_again=peak if devices[0].platform == "cpu" else None,
+        measure_again=peak if are_cpus(devices) else None,
     )

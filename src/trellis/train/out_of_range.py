@@ -41,7 +41,7 @@ def named_tensor(model: Any, number: float) -> str:
     if number < 0:
         return ""
     names = [
-        f"`{p.path}`" + (f" of layer {layer}" if _is_stacked(p) else "")
+        f"`{p.path}`" + (f" of layer {layer}" if p.is_stacked else "")
         for p in parameters(model)
         for layer in range(_layers(p))
     ]
@@ -55,23 +55,19 @@ def _order(model: Any) -> list[int]:
     other whole."""
     keys, segment, before = [], 0, False
     for number, p in enumerate(parameters(model)):
-        segment += _is_stacked(p) != before
-        before = _is_stacked(p)
+        segment += p.is_stacked != before
+        before = p.is_stacked
         keys += [(segment, layer, number) for layer in range(_layers(p))]
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-def _is_stacked(p: Parameter) -> bool:
-    return p.names[:1] == ("layers",)
-
-
 def _layers(p: Parameter) -> int:
-    return p.leaf.shape["layers"] if _is_stacked(p) else 1
+    return p.leaf.shape["layers"] if p.is_stacked else 1
 
 
 def _flags(p: Parameter) -> jax.Array:
     """`bool["layers"]`: where a parameter, or its gradient, has a number that is not finite."""
     array = p.leaf.array if is_named(p.leaf) else p.leaf
-    kept = 1 if _is_stacked(p) else 0
+    kept = 1 if p.is_stacked else 0
     bad = jnp.max((~jnp.isfinite(array)).astype(jnp.float32), axis=tuple(range(kept, array.ndim)))
     return place(bad, ((),) * kept, names=("layers",)[:kept]).reshape(-1) > 0

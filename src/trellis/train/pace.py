@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from trellis.figures.numbers import duration, flop_rate, seconds
 from trellis.hardware.remembered import devices_here, digest_of, recall, remember, today
+from trellis.mesh.platform import are_cpus
 from trellis.run.config import Run
 from trellis.run.schema import plain
 from trellis.train.assemble import Assembled
@@ -116,8 +117,7 @@ def worth_a_trial(assembled: Assembled, guess: Pace | None, steps: int) -> bool:
         guess: its expected pace.
         steps: of the run.
     """
-    on_cpu = assembled.layout.mesh.devices.flat[0].platform == "cpu"
-    if not on_cpu or jax.process_count() > 1 or guess is None or guess.measured:
+    if not are_cpus(assembled.layout.mesh) or jax.process_count() > 1 or guess is None or guess.measured:
         return False
     long = guess.seconds(assembled.run, 0, steps) >= _WORTH_A_TRIAL
     return long and guess.step_seconds(assembled.run) <= LONGEST_STEP

@@ -205,7 +205,7 @@ def test_refused():
             jax.eval_shape(functools.partial(loss, "slots", 1.5), shard(x, "compute"), *shard(weights, "params"))
     assert str(error.value) == (
         "Tokens are exchanged along mesh axes that slice both experts and tokens.\n"
-        "  seen:  experts/model, tokens/data\n"
-        "  where: the layout, and model.routing.way slots\n"
-        "  fix:   slice the batch over these axes too, or use the way gather or auto"
+        "  seen:  slots: experts/model, tokens/data\n"
+        "  where: model.routing.way\n"
+        "  fix:   use gather or auto, or slice the batch over these axes too"
     )

@@ -6,6 +6,7 @@ import math
 import jax
 from jax import lax
 
+from trellis.mesh.permute import renumbered
 from trellis.notation import Dim, Shape
 from trellis.notation.state import State
 from trellis.notation.transition import Step, plan
@@ -71,16 +72,5 @@ def own(x: jax.Array, dim: int, axes: Axes) -> jax.Array:
 
 def _permuted(x: jax.Array, before: Axes, after: Axes, sizes) -> jax.Array:
     """The same slices on other devices: of `a/x/y` those of `a/y/x`."""
-
-    def holder(piece: int, order: Axes) -> int:
-        """The device that holds a piece, counted along `before`."""
-        place = {}
-        for axis in reversed(order):
-            piece, place[axis] = divmod(piece, sizes[axis])
-        device = 0
-        for axis in before:
-            device = device * sizes[axis] + place[axis]
-        return device
-
     pieces = range(math.prod(sizes[a] for a in before))
-    return lax.ppermute(x, before, [(holder(p, before), holder(p, after)) for p in pieces])
+    return lax.ppermute(x, before, [(p, renumbered(p, after, before, sizes)) for p in pieces])

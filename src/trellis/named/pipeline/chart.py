@@ -1,4 +1,4 @@
-"""A schedule as a chart, by the functions that the program of a step runs."""
+"""The schedule of a pipeline as a chart, from the functions that the step itself uses."""
 
 from trellis.named.pipeline.schedule import Schedule, Unit
 

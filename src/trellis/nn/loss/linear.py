@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec
 from trellis.errors import TrellisError
 from trellis.mesh.by_device import by_device
 from trellis.mesh.manual.ops import Axes, vary
-from trellis.mesh.platform import platform_of
 from trellis.mesh.reshard import place
+from trellis.named.backend import on_accelerator
 from trellis.named.tuned import tuned
 from trellis.nn.loss.formulas import Settings
 from trellis.nn.loss.products import NarrowFactors, in_chunks, joined, specs, tile_of
-from trellis.nn.loss.token_chunks import CHUNK, chunk_size, summed_by_tokens
+from trellis.nn.loss.token_chunks import CPU_CHUNK, chunk_size, summed_by_tokens
 from trellis.nn.loss.vocab_chunks import VocabChunks, cut, summed_by_vocab
 from trellis.notation.state import State, state_of
 
@@ -101,9 +101,9 @@ def linear_cross_entropy(
     _check(x, unembed, targets, weights, vocab_size, vocab_first, bias)
     head = (unembed,) if bias is None else (unembed, bias)
     weights = jnp.ones_like(targets, jnp.float32) if weights is None else weights.astype(jnp.float32)
-    platform = platform_of(x)
-    total_type = jnp.dtype("float32") if platform == "cpu" else unembed.dtype
-    mine = chunk or (tuned().loss_chunk or CHUNK[platform] if platform in CHUNK else None)
+    total_type, mine = unembed.dtype, chunk
+    if not on_accelerator(x):
+        total_type, mine = jnp.dtype("float32"), chunk or tuned().loss_chunk or CPU_CHUNK
     settings = Settings(z_loss, logit_softcap, vocab_size, vocab_first, mine, total_type, chunk_bytes=chunk_bytes)
     if narrow is not None:
         settings = settings._replace(narrow=narrow.kind, tile=tile_of(narrow.kind, x.shape[1]))

@@ -19,7 +19,8 @@ from trellis.nn.loss.products import (
     to_x,
 )
 
-CHUNK = {"cpu": 512}
+# On a CPU a chunk has so many tokens, unless something else was measured.
+CPU_CHUNK = 512
 # On accelerators a chunk's float32 logits take at most this many bytes, but for no more chunks than the second number:
 # each adds once to the gradient of `unembed`, which is kept in that parameter's own type there (a gigabyte less for a
 # vocabulary of 128k and a width of 4096 in bfloat16). With few tokens nothing is added: see `_with_kept_gradients`.

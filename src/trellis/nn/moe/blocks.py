@@ -2,6 +2,8 @@
 
 There `jax.lax.ragged_dot` multiplies every row with every weight. A group's weight is read from the array of all once,
 and its rows go in few blocks: each size in `BLOCKS` as often as three quarters of it are left, the last for the rest.
+A block may reach into the rows of other groups, which are selected out of it: nothing is padded, and nothing copied but
+blocks.
 """
 
 from collections.abc import Callable
@@ -21,30 +23,32 @@ BLOCKS, NARROW_BLOCKS = (512, 128, 32), (512, 128)
 
 def multiply(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: bool = False) -> jax.Array:
     """As `grouped_matmul`; `weights` are `groups in out`, or `groups out in` where they are swapped."""
-    count, columns = rows.shape[0], weights.shape[1 if swapped else 2]
+    count, columns, dtype = rows.shape[0], weights.shape[1 if swapped else 2], rows.dtype
     ends, blocks = jnp.cumsum(sizes), _blocks(rows)
-    past = _past(blocks)
-    padded = jnp.pad(rows, ((0, past), (0, 0)))
+    over = ((1,), (1 if swapped else 0,)), ((), ())
+    rows, weights = _bits(rows), _bits(weights)
 
     def group(i, out):
-        weight = lax.dynamic_index_in_dim(weights, i, 0, False)
         # Behind a barrier it is copied once, not for each block.
-        weight = lax.optimization_barrier(weight.T if swapped else weight)
+        weight = lax.optimization_barrier(lax.dynamic_index_in_dim(weights, i, 0, False))
 
-        def block(out, first, left, size):
-            mine = lax.dynamic_slice_in_dim(padded, first, size)
-            made = _product(mine, weight).astype(rows.dtype)
-            # Rows of later groups are written again by theirs.
-            return lax.dynamic_update_slice_in_dim(out, made, first, 0)
+        def block(out, first, size):
+            start, own = _own(first, size, count, ends[i] - sizes[i], ends[i])
+            mine, theirs = (lax.dynamic_slice_in_dim(x, start, size) for x in (rows, out))
+            made = _product(_floats(mine, dtype), _floats(weight, dtype), over).astype(dtype)
+            return lax.dynamic_update_slice_in_dim(out, jnp.where(own, _bits(made), theirs), start, 0)
 
         return _in_blocks(block, out, ends[i] - sizes[i], sizes[i], -(-count // sizes.shape[0]), blocks)
 
-    out = _like(lax.empty((count + past, columns), rows.dtype), rows, weights, sizes)
-    return lax.fori_loop(0, sizes.shape[0], group, out)[:count]
+    out = _like(lax.empty((count, columns), rows.dtype), rows, weights, sizes)
+    return _floats(lax.fori_loop(0, sizes.shape[0], group, out), dtype)
 
 
 def weights_gradient(rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Of each group, its rows' products with their gradients, summed in float32: `groups in out`.
+
+    The first block of each group, full or not, is as large as an even load fills: the sum begins with its product
+    instead of zeros.
 
     Args:
         rows: `rows in`.
@@ -52,29 +56,56 @@ def weights_gradient(rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp
         sizes: `i32["groups"]`.
         dtype: of the result.
     """
-    groups, ends, blocks = sizes.shape[0], jnp.cumsum(sizes), _blocks(rows)
-    shape, even = (rows.shape[1], d.shape[1]), -(-rows.shape[0] // groups)
-    rows, d = (jnp.pad(x, ((0, _past(blocks)), (0, 0))) for x in (rows, d))
+    count, groups, given = rows.shape[0], sizes.shape[0], rows.dtype
+    even, ends, blocks = -(-count // groups), jnp.cumsum(sizes), _blocks(rows)
+    most = next((size for size in blocks if size <= even), blocks[-1])
+    kept = _bits(jnp.zeros((), dtype)).dtype
+    rows, d = _bits(rows), _bits(d)
 
     def group(i, out):
-        def block(total, first, left, size):
-            x, y = (lax.dynamic_slice_in_dim(a, first, size) for a in (rows, d))
-            own = (jnp.arange(size) < left)[:, None]  # not rows of others, nor of nobody, which may be no numbers
-            x, y = (jnp.where(own, a, jnp.zeros((), a.dtype)) for a in (x, y))
-            return total + _product(lax.optimization_barrier(x.T), y)
+        begin, end = ends[i] - sizes[i], ends[i]
 
-        zeros = _like(jnp.zeros(shape, jnp.float32), rows, d, sizes)
-        total = _in_blocks(block, zeros, ends[i] - sizes[i], sizes[i], even, blocks)
-        return lax.dynamic_update_index_in_dim(out, total.astype(dtype), i, 0)
+        def product(first, size):
+            start, own = _own(
+                first, size, count, first, end
+            )  # not rows of others, nor of nobody: they may be no numbers
+            parts = (lax.dynamic_slice_in_dim(a, start, size) for a in (rows, d))
+            x, y = (jnp.where(own, a, jnp.zeros((), a.dtype)) for a in parts)
+            x = lax.optimization_barrier(x.T)
+            return _product(_floats(x, given), _floats(y, given), (((1,), (0,)), ((), ())))
 
-    return lax.fori_loop(0, groups, group, _like(lax.empty((groups, *shape), dtype), rows, d, sizes))
+        block = lambda total, first, size: total + product(first, size)
+        left = jnp.maximum(sizes[i] - most, 0)
+        total = _in_blocks(block, product(begin, most), begin + most, left, max(even - most, 0), blocks)
+        return lax.dynamic_update_index_in_dim(out, _bits(total.astype(dtype)), i, 0)
+
+    out = _like(lax.empty((groups, rows.shape[1], d.shape[1]), kept), rows, d, sizes)
+    return _floats(lax.fori_loop(0, groups, group, out), dtype)
+
+
+def _own(first, size: int, count: int, begin, end) -> tuple[jax.Array, jax.Array]:
+    """Where a block begins that is to begin at `first`, so that it ends within `count` rows, and which of its rows lie
+    from `begin` to `end`: `bool["rows 1"]`."""
+    start = jnp.minimum(first, count - size)
+    number = start + jnp.arange(size)
+    return start, ((begin <= number) & (number < end))[:, None]
+
+
+# XLA's CPU compiler updates a slice of bfloat16 by making the whole array float32 and back, in every turn of a loop
+# (JAX 0.10.2): what is moved are the bits.
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
+def _floats(x: jax.Array, dtype) -> jax.Array:
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 def _in_blocks(block: Callable, carry, first: jax.Array, count: jax.Array, even: int, blocks: tuple[int, ...]):
     """What blocks make of a carry, one after another.
 
     Args:
-        block: `block(carry, first, left, size)`: where it begins, how many rows are left from there, and its size.
+        block: `block(carry, first, size)`: where it is to begin, and its size.
         carry: to start with.
         first, count: of the group's rows.
         even: rows of a group where the load is even.
@@ -83,9 +114,7 @@ def _in_blocks(block: Callable, carry, first: jax.Array, count: jax.Array, even:
     for size in blocks:
         last = size == blocks[-1]
         turns = (count + (size - 1 if last else size // 4)) // size
-        turn = lambda i, carry, first=first, count=count, size=size: block(
-            carry, first + i * size, count - i * size, size
-        )
+        turn = lambda i, carry, first=first, size=size: block(carry, first + i * size, size)
         # Rows are the same however they are cut: counted as if all went in the smallest blocks.
         with loop_turns(even if last else 0, size):
             carry = lax.fori_loop(0, turns, turn, carry)
@@ -99,13 +128,8 @@ def _blocks(rows: jax.Array) -> tuple[int, ...]:
     return tuple(size for size in sizes[:-1] if size <= rows.shape[0]) + (min(sizes[-1], rows.shape[0]),)
 
 
-def _past(blocks: tuple[int, ...]) -> int:
-    """How many rows past its end a group's last block may reach."""
-    return max(blocks[0] // 4, blocks[-1])
-
-
-def _product(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.matmul(x, y, preferred_element_type=jnp.float32)
+def _product(x: jax.Array, y: jax.Array, over) -> jax.Array:
+    return lax.dot_general(x, y, over, preferred_element_type=jnp.float32)
 
 
 def _like(x, *arrays):

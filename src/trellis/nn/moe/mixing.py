@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis.mesh.by_device import by_device
-from trellis.mesh.layout import current_layout
+from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.manual.ops import Axes, mark_pending, vary
 from trellis.named import Axis, NamedArray, dot_each, einsum, one_hot, save, settle, silu
 from trellis.named.backend import RAGGED, exchanges_ragged, platform_of
@@ -232,35 +232,52 @@ def _dense(x, choices: Choices, gate, up, down, biases: Biases | None, gated_by:
 
 
 def _places(x: NamedArray) -> Places:
-    """What the layout in force says; tokens are whole along the axes that slice the experts' widths."""
+    """What the layout in force says."""
     layout = current_layout()
-    if layout is None or state_of(x.array).mode != "explicit":
-        return Places()
+    return Places() if layout is None or state_of(x.array).mode != "explicit" else places_of(layout)
+
+
+def places_of(layout: Layout) -> Places:
+    """What a layout says; tokens are whole along the axes that slice the experts' widths."""
     batch, pos, _ = layout.assign(TOKENS)
     experts, _, mlp = layout.assign(("experts", "embed", "mlp"))
     batch, pos = (tuple(a for a in axes if a not in mlp) for axes in (batch, pos))
     return Places(batch, pos, experts, mlp)
 
 
-def _chosen(way: Way, places: Places, x: NamedArray, choices: int) -> str:
-    """The way that is gone."""
-    if not places.experts:
-        return "dense" if way == "dense" else "grouped"
-    sizes, ragged = jax.typeof(x.array).sharding.mesh.shape, exchanges_ragged(x.array)
-    if way in ("ragged", "slots") and places.shared != places.experts:
+def check_way(way: Way, places: Places, platform: str) -> None:
+    """Refuses a way on which tokens cannot reach their experts.
+
+    Args:
+        way: as it was asked for.
+        places: of tokens and experts.
+        platform: of the devices, as `trellis.mesh.platform` has it.
+
+    Raises:
+        ExpertsError: it is an exchange, and mesh axes slice experts alone, or the platform has none.
+    """
+    if places.experts and way in ("ragged", "slots") and places.shared != places.experts:
         raise ExpertsError(
             "Tokens are exchanged along mesh axes that slice both experts and tokens.",
-            seen=f"experts/{'/'.join(places.experts)}, tokens/{'/'.join(places.batch + places.pos) or 'no axis'}",
-            where=f"the layout, and model.routing.way {way}",
-            fix="slice the batch over these axes too, or use the way gather or auto",
+            seen=f"{way}: experts/{'/'.join(places.experts)}, tokens/{'/'.join(places.batch + places.pos) or 'none'}",
+            where="model.routing.way",
+            fix="use gather or auto, or slice the batch over these axes too",
         )
-    if way == "ragged" and not ragged:
+    if places.experts and way == "ragged" and platform not in RAGGED:
         raise ExpertsError(
             "A ragged exchange needs a backend that has one.",
-            seen=f"way='ragged' on {platform_of(x.array)}",
+            seen=f"way='ragged' on {platform}",
             where="model.routing.way",
             fix=f"use slots or auto here; {' and '.join(RAGGED)} have it",
         )
+
+
+def _chosen(way: Way, places: Places, x: NamedArray, choices: int) -> str:
+    """The way that tokens take to their experts."""
+    check_way(way, places, platform_of(x.array))
+    if not places.experts:
+        return "dense" if way == "dense" else "grouped"
+    sizes, ragged = jax.typeof(x.array).sharding.mesh.shape, exchanges_ragged(x.array)
     if way != "auto":
         return way
     # An exchange sends a token to at most as many devices as it has choices; a gather to all of them.

@@ -1,8 +1,8 @@
-"""Further rounds of an exchange, which cost nothing where there are none.
+"""Further rounds of an exchange, which cost nothing where none is needed.
 
 A round is a function of rows, and of what experts compute with. The first is an ordinary part of the program, so that
-rematerialization sees what it keeps. Those after it stand in a loop, which rarely runs: forward it starts from what the
-first made, backward from the gradients that the first gave, and nothing is added or set to zero for it.
+rematerialization sees what it keeps. The others stand in a loop, which rarely runs: forward it starts from the first's
+result, backward from the first's gradients, so that nothing is added or set to zero where there are no others.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from trellis.mesh.manual.ops import vary, varying_axes
 
 
 def in_rounds(one: Callable, now: Callable, rows, counted, counts, needed) -> jax.Array:
-    """What all rounds make: of each row what was made of it in its round.
+    """The result of all rounds: for each row, that of the round in which it moved.
 
     Args:
         one: `one(rows, counted, counts, turn)`, a round: rows in the places of those that move, anything in others.
@@ -36,7 +36,7 @@ def in_rounds(one: Callable, now: Callable, rows, counted, counts, needed) -> ja
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _further(one, now, made, relayed, rows, counted, counts, needed, held):
-    """`made`, and what the rounds from the second on make in its place; the gradient is relayed to `_shared`."""
+    """`made`, with the rows of later rounds replaced; the gradient is relayed to `_shared`."""
 
     def body(turn, total):
         return _chosen(now(counts, turn), one(rows, counted, counts, turn, *held), total)
@@ -57,9 +57,9 @@ _further.defvjp(_further_forward, _further_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _shared(one, now, like, rows, counted, counts, needed, held):
-    """What all rounds read, and a value whose gradient is that of what they make, of the shape and dtype `like`.
+    """What all rounds read, and a value of the shape and dtype `like` whose gradient is that of their result.
 
-    Its backward pass runs after the first round's: with the gradients that gave, it runs the others.
+    Its backward pass runs after the first round's, and runs the other rounds from the gradients of the first.
     """
     return rows, counted, held, vary(jnp.zeros(*like), varying_axes(rows))
 

@@ -1,4 +1,4 @@
-"""Collectives: functions over the devices of a team, of which none waits and none comes late."""
+"""Collectives: functions over all devices of a team at once, so that none waits for another."""
 
 from collections.abc import Callable, Sequence
 
