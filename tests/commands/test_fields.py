@@ -5,9 +5,10 @@ Each is taken, and then the run has it, or it is refused in four parts. There is
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import pytest
@@ -18,7 +19,7 @@ from trellis.run.config import Run
 from trellis.run.overrides import read
 from trellis.run.run_file import read_run
 from trellis.run.schema import build, fields_of, members, plain, tag_of
-from trellis.train import loop
+from trellis.train import choices, loop
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -30,13 +31,16 @@ VALUES = (
     *("{a: 1}", "{1: 2}", "{a: {b: c}}", "{kind: x}", "{[1]: 2}", "[{step: 0}]", '["\\0"]', "data", "data/model"),
 )
 # What a step is traced with, of those values that were taken.
-EXTREMES = ("", "0", "1", "3", "1e30", "1e-30", "2147483647")
+EXTREMES = ("true", "", "0", "1", "3", "1e30", "1e-30", "2147483647")
 
 _LLAMA = "vocab: 257, embed: 32, layers: 2, heads: 4, mlp: 64"
 _GROUPED = f"{_LLAMA}, kv_heads: 2, head_dim: 16, rope_theta: 10000.0"
 # Options that choose a variant and give it what has no default.
 CHOOSE = {
-    "gpt2": {"model": f"{{family: gpt2, {_LLAMA}, positions: 64, dropout: 0.0}}"},
+    "gpt2": {
+        "model": f"{{family: gpt2, {_LLAMA}, positions: 64, dropout: 0.0, scale_by_inverse_layer: false, "
+        "upcast_attention: false}"
+    },
     "gptj": {"model": f"{{family: gptj, {_LLAMA}, rotary_dim: 4}}"},
     "qwen3": {"model": f"{{family: qwen3, {_GROUPED}, tie_embeddings: true}}"},
     **{
@@ -59,7 +63,8 @@ CHOOSE = {
 }
 
 
-class Case(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
     """A field of a run, its type, and the options that make the run have it."""
 
     name: str
@@ -84,7 +89,8 @@ def cases(cls: Any = Run, path: str = "", chosen: dict[str, str] | None = None) 
                     choose = {"profile.start": "1"}
                 elif dotted == "model.rope_scaling":
                     required = {n: f for n, f in fields_of(member).items() if f.default is dataclasses.MISSING}
-                    sizes = ", ".join(f"{n}: {2 + i}.0" for i, n in enumerate(required))
+                    numbers = {n: 16 if n == "original_context" else 2.0 + i for i, n in enumerate(required)}
+                    sizes = ", ".join(f"{n}: {number}" for n, number in numbers.items())
                     choose = {dotted: f"{{{f'{tag[0]}: {tag[1]}, ' if tag else ''}{sizes}}}"}
                 yield from cases(member, dotted, {**(chosen or {}), **choose})
 
@@ -94,15 +100,29 @@ for _case in cases():
     SECTIONS.setdefault(_case.name.partition(".")[0], []).append(_case)
 
 
+# What a field is given in a variant of which another has the field, too, of the same type.
+SHARED = ("", "null", "[]", "-1", "0.5", "1e30")
+
+
+def values(section: str) -> Iterator[tuple[Case, str]]:
+    """What the fields of a section are given: each type of each field everything."""
+    seen = set()
+    for case in SECTIONS[section]:
+        field = (case.name, str(case.type))
+        yield from ((case, value) for value in (SHARED if field in seen else VALUES))
+        seen.add(field)
+
+
 @pytest.fixture
 def attempt(run_file, tmp_path, capsys):
-    """Gives a field a value, and tells what is wrong with how the command line answers; or nothing."""
+    """Gives fields values, and tells what is wrong with how the command line answers; or nothing."""
     jax.devices()
     numbers = iter(range(10**9))
 
-    def give(case: Case, text: str, taken: list[Run]) -> str | None:
+    def give(given: dict[Case, str], taken: list[Run]) -> str | None:
         folder = tmp_path / str(next(numbers))
-        options = {**case.chosen, case.name: text}
+        options = {name: value for case in given for name, value in case.chosen.items()}
+        options |= {case.name: text for case, text in given.items()}
         stores = str(run_file.parent)
         words = [f"--{name}={value.replace('STORES', stores)}" for name, value in options.items()]
         before = len(taken)
@@ -117,15 +137,32 @@ def attempt(run_file, tmp_path, capsys):
             return f"exit code {code}: {err:.200}"
         if len(taken) == before:
             return "exit code 0, and nothing was trained"
-        given = read(case.type, text)
-        has = functools.reduce(operator.getitem, case.name.split("."), plain(taken[-1]))
-        if isinstance(given, dict):  # it replaces parts and leaves the others
-            ignored = [name for name in given if has.get(name) != given[name]]
-        else:
-            ignored = has != plain(build(case.type, given))
-        if ignored or read_run(folder / "run.yaml") != taken[-1]:
-            return f"the run has {has!r:.80}"
-        return None
+        for case, text in given.items():
+            value = read(case.type, text)
+            has = functools.reduce(operator.getitem, case.name.split("."), plain(taken[-1]))
+            if isinstance(value, dict):  # it replaces parts and leaves the others
+                ignored = [name for name in value if has.get(name) != value[name]]
+            else:
+                ignored = has != plain(build(case.type, value))
+            if ignored:
+                return f"the run has {has!r:.80}"
+        return None if read_run(folder / "run.yaml") == taken[-1] else "its file is another run's"
+
+    return give
+
+
+@pytest.fixture
+def take(attempt, monkeypatch):
+    """Gives one field a value, trains nothing, and tells what is wrong and whether a run took it."""
+    taken: list[Run] = []
+
+    def give(case: Case, value: str) -> tuple[str | None, bool]:
+        before = len(taken)
+        with monkeypatch.context() as patched:
+            patched.setattr(train_command, "train_run", lambda run, *_, **__: taken.append(run) or 0)
+            patched.setattr(choices, "_LONG", float("inf"))  # nothing is measured for runs that do not train
+            wrong = attempt({case: value}, taken)
+        return wrong, len(taken) > before
 
     return give
 
@@ -133,11 +170,8 @@ def attempt(run_file, tmp_path, capsys):
 @pytest.mark.parametrize(
     "section", [pytest.param(s, marks=pytest.mark.slow if len(SECTIONS[s]) > 2 else ()) for s in SECTIONS]
 )
-def test_every_field_takes_a_value_or_refuses_it(section, attempt, monkeypatch):
-    taken: list[Run] = []
-    monkeypatch.setattr(train_command, "train_run", lambda run, *_, **__: taken.append(run) or 0)
-    monkeypatch.setattr("trellis.train.choices._LONG", float("inf"))  # nothing is measured for runs that do not train
-    found = {(c.name, v[:40], *c.chosen.values()): attempt(c, v, taken) for c in SECTIONS[section] for v in VALUES}
+def test_every_field_takes_a_value_or_refuses_it(section, take):
+    found = {(c.name, v[:40], *c.chosen.values()): take(c, v)[0] for c, v in values(section)}
     assert not {given: wrong for given, wrong in found.items() if wrong}
 
 
@@ -145,24 +179,42 @@ def test_every_field_takes_a_value_or_refuses_it(section, attempt, monkeypatch):
 UNTRACED = ("name", "distributed", "logging", "guard", "deadline", "profile")
 
 
+def variants() -> dict[str, list[Case]]:
+    """The fields that a trace may depend on, by the variant that has them, each once: families share most of theirs."""
+    tried, found = set(), {}
+    for case in itertools.chain.from_iterable(SECTIONS[section] for section in SECTIONS if section not in UNTRACED):
+        if case.name not in {*tried, "data.tokenizer"} and "embedded" not in str(case.chosen):
+            tried.add(case.name)
+            found.setdefault(", ".join(case.chosen.values()), []).append(case)
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("section", [s for s in SECTIONS if s not in UNTRACED])
-def test_what_a_field_takes_can_be_assembled_and_traced(section, attempt, monkeypatch):
+@pytest.mark.parametrize("variant", range(len(variants())))
+def test_what_fields_take_can_be_assembled_and_traced(variant, attempt, take, monkeypatch):
+    """What each field takes, and as many of them at once as a run takes together."""
+    cases = [*variants().values()][variant]
+    if not any(case.name.startswith("model.") for case in cases):
+        cases = [dataclasses.replace(case, chosen={"model.layers": "1", **case.chosen}) for case in cases]
     taken: list[Run] = []
 
     def train(assembled, *_, **__):
         taken.append(assembled.run)
         return loop.Outcome(state=None, step=0, exit_code=0, lines=[], programs=[], token_seconds=None)
 
+    def trace(given: dict[Case, str]) -> dict[Case, str]:
+        before = len(taken)
+        wrong = attempt(given, taken)
+        if len(given) < 2 or wrong is None and len(taken) > before:
+            return {case: f"{value}: {wrong}" for case, value in given.items() if wrong}
+        half = len(given) // 2
+        return trace(dict([*given.items()][:half])) | trace(dict([*given.items()][half:]))
+
+    takes = {case: [value for value in EXTREMES if take(case, value)[1]] for case in cases}
+    assert any(takes.values()), "the variant itself is refused"
     monkeypatch.setattr(loop, "train", train)
-    tried = {}  # each field once: families share most of theirs
-    for case in SECTIONS[section]:
-        if case.name != "data.tokenizer" and "embedded" not in str(case.chosen):
-            tried.setdefault(case.name, case)
-    one_layer = {} if section == "model" else {"model.layers": "1"}
-    chosen = [case._replace(chosen={**one_layer, **case.chosen}) for case in tried.values()]
-    found = {(c.name, v, *c.chosen.values()): attempt(c, v, taken) for c in chosen for v in EXTREMES}
-    assert not {given: wrong for given, wrong in found.items() if wrong}
+    for number in range(max(map(len, takes.values()))):
+        assert not trace({case: found[number] for case, found in takes.items() if number < len(found)})
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def draw(seed: int) -> tuple[Run, int]:
         "params": some(0.3, {r.choice(_OWN_PARAMS): r.choice(own_axes)}) or {},
         "compute": some(0.3, {r.choice(_OWN_COMPUTE): r.choice(own_axes)}) or {},
     }
-    products = some(0.12, {r.choice(("mlp", "attention")): r.choice(("fp8", "int8", "mxfp8"))}) or {}
+    products = some(0.12, {r.choice(("mlp", "attention", "vocab")): r.choice(("fp8", "int8", "mxfp8"))}) or {}
     microbatches = r.choice((None, 1, 2, 3, 4))
     several = (microbatches or 1) > 1 or mesh["stage"] > 1
     rate = r.choice((AdamW, AdamW, Lion, Muon))(learning_rate=1e-3)

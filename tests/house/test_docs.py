@@ -11,6 +11,7 @@ import pytest
 
 from trellis.commands.line import commands
 from trellis.inspect.ledger import ledger_of
+from trellis.inspect.memory import memory_of
 from trellis.recipes import starter
 from trellis.train.assemble import assemble
 from trellis.train.choices import MEASURES, TRIAL, words_of
@@ -64,7 +65,7 @@ def test_the_readme_shows_what_a_run_says():
     assembled = assemble(run, jax.devices()[:2])
     program = step_program(assembled)
     ledger = ledger_of(program)
-    said = describe(sections(assembled, program, ledger, round(corpus))).splitlines()
+    said = describe(sections(assembled, memory_of(program).per_kind(), ledger, round(corpus))).splitlines()
     assert all(real.startswith(line) for line, real in zip(shown, said))
     assert f"matched  {len(ledger)} of {len(ledger)} rows of the ledger are in the" in block
     steps = [line for line in shown if line.startswith("step ")]

@@ -1,6 +1,7 @@
 """What holds for every family: causality, gradients, positions, dropout, one collective where one is enough."""
 
 import dataclasses
+import functools
 import importlib
 import re
 import sys
@@ -31,6 +32,7 @@ def config(request):
     return CONFIGS[request.param]
 
 
+@functools.cache
 def model_of(config):
     """Random everywhere, where the start has zeros and ones too; one program, of keys that it does not know."""
 

@@ -10,6 +10,7 @@ import pytest
 
 from trellis.data import Batch, Batches, FileSource, count_bytes, find_files, tokenize
 from trellis.inspect.ledger import ledger_of
+from trellis.inspect.memory import memory_of
 from trellis.models import MixtralConfig
 from trellis.named import is_named
 from trellis.named.saving import nothing, products, saved
@@ -204,7 +205,7 @@ def test_what_a_run_is_about_to_do_is_plain_values(assembled, run):
     import json
 
     program = step_program(assembled)
-    found = json.loads(json.dumps(sections(assembled, program, ledger_of(program), tokens=5000)))
+    found = json.loads(json.dumps(sections(assembled, memory_of(program).per_kind(), ledger_of(program), tokens=5000)))
     assert found["tokens"] == {"run": run.steps * ROWS * LENGTH, "corpus": 5000} and run.steps * ROWS * LENGTH == 640
     assert found["mesh"] == {"data": 2, "model": 2} and found["ledger"]["per_axis"].keys() == {"data", "model"}
     table = next(a for a in arrays(assembled) if a["name"] == "embedding")
@@ -237,7 +238,7 @@ def test_the_compiler_may_place_instead(run):
     assert table.sharding.shard_shape(table.shape) == (129, 8)
     assert Precision(compute="bfloat16").in_use(state.model).embedding.dtype == jnp.bfloat16
     program = step_program(found)
-    said = describe(sections(found, program, ledger_of(program), tokens=None))
+    said = describe(sections(found, memory_of(program).per_kind(), ledger_of(program), tokens=None))
     assert "moves    what the compiler chooses along data, model (auto mode)" in said
 
 

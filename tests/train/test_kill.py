@@ -33,12 +33,12 @@ def unfinished(folder):
 
 
 @pytest.mark.slow
-def test_killed_ten_times_the_run_ends_with_the_same_loss_to_the_bit(tmp_path):
+def test_killed_six_times_the_run_ends_with_the_same_loss_to_the_bit(tmp_path):
     whole = finish(start(tmp_path / "whole"))
     folder, chance = tmp_path / "killed", random.Random(5)
     slow = ("--every", "2", "--pause", "0.01")
     cut_off = 0
-    for kill in range(10):
+    for kill in range(6):
         process = start(folder, *slow)
         seen, target = len(lines(folder)), (kill + 1) * STEPS // 12
         deadline = time.monotonic() + 60
@@ -59,7 +59,7 @@ def test_killed_ten_times_the_run_ends_with_the_same_loss_to_the_bit(tmp_path):
     curves = [[json.loads(line)["loss"] for line in lines(tmp_path / name)] for name in ("whole", "killed")]
     assert curves[0] == curves[1]
     events = [json.loads(line)["event"] for line in (folder / "timeline.jsonl").read_text().splitlines()]
-    assert events.count("resumed") >= 8
+    assert events.count("resumed") >= 4
 
 
 @pytest.mark.slow

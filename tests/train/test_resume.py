@@ -111,16 +111,16 @@ def test_two_processes_to_one(run_file, one_device, tmp_path, capsys):
     assert curve(tmp_path) == pytest.approx(curve(one_device), rel=1e-4)
 
 
-def test_killed_ten_times_a_run_ends_with_the_same_loss_to_the_bit(run_file, tmp_path):
+def test_killed_five_times_a_run_ends_with_the_same_loss_to_the_bit(run_file, tmp_path):
     """A save takes longer than the steps between two: most kills fall into one."""
-    steps = 1800
-    options = ("--steps", steps, "--devices", 2, "--checkpoints.every", 20, "--evaluation.every", 600)
+    steps = 700
+    options = ("--steps", steps, "--devices", 2, "--checkpoints.every", 20, "--evaluation.every", 350)
     words = lambda name: ("train", run_file, "--run-dir", tmp_path / name, *options)
     finish(*words("whole"))
     folder, chance = tmp_path / "killed", random.Random(11)
     metrics = folder / "metrics.jsonl"
     lines = lambda: metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-    for kill in range(10):
+    for kill in range(5):
         process, target, deadline = started(*words("killed")), lines() + chance.randrange(140), time.monotonic() + 120
         while lines() < target and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -134,4 +134,4 @@ def test_killed_ten_times_a_run_ends_with_the_same_loss_to_the_bit(run_file, tmp
     for measure in ("loss", "grad_norm", "validation_loss", "tokens"):
         assert killed[measure] == wanted[measure], measure
     events = [json.loads(line)["event"] for line in (folder / "timeline.jsonl").read_text().splitlines()]
-    assert events.count("resumed") >= 5
+    assert events.count("resumed") >= 3

@@ -131,17 +131,17 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     assembled = assemble(run, devices)
     check_state(assembled)
     corpus = open_corpus(run, progress=is_first())
-    programs = {}
+    programs, memory = {}, {}
     for step, made in assembled.phases().items():
         with as_of_phase(step):
             programs[step] = step_program(made)
             check_marks(run.remat, programs[step])
-            memory = memory_of(programs[step]).per_kind()
-            check_step(memory, made)
-            check_guard(memory, made)
+            memory[step] = memory_of(programs[step]).per_kind()
+            check_step(memory[step], made)
+            check_guard(memory[step], made)
     ledgers = {step: ledger_of(program) for step, program in programs.items()}
     ledger = ledgers[0]
-    found = sections(assembled, programs[0], ledger, corpus.num_tokens) | {"lengths": lengths(assembled, programs)}
+    found = sections(assembled, memory[0], ledger, corpus.num_tokens) | {"lengths": lengths(assembled, memory)}
     if is_first():
         _write_ledger(folder, ledgers, assembled)
         write_sections(folder, found)

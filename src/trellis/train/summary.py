@@ -11,7 +11,6 @@ from trellis.cores import usable_cores
 from trellis.figures.numbers import count, size
 from trellis.hardware.platform import processor
 from trellis.inspect import Ledger
-from trellis.inspect.memory import memory_of
 from trellis.named import is_named
 from trellis.notation.typeof import short_dtype
 from trellis.program import Program, trace
@@ -79,12 +78,12 @@ def step_program(assembled: Assembled, step: int = 0) -> Program:
         return trace(made.step, made.abstract, made.abstract_batch(step), kind_of=kind_of)
 
 
-def sections(assembled: Assembled, program: Program, ledger: Ledger, tokens: int | None) -> dict[str, Any]:
+def sections(assembled: Assembled, memory: Mapping[str, int], ledger: Ledger, tokens: int | None) -> dict[str, Any]:
     """Everything that the page of a run shows besides its metrics, as plain values.
 
     Args:
         assembled: the run.
-        program: its step.
+        memory: bytes of its step on a device, by kind.
         ledger: what that moves.
         tokens: tokens of the corpus, where known.
     """
@@ -101,7 +100,7 @@ def sections(assembled: Assembled, program: Program, ledger: Ledger, tokens: int
             "compute": {name: list(axes) for name, axes in layout.compute},
         },
         "arrays": arrays(assembled),
-        "memory": memory_of(program).per_kind(),
+        "memory": dict(memory),
         "ledger": ledger_sums(ledger),
     }
 
@@ -117,18 +116,17 @@ def ledger_sums(ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def lengths(assembled: Assembled, programs: Mapping[int, Program]) -> list[dict[str, int]]:
+def lengths(assembled: Assembled, memory: Mapping[int, Mapping[str, int]]) -> list[dict[str, int]]:
     """Of each phase of a run whose sequences become longer: its first step, its sequences, and a device's memory.
 
     Args:
         assembled: the run.
-        programs: the step of each phase, by its first step.
+        memory: bytes of a step of each phase on a device, by kind, by its first step.
     """
     found: list[dict[str, int]] = []
     for step, made in assembled.phases().items():
         size, length = made.abstract_batch(step).shape
-        held = sum(memory_of(programs[step]).per_kind().values())
-        found.append({"step": step, "length": length, "batch_size": size, "memory": held})
+        found.append({"step": step, "length": length, "batch_size": size, "memory": sum(memory[step].values())})
     return found if assembled.later else []
 
 

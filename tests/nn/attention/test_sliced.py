@@ -123,18 +123,30 @@ def test_a_single_key_head(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind, slices, axes",
-    [("ring", 8, "a"), ("gather", 8, "a"), ("ring, gather", 8, "ab"), ("ring, exchange", 4, "a")],
+    "kind, slices, axes, mask",
+    [
+        ("ring", 8, "a", "documents"),
+        ("gather", 8, "a", "window over pieces"),
+        ("ring, gather", 8, "ab", "documents"),
+        ("ring, gather", 8, "ab", "window over pieces"),
+        ("ring, exchange", 4, "a", "window over pieces"),
+    ],
 )
-@pytest.mark.parametrize("mask", ["documents", "window over pieces"])
 def test_positions_that_are_dealt_out_stay_where_they_are(kind, slices, axes, mask):
     put = lambda x: deal(x, slices)
     assert_near(many_devices(kind, mask, dealt=tuple(axes), put=put), one_device(mask), put=put)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ring", "ring, gather", "gather", "exchange"])
-@pytest.mark.parametrize("mask", ["documents", "window over pieces"])
+@pytest.mark.parametrize(
+    "kind, mask",
+    [
+        ("ring", "window over pieces"),
+        ("ring, gather", "documents"),
+        ("gather", "window over pieces"),
+        ("exchange", "documents"),
+    ],
+)
 def test_in_bfloat16(kind, mask):
     """To the rounding of the operands: gradients reach about 4."""
     half = lambda x: jnp.asarray(x, jnp.bfloat16) if x.dtype == np.float32 else x
@@ -226,8 +238,15 @@ def test_the_busiest_device_has_no_more_to_do_than_another(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ring, whole", [(("a", "b"), ()), (("a",), ("b",))])
-@pytest.mark.parametrize("window, documents", [(None, True), (100, False), (300, True)])
+@pytest.mark.parametrize(
+    "ring, whole, window, documents",
+    [
+        (("a", "b"), (), None, True),
+        (("a", "b"), (), 100, False),
+        (("a",), ("b",), None, True),
+        (("a",), ("b",), 300, True),
+    ],
+)
 def test_splash_over_slices_computes_the_reference(ring, whole, window, documents):
     pos, head_dim = 1024, 128  # pieces of 128
     mesh = make_mesh(jax.devices()[:4], a=2, b=2)
