@@ -41,6 +41,7 @@ class Chip:
         vector_flops: elementwise float32 operations a second.
         matmul_efficiency: share of the peak that large products reach.
         attention_efficiency: the same for attention kernels.
+        whole_attention_efficiency: the same where every query sees every key.
         tile: products are padded to multiples of it.
         float32_share: rate of float32 products, as a share of the bfloat16 peak.
         fill: terms of a product's sum that its start and end cost: sums of as many terms reach half of the rate.
@@ -68,6 +69,7 @@ class Chip:
     vector_flops: float
     matmul_efficiency: float
     attention_efficiency: float
+    whole_attention_efficiency: float
     tile: int
     float32_share: float
     fill: float = 0.0
@@ -127,7 +129,8 @@ class Target:
 _FIELDS = {
     "kind", "bf16_tflops", "fp4_tflops", "fp8_tflops", "int8_tops", "hbm_gib", "hbm_gbps", "link_gbps", "links",
     "network_gbps", "devices_per_chip", "kiloflops_per_cycle", "source", "like", "vector_tflops", "matmul_efficiency",
-    "attention_efficiency", "float32_share", "tile", "fill", "processors", "overlap", "device_kinds",
+    "attention_efficiency", "whole_attention_efficiency", "float32_share", "tile", "fill", "processors", "overlap",
+    "device_kinds",
 }  # fmt: skip
 _REQUIRED = ("kind", "bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "network_gbps", "vector_tflops",
              "matmul_efficiency", "attention_efficiency", "tile", "source")  # fmt: skip
@@ -196,6 +199,7 @@ def chip_from(name: str, entry: Mapping, where: str = "chips.yaml") -> Chip:
         vector_flops=entry["vector_tflops"] * 1e12 / per_chip,
         matmul_efficiency=entry["matmul_efficiency"],
         attention_efficiency=entry["attention_efficiency"],
+        whole_attention_efficiency=entry.get("whole_attention_efficiency", entry["attention_efficiency"]),
         tile=entry["tile"],
         # several bfloat16 passes on TPUs, TF32 on GPUs
         float32_share=entry.get("float32_share", {"tpu": 1 / 6, "gpu": 0.5}[entry["kind"]]),

@@ -53,6 +53,7 @@ def _cpu(measured: Machine | None, count: int) -> Chip:
         vector_flops=rates.vector / count,
         matmul_efficiency=1.0,
         attention_efficiency=1.0,
+        whole_attention_efficiency=1.0,
         tile=1,
         fill=rates.fill,
         cache_bytes=CACHED,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from trellis.program import Body, Operation, Program, Value
 from trellis.program.manual import COLLECTIVES
 from trellis.program.reading import ENTER, KERNELS, LEAVE
-from trellis.program.said import grouped_said, share_filled, turns_said, work_said
+from trellis.program.said import grouped_said, mask_said, share_filled, turns_said, work_said
 
 # Vector operations an element costs, relative to an addition (polynomials and Newton steps in float32).
 COSTS = collections.defaultdict(lambda: 1.0, {
@@ -52,6 +52,7 @@ class Piece:
         dtype: of the operands.
         label: what a person would call it, see `Operation.label`.
         number: its place in the program.
+        whole: of attention, whether a kernel's queries see all of its keys.
         looped: whether it is in a loop that holds one pass, as one over layers does; layers may be written out instead,
             and a loop over microbatches holds both passes.
     """
@@ -68,6 +69,7 @@ class Piece:
     dtype: str = "bfloat16"
     label: str = ""
     number: int = 0
+    whole: bool = False
     looped: bool = False
 
 
@@ -168,7 +170,8 @@ def _kernel(operation: Operation, load: float) -> Piece:
         what, dtype = f"grouped {_show(largest)}", str(largest.aval.dtype)
         return _piece(operation, "grouped", what, flops=flops, num_bytes=moved, dims=dims, dtype=dtype)
     kind, flops = work_said(operation) or ("kernel", 0.0)
-    return _piece(operation, kind, f"{kind} {_show(largest)}", flops=flops, num_bytes=moved)
+    whole = kind == "attention" and mask_said(operation.scope) is None
+    return _piece(operation, kind, f"{kind} {_show(largest)}", flops=flops, num_bytes=moved, whole=whole)
 
 
 def _show(value: Value) -> str:

@@ -175,7 +175,7 @@ def work_line(piece: Piece, chip: Chip) -> Line:
     vector = piece.vector / chip.vector_flops
     matrix, rate = 0.0, 0.0
     if piece.kind == "attention":
-        rate = chip.bf16_flops * chip.attention_efficiency
+        rate = chip.bf16_flops * (chip.whole_attention_efficiency if piece.whole else chip.attention_efficiency)
         matrix = piece.flops / rate
         vector = 0.0  # the kernel's efficiency has it
     elif piece.flops and multiplies_only(piece.dims):

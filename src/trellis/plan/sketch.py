@@ -81,7 +81,8 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     # A kernel's backward pass makes scores again: once on GPUs, for queries and for keys on TPUs. Named results stay.
     kernel_again = 0.0 if run.remat.policy in ("none", "saved", "offload") else 1.0
     kernels = attention * ((1.5 if chip.kind == "tpu" else 7 / 6) + kernel_again / 3) / devices
-    kernels /= chip.bf16_flops * chip.attention_efficiency
+    ring = sizes.get("context", 1) > 1 and run.layout.context == "ring"  # most of whose tiles are seen whole
+    kernels /= chip.bf16_flops * (chip.whole_attention_efficiency if ring else chip.attention_efficiency)
     kernels *= idle
     compute = flops / (chip.bf16_flops * chip.matmul_efficiency) * 1.15 * narrow * idle + kernels
     weights = activations = 0.0

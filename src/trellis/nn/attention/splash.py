@@ -15,8 +15,8 @@ from trellis.program.said import kernel_mask
 LANES = 128
 # Sides of the blocks of scores. The larger they are the fuller are the matrix units, and the fewer the parts that the
 # backward pass gives for the queries (`benchmarks/splash_schedule.py`); but of a causal mask's scores more are computed
-# for nothing the fewer blocks there are.
-BLOCK, LARGE_BLOCK, MANY = 512, 1024, 8
+# for nothing the fewer blocks there are: large ones from SOME of them on, the widest from MANY.
+BLOCK, LARGE_BLOCK, SOME, MANY = 512, 1024, 4, 8
 # Bytes of a head's row up to which large blocks fit the vector memory, and up to which twice as many keys do.
 LARGE_ROW, WIDE_ROW = 512, 256
 
@@ -93,10 +93,10 @@ def _blocks(tile: Tile, row_bytes: int, widest: tuple[int, int]):
 
 def _most(tile: Tile, row_bytes: int, widest: tuple[int, int]) -> tuple[int, int]:
     """The most queries and keys of a block."""
-    blocks = min(tile.queries, tile.keys) // MANY
-    if row_bytes <= WIDE_ROW and (tile.full or blocks >= max(widest)):
+    least = min(tile.queries, tile.keys)
+    if row_bytes <= WIDE_ROW and (tile.full or least >= MANY * max(widest)):
         return widest
-    most = LARGE_BLOCK if row_bytes <= LARGE_ROW and (tile.full or blocks >= LARGE_BLOCK) else BLOCK
+    most = LARGE_BLOCK if row_bytes <= LARGE_ROW and (tile.full or least >= SOME * LARGE_BLOCK) else BLOCK
     return most, most
 
 

@@ -1,0 +1,130 @@
+"""How much of a TPU's peak splash attention reaches, by libtpu's schedule of its kernels.
+
+    python benchmarks/splash_schedule.py [CHIP ...]        v5e, v5p, v6e; needs libtpu 0.0.42.*, no TPU
+
+libtpu writes the bundles of instructions that it schedules for a kernel. Of these the largest region is what is
+computed for one block of scores; it runs for blocks that are seen, what stands around it for all blocks, and the other
+regions, which begin and end a row of blocks, once a row. FLOPs are of what is seen: two products forward and five
+backward for each pair of a query and a key. What waits for memory is not counted. The rates in
+`src/trellis/hardware/chips.yaml` come from here.
+"""
+
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+from tables import aligned
+
+RESULTS = Path(__file__).parent / "results" / "splash_schedule.txt"
+SLICES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+# Positions, whether the mask is causal.
+TILES = (8192, False), (8192, True), (4096, True)
+BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 8, 2, 128
+# libtpu without a TPU, beside others.
+ALONE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+# Products of a kernel, and what its sides are called.
+PRODUCTS = {"fwd": 2, "dkv": 5}
+SIDES = {"fwd": ('"block_q', '"block_kv'), "dkv": ("block_q_dkv", "block_kv_dkv")}
+
+
+def measure(chip: str, folder: Path) -> Iterator[tuple[str, ...]]:
+    """The lines of one chip: the share of its peak that each tile's kernels reach."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.topologies import get_topology_desc
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import trellis as tr
+    from trellis.nn import dot_product_attention
+    from trellis.plan import target
+
+    mesh = tr.make_mesh(get_topology_desc(platform="tpu", topology_name=SLICES[chip]).devices[:1], data=1)
+    rates = target(SLICES[chip]).chip
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+
+    def compiled(length: int, causal: bool) -> str:
+        some = lambda heads: jax.ShapeDtypeStruct((BATCH, length, heads, HEAD_DIM), jnp.bfloat16, sharding=sharding)
+        total = lambda q, k, v: jnp.sum(jnp.sin(dot_product_attention(q, k, v, causal=causal).astype(jnp.float32)))
+        with jax.set_mesh(mesh):
+            step = jax.jit(jax.grad(total, (0, 1, 2))).lower(some(HEADS), some(KV_HEADS), some(KV_HEADS))
+            return step.compile().as_text()
+
+    for length, causal in TILES:
+        for file in folder.iterdir():
+            file.unlink()
+        text = compiled(length, causal)
+        pairs = length * (length + 1) / 2 if causal else length**2
+        shares, blocks = [], []
+        for kernel, products in PRODUCTS.items():
+            sides = tuple(int(re.search(rf"{side}\W+(\d+)", text)[1]) for side in SIDES[kernel])
+            cycles = scheduled(folder, kernel, (length // sides[0], length // sides[1]), sides, causal)
+            flops = products * 2.0 * BATCH * HEADS * pairs * HEAD_DIM
+            shares.append(flops / cycles / (rates.bf16_flops / rates.clock))
+            blocks.append("{} x {}".format(*sides))
+        both = sum(PRODUCTS.values()) / sum(n / share for n, share in zip(PRODUCTS.values(), shares))
+        shown = (f"{share:.2f}" for share in (*shares, both))
+        yield chip, f"{length:,}", "causal" if causal else "whole", *dict.fromkeys(blocks), *shown
+
+
+def scheduled(folder: Path, kernel: str, grid: tuple[int, int], sides: tuple[int, int], causal: bool) -> float:
+    """Cycles of a kernel in a dump, on each core of a chip; `grid` is how many blocks of queries and of keys."""
+    found = folder.glob(f"*splash_mha_{kernel}_*final_bundles.txt")
+    (path,) = (file for file in found if "schedule-analysis" not in file.name)
+    numbered = (re.match(r"\s*0x([0-9a-f]+)\s", line) for line in path.read_text().splitlines())
+    bundles = [(int(m[1], 16), m.string) for m in numbered if m]
+    start = next(number for number, line in bundles if re.search(r"0x[0-9a-f]+\s+LB", line))
+    exits = ((number, re.search(r", (\d+) /\* loop exit test", line)) for number, line in bundles)
+    end, steps = next((number, int(m[1]) - 2) for number, m in exits if m)  # it begins before the first block
+    opened, regions = {}, []
+    for number, line in bundles:
+        for kind, name in re.findall(r"(Start|End) region (\d+)", line):
+            if kind == "Start":
+                opened[name] = number
+            elif start <= opened.get(name, -1) < number - 30 and number <= end:
+                regions.append((opened[name], number))
+    leaves = [r for r in regions if not any(r != s and r[0] <= s[0] and s[1] <= r[1] for s in regions)]
+    *ends, block = sorted(b - a for a, b in leaves)
+    rows, columns = grid
+    seen = sum(math.ceil((i + 1) * sides[0] / sides[1]) for i in range(rows)) if causal else rows * columns
+    around = end - start - block - sum(ends)
+    return steps * (around + block * seen / (rows * columns) + sum(ends) / (columns if kernel == "fwd" else rows))
+
+
+def main(names: list[str]) -> None:
+    """Measures each chip in a process of its own, since libtpu reads its options once, and writes the table."""
+    if os.environ.get("LIBTPU_INIT_ARGS", "").startswith("--xla_jf_dump_to="):
+        folder = Path(os.environ["LIBTPU_INIT_ARGS"].split()[0].partition("=")[2])
+        for line in measure(names[0], folder):
+            print(" | ".join(line), flush=True)
+        return
+    lines = []
+    for chip in names or SLICES:
+        with tempfile.TemporaryDirectory() as folder:
+            options = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=false"
+            done = subprocess.run(
+                [sys.executable, __file__, chip],
+                env=os.environ | ALONE | {"LIBTPU_INIT_ARGS": options},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+        lines += [tuple(line.split(" | ")) for line in done.stdout.splitlines() if line.startswith(f"{chip} | ")]
+    header = "chip", "positions", "mask", "blocks", "forward", "backward", "together"
+    text = [
+        f"jax {version('jax')}, libtpu {version('libtpu')}; the compiler's schedule, nothing ran",
+        f"{HEADS} heads of {HEAD_DIM}, {KV_HEADS} of keys; share of the chip's bfloat16 peak, of FLOPs that are seen",
+        "",
+        aligned(header, lines, right=range(4, 7)),
+    ]
+    RESULTS.write_text("\n".join(text) + "\n")
+    print(RESULTS.read_text())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
