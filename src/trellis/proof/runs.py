@@ -26,8 +26,7 @@ from trellis.train.compilation import options_for
 
 # Of the entries of a parameter so many may deviate: see `compare`.
 _OUTLIERS = 1e-5
-# Of the bound metrics have so much: of a gradient norm that one parameter's is missing in part shows as less than 1e-4,
-# and right programs have their metrics to the last bits.
+# Of the bound metrics have so much: right programs have them to the last bits.
 _METRICS = 0.1
 # So far may a step with constants in bfloat16 be from one in float32.
 ROUNDED = 2e-2
