@@ -52,6 +52,10 @@ def no_room(error: BaseException | None) -> str:
     return ""
 
 
+# TensorStore's words, and Orbax's.
+_REFUSALS = r'Error (reading|writing|opening) .*"|directory does not exist: /'
+
+
 def refused(error: BaseException | None) -> str:
     """What a system says of a file that it does not let be read or written, where that is why something failed.
 
@@ -61,7 +65,7 @@ def refused(error: BaseException | None) -> str:
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
             return f"{error.strerror}: {error.filename!s:.200}"
-        if isinstance(error, ValueError) and re.search(r'Error (reading|writing|opening) .*"', str(error)):
-            return f"{error!s:.300}"  # TensorStore's words
+        if isinstance(error, ValueError) and re.search(_REFUSALS, str(error)):
+            return f"{error!s:.300}"
         error = error.__cause__ or error.__context__
     return ""

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh
 
 from tests.proof.mutations import ELSEWHERE, mutations
 from trellis.inspect import Ledger, Row, ledger, structure_of
+from trellis.inspect.copies import Apart
 from trellis.inspect.groups import axes_of, axes_of_pairs
 from trellis.recipes.load import load_run
 from trellis.run.config import GuardRule
@@ -298,3 +299,12 @@ def test_in_auto_mode_groups_are_the_compilers_own():
     }
     again = text.replace("channel_id=3, replica_groups={{0,2},{1,3}}", "channel_id=3, replica_groups={{0,1},{2,3}}")
     assert structure_of(Ledger((), {"data": 4}, auto=("data",)), again, mesh).twice
+
+
+def test_which_faults_are_certain():
+    """Copies along axes in auto mode may be made in ways that are not followed, and a missing row be done in others."""
+    apart = Apart("a parameter", ("model",), "")
+    empty = found(PROGRAM)
+    assert not empty.certain and not found(PROGRAM, (*ROWS, *ROWS)).certain
+    assert dataclasses.replace(empty, apart=(apart,)).certain
+    assert not dataclasses.replace(empty, apart=(apart,), auto=("data", "model")).certain

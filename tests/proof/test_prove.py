@@ -72,6 +72,7 @@ def test_a_function_is_held_against_another(four):
         lambda w, x: jnp.tanh(x[0] @ w), w, parts, on="v5e:2x2", reference=lambda w, x: x[0] @ w, explain=False
     )
     assert not wrong.proven and wrong.outputs[0].devices == (0, 1, 2, 3)
+    assert "NOT PROVEN: 1 of 1 results are wrong" in str(wrong)
 
 
 def test_named_arrays_under_a_layout():
@@ -143,3 +144,12 @@ def test_a_pipeline_with_kernels_in_its_stages_is_proven():
     proof = prove_run(load_run("tiny", options), target("v5e:2x2"), tuple(options))
     assert proof.proven and proof.error < 1e-5
     assert {name.split("_")[0] for name in proof.kernels} == {"splash"}
+
+
+def test_a_function_with_a_mesh_of_its_own_is_refused_with_what_to_do():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("x")))
+    summed = jax.shard_map(lambda x: jax.lax.psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
+    with pytest.raises(UserError, match="takes its mesh from its arguments") as error:
+        tr.prove(summed, x, on="v5e:2x2")
+    assert "leave out `mesh=` of jax.shard_map" in error.value.fix

@@ -49,6 +49,7 @@ class Structure:
         twice: sums of what was summed over the same devices before.
         extremes: maxima and minima over devices, of which no row takes one.
         apart: results that should be copies and may differ.
+        auto: mesh axes in auto mode, along which a compiler may make copies in ways that are not followed.
     """
 
     matches: tuple[Match, ...]
@@ -58,6 +59,7 @@ class Structure:
     twice: tuple[Part, ...]
     extremes: tuple[Part, ...]
     apart: tuple[Apart, ...]
+    auto: tuple[str, ...] = ()
 
     @property
     def missing(self) -> list[Match]:
@@ -71,9 +73,10 @@ class Structure:
 
     @property
     def certain(self) -> bool:
-        """Whether what is wrong is more than a row that nothing was found for, which a compiler may do in a way that is
-        not understood."""
-        return bool(self.strange or self.twice or self.extremes or self.apart)
+        """Whether something is wrong that no compiler does rightly in a way that is not understood, as it may do what
+        a row asks for, or make copies along axes in auto mode."""
+        apart = any(set(each.axes) - set(self.auto) for each in self.apart)
+        return bool(self.strange or self.twice or self.extremes or apart)
 
     @property
     def faults(self) -> list[str]:
@@ -147,6 +150,7 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
         twice=tuple(_twice(program, parts, mesh.shape)),
         extremes=tuple(part for part in extremes if not set(part.axes) & set(ledger.auto)),
         apart=tuple(copies_apart(program, mesh.shape)),
+        auto=ledger.auto,
     )
 
 

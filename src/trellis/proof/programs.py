@@ -80,7 +80,17 @@ def _subject(fn: Callable, args: tuple, on: str, options: dict[str, str], seed: 
 
     name = getattr(fn, "__name__", type(fn).__name__)
     with _in_force(mesh), cudnn_assumed():
-        traced = jax.jit(call).trace(*shapes)
+        try:
+            traced = jax.jit(call).trace(*shapes)
+        except ValueError as error:
+            if "mesh" not in str(error) and "incompatible devices" not in str(error):
+                raise
+            raise UserError(
+                "A function that is compiled for other devices takes its mesh from its arguments.",
+                seen=f"{error!s:.400}",
+                where=f"`{name}`, traced for {on}",
+                fix="leave out `mesh=` of jax.shard_map, and give PartitionSpecs instead of NamedShardings inside",
+            ) from error
         lowered = traced.lower(lowering_platforms=(platform_of_target(where),))
         ledger = ledger_of(trace(call, *shapes), refuse=False)  # what is wrong is to be found
     results = jax.tree_util.tree_leaves_with_path(traced.out_info, is_leaf=lambda x: hasattr(x, "names"))

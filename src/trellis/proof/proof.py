@@ -30,6 +30,7 @@ class Wanted:
         type: in the notation, or empty.
         before: what it is made from by a small change, if it is.
         outliers: which share of its entries may deviate: see `compare`.
+        within: the share of the bound that it has to stay within.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Wanted:
     type: str = ""
     before: np.ndarray | None = None
     outliers: float = 0.0
+    within: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Subject:
                 type=wanted.type,
                 before=wanted.before,
                 outliers=wanted.outliers,
-                bound=bound,
+                bound=bound * wanted.within,
             )
             for wanted, result, place in zip(self.wanted, found, places)
         )
@@ -213,6 +215,12 @@ class Proof:
     def error(self) -> float:
         """The largest deviation of any result."""
         return math.inf if self.fault else max((output.error for output in self.outputs), default=0.0)
+
+    def __str__(self) -> str:
+        """What the command prints."""
+        from trellis.proof.report import text
+
+        return text(self)
 
     @property
     def largest(self) -> list[Output]:

@@ -103,10 +103,10 @@ def _verdict(proof: Proof) -> str:
     devices = math.prod(proof.mesh.values())
     seconds = sum(proof.seconds.values())
     if proof.proven:
-        least = min((output.bound for output in proof.outputs), default=0.0)
+        most = max((output.bound for output in proof.outputs), default=0.0)
         return (
             f"PROVEN: {len(proof.outputs)} results on {devices} devices deviate by at most {proof.error:.1e} from the "
-            f"plain program on one device, where {least:.0e} may be rounding ({seconds:.0f} s)"
+            f"plain program on one device, where {most:.0e} may be rounding ({seconds:.0f} s)"
         )
     wrong = [output for output in proof.outputs if not output.right]
     lines = [f"NOT PROVEN: {len(wrong)} of {len(proof.outputs)} results are wrong ({seconds:.0f} s)"]

@@ -26,6 +26,8 @@ from trellis.train.compilation import options_for
 
 # Of the entries of a parameter so many may deviate: see `compare`.
 _OUTLIERS = 1e-5
+# Of the bound metrics have so much: right programs have them to the last bits.
+_METRICS = 0.1
 # So far may a step with constants in bfloat16 be from one in float32.
 ROUNDED = 2e-2
 
@@ -138,6 +140,7 @@ class Trial:
             Wanted(name, value, type, before, _OUTLIERS if name.startswith(("model.", "average.")) else 0.0)
             for name, value, type, before in zip(reference.names, reference.results, types, reference.before)
         ]
+        wanted[len(leaves) :] = [dataclasses.replace(metric, within=_METRICS) for metric in wanted[len(leaves) :]]
         return Subject(
             name=prepared.run.name,
             target=target,
