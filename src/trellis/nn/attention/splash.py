@@ -24,14 +24,14 @@ LARGE_ROW, WIDE_ROW = 512, 256
 def widest_blocks(device_kind: str) -> tuple[int, int]:
     """The most queries and keys of a block that fit the vector memory of a chip, by what JAX calls it.
 
+    Chips that it was not compiled for have the smallest.
+
     >>> widest_blocks("TPU v4"), widest_blocks("TPU v5"), widest_blocks("TPU v6 lite")
     ((1024, 1024), (1024, 2048), (2048, 2048))
     """
-    if device_kind.startswith(("TPU v2", "TPU v3", "TPU v4")):
-        return LARGE_BLOCK, LARGE_BLOCK
-    if device_kind.startswith("TPU v5"):
-        return LARGE_BLOCK, 2 * LARGE_BLOCK
-    return 2 * LARGE_BLOCK, 2 * LARGE_BLOCK
+    if device_kind.startswith("TPU v6"):
+        return 2 * LARGE_BLOCK, 2 * LARGE_BLOCK
+    return LARGE_BLOCK, LARGE_BLOCK * (2 if device_kind.startswith("TPU v5") else 1)
 
 
 def splash_refuses(q: jax.Array, k: jax.Array, *, pieces: int, upcast: bool) -> str | None:
