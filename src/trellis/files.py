@@ -53,7 +53,7 @@ def no_room(error: BaseException | None) -> str:
 
 
 # TensorStore's words, and Orbax's.
-_REFUSALS = r'Error (reading|writing|opening) .*"|directory does not exist: /'
+_REFUSALS = r'Error (reading|writing|opening) .*"|directory does not exist: /|No ArrayMetadata found'
 
 
 def refused(error: BaseException | None) -> str:
