@@ -153,14 +153,3 @@ def test_a_loop_over_parts_is_a_scan_and_nothing_in_it_slices_parts_but_what_com
         np.testing.assert_allclose(seen, expected, rtol=1e-6)
     exponentials = [c for c in run.lower(parts).compile().as_text().split("\n\n") if " exponential(" in c]
     assert exponentials and not any("dynamic-slice(" in computation for computation in exponentials)
-
-
-def test_a_turned_gradient_is_copied_before_microbatches_are_added():
-    """Within the sum it would be read one element after the other, far apart: ten times as slow."""
-    numbers = (((1,), (0,)), ((), ()))
-    loss = lambda weights, x: sum((product(x, w, numbers) ** 2).sum() for w in weights)
-    step = jax.jit(lambda total, weights, x: total + jnp.stack(jax.grad(loss)(weights, x)))
-    weights = [jnp.ones((48, 16)) for _ in range(3)]
-    program = step.lower(jnp.ones((3, 48, 16)), weights, jnp.ones((64, 48))).compile().as_text()
-    sums = [part for part in program.split("\n\n") if "concatenate(" in part]
-    assert sums and not [part for part in sums if " copy(" in part or " transpose(" in part]
