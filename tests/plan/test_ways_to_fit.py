@@ -53,8 +53,9 @@ def test_changes_keep_less_then_cut_the_batch():
 
 @pytest.mark.slow
 def test_every_way_fits_and_is_what_it_says():
-    asked = run(batch_size="32", remat__policy="none")
-    full = planned(run(batch_size="32", remat__policy="full")).memory.peak
+    shape = {"batch_size": "32", "model.layers": "4"}
+    asked = run(**shape, remat__policy="none")
+    full = planned(run(**shape, remat__policy="full")).memory.peak
     where = shrunk(int(full * 1.02))
     ways = ways_to_fit(asked, lambda changed: planned(changed, where))
     assert [way.options for way in ways if way.peak == full] == ["--remat.policy full"]
@@ -62,7 +63,7 @@ def test_every_way_fits_and_is_what_it_says():
     assert 1 <= len(ways) <= 3 and all(way.peak <= where.chip.hbm_bytes for way in ways)
     for way in ways:
         pairs = zip(way.options.split()[::2], way.options.split()[1::2])
-        given = {"batch_size": "32", "remat.policy": "none"} | {name.removeprefix("--"): value for name, value in pairs}
+        given = shape | {"remat.policy": "none"} | {name.removeprefix("--"): value for name, value in pairs}
         assert planned(run(**given), where).memory.peak == way.peak
 
 
