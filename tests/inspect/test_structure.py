@@ -115,6 +115,9 @@ def test_a_maximum_is_no_sum():
     largest = dataclasses.replace(ROWS[0], reduction="maximum")
     assert found(text, (largest, ROWS[1])).right
     assert not found(PROGRAM, (largest, ROWS[1])).right
+    # One axis after another: what the row takes over both; nothing is known to be wrong of what is beside it.
+    both = dataclasses.replace(largest, axes=("data", "model"))
+    assert not found(text, (both, ROWS[1])).extremes and found(text, (ROWS[1],)).extremes
 
 
 def test_a_loop_may_leave_a_sum_until_after_its_last_turn_and_not_out():
@@ -302,9 +305,12 @@ def test_in_auto_mode_groups_are_the_compilers_own():
 
 
 def test_which_faults_are_certain():
-    """Copies along axes in auto mode may be made in ways that are not followed, and a missing row be done in others."""
+    """Copies along axes in auto mode may be made in ways that are not followed, a missing row be done in others, and a
+    maximum may be taken for the compiler's own use."""
     apart = Apart("a parameter", ("model",), "")
     empty = found(PROGRAM)
     assert not empty.certain and not found(PROGRAM, (*ROWS, *ROWS)).certain
+    largest = found(PROGRAM.replace("f32[] add(%a, %b)", "f32[] maximum(%a, %b)"), (ROWS[1],))
+    assert largest.extremes and not largest.right and not largest.certain
     assert dataclasses.replace(empty, apart=(apart,)).certain
     assert not dataclasses.replace(empty, apart=(apart,), auto=("data", "model")).certain

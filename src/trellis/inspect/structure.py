@@ -47,7 +47,7 @@ class Structure:
         besides: arrays that it moves along mesh axes and that no row asks for, and how often.
         strange: collectives over groups that are the devices along no mesh axes.
         twice: sums of what was summed over the same devices before.
-        extremes: maxima and minima over devices, of which no row takes one.
+        extremes: maxima and minima along mesh axes along which no row takes one.
         apart: results that should be copies and may differ.
         auto: mesh axes in auto mode, along which a compiler may make copies in ways that are not followed.
     """
@@ -74,9 +74,9 @@ class Structure:
     @property
     def certain(self) -> bool:
         """Whether something is wrong that no compiler does rightly in a way that is not understood, as it may do what
-        a row asks for, or make copies along axes in auto mode."""
+        a row asks for, take a maximum that none asks for, or make copies along axes in auto mode."""
         apart = any(set(each.axes) - set(self.auto) for each in self.apart)
-        return bool(self.strange or self.twice or self.extremes or apart)
+        return bool(self.strange or self.twice or apart)
 
     @property
     def faults(self) -> list[str]:
@@ -140,8 +140,8 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
     strange = [part for part in strange if not set(axes_met(part.collective.groups, mesh.shape)) <= set(ledger.auto)]
     if 1 not in mesh.shape.values():  # a sum over an axis of one device is over groups of one
         strange += [part for collective in found if _alone(collective) for part in _pieces(program, collective, ())]
-    asked = {match.key for match in matches}
-    extremes = (part for part, _ in besides if part.collective.reduction != "sum" and part.key not in asked)
+    asked = {(row.reduction, axis) for row in ledger for axis in row.axes}
+    extremes = (part for part, _ in besides if not _taken(part) <= asked)
     return Structure(
         matches=decided,
         collectives=len(found),
@@ -152,6 +152,12 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
         apart=tuple(copies_apart(program, mesh.shape)),
         auto=ledger.auto,
     )
+
+
+def _taken(part: Part) -> set[tuple[str, str]]:
+    """Of a maximum or minimum over devices, what is taken along which axes: one axis after another does as well."""
+    reduction = part.collective.reduction
+    return set() if reduction == "sum" else {(reduction, axis) for axis in part.axes}
 
 
 def _alone(collective: Collective) -> bool:
