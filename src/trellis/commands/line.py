@@ -55,9 +55,9 @@ def _main(arguments: list[str]) -> int:
         print(_overview())
         return 0
     if arguments[0] == "--version":
-        from importlib.metadata import version
+        from trellis import __version__
 
-        print(version("trellis"))
+        print(__version__)
         return 0
     try:
         return _run(arguments[0], arguments[1:])

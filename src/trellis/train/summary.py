@@ -21,7 +21,7 @@ from trellis.train.state import kind_of
 
 def machine() -> dict[str, Any]:
     """Where the run runs."""
-    import importlib.metadata
+    from trellis import __version__
 
     devices = jax.devices()
     stats = devices[0].memory_stats() if devices[0] in jax.local_devices() else None
@@ -37,7 +37,7 @@ def machine() -> dict[str, Any]:
         "cores": usable_cores(),
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "trellis": importlib.metadata.version("trellis"),
+        "trellis": __version__,
     }
 
 
