@@ -94,12 +94,7 @@ def swaps_by_product(a: jax.Array) -> bool:
     return platform_of(a) == "tpu"
 
 
-RAGGED = ("tpu", "cuda")  # platforms that have a ragged all-to-all
-
-
-def exchanges_ragged(a: jax.Array) -> bool:
-    """Whether devices can send each other slices of different lengths."""
-    return platform_of(a) in RAGGED
+RAGGED = ("tpu", "cuda")  # platforms whose devices can send each other slices of different lengths
 
 
 def multiplies_blocks(a: jax.Array) -> bool:

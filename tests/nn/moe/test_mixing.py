@@ -97,7 +97,6 @@ BIASED = {
     ],
 )
 def test_every_way_is_the_definition(layout, way, slack, monkeypatch):
-    monkeypatch.setattr(mixing, "exchanges_ragged", lambda x: True)
     monkeypatch.setattr(mixing, "RAGGED", (*mixing.RAGGED, "cpu"))
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     biased = (layout, way, slack) in BIASED

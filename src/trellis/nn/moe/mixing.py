@@ -11,7 +11,7 @@ from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.manual.ops import Axes, mark_pending, vary
 from trellis.named import Axis, NamedArray, dot_each, einsum, one_hot, save, settle, silu
-from trellis.named.backend import RAGGED, exchanges_ragged, platform_of
+from trellis.named.backend import RAGGED, platform_of
 from trellis.named.placing import move
 from trellis.nn.gate import ClampedSwiGLU
 from trellis.nn.initializers import constant
@@ -274,13 +274,14 @@ def check_way(way: Way, places: Places, platform: str) -> None:
 
 def _chosen(way: Way, places: Places, x: NamedArray, choices: int) -> str:
     """The way that tokens take to their experts."""
-    check_way(way, places, platform_of(x.array))
+    platform = platform_of(x.array)
+    check_way(way, places, platform)
     if not places.experts:
         return "dense" if way == "dense" else "grouped"
-    sizes, ragged = jax.typeof(x.array).sharding.mesh.shape, exchanges_ragged(x.array)
     if way != "auto":
         return way
+    sizes = jax.typeof(x.array).sharding.mesh.shape
     # An exchange sends a token to at most as many devices as it has choices; a gather to all of them.
     if places.shared != places.experts or math.prod(sizes[a] for a in places.experts) <= choices:
         return "gather"
-    return "ragged" if ragged else "slots"
+    return "ragged" if platform in RAGGED else "slots"
