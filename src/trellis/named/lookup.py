@@ -7,7 +7,7 @@ from trellis._compat import refuses_copies
 from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import mark_pending, vary, varying_axes
-from trellis.mesh.manual.take import rows_here
+from trellis.mesh.manual.take import aligned_rows, rows_here
 from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
@@ -131,18 +131,10 @@ class _Plan:
                 return jnp.take(table, ids[0], axis=axis, mode="fill", fill_value=0)
             sharding = sharding_on(table, spec_of([where.get(n, ()) for n in self.out]))
             return table.at[(slice(None),) * axis + (ids[0],)].get(mode="fill", fill_value=0, out_sharding=sharding)
-        free = tuple(n for n in self.names if n not in (*self.aligned, *self.looked_up))
-        table = jnp.transpose(table, [self.names.index(n) for n in (*self.aligned, *self.looked_up, *free)])
-        turn = [self.id_names.index(n) for n in (*self.aligned, *self.own)]
-        shape = jnp.broadcast_shapes(*(i.shape for i in ids))
-        ids = [jnp.transpose(jnp.broadcast_to(i, shape), turn) for i in ids]
+        free = [n for n in self.names if n not in (*self.aligned, *self.looked_up)]
         inner = None if where is None else spec_of([where.get(n, ()) for n in (*self.own, *free)])
-        sharding = inner and sharding_on(table, inner)
-        at = lambda table, *ids: table.at[ids].get(mode="fill", fill_value=0, out_sharding=sharding)
-        for _ in self.aligned:
-            at = jax.vmap(at)
-        made = (*self.aligned, *self.own, *free)
-        return jnp.transpose(at(table, *ids), [made.index(n) for n in self.out])
+        words = self.names, self.id_names, self.out
+        return aligned_rows(table, ids, self.looked_up, words, inner and sharding_on(table, inner))
 
     def body(self, sliced: Words):
         """The values, by each device, as partial sums over the mesh axes that slice the table's rows."""

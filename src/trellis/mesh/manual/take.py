@@ -12,6 +12,8 @@ from trellis.notation import NotationError, Shape
 from trellis.notation.binding import bind_shape, live, real_axes
 from trellis.notation.state import state_of
 
+Names = tuple[str, ...]
+
 
 def take_plain(text: str, table, ids):
     """Rows of a table, written with names and shardings.
@@ -74,8 +76,8 @@ def take_plain(text: str, table, ids):
         table = vary(table, tuple(a for a in rows.copied if a in positions.mesh_axes))
     lookup = functools.partial(_rows, axis=i)
     if aligned:
-        words = (tuple(dim.name for dim in dims) for dims in (rows.dims, positions.dims, right.dims))
-        lookup = functools.partial(_aligned_rows, looked_up=name.name, words=tuple(words))
+        words = rows.names, positions.names, right.names
+        lookup = lambda table, ids: aligned_rows(table, [_wide(ids)], (name.name,), words)
     if not name.axes:
         return lookup(table, ids)
     return mark_pending(rows_here(table, ids, i, name.axes, lookup), name.axes, result)
@@ -109,19 +111,29 @@ def rows_here(table, ids, axis: int, sliced: tuple[str, ...], lookup=None):
     return jnp.where(here.reshape(()), found, jnp.zeros((), found.dtype))
 
 
-def _aligned_rows(table, ids, looked_up: str, words: tuple[tuple[str, ...], ...]):
-    """Values along one name, in each place of the names that both share; `words` of the table, positions, result."""
+def aligned_rows(table, ids, looked_up: Names, words: tuple[Names, Names, Names], sharding=None):
+    """Values along names, in each place of the names that the table and the positions share.
+
+    Args:
+        table: any array.
+        ids: arrays of positions that are broadcast together, one for each name that is looked up.
+        looked_up: these names.
+        words: the names of the table, the positions and the result.
+        sharding: of the values in one such place, the positions' own names first, where JAX asks for it.
+    """
     names, id_names, out = words
-    aligned = [n for n in names if n in id_names and n != looked_up]
+    rest = [n for n in names if n not in looked_up]
+    aligned = [n for n in rest if n in id_names]
     own = [n for n in id_names if n not in aligned]
-    free = [n for n in names if n not in (*aligned, looked_up)]
-    table = jnp.transpose(table, [names.index(n) for n in (*aligned, looked_up, *free)])
-    ids = jnp.transpose(ids, [id_names.index(n) for n in (*aligned, *own)])
-    rows = functools.partial(_rows, axis=0)
+    free = [n for n in rest if n not in aligned]
+    table = jnp.transpose(table, [names.index(n) for n in (*aligned, *looked_up, *free)])
+    shape = jnp.broadcast_shapes(*(i.shape for i in ids))
+    ids = [jnp.transpose(jnp.broadcast_to(i, shape), [id_names.index(n) for n in (*aligned, *own)]) for i in ids]
+    at = lambda table, *ids: table.at[ids].get(mode="fill", fill_value=0, out_sharding=sharding)
     for _ in aligned:
-        rows = jax.vmap(rows)
+        at = jax.vmap(at)
     made = (*aligned, *own, *free)
-    return jnp.transpose(rows(table, ids), [made.index(n) for n in out])
+    return jnp.transpose(at(table, *ids), [made.index(n) for n in out])
 
 
 def from_start(ids, size: int):
@@ -134,5 +146,8 @@ def from_start(ids, size: int):
 
 
 def _rows(table, ids, axis: int):
-    ids = ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
-    return jnp.take(table, ids, axis=axis, mode="fill", fill_value=0)
+    return jnp.take(table, _wide(ids), axis=axis, mode="fill", fill_value=0)
+
+
+def _wide(ids):
+    return ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
