@@ -240,11 +240,8 @@ class Reading:
         over = frozenset(axes_of(groups, self.mesh)) if len(groups[0]) > 1 else NOWHERE
         if op in ("all-reduce", "all-gather", "collective-broadcast"):
             found = _each(operands, lambda axes: axes - over)
-            return (
-                self._summed(instruction, found)
-                if op == "all-reduce" and self.program.combined_by(instruction) == "add"
-                else found
-            )
+            adds = op == "all-reduce" and self.program.combined_by(instruction) == "add"
+            return self._summed(instruction, found) if adds else found
         met = frozenset(axes_met(groups, self.mesh))
         if op == "ragged-all-to-all":
             return Known(met.union(*map(_axes, operands)))
