@@ -73,7 +73,7 @@ def _pieces(shape: Sequence[int], sharding: _Sharding, mesh: Mapping[str, int]) 
 def _first(mesh: Mapping[str, int], axes: Sequence[str]) -> np.ndarray:
     """The devices that are first along some axes."""
     places = _places(mesh)
-    return np.logical_and.reduce([places[axis] == 0 for axis in axes]) if axes else np.ones(1, bool)
+    return np.all(np.stack([places[axis] == 0 for axis in axes]), axis=0) if axes else np.ones(1, bool)
 
 
 def _begin(instruction: Instruction, machine) -> Callable:
