@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import export
-from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from trellis._compat import cudnn_assumed, full_text
@@ -22,8 +21,7 @@ from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import arrange
 from trellis.notation.typeof import typeof
 from trellis.plan.compile import compiler_devices, platform_of_target
-from trellis.program.reading import jaxprs_in
-from trellis.program.trace import mesh_of, trace
+from trellis.program.trace import first_mesh, mesh_of, trace
 from trellis.proof.interpreter import Interpreter
 from trellis.proof.placing import plain
 from trellis.proof.proof import Proof, Subject, Wanted, Watch
@@ -134,7 +132,7 @@ def _own_mesh(call: Callable, args: tuple, arrays: list) -> Mesh | AbstractMesh:
         UserError: there is none.
     """
     layout = current_layout()
-    mesh = layout.mesh if layout is not None else mesh_of(args) or _first_mesh(jax.make_jaxpr(call)(*arrays).jaxpr)
+    mesh = layout.mesh if layout is not None else mesh_of(args) or first_mesh(jax.make_jaxpr(call)(*arrays).jaxpr)
     if mesh is None:
         raise UserError(
             "A program that is compiled for several devices says where its arrays lie.",
@@ -143,17 +141,6 @@ def _own_mesh(call: Callable, args: tuple, arrays: list) -> Mesh | AbstractMesh:
             fix="put an argument on a mesh with jax.device_put, or call inside `with layout:`",
         )
     return mesh
-
-
-def _first_mesh(jaxpr: Jaxpr) -> Mesh | None:
-    """The first mesh of devices that a program's equations name."""
-    for equation in jaxpr.eqns:
-        named = [getattr(value, "mesh", value) for value in jax.tree.leaves(tuple(equation.params.values()))]
-        inside = (_first_mesh(inner) for inner in jaxprs_in(equation))
-        found = next((mesh for mesh in (*named, *inside) if isinstance(mesh, Mesh) and not mesh.empty), None)
-        if found is not None:
-            return found
-    return None
 
 
 def _moved(mesh: Mesh | AbstractMesh, devices: list, on: str) -> Mesh:
