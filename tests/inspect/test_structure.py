@@ -146,6 +146,17 @@ def test_a_scatter_may_give_slices_in_another_order():
     assert len(found(PROGRAM, (first, second, ROWS[1])).missing) == 2
 
 
+def test_a_sum_that_is_sliced_next_may_be_scattered_first():
+    """Scattered over one mesh axis, slices are summed over the other: half of what one sum over both would move."""
+    first = "%first = f32[8,16]{1,0} reduce-scatter(%whole), replica_groups={{0,2},{1,3}}, to_apply=%sum"
+    whole = "%whole = f32[16,16]{1,0} parameter(1)"
+    text = PROGRAM.replace("  %all-reduce.1", f"  {whole}\n  {first}\n  %all-reduce.1").replace("(%x)", "(%first)")
+    row = dataclasses.replace(ROWS[0], axes=("data", "model"), payload=1024)
+    assert found(text, (row, ROWS[1])).right
+    assert not found(text.replace("reduce-scatter(%whole), replica_groups={{0,2},{1,3}}", "copy(%whole)"), (row,)).right
+    assert not found(text, (row, ROWS[0], ROWS[1])).right, "the second sum is of the slices"
+
+
 def test_stacked_sums_are_left_to_the_loop_that_stacks_them():
     """A gather that is done as a sum, of as many elements as the sum of each turn."""
     more = "%zeros = f32[2,16]{1,0} all-reduce(%part), replica_groups={{0,1},{2,3}}, to_apply=%sum"
