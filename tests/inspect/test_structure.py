@@ -118,6 +118,9 @@ def test_a_maximum_is_no_sum():
     # One axis after another: what the row takes over both; nothing is known to be wrong of what is beside it.
     both = dataclasses.replace(largest, axes=("data", "model"))
     assert not found(text, (both, ROWS[1])).extremes and found(text, (ROWS[1],)).extremes
+    # In the place of a sum that runs as often as some condition has it, where another row takes a maximum.
+    unsure = dataclasses.replace(ROWS[0], note="at most 8 times")
+    assert found(text, (both, unsure, ROWS[1])).extremes and not found(text, (largest, unsure, ROWS[1])).extremes
 
 
 def test_a_loop_may_leave_a_sum_until_after_its_last_turn_and_not_out():
