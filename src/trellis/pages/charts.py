@@ -13,8 +13,10 @@ MOST_POINTS = 600
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A curve: a value or None for each line of metrics. With `dots` each value is a dot, joined by a thin line; without,
-    only a value that has no neighbour is one."""
+    """A curve: a value or None for each line of metrics.
+
+    With `dots` each value is a dot, joined by a thin line; without, only a value that has no neighbour is one.
+    """
 
     name: str
     values: Sequence[float | None]
