@@ -76,7 +76,7 @@ def _blocks(tile: Tile, row_bytes: int, widest: tuple[int, int]):
 
     most_q, most_kv = _most(tile, row_bytes, widest)
     block_q, block_kv = _block(tile.queries, most_q), _block(tile.keys, most_kv)
-    compute = BLOCK if block_kv % BLOCK == 0 else block_kv
+    compute = LARGE_BLOCK if tile.full and block_kv % LARGE_BLOCK == 0 else BLOCK if block_kv % BLOCK == 0 else block_kv
     fused = tile.pattern.window is None and tile.keys <= MANY * block_kv
     return splash.BlockSizes(
         block_q=block_q,
