@@ -29,9 +29,9 @@ def prove(
     Args:
         fn: any function of JAX, jitted or not, whose results are arrays.
         *args: its arguments: arrays, named arrays, trees of them. Their shardings say where they lie, on a mesh of any
-            devices, of which the target has as many; inside `with layout:` the layout comes along. A
-            `jax.ShapeDtypeStruct` of floats stands for numbers at random. Leaves that are not arrays are passed as they
-            are.
+            devices, of which the target has as many; inside `with layout:` the layout comes along, and where neither
+            says, the first mesh that the function names is taken. A `jax.ShapeDtypeStruct` of floats stands for numbers
+            at random. Leaves that are not arrays are passed as they are.
         on: the hardware, as in `v5e:2x2` or `4xH100`.
         reference: computes the same on one device from the same arguments, without shardings; None for `fn`'s own
             meaning.
