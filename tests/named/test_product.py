@@ -129,9 +129,20 @@ def test_what_is_turned_is_copied_by_itself():
     assert copies and not [body for body in copies if re.search(r" (add|multiply|tanh)\(", body)]
 
 
+def test_a_weight_with_three_dimensions_is_not_copied_for_the_gradient_of_what_it_multiplies():
+    def inputs_gradient(w, contracted):
+        x = jnp.ones((64, *(w.shape[i] for i in contracted)))
+        numbers = ((tuple(range(1, x.ndim)), contracted), ((), ()))
+        grad = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.tanh(product(x, w, numbers)))))
+        return grad.lower(x, w).compile().as_text()
+
+    for text in (inputs_gradient(jnp.ones((48, 4, 16)), (0,)), inputs_gradient(jnp.ones((4, 16, 48)), (0, 1))):
+        assert " dot(" in text and " copy(" not in text and " transpose(" not in text
+
+
 def test_a_weight_gradient_is_no_product_over_the_first_dimension_of_its_left_operand():
     """Which XLA's CPU compiler would make again of a product that is transposed, for the slow path."""
-    x, w = jnp.ones((64, 48)), jnp.ones((48, 16))
+    x, w = jnp.ones((256, 48)), jnp.ones((48, 16))
     numbers = (((1,), (0,)), ((), ()))
     text = jax.jit(jax.grad(lambda w: jnp.sum(jnp.tanh(product(x, w, numbers))))).lower(w).compile().as_text()
     assert "f32[16,48]" in text and "lhs_contracting_dims={0}" not in text

@@ -243,12 +243,13 @@ def _collective(random, pool):
     return found[random.integers(len(found))]()
 
 
-def program(seed: int, *, devices: bool = False) -> tuple[Callable, list[np.ndarray]]:
+def program(seed: int, *, devices: bool = False, by: float = 0.0) -> tuple[Callable, list[np.ndarray]]:
     """A function of arrays that returns a list of arrays, and arrays for it.
 
     Args:
         seed: of everything.
         devices: with collectives over the mesh axes of `MESH`, as the body of a `shard_map`.
+        by: the result of each operation is changed by this share of itself, as rounding might.
     """
     random = np.random.default_rng(seed)
     shapes = [tuple(random.integers(2, 7, random.integers(1, 4))) for _ in range(3)]
@@ -262,7 +263,8 @@ def program(seed: int, *, devices: bool = False) -> tuple[Callable, list[np.ndar
             make = _collective if devices and step.random() < 0.4 else LOCAL[step.integers(len(LOCAL))]
             new = make(step, pool).astype(jnp.float32)
             if 0 < new.size < 2000:
-                pool.append(jnp.clip(jnp.where(jnp.isfinite(new), new, 0.0), -20, 20))
+                new = jnp.clip(jnp.where(jnp.isfinite(new), new, 0.0), -20, 20)
+                pool.append(new * (1 + by) if by else new)
         return pool[len(inputs) :]
 
     return run, arrays

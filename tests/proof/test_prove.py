@@ -1,6 +1,8 @@
 """Runs and functions that are proven, and some that are not."""
 
+import contextlib
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +95,7 @@ def test_named_arrays_under_a_layout():
 def test_what_cannot_be_proven_says_why(four):
     with pytest.raises(UserError, match="A mesh has as many devices as the target"):
         tr.prove(jnp.sin, given(four)[0], on="v5e:2x4")
-    with pytest.raises(UserError, match="have shardings"):
+    with pytest.raises(UserError, match="says where its arrays lie"):
         tr.prove(jnp.sin, jnp.ones(3), on="v5e:2x2")
     with pytest.raises(UserError, match="A reference returns what the function returns"):
         tr.prove(jnp.sin, given(four)[0], on="v5e:2x2", reference=lambda w: (w, w))
@@ -146,10 +148,34 @@ def test_a_pipeline_with_kernels_in_its_stages_is_proven():
     assert {name.split("_")[0] for name in proof.kernels} == {"splash"}
 
 
-def test_a_function_with_a_mesh_of_its_own_is_refused_with_what_to_do():
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("x")))
-    summed = jax.shard_map(lambda x: jax.lax.psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
-    with pytest.raises(UserError, match="takes its mesh from its arguments") as error:
-        tr.prove(summed, x, on="v5e:2x2")
-    assert "leave out `mesh=` of jax.shard_map" in error.value.fix
+@pytest.fixture(params=[False, True], ids=["no mesh in force", "a mesh in force"])
+def plain_mesh(request):
+    """A mesh of this machine's devices, as programs that are not written in Trellis have it."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh) if request.param else contextlib.nullcontext():
+        yield mesh
+
+
+def test_a_function_that_names_its_own_mesh_is_proven(plain_mesh):
+    def loss(x, w, *, scatter=jax.lax.psum):
+        product = lambda x, w: scatter(x @ w, "y")
+        specs = P("x", "y"), P("y", None)
+        y = jax.shard_map(product, mesh=plain_mesh, in_specs=specs, out_specs=P("x"), check_vma=False)(x, w)
+        y = jax.lax.with_sharding_constraint(jnp.tanh(y), NamedSharding(plain_mesh, P("x", "y")))
+        return jnp.sum(y * y)
+
+    x, w = jax.ShapeDtypeStruct((8, 256), jnp.float32), jax.ShapeDtypeStruct((256, 128), jnp.float32)
+    alone = jax.grad(lambda x, w: jnp.sum(jnp.tanh(x @ w) ** 2), argnums=(0, 1))
+    right = tr.prove(jax.grad(loss, argnums=(0, 1)), x, w, on="v5e:2x2", reference=alone)
+    assert right.proven and right.mesh == {"x": 2, "y": 2} and right.structure.right
+    wrong = partial(loss, scatter=lambda x, _: 2 * x)  # as if both devices had the same
+    proof = tr.prove(jax.grad(wrong, argnums=(0, 1)), x, w, on="v5e:2x2", reference=alone, explain=False)
+    assert not proof.proven and proof.error > 1e-2
+
+
+def test_a_jitted_function_with_shardings_is_proven(plain_mesh):
+    place = lambda *axes: NamedSharding(plain_mesh, P(*axes))
+    product = jax.jit(lambda x, w: x @ w, in_shardings=(place("x", "y"), place("y")), out_shardings=place("x"))
+    x, w = (jax.random.normal(jax.random.key(n), (256, 256)) for n in range(2))
+    proof = tr.prove(product, x, w, on="v5e:2x2", reference=lambda x, w: x @ w)
+    assert proof.proven and proof.outputs[0].error > 0 and "all-reduce" in proof.compiled.text

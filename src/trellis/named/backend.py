@@ -2,8 +2,8 @@
 
 `product`, `broadcast`, `rounded_once`, `loop_over` and `written_out` are what `contract`, `elementwise` and loops call
 for. On accelerators they are plain JAX. On a CPU they are written so that XLA's CPU compiler makes fast programs;
-each says what it found there. Layers ask `on_accelerator`, `fences_gradients`, `made_again`, `swaps_by_product`,
-`exchanges_ragged` and `multiplies_blocks`, and which kernel a platform has is said where kernels are chosen.
+each says what it found there. Layers ask `on_accelerator`, `fences_gradients`, `made_again`, `swaps_by_product` and
+`multiplies_blocks`, and which kernel a platform has is said where kernels are chosen.
 """
 
 import functools
@@ -150,7 +150,7 @@ def product(a: jax.Array, b: jax.Array, numbers, *, preferred_element_type=None,
     The gradient of `x @ w` with respect to `w` sums over the long dimension. As JAX writes it, it is `(d^T x)^T`,
     which XLA's CPU compiler turns into a transposed copy of `d`, made by running whatever elementwise program computes
     `d` (a GELU's derivative, say) once per element in strided order: as slow as the product itself. Here `d` is settled
-    first, the narrower of `x` and `d` is copied transposed, and the product is an ordinary one.
+    first, `x` or `d` is copied transposed, whichever is less to copy, and the product is an ordinary one.
 
     Args:
         a, b: plain arrays.
@@ -242,7 +242,22 @@ def _gradient_a(a, b, d, summed: Dims):
     b_free, rows = _free(b, summed[1]), len(_free(a, summed[0]))
     to_a = dict(zip(*summed[::-1], strict=True))
     made = _free(a, summed[0]) + tuple(to_a[i] for i in sorted(summed[1]))
-    return _dot(d, b, tuple(range(rows, d.ndim)), b_free, like=a, made=made)
+    first, sliced = len(summed[1]), [state_of(x).axes for x in (a, b, d)]
+    if (
+        b.ndim == 2
+        or sorted(summed[1]) != list(range(first))
+        or any((*(sliced[0][i] for i in summed[0]), *sliced[1], *sliced[2][rows:]))
+    ):
+        return _dot(d, b, tuple(range(rows, d.ndim)), b_free, like=a, made=made)
+    # Of a weight with more than two dimensions XLA's CPU compiler makes a transposed copy before it multiplies.
+    matrix = _reshaped(b, (math.prod(b.shape[:first]), math.prod(b.shape[first:])), kept=0)
+    flat = _reshaped(d, (*d.shape[:rows], matrix.shape[1]), kept=rows)
+    state, spec = state_of(a), None
+    if state.mode == "explicit":
+        spec = spec_of([*(state.axes[i] for i in made[:rows]), ()], state.copied, state.pending)
+    product = cpu_dot(flat, matrix, (((rows,), (1,)), ((), ())), spec=spec)
+    product = _reshaped(product, (*d.shape[:rows], *b.shape[:first]), kept=rows)
+    return _ordered(product, [made.index(i) for i in range(a.ndim)])
 
 
 def _gradient_b(a, b, d, summed: Dims):
@@ -251,7 +266,8 @@ def _gradient_b(a, b, d, summed: Dims):
     to_b = dict(zip(*summed, strict=True))
     if tuned().turned == "none":
         return _dot(a, d, a_free, rows, like=b, made=tuple(to_b[i] for i in sorted(summed[0])) + b_free)
-    if _size(a, summed[0]) <= _size(d, columns):
+    # Where `d` is turned, the gradient comes out turned: it is copied, and read in strided order where it is added.
+    if a.size <= d.size + 4 * _size(a, summed[0]) * _size(d, columns):
         turned = copied_turned(a, summed[0] + a_free)
         return _dot(turned, d, _last(turned, rows), rows, like=b, made=summed[1] + b_free)
     turned = copied_turned(d, columns + rows)
@@ -265,6 +281,16 @@ def _free(x, dims) -> tuple[int, ...]:
 
 def _last(x, dims) -> tuple[int, ...]:
     return tuple(range(x.ndim - len(dims), x.ndim))
+
+
+def _reshaped(x, shape: tuple[int, ...], *, kept: int):
+    """An array whose dimensions after the first `kept`, which nothing slices, are merged or split."""
+    state = state_of(x)
+    if state.mode != "explicit":
+        return x.reshape(shape)
+    # Said, because JAX 0.10.2 does not infer it for what is copied or pending.
+    axes = [*state.axes[:kept], *[()] * (len(shape) - kept)]
+    return lax.reshape(x, shape, out_sharding=sharding_on(x, spec_of(axes, state.pending, state.copied)))
 
 
 def _size(x, dims) -> int:

@@ -12,7 +12,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from trellis.notation.typeof import is_named
-from trellis.program.reading import Argument, Program
+from trellis.program.reading import Argument, Program, jaxprs_in
 from trellis.program.sizes import typed
 
 Words = tuple[str, ...]
@@ -128,6 +128,17 @@ def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
     """The mesh of the first array of a tree that has one."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
+
+
+def first_mesh(jaxpr: Jaxpr) -> Mesh | None:
+    """The first mesh of devices that the equations of a program name, in a `shard_map` or in a sharding."""
+    for equation in jaxpr.eqns:
+        named = [getattr(value, "mesh", value) for value in jax.tree.leaves(tuple(equation.params.values()))]
+        found = next((mesh for mesh in named if isinstance(mesh, Mesh) and not mesh.empty), None)
+        inside = (first_mesh(inner) for inner in jaxprs_in(equation))
+        if found is not None or (found := next(filter(None, inside), None)) is not None:
+            return found
+    return None
 
 
 def _donated(jaxpr) -> set:

@@ -3,23 +3,25 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax import export
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from trellis._compat import cudnn_assumed, full_text
 from trellis.errors import UserError
 from trellis.hardware.chips import target
+from trellis.inspect import Ledger
 from trellis.inspect.ledger import ledger_of
 from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import arrange
 from trellis.notation.typeof import typeof
 from trellis.plan.compile import compiler_devices, platform_of_target
-from trellis.program.trace import mesh_of, trace
+from trellis.program.trace import first_mesh, mesh_of, trace
 from trellis.proof.interpreter import Interpreter
 from trellis.proof.placing import plain
 from trellis.proof.proof import Proof, Subject, Wanted, Watch
@@ -67,32 +69,31 @@ def proof_of(
 def _subject(fn: Callable, args: tuple, on: str, options: dict[str, str], seed: int) -> Subject:
     """The function lowered for the target, with its arguments' numbers; its results' values are still to come."""
     where = target(on)
-    mesh = _mesh(args, compiler_devices(where), on)
     leaves, tree = jax.tree.flatten(args)
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
     arrays = [leaf for leaf, array in zip(leaves, is_array) if array]
-    places = [_place(array, mesh) for array in arrays]
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a, place in zip(arrays, places)]
 
     def call(*given: Any) -> Any:
         rest = iter(given)
         return fn(*jax.tree.unflatten(tree, [next(rest) if array else leaf for leaf, array in zip(leaves, is_array)]))
 
-    name = getattr(fn, "__name__", type(fn).__name__)
-    with _in_force(mesh), cudnn_assumed():
+    own = _own_mesh(call, args, arrays)
+    mesh = _moved(own, compiler_devices(where), on)
+    places = [_place(array, mesh) for array in arrays]
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a, place in zip(arrays, places)]
+    platform = platform_of_target(where)
+    with cudnn_assumed():
         try:
-            traced = jax.jit(call).trace(*shapes)
+            with _in_force(mesh):
+                traced = jax.jit(call).trace(*shapes)
+                lowered, ledger = traced.lower(lowering_platforms=(platform,)), _ledger(call, shapes)
         except ValueError as error:
-            if "mesh" not in str(error) and "incompatible devices" not in str(error):
+            if not isinstance(own, Mesh) or ("mesh" not in str(error) and "incompatible devices" not in str(error)):
                 raise
-            raise UserError(
-                "A function that is compiled for other devices takes its mesh from its arguments.",
-                seen=f"{error!s:.400}",
-                where=f"`{name}`, traced for {on}",
-                fix="leave out `mesh=` of jax.shard_map, and give PartitionSpecs instead of NamedShardings inside",
-            ) from error
-        lowered = traced.lower(lowering_platforms=(platform_of_target(where),))
-        ledger = ledger_of(trace(call, *shapes), refuse=False)  # what is wrong is to be found
+            exported, ledger = _as_written(call, arrays, own, platform)
+            with _in_force(mesh):
+                traced = jax.jit(exported).trace(*shapes)
+                lowered = traced.lower(lowering_platforms=(platform,))
     results = jax.tree_util.tree_leaves_with_path(traced.out_info, is_leaf=lambda x: hasattr(x, "names"))
     empty = np.zeros(0)
     wanted = [
@@ -100,24 +101,54 @@ def _subject(fn: Callable, args: tuple, on: str, options: dict[str, str], seed: 
         for path, leaf in results
     ]
     random = np.random.default_rng(seed)
-    return Subject(name, where, mesh, lowered, options, [_numbers(a, random) for a in arrays], places, wanted, ledger)
+    name, given = getattr(fn, "__name__", type(fn).__name__), [_numbers(a, random) for a in arrays]
+    return Subject(name, where, mesh, lowered, options, given, places, wanted, ledger)
 
 
-def _mesh(args: tuple, devices: list, on: str) -> Mesh:
-    """The arguments' mesh on the target's devices.
+def _ledger(call: Callable, arrays: Sequence[Any]) -> Ledger:
+    return ledger_of(trace(call, *arrays), refuse=False)  # what is wrong is to be found
+
+
+def _as_written(call: Callable, arrays: list, own: Mesh, platform: str) -> tuple[Callable, Ledger]:
+    """A function that names its own mesh, by `jax.shard_map(mesh=...)` or a sharding, as one for any such mesh.
+
+    Args:
+        call: it.
+        arrays: its arguments.
+        own: the mesh.
+        platform: that it is lowered for.
+    """
+    placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_place(a, own)) for a in arrays]
+    any_kernel = [export.DisabledSafetyCheck.custom_call("ALL")]  # it is compiled by the same versions, at once
+    with _in_force(own):
+        exported = export.export(jax.jit(call), platforms=[platform], disabled_checks=any_kernel)(*placed)
+        return exported.call, _ledger(call, placed)
+
+
+def _own_mesh(call: Callable, args: tuple, arrays: list) -> Mesh | AbstractMesh:
+    """The mesh of the layout in force, of the arguments, or of the first `shard_map` or sharding in the function.
 
     Raises:
-        UserError: they have none, or one of another number of devices.
+        UserError: there is none.
     """
     layout = current_layout()
-    mesh = layout.mesh if layout is not None else mesh_of(args)
+    mesh = layout.mesh if layout is not None else mesh_of(args) or first_mesh(jax.make_jaxpr(call)(*arrays).jaxpr)
     if mesh is None:
         raise UserError(
-            "Arguments that a program is compiled for several devices with have shardings.",
-            seen="no array with a NamedSharding, and no layout in force",
+            "A program that is compiled for several devices says where its arrays lie.",
+            seen="no array with a NamedSharding, no mesh in the function, and no layout in force",
             where="prove",
-            fix="put one on a mesh with jax.device_put, or call inside `with layout:`",
+            fix="put an argument on a mesh with jax.device_put, or call inside `with layout:`",
         )
+    return mesh
+
+
+def _moved(mesh: Mesh | AbstractMesh, devices: list, on: str) -> Mesh:
+    """A mesh on the target's devices.
+
+    Raises:
+        UserError: it is one of another number of devices.
+    """
     if mesh.size != len(devices):
         sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
         raise UserError(
