@@ -8,7 +8,7 @@ the type, so the result does not depend on the mesh.
 fp8 takes e4m3 forward and e5m2 for gradients (Micikevicius et al., 2022, arXiv:2209.05433). int8 takes symmetric whole
 numbers from -127 to 127 forward and for the gradient of the activation; the gradient of the weight, a sum over all
 tokens, over which what is rounded off adds up, is made of the result's gradient as it is (SwitchBack: Wortsman et al.,
-2023, arXiv:2304.13013; AQT's default in MaxText). mxfp8 takes e4m3 for all three, with a scale for each tile of 32 by
+2023, arXiv:2304.13013). mxfp8 takes e4m3 for all three, with a scale for each tile of 32 by
 32 numbers (`trellis.named.blocks`), so that one rounding serves the products over either side of a tile.
 
 nvfp4 takes e2m1 for all three (NVIDIA, 2025, arXiv:2509.25149): weights in tiles of 16 by 16; activations and gradients

@@ -115,7 +115,7 @@ def test_tpus_have_kernels_and_no_dense_product(name):
         assert len(re.findall(rf"%{kernel}[\w.]* = ", text)) == 1
     assert not re.search(r"= \S+ (dot|convolution)\(", text)
     assert not re.search(r"bf16\[4,(256,512|512,256)\]\S+ (copy|transpose)\(", text)  # nobody turns weights
-    assert temporaries < 2**20  # tables of tiles
+    assert temporaries < 2 * 2**20  # tables of tiles, and what JAX 0.12 copies of the rows
 
 
 @pytest.mark.slow
