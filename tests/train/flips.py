@@ -27,6 +27,12 @@ def change(tree, name: str, device: jax.Device, bit: int = 3):
     return rebuild(tree, arrays)
 
 
+def _filled(x: jax.ShapeDtypeStruct) -> jax.Array:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.device_put(jax.random.key(0), x.sharding)
+    return jax.device_put(np.arange(np.prod(x.shape)).reshape(x.shape).astype(x.dtype), x.sharding)
+
+
 def flip_each(assembled: Assembled) -> tuple[int, int]:
     """Flips a bit in each array of a state and a batch, on one device after another, and holds what the guard says.
 
@@ -36,9 +42,7 @@ def flip_each(assembled: Assembled) -> tuple[int, int]:
     """
     guard, mesh = Guard(assembled), assembled.layout.mesh
     with assembled.layout:
-        state = assembled.init()
-        fill = lambda x: jax.device_put(np.arange(np.prod(x.shape)).reshape(x.shape).astype(x.dtype), x.sharding)
-        batch = jax.tree.map(fill, assembled.abstract_batch())
+        state, batch = jax.tree.map(_filled, (assembled.abstract, assembled.abstract_batch()))
 
         def check(state, batch, read=batch):
             tables = guard.digests(state, batch, 4, save=False, again=lambda: read)
