@@ -19,21 +19,16 @@ import jax
 
 import conftest  # noqa: F401  eight CPU devices
 from tests.proof.cases import layouts
-from tests.train.flips import flip_each
-from trellis.run.config import GuardRule
-from trellis.train.assemble import assemble
-from trellis.train.guard import replays
+from tests.train.flips import flipped_in
 
 
 def main() -> None:
     cases = {(case.name, case.family): case for case in layouts()}  # of each kind of hardware the same
     for (name, family), case in cases.items():
         count = 4 if case.on.startswith("4x") else 8
-        run = dataclasses.replace(case.run, guard=GuardRule(every=2))
-        assembled = assemble(run, jax.devices()[:count])
-        found, alone = flip_each(assembled)
-        twice = replays(run.guard, assembled.abstract, assembled.layout.mesh)
-        mesh = " ".join(f"{axis}={size}" for axis, size in assembled.layout.mesh.shape.items() if size > 1)
+        found, alone, twice = flipped_in(case.run, jax.devices()[:count])
+        sizes = dataclasses.asdict(case.run.mesh).items()
+        mesh = " ".join(f"{axis}={size}" for axis, size in sizes if size and size > 1)
         steps = ", steps are made twice" if twice else ""
         print(f"{name:<26}{family:<11}{mesh:<31}{found} found and named, {alone} held once{steps}", flush=True)
 

@@ -1,12 +1,16 @@
 """Bits that are flipped in what one device holds, one in each array, and what a guard says of them."""
 
+import dataclasses
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 import pytest
 
 from trellis.checkpoints.entries import entries, rebuild
-from trellis.train.assemble import Assembled
-from trellis.train.guard import Guard
+from trellis.run.config import GuardRule, Run
+from trellis.train.assemble import Assembled, assemble
+from trellis.train.guard import Guard, replays
 from trellis.train.stopping import CopiesDiffer
 
 
@@ -31,6 +35,13 @@ def _filled(x: jax.ShapeDtypeStruct) -> jax.Array:
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.device_put(jax.random.key(0), x.sharding)
     return jax.device_put(np.arange(np.prod(x.shape)).reshape(x.shape).astype(x.dtype), x.sharding)
+
+
+def flipped_in(run: Run, devices: Sequence[jax.Device]) -> tuple[int, int, bool]:
+    """The same of a run with a guard on some devices, and whether its steps are made twice."""
+    assembled = assemble(dataclasses.replace(run, guard=GuardRule(every=2)), devices)
+    twice = replays(assembled.run.guard, assembled.abstract, assembled.layout.mesh)
+    return *flip_each(assembled), twice
 
 
 def flip_each(assembled: Assembled) -> tuple[int, int]:
