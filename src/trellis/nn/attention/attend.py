@@ -3,17 +3,20 @@
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from trellis.mesh.layout import Layout, current_layout
+from trellis.mesh.manual.ops import vary
 from trellis.named import NamedArray, NamesError
 from trellis.named.placing import move
 from trellis.nn.attention.decode import decode_attention
 from trellis.nn.attention.dispatch import dot_product_attention
-from trellis.nn.attention.sharded import placement_of
+from trellis.nn.attention.sharded import Placement, placement_of
 from trellis.nn.rope import QUERY
 from trellis.notation.state import state_of
+from trellis.notation.typeof import typeof
 
 Axes = tuple[str, ...]
 KEY = ("batch", "key_pos", "kv_heads", "head_dim")
@@ -64,8 +67,9 @@ def attend(
     if "batch" not in q.names:
         alone = [None if x is None else _batch_of_one(x) for x in (q, k, v, segment_ids)]
         out = attend(*alone[:3], segment_ids=alone[3], sinks=sinks, window=window, **options)
-        return NamedArray(jnp.squeeze(out.array, 0), out.names[1:])
+        return NamedArray(jnp.squeeze(out.array, 0), out.names[1:], out.slices[1:])
     q, k, v = q.transpose(QUERY), k.transpose(KEY), v.transpose((*KEY[:3], _width(v)))
+    k, v = _own_heads(q, k, v, ordered=options.get("causal", True) or window is not None)
     places = _Places.of(current_layout(), q, k, window)
     q, k, v = _in_place(q, k, v, places)
     plain = None
@@ -75,12 +79,44 @@ def attend(
         plain = tuple(move(ids, axes, frozenset()).array for axes in (of_queries, of_keys))
     own = None if sinks is None else _own_sinks(sinks, places).array
     made = dot_product_attention(q.array, k.array, v.array, segment_ids=plain, sinks=own, window=window, **options)
-    out = NamedArray(made, (*QUERY[:3], _width(v)))
+    out = NamedArray(made, (*QUERY[:3], _width(v)), q.slices)
     return out if places is None else move(out, places.around, frozenset())
 
 
 def _batch_of_one(x: NamedArray) -> NamedArray:
-    return NamedArray(jnp.expand_dims(x.array, 0), ("batch", *x.names))
+    return NamedArray(jnp.expand_dims(x.array, 0), ("batch", *x.names), ((), *x.slices) if x.slices else ())
+
+
+def _own_heads(q: NamedArray, k: NamedArray, v: NamedArray, *, ordered: bool) -> tuple[NamedArray, NamedArray]:
+    """In manual mode, the key heads that a device's query heads read, of slices that attention can do without others.
+
+    Args:
+        q, k, v: in the order of `QUERY` and `KEY`.
+        ordered: whether it matters which positions the queries have.
+    """
+    if not (q.slices or k.slices or v.slices):
+        return k, v
+    (batch, pos, heads, head_dim), *of_keys = (x.slices or ((),) * 4 for x in (q, k, v))
+
+    def refuse(rule: str, fix: str):
+        seen = ", ".join(f"{name} {typeof(x)}" for name, x in zip("qkv", (q, k, v)))
+        raise NamesError(f"{rule}, got {seen}, in attention of a manual program: {fix}")
+
+    if head_dim or any(axes[3] for axes in of_keys):
+        refuse("scores sum over the whole of each head", "reshard 'head_dim' first")
+    if any(axes[1] for axes in of_keys):
+        refuse("queries see all keys", "reshard 'key_pos' first")
+    if pos and ordered:
+        refuse("a device's queries begin at position 0 of the keys", "reshard 'pos' first, or attend with causal=False")
+    own = []
+    for x, axes in zip((k, v), of_keys):
+        kv_heads = axes[2]
+        if heads[: len(kv_heads)] != kv_heads:
+            refuse("key heads are sliced as the query heads that read them", "reshard 'kv_heads' first")
+        place = Placement(jax.sharding.get_abstract_mesh(), heads=heads, kv_heads=kv_heads)
+        part = place.own_heads(vary(x.array, (*batch, *pos, *heads)), q.array.shape[2])
+        own.append(NamedArray(part, x.names, (*axes[:2], heads, axes[3])))
+    return own[0], own[1]
 
 
 def _width(v: NamedArray) -> str:
@@ -115,6 +151,7 @@ def attend_cached(
         `"batch pos heads head_dim"` or `value_dim`, with one position.
     """
     q, k, v = q.transpose(QUERY), k.transpose(KEY), v.transpose((*KEY[:3], _width(v)))
+    k, v = _own_heads(q, k, v, ordered=True)
     places = _Places.of(current_layout(), q, k, None)
     q, k, v = _in_place(q, k, v, places)
 
@@ -126,7 +163,7 @@ def attend_cached(
     own = () if sinks is None else (_own_sinks(sinks, places).array,)
     specs = (PartitionSpec(), *(PartitionSpec(place.heads or None) for _ in own))
     out = place.run(one, (q.array, k.array, v.array), (length, *own), specs, check=False)
-    return NamedArray(out, (*QUERY[:3], _width(v)))
+    return NamedArray(out, (*QUERY[:3], _width(v)), q.slices)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

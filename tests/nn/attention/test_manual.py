@@ -1,0 +1,94 @@
+"""Attention of named slices in a manual program: right, or refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trellis as tr
+from trellis import f32, nn
+from trellis.named import NamesError
+
+Q, K = "batch pos heads head_dim", "batch key_pos kv_heads head_dim"
+
+
+def arrays(heads, kv_heads):
+    random = np.random.default_rng(0)
+    return tuple(random.normal(size=(2, 4, n, 4)).astype(np.float32) for n in (heads, kv_heads, heads))
+
+
+def sliced(names, over):
+    return " ".join(f"{name}/{over[name]}" if name in over else name for name in names.split())
+
+
+def attend(over, **options):
+    @tr.shard_map
+    def manual(q: f32[sliced(Q, over)], k: f32[sliced(K, over)]) -> f32[sliced(Q, over)]:
+        return nn.attend(q, k, k, **options)
+
+    return manual
+
+
+def placed(mesh, x, names, over):
+    spec = jax.P(*(over.get(name) for name in names.split()))
+    return tr.named(jax.device_put(x, jax.NamedSharding(mesh, spec)), names)
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize(
+    ("over", "heads", "kv_heads", "options"),
+    [
+        ({"heads": "model"}, 4, 2, {}),
+        ({"heads": "model"}, 8, 2, {}),
+        ({"heads": "model"}, 4, 1, {}),
+        ({"heads": "model"}, 4, 4, {}),
+        ({"heads": "model", "kv_heads": "model"}, 8, 4, {"window": 2}),
+        ({"pos": "model"}, 4, 2, {"causal": False}),
+        ({"batch": "model"}, 4, 2, {}),
+    ],
+)
+def test_values_and_gradients_are_those_of_one_device(over, heads, kv_heads, options):
+    """Also where a device's query heads read key heads that are whole on each: it takes its own."""
+    mesh = tr.make_mesh(jax.devices()[:2], model=2)
+    q, k, weights = arrays(heads, kv_heads)
+    manual = attend(over, **options)
+    with jax.set_mesh(mesh):
+        loss = lambda q, k: tr.settle((manual(q, k) * placed(mesh, weights, Q, over)).sum()).array
+        ours = jax.value_and_grad(loss, (0, 1))(placed(mesh, q, Q, over), placed(mesh, k, K, over))
+    wanted = jax.value_and_grad(lambda q, k: jnp.sum(nn.dot_product_attention(q, k, k, **options) * weights), (0, 1))(
+        q, k
+    )
+    for seen, right in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(seen), np.asarray(right), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("over", "options", "words"),
+    [
+        ({"pos": "model"}, {}, "a device's queries begin at position 0 of the keys"),
+        ({"pos": "model"}, {"causal": False, "window": 2}, "a device's queries begin at position 0 of the keys"),
+        ({"pos": "model", "key_pos": "model"}, {}, "queries see all keys"),
+        ({"kv_heads": "model"}, {}, "key heads are sliced as the query heads that read them"),
+        ({"head_dim": "model"}, {}, "scores sum over the whole of each head"),
+    ],
+)
+def test_what_a_device_cannot_do_by_itself_is_refused(over, options, words):
+    mesh = tr.make_mesh(jax.devices()[:2], model=2)
+    q, k, _ = arrays(4, 2)
+    with jax.set_mesh(mesh), pytest.raises(NamesError, match=words) as told:
+        attend(over, **options)(placed(mesh, q, Q, over), placed(mesh, k, K, over))
+    assert "reshard" in str(told.value) and "/model" in str(told.value)
+
+
+def test_the_result_is_sliced_as_the_queries_are():
+    mesh = tr.make_mesh(jax.devices()[:2], model=2)
+    q, k, _ = arrays(4, 2)
+
+    @tr.shard_map
+    def program(q: f32[sliced(Q, {"heads": "model"})], k: f32[K]) -> f32["batch pos head_dim +model"]:
+        return nn.attend(q, k, k).sum("heads")
+
+    with jax.set_mesh(mesh):
+        made = tr.settle(program(placed(mesh, q, Q, {"heads": "model"}), placed(mesh, k, K, {})))
+    wanted = nn.dot_product_attention(q, k, k).sum(2)
+    np.testing.assert_allclose(np.asarray(made.array), np.asarray(wanted), rtol=1e-5, atol=1e-5)
