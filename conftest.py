@@ -1,6 +1,7 @@
 """Eight CPU devices, strict promotion: set before JAX looks at its devices."""
 
 import ctypes
+import functools
 import gc
 import importlib.metadata
 import os
@@ -28,6 +29,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@functools.wraps(jax.stages.Lowered.compile)
 def _compile(self, *arguments, _compile=jax.stages.Lowered.compile, **options):
     """What is compiled ahead of its call is compiled to be read: its names and source lines must be its own."""
     before = jax.config.jax_compilation_cache_include_metadata_in_key
