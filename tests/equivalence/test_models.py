@@ -131,7 +131,7 @@ def one_device(family, dropout=True):
 def _one_device(config):
     model = jax.jit(lambda key: config.init(key=key, vocab_multiple=8))(jax.random.key(0))
     random = np.random.default_rng(0)
-    noise = lambda x: 0.05 * random.standard_normal(x.shape, np.float32)  # not traced: 30 leaves take seconds to compile
+    noise = lambda x: 0.05 * random.standard_normal(x.shape, np.float32)  # not traced: that takes seconds
     model = jax.tree.map(lambda x: jnp.asarray(np.asarray(x) + noise(x)), model)
     return model, *loss_of(jax.jit, model, Batch(**batch()).named())
 
