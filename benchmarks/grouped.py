@@ -8,7 +8,7 @@ For each shape the products of experts forward, by their rows' gradient and by t
 program, dense products (there are to be none), and temporaries beside the closed form: gradients of the rows and of the
 weights are results, so that what is left are tables of tiles. `rows` is what our own kernels multiply, whole tiles,
 over the rows there are: where the load is even, and where experts' shares are drawn (Dirichlet's distribution with 1
-for each, so that the fullest of 8 gets a third). libtpu's kernel for the other two products on TPUs counts tiles of 128
+for each, so that the fullest of 8 gets a third). libtpu's kernel for the product forward on TPUs counts tiles of 128
 rows from the sizes likewise.
 
 On a CPU each product runs, for loads that are nearly even, beside one of as many rows with a single matrix, which is
@@ -64,15 +64,13 @@ def multiplied(text: str, sizes: np.ndarray) -> str:
     On a grid of tiles each boundary between groups inside a tile makes one more; tiles of one group each are one more
     for each group at most.
     """
-    tiles = {
-        int(tile) // (2 if form == "gradient" and "tpu_custom_call" in text else 1): form
-        for form, tile in re.findall(r"grouped\((product|gradient) \d+ rows \d+ \d+ in \d+ groups by (\d+)\)", text)
-    }
+    said = re.findall(r"grouped\((product|gradient) \d+ rows \d+ \d+ in \d+ groups by (\d+)\)", text)
+    on_grid = "tpu_custom_call" in text  # tiles lie on a grid, and two groups may share one
     found = []
-    for tile, form in sorted(tiles.items()):
+    for form, tile in sorted({(form, int(tile) // (1 + on_grid)) for form, tile in said}):
         ends = np.cumsum(sizes)
         begins = ends - sizes
-        if "tpu_custom_call" in text:  # tiles lie on a grid, and two groups may share one
+        if on_grid:
             count = np.where(sizes > 0, -(-ends // tile) - begins // tile, 0).sum()
         else:
             count = (-(-sizes // tile)).sum()
@@ -129,7 +127,9 @@ def main() -> None:
         for chip in sys.argv[1:]:
             done = compiled(ONE[chip], rows, inner, columns, groups)
             text = done.as_text()
-            kernels = len(re.findall(r"%(?:ragged-dot-none|grouped_gradient|pallas_call)[\w.]* = ", text))
+            kernels = len(
+                re.findall(r"%(?:ragged-dot-none|grouped_product|grouped_gradient|pallas_call)[\w.]* = ", text)
+            )
             dense = len(re.findall(r"= \S+ (?:dot|convolution)\(", text)) + text.count("cublas")
             size = done.memory_analysis().temp_size_in_bytes / 2**20
             spread = np.full(groups, even // groups)

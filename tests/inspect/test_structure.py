@@ -118,6 +118,9 @@ def test_a_maximum_is_no_sum():
     # One axis after another: what the row takes over both; nothing is known to be wrong of what is beside it.
     both = dataclasses.replace(largest, axes=("data", "model"))
     assert not found(text, (both, ROWS[1])).extremes and found(text, (ROWS[1],)).extremes
+    # In the place of a sum that runs as often as some condition has it, where another row takes a maximum.
+    unsure = dataclasses.replace(ROWS[0], note="at most 8 times")
+    assert found(text, (both, unsure, ROWS[1])).extremes and not found(text, (largest, unsure, ROWS[1])).extremes
 
 
 def test_a_loop_may_leave_a_sum_until_after_its_last_turn_and_not_out():
@@ -144,6 +147,17 @@ def test_a_scatter_may_give_slices_in_another_order():
     assert found(text, (first, second, ROWS[1])).right
     assert not found(text, (first, dataclasses.replace(second, what="other"), ROWS[1])).right
     assert len(found(PROGRAM, (first, second, ROWS[1])).missing) == 2
+
+
+def test_a_sum_that_is_sliced_next_may_be_scattered_first():
+    """Scattered over one mesh axis, slices are summed over the other: half of what one sum over both would move."""
+    first = "%first = f32[8,16]{1,0} reduce-scatter(%whole), replica_groups={{0,2},{1,3}}, to_apply=%sum"
+    whole = "%whole = f32[16,16]{1,0} parameter(1)"
+    text = PROGRAM.replace("  %all-reduce.1", f"  {whole}\n  {first}\n  %all-reduce.1").replace("(%x)", "(%first)")
+    row = dataclasses.replace(ROWS[0], axes=("data", "model"), payload=1024)
+    assert found(text, (row, ROWS[1])).right
+    assert not found(text.replace("reduce-scatter(%whole), replica_groups={{0,2},{1,3}}", "copy(%whole)"), (row,)).right
+    assert not found(text, (row, ROWS[0], ROWS[1])).right, "the second sum is of the slices"
 
 
 def test_stacked_sums_are_left_to_the_loop_that_stacks_them():

@@ -156,3 +156,12 @@ def test_gathering_one_axis_after_the_other():
             np.testing.assert_allclose(gradient.array, expected, rtol=1e-4, atol=1e-3)
     assert kinds["joint"] == [("all-gather", ("data", "model")), ("reduce-scatter", ("data", "model"))]
     assert [k for k, _ in kinds["per_axis"]] == ["all-gather"] * 2 + ["reduce-scatter"] * 2
+
+
+def test_the_last_dimension_is_gathered_first():
+    """What is gathered after it then lies along the first dimension, where nothing has to be copied."""
+    slices = {"params": {"experts": "data", "embed": "model"}, "compute": {"batch": ("data", "model")}}
+    x, w = numbers("batch", "embed"), tr.ones({"experts": 4, "embed": SIZES["embed"]})
+    with tr.Layout(tr.make_mesh(data=4, model=2), **slices, gather="per_axis"):
+        rows = tr.ledger(lambda w, x: tr.dot(x, w, over="embed").sum().array, tr.shard(w), tr.shard(x, "compute")).rows
+    assert [r.axes for r in rows if r.kind == "all-gather"] == [("model",), ("data",)]

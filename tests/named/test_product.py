@@ -142,7 +142,7 @@ def test_a_weight_with_three_dimensions_is_not_copied_for_the_gradient_of_what_i
 
 def test_a_weight_gradient_is_no_product_over_the_first_dimension_of_its_left_operand():
     """Which XLA's CPU compiler would make again of a product that is transposed, for the slow path."""
-    x, w = jnp.ones((64, 48)), jnp.ones((48, 16))
+    x, w = jnp.ones((256, 48)), jnp.ones((48, 16))
     numbers = (((1,), (0,)), ((), ()))
     text = jax.jit(jax.grad(lambda w: jnp.sum(jnp.tanh(product(x, w, numbers))))).lower(w).compile().as_text()
     assert "f32[16,48]" in text and "lhs_contracting_dims={0}" not in text

@@ -1,6 +1,7 @@
 """Runs side by side, in the terminal and as a page; a run's page, served while it trains."""
 
 import json
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -62,6 +63,15 @@ def test_the_page_has_each_curve_over_steps_tokens_and_time(two):
         assert value in made
     assert "optimizer.learning_rate" in made and made.count('class="curve s1"') >= 3
     assert [curve.seconds[-1] for curve in curves(runs)] == [20.0, 5.0]
+
+
+def test_a_value_between_two_points_of_the_grid_is_shown(tmp_path):
+    """A run of 10 steps beside one of 4,000: all of its curve lies within the first step of the page's grid."""
+    short = make(tmp_path / "short", rate=0.1, steps=10, tokens=100, seconds=1.0)
+    long = make(tmp_path / "long", rate=0.0001, steps=4000, tokens=100, seconds=1.0)
+    written = page([read_folder(short), read_folder(long)])
+    drawn = re.findall(r"Validation loss over steps.*?</figure>", written, re.S)
+    assert len(drawn) == 1 and all(f'class="dots s{i}"' in drawn[0] for i in (0, 1)), drawn
 
 
 def test_too_few_and_too_many_are_refused(two):

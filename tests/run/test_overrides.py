@@ -88,6 +88,15 @@ def test_a_file_replaces_parts_and_options_replace_both():
             ],
         ),
         (
+            {"data.source.path": "corpus.zarr"},
+            [
+                "`data.source` has known fields only.",
+                "`path`",
+                "--data.source.path",
+                "it is a field where --data.source.kind is store: give that too",
+            ],
+        ),
+        (
             {"step": "1"},
             ["`Run` has known fields only.", "`step`", "--step", "did you mean `--steps`?"],
         ),

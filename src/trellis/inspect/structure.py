@@ -32,6 +32,7 @@ from trellis.inspect.groups import axes_met, axes_of, axes_of_pairs, cut
 from trellis.inspect.hlo import Instruction, Program, item_bits
 from trellis.inspect.matching import Match, Part, matched
 from trellis.inspect.rows import Ledger
+from trellis.inspect.ways import Key
 
 # Instructions whose results are their operands, or parts of them.
 _VIEWS = ("get-tuple-element", "bitcast", "copy", "reshape", "transpose", "optimization-barrier", "all-reduce-done")
@@ -47,7 +48,8 @@ class Structure:
         besides: arrays that it moves along mesh axes and that no row asks for, and how often.
         strange: collectives over groups that are the devices along no mesh axes.
         twice: sums of what was summed over the same devices before.
-        extremes: maxima and minima along mesh axes along which no row takes one.
+        extremes: maxima and minima along mesh axes along which no row takes one, or of what a row sums that nothing was
+            found for.
         apart: results that should be copies and may differ.
         auto: mesh axes in auto mode, along which a compiler may make copies in ways that are not followed.
     """
@@ -141,7 +143,8 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
     if 1 not in mesh.shape.values():  # a sum over an axis of one device is over groups of one
         strange += [part for collective in found if _alone(collective) for part in _pieces(program, collective, ())]
     asked = {(row.reduction, axis) for row in ledger for axis in row.axes}
-    extremes = (part for part, _ in besides if not _taken(part) <= asked)
+    sums = {match.key for match in matches if match.missing}
+    extremes = (part for part, _ in besides if not _taken(part) <= asked or _for_a_sum(part) in sums)
     return Structure(
         matches=decided,
         collectives=len(found),
@@ -158,6 +161,11 @@ def _taken(part: Part) -> set[tuple[str, str]]:
     """Of a maximum or minimum over devices, what is taken along which axes: one axis after another does as well."""
     reduction = part.collective.reduction
     return set() if reduction == "sum" else {(reduction, axis) for axis in part.axes}
+
+
+def _for_a_sum(part: Part) -> Key | None:
+    """What a maximum or minimum over devices is in the place of, where nothing else is found for that."""
+    return None if part.collective.reduction == "sum" else part.key._replace(kind="all-reduce")
 
 
 def _alone(collective: Collective) -> bool:

@@ -52,6 +52,15 @@ def _summed_in_steps(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
             yield tuple((Key("all-reduce", block, elements, whole), 1) for block in blocks)
 
 
+def _scattered_and_summed(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
+    """A sum over all mesh axes of an array that is sliced along some of them next: of the slices over the others."""
+    kind, axes, elements, whole, _ = key
+    if kind == "all-reduce":
+        for blocks, parts in _blocks(axes, elements, sizes):
+            *first, last = zip(blocks, parts)
+            yield (*((Key("reduce-scatter", *each, whole), 1) for each in first), (Key(kind, *last, whole), 1))
+
+
 def _permutes(key: Key, sizes: Mapping[str, int]) -> Iterator[Recipe]:
     """Each device's part to each of the others in turn."""
     kind, axes, elements, whole, _ = key
@@ -81,6 +90,7 @@ WAYS: dict[str, Way] = {
     "all-reduce and slice": _as("reduce-scatter", "all-reduce"),
     "one mesh axis after the other": _in_steps,
     "one mesh axis after the other, all-reduce and slice": _summed_in_steps,
+    "reduce-scatter, and all-reduce over other mesh axes": _scattered_and_summed,
     "permutes": _permutes,
     "all-to-all": _as("permute", "all-to-all"),
     "all-to-all and permute": _exchanged,

@@ -266,8 +266,8 @@ def _gradient_b(a, b, d, summed: Dims):
     to_b = dict(zip(*summed, strict=True))
     if tuned().turned == "none":
         return _dot(a, d, a_free, rows, like=b, made=tuple(to_b[i] for i in sorted(summed[0])) + b_free)
-    # Where `d` is turned, the gradient comes out turned, and is copied and read once more.
-    if a.size <= d.size + 2 * _size(a, summed[0]) * _size(d, columns):
+    # Where `d` is turned, the gradient comes out turned: it is copied, and read in strided order where it is added.
+    if a.size <= d.size + 4 * _size(a, summed[0]) * _size(d, columns):
         turned = copied_turned(a, summed[0] + a_free)
         return _dot(turned, d, _last(turned, rows), rows, like=b, made=summed[1] + b_free)
     turned = copied_turned(d, columns + rows)

@@ -1,14 +1,15 @@
 """Narrow products: both factors in eight or four bits, with a scale or scales, the sum in 32.
 
 `Narrow` marks a weight. `einsum`, `dot` and `dot_each` of a marked weight round both factors where they are before they
-are moved, so that what is gathered is gathered in eight bits, and round the gradient of the result once for both of its
+are moved, so that what is gathered is gathered in eight bits, and round the gradient of the result once for its
 products. A scale is current: the largest element of the whole array, over all devices, becomes the largest number of
 the type, so the result does not depend on the mesh.
 
-fp8 takes e4m3 forward and e5m2 for gradients (Micikevicius et al., 2022, arXiv:2209.05433); int8 takes symmetric whole
-numbers from -127 to 127 for all three (as in AQT and Jetfire: Xi et al., 2024, arXiv:2403.12422). mxfp8 takes e4m3 for
-all three, with a scale for each tile of 32 by 32 numbers (`trellis.named.blocks`), so that one rounding serves the
-products over either side of a tile.
+fp8 takes e4m3 forward and e5m2 for gradients (Micikevicius et al., 2022, arXiv:2209.05433). int8 takes symmetric whole
+numbers from -127 to 127 forward and for the gradient of the activation; the gradient of the weight, a sum over all
+tokens, over which what is rounded off adds up, is made of the result's gradient as it is (SwitchBack: Wortsman et al.,
+2023, arXiv:2304.13013). mxfp8 takes e4m3 for all three, with a scale for each tile of 32 by
+32 numbers (`trellis.named.blocks`), so that one rounding serves the products over either side of a tile.
 
 nvfp4 takes e2m1 for all three (NVIDIA, 2025, arXiv:2509.25149): weights in tiles of 16 by 16; activations and gradients
 in rows of 16 along what a product sums, so each is rounded twice, once for either product that it is a factor of. The
@@ -41,9 +42,9 @@ Kind = Literal["fp8", "int8", "mxfp8", "nvfp4"]
 class _Types:
     forward: Any
     gradient: Any
-    wide: Any
     blocks: Format | None = None
     tiled: bool = True  # in blocks, whether activations and gradients have tiles as weights have
+    whole_sums: bool = False  # whether a weight's gradient is made of the result's as it is, not rounded
 
     @property
     def in_blocks(self) -> bool:
@@ -51,10 +52,10 @@ class _Types:
 
 
 TYPES = {
-    "fp8": _Types(jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32),
-    "int8": _Types(jnp.int8, jnp.int8, jnp.int32),
-    "mxfp8": _Types(MXFP8.element, MXFP8.element, jnp.float32, MXFP8),
-    "nvfp4": _Types(NVFP4.element, NVFP4.element, jnp.float32, NVFP4, tiled=False),
+    "fp8": _Types(jnp.float8_e4m3fn, jnp.float8_e5m2),
+    "int8": _Types(jnp.int8, jnp.int8, whole_sums=True),
+    "mxfp8": _Types(MXFP8.element, MXFP8.element, MXFP8),
+    "nvfp4": _Types(NVFP4.element, NVFP4.element, NVFP4, tiled=False),
 }
 
 
@@ -226,10 +227,7 @@ def rounded(
     Raises:
         NamesError: slices would cut blocks.
     """
-    fixed = lax.stop_gradient(array)
-    state = state_of(fixed)
-    if state.copied:
-        fixed = place(fixed, state.axes)
+    fixed = _settled(array)
     if (form := TYPES[kind].blocks) is None:
         wide, largest = fixed.astype(jnp.float32), None
         if known is not None:
@@ -360,9 +358,26 @@ def _derivative(static: _Static, primals, tangents):
         if largest is not None:
             met = [narrow_x[0].largest, narrow_y[0].largest][:: 1 if static.weight else -1]
             met = jnp.stack([*met, of_x.largest])
-        return _gradient(static, 0, of_x, narrow_y[-1]), _gradient(static, 1, of_y, narrow_x[-1]), met
+        factors = [(of_x, narrow_y[-1]), (of_y, narrow_x[-1])]
+        if TYPES[static.kind].whole_sums:
+            factors[static.weight] = _not_rounded(gradient, factors[static.weight][1])
+        return *(_gradient(static, which, *pair) for which, pair in enumerate(factors)), met
 
     return out, linear(change, gradients)((largest, *fixed), tuple(tangents[:3]))
+
+
+def _not_rounded(gradient, other: Rounded) -> tuple[Rounded, Rounded]:
+    """The gradient of a product's result as it is, and a narrow factor in the same type, which holds its numbers."""
+    fixed = _settled(gradient)
+    scale = not_again(jnp.ones((), jnp.float32), gradient)
+    return Rounded(fixed, scale), other._replace(values=other.values.astype(fixed.dtype))
+
+
+def _settled(array) -> jax.Array:
+    """An array without its gradient, copies of it as one."""
+    fixed = lax.stop_gradient(array)
+    state = state_of(fixed)
+    return place(fixed, state.axes) if state.copied else fixed
 
 
 def _narrow_gradients(static: _Static, gradient, bits, known) -> tuple[Rounded, Rounded]:
@@ -432,7 +447,8 @@ def multiplied(a: Rounded, b: Rounded, numbers, kind: Kind, dtype, spec=None) ->
         spec: how it is sharded, or None.
     """
     if not TYPES[kind].in_blocks:
-        wide, scale = _plain(a.values, b.values, numbers=numbers, dtype=TYPES[kind].wide, spec=spec), a.scale * b.scale
+        sums = jnp.int32 if jnp.issubdtype(a.values.dtype, jnp.integer) else jnp.float32
+        wide, scale = _plain(a.values, b.values, numbers=numbers, dtype=sums, spec=spec), a.scale * b.scale
     elif a.whole is None or b.whole is None:
         return scaled_product(a.values, a.scale, b.values, b.scale, numbers, dtype=dtype, spec=spec)
     else:

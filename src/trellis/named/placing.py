@@ -185,8 +185,10 @@ def _gather(x: NamedArray, axes, copied):
         held = state_of(array)
     if layout is None or layout.gather == "joint" or not copied:
         return place(array, axes, (), copied, names=x.names)
-    # One mesh axis after the other, minor ones first, each with its own reduce-scatter in the backward pass.
-    for axis in [a for mine in held.axes for a in reversed(mine)]:
+    # One mesh axis after the other, each with its own reduce-scatter in the backward pass. Minor ones first, and the
+    # last dimension first: slices that come together along another than the first are copied by compilers, the fewer
+    # the more of the array is elsewhere still.
+    for axis in [a for mine in reversed(held.axes) for a in reversed(mine)]:
         now = state_of(array)
         if any(axis in mine for mine in axes):
             continue

@@ -13,7 +13,10 @@ MOST_POINTS = 600
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A curve: a value or None for each line of metrics. With `dots` each value is a dot, joined by a thin line."""
+    """A curve: a value or None for each line of metrics.
+
+    With `dots` each value is a dot, joined by a thin line; without, only a value that has no neighbour is one.
+    """
 
     name: str
     values: Sequence[float | None]
@@ -156,10 +159,12 @@ def _curve(points: Sequence[tuple[float, float] | None], name: str, dots: bool) 
         parts.append(f"{'M' if pen_up else 'L'}{point[0]:.2f} {point[1]:.2f}")
         pen_up = False
     line = tag("path", d="".join(parts), class_=f"curve {name}", vector_effect="non-scaling-stroke")
-    if not dots:
+    around = zip([None, *points], points, [*points[1:], None])
+    alone = [p for before, p, after in around if p is not None and (dots or (before is None and after is None))]
+    if not alone:
         return line
     # A line of no length with round ends is a dot that the stretched picture does not distort.
-    spots = "".join(f"M{p[0]:.2f} {p[1]:.2f}h0" for p in points if p is not None)
+    spots = "".join(f"M{p[0]:.2f} {p[1]:.2f}h0" for p in alone)
     return join(line, tag("path", d=spots, class_=f"dots {name}", vector_effect="non-scaling-stroke"))
 
 

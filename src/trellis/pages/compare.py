@@ -167,7 +167,11 @@ def _resampled(curve: Curve, scale: str, name: str, grid: Sequence[float]) -> li
     pairs = zip(getattr(curve, scale), (line.get(name) for line in curve.lines), strict=True)
     known = [(x, value) for x, value in pairs if value is not None]
     xs, values = [x for x, _ in known], [value for _, value in known]
-    return [_at(xs, values, x) for x in grid]
+    found = [_at(xs, values, x) for x in grid]
+    for x, value in [known[0], known[-1]] if known else ():  # which may lie between two points of the grid
+        nearest = min(range(len(grid)), key=lambda i: abs(grid[i] - x))
+        found[nearest] = value if found[nearest] is None else found[nearest]
+    return found
 
 
 def _at(xs: Sequence[float], values: Sequence[float | None], x: float) -> float | None:

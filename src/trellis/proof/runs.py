@@ -27,7 +27,7 @@ from trellis.train.compilation import options_for
 # Of the entries of a parameter so many may deviate: see `compare`.
 _OUTLIERS = 1e-5
 # Of the bound metrics have so much: right programs have them to the last bits.
-_METRICS = 0.1
+_METRICS = 0.25
 # So far may a step with constants in bfloat16 be from one in float32.
 ROUNDED = 2e-2
 

@@ -112,8 +112,9 @@ class GuardRule:
     """Steps between comparisons, which also come before each checkpoint; null makes none. Set it, to 100 or so, for
     long runs on many devices: memory and links do change bits."""
     replay: bool = True
-    """Where a part of the state has no copy, as in pure FSDP, make these steps twice and compare their results. It
-    takes the time of a step and the memory of another state. Set it to false where there is no room for that."""
+    """Where a part of the state has no copy, as in pure FSDP, make every second of these steps twice and compare their
+    results. It takes the time of a step and the memory of another state. Set it to false where there is no room for
+    that."""
     structure: bool = True
     """End a run at its first step where the compiled program sums over wrong devices, or leaves copies that differ. Set
     it to false to go on with a warning, once `trellis prove` has shown that the program's numbers are right."""

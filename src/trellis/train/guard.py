@@ -23,6 +23,8 @@ from trellis.train.stopping import CopiesDiffer
 
 # How many differences a message names.
 _NAMED = 3
+# Of so many comparisons one is of a step that was made twice: half a step's time for each.
+_REPLAYED = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class Difference:
 class Guard:
     """Compares the copies of a run's state and batches after steps N, 2N, ... and before each checkpoint.
 
-    Where a part of the state is held once, steps N, 2N, ... are made twice from the same state and batch, by the same
+    Where a part of the state is held once, steps 2N, 4N, ... are made twice from the same state and batch, by the same
     program, and their results are compared. Comparisons run on the devices behind the steps; nothing waits for them.
 
     Args:
@@ -74,7 +76,7 @@ class Guard:
             state, batch: what the step is about to be given.
             made: how many steps will have been made after it.
         """
-        if not (self._replays and self._due(made)):
+        if not (self._replays and self._due(made, _REPLAYED)):
             return {}
         if self._copy is None:
             same = jax.tree.map(lambda x: x.sharding, state)
@@ -137,8 +139,8 @@ class Guard:
         with self._assembled.layout:
             return ledger(lambda leaves: digest_table(leaves, self._mesh, specs), leaves)
 
-    def _due(self, made: int) -> bool:
-        return self._rule.every is not None and made % self._rule.every == 0
+    def _due(self, made: int, comparisons: int = 1) -> bool:
+        return self._rule.every is not None and made % (comparisons * self._rule.every) == 0
 
     def _table(self, state: Any, batch: Any) -> jax.Array:
         found = _leaves(state, batch)

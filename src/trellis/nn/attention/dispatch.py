@@ -133,7 +133,8 @@ def _sliced(place: Placement, q, k, chosen: str, *, pattern: Pattern, scale, log
 def _tiles(chosen: str, q, *, scale: float, logit_softcap: float | None, upcast: bool):
     """What computes a tile."""
     if chosen == "splash":
-        return SplashTiles(scale=scale, logit_softcap=logit_softcap, widest=widest_blocks(device_kind_of(q)))
+        widest = widest_blocks(device_kind_of(q), capped=logit_softcap is not None)
+        return SplashTiles(scale=scale, logit_softcap=logit_softcap, widest=widest)
     if chosen == "cudnn":
         return CudnnTiles(scale=scale)
     chunk = q.shape[1] if chosen == "reference" else None

@@ -21,17 +21,18 @@ BLOCK, LARGE_BLOCK, SOME, MANY = 512, 1024, 4, 8
 LARGE_ROW, WIDE_ROW = 512, 256
 
 
-def widest_blocks(device_kind: str) -> tuple[int, int]:
+def widest_blocks(device_kind: str, *, capped: bool = False) -> tuple[int, int]:
     """The most queries and keys of a block that fit the vector memory of a chip, by what JAX calls it.
 
-    Chips that it was not compiled for have the smallest.
+    Chips that it was not compiled for have the smallest, and so have scores with a soft cap, of which there are two
+    copies.
 
     >>> widest_blocks("TPU v4"), widest_blocks("TPU v5"), widest_blocks("TPU v6 lite")
-    ((1024, 1024), (1024, 2048), (2048, 2048))
+    ((1024, 1024), (1024, 2048), (2048, 4096))
     """
-    if device_kind.startswith("TPU v6"):
-        return 2 * LARGE_BLOCK, 2 * LARGE_BLOCK
-    return LARGE_BLOCK, LARGE_BLOCK * (2 if device_kind.startswith("TPU v5") else 1)
+    if device_kind.startswith("TPU v6") and not capped:
+        return 2 * LARGE_BLOCK, 4 * LARGE_BLOCK
+    return LARGE_BLOCK, LARGE_BLOCK * (2 if device_kind.startswith("TPU v5") and not capped else 1)
 
 
 def splash_refuses(q: jax.Array, k: jax.Array, *, pieces: int, upcast: bool) -> str | None:
@@ -76,7 +77,7 @@ def _blocks(tile: Tile, row_bytes: int, widest: tuple[int, int]):
 
     most_q, most_kv = _most(tile, row_bytes, widest)
     block_q, block_kv = _block(tile.queries, most_q), _block(tile.keys, most_kv)
-    compute = BLOCK if block_kv % BLOCK == 0 else block_kv
+    compute = LARGE_BLOCK if tile.full and block_kv % LARGE_BLOCK == 0 else BLOCK if block_kv % BLOCK == 0 else block_kv
     fused = tile.pattern.window is None and tile.keys <= MANY * block_kv
     return splash.BlockSizes(
         block_q=block_q,

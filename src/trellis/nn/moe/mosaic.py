@@ -1,7 +1,7 @@
-"""Grouped products on TPUs: `jax.lax.ragged_dot`, and a kernel of our own for the gradient by the weights.
+"""Grouped products on TPUs: `jax.lax.ragged_dot`, and kernels of our own for its two gradients.
 
-libtpu makes a kernel of `ragged_dot` that multiplies the rows that there are; of its gradient by the weights it makes a
-dense product, every row with every weight.
+libtpu makes a kernel of `ragged_dot` that multiplies the rows that there are. For its gradient by the rows it copies
+all weights first, turned; of its gradient by the weights it makes a dense product, every row with every weight.
 """
 
 import functools
@@ -19,12 +19,76 @@ LANES = 128
 # The sides of a tile of the result, at most; the larger they are, the fewer times rows are read. With float32 sums, and
 # operands and results on their way, they take a third of the vector memory of the smallest chip.
 DOWN, ACROSS = 1024, 1024
+# The most terms of a sum that are multiplied at once: where these are all of them, a group's weights are read once.
+SUMMED = 4096
 VECTOR_MEMORY = 48 * 2**20
 
 
-def multiply(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: bool = False) -> jax.Array:
-    """As `grouped_matmul`; `weights` are `groups in out`, or `groups out in` where they are swapped."""
-    return lax.ragged_dot(rows, weights.swapaxes(1, 2) if swapped else weights, sizes)
+def multiply(
+    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: bool = False, interpret: bool = False
+) -> jax.Array:
+    """As `grouped_matmul`.
+
+    Args:
+        rows: `rows in`.
+        weights: `groups in out`, or `groups out in` where they are swapped.
+        sizes: `i32["groups"]`.
+        swapped: see `weights`.
+        interpret: runs our own kernel on any backend, slowly.
+    """
+    if not swapped:
+        return lax.ragged_dot(rows, weights, sizes)
+    (count, inner), (groups, columns, _) = rows.shape, weights.shape
+    tile, across, summed = _rows_of_a_tile(count, groups), _side(columns, ACROSS), _whole_side(inner, SUMMED)
+    visits, *tables = _visits(sizes, count, tile)
+    shape, given = shaped((count, columns), rows.dtype, *tables, rows, weights)
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=4,
+        in_specs=[
+            pl.BlockSpec((tile, summed), lambda j, visit, k, group, place, *_: (place[visit], k)),
+            pl.BlockSpec((None, across, summed), lambda j, visit, k, group, *_: (group[visit], j, k)),
+        ],
+        out_specs=pl.BlockSpec((tile, across), lambda j, visit, k, group, place, *_: (place[visit], j)),
+        grid=(pl.cdiv(columns, across), visits, inner // summed),
+        scratch_shapes=[pltpu.VMEM((tile, across), jnp.float32)],
+    )
+    read = rows.nbytes * pl.cdiv(columns, across) + weights.nbytes
+    call = pl.pallas_call(
+        functools.partial(_product, tile=tile),
+        name="grouped_product_swapped",
+        grid_spec=grid,
+        out_shape=shape,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VECTOR_MEMORY
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * count * inner * columns,
+            bytes_accessed=read + count * columns * rows.dtype.itemsize,
+            transcendentals=0,
+        ),
+        interpret=interpret,
+    )
+    with grouped_work(count, inner, columns, groups=groups, tile=2 * tile):
+        return call(*given)
+
+
+def _product(group, place, begins, ends, rows, weights, out, total, *, tile: int):
+    """One tile of rows with one group's weights. Tiles that share rows follow each other, so that what a group before
+    wrote is still there."""
+    visit, part = pl.program_id(1), pl.program_id(2)
+    mine = group[visit]
+    begin, end, here = begins[mine], ends[mine], place[visit] * tile
+
+    @pl.when(begin < end)
+    def _():
+        made = lax.dot_general(rows[...], weights[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        total[...] = jnp.where(part == 0, made, total[...] + made)
+
+    @pl.when((begin < end) & (part == pl.num_programs(2) - 1))
+    def _():
+        number = here + lax.broadcasted_iota(jnp.int32, out.shape, 0)
+        own = (begin <= number) & (number < end)
+        out[...] = jnp.where(own, total[...], out[...].astype(jnp.float32)).astype(out.dtype)
 
 
 def weights_gradient(
@@ -126,6 +190,12 @@ def _rows_of_a_tile(count: int, groups: int) -> int:
     """Many where groups are large, to load operands in long pieces; few where they are small, to multiply few twice."""
     tile = next((t for t in (512, 256) if count >= 16 * t * groups), LANES)
     return min(tile, -(-count // 16) * 16)
+
+
+def _whole_side(size: int, most: int) -> int:
+    """The same of what is summed, of which no tile may reach past the end: all of it where nothing divides it."""
+    sides = [side for side in range(LANES, min(most, size) + 1, LANES) if size % side == 0]
+    return size if size <= most or not sides else sides[-1]
 
 
 def _side(size: int, most: int) -> int:

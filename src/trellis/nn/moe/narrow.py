@@ -126,10 +126,16 @@ def _backward(kind: Kind, types, kept, d):
     (values, scale, weight_values, weight_scale), sizes = kept
     narrow, d_scale = _rounded_rows(d, sizes, kind, gradient=True)
     d_scale = not_again(d_scale, d)
-    exact = weight_values.dtype
-    _, pull = jax.vjp(lambda rows, weights: grouped_matmul(rows, weights, sizes), values.astype(exact), weight_values)
-    gradients = zip(pull(narrow.astype(exact)), (weight_scale, scale), types, strict=True)
-    return *((g.astype(jnp.float32) * (d_scale * s)).astype(dtype) for g, s, dtype in gradients), None, None
+    rows, narrow = (x.astype(weight_values.dtype) for x in (values, narrow))
+    _, of_rows = jax.vjp(lambda rows: grouped_matmul(rows, weight_values, sizes), rows)
+    _, of_weights = jax.vjp(lambda weights: grouped_matmul(rows, weights, sizes), weight_values)
+    scales = [d_scale * weight_scale, d_scale * scale]
+    if TYPES[kind].whole_sums:
+        summed, scales[1] = d.astype(weight_values.dtype), scale
+    else:
+        summed = narrow
+    gradients = zip((*of_rows(narrow), *of_weights(summed)), scales, types, strict=True)
+    return *((g.astype(jnp.float32) * s).astype(dtype) for g, s, dtype in gradients), None, None
 
 
 _multiply.defvjp(_forward, _backward)

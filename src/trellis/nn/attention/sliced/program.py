@@ -20,8 +20,8 @@ from trellis.mesh.dealing import deal_slices, gather_slices, undeal
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.sliced.neighbours import Neighbours
 from trellis.nn.attention.sliced.rotation import Rotation
-from trellis.nn.attention.sliced.tile import Kernels, Part, empty, turned
-from trellis.nn.attention.sliced.visits import Keys, Queries, visit, visit_back
+from trellis.nn.attention.sliced.tile import Kernels, Part, turned
+from trellis.nn.attention.sliced.visits import Keys, Met, Queries, over_all, visit, visit_back
 
 Axes = tuple[str, ...]
 
@@ -58,8 +58,8 @@ class Sliced:
         """The result, `batch pos heads head_dim`, and the log of the sums, `f32["batch heads pos"]`."""
         queries, keys = self._enter(q, k, v, ids)
         run = self._near if self.pattern.window is not None else self._around
-        total = run(queries, keys)
-        out, log_sum = self._leave(total.out.astype(q.dtype), self.kernels.axis), self._leave(total.log_sum, 2)
+        total = self._over_all(queries, run(queries, keys), q.dtype)
+        out, log_sum = self._leave(total.out, self.kernels.axis), self._leave(total.log_sum, 2)
         return turned(out, self.kernels.axis), log_sum
 
     def backward(self, q, k, v, ids, out, log_sum, d_out):
@@ -127,26 +127,43 @@ class Sliced:
 
     # Keys go around.
 
-    def _around(self, queries: Queries, keys: Keys) -> Part:
+    def _around(self, queries: Queries, keys: Keys) -> list[Met]:
         rotation = self._rotation(queries)
-        meet = lambda visit_, keys, total: visit(self.kernels, *visit_, queries, keys, total)
-        total, groups = empty(queries.q, keys.v, self.kernels.axis), rotation.groups
+        meet = lambda visit_, keys: visit(self.kernels, *visit_, queries, keys)
+        groups = rotation.groups
         coming = self._sent(rotation.travel, keys) if groups > 1 else None
-        for first in rotation.own_first():
-            total = meet(first, keys, total)
-        total = _repeat(0, rotation.others, lambda i, total: meet(rotation.own_rest(i), keys, total), total)
+        met = [each for first in rotation.own_first() for each in meet(first, keys)]
+        others = lambda i, coming, met: (coming, met + meet(rotation.own_rest(i), keys))
+        coming, met = self._each(0, rotation.others, others, queries, coming, met)
 
-        def step(number, carry, *, last: bool = False):
-            here, total = lax.optimization_barrier(carry)  # what is sent next leaves now, beside this step's kernels
+        def step(number, coming, met, *, last: bool = False):
+            # What is sent next leaves now, beside the kernels.
+            here, logs = lax.optimization_barrier((coming, [each.part.log_sum for each in met]))
+            met = [Met(start, seen, Part(part.out, log)) for (start, seen, part), log in zip(met, logs, strict=True)]
             coming = None if last else self._sent(rotation.travel, here)
-            return coming, meet(rotation.met(number), here, total)
+            return coming, met + meet(rotation.met(number), here)
 
         if groups > 1:
-            carry = _repeat(1, groups - 1, step, (coming, total))
-            _, total = step(groups - 1, carry, last=True)
-        for rest in rotation.own_last():
-            total = meet(rest, keys, total)
-        return total
+            _, met = step(groups - 1, *self._each(1, groups - 1, step, queries, coming, met), last=True)
+        return met + [each for rest in rotation.own_last() for each in meet(rest, keys)]
+
+    def _each(self, start: int, stop: int, body: Callable, queries: Queries, coming, met: list[Met]):
+        """`for i in range(start, stop): coming, met = body(i, coming, met)`; a loop carries the result so far."""
+        if stop - start <= _UNROLLED:
+            for i in range(start, stop):
+                coming, met = body(i, coming, met)
+            return coming, met
+
+        def turn(carry, i):
+            coming, met = body(i, carry[0], [Met(0, True, carry[1])])
+            return (coming, self._over_all(queries, met)), None
+
+        (coming, total), _ = lax.scan(turn, (coming, self._over_all(queries, met)), jnp.arange(start, stop))
+        return coming, [Met(0, True, total)]
+
+    def _over_all(self, queries: Queries, met: list[Met], dtype=jnp.float32) -> Part:
+        axis = self.kernels.axis
+        return over_all(met, queries.q.shape[axis], axis, dtype)
 
     def _around_back(self, queries: Queries, keys: Keys):
         rotation = self._rotation(queries)
@@ -185,16 +202,15 @@ class Sliced:
 
     # Under a window keys go to their neighbours.
 
-    def _near(self, queries: Queries, keys: Keys) -> Part:
-        total = empty(queries.q, keys.v, self.kernels.axis)
-        meet = lambda visit_, keys, total: visit(self.kernels, *visit_, queries, keys, total)
+    def _near(self, queries: Queries, keys: Keys) -> list[Met]:
         ways = self._ways(queries)
+        met = visit(self.kernels, *ways[0].own(), queries, keys)
         for way in ways:
             here = keys
             for number in range(1, way.steps + 1):
                 here = self._next(way, number, here)
-                total = meet(way.met(number), here, total)
-        return meet(ways[0].own(), keys, total)
+                met += visit(self.kernels, *way.met(number), queries, here)
+        return met
 
     def _near_back(self, queries: Queries, keys: Keys):
         d_q, *own = _zeros(queries.q, keys.k, keys.v)

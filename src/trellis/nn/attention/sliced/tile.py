@@ -6,6 +6,8 @@ their sums `s`, the whole has the log `m = log(exp(s1) + exp(s2))` and the resul
 tile's weights are the final ones.
 """
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -64,7 +66,7 @@ class Part(NamedTuple):
     """The result over some of the keys.
 
     Attributes:
-        out: float32, in the order of the kernels' dimensions.
+        out: in the order of the kernels' dimensions, float32 where it is not a kernel's own.
         log_sum: `f32["batch heads pos"]`, the log of the sum of the exponentials of the scores.
     """
 
@@ -125,18 +127,12 @@ NOTHING = -1e30
 """The log of a sum over no keys: small enough to weigh nothing beside any other, and no infinity to subtract."""
 
 
-def empty(q: jax.Array, v: jax.Array, axis: int) -> Part:
-    """The result over no keys, of queries and values in the kernels' order."""
-    batch, heads, pos = q.shape[0], q.shape[3 - axis], q.shape[axis]
-    return Part(jnp.zeros((*q.shape[:3], v.shape[3]), jnp.float32), jnp.full((batch, heads, pos), NOTHING, jnp.float32))
-
-
-def together(first: Part, second: Part, axis: int) -> Part:
-    """The result over the keys of both."""
-    log_sum = jnp.logaddexp(first.log_sum, second.log_sum)
+def put_together(parts: Sequence[Part], axis: int) -> Part:
+    """The result over the keys of all of them, `out` with positions at `axis`."""
+    log_sum = functools.reduce(jnp.logaddexp, (part.log_sum for part in parts))
 
     def share(part: Part):
         weight = jnp.exp(part.log_sum - log_sum)
         return (weight if axis == 2 else weight.swapaxes(1, 2))[..., None] * part.out.astype(jnp.float32)
 
-    return Part(share(first) + share(second), log_sum)
+    return Part(sum(map(share, parts)), log_sum)

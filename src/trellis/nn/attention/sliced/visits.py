@@ -5,6 +5,7 @@ computed from the device's index. So the work is even without a branch.
 """
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trellis.nn.attention.sliced.tile import NOTHING, Ids, Kernels, Part, Tile, together
+from trellis.nn.attention.sliced.tile import NOTHING, Ids, Kernels, Part, Tile, put_together
 from trellis.program.said import kernel_work
 
 Start = int | jax.Array
@@ -41,6 +42,19 @@ class Visit(NamedTuple):
     entries: Sequence[Entry]
 
 
+class Met(NamedTuple):
+    """What some rows of the queries found: their first, whether they did on this device, and the result."""
+
+    start: Start
+    seen: bool | jax.Array
+    part: Part
+
+    @property
+    def size(self) -> int:
+        """How many rows."""
+        return self.part.log_sum.shape[2]
+
+
 class Queries(NamedTuple):
     """A device's queries in the kernels' order, and their documents; in the backward pass also what is known of them.
 
@@ -57,20 +71,49 @@ class Queries(NamedTuple):
     d_out: jax.Array | None = None
 
 
-def visit(kernels: Kernels, tile: Tile, entries: Sequence[Entry], queries: Queries, keys: Keys, total: Part) -> Part:
-    """The result so far, and of these keys."""
+def visit(kernels: Kernels, tile: Tile, entries: Sequence[Entry], queries: Queries, keys: Keys) -> list[Met]:
+    """What the rows of each entry found in its keys."""
     q, k, v, ids = _picked(kernels, tile, entries, queries, keys)
     with said(kernels, tile, q, v):
         outs, logs = kernels.forward(tile, q, k, v, ids)
     count = len(entries)
-    for entry, out, log_sum in zip(entries, jnp.split(outs, count), jnp.split(logs, count), strict=True):
-        if entry.seen is not True:
-            log_sum = jnp.where(entry.seen, log_sum, NOTHING)
-            out = jnp.where(entry.seen, out, 0)
-        rows = Part(*(_cut(x, entry.query, tile.queries, d) for x, d in zip(total, (kernels.axis, 2), strict=True)))
-        rows = together(rows, Part(out, log_sum), kernels.axis)
-        total = Part(*(_put(x, y, entry.query, d) for x, y, d in zip(total, rows, (kernels.axis, 2), strict=True)))
-    return total
+    parts = map(Part, jnp.split(outs, count), jnp.split(logs, count))
+    return [Met(entry.query, entry.seen, part) for entry, part in zip(entries, parts, strict=True)]
+
+
+def over_all(met: Sequence[Met], size: int, axis: int, dtype=jnp.float32) -> Part:
+    """The result of `size` queries over all keys that they met, each row in one pass over what it found.
+
+    Rows are cut where a part begins or ends. One whose start is computed has the rows of one of these pieces.
+    """
+    fixed = [(each.start, each.start + each.size) for each in met if isinstance(each.start, int)]
+    edges = sorted({0, size}.union(*fixed))
+    cut = [_of_rows(met, first, last, axis) for first, last in itertools.pairwise(edges)]
+    outs, logs = [part.out.astype(dtype) for part in cut], [part.log_sum for part in cut]
+    return Part(_joined(outs, axis), _joined(logs, 2))
+
+
+def _of_rows(met: Sequence[Met], first: int, last: int, axis: int) -> Part:
+    """The result of some rows; over no keys, where they met none."""
+    parts = [part for each in met if (part := _part_of(each, first, last, axis)) is not None]
+    if parts:
+        return put_together(parts, axis)
+    out, log_sum = (lax.slice_in_dim(x, 0, last - first, axis=d) for x, d in zip(met[0].part, (axis, 2), strict=True))
+    return Part(jnp.zeros_like(out, jnp.float32), jnp.full_like(log_sum, NOTHING))
+
+
+def _part_of(met: Met, first: int, last: int, axis: int) -> Part | None:
+    """What of a result is that of these rows, on this device or another."""
+    start, seen, (out, log_sum) = met
+    if not isinstance(start, int):
+        hidden = lax.broadcast(jnp.float32(NOTHING), log_sum.shape)
+        mine = lax.broadcast(start == first, log_sum.shape)
+        return Part(out, lax.select(mine, log_sum, hidden)) if met.size == last - first else None
+    if first < start or start + met.size < last:
+        return None
+    if seen is not True:
+        out, log_sum = jnp.where(seen, out, 0), jnp.where(seen, log_sum, NOTHING)
+    return Part(*(lax.slice_in_dim(x, first - start, last - start, axis=d) for x, d in ((out, axis), (log_sum, 2))))
 
 
 def visit_back(kernels: Kernels, tile: Tile, entries: Sequence[Entry], queries: Queries, keys: Keys, d_q, d_keys):
@@ -111,8 +154,8 @@ def _picked(
     return q, k, v, (pick(queries.ids, "query", tile.queries, 1), pick(keys.ids, "key", tile.keys, 1))
 
 
-def _joined(parts):
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+def _joined(parts, dim: int = 0):
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, dim)
 
 
 def _cut(x, start: Start, size: int, dim: int):

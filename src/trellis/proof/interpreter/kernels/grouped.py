@@ -59,12 +59,15 @@ def _product(name: str, instruction: Instruction, machine) -> Callable:
 
 
 def _our_product(name: str, instruction: Instruction, machine) -> Callable:
-    """Tiles of rows, of each its group, its first row and where the group's end; weights may be swapped."""
+    """On GPUs tiles of rows, of each its group, its first row and where the group's end; on TPUs where each group's
+    rows begin and end, and before that what a TPU walks by. Weights may be swapped."""
     kind, swapped = machine.type(instruction), name.startswith("grouped_product_swapped")
 
-    def one(group, first, end, rows, weights) -> np.ndarray:
+    def one(*values: np.ndarray) -> np.ndarray:
+        *tables, first, end, rows, weights = values
+        groups = tables[0] if len(tables) == 1 else np.arange(len(weights))
         weights = weights.swapaxes(1, 2) if swapped else weights
-        return _written(kind.shape, rows, weights, zip(group, zip(first, end)))
+        return _written(kind.shape, rows, weights, zip(groups, zip(first, end)))
 
     return lambda values, team: each(one, values, team)
 
