@@ -49,7 +49,9 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """`pytest.mark.slow(but=3)` marks all of a test's cases but three, spread evenly over them."""
+    """`pytest.mark.slow(but=3)` marks all of a test's cases but three, spread evenly over them. What is marked
+    `slow(first=True)` runs before all others: begun last, it would keep one process busy while the others are done."""
+    items.sort(key=lambda item: not any("first" in mark.kwargs for mark in item.iter_markers("slow")))
     cases = {}
     for item in items:
         if any(mark.name == "slow" and "but" in mark.kwargs for mark in item.own_markers):

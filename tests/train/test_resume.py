@@ -111,6 +111,7 @@ def test_two_processes_to_one(run_file, one_device, tmp_path, capsys):
     assert curve(tmp_path) == pytest.approx(curve(one_device), rel=1e-4)
 
 
+@pytest.mark.slow(first=True)
 def test_killed_five_times_a_run_ends_with_the_same_loss_to_the_bit(run_file, tmp_path):
     """A save takes longer than the steps between two: most kills fall into one."""
     steps = 300
