@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.train.flips import change, flip_each, flipped
 from tests.train.small import curve, trellis
 from tests.train.toy import mesh_of, run_of, toy
-from trellis.checkpoints.entries import entries, rebuild
+from trellis.checkpoints.entries import entries
 from trellis.errors import UserError
 from trellis.inspect import Ledger
 from trellis.nn import Precision
@@ -40,23 +41,6 @@ GROUPS = "replica_groups={{0,3},{1,2}}"  # the devices along no axis of a mesh o
 REPLAYED = {"data": False, "fsdp": True, "tensor": False, "hybrid": False, "auto": False}
 
 
-def flipped(array: jax.Array, device: jax.Device, bit: int) -> jax.Array:
-    """The array with one bit of its first element changed in what one device holds."""
-    parts = []
-    for shard in array.addressable_shards:
-        data = np.array(shard.data)
-        if shard.device == device:
-            data.reshape(-1)[:1].view(np.uint8)[bit // 8] ^= 1 << bit % 8
-        parts.append(jax.device_put(data, shard.device))
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
-
-
-def change(tree, name: str, device: jax.Device, bit: int = 3):
-    found = entries(tree)
-    arrays = {n: flipped(e.leaf, device, bit) if n == name else e.leaf for n, e in found.items()}
-    return rebuild(tree, arrays)
-
-
 def small(layout: str, **changes):
     choice, mesh = LAYOUTS[layout]
     model = dataclasses.replace(tiny().model, vocab=64, embed=16, mlp=32, layers=1, heads=4, kv_heads=4, head_dim=4)
@@ -70,48 +54,15 @@ def small(layout: str, **changes):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_flipped_bit_is_found_and_named_for_every_array_of_a_layout(layout):
     assembled = assemble(small(layout), jax.devices())
-    guard, mesh = Guard(assembled), assembled.layout.mesh
-    with assembled.layout:
-        state = assembled.init()
-        fill = lambda x: jax.device_put(np.arange(np.prod(x.shape)).reshape(x.shape).astype(x.dtype), x.sharding)
-        batch = jax.tree.map(fill, assembled.abstract_batch())
-
-        def check(state, batch):
-            arrays = {n: np.asarray(a) for n, a in guard.digests(state, batch, 4, save=False).items()}
-            guard.check(arrays, 4, lambda: "last good checkpoint: c")
-
-        check(state, batch)  # no false alarm
-        found, known = 0, {**entries({"state": state, "batch": batch})}
-        for number, (name, entry) in enumerate(known.items()):
-            where = entry.leaf.sharding.devices_indices_map(entry.leaf.shape)
-            device = mesh.devices.flat[(3 * number + 1) % 8]
-            copies = [d for d in mesh.devices.flat if where[d] == where[device]]
-            both = change({"state": state, "batch": batch}, name, device, bit=(5 * number) % 8)
-            if len(copies) == 1:
-                check(both["state"], both["batch"])  # nobody holds it besides: comparing cannot tell
-                continue
-            with pytest.raises(CopiesDiffer) as error:
-                check(both["state"], both["batch"])
-            place = lambda d: np.argwhere(mesh.devices == d)[0]
-            along = {mesh.axis_names[i] for d in copies for i in np.flatnonzero(place(d) != place(device))}
-            shown = name.removeprefix("state/").replace("/", ".")
-            axes = " and ".join(f"`{a}`" for a in mesh.axis_names if a in along)
-            if len(copies) == 2:
-                pair = ", ".join(str(d.id) for d in copies)
-                expected = f"after step 4: `{shown}` on devices {pair} is not the same along {axes}"
-            else:
-                others = len(copies) - 1
-                expected = f"`{shown}` on device {device.id} is not what it is on the other {others} along {axes}"
-                expected = f"after step 4: {expected}"
-            assert error.value.seen == expected and error.value.where == "last good checkpoint: c"
-            found += 1
-    assert found >= {"fsdp": 2}.get(layout, len(known) // 2)
-    assert replays(assembled.run.guard, assembled.abstract, mesh) is REPLAYED[layout]
+    found, alone = flip_each(assembled)
+    assert found >= {"fsdp": 2}.get(layout, (found + alone) // 2)
+    assert replays(assembled.run.guard, assembled.abstract, assembled.layout.mesh) is REPLAYED[layout]
 
 
 def test_a_comparison_moves_four_bytes_an_array_and_device():
     assembled = assemble(small("hybrid"), jax.devices())
-    arrays = len(entries({"state": assembled.abstract, "batch": assembled.abstract_batch()}))
+    batch = assembled.abstract_batch()
+    arrays = len(entries({"state": assembled.abstract, "batch": batch, "read again": batch}))
     moved = Guard(assembled).ledger()
     assert {row.kind for row in moved} == {"all-gather"}
     assert moved.total() == 7 * 4 * arrays
@@ -210,6 +161,24 @@ def test_where_nothing_is_copied_a_step_is_made_twice(tmp_path, faulty):
     assert error.value.seen == "step 4 gave two: `params.w1` on device 2"
     assert error.value.where.endswith("step-00000003")
     assert error.value.fix.endswith("or --guard.replay false where steps are random")
+
+
+def test_a_batch_that_changed_on_its_way_is_found(tmp_path):
+    """Each row is on one device, so that there is nothing but the data to hold it against."""
+    mesh, run = mesh_of(4, 1), run_of(8, guard=GuardRule(every=2, replay=False))
+    with jax.set_mesh(mesh):
+        assembled, feed = toy(mesh, run)
+        again = lambda index: next(feed.batches(index))[1]
+
+        def batches(start):
+            for index, rows in feed.batches(start):
+                yield index, flipped(rows, jax.devices()[2], 3) if index in (2, 3) else rows
+
+        with pytest.raises(CopiesDiffer) as error:
+            changed = dataclasses.replace(feed, batches=batches, again=again)
+            loop.train(assembled, changed, tmp_path, progress=Progress(8, stream=io.StringIO()))
+    assert error.value.rule == "A batch on the devices is what its data give when they are read again, to the bit."
+    assert error.value.seen == "the batch of step 4: `batch.value` on device 2"
 
 
 def test_a_run_ends_at_its_first_step_where_the_program_sums_over_wrong_devices(tmp_path):

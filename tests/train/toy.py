@@ -8,8 +8,10 @@ Run as a program it trains in a folder and prints its last line of metrics:
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +130,10 @@ def toy(
     return assembled, feed
 
 
+def _delayed(function: Callable, seconds: float) -> Callable:
+    return lambda *given, **named: (time.sleep(seconds), function(*given, **named))[1]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
@@ -138,6 +144,7 @@ def main() -> int:
     parser.add_argument("--model", type=int, default=2)
     parser.add_argument("--spoil-at", type=int)
     parser.add_argument("--stick-at", type=int)
+    parser.add_argument("--slow-disk", type=float, help="seconds that each file takes to be synced or renamed")
     parser.add_argument("--deadline", type=float, default=600, help="the least deadline, in seconds")
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--coordinator")
@@ -145,6 +152,9 @@ def main() -> int:
     parser.add_argument("--process", type=int)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", args.devices)
+    if args.slow_disk:
+        for name in ("fsync", "rename", "replace"):
+            setattr(os, name, _delayed(getattr(os, name), args.slow_disk))
     from trellis.errors import UserError
     from trellis.train.compilation import use_persistent_cache
     from trellis.train.distributed import initialize

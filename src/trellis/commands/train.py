@@ -109,6 +109,7 @@ def _report(folder: Path) -> None:
 def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | None = None) -> int:
     """Trains a run in a folder on devices, to its end or until a step, and returns the exit code."""
     from trellis.data import Loader
+    from trellis.data.loader import sharded
     from trellis.inspect import collectives, compiled_memory
     from trellis.inspect.graph import step_svg
     from trellis.inspect.ledger import ledger_of
@@ -164,6 +165,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
 
     feed = Feed(
         batches=lambda start: Loader(corpus.batches, sharding, start_step=start),
+        again=lambda step: sharded(corpus.batches, step, sharding),
         evaluate=evaluated if corpus.validation else None,
         sample=None if corpus.tokenizer is None else sampled,
     )

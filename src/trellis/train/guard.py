@@ -84,7 +84,9 @@ class Guard:
         again, _ = step(self._copy(state), batch)
         return {"replayed": self._table(again, batch)}
 
-    def digests(self, state: Any, batch: Any, made: int, *, save: bool) -> dict[str, jax.Array]:
+    def digests(
+        self, state: Any, batch: Any, made: int, *, save: bool, again: Callable[[], Any] | None = None
+    ) -> dict[str, jax.Array]:
         """The digests of a state and of the batch that led to it, on the devices still, where they are to be compared.
 
         Args:
@@ -92,10 +94,15 @@ class Guard:
             batch: of the last of these.
             made: how many steps have been made.
             save: whether the state is about to be saved.
+            again: reads the batch once more, which has copies on few devices or none.
         """
         if self._rule.every is None or not (save or self._due(made)):
             return {}
-        return {"digests": self._table(state, batch)}
+        found = {"digests": self._table(state, batch)}
+        if again is not None and self._due(made):
+            leaves = [entry.leaf for entry in entries(again()).values()]
+            found["read_again"] = digest_table(leaves, self._mesh, tuple(leaf.sharding.spec for leaf in leaves))
+        return found
 
     def check(self, arrays: dict[str, np.ndarray], step: int, last_good: Callable[[], str]) -> None:
         """Compares digests that have arrived.
@@ -106,7 +113,7 @@ class Guard:
             last_good: gives words that name the last good checkpoint.
 
         Raises:
-            CopiesDiffer: devices hold different values, or the step gave two results.
+            CopiesDiffer: devices hold different values, the batch was another one, or the step gave two results.
         """
         if "digests" not in arrays:
             return
@@ -118,23 +125,33 @@ class Guard:
                 where=last_good(),
                 fix=f"{fix}leave out a device that is named again",
             )
-        if "replayed" not in arrays:
-            return
-        twice = arrays["replayed"] != table
-        if twice.any():
-            devices = {
-                name: self._mesh.devices[twice[..., n]] for n, name in enumerate(self._names) if twice[..., n].any()
-            }
+        if "read_again" in arrays and (unlike := self._unlike(table, arrays["read_again"])):
+            raise CopiesDiffer(
+                "A batch on the devices is what its data give when they are read again, to the bit.",
+                seen=f"the batch of step {step}: {unlike}",
+                where=last_good(),
+                fix=f"{fix}leave out a machine or a disk that is named again",
+            )
+        if "replayed" in arrays and (unlike := self._unlike(table, arrays["replayed"])):
             raise CopiesDiffer(
                 "A step that is made twice from one state and one batch gives one result, to the bit.",
-                seen=f"step {step} gave two: {_some([f'`{n}` on {_listed(at)}' for n, at in devices.items()])}",
+                seen=f"step {step} gave two: {unlike}",
                 where=last_good(),
                 fix=f"{fix}leave out a device that is named again, or --guard.replay false where steps are random",
             )
 
+    def _unlike(self, table: np.ndarray, other: np.ndarray) -> str:
+        """Where two tables differ, in words; the other's arrays are the last of the table's."""
+        names = self._names[-other.shape[-1] :]
+        differ = {
+            name: at for name, at in zip(names, np.moveaxis(table[..., -len(names) :] != other, -1, 0)) if at.any()
+        }
+        return _some([f"`{name}` on {_listed(self._mesh.devices[at])}" for name, at in differ.items()])
+
     def ledger(self) -> Ledger:
-        """What moves for a comparison."""
-        leaves = list(_leaves(self._assembled.abstract, self._assembled.abstract_batch()).values())
+        """What moves for a comparison, of a batch that is read again, too."""
+        batch = self._assembled.abstract_batch()
+        leaves = [*_leaves(self._assembled.abstract, batch).values(), *(e.leaf for e in entries(batch).values())]
         specs = tuple(leaf.sharding.spec for leaf in leaves)
         with self._assembled.layout:
             return ledger(lambda leaves: digest_table(leaves, self._mesh, specs), leaves)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -50,12 +51,14 @@ class Feed:
     Attributes:
         batches: `batches(n)` yields `(n, batch), (n + 1, batch), ...`, and has a `close`, as generators and loaders do.
             The batch of a step depends on nothing else.
+        again: reads the batch of step `n` once more, where a guard is to hold it against what the devices have.
         evaluate: from a state, and how many steps were made, to scalar arrays on the device still, `validation_loss`
             among them.
         sample: from a state to a text.
     """
 
     batches: Callable[[int], Any]
+    again: Callable[[int], Any] | None = None
     evaluate: Callable[[Any, int], dict[str, jax.Array]] | None = None
     sample: Callable[[Any], str] | None = None
 
@@ -263,7 +266,8 @@ class _Loop:
             exit_code = self._signals.exit_code(made)
             last = made >= self._stop or exit_code is not None
             save = last or _due(made, run.checkpoints.every)
-            if compared := replayed | self._guard.digests(state, batch, made, save=save):
+            again = self._feed.again and functools.partial(self._feed.again, index)
+            if compared := replayed | self._guard.digests(state, batch, made, save=save, again=again):
                 self._drain.add(compared)
             if self._feed.evaluate is not None and (made >= run.steps or _due(made, run.evaluation.every)):
                 with self._watch.excused(f"evaluates after step {made}"):

@@ -18,7 +18,7 @@ from trellis.nn.attention.dispatch import AttentionError
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.reference import reference_attention
 from trellis.nn.attention.sharded import placement_of
-from trellis.nn.attention.sliced.attention import sliced_attention
+from trellis.nn.attention.sliced.attention import tiled_attention
 from trellis.nn.attention.sliced.tile import Tile
 from trellis.nn.attention.sliced.whole import Whole
 from trellis.nn.attention.splash import SplashTiles
@@ -49,7 +49,7 @@ def test_splash_computes_the_reference(monkeypatch, window, documents, cap, bloc
         return jax.jit(jax.grad(call, (0, 1, 2), has_aux=True))(q, k, v)
 
     with jax.numpy_dtype_promotion("standard"):
-        seen = total(lambda q, k, v: sliced_attention(placement_of(q, k, v, pair), whole, q, k, v, pair))
+        seen = total(lambda q, k, v: tiled_attention(placement_of(q, k, v, pair), whole, q, k, v, pair))
     wanted = total(
         lambda q, k, v: reference_attention(q, k, v, pair, pattern=pattern, scale=scale, logit_softcap=cap, upcast=True)
     )

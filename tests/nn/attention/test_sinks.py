@@ -18,7 +18,7 @@ from trellis.named import named
 from trellis.nn.attention import AttentionError, attend, decode_attention, dot_product_attention
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.sharded import placement_of
-from trellis.nn.attention.sliced.attention import sliced_attention
+from trellis.nn.attention.sliced.attention import tiled_attention
 from trellis.nn.attention.sliced.whole import Whole
 from trellis.nn.attention.splash import SplashTiles
 
@@ -128,7 +128,7 @@ def test_splash_computes_the_formula():
     shapes = (1, 256, 2, 192), (1, 256, 1, 192), (1, 256, 1, 128), (2,), (1, 256, 2, 128)
     *inputs, g = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
     program = Whole(SplashTiles(scale=192**-0.5, interpret=True), Pattern())
-    splash = lambda q, k, v, sinks: sliced_attention(placement_of(q, k, v, None), program, q, k, v, None, sinks)
+    splash = lambda q, k, v, sinks: tiled_attention(placement_of(q, k, v, None), program, q, k, v, None, sinks)
     reference = lambda q, k, v, sinks: dot_product_attention(q, k, v, sinks=sinks, implementation="reference")
     assert_near(gradients(splash, *inputs, g), gradients(reference, *inputs, g), 1e-4)
 

@@ -18,7 +18,7 @@ from trellis.named import NamesError, named
 from trellis.nn.attention import AttentionError, attend, dot_product_attention
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.sharded import placement_of
-from trellis.nn.attention.sliced.attention import sliced_attention
+from trellis.nn.attention.sliced.attention import tiled_attention
 from trellis.nn.attention.sliced.program import Sliced
 from trellis.nn.attention.splash import SplashTiles
 
@@ -229,7 +229,7 @@ def test_the_busiest_device_has_no_more_to_do_than_another(kind):
         program = Sliced(
             Counting(scale=1.0), Pattern(), ring, axes[len(ring) :], True, "batch key_pos kv_heads head_dim"
         )
-        jax.eval_shape(lambda q, k, v: sliced_attention(placement_of(q, k, v, None), program, q, k, v, None), q, k, v)
+        jax.eval_shape(lambda q, k, v: tiled_attention(placement_of(q, k, v, None), program, q, k, v, None), q, k, v)
     mean = BATCH * (POS * POS / 2) / 8
     assert sum(scores) == mean
 
@@ -262,7 +262,7 @@ def test_splash_over_slices_computes_the_reference(ring, whole, window, document
         put = lambda x, axes: jax.device_put(x, NamedSharding(mesh, P(None, axes)))
         q, k, v, g = (put(x, axes) for x, axes in zip(values, (("a", "b"), ring, ring, ("a", "b"))))
         placed = (put(ids, ("a", "b")), put(ids, ring)) if documents else None
-        call = lambda q, k, v: sliced_attention(placement_of(q, k, v, None), program, q, k, v, placed)
+        call = lambda q, k, v: tiled_attention(placement_of(q, k, v, None), program, q, k, v, placed)
         found = gradients(call, q, k, v, g)
     assert_near(found, wanted, tolerance=1e-5)
 

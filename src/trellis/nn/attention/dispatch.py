@@ -11,7 +11,7 @@ from trellis.nn.attention.cudnn import CudnnTiles, cudnn_attention, cudnn_refuse
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.reference import reference_attention
 from trellis.nn.attention.sharded import Placement, placement_of
-from trellis.nn.attention.sliced.attention import sliced_attention
+from trellis.nn.attention.sliced.attention import tiled_attention
 from trellis.nn.attention.sliced.program import Sliced
 from trellis.nn.attention.sliced.whole import Whole
 from trellis.nn.attention.splash import SplashTiles, splash_refuses, widest_blocks
@@ -95,11 +95,11 @@ def dot_product_attention(
     scores = dict(pattern=pattern, scale=float(scale), logit_softcap=logit_softcap, upcast=upcast)
     if place.pos:
         program = _sliced(place, q, k, chosen, **scores)
-        return sliced_attention(place, program, q, k, v, segment_ids, sinks, save_name=save_name)
+        return tiled_attention(place, program, q, k, v, segment_ids, sinks, save_name=save_name)
     in_tiles = sinks is not None or chosen == "splash" or (chosen == "cudnn" and q.shape[-1] != v.shape[-1])
     if chosen != "reference" and in_tiles:
         whole = Whole(_tiles(chosen, q, scale=float(scale), logit_softcap=logit_softcap, upcast=upcast), pattern)
-        return sliced_attention(place, whole, q, k, v, segment_ids, sinks, save_name=save_name)
+        return tiled_attention(place, whole, q, k, v, segment_ids, sinks, save_name=save_name)
     if chosen == "cudnn":
         kernel = lambda q, k, v, ids: cudnn_attention(q, k, v, ids, pattern=pattern, scale=float(scale))
         kernel = _saying(kernel, pattern)

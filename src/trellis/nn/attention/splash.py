@@ -93,10 +93,10 @@ def _blocks(tile: Tile, row_bytes: int, widest: tuple[int, int]):
 
 
 def _most(tile: Tile, row_bytes: int, widest: tuple[int, int]) -> tuple[int, int]:
-    """The most queries and keys of a block."""
-    least = min(tile.queries, tile.keys)
-    if row_bytes <= WIDE_ROW and (tile.full or least >= MANY * max(widest)):
-        return widest
+    """The most queries and keys of a block. A mask takes room beside the scores."""
+    least, masked = min(tile.queries, tile.keys), (min(LARGE_BLOCK, widest[0]), min(2 * LARGE_BLOCK, widest[1]))
+    if row_bytes <= WIDE_ROW and (tile.full or least >= MANY * max(masked)):
+        return widest if tile.full else masked
     most = LARGE_BLOCK if row_bytes <= LARGE_ROW and (tile.full or least >= SOME * LARGE_BLOCK) else BLOCK
     return most, most
 

@@ -66,7 +66,7 @@ class _Attention:
         return lax.psum(gradient, axes) if axes else gradient
 
 
-def sliced_attention(
+def tiled_attention(
     place: Placement, program: Sliced | Whole, q, k, v, segment_ids, sinks=None, *, save_name: str | None = None
 ) -> jax.Array:
     """Softmax attention by tiles. Where queries are sliced along `pos`, keys are along the same mesh axes or the major
