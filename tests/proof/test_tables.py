@@ -1,4 +1,4 @@
-"""Every recipe is proven on the hardware that it is written for, and every layout everywhere: the committed tables say so.
+"""Every recipe is proven on the hardware that it is written for, and every layout everywhere: the tables say so.
 
 Proving them all takes hours (`benchmarks/prove_recipes.py`); a recipe, a target or a layout that is new has no row yet.
 """
