@@ -32,7 +32,17 @@ HIDING = (
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One published figure: tokens a second and device, or a utilisation."""
+    """One published figure: tokens a second and device, or a utilisation.
+
+    Attributes:
+        system: who published it, and the model.
+        recipe, on, options: what is planned.
+        tokens, mfu: the figure, one of them.
+        hides: compiler options that move collectives beside computation.
+        plain: attention without a kernel, a loss without chunks.
+        own: the layout is Trellis's for the same work, not the one published: the figure is to be exceeded, and says
+            nothing of the prediction.
+    """
 
     system: str
     recipe: str
@@ -42,6 +52,7 @@ class Row:
     mfu: float | None = None
     hides: tuple[str, ...] = ()
     plain: bool = False
+    own: bool = False
 
 
 # Bytes that go through memory for each score of plain attention: forward, a product writes them (4), the largest is
@@ -86,6 +97,14 @@ def _llama2_70b(**more) -> dict:
 
 ONE = {"microbatches": "1"}
 SAVED = ONE | {"remat.policy": "saved", "remat.names": ""}
+
+
+def _in_a_ring(length: int) -> dict:
+    """One sequence in slices on eight devices, keys and values in a ring."""
+    ring = {"layout.preset": "auto", "mesh.data": "1", "mesh.context": "8"}
+    return SAVED | ring | {"batch_size": "1", "data.sequence_length": str(length)}
+
+
 ROWS = (
     Row("seqax, 84M", "llama_84m", "8xA100", SAVED, mfu=0.14, plain=True),
     Row("seqax, 270M", "llama_270m", "8xA100", SAVED, mfu=0.24, plain=True),
@@ -98,6 +117,11 @@ ROWS = (
     Row(
         "torchtitan, Llama 3 8B", "llama_8b", "8xH100",
         ONE | {"batch_size": "8", "data.sequence_length": "8192", "remat.policy": "saved"}, tokens=6_667,
+    ),
+    Row("torchtitan, 8B at 32,768", "llama_8b", "8xH100", _in_a_ring(32_768), tokens=3_890, own=True),
+    Row(
+        "torchtitan, 8B at 262,144", "llama_8b", "8xH100",
+        _in_a_ring(262_144) | {"remat.names": "[query, key, value, attention]"}, tokens=548, own=True,
     ),
     Row(
         "torchtitan, Llama 3 8B", "llama_8b", "8x8xA100",
@@ -144,7 +168,8 @@ def main() -> None:
         tokens, mfu = plan.tokens_per_second / plan.target.num_devices / slower, plan.mfu / slower
         said, found = (row.tokens, tokens) if row.tokens else (row.mfu, mfu)
         error = found / said - 1
-        errors.append(error)
+        if not row.own:
+            errors.append(error)
         lines.append(
             (
                 row.system, row.on, f"{row.tokens:,.0f}" if row.tokens else "", f"{tokens:,.0f}",
@@ -157,6 +182,7 @@ def main() -> None:
     middle = statistics.median(abs(error) for error in errors)
     mean = statistics.mean(errors)
     foot = f"median error {middle:.0%}, mean {mean:+.0%}, worst {max(errors, key=abs):+.0%}; positive is optimistic"
+    foot += "\nin none of these: the two rows of longer sequences, in Trellis's own layout, a ring of eight"
     text = f"{table}\n\n{foot}\n"
     print(text)
     RESULTS.parent.mkdir(exist_ok=True)
