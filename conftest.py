@@ -1,6 +1,7 @@
 """Eight CPU devices, strict promotion: set before JAX looks at its devices."""
 
 import ctypes
+import functools
 import gc
 import importlib.metadata
 import os
@@ -28,6 +29,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@functools.wraps(jax.stages.Lowered.compile)
 def _compile(self, *arguments, _compile=jax.stages.Lowered.compile, **options):
     """What is compiled ahead of its call is compiled to be read: its names and source lines must be its own."""
     before = jax.config.jax_compilation_cache_include_metadata_in_key
@@ -47,7 +49,9 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """`pytest.mark.slow(but=3)` marks all of a test's cases but three, spread evenly over them."""
+    """`pytest.mark.slow(but=3)` marks all of a test's cases but three, spread evenly over them. What is marked
+    `slow(first=True)` runs before all others: begun last, it would keep one process busy while the others are done."""
+    items.sort(key=lambda item: not any("first" in mark.kwargs for mark in item.iter_markers("slow")))
     cases = {}
     for item in items:
         if any(mark.name == "slow" and "but" in mark.kwargs for mark in item.own_markers):

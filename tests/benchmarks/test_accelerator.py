@@ -47,7 +47,7 @@ def saved(folder: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=True)
 def test_it_is_stopped_and_goes_on_to_its_end(tmp_path, accelerator):
     with start(tmp_path) as first:
         for line in first.stdout:

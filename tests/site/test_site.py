@@ -18,7 +18,7 @@ FIGURE = re.compile(r"\d[\d.\\]*(\\ [KMG]iB|k)?")  # with its unit, in an escape
 TUTORIAL = ("first-run", "what-it-did", "own-text", "more-devices", "plan-for-a-pod")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=True)
 def test_the_site_builds_without_a_warning(tmp_path):
     """Links, anchors and the order of pages are checked by `--strict`; a notebook that raises ends the build."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
@@ -39,7 +39,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert "iframe-worker.js" in scripts and not [found for found in scripts if "://" in found]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=True)
 def test_the_tutorial_s_commands_do_what_it_says(tmp_path):
     """All pages in one folder, in their order, as a reader types them."""
     pages = [(ROOT / "docs" / "tutorial" / f"{name}.md").read_text() for name in TUTORIAL]

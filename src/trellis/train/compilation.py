@@ -30,7 +30,7 @@ _PREFIXES = {"cpu": ("xla_cpu_",), "gpu": ("xla_gpu_",), "tpu": ("xla_tpu_", "xl
 
 
 def use_persistent_cache(folder: str | Path | None = None) -> None:
-    """Keeps compiled programs between runs. What JAX_COMPILATION_CACHE_DIR says goes first.
+    """Keeps compiled programs between runs. What the variables of JAX's compilation cache say goes first.
 
     Args:
         folder: where; None takes the user's cache folder.
@@ -41,8 +41,9 @@ def use_persistent_cache(folder: str | Path | None = None) -> None:
         path = Path(folder) if folder is not None else cache_folder("compiled")
         path.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(path))
-    # The small programs around a step take tenths of a second each: keep them too.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    if os.environ.get("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS") is None:
+        # The small programs around a step take tenths of a second each: keep them too.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     compilation_cache.reset_cache()  # JAX settles at its first compilation whether it has a cache
 
 
