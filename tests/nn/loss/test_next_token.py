@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import trellis as tr
 from trellis.mesh.layout import Layout
 from trellis.mesh.meshes import make_mesh
 from trellis.mesh.topology import slice_devices
-from trellis.named import named, shard, vmap
+from trellis.named import NamesError, named, shard, vmap
 from trellis.nn.loss import next_token
 from trellis.nn.loss.next_token import gradients_together, next_token_loss
 
@@ -102,3 +103,25 @@ def test_a_loss_of_each_example_that_is_mapped(compute):
         found = run(shard(hidden, "compute"), shard(table), shard(targets, "compute"))
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["vocab", "embed"])
+def test_words_and_channels_in_slices_are_refused_in_a_manual_program(name):
+    """Where each device would sum over its own only, and nothing would tell."""
+    of = lambda names: " ".join(f"{n}/model" if n == name else n for n in names.split())
+
+    @tr.shard_map
+    def program(x: tr.f32[of("batch pos embed")], w: tr.f32[of("vocab embed")], y: tr.i32["batch pos"]) -> tr.f32[""]:
+        return next_token_loss(x, w, y).total
+
+    mesh = make_mesh(jax.devices()[:2], model=2)
+    sizes = {"batch": 2, "pos": 4, "embed": 8, "vocab": 16}
+    put = lambda names, dtype: named(
+        jax.device_put(
+            jnp.zeros([sizes[n] for n in names.split()], dtype),
+            jax.NamedSharding(mesh, jax.P(*("model" if n == name else None for n in names.split()))),
+        ),
+        names,
+    )
+    with jax.set_mesh(mesh), pytest.raises(NamesError, match=f"needs the whole of '{name}'"):
+        program(put("batch pos embed", jnp.float32), put("vocab embed", jnp.float32), put("batch pos", jnp.int32))

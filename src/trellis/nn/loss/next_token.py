@@ -14,7 +14,7 @@ from trellis.named import NamedArray, arange, dot, equal, exp, outer, stop_gradi
 from trellis.named.backend import on_accelerator
 from trellis.named.narrow import TYPES, Kind, Narrow
 from trellis.named.pair import moved
-from trellis.named.placing import move
+from trellis.named.placing import move, whole
 from trellis.nn.loss.formulas import capped, weighed
 from trellis.nn.loss.linear import LossError, TokenLoss, linear_cross_entropy
 from trellis.nn.loss.products import ABLE, NarrowFactors, limit_of, narrow_factor
@@ -54,6 +54,9 @@ def next_token_loss(
         bias: `"vocab"`, added to the logits.
         vocab_size: the true size of a padded vocabulary.
         **options: of `linear_cross_entropy`: `z_loss`, `logit_softcap`, `chunk`.
+
+    Raises:
+        NamesError: `vocab` or `embed` is sliced in a manual program.
     """
     tokens = ("batch", "pos")
     kind = unembedding.kind if isinstance(unembedding, Narrow) else None
@@ -61,6 +64,9 @@ def next_token_loss(
     hidden, unembedding = hidden.transpose((*tokens, "embed")), unembedding.transpose(("vocab", "embed"))
     targets = targets.transpose(tokens)
     weights = None if weights is None else weights.transpose(tokens)
+    for x in (hidden, unembedding):
+        if x.slices:  # in a manual program a device sums over its own words and channels only
+            whole(x, ("embed", "vocab"), "next_token_loss")
     layout = current_layout()
     if layout is not None and layout.mapped:
         return _mapped(hidden, unembedding, targets, weights, bias, vocab_size, kind, **options)
