@@ -110,11 +110,12 @@ def _put(kind: Any, data: Any, names: list[str], text: str, option: str, root: A
 
 def _unknown(option: str, head: str, cls: type, tagged: Mapping[str, type], root: Any) -> UserError:
     parent = option[: option.index(f".{head}")] if f".{head}" in option else ""
-    elsewhere = {name for name, _ in every_field(root) if name.endswith(f".{option}")}
-    known = elsewhere or {f"{parent}.{name}".lstrip(".") for name in fields_of(cls)}
-    fix = did_you_mean(option, known, shown="--{}")
     if of := [tag for tag, variant in tagged.items() if head in fields_of(variant)]:
         fix = f"it is a field where --{parent}.{tag_field(tagged)} is {' or '.join(of)}: give that too"
+    else:
+        elsewhere = {name for name, _ in every_field(root) if name.endswith(f".{option}")}
+        known = elsewhere or {f"{parent}.{name}".lstrip(".") for name in fields_of(cls)}
+        fix = did_you_mean(option, known, shown="--{}")
     rule = f"`{parent or cls.__name__}` has known fields only."
     return UserError(rule, seen=f"`{head}`", where=f"--{option}", fix=fix)
 

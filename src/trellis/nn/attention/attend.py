@@ -62,7 +62,8 @@ def attend(
         `"batch pos heads head_dim"`, or `value_dim`, without `batch` if the queries have none.
 
     Raises:
-        NamesError: an array's positions are sliced over mesh axes in an order that their kinds do not allow.
+        NamesError: an array's positions are sliced over mesh axes in an order that their kinds do not allow; or, in a
+            manual program, arrays are sliced so that a device cannot do its queries' attention by itself.
     """
     if "batch" not in q.names:
         alone = [None if x is None else _batch_of_one(x) for x in (q, k, v, segment_ids)]
