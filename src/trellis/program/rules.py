@@ -41,7 +41,7 @@ class States:
         self.scattered: set[Value] = set()  # results of scatters, which need no slice after a sum
         self.twins: dict[Value, Value] = {}  # each value's first twin: equal operations on equal values
         self.first: dict[tuple, list[Operation]] = {}  # the first ones of twins that differ in parameters alone
-        self.written: dict[Operation, str] = {}  # the parameters of these
+        self.written: dict[int, str] = {}  # the parameters of these, by their equations: of a `shard_map` one for all
         self.unclear: set[Value] = set()  # results of lookups where one mesh axis slices both the table and the indices
 
     def __getitem__(self, value: Value) -> State:
@@ -109,9 +109,10 @@ class States:
         return first is not operation
 
     def _written(self, operation: Operation) -> str:
-        if operation not in self.written:
-            self.written[operation] = str(sorted(operation.params.items()))
-        return self.written[operation]
+        key = id(operation.equation)
+        if key not in self.written:
+            self.written[key] = str(sorted(operation.params.items()))
+        return self.written[key]
 
     def _operands(self, operation: Operation, states: list[State], after: State) -> Generator[Implied, None, State]:
         """A product gathers an operand whose contracted dimension is sharded alone, or whose free dimension the

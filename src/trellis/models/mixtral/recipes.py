@@ -14,8 +14,8 @@ from trellis.run.data import Data, StoreSource
 def mixtral_8x7b() -> Run:
     """The shape of Mixtral 8x7B, 47B parameters of which a token meets 13B, on 8 nodes of 8 H100 GPUs.
 
-    Each node has all experts, one a GPU, and tokens are exchanged inside it; FSDP runs across nodes and GPUs. The
-    router keeps float32.
+    FSDP over all of them gathers a layer's experts as it does other weights, and no token leaves its GPU. The router
+    keeps float32.
 
     trellis plan mixtral_8x7b --on 8x8xH100
     trellis train mixtral_8x7b --data.source.path tokens
@@ -43,8 +43,8 @@ def mixtral_8x7b() -> Run:
         optimizer=AdamW(learning_rate=3e-4),
         schedule=Cosine(warmup_steps=2000),
         precision=Precision(exceptions={"router": "float32"}),
-        remat=Remat(policy="saved", names=("mlp_rows", "mlp_up", "attention", "query", "key", "value")),
-        mesh=MeshSizes(data=8, expert=8),
+        remat=Remat(policy="dots"),
+        mesh=MeshSizes(data=64),
         layout=LayoutChoice(preset="fsdp"),
         checkpoints=CheckpointRule(every=1000, keep_every=10_000),
         evaluation=Evaluation(every=1000, batches=32),
@@ -54,12 +54,15 @@ def mixtral_8x7b() -> Run:
 def mixtral_8x7b_v5p_64() -> Run:
     """mixtral_8x7b on a v5p slice of 64 chips, 4 x 4 x 4.
 
+    Eight chips have one expert each and exchange tokens; FSDP runs beside it.
+
     trellis plan mixtral_8x7b_v5p_64 --on v5p:4x4x4
     """
     return dataclasses.replace(
         mixtral_8x7b(),
         name="mixtral_8x7b_v5p_64",
         remat=Remat(policy="saved"),
+        mesh=MeshSizes(data=8, expert=8),
         compiler_options=FrozenMap(V5P),
     )
 
@@ -67,12 +70,15 @@ def mixtral_8x7b_v5p_64() -> Run:
 def mixtral_8x7b_v6e_64() -> Run:
     """mixtral_8x7b on a v6e slice of 64 chips, 8 x 8.
 
+    Eight chips have one expert each and exchange tokens; FSDP runs beside it.
+
     trellis plan mixtral_8x7b_v6e_64 --on v6e:8x8
     """
     return dataclasses.replace(
         mixtral_8x7b(),
         name="mixtral_8x7b_v6e_64",
         remat=Remat(policy="saved", names=("attention",)),
+        mesh=MeshSizes(data=8, expert=8),
         compiler_options=FrozenMap(V6E),
     )
 
@@ -82,4 +88,4 @@ def mixtral_8x7b_b200_32() -> Run:
 
     trellis plan mixtral_8x7b_b200_32 --on 4x8xB200
     """
-    return dataclasses.replace(mixtral_8x7b(), name="mixtral_8x7b_b200_32", mesh=MeshSizes(data=4, expert=8))
+    return dataclasses.replace(mixtral_8x7b(), name="mixtral_8x7b_b200_32", mesh=MeshSizes(data=32))
