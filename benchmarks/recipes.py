@@ -10,6 +10,7 @@ that has one there is not planned again: a table that was cut short goes on. Nam
 """
 
 import argparse
+import gc
 import os
 import re
 import sys
@@ -67,6 +68,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE")
     args = parser.parse_args()
+    gc.set_threshold(20_000, 20, 20)  # as the commands have it
     wanted = args.names or [name for name in RECIPES if hardware_of(name)]
     for name in wanted:
         rows = kept(args.out)

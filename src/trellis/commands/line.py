@@ -5,6 +5,7 @@ Exit codes: 0 done; 2 the input is wrong; 3 the run stopped itself; 143 after SI
 
 import argparse
 import functools
+import gc
 import importlib
 import os
 import pathlib
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:
         return _main(list(arguments))
     keep_interrupts()
+    gc.set_threshold(20_000, 20, 20)  # tracing makes objects by the million, which Python else looks through too often
     code = _main(sys.argv[1:])
     end_at_once_on_interrupt(code)
     if code:
