@@ -38,9 +38,10 @@ KINDS = {
 
 
 def kind_of(operation: str) -> str | None:
-    """What an operation of a compiled program does, by its name; None for loops, whose operations count themselves."""
+    """What an operation of a compiled program does, by its name; None for loops and calls of jitted functions, whose
+    operations count themselves."""
     words = set(re.split(r"[_.-]", operation))
-    if words & {"while", "conditional", "call"}:
+    if words & {"while", "conditional", "call", "jit"}:
         return None
     return next((kind for kind, known in KINDS.items() if words & set(known.split())), "others")
 

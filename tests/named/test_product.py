@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trellis.mesh.meshes import make_mesh
-from trellis.named.backend import loop_over, product
+from trellis.named.backend import copied_turned, loop_over, product
 from trellis.named.tuned import Tuned, tuned_for
 
 # Shapes and the summed dimensions: one or several, in either order, with the narrower operand on either side.
@@ -127,6 +127,16 @@ def test_what_is_turned_is_copied_by_itself():
     computations = re.findall(r"^%?[\w.\-]+ \(.*?\{$(.*?)^\}", text, re.M | re.S)
     copies = [body for body in computations if re.search(r" (copy|transpose)\(", body) and " dot(" not in body]
     assert copies and not [body for body in copies if re.search(r" (add|multiply|tanh)\(", body)]
+
+
+def test_what_is_turned_is_copied_where_it_is_turned():
+    """In the call that keeps it by itself, not after it."""
+    turned = jax.jit(lambda x: jnp.tanh(copied_turned(jnp.sin(x), (1, 0))))
+    text = turned.lower(jnp.ones((48, 64))).compile().as_text()
+    (called,) = re.findall(r" call\(.*?to_apply=%([\w.\-]+)", text)
+    computations = dict(re.findall(r"^%([\w.\-]+) \(.*?\{$(.*?)^\}", text, re.M | re.S))
+    (fused,) = re.findall(r"calls=%([\w.\-]+)", computations[called])
+    assert "f32[64,48]{1,0} copy(" in computations[fused] and text.count(" copy(") == 1
 
 
 def test_a_weight_with_three_dimensions_is_not_copied_for_the_gradient_of_what_it_multiplies():

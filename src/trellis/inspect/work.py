@@ -25,7 +25,7 @@ COSTS = collections.defaultdict(lambda: 1.0, {
 FREE = {
     "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "stop_gradient", "name", "optimization_barrier",
     "reshard", "sharding_constraint", "pvary", "pcast", "copy", "mesh_cast", "bitcast_convert_type", "iota", "split",
-    "random_wrap", "random_unwrap",
+    "random_wrap", "random_unwrap", "layout_constraint",
 }  # fmt: skip
 # Operations that write a part of their first operand, and which operand they write there.
 UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}

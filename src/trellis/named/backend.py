@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from trellis._compat import refuses_copies
@@ -199,8 +200,10 @@ def copied_turned(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
 
     A copy alone takes XLA's CPU compiler a cycle an element. Within the operation that makes the array it is one
     element after the other, 4 KiB apart: five to nine cycles each, also where the array is there already, since XLA
-    makes it again. A barrier is gone before operations are fused; a call that is not to be inlined is not. Partial
-    sums that go through such a call are summed again (JAX 0.10.2), so they get the barrier.
+    makes it again. A barrier is gone before operations are fused; a call that is not to be inlined is not. The layout
+    is said inside of it, because XLA would leave the array as it is there and copy it outside, together with what reads
+    it, which takes half as long again and more. Partial sums that go through such a call are summed again (JAX 0.10.2),
+    so they get the barrier.
     """
     state = state_of(x)
     if on_accelerator(x) or state.pending or state.copied:
@@ -209,7 +212,9 @@ def copied_turned(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
         return _turned(x, order)
 
 
-_turned = jax.jit(jnp.transpose, static_argnums=1)
+@functools.partial(jax.jit, static_argnums=1)
+def _turned(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    return with_layout_constraint(jnp.transpose(x, order), Layout(tuple(range(x.ndim))))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))

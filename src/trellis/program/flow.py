@@ -5,7 +5,7 @@ from trellis.program.reading import ENTER, LEAVE, Body, Operation, Program, Valu
 # The same numbers under another name, in another order, or a part of them.
 VIEWS = frozenset(
     "name reshape squeeze expand_dims transpose slice copy pvary reduce_precision stop_gradient "
-    "optimization_barrier".split()
+    "optimization_barrier layout_constraint".split()
 ) | {ENTER, LEAVE}
 # The same numbers elsewhere, or rounded.
 MOVES = frozenset("reshard convert_element_type all_gather all_gather_reduced all_gather_invariant".split())

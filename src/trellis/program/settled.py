@@ -26,7 +26,7 @@ _NONE: Axes = frozenset()
 _LINEAR = {ENTER, LEAVE}.union(
     "add add_any sub neg mul div select_n convert_element_type reduce_precision reshape transpose broadcast_in_dim "
     "squeeze expand_dims slice dynamic_slice dynamic_update_slice concatenate pad rev split copy name reduce_sum "
-    "reshard pvary optimization_barrier".split()
+    "reshard pvary optimization_barrier layout_constraint".split()
 )
 
 

@@ -27,10 +27,10 @@ Result = tuple[list, list[State]]
 ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos cosh
-    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max
-    min mul name ne neg nextafter not one_minus_square optimization_barrier or population_count pow reduce_precision rem
-    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient
-    sub tan tanh threefry2x32 xor
+    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite layout_constraint le lgamma log
+    log1p logistic lt max min mul name ne neg nextafter not one_minus_square optimization_barrier or population_count
+    pow reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+    sqrt square stop_gradient sub tan tanh threefry2x32 xor
     """.split()
 )
 

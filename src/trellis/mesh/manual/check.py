@@ -30,6 +30,7 @@ _MOVES = set(COLLECTIVES) - SUMS - {"pmax", "pmin"}
 _LINEAR = {
     "add", "add_any", "sub", "neg", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice",
     "split", "concatenate", "pad", "reduce_sum", "copy", "copy_p", "reduce_precision", "pvary", "convert_element_type",
+    "layout_constraint",
 }  # fmt: skip
 # What holds for each operand as it is.
 _ALIKE = {"optimization_barrier", ENTER, LEAVE}

@@ -180,7 +180,7 @@ def _attend_bwd(settings: _Settings, residuals, d_out):
         d_q = product("bkts,bksh->bkth", d_scores, k[seen]).astype(q.dtype)
         d_queries.append(d_q.reshape(*q.shape[:3], span[1] - span[0], -1))
         d_keys = _plus(d_keys, product("bkht,bkts->bkhs", _turned(_rows(q, span)), d_scores), span)
-    d_k, d_v = (d.swapaxes(2, 3).astype(x.dtype) for d, x in ((d_keys, k), (d_values, v)))
+    d_k, d_v = (_turned(d).astype(x.dtype) for d, x in ((d_keys, k), (d_values, v)))
     return jnp.concatenate(d_queries, axis=3), d_k, d_v
 
 
