@@ -290,11 +290,12 @@ def _telling(what: str) -> Generator[None]:
         )
 
 
-_FORMAT = 3  # of the files that hold compiled programs
+_FORMAT = 4  # of the files that hold compiled programs
 
 
 def _key(text: str, target: Target, options: Mapping[str, str], versions: Mapping[str, str]) -> str:
-    said = json.dumps([_FORMAT, target.compiler_name, sorted(options.items()), sorted(versions.items())])
+    effort = jax.config.jax_exec_time_optimization_effort, jax.config.jax_memory_fitting_effort
+    said = json.dumps([_FORMAT, target.compiler_name, sorted(options.items()), sorted(versions.items()), effort])
     return hashlib.sha256((said + text).encode()).hexdigest()[:32]
 
 
