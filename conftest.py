@@ -62,6 +62,10 @@ def pytest_collection_modifyitems(items):
             item.own_markers = [mark for mark in item.own_markers if "but" not in mark.kwargs]
 
 
+# Bytes that a process of the tests has before it lets go of compiled programs, and by which it grows before it does so
+# again.
+ROOM, GROWTH = 1.5e9, 0.3e9
+
 # Seconds of processor from which on a test that is not marked `slow` is named at the end.
 QUICK = 1.0
 
@@ -103,6 +107,10 @@ def _processor() -> float:
     return sum(os.times()[:4])
 
 
+def pytest_configure(config):
+    config.room = ROOM
+
+
 def pytest_collection_finish(session):
     """What was imported and collected stays; a trace makes many objects, most of which live as long as it does."""
     gc.collect()
@@ -111,11 +119,13 @@ def pytest_collection_finish(session):
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Lets go of compiled programs where a process has grown: eight of them are to fit a laptop."""
-    if nextitem is not None and _resident() > 1.5e9:
+    """Lets go of compiled programs where a process has grown: eight of them are to fit a laptop. Where little is let go
+    of, it waits until the process has grown again: half a second after each test is more than most tests take."""
+    if nextitem is not None and _resident() > item.config.room:
         jax.clear_caches()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
+        item.config.room = max(ROOM, _resident() + GROWTH)
 
 
 def _resident() -> int:
