@@ -291,10 +291,11 @@ def _telling(what: str) -> Generator[None]:
 
 
 _FORMAT = 4  # of the files that hold compiled programs
+_EFFORT = ("jax_exec_time_optimization_effort", "jax_memory_fitting_effort")
 
 
 def _key(text: str, target: Target, options: Mapping[str, str], versions: Mapping[str, str]) -> str:
-    effort = jax.config.jax_exec_time_optimization_effort, jax.config.jax_memory_fitting_effort
+    effort = [getattr(jax.config, name) for name in _EFFORT]
     said = json.dumps([_FORMAT, target.compiler_name, sorted(options.items()), sorted(versions.items()), effort])
     return hashlib.sha256((said + text).encode()).hexdigest()[:32]
 
