@@ -11,8 +11,10 @@ over the rows there are: where the load is even, and where experts' shares are d
 for each, so that the fullest of 8 gets a third). libtpu's kernel for the product forward on TPUs counts tiles of 128
 rows from the sizes likewise.
 
-On a CPU each product runs, for loads that are nearly even, beside one of as many rows with a single matrix, which is
-the bound: the least processor time of each, called in turn, over that of the bound.
+On a CPU each product runs, for loads that are nearly even, beside two others, called in turn; the least processor time
+counts, over that of each of these. The first is one product of as many rows with a single matrix, the bound, which no
+grouped product can reach where there are many groups, because their matrices have to be read. The second has as many
+matrices: a product batched over groups of the same size. In huge pages, where Linux gives them, as `trellis train`.
 """
 
 import re
@@ -26,6 +28,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import trellis as tr
+import trellis_start
 from trellis.nn.moe import grouped_matmul
 
 # Rows of a device's buffer, inner, columns, experts on a device, rows of an even load.
@@ -79,41 +82,46 @@ def multiplied(text: str, sizes: np.ndarray) -> str:
     return ", ".join(found)
 
 
-def measured(dtype: str, rows: int, inner: int, columns: int, groups: int, times: int = 15) -> str:
-    """The three products here, each over its bound."""
+def measured(dtype: str, rows: int, inner: int, columns: int, groups: int, times: int = 25) -> str:
+    """The three products here, each over that with one matrix and over that batched over even groups."""
     shapes = (rows, inner), (groups, inner, columns), (rows, columns)
     x, weights, d = (jax.random.normal(jax.random.key(i), s).astype(dtype) / 16 for i, s in enumerate(shapes))
     drawn = np.random.default_rng(0)
     sizes = jnp.array(drawn.multinomial(rows, drawn.dirichlet(np.full(groups, 50.0))), jnp.int32)
-    wide = dict(preferred_element_type=jnp.float32)
-    pairs = {
+    product = lambda x, y: jnp.matmul(x, y, preferred_element_type=jnp.float32).astype(dtype)
+    turned = lambda x: jax.lax.optimization_barrier(jnp.swapaxes(x, -1, -2))
+    even = lambda x: x.reshape(groups, rows // groups, -1)
+    ways = {
         "forward": (
-            lambda x, w, d: jnp.matmul(x, w[0], **wide).astype(dtype),
             lambda x, w, d: grouped_matmul(x, w, sizes),
+            lambda x, w, d: product(x, w[0]),
+            lambda x, w, d: product(even(x), w),
         ),
         "rows": (
-            lambda x, w, d: jnp.matmul(d, w[0].T, **wide).astype(dtype),
             lambda x, w, d: jax.vjp(lambda x: grouped_matmul(x, w, sizes), x)[1](d),
+            lambda x, w, d: product(d, w[0].T),
+            lambda x, w, d: product(even(d), jnp.swapaxes(w, 1, 2)),
         ),
         "weights": (
-            lambda x, w, d: jnp.matmul(jax.lax.optimization_barrier(x.T), d, **wide).astype(dtype),
             lambda x, w, d: jax.vjp(lambda w: grouped_matmul(x, w, sizes), w)[1](d),
+            lambda x, w, d: product(turned(x), d),
+            lambda x, w, d: product(turned(even(x)), even(d)),
         ),
     }
     shown = []
-    for name, pair in pairs.items():
-        pair, least = [jax.jit(fn) for fn in pair], [float("inf")] * 2
+    for name, fns in ways.items():
+        fns, least = [jax.jit(fn) for fn in fns], [float("inf")] * 3
         for turn in range(times + 1):
-            for i, fn in enumerate(pair):
+            for i, fn in enumerate(fns):
                 begun = time.process_time()
                 jax.block_until_ready(fn(x, weights, d))
                 least[i] = min(least[i], time.process_time() - begun) if turn else least[i]
-        shown.append(f"{name} {least[1] / least[0]:.2f}")
+        shown.append(f"{name} {least[0] / least[1]:.2f} and {least[0] / least[2]:.2f}")
     return ", ".join(shown)
 
 
 def on_cpu() -> None:
-    print(f"JAX {jax.__version__}; processor time over that of one product of as many rows\n")
+    print(f"JAX {jax.__version__}; processor time over that of one product, and of one batched over even groups\n")
     for dtype in ("float32", "bfloat16"):
         for rows, inner, columns, groups in HERE:
             title = f"{rows} rows, {inner} to {columns}, {groups} groups"
@@ -142,5 +150,7 @@ def main() -> None:
 if __name__ == "__main__":
     if not sys.argv[1:]:
         sys.exit(__doc__)
+    if sys.argv[1:] == ["cpu"]:
+        trellis_start.use_huge_pages()
     jax.config.update("jax_platforms", "cpu")
     on_cpu() if sys.argv[1:] == ["cpu"] else main()

@@ -13,12 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from trellis.mesh.manual.ops import vary, varying_axes
+from trellis.named.backend import copied_turned
 from trellis.program.said import loop_turns
 
 # Rows that are multiplied at once. Large blocks reach a CPU's full speed, and half of a smallest one is multiplied in
-# vain for each group, in the mean. Of bfloat16 XLA's CPU compiler lays the weight out anew for every product, which
-# takes as long as 128 rows.
-BLOCKS, NARROW_BLOCKS = (512, 128, 32), (512, 128)
+# vain for each group, in the mean. Of float32 a product costs as much as 8 rows besides (15 with a turned weight, 30
+# where it is added to a sum), of 256 by 256 on an AMD EPYC (family 26); a loop that does not turn, nothing to speak of.
+# Of bfloat16 XLA's CPU compiler lays the weight out anew for every product, which takes as long as 128 rows.
+BLOCKS, NARROW_BLOCKS = (512, 128, 64, 32, 16), (512, 128)
 
 
 def multiply(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: bool = False) -> jax.Array:
@@ -71,7 +73,7 @@ def weights_gradient(rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp
             )  # not rows of others, nor of nobody: they may be no numbers
             parts = (lax.dynamic_slice_in_dim(a, start, size) for a in (rows, d))
             x, y = (jnp.where(own, a, jnp.zeros((), a.dtype)) for a in parts)
-            x = lax.optimization_barrier(x.T)
+            x = copied_turned(x, (1, 0))
             return _product(_floats(x, given), _floats(y, given), (((1,), (0,)), ((), ())))
 
         block = lambda total, first, size: total + product(first, size)
