@@ -86,6 +86,14 @@ def test_overview_loads_nothing_heavy():
             ],
         ),
         (
+            ["train", "tiny", "--out", "there"],
+            ["`trellis train` knows its words and options.", "--out", "trellis train", "here it is called --run-dir"],
+        ),
+        (
+            ["train", "tiny", "--lr", "1e-3"],
+            ["`Run` has known fields only.", "`lr`", "--lr", "here it is called --optimizer.learning_rate"],
+        ),
+        (
             ["train", "tiny", "--steps", "many"],
             ["`steps` is of type int.", "'many' (str)", "--steps", "write a whole number, as in 8"],
         ),

@@ -140,6 +140,21 @@ def test_a_prompt_that_ends_in_a_space_goes_on_with_a_token_that_begins_with_one
     assert all(re.match("BED [A-M]", text) for text in texts) and len(set(texts)) > 10
 
 
+def test_which_tokens_begin_with_a_space_is_found_once_for_a_tokenizer(monkeypatch):
+    class Counted(Words):
+        decoded = 0
+
+        def decode(self, ids):
+            self.decoded += 1
+            return super().decode(ids)
+
+    monkeypatch.setattr("trellis.models.generate.generate", lambda model, prompts, **_: [[1]] * len(prompts))
+    tokenizer, model = Counted(), model_of("gpt2")
+    for prompt in ("BED ", "BAD ", "BED"):
+        sample(model, tokenizer, prompt, new_tokens=1, count=2)
+    assert tokenizer.decoded == model.config.vocab + 3 * 2
+
+
 @pytest.mark.slow
 def test_a_document_ends():
     """Where the end is all but certain, every text is cut there, and rows stay ended."""

@@ -119,6 +119,7 @@ def _run(name: str, arguments: list[str]) -> int:
         fix = fix if unknown[0].startswith("--") else f"leave it out, or see `{parser.prog} --help`"
         raise UserError(f"`trellis {name}` knows its words and options.", seen=unknown[0], where=parser.prog, fix=fix)
     if command.recipe is not None:
+        _refuse_other_names(parser, overrides)
         loaded = _load(args.recipe, overrides, parser.prog)
         args.run, args.given = loaded.run, loaded.given
         for note in loaded.notes:
@@ -162,6 +163,16 @@ def _split_overrides(parser: _Parser, arguments: list[str]) -> tuple[list[str], 
             text = "true"
         overrides[name[2:].replace("-", "_")] = text if equals or text else rest.pop(0)
     return mine, overrides
+
+
+def _refuse_other_names(parser: _Parser, overrides: dict[str, str]) -> None:
+    """Refuses what another trainer calls an option of this command, which a run has no field for."""
+    from trellis.run.other_names import ours
+
+    for name in overrides:
+        if f"--{ours(name)}" in parser.options():
+            rule, fix = f"`{parser.prog}` knows its words and options.", f"here it is called --{ours(name)}"
+            raise UserError(rule, seen=f"--{name}", where=parser.prog, fix=fix)
 
 
 def _load(target: str, overrides: dict[str, str], prog: str) -> "Loaded":

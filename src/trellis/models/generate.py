@@ -1,6 +1,7 @@
 """Sampling from a model: keys and values of earlier positions are kept, so each new token costs one position."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -97,6 +98,7 @@ def sample(
     return texts
 
 
+@functools.lru_cache(maxsize=1)
 def _spaced(tokenizer, vocab: int) -> np.ndarray | None:
     """Which tokens begin with a space, where some are more than that: `bool_["vocab"]`."""
     texts = [tokenizer.decode([i]) for i in range(vocab)]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from trellis.errors import UserError, did_you_mean
+from trellis.run.other_names import ours
 from trellis.run.schema import REQUIRED, Field, build, fields_of, members, plain, show, tag_field, variant_in, variants
 
 
@@ -112,6 +113,8 @@ def _unknown(option: str, head: str, cls: type, tagged: Mapping[str, type], root
     parent = option[: option.index(f".{head}")] if f".{head}" in option else ""
     if of := [tag for tag, variant in tagged.items() if head in fields_of(variant)]:
         fix = f"it is a field where --{parent}.{tag_field(tagged)} is {' or '.join(of)}: give that too"
+    elif (name := ours(option)) in {name for name, _ in every_field(root)}:
+        fix = f"here it is called --{name}"
     else:
         elsewhere = {name for name, _ in every_field(root) if name.endswith(f".{option}")}
         known = elsewhere or {f"{parent}.{name}".lstrip(".") for name in fields_of(cls)}
