@@ -1,5 +1,7 @@
 """The fenced gate against the plain one."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,17 @@ def test_the_fence_changes_no_number():
     np.testing.assert_array_equal(value, expected)
     for mine, theirs in zip(pull(cotangent), plain(cotangent)):
         np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-6)
+
+
+def test_on_a_cpu_each_gradient_is_one_operation_that_reads_nothing_which_both_have():
+    loss = lambda gate, up: (swiglu(jnp.sin(gate), jnp.cos(up)) ** 2).sum()
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*jnp.ones((2, 64, 32))).compile().as_text()
+    computations = dict(re.findall(r"^%([\w.\-]+) \(.*?\{$(.*?)^\}", text, re.M | re.S))
+    called = [computations[name] for name in re.findall(r" call\(.*?to_apply=%([\w.\-]+)", text)]
+    assert len(called) == 2
+    for body in called:
+        (fused,) = re.findall(r"calls=%([\w.\-]+)", body)
+        assert computations[fused].count(" exponential(") == 1
 
 
 def test_in_bfloat16_a_cpu_rounds_values_and_gradients_once():

@@ -1,9 +1,9 @@
 """What one platform's compiler wants, behind one small interface; the algebra is the same everywhere.
 
-`product`, `broadcast`, `rounded_once`, `loop_over` and `written_out` are what `contract`, `elementwise` and loops call
-for. On accelerators they are plain JAX. On a CPU they are written so that XLA's CPU compiler makes fast programs;
-each says what it found there. Layers ask `on_accelerator`, `fences_gradients`, `made_again`, `swaps_by_product` and
-`multiplies_blocks`, and which kernel a platform has is said where kernels are chosen.
+`product`, `broadcast`, `rounded_once`, `by_itself`, `loop_over` and `written_out` are what `contract`, `elementwise`,
+gates and loops call for. On accelerators they are plain JAX. On a CPU they are written so that XLA's CPU compiler
+makes fast programs; each says what it found there. Layers ask `on_accelerator`, `fences_gradients`, `made_again`,
+`swaps_by_product` and `multiplies_blocks`, and which kernel a platform has is said where kernels are chosen.
 """
 
 import functools
@@ -201,15 +201,38 @@ def copied_turned(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
     A copy alone takes XLA's CPU compiler a cycle an element. Within the operation that makes the array it is one
     element after the other, 4 KiB apart: five to nine cycles each, also where the array is there already, since XLA
     makes it again. A barrier is gone before operations are fused; a call that is not to be inlined is not. The layout
-    is said inside of it, because XLA would leave the array as it is there and copy it outside, together with what reads
-    it, which takes half as long again and more. Partial sums that go through such a call are summed again (JAX 0.10.2),
-    so they get the barrier.
+    is said inside of it: else XLA leaves the array as it is there and copies it outside, at half of the speed. Partial
+    sums get the barrier.
     """
-    state = state_of(x)
-    if on_accelerator(x) or state.pending or state.copied:
+    if not _can_be_called(x):
         return lax.optimization_barrier(jnp.transpose(lax.optimization_barrier(x), order))
     with set_xla_metadata(inlineable="false"):
         return _turned(x, order)
+
+
+def by_itself(fn: Callable) -> Callable:
+    """A function that a CPU computes apart from everything else, of arrays that it finds in memory.
+
+    What two results have in common and is as dear as an exponential XLA's CPU compiler writes to memory and reads for
+    each of them, which takes longer than to make it twice. Accelerators get the function as it is.
+    """
+    called = jax.jit(fn)
+
+    @functools.wraps(fn)
+    def alone(*args: jax.Array):
+        if not all(map(_can_be_called, args)):
+            return fn(*args)
+        with set_xla_metadata(inlineable="false"):
+            return called(*args)
+
+    return alone
+
+
+def _can_be_called(x: jax.Array) -> bool:
+    """Whether an array may go through a call that is not to be inlined: partial sums are summed again there (JAX
+    0.10.2)."""
+    state = state_of(x)
+    return not (on_accelerator(x) or state.pending or state.copied)
 
 
 @functools.partial(jax.jit, static_argnums=1)
