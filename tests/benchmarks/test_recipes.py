@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from trellis.recipes import load_run
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -17,11 +19,23 @@ def recipes(monkeypatch):
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "RECIPES", {"big": None, "small": None, "here": None})
     monkeypatch.setattr(module, "hardware_of", lambda name: None if name == "here" else "v5e:4x4")
+    monkeypatch.setattr(module, "is_todays", lambda line: line[2] == "1234abcd")
     return module
 
 
-def a_row(name: str, late: str = "+1.0%") -> tuple[str, ...]:
-    return (name, "v5e-16", "0.500", "1,000", "40.0%", "4.0", "16.0", late, "--mesh.data 4 --remat.policy full")
+def a_row(name: str, late: str = "+1.0%", settings: str = "1234abcd") -> tuple[str, ...]:
+    return (
+        name,
+        "v5e-16",
+        settings,
+        "0.500",
+        "1,000",
+        "40.0%",
+        "4.0",
+        "16.0",
+        late,
+        "--mesh.data 4 --remat.policy full",
+    )
 
 
 def test_a_table_that_was_cut_short_goes_on(recipes, monkeypatch, tmp_path):
@@ -58,3 +72,26 @@ def test_a_recipe_that_is_named_is_planned_anew(recipes, monkeypatch, tmp_path):
     monkeypatch.setattr(recipes, "row", a_row)
     monkeypatch.setattr(sys, "argv", ["recipes.py", "small", "--out", str(out)])
     assert recipes.main() == 0 and recipes.kept(out)["small"] == a_row("small")
+
+
+def test_a_row_that_is_not_of_today_is_made_anew(recipes, monkeypatch, tmp_path):
+    out = tmp_path / "recipes.txt"
+    recipes.keep(out, {"small": a_row("small", settings="before"), "big": a_row("big", "+2.0%")})
+    monkeypatch.setattr(recipes, "row", a_row)
+    monkeypatch.setattr(sys, "argv", ["recipes.py", "--out", str(out)])
+    assert recipes.main() == 0
+    assert recipes.kept(out) == {"big": a_row("big", "+2.0%"), "small": a_row("small")}
+
+
+def test_settings_are_what_a_plan_is_made_from(recipes):
+    run = load_run("llama_84m")
+    others = {
+        "mesh.data": "4",
+        "remat.policy": "full",
+        "batch_size": "8",
+        "model.layers": "3",
+        "precision.compute": "float32",
+    }
+    for field, value in others.items():
+        assert recipes.settings_of(load_run("llama_84m", {field: value})) != recipes.settings_of(run), field
+    assert recipes.settings_of(load_run("llama_84m", {"steps": "20000", "name": "mine"})) == recipes.settings_of(run)

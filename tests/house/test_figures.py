@@ -76,6 +76,15 @@ def test_memory_beside_compilers():
     assert f"{said} {errors[-1]:.0f} %" in README
 
 
+def test_memory_of_recipes_beside_compilers():
+    rows = (RESULTS / "recipes_compiled.txt").read_text().splitlines()[1:]
+    errors = sorted(abs(float(re.search(r"  ([+-][\d.]+)%  ", row)[1])) for row in rows)
+    few = sum(error <= 10 for error in errors)
+    said = f"median error {(errors[len(errors) // 2 - 1] + errors[len(errors) // 2]) / 2:.1f} %, {few} within 10 %"
+    assert f"for {len(rows)} recipes as they are | {said}, the worst {errors[-1]:.0f} %" in README
+    assert f"the median of these {len(rows)} is off by" in PLAN and f"in one recipe of {len(rows)}" in PLAN
+
+
 def test_every_picture_has_a_script():
     scripts = "".join(file.read_text() for folder in ("docs", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
     pictures = sorted((ROOT / "docs").rglob("*.png"))

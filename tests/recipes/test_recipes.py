@@ -1,4 +1,6 @@
 import dataclasses
+import functools
+import importlib.util
 import inspect
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from trellis.run.schema import build
 # recipe may be behind the search's winner.
 ROOM, BEHIND = 0.9, 0.03
 GOLDENS = Path(__file__).parents[1] / "goldens" / "recipes"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -116,18 +119,56 @@ def test_a_file_that_is_no_yaml(tmp_path):
         load_run(str(path))
 
 
-# Recipes of short sequences without experts are planned in a second; of the others one each. `benchmarks/recipes.py`
-# plans all of them, and asks the search about each.
-QUICK = [
-    n for n, r in RECIPES.items() if r().data.sequence_length <= 8192 and r().model.experts == 1 and hardware_of(n)
-]
+@functools.cache
+def planned(name):
+    return quick_plan(RECIPES[name](), target(hardware_of(name)))
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """`benchmarks/recipes.py`, and the rows that it made: each recipe beside what the search found."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("recipes_benchmark", BENCHMARKS / "recipes.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script, script.kept(script.RESULTS)
+
+
+RENTED = [name for name in RECIPES if hardware_of(name)]
+
+
+def test_the_search_was_asked_about_every_recipe_as_it_is_and_none_is_behind(table):
+    script, rows = table
+    assert list(rows) == RENTED
+    assert not [name for name, row in rows.items() if not script.has_settings(row)]
+    assert not [name for name, row in rows.items() if script.is_behind(row)]  # or has no room
+    assert script.BEHIND == BEHIND and script.ROOM == ROOM
+
+
+def test_compilers_find_room_too(table):
+    script, _ = table
+    compiled = script.kept(script.COMPILED, script.BY_COMPILERS)
+    assert {name for name in RENTED if target(hardware_of(name)).chip.kind == "gpu"} <= set(compiled) <= set(RENTED)
+    assert not [name for name, row in compiled.items() if script.has_no_room(row) or not script.has_settings(row)]
+
+
+# Of each model, each kind of chip and each way of long sequences, those whose plans take a second, and the mixtures
+# that exchange. Of the others the table has the plan of the same settings, and `benchmarks/recipes.py` makes it anew.
+QUICK = [n for n in RENTED if RECIPES[n]().data.sequence_length <= 8192 and RECIPES[n]().model.experts == 1]
+OTHERS = [
+    "llama_8b_128k_h100_32", "llama_70b_128k_v6e_256", "llama_70b_1m_h200_256", "mixtral_8x7b", "mixtral_8x7b_v6e_64",
+    "qwen3_30b_a3b_v6e_64", "gpt_oss_20b_v5p_64", "deepseek_v3_v5p_512",
+]  # fmt: skip
 
 
 @pytest.mark.slow(but=1)
-@pytest.mark.parametrize("name", [*QUICK, "llama_8b_128k_h100_32", "mixtral_8x7b", "gpt_oss_20b"])
-def test_fits_the_hardware_it_is_for_with_room(name):
-    where = target(hardware_of(name))
-    assert quick_plan(RECIPES[name](), where).memory.peak <= ROOM * where.chip.hbm_bytes
+@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
+def test_fits_with_room_and_the_table_has_todays_plan(name, table):
+    """Where a row is another plan's, the recipe or the planner has changed: `python benchmarks/recipes.py`."""
+    script, rows = table
+    plan = planned(name)
+    assert plan.memory.peak <= ROOM * plan.target.chip.hbm_bytes
+    assert script.is_plan(rows[name], plan), (plan.seconds, plan.memory.peak / 2**30)
 
 
 @pytest.mark.parametrize("family", ["mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_20b", "deepseek_v3"])
@@ -139,13 +180,12 @@ def test_mixtures_have_recipes_for_every_kind_of_hardware(family):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_1b", "llama_70b_v5p_512"])
 def test_is_what_the_search_finds(name):
-    run, where = RECIPES[name](), target(hardware_of(name))
-    best = search(run, where, most=3).roomy(ROOM)
-    assert quick_plan(run, where).seconds <= (1 + BEHIND) * best.seconds
+    best = search(RECIPES[name](), target(hardware_of(name)), most=3).roomy(ROOM)
+    assert planned(name).seconds <= (1 + BEHIND) * best.seconds
 
 
 def test_recipes_for_rented_hardware_say_which():
-    assert [name for name in RECIPES if not hardware_of(name)] == ["starter", "tiny"]
+    assert [name for name in RECIPES if name not in RENTED] == ["starter", "tiny"]
 
 
 @pytest.mark.parametrize(

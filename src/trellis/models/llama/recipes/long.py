@@ -16,6 +16,8 @@ K128, M1 = 131_072, 1_048_576
 # What attention makes is kept, since it takes most of the time; its operands too, where there is room.
 RESULTS = Remat(policy="saved", names=("attention",))
 OPERANDS = Remat(policy="saved", names=("query", "key", "value", "attention"))
+# In sixteen slices and more heads than that, whole keys and values are cheaper than a ring's many small tiles.
+GATHERED = LayoutChoice(preset="auto", context="gather")
 
 
 def _long(base: Run, name: str, length: int, **changes) -> Run:
@@ -110,8 +112,8 @@ def llama_70b_128k_v5p_512() -> Run:
     trellis plan llama_70b_128k_v5p_512 --on v5p:8x8x8
     """
     return _long(
-        llama_70b(), "llama_70b_128k_v5p_512", K128, batch_size=64, mesh=MeshSizes(data=64, context=8),
-        remat=RESULTS, compiler_options=FrozenMap(V5P),
+        llama_70b(), "llama_70b_128k_v5p_512", K128, batch_size=64, mesh=MeshSizes(data=32, context=16),
+        layout=GATHERED, remat=OPERANDS, compiler_options=FrozenMap(V5P),
     )  # fmt: skip
 
 
@@ -155,7 +157,7 @@ def llama_70b_128k_v6e_256() -> Run:
     """
     return _long(
         llama_70b(), "llama_70b_128k_v6e_256", K128, batch_size=8, mesh=MeshSizes(data=8, context=16, model=2),
-        remat=RESULTS, compiler_options=FrozenMap(V6E),
+        layout=GATHERED, remat=RESULTS, compiler_options=FrozenMap(V6E),
     )  # fmt: skip
 
 
