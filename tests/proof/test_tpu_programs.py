@@ -135,3 +135,22 @@ def test_attention_under_a_window_is_proven():
 
     proof = tr.prove(gradients("splash"), *given, on="v5e:2x2", reference=gradients("reference"), explain=False)
     assert proof.proven and len(proof.kernels) == 3
+
+
+@pytest.mark.slow
+def test_a_ring_by_our_own_kernels_is_proven():
+    """Of documents packed in a row, with heads that are narrower than the lanes."""
+    mesh = make_mesh(jax.devices()[:4], context=4)
+    heads = {"q": 2, "k": 1, "v": 1}
+    given = [jax.random.normal(jax.random.key(i), (1, 2048, n, 64)) for i, n in enumerate(heads.values())]
+    given.append(jnp.arange(2048)[None] // 390)
+    given = [jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "context"))) for x in given]
+
+    def gradients(implementation):
+        def total(q, k, v, ids):
+            return jnp.sum(dot_product_attention(q, k, v, segment_ids=(ids, ids), implementation=implementation) ** 2)
+
+        return jax.grad(total, (0, 1, 2))
+
+    proof = tr.prove(gradients("splash"), *given, on="v5e:2x2", reference=gradients("reference"), explain=False)
+    assert proof.proven and proof.kernels == ("attention_further", "attention_gradient_further")

@@ -15,7 +15,7 @@ from trellis.mesh import Layout, make_mesh
 from trellis.mesh.dealing import deal
 from trellis.mesh.meshes import MeshError
 from trellis.named import NamesError, named
-from trellis.nn.attention import AttentionError, attend, dot_product_attention
+from trellis.nn.attention import AttentionError, attend, dot_product_attention, further, mosaic
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.sharded import placement_of
 from trellis.nn.attention.sliced.attention import tiled_attention
@@ -238,26 +238,36 @@ def test_the_busiest_device_has_no_more_to_do_than_another(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("most_keys", [0, 128, 256])
 @pytest.mark.parametrize(
-    "ring, whole, window, documents",
+    "ring, whole, options, documents",
     [
-        (("a", "b"), (), None, True),
-        (("a", "b"), (), 100, False),
-        (("a",), ("b",), None, True),
-        (("a",), ("b",), 300, True),
+        (("a", "b"), (), {}, True),
+        (("a", "b"), (), {"window": 100}, False),
+        (("a",), ("b",), {}, True),
+        (("a",), ("b",), {"window": 300}, True),
+        (("a", "b"), (), {"causal": False, "logit_softcap": 2.0}, False),
     ],
 )
-def test_splash_over_slices_computes_the_reference(ring, whole, window, documents):
-    pos, head_dim = 1024, 128  # pieces of 128
+def test_splash_over_slices_computes_the_reference(monkeypatch, ring, whole, options, documents, most_keys):
+    """And kernels of our own where keys go around a ring, in several blocks of scores each, and backward in one kernel
+    or several for so many keys each."""
+    monkeypatch.setattr(further, "CAUSAL", 128)
+    monkeypatch.setattr(further, "WHOLE", 256)
+    pos, head_dim = 2048, 128  # pieces of 256
     mesh = make_mesh(jax.devices()[:4], a=2, b=2)
     keys = jax.random.split(jax.random.key(0), 4)
     values = [0.5 * jax.random.normal(key, (1, pos, h, head_dim)) for key, h in zip(keys, (2, 1, 1, 2))]
     ids = jnp.arange(pos)[None] // 390
     pair = (ids, ids) if documents else None
-    reference = functools.partial(dot_product_attention, window=window, segment_ids=pair, implementation="reference")
-    wanted = gradients(reference, *values)
-    kernels = SplashTiles(scale=head_dim**-0.5, interpret=True)
-    program = Sliced(kernels, Pattern(window=window), ring, whole, False, "batch kv_heads key_pos head_dim")
+    reference = functools.partial(dot_product_attention, segment_ids=pair, implementation="reference")
+    wanted = gradients(functools.partial(reference, **options), *values)
+    cap = options.get("logit_softcap")
+    pattern = Pattern(causal=options.get("causal", True), window=options.get("window"))
+    given = dict(scale=head_dim**-0.5, logit_softcap=cap, widest=(256, 256), interpret=True)
+    units = mosaic.Units(2 * most_keys * further.KEY_BYTES, 2 * most_keys)
+    kernels = SplashTiles(**given, further=further.FurtherTiles(**given, units=units) if most_keys else None)
+    program = Sliced(kernels, pattern, ring, whole, False, "batch kv_heads key_pos head_dim")
     with jax.set_mesh(mesh):
         put = lambda x, axes: jax.device_put(x, NamedSharding(mesh, P(None, axes)))
         q, k, v, g = (put(x, axes) for x, axes in zip(values, (("a", "b"), ring, ring, ("a", "b"))))

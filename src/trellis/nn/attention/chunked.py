@@ -194,6 +194,7 @@ class ChunkedTiles:
     chunk: int | None = None
     axis = 2
     whole_lanes = False
+    further = None
     opaque = False
 
     def forward(self, tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids):

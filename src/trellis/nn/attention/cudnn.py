@@ -62,6 +62,7 @@ class CudnnTiles:
     logit_softcap = None
     axis = 1
     whole_lanes = False
+    further = None
     opaque = True
 
     def forward(self, tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids):

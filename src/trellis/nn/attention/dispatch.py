@@ -8,6 +8,7 @@ from trellis.mesh.layout import current_layout
 from trellis.mesh.platform import device_kind_of, platform_of
 from trellis.nn.attention.chunked import ChunkedTiles, chunked_attention
 from trellis.nn.attention.cudnn import CudnnTiles, cudnn_attention, cudnn_refuses
+from trellis.nn.attention.further import FurtherTiles, units_of
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.reference import reference_attention
 from trellis.nn.attention.sharded import Placement, placement_of
@@ -133,8 +134,12 @@ def _sliced(place: Placement, q, k, chosen: str, *, pattern: Pattern, scale, log
 def _tiles(chosen: str, q, *, scale: float, logit_softcap: float | None, upcast: bool):
     """What computes a tile."""
     if chosen == "splash":
-        widest = widest_blocks(device_kind_of(q), capped=logit_softcap is not None)
-        return SplashTiles(scale=scale, logit_softcap=logit_softcap, widest=widest)
+        kind = device_kind_of(q)
+        given = dict(
+            scale=scale, logit_softcap=logit_softcap, widest=widest_blocks(kind, capped=logit_softcap is not None)
+        )
+        units = units_of(kind)
+        return SplashTiles(**given, further=None if units is None else FurtherTiles(**given, units=units))
     if chosen == "cudnn":
         return CudnnTiles(scale=scale)
     chunk = q.shape[1] if chosen == "reference" else None

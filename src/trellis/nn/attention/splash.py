@@ -1,6 +1,5 @@
 """Attention by the splash kernel of JAX, for TPUs."""
 
-import contextlib
 import functools
 from dataclasses import dataclass
 
@@ -8,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from trellis._compat import SplashTable, splash_backward, splash_forward, splash_table
+from trellis.nn.attention.further import FurtherTiles
+from trellis.nn.attention.mosaic import LANES, block_of
 from trellis.nn.attention.sliced.tile import Ids, Tile
-from trellis.nn.attention.sliced.visits import said
-from trellis.program.said import kernel_mask
+from trellis.nn.attention.sliced.visits import said, said_mask
 
-LANES = 128
 # Sides of the blocks of scores. The larger they are the fuller are the matrix units, and the fewer the parts that the
 # backward pass gives for the queries (`benchmarks/splash_schedule.py`); but of a causal mask's scores more are computed
 # for nothing the fewer blocks there are: large ones from SOME of them on, the widest from MANY.
@@ -59,14 +58,6 @@ def _mask(tile: Tile):
     return splash.LocalMask(shape, (pattern.window - 1, right), offset=tile.ahead)
 
 
-def _said(tile: Tile) -> contextlib.AbstractContextManager:
-    """The scope in which a kernel says its mask."""
-    if tile.full:
-        return contextlib.nullcontext()
-    near = tile.keys if tile.pattern.window is None else tile.pattern.window - 1
-    return kernel_mask(near, 0 if tile.pattern.causal else near, tile.ahead)
-
-
 def _blocks(tile: Tile, row_bytes: int, widest: tuple[int, int]):
     """Sizes of blocks, and whether the backward pass is one kernel, five products instead of seven.
 
@@ -76,7 +67,7 @@ def _blocks(tile: Tile, row_bytes: int, widest: tuple[int, int]):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     most_q, most_kv = _most(tile, row_bytes, widest)
-    block_q, block_kv = _block(tile.queries, most_q), _block(tile.keys, most_kv)
+    block_q, block_kv = block_of(tile.queries, most_q), block_of(tile.keys, most_kv)
     compute = LARGE_BLOCK if tile.full and block_kv % LARGE_BLOCK == 0 else BLOCK if block_kv % BLOCK == 0 else block_kv
     fused = tile.pattern.window is None and tile.keys <= MANY * block_kv
     return splash.BlockSizes(
@@ -85,7 +76,7 @@ def _blocks(tile: Tile, row_bytes: int, widest: tuple[int, int]):
         block_kv_compute=compute,
         block_q_dkv=block_q,
         block_kv_dkv=block_kv,
-        block_kv_dkv_compute=_block(block_kv, LARGE_BLOCK) if fused else compute,
+        block_kv_dkv_compute=block_of(block_kv, LARGE_BLOCK) if fused else compute,
         block_q_dq=None if fused else block_q,
         block_kv_dq=None if fused else block_kv,
         use_fused_bwd_kernel=fused,
@@ -120,11 +111,6 @@ def _pieces(tile: Tile, row_bytes: int, widest: tuple[int, int]) -> list[tuple[i
     return pieces
 
 
-def _block(length: int, most: int) -> int:
-    """The largest multiple of 128 that divides `length` and is at most `most`."""
-    return max(block for block in range(LANES, most + 1, LANES) if length % block == 0)
-
-
 def _for_cores(heads: int, *arrays):
     """Arrays `batch heads ...`, of which a batch of an odd size has its heads in two halves: a chip of two cores gives
     each of them a part of the batch, and in the backward pass of nothing else."""
@@ -143,19 +129,21 @@ class SplashTiles:
 
     Attributes:
         widest: the most queries and keys of a block, by `widest_blocks`.
+        further: computes tiles that follow each other, where a chip has kernels for it.
         interpret: runs it on any backend, slowly.
     """
 
     scale: float
     logit_softcap: float | None = None
     widest: tuple[int, int] = (LARGE_BLOCK, LARGE_BLOCK)
+    further: FurtherTiles | None = None
     interpret: bool = False
     axis = 2
     whole_lanes = True
     opaque = True
 
     def forward(self, tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids):
-        with _said(tile):
+        with said_mask(tile):
             return splash_forward(self._table(tile, q), self._scaled(q), k, v, ids)
 
     def known(self, out, d_out):
@@ -183,7 +171,7 @@ class SplashTiles:
             query_ids, key_ids = (_as_often(x, len(parts[0]) // len(q)) for x in ids)
             ids = query_ids, key_ids
         q, k, v, *rest = parts
-        with _said(tile):
+        with said_mask(tile):
             found = splash_backward(self._table(tile, q), q, k, v, ids, *rest)
         d_q, d_k, d_v = (d.reshape(x.shape) for d, x in zip(found, given, strict=True))
         return d_q * self.scale, d_k, d_v

@@ -21,7 +21,17 @@ from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.sliced.neighbours import Neighbours
 from trellis.nn.attention.sliced.rotation import Rotation
 from trellis.nn.attention.sliced.tile import Kernels, Part, turned
-from trellis.nn.attention.sliced.visits import Keys, Met, Queries, over_all, visit, visit_back
+from trellis.nn.attention.sliced.visits import (
+    Keys,
+    Met,
+    Queries,
+    nothing_met,
+    over_all,
+    visit,
+    visit_back,
+    visit_back_further,
+    visit_further,
+)
 
 Axes = tuple[str, ...]
 
@@ -129,11 +139,17 @@ class Sliced:
 
     def _around(self, queries: Queries, keys: Keys) -> list[Met]:
         rotation = self._rotation(queries)
-        meet = lambda visit_, keys: visit(self.kernels, *visit_, queries, keys)
+        meet = lambda visit_, keys, met: met + visit(self.kernels, *visit_, queries, keys)
+        met: list[Met] = []
+        if (further := self.kernels.further) is not None:
+            queries = queries._replace(q=further.scaled(queries.q))
+            meet = lambda visit_, keys, met: visit_further(further, *visit_, queries, keys, met)
+            met = nothing_met(queries.q, keys.v)
         groups = rotation.groups
         coming = self._sent(rotation.travel, keys) if groups > 1 else None
-        met = [each for first in rotation.own_first() for each in meet(first, keys)]
-        others = lambda i, coming, met: (coming, met + meet(rotation.own_rest(i), keys))
+        for first in rotation.own_first():
+            met = meet(first, keys, met)
+        others = lambda i, coming, met: (coming, meet(rotation.own_rest(i), keys, met))
         coming, met = self._each(0, rotation.others, others, queries, coming, met)
 
         def step(number, coming, met, *, last: bool = False):
@@ -141,11 +157,13 @@ class Sliced:
             here, logs = lax.optimization_barrier((coming, [each.part.log_sum for each in met]))
             met = [Met(start, seen, Part(part.out, log)) for (start, seen, part), log in zip(met, logs, strict=True)]
             coming = None if last else self._sent(rotation.travel, here)
-            return coming, met + meet(rotation.met(number), here)
+            return coming, meet(rotation.met(number), here, met)
 
         if groups > 1:
             _, met = step(groups - 1, *self._each(1, groups - 1, step, queries, coming, met), last=True)
-        return met + [each for rest in rotation.own_last() for each in meet(rest, keys)]
+        for rest in rotation.own_last():
+            met = meet(rest, keys, met)
+        return met
 
     def _each(self, start: int, stop: int, body: Callable, queries: Queries, coming, met: list[Met]):
         """`for i in range(start, stop): coming, met = body(i, coming, met)`; a loop carries the result so far."""
@@ -168,6 +186,9 @@ class Sliced:
     def _around_back(self, queries: Queries, keys: Keys):
         rotation = self._rotation(queries)
         meet = lambda visit_, keys, *sums: visit_back(self.kernels, *visit_, queries, keys, *sums)
+        if (further := self.kernels.further) is not None:
+            queries = queries._replace(q=further.scaled(queries.q))
+            meet = lambda visit_, keys, *sums: visit_back_further(further, *visit_, queries, keys, *sums)
         groups = rotation.groups
         d_q, *own = _zeros(queries.q, keys.k, keys.v)
         coming = self._sent(rotation.travel, keys) if groups > 1 else None
@@ -195,7 +216,7 @@ class Sliced:
             d_q, own = meet(rest, keys, d_q, own)
         if groups > 1:
             own = tuple(x + y.astype(x.dtype) for x, y in zip(own, d_keys, strict=True))
-        return d_q, *own
+        return d_q if further is None else d_q * further.scale, *own
 
     def _rotation(self, queries: Queries) -> Rotation:
         return Rotation(self.ring, self.whole, queries.q.shape[self.kernels.axis], self.pattern)

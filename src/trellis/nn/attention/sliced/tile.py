@@ -9,13 +9,16 @@ tile's weights are the final ones.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from trellis.nn.attention.pattern import Pattern
+
+if TYPE_CHECKING:
+    from trellis.nn.attention.further import FurtherTiles
 
 Ids = tuple[jax.Array, jax.Array] | None
 """`i32["batch queries"]` and `i32["batch keys"]`, or None where all positions belong to one document."""
@@ -102,6 +105,11 @@ class Kernels(Protocol):
         """Whether a call is one operation to the planner, which does not see its products."""
         ...
 
+    @property
+    def further(self) -> "FurtherTiles | None":
+        """Computes tiles without a window that follow each other, in place; None where there are no such kernels."""
+        ...
+
     def forward(self, tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids) -> tuple[jax.Array, jax.Array]:
         """The result in the queries' type, and the log of the sums, `f32["batch heads pos"]`."""
         ...
@@ -129,6 +137,8 @@ NOTHING = -1e30
 
 def put_together(parts: Sequence[Part], axis: int) -> Part:
     """The result over the keys of all of them, `out` with positions at `axis`."""
+    if len(parts) == 1:
+        return parts[0]
     log_sum = functools.reduce(jnp.logaddexp, (part.log_sum for part in parts))
 
     def share(part: Part):

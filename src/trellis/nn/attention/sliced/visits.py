@@ -7,14 +7,17 @@ computed from the device's index. So the work is even without a branch.
 import contextlib
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from trellis.nn.attention.sliced.tile import NOTHING, Ids, Kernels, Part, Tile, put_together
-from trellis.program.said import kernel_work
+from trellis.program.said import kernel_mask, kernel_work
+
+if TYPE_CHECKING:
+    from trellis.nn.attention.further import FurtherTiles
 
 Start = int | jax.Array
 
@@ -81,6 +84,20 @@ def visit(kernels: Kernels, tile: Tile, entries: Sequence[Entry], queries: Queri
     return [Met(entry.query, entry.seen, part) for entry, part in zip(entries, parts, strict=True)]
 
 
+def visit_further(further: "FurtherTiles", tile: Tile, entries, queries: Queries, keys: Keys, met) -> list[Met]:
+    """What the queries found so far and in the keys of each entry, in place; queries are scaled."""
+    (so_far,) = met
+    for entry in entries:
+        so_far = so_far._replace(part=further.forward(tile, entry, queries, keys, so_far.part))
+    return [so_far]
+
+
+def nothing_met(q: jax.Array, v: jax.Array) -> list[Met]:
+    """The result over no keys, `batch heads pos head_dim` in float32."""
+    rows = q.shape[:3]
+    return [Met(0, True, Part(jnp.zeros((*rows, v.shape[3]), jnp.float32), jnp.full(rows, NOTHING, jnp.float32)))]
+
+
 def over_all(met: Sequence[Met], size: int, axis: int, dtype=jnp.float32) -> Part:
     """The result of `size` queries over all keys that they met, each row in one pass over what it found.
 
@@ -134,13 +151,29 @@ def visit_back(kernels: Kernels, tile: Tile, entries: Sequence[Entry], queries: 
     return d_q, (d_k, d_v)
 
 
+def visit_back_further(further: "FurtherTiles", tile: Tile, entries, queries: Queries, keys: Keys, d_q, d_keys):
+    """The gradients so far, and of this visit, in place; queries are scaled, and `d_q` is of these."""
+    for entry in entries:
+        d_q, d_keys = further.backward(tile, entry, queries, keys, d_q, d_keys)
+    return d_q, d_keys
+
+
 def said(kernels: Kernels, tile: Tile, q, v) -> contextlib.AbstractContextManager:
     """What the call computes, for the planner; chunks say it themselves, as products."""
-    if not kernels.opaque:
+    return said_work(tile, q.shape[0] * q.shape[3 - kernels.axis], q, v) if kernels.opaque else contextlib.nullcontext()
+
+
+def said_work(tile: Tile, heads: int, q, v) -> contextlib.AbstractContextManager:
+    """The scope of a kernel that computes a tile of so many heads, of all sequences."""
+    return kernel_work("attention", 2.0 * heads * tile.pairs * (q.shape[3] + v.shape[3]))
+
+
+def said_mask(tile: Tile) -> contextlib.AbstractContextManager:
+    """The scope in which a kernel says a tile's mask."""
+    if tile.full:
         return contextlib.nullcontext()
-    return kernel_work(
-        "attention", 2.0 * q.shape[0] * q.shape[3 - kernels.axis] * tile.pairs * (q.shape[3] + v.shape[3])
-    )
+    near = tile.keys if tile.pattern.window is None else tile.pattern.window - 1
+    return kernel_mask(near, 0 if tile.pattern.causal else near, tile.ahead)
 
 
 def _picked(
