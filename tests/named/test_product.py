@@ -1,5 +1,6 @@
 """The product's own gradient against `dot_general`'s."""
 
+import contextlib
 import re
 
 import jax
@@ -129,10 +130,32 @@ def test_what_is_turned_is_copied_by_itself():
     assert copies and not [body for body in copies if re.search(r" (add|multiply|tanh)\(", body)]
 
 
+_turned = jax.jit(lambda x: jnp.tanh(copied_turned(jnp.sin(x), (1, 0)))).lower
+
+
+@pytest.mark.parametrize("mode", ["explicit", "auto", "given to jit", "manual"])
+def test_a_slice_is_turned_where_it_is(mode):
+    """XLA gathers an array whose layout is said before it is sliced."""
+    x, mesh = jnp.ones((48, 64)), make_mesh(data=4, model=2)
+    spec, other = P("data", "model"), P("model", "data")
+    if mode == "manual":
+        by_hand = jax.shard_map(lambda x: copied_turned(x, (1, 0)), mesh=mesh, in_specs=spec, out_specs=other)
+        lowered = jax.jit(by_hand).lower(jax.device_put(x, NamedSharding(mesh, spec)))
+    elif mode == "explicit":
+        with jax.set_mesh(mesh):
+            lowered = _turned(jax.device_put(x, NamedSharding(mesh, spec)))
+    else:
+        auto = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        with jax.set_mesh(auto) if mode == "auto" else contextlib.nullcontext():
+            lowered = _turned(jax.device_put(x, NamedSharding(auto, spec)))
+    compiled = lowered.compile()
+    assert "all-gather" not in compiled.as_text() and compiled.output_shardings.spec == other
+
+
 def test_what_is_turned_is_copied_where_it_is_turned():
     """In the call that keeps it by itself, not after it."""
-    turned = jax.jit(lambda x: jnp.tanh(copied_turned(jnp.sin(x), (1, 0))))
-    text = turned.lower(jnp.ones((48, 64))).compile().as_text()
+    with jax.set_mesh(make_mesh(devices=jax.devices()[:1], data=1)):
+        text = _turned(jnp.ones((48, 64))).compile().as_text()
     (called,) = re.findall(r" call\(.*?to_apply=%([\w.\-]+)", text)
     computations = dict(re.findall(r"^%([\w.\-]+) \(.*?\{$(.*?)^\}", text, re.M | re.S))
     (fused,) = re.findall(r"calls=%([\w.\-]+)", computations[called])

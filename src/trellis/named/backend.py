@@ -23,7 +23,7 @@ from trellis.mesh.linear import linear
 from trellis.mesh.platform import device_kind_of, platform_of, unrolls_loops
 from trellis.named.tuned import tuned
 from trellis.notation import spec_of
-from trellis.notation.state import sharding_on, state_of
+from trellis.notation.state import mesh_of, sharding_on, state_of
 
 # Parts of the names of NVIDIA's GPUs with units for products of blocks.
 _BLOCK_UNITS = ("B200", "B300", "Blackwell")
@@ -201,13 +201,14 @@ def copied_turned(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
     A copy alone takes XLA's CPU compiler a cycle an element. Within the operation that makes the array it is one
     element after the other, 4 KiB apart: five to nine cycles each, also where the array is there already, since XLA
     makes it again. A barrier is gone before operations are fused; a call that is not to be inlined is not. The layout
-    is said inside of it: else XLA leaves the array as it is there and copies it outside, at half of the speed. Partial
-    sums get the barrier.
+    is said inside of it where the array is one device's: else XLA leaves the array as it is there and copies it
+    outside, at half of the speed; an array that XLA slices it would gather first (JAX 0.10.2). Partial sums get the
+    barrier.
     """
     if not _can_be_called(x):
         return lax.optimization_barrier(jnp.transpose(lax.optimization_barrier(x), order))
     with set_xla_metadata(inlineable="false"):
-        return _turned(x, order)
+        return (_turned if _is_one_devices(x) else _turned_slice)(x, order)
 
 
 def by_itself(fn: Callable) -> Callable:
@@ -233,6 +234,18 @@ def _can_be_called(x: jax.Array) -> bool:
     0.10.2)."""
     state = state_of(x)
     return not (on_accelerator(x) or state.pending or state.copied)
+
+
+def _is_one_devices(x: jax.Array) -> bool:
+    """Whether XLA's partitioner leaves an array as it is: no mesh axis is the compiler's to slice along."""
+    mesh = mesh_of(x)
+    if mesh is None:  # shardings may be given to `jax.jit` alone
+        return jax.device_count() == 1
+    manual = jax.sharding.AxisType.Manual
+    return all(kind == manual or size == 1 for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True))
+
+
+_turned_slice = jax.jit(jnp.transpose, static_argnums=1)
 
 
 @functools.partial(jax.jit, static_argnums=1)
