@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,6 +82,13 @@ def test_a_row_that_is_not_of_today_is_made_anew(recipes, monkeypatch, tmp_path)
     monkeypatch.setattr(sys, "argv", ["recipes.py", "--out", str(out)])
     assert recipes.main() == 0
     assert recipes.kept(out) == {"big": a_row("big", "+2.0%"), "small": a_row("small")}
+
+
+def test_a_row_is_a_plans_within_a_hundredth(recipes):
+    plan = lambda seconds, gib: SimpleNamespace(seconds=seconds, memory=SimpleNamespace(peak=gib * 2**30))
+    line = a_row("big")  # 0.5 s, 4 GiB
+    assert recipes.is_plan(line, plan(0.504, 4.03))
+    assert not recipes.is_plan(line, plan(0.51, 4.0)) and not recipes.is_plan(line, plan(0.5, 4.2))
 
 
 def test_settings_are_what_a_plan_is_made_from(recipes):
