@@ -142,7 +142,8 @@ ROWS = (
         f"num_pipeline_microbatches=16 pipeline_fsdp_ag_once=true attention=flash packing=false {BLOCKS} {BESIDE}",
     ),
     Row(
-        "8b-ring", "8B at 131,072, v5p 4x4x4, FSDP 16 x ring 4", "v5p:4x4x4", "llama_8b_128k_v5p_64", {},
+        "8b-ring", "8B at 131,072, v5p 4x4x4, FSDP 16 x ring 4", "v5p:4x4x4", "llama_8b_128k_v5p_64",
+        {"mesh.data": "16", "mesh.context": "4", "remat.names": "[query, key, value, attention]"},
         Peer(51.51, 9.377, 125.6, 35.0, counted=71.04, kernels=8.585),
         arguments="compile_topology=v5p-128 compile_topology_num_slices=1 model_name=llama3-8b "
         "override_model_config=true max_target_length=131072 per_device_batch_size=0.25 remat_policy=custom "

@@ -16,8 +16,6 @@ K128, M1 = 131_072, 1_048_576
 # What attention makes is kept, since it takes most of the time; its operands too, where there is room.
 RESULTS = Remat(policy="saved", names=("attention",))
 OPERANDS = Remat(policy="saved", names=("query", "key", "value", "attention"))
-# In sixteen slices and more heads than that, whole keys and values are cheaper than a ring's many small tiles.
-GATHERED = LayoutChoice(preset="auto", context="gather")
 
 
 def _long(base: Run, name: str, length: int, **changes) -> Run:
@@ -46,8 +44,8 @@ def llama_8b_128k_v5p_64() -> Run:
     trellis plan llama_8b_128k_v5p_64 --on v5p:4x4x4
     """
     return _long(
-        llama_8b(), "llama_8b_128k_v5p_64", K128, batch_size=16, mesh=MeshSizes(data=16, context=4),
-        remat=OPERANDS, compiler_options=FrozenMap(V5P),
+        llama_8b(), "llama_8b_128k_v5p_64", K128, batch_size=16, mesh=MeshSizes(data=2, context=32),
+        remat=Remat(policy="saved", names=(*OPERANDS.names, "mlp_up")), compiler_options=FrozenMap(V5P),
     )  # fmt: skip
 
 
@@ -57,7 +55,7 @@ def llama_8b_128k_v6e_256() -> Run:
     trellis plan llama_8b_128k_v6e_256 --on v6e:16x16
     """
     return _long(
-        llama_8b(), "llama_8b_128k_v6e_256", K128, batch_size=32, mesh=MeshSizes(data=32, context=8),
+        llama_8b(), "llama_8b_128k_v6e_256", K128, batch_size=32, mesh=MeshSizes(data=16, context=16),
         remat=OPERANDS, compiler_options=FrozenMap(V6E),
     )  # fmt: skip
 
@@ -90,7 +88,7 @@ def llama_8b_1m_v6e_256() -> Run:
     trellis plan llama_8b_1m_v6e_256 --on v6e:16x16
     """
     return _long(
-        llama_8b(), "llama_8b_1m_v6e_256", M1, batch_size=8, mesh=MeshSizes(data=8, context=16, model=2),
+        llama_8b(), "llama_8b_1m_v6e_256", M1, batch_size=8, mesh=MeshSizes(data=8, context=32),
         remat=RESULTS, compiler_options=FrozenMap(V6E),
     )  # fmt: skip
 
@@ -113,7 +111,7 @@ def llama_70b_128k_v5p_512() -> Run:
     """
     return _long(
         llama_70b(), "llama_70b_128k_v5p_512", K128, batch_size=64, mesh=MeshSizes(data=32, context=16),
-        layout=GATHERED, remat=OPERANDS, compiler_options=FrozenMap(V5P),
+        remat=OPERANDS, compiler_options=FrozenMap(V5P),
     )  # fmt: skip
 
 
@@ -156,8 +154,8 @@ def llama_70b_128k_v6e_256() -> Run:
     trellis plan llama_70b_128k_v6e_256 --on v6e:16x16
     """
     return _long(
-        llama_70b(), "llama_70b_128k_v6e_256", K128, batch_size=8, mesh=MeshSizes(data=8, context=16, model=2),
-        layout=GATHERED, remat=RESULTS, compiler_options=FrozenMap(V6E),
+        llama_70b(), "llama_70b_128k_v6e_256", K128, batch_size=8, mesh=MeshSizes(data=8, context=32),
+        remat=OPERANDS, compiler_options=FrozenMap(V6E),
     )  # fmt: skip
 
 
