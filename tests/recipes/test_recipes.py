@@ -152,17 +152,8 @@ def test_compilers_find_room_too(table):
     assert not [name for name, row in compiled.items() if script.has_no_room(row) or not script.has_settings(row)]
 
 
-# Of each model, each kind of chip and each way of long sequences, those whose plans take a second, and the mixtures
-# that exchange. Of the others the table has the plan of the same settings, and `benchmarks/recipes.py` makes it anew.
-QUICK = [n for n in RENTED if RECIPES[n]().data.sequence_length <= 8192 and RECIPES[n]().model.experts == 1]
-OTHERS = [
-    "llama_8b_128k_h100_32", "llama_70b_128k_v6e_256", "llama_70b_1m_h200_256", "mixtral_8x7b", "mixtral_8x7b_v6e_64",
-    "qwen3_30b_a3b_v6e_64", "gpt_oss_20b_v5p_64", "deepseek_v3_v5p_512",
-]  # fmt: skip
-
-
 @pytest.mark.slow(but=1)
-@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
+@pytest.mark.parametrize("name", RENTED)
 def test_fits_with_room_and_the_table_has_todays_plan(name, table):
     """Where a row is another plan's, the recipe or the planner has changed: `python benchmarks/recipes.py`."""
     script, rows = table
