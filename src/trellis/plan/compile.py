@@ -291,11 +291,15 @@ def _telling(what: str) -> Generator[None]:
 
 
 _FORMAT = 4  # of the files that hold compiled programs
-_EFFORT = ("jax_exec_time_optimization_effort", "jax_memory_fitting_effort")
+# How much the compiler cares for speed and memory: of JAX 0.10, and as JAX 0.12 has it.
+_EFFORT = (
+    "jax_exec_time_optimization_effort", "jax_memory_fitting_effort", "jax_optimization_level",
+    "jax_memory_fitting_level",
+)  # fmt: skip
 
 
 def _key(text: str, target: Target, options: Mapping[str, str], versions: Mapping[str, str]) -> str:
-    effort = [getattr(jax.config, name) for name in _EFFORT]
+    effort = [str(getattr(jax.config, name, None)) for name in _EFFORT]
     said = json.dumps([_FORMAT, target.compiler_name, sorted(options.items()), sorted(versions.items()), effort])
     return hashlib.sha256((said + text).encode()).hexdigest()[:32]
 
