@@ -167,19 +167,25 @@ def forward(scores: Scores, start, q, k, v, ids, out, log_sum):
         grid=(batch, heads, rows, columns),
         scratch_shapes=[pltpu.VMEM((blocks.queries, size), jnp.float32) for size in (LANES, LANES, v.shape[3])],
     )
+    body = functools.partial(_forward, scores=scores, documents=ids is not None)
+    return _in_place(body, "attention_further", scores, grid, [start, q, k, v, *given], [out, log_sum])
+
+
+def _in_place(body, name: str, scores: Scores, grid, given: list, so_far: list):
+    """Calls a kernel whose last operands are the results so far, and whose results take their place."""
     call = pl.pallas_call(
-        functools.partial(_forward, scores=scores, documents=ids is not None),
-        name="attention_further",
+        body,
+        name=name,
         grid_spec=grid,
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, log_sum)],
-        input_output_aliases={4 + len(given): 0, 5 + len(given): 1},
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in so_far],
+        input_output_aliases={len(given) + i: i for i in range(len(so_far))},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=scores.units.memory
         ),
         metadata=scores.metadata,
         interpret=scores.interpret,
     )
-    return call(start, q, k, v, *given, out, log_sum)
+    return call(*given, *so_far)
 
 
 def _forward(start, q, k, v, *rest, scores: Scores, documents: bool):
@@ -256,19 +262,9 @@ def backward(scores: Scores, start, q, k, v, ids, known, log_sum, d_out, d_q, d_
         grid=(batch, kv_heads, group, rows),
         scratch_shapes=[pltpu.VMEM((blocks.keys, size), jnp.float32) for size in (width, v.shape[3])],
     )  # fmt: skip
-    call = pl.pallas_call(
-        functools.partial(_backward, scores=scores, documents=ids is not None),
-        name="attention_gradient_further",
-        grid_spec=grid,
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (d_q, d_k, d_v)],
-        input_output_aliases={7 + len(given) + i: i for i in range(3)},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=scores.units.memory
-        ),
-        metadata=scores.metadata,
-        interpret=scores.interpret,
-    )
-    return call(start, q, k, v, *given, known, log_sum, d_out, d_q, d_k, d_v)
+    body = functools.partial(_backward, scores=scores, documents=ids is not None)
+    operands = [start, q, k, v, *given, known, log_sum, d_out]
+    return _in_place(body, "attention_gradient_further", scores, grid, operands, [d_q, d_k, d_v])
 
 
 def _backward(start, q, k, v, *rest, scores: Scores, documents: bool):
