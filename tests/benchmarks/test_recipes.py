@@ -1,23 +1,17 @@
 """The table of recipes beside the search: a row is kept as soon as it is found, and is not planned twice."""
 
-import importlib.util
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.benchmarks.script import load
 from trellis.recipes import load_run
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
 def recipes(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    spec = importlib.util.spec_from_file_location("recipes_benchmark", FOLDER / "recipes.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("recipes")
     monkeypatch.setattr(module, "RECIPES", {"big": None, "small": None, "here": None})
     monkeypatch.setattr(module, "hardware_of", lambda name: None if name == "here" else "v5e:4x4")
     monkeypatch.setattr(module, "is_todays", lambda line: line[2] == "1234abcd")

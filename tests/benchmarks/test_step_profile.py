@@ -1,19 +1,13 @@
 """A step's operations are sorted by what their names say, and a time that was held up counts little."""
 
-import importlib.util
-import pathlib
-
 import pytest
 
-PATH = pathlib.Path(__file__).parents[2] / "benchmarks" / "step_profile.py"
+from tests.benchmarks.script import load
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("step_profile", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("step_profile")
 
 
 def test_operations_are_sorted_by_their_names(script):

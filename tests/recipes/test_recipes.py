@@ -1,6 +1,5 @@
 import dataclasses
 import functools
-import importlib.util
 import inspect
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import jax
 import pytest
 import yaml
 
+from tests.benchmarks.script import load as script_of
 from trellis.errors import UserError
 from trellis.hardware.chips import target
 from trellis.plan.quick import quick_plan
@@ -24,7 +24,6 @@ ROOM, BEHIND = 0.9, 0.03
 # The version that the rows were made with; another one traces some programs of mixtures otherwise.
 ROWS_JAX = "0.10.2"
 GOLDENS = Path(__file__).parents[1] / "goldens" / "recipes"
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -127,13 +126,10 @@ def planned(name):
     return quick_plan(RECIPES[name](), target(hardware_of(name)))
 
 
-@pytest.fixture
-def table(monkeypatch):
+@pytest.fixture(scope="module")
+def table():
     """`benchmarks/recipes.py`, and the rows that it made: each recipe beside what the search found."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    spec = importlib.util.spec_from_file_location("recipes_benchmark", BENCHMARKS / "recipes.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = script_of("recipes")
     return script, script.kept(script.RESULTS)
 
 
