@@ -14,24 +14,26 @@ from jax.sharding import PartitionSpec as P
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
 from trellis.mesh.topology import target_devices
-from trellis.nn.moe import grouped_matmul, mosaic, tiles, triton
+from trellis.nn.moe import blocks, grouped_matmul, mosaic, tiles, triton
 
 ROWS, INNER, COLUMNS = 300, 40, 24
 # Even, with empty groups, one that has all, rows left over, more rows than a tile and fewer, nothing at all.
 LOADS = [(75, 75, 75, 75), (5, 0, 130, 9), (0, 0, 300, 0), (0, 0, 0, 299), (128, 0, 0, 128), (1, 2, 3, 4), (0, 0, 0, 0)]
 PRODUCTS = {
+    "blocks": blocks.multiply,
     "triton": functools.partial(triton.multiply, interpret=True),
     "mosaic": functools.partial(mosaic.multiply, interpret=True),
 }
 GRADIENTS = {
+    "blocks": blocks.weights_gradient,
     "triton": functools.partial(triton.weights_gradient, interpret=True),
     "mosaic": functools.partial(mosaic.weights_gradient, interpret=True),
 }
 
 
-def drawn(sizes):
+def drawn(sizes, count=ROWS):
     """Rows, gradients and weights; no numbers past the last group, which nobody may read."""
-    shapes = (ROWS, INNER), (ROWS, COLUMNS), (len(sizes), INNER, COLUMNS)
+    shapes = (count, INNER), (count, COLUMNS), (len(sizes), INNER, COLUMNS)
     rows, d, weights = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
     return rows.at[sum(sizes) :].set(jnp.nan), d.at[sum(sizes) :].set(jnp.nan), weights
 
@@ -72,6 +74,33 @@ def test_gradients_are_those_of_each_group(platform):
         made = gradient(rows, d, jnp.array(sizes), jnp.float32)
         for group, mine in parts(sizes):
             np.testing.assert_allclose(made[group], rows[mine].T @ d[mine], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_blocks_multiply_the_rows_and_few_besides(monkeypatch):
+    """Of groups that nearly fill a large block, take several, or are empty; loops run in Python, and are counted."""
+    sizes, multiplied, product = (481, 700, 0, 96), [], jax.lax.dot_general
+
+    def counted(x, y, numbers, **options):
+        multiplied.append((*x.shape, *y.shape))
+        return product(x, y, numbers, **options)
+
+    monkeypatch.setattr(jax.lax, "dot_general", counted)
+    rows, d, weights = drawn(sizes, 1300)
+    with jax.disable_jit():
+        made = blocks.multiply(rows, weights, jnp.array(sizes))
+        forward = sum(x[0] for x in multiplied)
+        back = blocks.multiply(d, weights, jnp.array(sizes), swapped=True)
+        backward = sum(x[0] for x in multiplied) - forward
+        before = len(multiplied)
+        gradient = blocks.weights_gradient(rows, d, jnp.array(sizes), jnp.float32)
+        summed = sum(x[1] for x in multiplied[before:])
+    for count in (forward, backward, summed):
+        assert sum(sizes) <= count <= sum(sizes) + len(sizes) * blocks.VACANT
+    for group, mine in parts(sizes):
+        np.testing.assert_allclose(made[mine], rows[mine] @ weights[group], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(back[mine], d[mine] @ weights[group].T, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(gradient[group], rows[mine].T @ d[mine], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

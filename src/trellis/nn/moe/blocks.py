@@ -1,7 +1,7 @@
 """Grouped products on CPUs: group by group, in blocks of its rows.
 
 There `jax.lax.ragged_dot` multiplies every row with every weight. A group's weight is read from the array of all once,
-and its rows go in few blocks: each size in `BLOCKS` as often as three quarters of it are left, the last for the rest.
+and its rows go in blocks: each size as often as it is filled but for `VACANT` rows, the last for the rest.
 A block may reach into the rows of other groups, which are selected out of it: nothing is padded, and nothing copied but
 blocks.
 """
@@ -17,16 +17,16 @@ from trellis.named.backend import copied_turned
 from trellis.program.said import loop_turns
 
 # Rows that are multiplied at once. Large blocks reach a CPU's full speed, and half of a smallest one is multiplied in
-# vain for each group, in the mean. Of float32 a product costs as much as 8 rows besides (15 with a turned weight, 30
-# where it is added to a sum), of 256 by 256 on an AMD EPYC (family 26); a loop that does not turn, nothing to speak of.
-# Of bfloat16 XLA's CPU compiler lays the weight out anew for every product, which takes as long as 128 rows.
-BLOCKS, NARROW_BLOCKS = (512, 128, 64, 32, 16), (512, 128)
+# vain for each group, in the mean. On an AMD EPYC (family 26) a float32 product with a weight as it lies takes as long
+# for each of 8 or 48 rows as of 512; with a turned one, or in bfloat16, it takes as long as 10 rows besides, and where
+# it is added to a sum as 10 more. So a block that is filled but for 32 rows, or a quarter, is taken as full.
+BLOCKS, FINE_BLOCKS, VACANT = (512, 128, 64, 32, 16), (512, 48, 8), 32
 
 
 def multiply(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: bool = False) -> jax.Array:
     """As `grouped_matmul`; `weights` are `groups in out`, or `groups out in` where they are swapped."""
     count, columns, dtype = rows.shape[0], weights.shape[1 if swapped else 2], rows.dtype
-    ends, blocks = jnp.cumsum(sizes), _blocks(rows)
+    ends, blocks = jnp.cumsum(sizes), _blocks(count, BLOCKS if swapped or dtype != jnp.float32 else FINE_BLOCKS)
     over = ((1,), (1 if swapped else 0,)), ((), ())
     rows, weights = _bits(rows), _bits(weights)
 
@@ -49,8 +49,8 @@ def multiply(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: 
 def weights_gradient(rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Of each group, its rows' products with their gradients, summed in float32: `groups in out`.
 
-    The first block of each group, full or not, is as large as an even load fills: the sum begins with its product
-    instead of zeros.
+    The first block of a group is as large as an even load fills: where the group has as many rows, the sum begins with
+    its product instead of zeros.
 
     Args:
         rows: `rows in`.
@@ -59,7 +59,7 @@ def weights_gradient(rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp
         dtype: of the result.
     """
     count, groups, given = rows.shape[0], sizes.shape[0], rows.dtype
-    even, ends, blocks = -(-count // groups), jnp.cumsum(sizes), _blocks(rows)
+    even, ends, blocks = -(-count // groups), jnp.cumsum(sizes), _blocks(count, BLOCKS)
     most = next((size for size in blocks if size <= even), blocks[-1])
     kept = _bits(jnp.zeros((), dtype)).dtype
     rows, d = _bits(rows), _bits(d)
@@ -68,17 +68,20 @@ def weights_gradient(rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp
         begin, end = ends[i] - sizes[i], ends[i]
 
         def product(first, size):
-            start, own = _own(
-                first, size, count, first, end
-            )  # not rows of others, nor of nobody: they may be no numbers
+            # Not rows of others, nor of nobody: they may be no numbers.
+            start, own = _own(first, size, count, first, end)
             parts = (lax.dynamic_slice_in_dim(a, start, size) for a in (rows, d))
             x, y = (jnp.where(own, a, jnp.zeros((), a.dtype)) for a in parts)
             x = copied_turned(x, (1, 0))
             return _product(_floats(x, given), _floats(y, given), (((1,), (0,)), ((), ())))
 
-        block = lambda total, first, size: total + product(first, size)
-        left = jnp.maximum(sizes[i] - most, 0)
-        total = _in_blocks(block, product(begin, most), begin + most, left, max(even - most, 0), blocks)
+        # Of a sum of two arrays and nothing else XLA's CPU compiler makes a loop that takes four times as long.
+        block = lambda total, first, size: jnp.where(first < end, total + product(first, size), total)
+        filled = sizes[i] >= most - _vacant(most)
+        total = lax.cond(filled, lambda: product(begin, most), lambda: _like(jnp.zeros(out.shape[1:]), rows, d, sizes))
+        done = jnp.where(filled, most, 0)
+        left = jnp.maximum(sizes[i] - done, 0)
+        total = _in_blocks(block, total, begin + done, left, max(even - most, 0), blocks)
         return lax.dynamic_update_index_in_dim(out, _bits(total.astype(dtype)), i, 0)
 
     out = _like(lax.empty((groups, rows.shape[1], d.shape[1]), kept), rows, d, sizes)
@@ -115,7 +118,7 @@ def _in_blocks(block: Callable, carry, first: jax.Array, count: jax.Array, even:
     """
     for size in blocks:
         last = size == blocks[-1]
-        turns = (count + (size - 1 if last else size // 4)) // size
+        turns = (count + (size - 1 if last else _vacant(size))) // size
         turn = lambda i, carry, first=first, size=size: block(carry, first + i * size, size)
         # Rows are the same however they are cut: counted as if all went in the smallest blocks.
         with loop_turns(even if last else 0, size):
@@ -124,10 +127,14 @@ def _in_blocks(block: Callable, carry, first: jax.Array, count: jax.Array, even:
     return carry
 
 
-def _blocks(rows: jax.Array) -> tuple[int, ...]:
+def _vacant(size: int) -> int:
+    """Rows that may be missing in a block that is taken as full."""
+    return min(size // 4, VACANT)
+
+
+def _blocks(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Sizes of blocks, from the largest; none is larger than all rows."""
-    sizes = NARROW_BLOCKS if rows.dtype == jnp.bfloat16 else BLOCKS
-    return tuple(size for size in sizes[:-1] if size <= rows.shape[0]) + (min(sizes[-1], rows.shape[0]),)
+    return tuple(size for size in sizes[:-1] if size <= count) + (min(sizes[-1], count),)
 
 
 def _product(x: jax.Array, y: jax.Array, over) -> jax.Array:
