@@ -1,6 +1,7 @@
 """The loss in chunks against the formula: values, gradients, meshes, padding."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +142,16 @@ def test_logits_of_the_whole_batch_never_exist(arrays):
     assert f"f32[4,{VOCAB}]" in text
     assert f"[{BATCH},{POS},{VOCAB}]" not in text and f"[{BATCH * POS},{VOCAB}]" not in text
     assert f"[{BATCH * POS // 4},4,{VOCAB}]" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "turned"), [(32, ["f32[32,8]", "f32[8,6]"]), (12, ["f32[12,6]"])]
+)  # embed 8, four chunks of 6 tokens: 24 * 8 + 32 * 8 < 24 * 32, but 24 * 8 + 12 * 8 = 24 * 12
+def test_what_is_least_is_turned_for_the_gradient_of_the_unembedding(words, turned):
+    x, unembed, targets = jnp.ones((4, 6, 8)), jnp.ones((words, 8)), jnp.zeros((4, 6), jnp.int32)
+    loss = lambda x, u: cross_entropy(x, u, targets, chunk=6, vocab_first=True).total
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, unembed))
+    assert sorted(set(re.findall(r"(f32\[\d+,\d+\]) = transpose", text))) == turned
 
 
 def test_low_precision_sums_in_float32(arrays):

@@ -139,3 +139,12 @@ def to_unembed(d_logits: Factor, x: Factor, settings: Settings) -> jax.Array:
         return jax.lax.dot(copied_turned(left, (1, 0)), right, preferred_element_type=jnp.float32)
     form = "tv,te->ve" if settings.vocab_first else "tv,te->ev"
     return jnp.einsum(form, d_logits, x, preferred_element_type=jnp.float32)
+
+
+def turns_sum(x: Factor, tokens: int, unembed: jax.Array, settings: Settings) -> bool:
+    """Whether the gradient of an unembedding that has the vocabulary first is summed over chunks with it last, and
+    turned at the end: on a CPU, where that is less to copy than the gradient of all logits."""
+    if isinstance(x, Rounded) or not settings.vocab_first or on_accelerator(unembed):
+        return False
+    vocab, embed = unembed.shape
+    return tokens * embed + vocab * embed < tokens * vocab

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trellis.mesh.manual.ops import Axes, vary, varying_axes
-from trellis.named.backend import on_accelerator
+from trellis.named.backend import copied_turned, on_accelerator
 from trellis.nn.loss.formulas import Settings, capped, changes, weighed
 from trellis.nn.loss.products import (
     Factor,
@@ -17,6 +17,7 @@ from trellis.nn.loss.products import (
     to_logits,
     to_unembed,
     to_x,
+    turns_sum,
 )
 
 # On a CPU a chunk has so many tokens, unless something else was measured.
@@ -83,20 +84,24 @@ def _with_gradients(x, head, targets, weights, narrow: NarrowFactors | None, set
         return _with_kept_gradients(x, head, targets, weights, narrow, settings)
     factor, used = _factors(x, head, narrow)
     about = dict(gradient=True, dtype=x.dtype, limit=None if narrow is None else narrow.limit)
+    turned = turns_sum(factor, targets.size, head[0], settings)
+    summed = settings._replace(vocab_first=settings.vocab_first and not turned)
 
     def step(carry, part):
         sums, d_head = carry
         mine, d_x, d_logits, d_bias = _chunk(*part, used, settings, **about)
-        d_more = (to_unembed(d_logits, part[0], settings), *d_bias)
+        d_more = (to_unembed(d_logits, part[0], summed), *d_bias)
         d_head = jax.tree.map(lambda total, more: (total.astype(more.dtype) + more).astype(total.dtype), d_head, d_more)
         return (jax.tree.map(jnp.add, sums, mine), d_head), d_x
 
     types = (settings.total_type, jnp.float32)
-    zeros = [jnp.zeros(h.shape, t) for h, t in zip(head, types, strict=False)]
+    zeros = [jnp.zeros(h.shape[::-1] if turned else h.shape, t) for h, t in zip(head, types, strict=False)]
     start = tuple(vary(zero, varying_axes(x, *head)) for zero in zeros)
     (sums, d_head), d_x = lax.scan(
         step, (_zero_sums(factor, used, targets, weights, settings), start), (factor, targets, weights)
     )
+    if turned:
+        d_head = (copied_turned(d_head[0], (1, 0)), *d_head[1:])
     return sums, (d_x, jax.tree.map(lambda d, h: d.astype(h.dtype), d_head, head))
 
 
