@@ -1,11 +1,13 @@
 """Attention in unrolled chunks of queries that never touch the keys they cannot see.
 
 Each chunk's scores live only while that chunk is computed, forward and backward: the backward pass makes them
-again from the saved log-sum-exp, as FlashAttention does (Dao et al., 2022, arXiv:2205.14135), but at the size
-of a whole chunk times all its keys, because on a CPU a large product is worth more than a small working set.
+again, as FlashAttention does (Dao et al., 2022, arXiv:2205.14135), but at the size of a whole chunk times all its keys,
+because on a CPU a large product is worth more than a small working set. It makes them as the forward pass does, and
+divides the narrow operand by their sums: where memory is at hand the compiler keeps the exponentials instead.
 Under causality half of all blocks are skipped, which no mask over a whole score matrix achieves.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -65,14 +67,23 @@ def chunked_attention(
         chunk: queries per chunk.
         save_name: the name under which the output and the log-sum-exp are known to `jax.checkpoint` policies.
     """
+    if q.dtype == jnp.float32 or math.frexp(scale)[0] == 0.5:  # queries are fewer than scores, and lose no precision
+        q, scale = q * jnp.asarray(scale, q.dtype), 1.0
     settings = _Settings(pattern, scale, logit_softcap, upcast, 0, chunk or chunk_size(q.shape[1]), save_name)
     batch, pos, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     # One product per kv head: heads that share a key lie next to each other as rows of one matrix.
     grouped = q.reshape(batch, pos, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
     keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    out = _attend(grouped, keys, values, segment_ids, settings)
+    # Tied to the queries: masks that XLA took out of a loop over microbatches would differ forward and backward, and
+    # what is made with them would be made twice.
+    positions, grouped = jax.lax.optimization_barrier((_positions(q, k, 1), grouped))
+    out = _attend(grouped, keys, values, (positions, segment_ids), settings)
     return out.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1)
+
+
+def _positions(q, k, axis: int):
+    return jnp.arange(max(q.shape[axis], k.shape[axis]), dtype=jnp.int32)
 
 
 def _spans(pos: int, key_pos: int, settings: _Settings):
@@ -93,8 +104,13 @@ def _turned(x):
     return copied_turned(x, (0, 1, 3, 2))
 
 
-def _scores(q, k, segment_ids, span, settings: _Settings):
-    """Scores of one chunk, hidden ones at `hidden_score`, and the derivative of the cap (or None)."""
+def _scores(q, k, tokens, span, settings: _Settings):
+    """Scores of one chunk, hidden ones at `hidden_score`, and the derivative of the cap (or None).
+
+    Args:
+        tokens: positions from 0, and documents or None.
+    """
+    positions, segment_ids = tokens
     start, stop, first, last = span
     dtype = jnp.float32 if settings.upcast else q.dtype
     scores = jnp.einsum("bkth,bksh->bkts", _rows(q, span), k[:, :, first:last], preferred_element_type=dtype)
@@ -106,8 +122,8 @@ def _scores(q, k, segment_ids, span, settings: _Settings):
         scores, slope = bent * cap, 1 - bent * bent
     ahead, groups = settings.ahead, q.shape[2]
     if settings.pattern.hides(start + ahead, stop + ahead, first, last):
-        queries = jnp.tile(jnp.arange(start + ahead, stop + ahead), groups)
-        seen = settings.pattern.visible(queries, jnp.arange(first, last))
+        queries = jnp.tile(positions[start:stop] + ahead, groups)
+        seen = settings.pattern.visible(queries, positions[first:last])
         if seen is not None:
             scores = jnp.where(seen[None, None], scores, hidden_score(dtype))
     if segment_ids is not None:
@@ -117,10 +133,10 @@ def _scores(q, k, segment_ids, span, settings: _Settings):
     return scores, slope
 
 
-def _forward(q, k, v, segment_ids, settings: _Settings):
+def _forward(q, k, v, tokens, settings: _Settings):
     outs, sums = [], []
     for span in _spans(q.shape[3], k.shape[2], settings):
-        scores, _ = _scores(q, k, segment_ids, span, settings)
+        scores, _ = _scores(q, k, tokens, span, settings)
         largest = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - largest)
         total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -138,38 +154,39 @@ def _plus(whole, part, span):
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(4,))
-def _attend(q, k, v, segment_ids, settings: _Settings):
-    return _forward(q, k, v, segment_ids, settings)[0]
+def _attend(q, k, v, tokens, settings: _Settings):
+    return _forward(q, k, v, tokens, settings)[0]
 
 
 @_attend.defjvp
 def _derivative(settings: _Settings, primals, tangents):
-    q, k, v, segment_ids = primals
-    out, log_sum = _forward(q, k, v, segment_ids, settings)
+    q, k, v, tokens = primals
+    out, log_sum = _forward(q, k, v, tokens, settings)
     if settings.save_name is not None:
         out, log_sum = (checkpoint_name(x, settings.save_name) for x in (out, log_sum))
     change = linear(partial(_attend_change, settings), partial(_attend_bwd, settings))
-    return out, change((q, k, v, segment_ids, out, log_sum), tangents[:3])
+    return out, change((q, k, v, tokens, out, log_sum), tangents[:3])
 
 
 def _attend_change(settings: _Settings, kept, changes):
-    q, k, v, segment_ids, *_ = kept
-    return jax.jvp(lambda q, k, v: _forward(q, k, v, segment_ids, settings)[0], (q, k, v), tuple(changes))[1]
+    q, k, v, tokens, *_ = kept
+    return jax.jvp(lambda q, k, v: _forward(q, k, v, tokens, settings)[0], (q, k, v), tuple(changes))[1]
 
 
 def _attend_bwd(settings: _Settings, residuals, d_out):
-    q, k, v, segment_ids, out, log_sum = residuals
+    q, k, v, tokens, out, log_sum = residuals
     dtype = log_sum.dtype
     d_queries = []
     # Sums over queries: what a CPU multiplies fast has them last on the left, so the narrow operand is turned, and the
     # gradients of keys and values are made turned as well, as batch kv_heads head_dim key_pos.
     d_keys, d_values = (jnp.zeros((*x.shape[:2], x.shape[3], x.shape[2]), dtype) for x in (k, v))
     product = partial(jnp.einsum, preferred_element_type=dtype)
-    for span in _spans(q.shape[3], k.shape[2], settings):
+    for span in reversed([*_spans(q.shape[3], k.shape[2], settings)]):  # all keys first, where the sums are still zero
         seen = (slice(None),) * 2 + (slice(span[2], span[3]),)
-        scores, slope = _scores(q, k, segment_ids, span, settings)
-        weights = jnp.exp(scores - _rows(log_sum, span))
-        d_rows = _rows(d_out, span)
+        scores, slope = _scores(q, k, tokens, span, settings)
+        largest = jnp.max(scores, axis=-1, keepdims=True)
+        weights = jnp.exp(scores - largest)
+        d_rows = (_rows(d_out, span).astype(dtype) * jnp.exp(largest - _rows(log_sum, span))).astype(q.dtype)
         d_values = _plus(d_values, product("bkht,bkts->bkhs", _turned(d_rows), weights.astype(v.dtype)), span)
         d_weights = product("bkth,bksh->bkts", d_rows, v[seen])
         mean = jnp.sum(_rows(out, span).astype(dtype) * d_rows.astype(dtype), axis=-1, keepdims=True)
@@ -181,7 +198,7 @@ def _attend_bwd(settings: _Settings, residuals, d_out):
         d_queries.append(d_q.reshape(*q.shape[:3], span[1] - span[0], -1))
         d_keys = _plus(d_keys, product("bkht,bkts->bkhs", _turned(_rows(q, span)), d_scores), span)
     d_k, d_v = (_turned(d).astype(x.dtype) for d, x in ((d_keys, k), (d_values, v)))
-    return jnp.concatenate(d_queries, axis=3), d_k, d_v
+    return jnp.concatenate(d_queries[::-1], axis=3), d_k, d_v
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +215,7 @@ class ChunkedTiles:
     opaque = False
 
     def forward(self, tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids):
-        out, log_sum = _forward(_grouped(q, k), k, v, ids, self._settings(tile))
+        out, log_sum = _forward(_grouped(q, k), k, v, (_positions(q, k, 2), ids), self._settings(tile))
         return out.reshape(*q.shape[:3], -1), log_sum[..., 0].reshape(q.shape[:3]).astype(jnp.float32)
 
     def known(self, out, d_out):
@@ -208,7 +225,7 @@ class ChunkedTiles:
         settings = self._settings(tile)
         q5, out, d_out = (_grouped(x, k) for x in (q, known, d_out))
         log_sum = log_sum.reshape(q5.shape[:4])[..., None].astype(jnp.float32 if self.upcast else q.dtype)
-        d_q, d_k, d_v = _attend_bwd(settings, (q5, k, v, ids, out, log_sum), d_out)
+        d_q, d_k, d_v = _attend_bwd(settings, (q5, k, v, (_positions(q, k, 2), ids), out, log_sum), d_out)
         return d_q.reshape(q.shape), d_k, d_v
 
     def _settings(self, tile: Tile) -> _Settings:
