@@ -78,6 +78,31 @@ def test_stacked_layers_equal_their_unrolled_twin(layers):
         assert out.names == x.names
 
 
+def test_layers_taken_apart_equal_their_stack(layers):
+    """Cut out of the stack outside of a loop that uses them more than once; their gradients are stacked there."""
+    stack, x, scales = layers[0], numbers(batch=2, embed=4), tr.arange(layers[0].axis, dtype=jnp.float32)
+
+    def loss(layers, x):
+        x, squares = layers.scan(x, each=(scales,), call=lambda layer, x, s: (layer(x, s), (x * x).sum()))
+        return (x * x).sum().array + (squares * scales).sum().array
+
+    def twice(layers, take):
+        used, pull = jax.vjp(take, layers)
+        add = lambda total, x: (jax.tree.map(jnp.add, total, jax.grad(loss)(used, x)), None)
+        return pull(
+            jax.lax.scan(add, jax.tree.map(jnp.zeros_like, used), jax.tree.map(lambda a: jnp.stack([a, a]), x))[0]
+        )
+
+    seen, wanted = twice(stack, lambda s: s.apart()), twice(stack, lambda s: s)
+    np.testing.assert_allclose(*(jax.tree.leaves(found)[0] for found in (seen, wanted)), rtol=1e-5, atol=1e-5)
+    inside = jax.make_jaxpr(lambda s: twice(s, lambda s: s.apart()))(stack).jaxpr
+    (body,) = [equation.params["jaxpr"] for equation in inside.eqns if equation.primitive.name == "scan"]
+    assert inside.invars[0].aval.shape == (3, 4, 4)
+    assert "f32[3,4,4]" not in str(body)
+    assert layers[1].apart() is layers[1]
+    np.testing.assert_array_equal(stack.apart().layer(1).w.array, stack.layer(1).w.array)
+
+
 def test_stacked_layers_are_traced_once():
     calls = []
 

@@ -40,11 +40,12 @@ def scan(
     return loop(fn, axis, reverse, unroll, policy, once=jax.jit)
 
 
-def loop(fn: Callable, axis: Name, reverse: bool, unroll: int, policy, *, once: Callable) -> Callable:
+def loop(fn: Callable, axis: Name, reverse: bool, unroll: int, policy, *, once: Callable, own: tuple = ()) -> Callable:
     """`scan`.
 
     Args:
         once: what is done to the body where the loop is written out: `jax.jit`, so that it is traced once, or nothing.
+        own: a tree for each position, which `fn` gets after the carry; the loop is written out.
     """
     name = name_of(axis, "scan")
 
@@ -58,10 +59,10 @@ def loop(fn: Callable, axis: Name, reverse: bool, unroll: int, policy, *, once: 
         moving = [x.x if is_mapped(x) else None for x in leaves]
         still = [None if is_mapped(x) else x for x in leaves]
 
-        def body(carry, moving):
+        def body(carry, moving, *mine):
             slots = [s if m is None else m for m, s in zip(moving, still, strict=True)]
             carry = _pinned(carry)
-            new, y = fn(carry, *inside(jax.tree.unflatten(structure, slots)))
+            new, y = fn(carry, *mine, *inside(jax.tree.unflatten(structure, slots)))
             _check_carry(carry, new, name, body)
             for each in named_leaves(y):
                 refuse_pending(each, "stacking the results of a loop")
@@ -69,8 +70,8 @@ def loop(fn: Callable, axis: Name, reverse: bool, unroll: int, policy, *, once: 
 
         def run(carry):
             one = checkpoint(body, policy)
-            if 0 < length <= unroll:
-                return _written_out(once(one), carry, moving, length, reverse)
+            if own or 0 < length <= unroll:
+                return _written_out(once(one), carry, moving, length, reverse, own)
             if unroll > 1:
                 return _in_groups(once(one), carry, moving, length, unroll, reverse)
             return jax.lax.scan(one, carry, moving, length=length, reverse=reverse)
@@ -107,14 +108,14 @@ class _Elsewhere(TypeMismatch):
         return x.with_array(moved) if is_named(x) else moved
 
 
-def _written_out(one, carry, moving, length: int, reverse: bool):
+def _written_out(one, carry, moving, length: int, reverse: bool, own: tuple = ()):
     """What `jax.lax.scan` computes, without a loop: what the body keeps for the backward pass is kept as it is, where
     an unrolled `lax.scan` stacks it and takes it apart again."""
     leaves, structure = jax.tree.flatten(moving)
     parts = [positions(x, 0) for x in leaves]
     ys = {}
     for i in reversed(range(length)) if reverse else range(length):
-        carry, ys[i] = one(carry, jax.tree.unflatten(structure, [part[i] for part in parts]))
+        carry, ys[i] = one(carry, jax.tree.unflatten(structure, [part[i] for part in parts]), *own[i : i + 1])
     return carry, jax.tree.map(lambda *y: jnp.stack(y), *(ys[i] for i in range(length)))
 
 

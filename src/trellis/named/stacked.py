@@ -7,10 +7,10 @@ import equinox as eqx
 import jax
 
 from trellis.mesh.layout import current_layout
-from trellis.named.array import is_named
+from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import Axis, NamesError
 from trellis.named.backend import written_out
-from trellis.named.index import index
+from trellis.named.index import index, positions
 from trellis.named.pipeline import cut
 from trellis.named.pipeline.by_vmap import fold_pipeline, made_alike, pipeline_axis
 from trellis.named.pipeline.parts import Parts
@@ -18,6 +18,7 @@ from trellis.named.random import split
 from trellis.named.saving import Keep
 from trellis.named.scan import loop, scan
 from trellis.named.vmap import vmap
+from trellis.notation.state import state_of
 
 
 class Stacked(eqx.Module):
@@ -27,14 +28,14 @@ class Stacked(eqx.Module):
     block is traced and compiled once; `unrolled=True` runs them one by one.
 
     Attributes:
-        block: the block, with stacked parameters.
+        block: the block, with stacked parameters; a tuple of blocks where they are taken apart.
         axis: the layers' axis.
         unrolled: one after the other instead of a scan.
         unroll: how many layers one iteration of the scan holds. None: all of them on a CPU, where a loop costs the
             copying of every saved value into and out of a stack, if there are at most 16; else one.
     """
 
-    block: eqx.Module
+    block: eqx.Module | tuple[eqx.Module, ...]
     axis: Axis = eqx.field(static=True)
     unrolled: bool = eqx.field(static=True, default=False)
     unroll: int | None = eqx.field(static=True, default=None)
@@ -52,7 +53,33 @@ class Stacked(eqx.Module):
 
     def layer(self, i: int):
         """The block at one position."""
+        if isinstance(self.block, tuple):
+            return self.block[i]
         return jax.tree.map(lambda p: index(p, {self.axis.name: i}) if is_named(p) else p, self.block, is_leaf=is_named)
+
+    def apart(self) -> "Stacked":
+        """The same layers, each with parameters of its own, where a CPU writes them out; elsewhere these.
+
+        Of parameters that several microbatches use, XLA's CPU compiler cuts each layer's out of the stack for every
+        one of them, and stacks the gradients of all layers for every one.
+        """
+        leaves, structure = jax.tree.flatten(self.block, is_leaf=is_named)
+        stacked = [is_named(p) and self.axis.name in p.names for p in leaves]
+        if (
+            isinstance(self.block, tuple)
+            or self.unrolled
+            or self.unroll
+            or not written_out(self.axis.size, leaves)
+            or any(p.names[0] != self.axis.name or state_of(p.array).axes[0] for p, s in zip(leaves, stacked) if s)
+        ):
+            return self
+        taken = [
+            [NamedArray(part, p.names[1:], p.slices[1:]) for part in positions(p.array, 0)]
+            if s
+            else [p] * self.axis.size
+            for p, s in zip(leaves, stacked, strict=True)
+        ]
+        return dataclasses.replace(self, block=tuple(map(structure.unflatten, zip(*taken, strict=True))))
 
     def fold(self, x, *args, each=(), call: Callable | None = None, policy: Keep | None = None):
         """Carries `x` through the layers.
@@ -89,6 +116,8 @@ class Stacked(eqx.Module):
 
     def _run(self, body, x, args, each, policy):
         one = lambda carry, block, each: body(block, carry, *each, *args)
+        if isinstance(self.block, tuple):
+            return loop(one, self.axis, False, 1, policy, once=jax.jit, own=self.block)(x, tuple(each))
         if self.unrolled:
             run = loop(one, self.axis, False, self.axis.size, policy, once=lambda layer: layer)
         else:
@@ -98,6 +127,12 @@ class Stacked(eqx.Module):
 
     def __call__(self, x, *args, **kwargs):
         return self.fold(x, *args, **kwargs)
+
+
+def taken_apart(params):
+    """A tree of parameters with its stacks taken apart (`Stacked.apart`)."""
+    is_stack = lambda p: isinstance(p, Stacked)
+    return jax.tree.map(lambda p: p.apart() if is_stack(p) else p, params, is_leaf=is_stack)
 
 
 def _call(call):

@@ -20,6 +20,7 @@ from trellis.models import LanguageModel, Measured
 from trellis.named import Keep, NamedArray, Narrow, is_named
 from trellis.named.backend import loop_over
 from trellis.named.reshape import split_axis, transpose
+from trellis.named.stacked import taken_apart
 from trellis.named.tuned import Tuned, tuned_for
 from trellis.nn import Precision, TokenLoss, next_token_loss, tied
 from trellis.nn.positions import dealt
@@ -203,10 +204,10 @@ def loss_gradients_and_met(model: LanguageModel, largest: Scales, batch: Batch, 
         whole = jax.value_and_grad(lambda p, m: mean_loss(to_use(p), m, batch, key), (0, 1), has_aux=True)
         (_, found), gradients = whole(model, largest)
         return *found, *gradients
-    if options.accumulation == "pending":
-        use, pull = jax.vjp(lambda params: _copied(to_use(params)), model)
-    else:
-        use, pull = jax.vjp(to_use, model)
+    gathered = _copied if options.accumulation == "pending" else lambda params: params
+    # Scales of narrow products are found by the paths of their weights, which a stack that is taken apart has not.
+    by_layer = (lambda params: params) if options.precision.products else taken_apart
+    use, pull = jax.vjp(lambda params: by_layer(gathered(to_use(params))), model)
     parts = _parts(batch, options.microbatches)
     ahead = _look_ahead(use, parts) if model.looks_ahead else None
     loss = jax.value_and_grad(mean_loss, (0, 1), has_aux=True)
