@@ -73,7 +73,7 @@ UNARY = {
 def test_slices_are_followed_through(kind):
     """What leaves as it lies is right, and what is annotated otherwise is refused."""
     a, fn = numbers(8, 4), UNARY[kind]
-    fits = program(lambda a: fn(RESHARDED(a)), "a/x b", "a/x/y b")(a)
+    fits = jax.jit(program(lambda a: fn(RESHARDED(a)), "a/x b", "a/x/y b"))(a)
     assert fits.shape == (8, 4)
     for wrong, held in (("a/y/x b", "a/x/y b"), ("c/x d/y", "c/x/y d"), ("c/y d/x", "c/x/y d")):
         with pytest.raises(TypeMismatch) as caught:

@@ -96,7 +96,7 @@ def test_every_parameter_has_a_gradient(config):
         if jax.tree_util.keystr(path).endswith(".mlp.bias.array"):
             continue  # picks experts, and nothing else
         layers = gradient if "layers" in jax.tree_util.keystr(path) else gradient[None]
-        assert (jnp.abs(layers).reshape(len(layers), -1).max(1) > 0).all(), jax.tree_util.keystr(path)
+        assert np.asarray(layers).reshape(len(layers), -1).any(1).all(), jax.tree_util.keystr(path)
 
 
 @pytest.mark.slow(but=1)

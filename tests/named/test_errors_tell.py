@@ -81,9 +81,10 @@ def test_gradients_on_sliced_names(name, compute):
     }
     f = lambda x: functions[name](x).sum().array
     plain = tr.named(jnp.asarray(np.random.default_rng(0).random((4, 4), np.float32)), "h w")
-    expected = jax.grad(f)(plain)
+    gradient = jax.grad(f) if compute == {"w": "m"} else jax.jit(jax.grad(f))
+    expected = jax.jit(jax.grad(f))(plain)
     with tr.Layout(tr.make_mesh(d=4, m=2), compute=compute):
-        np.testing.assert_allclose(jax.grad(f)(tr.shard(plain, "compute")), expected, rtol=1e-4)
+        np.testing.assert_allclose(gradient(tr.shard(plain, "compute")), expected, rtol=1e-4)
 
 
 def test_pending_scalars_say_what_to_write():

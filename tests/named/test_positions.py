@@ -79,7 +79,7 @@ def test_positions_outside(layout):
     expected = np.stack([0 * plain[0], plain[1], 0 * plain[0], plain[-1]])
     for look in (lambda x, ids: tr.take(x, "w", ids), lambda x, ids: x["w", ids]):
         np.testing.assert_array_equal(jax.jit(look)(x, ids), expected)
-        gradient = jax.grad(lambda x, look=look: look(x, ids).sum().array)(x)
+        gradient = jax.jit(jax.grad(lambda x, look=look: look(x, ids).sum().array))(x)
         np.testing.assert_array_equal(gradient, np.isin(np.arange(8), (1, 7))[:, None] * np.ones((8, 4)))
     added = plain.copy()
     added[[1, 7]] += 1
@@ -160,7 +160,7 @@ def test_manual_lookups_along_names_that_both_have(sizes):
             wanted += logits[k, p, at, b] * weights[k, p, x, b]
             gradient[k, p, at, b] += weights[k, p, x, b]
     with tr.Layout(tr.make_mesh(**sizes)):
-        got, got_gradient = both(logits, targets, weights)
+        got, got_gradient = jax.jit(both)(logits, targets, weights)
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
     np.testing.assert_allclose(got_gradient, gradient, rtol=1e-6)
 

@@ -47,7 +47,7 @@ def test_a_loss_per_example(layout, kind):
             np.testing.assert_allclose(use(losses)(x, w), each, rtol=1e-5)
             gradient = use(jax.grad(mean))(w, x)
             np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
-        per_example = tr.vmap(lambda x, w: jax.grad(lambda w: _loss(x, w).array)(w), "b")(x, w)
+        per_example = jax.jit(tr.vmap(lambda x, w: jax.grad(lambda w: _loss(x, w).array)(w), "b"))(x, w)
         assert per_example.shape == {"b": 8, "e": 16, "o": 8}
         np.testing.assert_allclose(per_example.sum("b"), expected, rtol=1e-4, atol=1e-5)
 

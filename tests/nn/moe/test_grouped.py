@@ -34,8 +34,10 @@ GRADIENTS = {
 def drawn(sizes, count=ROWS):
     """Rows, gradients and weights; no numbers past the last group, which nobody may read."""
     shapes = (count, INNER), (count, COLUMNS), (len(sizes), INNER, COLUMNS)
-    rows, d, weights = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
-    return rows.at[sum(sizes) :].set(jnp.nan), d.at[sum(sizes) :].set(jnp.nan), weights
+    random = np.random.default_rng(0)
+    rows, d, weights = (random.standard_normal(shape, np.float32) for shape in shapes)
+    rows[sum(sizes) :] = d[sum(sizes) :] = np.nan
+    return rows, d, weights
 
 
 def parts(sizes):
@@ -59,7 +61,8 @@ def test_a_sum_in_parts(monkeypatch):
     monkeypatch.setattr(mosaic, "SUMMED", 128)
     monkeypatch.setattr(mosaic, "ACROSS", 128)
     sizes = (5, 0, 130, 9)
-    d, weights = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate(((160, 384), (4, 200, 384))))
+    random = np.random.default_rng(0)
+    d, weights = (random.standard_normal(shape, np.float32) for shape in ((160, 384), (4, 200, 384)))
     made = mosaic.multiply(d, weights, jnp.array(sizes), swapped=True, interpret=True)
     for group, mine in parts(sizes):
         np.testing.assert_allclose(made[mine], d[mine] @ weights[group].T, rtol=1e-4, atol=1e-4)
@@ -106,11 +109,17 @@ def test_blocks_multiply_the_rows_and_few_besides(monkeypatch):
 @pytest.mark.slow
 def test_tiles_hold_the_rows_and_no_more_than_completes_them():
     for sizes in LOADS:
-        found = tiles.tiles_of(jnp.array(sizes), 16)
-        group, first = (f(jnp.arange(found.count)) for f in (found.group, found.first))
-        seen = [(g, r) for g, f in zip(group.tolist(), first.tolist()) for r in range(f, min(f + 16, found.ends[g]))]
+        count = int(jax.jit(lambda sizes: tiles.tiles_of(sizes, 16).count)(jnp.array(sizes)))
+
+        @jax.jit
+        def placed(sizes, count=count):
+            found = tiles.tiles_of(sizes, 16)
+            return found.group(jnp.arange(count)), found.first(jnp.arange(count)), found.ends
+
+        group, first, ends = (x.tolist() for x in placed(jnp.array(sizes)))
+        seen = [(g, r) for g, f in zip(group, first, strict=True) for r in range(f, min(f + 16, ends[g]))]
         assert seen == [(g, r) for g, mine in parts(sizes) for r in mine]
-        assert found.count * 16 <= sum(sizes) + 16 * len(sizes)
+        assert count * 16 <= sum(sizes) + 16 * len(sizes)
 
 
 def compiled(name, rows=4096, inner=256, columns=512, groups=4):
