@@ -18,6 +18,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).pa
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+gc.disable()  # until all is imported and collected: it stays, and looking through it for garbage takes seconds
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,8 +134,8 @@ def pytest_configure(config):
 
 def pytest_collection_finish(session):
     """What was imported and collected stays; a trace makes many objects, most of which live as long as it does."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(20_000, 20, 20)
 
 

@@ -176,9 +176,8 @@ def read_only(case: Case) -> str:
     if not wrapper:
         return "not tried: no mounts allowed here"
     script = f'mount --bind "{case.run}" "{case.run}" && mount -o remount,bind,ro "{case.run}" && exec "$@"'
-    code = "import sys; from trellis.commands.line import main; sys.exit(main(sys.argv[1:]))"
     words = ["train", str(case.run_file), "--run-dir", str(case.run), "--devices", "2"]
-    command = [*wrapper, "sh", "-c", script, "sh", sys.executable, "-c", code, *words]
+    command = [*wrapper, "sh", "-c", script, "sh", sys.executable, "-m", "trellis_start", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     parts = ("trellis: A run's folder can be made and written.", "Read-only file system", "Traceback")
     if done.returncode != WRONG or [part in done.stderr for part in parts] != [True, True, False]:

@@ -48,8 +48,7 @@ def trellis(capsys, *arguments) -> tuple[int, str, str]:
 
 def started(*arguments) -> subprocess.Popen:
     """A command as a process of its own."""
-    program = "import sys; from trellis.commands.line import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, *map(str, arguments)]
+    command = [sys.executable, "-m", "trellis_start", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
