@@ -18,8 +18,6 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).pa
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-gc.disable()  # until all is imported and collected: it stays, and looking through it for garbage takes seconds
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +25,7 @@ import pytest
 from jax._src.interpreters import mlir
 
 os.environ.setdefault("TRELLIS_CHECK", "1")  # annotations hold in every test
+gc.disable()  # until tests are collected: what is imported stays, and looking through it for garbage takes seconds
 jax.config.update("jax_platforms", "cpu")  # also where a GPU, or libtpu for compiling ahead of time, is installed
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -66,6 +65,14 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 
 def pytest_addoption(parser):
     parser.addoption("--regenerate", action="store_true", help="write golden files anew instead of comparing with them")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """One process more than this one may use cores: some tests wait for other processes, or for time to pass."""
+    from trellis.cores import usable_cores
+
+    return usable_cores() + 1
 
 
 @pytest.hookimpl(tryfirst=True)
