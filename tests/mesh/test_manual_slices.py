@@ -77,7 +77,7 @@ def test_slices_are_followed_through(kind):
     assert fits.shape == (8, 4)
     for wrong, held in (("a/y/x b", "a/x/y b"), ("c/x d/y", "c/x/y d"), ("c/y d/x", "c/x/y d")):
         with pytest.raises(TypeMismatch) as caught:
-            program(lambda a: fn(RESHARDED(a)), "a/x b", wrong)(a)
+            jax.jit(program(lambda a: fn(RESHARDED(a)), "a/x b", wrong))(a)
         assert told(caught) == (
             f"a result is what its annotation says, got a slice '{held}' for f32[{wrong}], in result of `program`: "
             "reshard it, or correct the annotation"
