@@ -1,5 +1,6 @@
 """Starting again with huge pages: once, and only where it helps."""
 
+import gc
 import json
 import os
 import subprocess
@@ -44,3 +45,9 @@ def test_a_process_starts_again_once_with_its_own_arguments():
 def test_what_the_user_chose_stays():
     chosen = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
     assert huge_page_environment(chosen, "always [madvise] never") is None
+
+
+def test_garbage_is_looked_for_where_a_command_runs(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["trellis", "recipes"])
+    monkeypatch.setattr("trellis.commands.line.main", lambda: int(gc.isenabled()))
+    assert trellis_start.main() == 1
