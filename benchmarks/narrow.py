@@ -63,8 +63,7 @@ TARGETS = ("8xA100", "8xH100", "8xB200", "v5e:4x4", "v5p:2x2x2", "v6e:4x4")
 
 
 def trellis(*words: str) -> str:
-    program = "import sys; from trellis.commands.line import main; sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "trellis_start", *words], capture_output=True, text=True)
     if done.returncode not in (0, 3):
         sys.exit(done.stderr)
     return done.stdout

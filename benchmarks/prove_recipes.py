@@ -27,9 +27,8 @@ _ROW = "{:<26} {:<10} {:<10} {:<30} {:<18} {:<14} {}"
 
 def row(case: cases.Case) -> str:
     """A line of the table."""
-    program = "import sys; from trellis.commands.line import main; sys.exit(main(sys.argv[1:]))"
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", program, *case.arguments(Path(folder)), "--no-reason", "--json"]
+        command = [sys.executable, "-m", "trellis_start", *case.arguments(Path(folder)), "--no-reason", "--json"]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode not in (0, 3):
         seen = [line for line in done.stderr.splitlines() if "seen:" in line] or done.stderr.splitlines()[-1:]

@@ -1,8 +1,6 @@
 """Names cost nothing at run time: compiled named code equals compiled plain JAX."""
 
 import collections
-import importlib.util
-import pathlib
 import re
 
 import jax
@@ -10,16 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 import trellis as tr
-
-BENCHMARK = pathlib.Path(__file__).parents[2] / "benchmarks" / "trace_overhead.py"
+from tests.benchmarks.script import load
 
 
 @pytest.fixture(scope="module")
 def module():
-    spec = importlib.util.spec_from_file_location("trace_overhead", BENCHMARK)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("trace_overhead")
 
 
 @pytest.fixture(scope="module")

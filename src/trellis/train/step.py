@@ -204,10 +204,15 @@ def loss_gradients_and_met(model: LanguageModel, largest: Scales, batch: Batch, 
         whole = jax.value_and_grad(lambda p, m: mean_loss(to_use(p), m, batch, key), (0, 1), has_aux=True)
         (_, found), gradients = whole(model, largest)
         return *found, *gradients
-    gathered = _copied if options.accumulation == "pending" else lambda params: params
-    # Scales of narrow products are found by the paths of their weights, which a stack that is taken apart has not.
-    by_layer = (lambda params: params) if options.precision.products else taken_apart
-    use, pull = jax.vjp(lambda params: by_layer(gathered(to_use(params))), model)
+
+    def as_used(params):
+        params = to_use(params)
+        if options.accumulation == "pending":
+            params = _copied(params)
+        # Scales of narrow products are found by the paths of their weights, which a stack that is taken apart has not.
+        return params if options.precision.products else taken_apart(params)
+
+    use, pull = jax.vjp(as_used, model)
     parts = _parts(batch, options.microbatches)
     ahead = _look_ahead(use, parts) if model.looks_ahead else None
     loss = jax.value_and_grad(mean_loss, (0, 1), has_aux=True)
