@@ -3,9 +3,10 @@
     python benchmarks/moe.py cpu
     python benchmarks/moe.py v5e:2x4 v5p:2x2x2 v6e:2x4
 
-On a CPU: forward and backward of one mixture of 8 experts, 2 a token, in float32, all alternating in one process, over
-the time of the bound: one SwiGLU block of the same width over as many rows as there are choices, which are the FLOPs
-that a mixture cannot do without.
+On a CPU: forward and backward of a mixture in float32, all alternating in one process on one core, in huge pages as
+`trellis train`, over the bound: one SwiGLU block of the same width over as many rows as there are choices, which are
+the FLOPs that a mixture cannot do without. The least processor time of each counts. 8 experts of 512 rows each, 128 of
+as many, and 128 of 128, whose matrices are as large as their rows.
 
 On TPUs: the same of a layer of Mixtral 8x7B in bfloat16, 8 experts on 8 chips, 2,048 tokens each, compiled ahead of
 time (needs libtpu, no TPU). `other` is the compiler's own estimate of everything but collectives and its grouped
@@ -19,42 +20,48 @@ import argparse
 import contextlib
 import functools
 import os
-import platform
 import re
-import statistics
 import time
 
 import jax
 import jax.numpy as jnp
+from train_speed import processor
 
 import trellis as tr
+import trellis_start
 from trellis.inspect import parse_program
 from trellis.nn.moe import choose, mix, score
 from trellis.plan import chips
 
 EXPERTS, CHOICES = 8, 2
+# On a CPU: experts, choices, sequences of 256 tokens; ways on one device, and on two.
+MIXTURES = {
+    (8, 2, 8): (("dense", "grouped"), ("grouped", "gather", "slots", "dense")),
+    (128, 8, 32): (("grouped",), ()),
+    (128, 8, 8): (("grouped",), ()),
+}
 WAYS = ("dense", "grouped", "gather", "ragged", "slots")
 LAYOUT = ({"experts": "expert"}, {"experts": "expert", "batch": "expert"})
 NAMES = ("batch pos embed", "embed routes", "experts embed mlp", "experts embed mlp", "experts mlp embed")
 
 
-def shapes(batch: int, pos: int, embed: int, mlp: int) -> list[tuple[int, ...]]:
-    into = (EXPERTS, embed, mlp)
-    return [(batch, pos, embed), (embed, EXPERTS), into, into, (EXPERTS, mlp, embed)]
+def shapes(experts: int, batch: int, pos: int, embed: int, mlp: int) -> list[tuple[int, ...]]:
+    into = (experts, embed, mlp)
+    return [(batch, pos, embed), (embed, experts), into, into, (experts, mlp, embed)]
 
 
-def loss(way: str, x, router, *experts):
-    out = mix(x, choose(score(x, router), CHOICES), *experts, way=way)
+def loss(way: str, choices: int, x, router, *experts):
+    out = mix(x, choose(score(x, router), choices), *experts, way=way)
     return (out * out).sum().array.astype(jnp.float32)
 
 
-def step(way: str):
-    return jax.value_and_grad(functools.partial(loss, way), argnums=tuple(range(5)))
+def step(way: str, choices: int = CHOICES):
+    return jax.value_and_grad(functools.partial(loss, way, choices), argnums=tuple(range(5)))
 
 
-def bound(x, router, gate, up, down):
+def bound(choices: int, x, router, gate, up, down):
     """One expert for as many rows as there are choices."""
-    rows = jnp.concatenate([x.array.reshape(-1, x.shape["embed"])] * CHOICES)
+    rows = jnp.concatenate([x.array.reshape(-1, x.shape["embed"])] * choices)
     weights = (gate.array[0], up.array[0], down.array[0])
 
     def summed(rows, gate, up, down):
@@ -64,44 +71,33 @@ def bound(x, router, gate, up, down):
     return jax.value_and_grad(summed, argnums=(0, 1, 2, 3))(rows, *weights)
 
 
-def on_cpu(rounds: int) -> None:
-    sizes = dict(batch=8, pos=256, embed=256, mlp=512)
-    keys = jax.random.split(jax.random.key(0), 5)
-    arrays = [tr.named(jax.random.normal(k, s) / 16, n) for k, s, n in zip(keys, shapes(**sizes), NAMES, strict=True)]
-    runs = {"bound": (None, jax.jit(bound), arrays)}
-    for way in ("dense", "grouped"):
-        runs[f"{way}, one device"] = (None, jax.jit(step(way)), arrays)
-    mesh = tr.make_mesh(jax.devices(), expert=2)
-    for title, way in (
-        ("grouped, gathered weights", "grouped"),
-        ("gather", "gather"),
-        ("slots", "slots"),
-        ("dense", "dense"),
-    ):
-        layout = tr.Layout(mesh, *LAYOUT)
+def on_cpu(rounds: int, experts: int, choices: int, batch: int) -> None:
+    sizes = dict(batch=batch, pos=256, embed=256, mlp=512)
+    keys, here = jax.random.split(jax.random.key(0), 5), shapes(experts, **sizes)
+    x, *weights = [tr.named(jax.random.normal(k, s) / 16, n) for k, s, n in zip(keys, here, NAMES, strict=True)]
+    alone, together = MIXTURES[experts, choices, batch]
+    runs = {"bound": (None, jax.jit(functools.partial(bound, choices)), [x, *weights])}
+    for way in alone:
+        runs[f"{way}, one device"] = (None, jax.jit(step(way, choices)), [x, *weights])
+    layout = tr.Layout(tr.make_mesh(jax.devices(), expert=2), *LAYOUT)
+    for way in together:
+        title = "grouped, gathered weights" if way == "grouped" else way
         with layout:
-            x, *weights = arrays
-            runs[f"{title}, 2 devices"] = (
-                layout,
-                jax.jit(step(way)),
-                [tr.shard(x, "compute"), *tr.shard(weights, "params")],
-            )
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds + 1):
+            given = [tr.shard(x, "compute"), *tr.shard(weights, "params")]
+            runs[f"{title}, 2 devices"] = layout, jax.jit(step(way, choices)), given
+    least = dict.fromkeys(runs, float("inf"))
+    for _ in range(rounds + 1):  # the first compiles
         for name, (layout, fn, given) in runs.items():
             with layout or contextlib.nullcontext():
-                begun = time.perf_counter()
+                begun = time.process_time()
                 jax.block_until_ready(fn(*given))
-            if turn:
-                times[name].append(time.perf_counter() - begun)
+                least[name] = min(least[name], time.process_time() - begun)
     shown = " ".join(f"{k} {v}" for k, v in sizes.items())
-    print(f"CPU, {os.cpu_count()} cores, {platform.machine()}, JAX {jax.__version__}: {shown}, {EXPERTS} experts,")
-    print(f"{CHOICES} a token, float32, forward and backward; medians of {rounds}, alternating\n")
-    least = statistics.median(times["bound"])
-    for name, seconds in times.items():
-        ratios = statistics.median(a / b for a, b in zip(seconds, times["bound"], strict=True))
-        print(f"{name:28}  {1e3 * statistics.median(seconds):8.1f} ms  {ratios:5.2f} of the bound")
-    print(f"\nThe dense way does {EXPERTS // CHOICES} times the bound's products ({1e3 * least:.1f} ms).\n")
+    print(f"{processor()}, one core, JAX {jax.__version__}: {shown}, {experts} experts, {choices} a token,")
+    print(f"float32, forward and backward; least processor time of {rounds}, alternating\n")
+    for name, seconds in least.items():
+        print(f"{name:36} {1e3 * seconds:8.1f} ms  {seconds / least['bound']:5.2f} of the bound")
+    print(flush=True)
 
 
 def on_tpu(chosen: str, ways: list[str]) -> None:
@@ -119,7 +115,7 @@ def on_tpu(chosen: str, ways: list[str]) -> None:
         with tr.Layout(mesh, *LAYOUT) as layout:
             given = [
                 tr.named(jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=layout.sharding(n.split())), n)
-                for s, n in zip(shapes(**sizes), NAMES, strict=True)
+                for s, n in zip(shapes(EXPERTS, **sizes), NAMES, strict=True)
             ]
             rows = tr.ledger(step(way), *given)
             wire = sum(row.wire * row.times for row in rows if "turn of a while" not in row.note)
@@ -166,7 +162,14 @@ if __name__ == "__main__":
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help="on TPUs")
     parser.add_argument("--rounds", type=int, default=20, help="measurements on the CPU")
     arguments = parser.parse_args()
+    if "cpu" in arguments.where:
+        trellis_start.use_huge_pages()
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     for place in arguments.where:
-        on_cpu(arguments.rounds) if place == "cpu" else on_tpu(place, arguments.ways)
+        if place != "cpu":
+            on_tpu(place, arguments.ways)
+            continue
+        for mixture in MIXTURES:
+            on_cpu(arguments.rounds, *mixture)

@@ -5,6 +5,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 
 def cache_folder(name: str) -> Path:
@@ -24,6 +25,27 @@ def write_whole(path: Path, text: str) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def load_yaml(text: str) -> Any:
+    """Plain data from YAML, by libyaml where PyYAML has it: eight times as fast.
+
+    Raises:
+        yaml.YAMLError: it is no YAML. The words are of PyYAML's own parser, which show the line.
+    """
+    import yaml
+
+    fast = getattr(yaml, "CSafeLoader", None)
+    if fast is None or text.count("[") + text.count("{") > _NESTED:  # libyaml's is recursive, and has no end to it
+        return yaml.safe_load(text)
+    try:
+        return yaml.load(text, Loader=fast)
+    except yaml.YAMLError:
+        return yaml.safe_load(text)
+
+
+# Lists and mappings in one text from which on it is read by the slower parser.
+_NESTED = 10_000
 
 
 def write_json(path: Path, value: object) -> None:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from trellis.errors import UserError, did_you_mean
+from trellis.files import load_yaml
 from trellis.mesh.topology import TopologyError, parse_slice
 
 # Memory bandwidth that streaming code reaches, of the published rate.
@@ -213,10 +214,7 @@ def chip_from(name: str, entry: Mapping, where: str = "chips.yaml") -> Chip:
 
 @functools.cache
 def _builtin() -> dict[str, dict]:
-    import yaml
-
-    text = importlib.resources.files("trellis.hardware").joinpath("chips.yaml").read_text()
-    return yaml.safe_load(text)
+    return load_yaml(importlib.resources.files("trellis.hardware").joinpath("chips.yaml").read_text())
 
 
 def published_peak(device_kind: str) -> float | None:

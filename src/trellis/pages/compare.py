@@ -11,6 +11,7 @@ from trellis.figures.html import join, section, table, tag
 from trellis.figures.numbers import count, duration
 from trellis.figures.terminal import sparkline
 from trellis.figures.text import aligned
+from trellis.files import load_yaml
 from trellis.pages.charts import Chart, Series, draw
 from trellis.pages.read import RunFolder
 from trellis.pages.style import CSS
@@ -66,9 +67,7 @@ def differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
 
     A run's name is left out.
     """
-    import yaml
-
-    flat = [dict(_flat(yaml.safe_load(run.run) or {})) for run in runs]
+    flat = [dict(_flat(load_yaml(run.run) or {})) for run in runs]
     names = list(dict.fromkeys(name for fields in flat for name in fields))
     rows = [(name, [fields.get(name, "-") for fields in flat]) for name in names if name != "name"]
     return [(name, values) for name, values in rows if len(set(values)) > 1]

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from trellis.errors import UserError, did_you_mean
+from trellis.files import load_yaml
 from trellis.models import FAMILIES
 from trellis.run.config import Run
 from trellis.run.layouts import AXES
@@ -134,7 +135,7 @@ def read_yaml(path: Path) -> dict:
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text())
+        found = load_yaml(path.read_text())
     except OSError as error:
         fix = "give the path of a YAML file, or the name of a recipe: `trellis recipes`"
         raise UserError("A run's file can be read.", seen=error.strerror, where=str(path), fix=fix) from None

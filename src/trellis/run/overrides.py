@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from trellis.errors import UserError, did_you_mean
+from trellis.files import load_yaml
 from trellis.run.other_names import ours
 from trellis.run.schema import REQUIRED, Field, build, fields_of, members, plain, show, tag_field, variant_in, variants
 
@@ -160,7 +161,7 @@ def read(kind: Any, text: str) -> Any:
         import yaml
 
         try:
-            return yaml.safe_load(text)
+            return load_yaml(text)
         except yaml.YAMLError:
             return text
     if text in variants(kind):

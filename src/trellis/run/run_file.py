@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from trellis.errors import UserError
-from trellis.files import write_whole
+from trellis.files import load_yaml, write_whole
 from trellis.run.config import Run
 from trellis.run.schema import build, plain
 
@@ -13,7 +13,7 @@ def to_yaml(value: Any) -> str:
     """A configuration as YAML, every field written out. Lists of scalars stay on one line."""
     import yaml
 
-    class Dumper(yaml.SafeDumper):
+    class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
@@ -39,7 +39,7 @@ def read_run(path: Path) -> Run:
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text())
+        found = load_yaml(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(
             "A run's file is YAML.",

@@ -66,6 +66,7 @@ def members(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
+@functools.cache
 def tag_of(cls: Any) -> tuple[str, str] | None:
     """The field that tells a variant of a union, and its one value."""
     if dataclasses.is_dataclass(cls) and isinstance(cls, type):
@@ -80,7 +81,8 @@ def tag_field(tagged: Mapping[str, type]) -> str:
     return next(tag[0] for cls in tagged.values() if (tag := tag_of(cls)))
 
 
-def variants(kind: Any) -> dict[str, type]:
+@functools.cache
+def variants(kind: Any) -> Mapping[str, type]:
     """The tagged dataclasses in a type, by the value of their tag."""
     tagged = [(tag_of(member), member) for member in members(kind)]
     return {tag[1]: member for tag, member in tagged if tag}
