@@ -36,16 +36,19 @@ def load_yaml(text: str) -> Any:
     import yaml
 
     fast = getattr(yaml, "CSafeLoader", None)
-    if fast is None or text.count("[") + text.count("{") > _NESTED:  # libyaml's is recursive, and has no end to it
-        return yaml.safe_load(text)
+    if fast is not None and text.count("[") + text.count("{") < _NESTED:  # libyaml recurses, without a limit
+        try:
+            return yaml.load(text, Loader=fast)
+        except yaml.YAMLError:
+            pass
     try:
-        return yaml.load(text, Loader=fast)
-    except yaml.YAMLError:
         return yaml.safe_load(text)
+    except RecursionError:
+        raise yaml.YAMLError("too many lists or mappings within each other") from None
 
 
 # Lists and mappings in one text from which on it is read by the slower parser.
-_NESTED = 10_000
+_NESTED = 200
 
 
 def write_json(path: Path, value: object) -> None:

@@ -1,0 +1,32 @@
+"""YAML is read the same by libyaml and without it."""
+
+import pytest
+import yaml
+
+from trellis.files import load_yaml
+
+GOOD = ("a: [1, 2.5, null]\nb: {c: .inf}", "[]", "", "9" * 500, "a: 2000-01-01", '["\\0"]', "٣: 1", "a: 1\na: 2")
+WRONG = ("[", "steps: 1\n  x: 2", "\0", "[!!python/name:os.system ]", "a:\n\t- b", "? [a]\n: b")
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_values(text, monkeypatch):
+    found = load_yaml(text)
+    monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
+    assert found == load_yaml(text) == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_errors_are_those_that_show_the_line(text):
+    with pytest.raises(yaml.YAMLError) as ours:
+        load_yaml(text)
+    with pytest.raises(yaml.YAMLError) as written:
+        yaml.safe_load(text)
+    assert str(ours.value) == str(written.value)
+
+
+@pytest.mark.parametrize("levels", [500, 60_000])
+def test_lists_within_lists_are_refused(levels, tmp_path):
+    """By Python's parser, which libyaml's would outlive at first and then not."""
+    with pytest.raises(yaml.YAMLError, match="too many lists or mappings within each other"):
+        load_yaml("[" * levels + "]" * levels)
