@@ -27,6 +27,11 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
+def write_json(path: Path, value: object) -> None:
+    """The same for a value as JSON."""
+    write_whole(path, json.dumps(value, indent=1))
+
+
 def load_yaml(text: str) -> Any:
     """Plain data from YAML, by libyaml where PyYAML has it: eight times as fast.
 
@@ -49,11 +54,6 @@ def load_yaml(text: str) -> Any:
 
 # Lists and mappings in one text from which on it is read by the slower parser.
 _NESTED = 200
-
-
-def write_json(path: Path, value: object) -> None:
-    """The same for a value as JSON."""
-    write_whole(path, json.dumps(value, indent=1))
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
