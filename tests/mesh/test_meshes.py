@@ -92,6 +92,14 @@ def test_a_map_to_an_axis_that_is_not_there():
         Layout(make_mesh(data=8), params={"mlp": "model"})
 
 
+@pytest.mark.parametrize("written", ["data model", "data,model", "data, model"])
+def test_several_axes_that_are_not_separated_by_a_slash(written):
+    mesh = make_mesh(data=4, model=2)
+    with pytest.raises(MeshError, match=rf"got 'batch: {written}' in compute, .*: write 'data/model'$"):
+        Layout(mesh, compute={"batch": written})
+    assert Layout(mesh, compute={"batch": "data/model"}).compute == (("batch", ("data", "model")),)
+
+
 def test_sizes_that_do_not_divide_name_the_nearest():
     layout = Layout(make_mesh(data=4, model=2), compute={"batch": "data"})
     with pytest.raises(NotationError, match=r"got batch=6 over data=4, in 'batch/data': make batch 4 or 8"):

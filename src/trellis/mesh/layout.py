@@ -37,9 +37,12 @@ def _read(entries: "Mapping[str, str | Sequence[str] | None] | Entries", mesh: M
     for name, axes in read:
         for axis in axes:
             if axis not in mesh.axis_names:
+                several = axis.replace(",", " ").split()
+                known = len(several) > 1 and {*several} <= {*mesh.axis_names}
+                fix = f"write '{'/'.join(several)}'" if known else f"use one of these, or add '{axis}' to make_mesh"
                 raise MeshError(
                     f"a layout maps names to axes of its mesh, got '{name}: {axis}' in {which}, where the mesh has "
-                    f"{', '.join(mesh.axis_names)}: use one of these, or add '{axis}' to make_mesh"
+                    f"{', '.join(mesh.axis_names)}: {fix}"
                 )
         if repeated := [axis for axis in axes if axes.count(axis) > 1]:
             raise MeshError(
