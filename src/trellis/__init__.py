@@ -236,6 +236,8 @@ from trellis.notation import (
 )
 from trellis.proof import prove
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Axis",
     "Keep",
@@ -456,12 +458,3 @@ __all__ = [
     "where",
     "zeros",
 ]
-
-
-def __getattr__(name: str) -> str:
-    """`__version__`, of the distribution that is installed."""
-    if name != "__version__":
-        raise AttributeError(f"module 'trellis' has no attribute '{name}'")
-    from importlib.metadata import version
-
-    return version("trellis")

@@ -6,14 +6,15 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import trellis
+
 ROOT = Path(__file__).parents[2]
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+VERSION = trellis.__version__
 IGNORED = shutil.ignore_patterns(".git", *(line.rstrip("/") for line in (ROOT / ".gitignore").read_text().split()))
 BUILD = "from setuptools.build_meta import build_sdist, build_wheel; build_sdist('built'); build_wheel('built')"
 
