@@ -260,7 +260,7 @@ def chips(extra: str | None = None) -> dict[str, Chip]:
         where = extra
         try:
             with open(extra) as file:
-                more = yaml.safe_load(file) or {}
+                more = load_yaml(file.read()) or {}
         except (OSError, yaml.YAMLError) as error:
             raise UserError(
                 "A hardware file is YAML that can be read.", seen=str(error).splitlines()[0], where=extra,
