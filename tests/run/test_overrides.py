@@ -140,6 +140,10 @@ def test_a_file_replaces_parts_and_options_replace_both():
             ["A layout maps names to mesh axes.", "pos: modl", "--layout.compute.pos", "did you mean `model`?"],
         ),
         (
+            {"layout.compute.batch": "data model"},
+            ["A layout maps names to mesh axes.", "batch: data model", "--layout.compute.batch", "write data/model"],
+        ),
+        (
             {"microbatches": "3"},
             [
                 "Microbatches divide the batch.",

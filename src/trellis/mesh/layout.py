@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -31,15 +31,24 @@ def read_axes(axes: "str | Sequence[str] | None") -> Axes:
     return tuple(axes.split("/")) if isinstance(axes, str) and axes else tuple(axes)
 
 
+def with_slashes(axes: str, known: Collection[str]) -> str | None:
+    """Several mesh axes as they are written, of a text that has spaces or commas between them; of any other None.
+
+    >>> with_slashes("data, model", ["data", "model"]), with_slashes("modle", ["data", "model"])
+    ('data/model', None)
+    """
+    several = axes.replace(",", " ").split()
+    return "/".join(several) if len(several) > 1 and {*several} <= {*known} else None
+
+
 def _read(entries: "Mapping[str, str | Sequence[str] | None] | Entries", mesh: Mesh, which: str) -> Entries:
     items = entries.items() if isinstance(entries, Mapping) else entries
     read = tuple((str(getattr(name, "name", name)), read_axes(axes)) for name, axes in items)
     for name, axes in read:
         for axis in axes:
             if axis not in mesh.axis_names:
-                several = axis.replace(",", " ").split()
-                known = len(several) > 1 and {*several} <= {*mesh.axis_names}
-                fix = f"write '{'/'.join(several)}'" if known else f"use one of these, or add '{axis}' to make_mesh"
+                meant = with_slashes(axis, mesh.axis_names)
+                fix = f"write '{meant}'" if meant else f"use one of these, or add '{axis}' to make_mesh"
                 raise MeshError(
                     f"a layout maps names to axes of its mesh, got '{name}: {axis}' in {which}, where the mesh has "
                     f"{', '.join(mesh.axis_names)}: {fix}"

@@ -9,6 +9,7 @@ from trellis.cores import usable_cores
 from trellis.errors import UserError, did_you_mean
 from trellis.frozen import FrozenMap
 from trellis.mesh import Layout, make_mesh
+from trellis.mesh.layout import with_slashes
 from trellis.mesh.platform import are_cpus
 
 # Names of activations that no parameter has.
@@ -177,11 +178,12 @@ class LayoutChoice:
             for name, axes in getattr(self, which).items():
                 for axis in filter(None, axes.split("/")):
                     if axis not in AXES:
+                        meant = with_slashes(axis, AXES)
                         raise UserError(
                             "A layout maps names to mesh axes.",
                             seen=f"{name}: {axes}",
                             where=f"{which}.{name}",
-                            fix=did_you_mean(axis, AXES),
+                            fix=f"write {meant}" if meant else did_you_mean(axis, AXES),
                         )
         if self.overlap:
             self._check_overlap()
