@@ -120,7 +120,8 @@ def processor() -> str:
         return platform.processor() or platform.machine()
     found = dict(line.split(":", 1) for line in lines if ":" in line)
     told = {key.strip(): value.strip() for key, value in found.items()}
-    return f"{told.get('model name', platform.machine())} (family {told.get('cpu family', '?')})"
+    which = f"family {told.get('cpu family', '?')}, model {told.get('model', '?')}"
+    return f"{told.get('model name', platform.machine())} ({which})"
 
 
 def main() -> None:

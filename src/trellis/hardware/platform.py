@@ -40,10 +40,20 @@ def has_tpu() -> bool:
     return any(Path("/dev").glob("accel[0-9]*")) or Path("/dev/vfio/0").exists()
 
 
-def processor() -> str:
-    """The name of this machine's processor."""
+def processor(system: Path = Path("/proc/cpuinfo")) -> str:
+    """The name of this machine's processor, with its family and model where the system tells them.
+
+    Clouds call all of a vendor's alike: `AMD EPYC (family 25, model 17)` has AVX-512, `(family 25, model 1)` has not.
+
+    Args:
+        system: the file in which Linux tells it.
+    """
     try:
-        with open("/proc/cpuinfo") as file:
-            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
+        lines = system.read_text().splitlines()
     except OSError:
         return platform.processor()
+    first = lines[: lines.index("")] if "" in lines else lines
+    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first)}
+    which = [f"{name} {told[key]}" for key, name in (("cpu family", "family"), ("model", "model")) if key in told]
+    name = told.get("model name") or platform.processor() or platform.machine()
+    return f"{name} ({', '.join(which)})" if which else name
