@@ -12,6 +12,7 @@ from tests.nn.moe.emulated import ragged_all_to_all
 from trellis.inspect import ledger
 from trellis.mesh import make_mesh
 from trellis.nn.moe import ExpertsError, exchange_experts, gather_experts, local_experts
+from trellis.nn.moe.ragged import in_tiles
 
 DEVICES, TOKENS, EMBED, COUNT, CHOICES = 4, 6, 3, 2, 2
 EXPERTS = DEVICES * COUNT
@@ -96,6 +97,14 @@ def test_alone():
     out = local_experts(x, ids, weights, mine, count=EXPERTS)
     ids = np.asarray(ids)
     np.testing.assert_allclose(out, x * ((ids + 1.0) * np.asarray(weights)).sum(1)[:, None], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("embed", "tile"),
+    [(4096, (16, 256)), (7168, (8, 896)), (2560, (4, 640)), (2304, (2, 1152)), (1152, (1, 1152)), (2880, (1, 2880))],
+)
+def test_rows_travel_in_the_deepest_tiles_that_they_fill(embed, tile):
+    assert jax.eval_shape(in_tiles, jax.ShapeDtypeStruct((3, embed), jnp.bfloat16)).shape == (3, *tile)
 
 
 def test_what_moves():

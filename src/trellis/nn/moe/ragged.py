@@ -8,6 +8,8 @@ from jax import lax
 
 from trellis.mesh.manual.ops import vary, varying_axes
 
+LANES = 128  # of a TPU's tile; it has 2, 4, 8 or 16 rows of so many
+
 # Where my rows for each device begin, how many they are, where they go there, and how many I get from each device.
 Way = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -27,12 +29,14 @@ def ragged_all_to_all(x: jax.Array, room: int, there: Way, back: Way, axes: tupl
 
 
 def in_tiles(x: jax.Array) -> jax.Array:
-    """Rows in tiles of their own where they fill these, `rows embed` to `rows 16 ...`.
+    """Rows in tiles of their own where they fill these, `rows embed` to `rows 16 ...`, or as many of 8, 4 and 2.
 
-    A TPU moves whole tiles: such a row is neither padded nor taken apart.
+    A TPU moves whole tiles: such a row is neither padded nor taken apart. Where its lanes fill no two tiles' rows it is
+    one row of them, which takes three times as long on its way in and out.
     """
     rows, embed = x.shape
-    return x.reshape(rows, *((16, embed // 16) if embed % (16 * 128) == 0 else (1, embed)))
+    deep = next((deep for deep in (16, 8, 4, 2) if embed % (deep * LANES) == 0), 1)
+    return x.reshape(rows, deep, embed // deep)
 
 
 def _send(x, room: int, way: Way, axes):
