@@ -6,7 +6,7 @@ import pytest
 
 from trellis.hardware.platform import processor
 
-MILAN = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\nflags\t\t: avx2\n"
+MILAN = "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\nflags\t\t: avx2\n"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,12 @@ LOADS = [(75, 75, 75, 75), (5, 0, 130, 9), (0, 0, 300, 0), (0, 0, 0, 299), (128,
 PRODUCTS = {
     "blocks": blocks.multiply,
     "triton": functools.partial(triton.multiply, interpret=True),
-    "mosaic": functools.partial(mosaic.multiply, interpret=True),
+    "mosaic": mosaic.multiply,
+}
+ROWS_GRADIENTS = {
+    "blocks": blocks.rows_gradient,
+    "triton": functools.partial(triton.rows_gradient, interpret=True),
+    "mosaic": functools.partial(mosaic.rows_gradient, interpret=True),
 }
 GRADIENTS = {
     "blocks": blocks.weights_gradient,
@@ -47,25 +52,31 @@ def parts(sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", PRODUCTS)
 def test_products_are_those_of_each_group(platform):
-    multiply = jax.jit(PRODUCTS[platform], static_argnames="swapped")
+    multiply, back = jax.jit(PRODUCTS[platform]), jax.jit(ROWS_GRADIENTS[platform])
     for sizes in LOADS:
         rows, d, weights = drawn(sizes)
+        other, more = 2 * d[:, :16], weights[:, :, :16] + 1  # of a second product, which is narrower
         made = multiply(rows, weights, jnp.array(sizes))
-        back = multiply(d, weights, jnp.array(sizes), swapped=True)
+        alone = back((d,), (weights,), jnp.array(sizes))
+        both = back((d, other), (weights, more), jnp.array(sizes))
         for group, mine in parts(sizes):
+            first, second = d[mine] @ weights[group].T, other[mine] @ more[group].T
             np.testing.assert_allclose(made[mine], rows[mine] @ weights[group], rtol=1e-4, atol=1e-4)
-            np.testing.assert_allclose(back[mine], d[mine] @ weights[group].T, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(alone[mine], first, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(both[mine], first + second, rtol=1e-4, atol=2e-4)
 
 
 def test_a_sum_in_parts(monkeypatch):
-    monkeypatch.setattr(mosaic, "SUMMED", 128)
+    monkeypatch.setattr(mosaic, "SUMMED", 256)
     monkeypatch.setattr(mosaic, "ACROSS", 128)
     sizes = (5, 0, 130, 9)
     random = np.random.default_rng(0)
-    d, weights = (random.standard_normal(shape, np.float32) for shape in ((160, 384), (4, 200, 384)))
-    made = mosaic.multiply(d, weights, jnp.array(sizes), swapped=True, interpret=True)
+    shapes = (160, 384), (4, 200, 384), (160, 256), (4, 200, 256)  # in three parts, and in two
+    d, weights, other, more = (random.standard_normal(shape, np.float32) for shape in shapes)
+    made = mosaic.rows_gradient((d, other), (weights, more), jnp.array(sizes), interpret=True)
     for group, mine in parts(sizes):
-        np.testing.assert_allclose(made[mine], d[mine] @ weights[group].T, rtol=1e-4, atol=1e-4)
+        wanted = d[mine] @ weights[group].T + other[mine] @ more[group].T
+        np.testing.assert_allclose(made[mine], wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -149,7 +160,7 @@ def compiled(name, rows=4096, inner=256, columns=512, groups=4):
 @pytest.mark.parametrize("name", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_tpus_have_kernels_and_no_dense_product(name):
     text, temporaries = compiled(name)
-    for kernel in ("ragged-dot-none", "grouped_product_swapped", "grouped_gradient"):
+    for kernel in ("ragged-dot-none", "grouped_rows_gradient", "grouped_gradient"):
         assert len(re.findall(rf"%{kernel}[\w.]* = ", text)) == 1
     assert not re.search(r"= \S+ (dot|convolution)\(", text)
     assert not re.search(r"bf16\[4,(256,512|512,256)\]\S+ (copy|transpose)\(", text)  # nobody turns weights
@@ -170,7 +181,7 @@ def test_gpus_have_kernels_and_no_dense_product(name, node):
     sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
     all_three = lambda rows, weights, d, sizes: (
         triton.multiply(rows, weights, sizes),
-        triton.multiply(d, weights, sizes, swapped=True),
+        triton.rows_gradient((d,), (weights,), sizes),
         triton.weights_gradient(rows, d, sizes, jnp.bfloat16),
     )
     mesh = jax.sharding.Mesh(described_devices(target(node))[:1], "x", axis_types=(AxisType.Explicit,))

@@ -6,7 +6,9 @@ A block may reach into the rows of other groups, which are selected out of it: n
 blocks.
 """
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,18 @@ def multiply(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: 
 
     out = _like(lax.empty((count, columns), rows.dtype), rows, weights, sizes)
     return _floats(lax.fori_loop(0, sizes.shape[0], group, out), dtype)
+
+
+def rows_gradient(d: Sequence[jax.Array], weights: Sequence[jax.Array], sizes: jax.Array) -> jax.Array:
+    """Of rows that went into several products, the gradient of all of them: `rows in`.
+
+    Args:
+        d: of each product's result the gradient, `rows out`.
+        weights: of each product, `groups in out`.
+        sizes: `i32["groups"]`.
+    """
+    made = [multiply(*pair, sizes, swapped=True) for pair in zip(d, weights, strict=True)]
+    return functools.reduce(operator.add, made)
 
 
 def weights_gradient(rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -1,14 +1,15 @@
 """Products of sorted rows with one weight for each group of them."""
 
 import importlib
+from collections.abc import Sequence
 from functools import partial
 
 import jax
 
 from trellis.named.backend import platform_of
 
-# Modules with `multiply` and `weights_gradient`, imported where they are needed. On other platforms, as on a CPU, a
-# loop over blocks.
+# Modules with `multiply`, `rows_gradient` and `weights_gradient`, imported where they are needed. On other platforms,
+# as on a CPU, a loop over blocks.
 _KERNELS = {"tpu": "mosaic", "cuda": "triton"}
 
 
@@ -32,23 +33,28 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax
     >>> grouped_matmul(rows, weights, jnp.array([1, 2])).ravel().tolist()
     [2.0, 4.0, 4.0]
     """
+    return grouped_products(rows, (weights,), sizes)[0]
+
+
+def grouped_products(rows: jax.Array, weights: Sequence[jax.Array], sizes: jax.Array) -> tuple[jax.Array, ...]:
+    """The same rows with several weights, `grouped_matmul` of each: their gradients are summed where they are made."""
     name = _KERNELS.get(platform_of(rows), "blocks")
-    return _grouped(rows, weights, sizes, importlib.import_module(f"trellis.nn.moe.{name}"))
+    return _grouped(rows, tuple(weights), sizes, importlib.import_module(f"trellis.nn.moe.{name}"))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped(rows, weights, sizes, platform):
-    return platform.multiply(rows, weights, sizes)
+    return tuple(platform.multiply(rows, w, sizes) for w in weights)
 
 
 def _forward(rows, weights, sizes, platform):
-    return platform.multiply(rows, weights, sizes), (rows, weights, sizes)
+    return _grouped(rows, weights, sizes, platform), (rows, weights, sizes)
 
 
 def _backward(platform, kept, d):
     rows, weights, sizes = kept
-    d_rows = platform.multiply(d, weights, sizes, swapped=True)
-    return d_rows, platform.weights_gradient(rows, d, sizes, weights.dtype), None
+    d_weights = tuple(platform.weights_gradient(rows, each, sizes, w.dtype) for each, w in zip(d, weights, strict=True))
+    return platform.rows_gradient(d, weights, sizes), d_weights, None
 
 
 _grouped.defvjp(_forward, _backward)

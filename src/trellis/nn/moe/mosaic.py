@@ -5,6 +5,7 @@ all weights first, turned; of its gradient by the weights it makes a dense produ
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,38 +25,52 @@ SUMMED = 4096
 VECTOR_MEMORY = 48 * 2**20
 
 
-def multiply(
-    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: bool = False, interpret: bool = False
+def multiply(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """As `grouped_matmul`."""
+    return lax.ragged_dot(rows, weights, sizes)
+
+
+def rows_gradient(
+    d: Sequence[jax.Array], weights: Sequence[jax.Array], sizes: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-    """As `grouped_matmul`.
+    """Of rows that went into several products, the gradient of all of them, summed in float32: `rows in`.
+
+    One kernel makes it: a sum of arrays, made by one kernel each, would read and write all of them once more.
 
     Args:
-        rows: `rows in`.
-        weights: `groups in out`, or `groups out in` where they are swapped.
+        d: of each product's result the gradient, `rows out`.
+        weights: of each product, `groups in out`.
         sizes: `i32["groups"]`.
-        swapped: see `weights`.
-        interpret: runs our own kernel on any backend, slowly.
+        interpret: runs the kernel on any backend, slowly.
     """
-    if not swapped:
-        return lax.ragged_dot(rows, weights, sizes)
-    (count, inner), (groups, columns, _) = rows.shape, weights.shape
-    tile, across, summed = _rows_of_a_tile(count, groups), _side(columns, ACROSS), _whole_side(inner, SUMMED)
+    (groups, columns, _), count, dtype = weights[0].shape, d[0].shape[0], d[0].dtype
+    tile, across = _rows_of_a_tile(count, groups), _side(columns, ACROSS)
+    summed = [_whole_side(x.shape[1], SUMMED // len(d)) for x in d]
+    parts = [x.shape[1] // most for x, most in zip(d, summed, strict=True)]
     visits, *tables = _visits(sizes, count, tile)
-    shape, given = shaped((count, columns), rows.dtype, *tables, rows, weights)
+    pairs = [x for pair in zip(d, weights, strict=True) for x in pair]
+    shape, given = shaped((count, columns), dtype, *tables, *pairs)
+    specs, first = [], 0
+    for most, steps in zip(summed, parts, strict=True):
+        # Before and after its own steps a product's operands stay where they are, so that nothing is read.
+        at = lambda k, first=first, steps=steps: jnp.clip(k - first, 0, steps - 1)
+        specs += [
+            pl.BlockSpec((tile, most), lambda j, visit, k, group, place, *_, at=at: (place[visit], at(k))),
+            pl.BlockSpec((None, across, most), lambda j, visit, k, group, *_, at=at: (group[visit], j, at(k))),
+        ]
+        first += steps
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=4,
-        in_specs=[
-            pl.BlockSpec((tile, summed), lambda j, visit, k, group, place, *_: (place[visit], k)),
-            pl.BlockSpec((None, across, summed), lambda j, visit, k, group, *_: (group[visit], j, k)),
-        ],
+        in_specs=specs,
         out_specs=pl.BlockSpec((tile, across), lambda j, visit, k, group, place, *_: (place[visit], j)),
-        grid=(pl.cdiv(columns, across), visits, inner // summed),
+        grid=(pl.cdiv(columns, across), visits, sum(parts)),
         scratch_shapes=[pltpu.VMEM((tile, across), jnp.float32)],
     )
-    read = rows.nbytes * pl.cdiv(columns, across) + weights.nbytes
+    inner = sum(x.shape[1] for x in d)
+    read = sum(x.nbytes for x in d) * pl.cdiv(columns, across) + sum(w.nbytes for w in weights)
     call = pl.pallas_call(
-        functools.partial(_product, tile=tile),
-        name="grouped_product_swapped",
+        functools.partial(_product, tile=tile, parts=tuple(parts)),
+        name="grouped_rows_gradient",
         grid_spec=grid,
         out_shape=shape,
         compiler_params=pltpu.CompilerParams(
@@ -63,7 +78,7 @@ def multiply(
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * count * inner * columns,
-            bytes_accessed=read + count * columns * rows.dtype.itemsize,
+            bytes_accessed=read + count * columns * dtype.itemsize,
             transcendentals=0,
         ),
         interpret=interpret,
@@ -72,17 +87,22 @@ def multiply(
         return call(*given)
 
 
-def _product(group, place, begins, ends, rows, weights, out, total, *, tile: int):
-    """One tile of rows with one group's weights. Tiles that share rows follow each other, so that what a group before
-    wrote is still there."""
+def _product(group, place, begins, ends, *given, tile: int, parts: tuple[int, ...]):
+    """One tile of rows with one group's weights of each product, in as many parts of the sum as each has. Tiles that
+    share rows follow each other, so that what a group before wrote is still there."""
+    *pairs, out, total = given
     visit, part = pl.program_id(1), pl.program_id(2)
     mine = group[visit]
     begin, end, here = begins[mine], ends[mine], place[visit] * tile
 
-    @pl.when(begin < end)
-    def _():
-        made = lax.dot_general(rows[...], weights[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    def add(d, weights):
+        made = lax.dot_general(d[...], weights[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         total[...] = jnp.where(part == 0, made, total[...] + made)
+
+    first = 0
+    for d, weights, steps in zip(pairs[::2], pairs[1::2], parts, strict=True):
+        pl.when((begin < end) & (first <= part) & (part < first + steps))(functools.partial(add, d, weights))
+        first += steps
 
     @pl.when((begin < end) & (part == pl.num_programs(2) - 1))
     def _():

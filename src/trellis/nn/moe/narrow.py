@@ -17,7 +17,7 @@ from trellis.mesh.manual.ops import varying_axes
 from trellis.named import NamedArray, NamesError
 from trellis.named.narrow import TYPES, Kind, Narrow, not_again, rounded, with_one_scale
 from trellis.named.placing import move
-from trellis.nn.moe.grouped import grouped_matmul
+from trellis.nn.moe.grouped import grouped_matmul, grouped_products
 from trellis.notation import spec_of
 
 Kinds = tuple[Kind | None, ...]
@@ -95,10 +95,12 @@ def grouped_each(rows: jax.Array, weights: Sequence[jax.Array | Held], sizes: ja
     """`grouped_matmul` of rows with several weights; rows are rounded once for all that are of one kind."""
     kinds = {w.kind for w in weights if isinstance(w, Held)}
     narrow = {kind: _rounded_rows(lax.stop_gradient(rows), sizes, kind, gradient=False) for kind in kinds}
+    wide = [w for w in weights if not isinstance(w, Held)]
+    made = iter(grouped_products(rows, wide, sizes) if wide else ())
     return [
         _multiply(rows, w.weight, (*narrow[w.kind], w.values, w.scale), sizes, w.kind, (rows.dtype, w.weight.dtype))
         if isinstance(w, Held)
-        else grouped_matmul(rows, w, sizes)
+        else next(made)
         for w in weights
     ]
 

@@ -6,6 +6,8 @@ rows that there are, and what completes the last tile of each group.
 
 import functools
 import math
+import operator
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +83,21 @@ def _product(group, first, end, rows, weights, out, *, across: int, summed: int,
         total = lax.fori_loop(0, -(-inner // summed), add, jnp.zeros((ROWS, across), jnp.float32))
         place = out.at[pl.ds(begin, ROWS), pl.ds(column_first, across)]
         plgpu.store(place, total.astype(out.dtype), mask=own[:, None] & shown[None])
+
+
+def rows_gradient(
+    d: Sequence[jax.Array], weights: Sequence[jax.Array], sizes: jax.Array, *, interpret: bool = False
+) -> jax.Array:
+    """Of rows that went into several products, the gradient of all of them: `rows in`.
+
+    Args:
+        d: of each product's result the gradient, `rows out`.
+        weights: of each product, `groups in out`.
+        sizes: `i32["groups"]`.
+        interpret: runs the kernel on any backend, slowly.
+    """
+    made = [multiply(*pair, sizes, swapped=True, interpret=interpret) for pair in zip(d, weights, strict=True)]
+    return functools.reduce(operator.add, made)
 
 
 def weights_gradient(

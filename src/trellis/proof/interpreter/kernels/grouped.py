@@ -59,15 +59,26 @@ def _product(name: str, instruction: Instruction, machine) -> Callable:
 
 
 def _our_product(name: str, instruction: Instruction, machine) -> Callable:
-    """On GPUs tiles of rows, of each its group, its first row and where the group's end; on TPUs where each group's
-    rows begin and end, and before that what a TPU walks by. Weights may be swapped."""
+    """Tiles of rows, of each its group, its first row and where the group's end, on GPUs. Weights may be swapped."""
     kind, swapped = machine.type(instruction), name.startswith("grouped_product_swapped")
 
     def one(*values: np.ndarray) -> np.ndarray:
-        *tables, first, end, rows, weights = values
-        groups = tables[0] if len(tables) == 1 else np.arange(len(weights))
+        groups, first, end, rows, weights = values
         weights = weights.swapaxes(1, 2) if swapped else weights
         return _written(kind.shape, rows, weights, zip(groups, zip(first, end)))
+
+    return lambda values, team: each(one, values, team)
+
+
+def _our_rows_gradient(name: str, instruction: Instruction, machine) -> Callable:
+    """What a TPU walks by, where each group's rows begin and end, and of each product gradients and weights."""
+    kind = machine.type(instruction)
+
+    def one(*values: np.ndarray) -> np.ndarray:
+        tables = [v for v in values if v.ndim < 2]
+        pairs, parts = values[len(tables) :], [*enumerate(zip(*tables[-2:]))]
+        sums = [_written(kind.shape, d, w.swapaxes(1, 2), parts) for d, w in zip(pairs[::2], pairs[1::2])]
+        return sum(sums[1:], sums[0])
 
     return lambda values, team: each(one, values, team)
 
@@ -103,6 +114,7 @@ KERNELS: dict[str, Callable] = {
     "ragged-dot-metadata": _metadata,
     "ragged-dot-none": _product,
     "grouped_product": _our_product,
+    "grouped_rows_gradient": _our_rows_gradient,
     "grouped_gradient": _our_gradient,
 }
 OPERATIONS: dict[str, Callable] = {"ragged-dot": _ragged_dot}
