@@ -1,7 +1,7 @@
 """The ways to experts against each other: time on a CPU, memory and schedule on TPU slices that are not here.
 
     python benchmarks/moe.py cpu
-    python benchmarks/moe.py v5e:2x4 v5p:2x2x2 v6e:2x4
+    python benchmarks/moe.py v5e:2x4 v5p:2x2x2 v6e:2x4 [--layer deepseek_v3]
 
 On a CPU: forward and backward of a mixture in float32, all alternating in one process on one core, in huge pages as
 `trellis train`, over the bound: one SwiGLU block of the same width over as many rows as there are choices, which are
@@ -9,12 +9,12 @@ the FLOPs that a mixture cannot do without. Each is called twice in turn and tim
 takes memory that another gave back; the least processor time counts. 8 experts of 512 rows each, 128 of as many, and
 128 of 128, whose matrices are as large as their rows.
 
-On TPUs: the same of a layer of Mixtral 8x7B in bfloat16, 8 experts on 8 chips, 2,048 tokens each, compiled ahead of
-time (needs libtpu, no TPU). `other` is the compiler's own estimate of everything but collectives and its grouped
-kernels, which have none, over the bound, in cycles of the chip's matrix units. The kernels are all products forward and
-backward, which are the bound where the load is even; the products of the dense way are in `other`. `wire` is what one
-chip sends, of a ragged exchange at most. Further rounds of an exchange, which run only where the load is uneven, are
-left out of both.
+On TPUs: the same of a layer of Mixtral 8x7B in bfloat16, 8 experts on 8 chips, 2,048 tokens each, or of DeepSeek-V3, 4
+experts on each chip, 8 for each of its 4,096 tokens; compiled ahead of time (needs libtpu, no TPU). `other` is libtpu's
+own estimate of everything but collectives and its grouped kernels, which have none, over the bound, in cycles
+of the chip's matrix units. The kernels are all products forward and backward, which are the bound where the load
+is even; the products of the dense way are in `other`. `wire` is what one chip sends, of a ragged exchange at most.
+Further rounds of an exchange, which run only where the load is uneven, are left out of both.
 """
 
 import argparse
@@ -34,7 +34,11 @@ from trellis.inspect import parse_program
 from trellis.nn.moe import choose, mix, score
 from trellis.plan import chips
 
-EXPERTS, CHOICES = 8, 2
+# On TPUs: sizes of a layer on 8 chips, and how many experts a token chooses.
+LAYERS = {
+    "mixtral_8x7b": (dict(experts=8, batch=8, pos=2048, embed=4096, mlp=14_336), 2),
+    "deepseek_v3": (dict(experts=32, batch=8, pos=4096, embed=7168, mlp=2048), 8),
+}
 # On a CPU: experts, choices, sequences of 256 tokens; ways on one device, and on two.
 MIXTURES = {
     (8, 2, 8): (("dense", "grouped"), ("grouped", "gather", "slots", "dense")),
@@ -56,7 +60,7 @@ def loss(way: str, choices: int, x, router, *experts):
     return (out * out).sum().array.astype(jnp.float32)
 
 
-def step(way: str, choices: int = CHOICES):
+def step(way: str, choices: int):
     return jax.value_and_grad(functools.partial(loss, way, choices), argnums=tuple(range(5)))
 
 
@@ -102,12 +106,12 @@ def on_cpu(rounds: int, experts: int, choices: int, batch: int) -> None:
     print(flush=True)
 
 
-def on_tpu(chosen: str, ways: list[str]) -> None:
-    sizes = dict(batch=8, pos=2048, embed=4096, mlp=14_336)
+def on_tpu(chosen: str, layer: str, ways: list[str]) -> None:
+    sizes, choices = LAYERS[layer]
     devices = tr.target_devices(chosen)
     mesh = tr.make_mesh(devices, expert=len(devices))
     tokens = sizes["batch"] * sizes["pos"] // len(devices)
-    flops = 3 * 2 * 3 * tokens * CHOICES * sizes["embed"] * sizes["mlp"]
+    flops = 3 * 2 * 3 * tokens * choices * sizes["embed"] * sizes["mlp"]
     chip = chips()[chosen.partition(":")[0]]
     cycles = flops / (chip.bf16_flops / chip.clock)
     print(f"{chosen}, libtpu's schedule: {tokens} tokens a chip, {' '.join(f'{k} {v}' for k, v in sizes.items())},")
@@ -117,13 +121,13 @@ def on_tpu(chosen: str, ways: list[str]) -> None:
         with tr.Layout(mesh, *LAYOUT) as layout:
             given = [
                 tr.named(jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=layout.sharding(n.split())), n)
-                for s, n in zip(shapes(EXPERTS, **sizes), NAMES, strict=True)
+                for s, n in zip(shapes(**sizes), NAMES, strict=True)
             ]
-            rows = tr.ledger(step(way), *given)
+            rows = tr.ledger(step(way, choices), *given)
             wire = sum(row.wire * row.times for row in rows if "turn of a while" not in row.note)
             begun = time.perf_counter()
             try:
-                compiled = jax.jit(step(way)).lower(*given).compile()
+                compiled = jax.jit(step(way, choices)).lower(*given).compile()
             except jax.errors.JaxRuntimeError as error:
                 print(f"{way:10}  {str(error).splitlines()[0][:90]}")
                 continue
@@ -154,7 +158,7 @@ def always_run(text: str) -> tuple[int, int]:
             continue
         found = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
         cycles += int(found[1]) * times if found else 0
-        kernels += times * instruction.name.startswith(("ragged-dot-none", "grouped_gradient"))
+        kernels += times * instruction.name.startswith(("ragged-dot-none", "grouped_"))
     return cycles, kernels
 
 
@@ -162,6 +166,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("where", nargs="+", help="cpu, or TPU slices of 8 chips")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help="on TPUs")
+    parser.add_argument("--layer", default="mixtral_8x7b", choices=LAYERS, help="on TPUs")
     parser.add_argument("--rounds", type=int, default=20, help="measurements on the CPU")
     arguments = parser.parse_args()
     if "cpu" in arguments.where:
@@ -171,7 +176,7 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 2)
     for place in arguments.where:
         if place != "cpu":
-            on_tpu(place, arguments.ways)
+            on_tpu(place, arguments.layer, arguments.ways)
             continue
         for mixture in MIXTURES:
             on_cpu(arguments.rounds, *mixture)

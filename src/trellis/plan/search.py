@@ -24,7 +24,7 @@ from trellis.named.pipeline.schedule import Schedule
 from trellis.plan.adapt import DATA_AXES, data_sizes
 from trellis.plan.quick import Plan, quick_plan
 from trellis.plan.sketch import Sketch, sketch
-from trellis.plan.ways_to_fit import SOME_NAMES
+from trellis.plan.ways_to_fit import some_names
 from trellis.run.config import Run
 
 # How attention reaches keys of other slices, along a mesh axis of positions.
@@ -37,8 +37,7 @@ MOST_BLOCKS, BLOCK = 1 << 15, 512
 # Stages of a pipeline, and how often parameters are gathered.
 STAGES = (1, 2, 4, 8)
 ACCUMULATIONS: tuple[Literal["pending", "sharded"], ...] = ("pending", "sharded")
-# Checkpoint policies, and of `saved` the names that are kept: all of them where none is said.
-POLICIES = (("none", ()), ("dots", ()), ("saved", ()), *(("saved", names) for names in SOME_NAMES), ("full", ()))
+POLICIES = ("none", "dots", "saved", "full")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +199,8 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
 def _policies(run: Run, stages: int) -> Iterable[tuple]:
     """Policies with the names that are kept: the run's own too, whose model may have others; stages do not offload."""
     own = (run.remat.policy, run.remat.names)
-    return dict.fromkeys(POLICIES if stages > 1 and run.remat.policy == "offload" else (*POLICIES, own))
+    some = [*((policy, ()) for policy in POLICIES), *(("saved", names) for names in some_names(run))]
+    return dict.fromkeys(some if stages > 1 and run.remat.policy == "offload" else (*some, own))
 
 
 class _Schedule(NamedTuple):

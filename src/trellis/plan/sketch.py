@@ -19,9 +19,14 @@ from trellis.train.flops import attention_width, keys_seen
 _KEEP = {"full": (1, 0, 0), "saved": (2, 2, 2), "offload": (1, 0, 0), "dots": (3, 2, 2), "none": (8, 5, 4)}
 # Share of the forward pass that is computed again.
 _AGAIN = {"full": 1.0, "offload": 1.0, "saved": 0.35, "dots": 0.15, "none": 0.0}
-# The same for `saved` with so many names only: attention's result; latents too; its operands; and one of the mlp's
-# products.
-_SOME = {1: ((1, 0, 1), 0.9), 2: ((1, 0, 1), 0.85), 4: ((1, 0, 2), 0.75), 5: ((1, 1, 2), 0.55)}
+# The same for `saved` with so many names only: attention's result; latents too, or both of the mlp's products; its
+# operands; and one of the mlp's products, or both.
+_SOME = {
+    1: ((1, 0, 1), 0.9), 2: ((1, 0, 1), 0.85), 3: ((1, 2, 1), 0.5), 4: ((1, 0, 2), 0.75), 5: ((1, 1, 2), 0.55),
+    6: ((1, 2, 2), 0.4),
+}  # fmt: skip
+# Of experts: what is kept of a choice, in widths of an expert and of its rows. `dots` keeps no product of a kernel.
+_EXPERTS = {"saved": (2, 1), "none": (5, 2)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     chip, m = target.chip, run.model
     blocks, experts, tables, block = weight_counts(m)
     expert, per_token = sizes.get("expert", 1), m.experts_per_token
-    active = blocks + experts * per_token / m.experts
+    active = experts * per_token / m.experts
     devices, model = target.num_devices, sizes.get("model", 1)
     shard = [axis for axis in ("data", "data_y", "data_z", "context") if sizes.get(axis, 1) > 1]
     ways = math.prod(sizes[axis] for axis in shard) if shard else 1
@@ -74,9 +79,13 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     keep, again = _KEEP[run.remat.policy], _AGAIN[run.remat.policy]
     if run.remat.policy == "saved" and len(run.remat.names) in _SOME:
         keep, again = _SOME[len(run.remat.names)]
+    of_choice, of_rows = _EXPERTS.get(run.remat.policy, (0, 0))
+    if run.remat.policy == "saved" and run.remat.names:
+        of_choice, of_rows = len({"mlp_gate", "mlp_up"}.intersection(run.remat.names)), "mlp_rows" in run.remat.names
+    gates_again = max(0, 2 - of_choice) / 3  # an expert's last product is made once
     length = run.data.sequence_length
     attention = 6.0 * attention_width(m) * keys_seen(m, length) * tokens
-    flops = (6 + 2 * again) * (active + tables / 2) * tokens / devices
+    flops = ((6 + 2 * again) * (blocks + tables / 2) + (6 + 2 * gates_again) * active) * tokens / devices
     narrow = max(1.0, 128 / (m.mlp / model))
     # A kernel's backward pass makes scores again: once on GPUs, for queries and for keys on TPUs. Named results stay.
     kernel_again = 0.0 if run.remat.policy in ("none", "saved", "offload") else 1.0
@@ -118,7 +127,8 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     seconds = compute + activations + weights - hidden
     state = 12.0 * (of_stage + tables) / (ways * model if sharded else model)
     base, per_mlp, per_head = keep
-    width = base * m.embed + (per_mlp * m.mlp + per_head * m.embed) / model
+    of_mlp = per_token * (of_choice * m.mlp + of_rows * m.embed) if experts else per_mlp * m.mlp
+    width = base * m.embed + (of_mlp + per_head * m.embed) / model
     width -= base * m.embed * (1 - 1 / sequence)
     kept = 2.0 * width * m.layers * local / parts * (min(parts, 2 * stages) if stages > 1 else 1)
     accumulated = (8.0 if once else 8.0 / ways) * (of_stage + tables) / model if parts > 1 else 0.0

@@ -17,6 +17,16 @@ SOME_NAMES = (
     ("query", "key", "value", "attention"),
     ("attention",),
 )
+# And of mixtures of experts, where what goes to experts takes as much room as what they make of it: all but that.
+_OF_MIXTURES = (
+    ("query", "key", "value", "attention", "mlp_gate", "mlp_up"),
+    ("attention", "mlp_gate", "mlp_up"),
+)
+
+
+def some_names(run: Run) -> tuple[tuple[str, ...], ...]:
+    """Names of which a run's policy `saved` may keep those alone, from what keeps most."""
+    return (*_OF_MIXTURES, *SOME_NAMES) if run.model.experts > 1 else SOME_NAMES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +51,7 @@ def changes(run: Run) -> Iterator[tuple[str, Run]]:
     remats = [(f"--remat.policy {name}", _with_policy(run, name)) for name in stronger]
     if policy in _POLICIES[:3] and not names:  # between `saved` and `full`: some of the names
         before = "" if policy == "saved" else "--remat.policy saved "
-        some = [(f"{before}--remat.names {','.join(n)}", _with_policy(run, "saved", n)) for n in SOME_NAMES]
+        some = [(f"{before}--remat.names {','.join(n)}", _with_policy(run, "saved", n)) for n in some_names(run)]
         remats[-1:-1] = some
     micro = [_micro(run, factor) for factor in (2, 4, 8)]
     yield from remats

@@ -33,7 +33,7 @@ class RayPool:
         self._ray = ray
         self._started = not ray.is_initialized()
         if self._started:
-            ray.init(log_to_driver=False)
+            ray.init(log_to_driver=False, include_dashboard=False)
         self.workers = workers or int(ray.cluster_resources().get("CPU", 1))
         job_reference = ray.put(job)
         remote = ray.remote(num_cpus=1)(_RayEncoder)

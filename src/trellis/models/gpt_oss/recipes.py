@@ -41,7 +41,7 @@ def gpt_oss_20b() -> Run:
         optimizer=AdamW(learning_rate=3e-4),
         schedule=Cosine(warmup_steps=2000),
         precision=Precision(exceptions={"router": "float32"}),
-        remat=Remat(policy="saved", names=("query", "key", "value", "attention", "mlp_up")),
+        remat=Remat(policy="saved", names=("attention", "mlp_gate", "mlp_up")),
         mesh=MeshSizes(data=8),
         layout=LayoutChoice(preset="fsdp"),
         checkpoints=CheckpointRule(every=1000, keep_every=10_000),

@@ -43,7 +43,7 @@ def mixtral_8x7b() -> Run:
         optimizer=AdamW(learning_rate=3e-4),
         schedule=Cosine(warmup_steps=2000),
         precision=Precision(exceptions={"router": "float32"}),
-        remat=Remat(policy="dots"),
+        remat=Remat(policy="saved"),
         mesh=MeshSizes(data=64),
         layout=LayoutChoice(preset="fsdp"),
         checkpoints=CheckpointRule(every=1000, keep_every=10_000),

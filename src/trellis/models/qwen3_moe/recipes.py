@@ -56,7 +56,7 @@ def qwen3_30b_a3b_b200_8() -> Run:
         qwen3_30b_a3b(),
         name="qwen3_30b_a3b_b200_8",
         batch_size=64,
-        remat=Remat(policy="saved", names=("query", "key", "value", "attention", "mlp_rows")),
+        remat=Remat(policy="saved", names=("query", "key", "value", "attention", "mlp_gate", "mlp_up")),
     )
 
 
