@@ -79,6 +79,14 @@ def test_a_sum_in_parts(monkeypatch):
         np.testing.assert_allclose(made[mine], wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("columns", "num_bytes", "across"),
+    [(7168, 2 * 2 * 2048, 1024), (4096, 2 * 4 * 2048, 512), (2880, 2 * 2 * 2880, 1024), (5000, 2 * 2 * 5000, 256)],
+)
+def test_tiles_of_all_operands_fit_into_vector_memory(columns, num_bytes, across):
+    assert mosaic._across(columns, 512, num_bytes) == across
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", GRADIENTS)
 def test_gradients_are_those_of_each_group(platform):

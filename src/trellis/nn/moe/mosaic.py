@@ -44,8 +44,8 @@ def rows_gradient(
         interpret: runs the kernel on any backend, slowly.
     """
     (groups, columns, _), count, dtype = weights[0].shape, d[0].shape[0], d[0].dtype
-    tile, across = _rows_of_a_tile(count, groups), _side(columns, ACROSS)
-    summed = [_whole_side(x.shape[1], SUMMED // len(d)) for x in d]
+    tile, summed = _rows_of_a_tile(count, groups), [_whole_side(x.shape[1], SUMMED // len(d)) for x in d]
+    across = _across(columns, tile, sum(summed) * dtype.itemsize)
     parts = [x.shape[1] // most for x, most in zip(d, summed, strict=True)]
     visits, *tables = _visits(sizes, count, tile)
     pairs = [x for pair in zip(d, weights, strict=True) for x in pair]
@@ -187,6 +187,14 @@ def _gradient(group, place, begins, ends, rows, d, out, total, *, tile: int):
     @pl.when(last)
     def _():
         out[...] = total[...].astype(out.dtype)
+
+
+def _across(columns: int, tile: int, num_bytes: int) -> int:
+    """Columns of a tile of the result, where a row of all operands' tiles has so many bytes: as many as have room."""
+    across = _side(columns, ACROSS)
+    while across > LANES and 2 * (tile + across) * num_bytes > VECTOR_MEMORY * 3 // 4:  # each twice: it is on its way
+        across = _side(columns, across // 2)
+    return across
 
 
 def _visits(sizes, count: int, tile: int):
