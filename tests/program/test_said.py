@@ -116,8 +116,7 @@ def test_grouped_products_count_the_rows_that_are_filled():
     rows, even = 8 * least, 6 * least
     for load, filled in ((1.0, even), (7 / 6, 7 * least + least), (4.0, rows)):  # whole blocks of each group
         # Of both operands; nobody reads the result. By the weights a group's first block is its share of all rows.
-        of_weights, of_rows = grouped_flops(even, rows, 2, load)
-        assert (of_weights, of_rows) == (2 * rows * 16 * 8, 2 * filled * 16 * 8)
+        assert grouped_flops(even, rows, 2, load) == [2 * filled * 16 * 8, 2 * rows * 16 * 8]
 
 
 @pytest.mark.parametrize("on", ["v5e:2x2", "4xH100"])

@@ -81,7 +81,13 @@ def test_a_sum_in_parts(monkeypatch):
 
 @pytest.mark.parametrize(
     ("columns", "num_bytes", "across"),
-    [(7168, 2 * 2 * 2048, 1024), (4096, 2 * 4 * 2048, 512), (2880, 2 * 2 * 2880, 1024), (5000, 2 * 2 * 5000, 256)],
+    [
+        (7168, 2 * 2 * 2048, 1024),
+        (4096, 2 * 4 * 2048, 512),
+        (2880, 2 * 2 * 2880, 1024),
+        (5000, 2 * 2 * 5000, 256),
+        (1000, 2 * 2 * 5000, 384),
+    ],
 )
 def test_tiles_of_all_operands_fit_into_vector_memory(columns, num_bytes, across):
     assert mosaic._across(columns, 512, num_bytes) == across

@@ -13,10 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from trellis.nn.moe.tiles import shaped
+from trellis.nn.moe.tiles import LANES, shaped
 from trellis.program.said import grouped_work
 
-LANES = 128
 # The sides of a tile of the result, at most; the larger they are, the fewer times rows are read. With float32 sums, and
 # operands and results on their way, they take a third of the vector memory of the smallest chip.
 DOWN, ACROSS = 1024, 1024
@@ -193,7 +192,7 @@ def _across(columns: int, tile: int, num_bytes: int) -> int:
     """Columns of a tile of the result, where a row of all operands' tiles has so many bytes: as many as have room."""
     across = _side(columns, ACROSS)
     while across > LANES and 2 * (tile + across) * num_bytes > VECTOR_MEMORY * 3 // 4:  # each twice: it is on its way
-        across = _side(columns, across // 2)
+        across = _side(columns, max(across // 2 // LANES, 1) * LANES)
     return across
 
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trellis.mesh.manual.ops import vary, varying_axes
-
-LANES = 128  # of a TPU's tile; it has 2, 4, 8 or 16 rows of so many
+from trellis.nn.moe.tiles import LANES
 
 # Where my rows for each device begin, how many they are, where they go there, and how many I get from each device.
 Way = tuple[jax.Array, jax.Array, jax.Array, jax.Array]

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 from trellis.mesh.manual.ops import vary, varying_axes
 
+LANES = 128  # numbers in a row of a TPU's tile
+
 
 class Tiles(NamedTuple):
     """Tiles of one group's rows each: the first begins where its group does, and the last may end before it is full.
