@@ -24,7 +24,7 @@ from trellis.named.pipeline.schedule import Schedule
 from trellis.plan.adapt import DATA_AXES, data_sizes
 from trellis.plan.quick import Plan, quick_plan
 from trellis.plan.sketch import Sketch, sketch
-from trellis.plan.ways_to_fit import some_names
+from trellis.plan.ways_to_fit import POLICIES, some_names
 from trellis.run.config import Run
 
 # How attention reaches keys of other slices, along a mesh axis of positions.
@@ -37,7 +37,6 @@ MOST_BLOCKS, BLOCK = 1 << 15, 512
 # Stages of a pipeline, and how often parameters are gathered.
 STAGES = (1, 2, 4, 8)
 ACCUMULATIONS: tuple[Literal["pending", "sharded"], ...] = ("pending", "sharded")
-POLICIES = ("none", "dots", "saved", "full")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,9 @@ from trellis.plan.quick import Plan
 from trellis.run.config import Run
 
 # From what keeps most to what keeps least for the backward pass.
-_POLICIES = ("none", "dots", "saved", "full")
+POLICIES = ("none", "dots", "saved", "full")
 # Of the policy `saved`, some of the names that every family of models marks.
-SOME_NAMES = (
+_OF_ALL = (
     ("query", "key", "value", "attention", "mlp_up"),
     ("query", "key", "value", "attention"),
     ("attention",),
@@ -26,7 +26,7 @@ _OF_MIXTURES = (
 
 def some_names(run: Run) -> tuple[tuple[str, ...], ...]:
     """Names of which a run's policy `saved` may keep those alone, from what keeps most."""
-    return (*_OF_MIXTURES, *SOME_NAMES) if run.model.experts > 1 else SOME_NAMES
+    return (*_OF_MIXTURES, *_OF_ALL) if run.model.experts > 1 else _OF_ALL
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class Way:
 def changes(run: Run) -> Iterator[tuple[str, Run]]:
     """Changes that lower memory, the cheapest first: one option, then two."""
     policy, names = run.remat.policy, run.remat.names
-    stronger = _POLICIES[_POLICIES.index(policy) + 1 :] if policy in _POLICIES else ()
+    stronger = POLICIES[POLICIES.index(policy) + 1 :] if policy in POLICIES else ()
     remats = [(f"--remat.policy {name}", _with_policy(run, name)) for name in stronger]
-    if policy in _POLICIES[:3] and not names:  # between `saved` and `full`: some of the names
+    if policy in POLICIES[:3] and not names:  # between `saved` and `full`: some of the names
         before = "" if policy == "saved" else "--remat.policy saved "
         some = [(f"{before}--remat.names {','.join(n)}", _with_policy(run, "saved", n)) for n in some_names(run)]
         remats[-1:-1] = some

@@ -48,13 +48,15 @@ def _grouped(rows, weights, sizes, platform):
 
 
 def _forward(rows, weights, sizes, platform):
+    # A call again: a kernel that stood here by itself JAX would compute anew where nothing reads it.
     return _grouped(rows, weights, sizes, platform), (rows, weights, sizes)
 
 
 def _backward(platform, kept, d):
     rows, weights, sizes = kept
-    d_weights = tuple(platform.weights_gradient(rows, each, sizes, w.dtype) for each, w in zip(d, weights, strict=True))
-    return platform.rows_gradient(d, weights, sizes), d_weights, None
+    d_rows = platform.rows_gradient(d, weights, sizes)
+    pairs = zip(d, weights, strict=True)
+    return d_rows, tuple(platform.weights_gradient(rows, each, sizes, w.dtype) for each, w in pairs), None
 
 
 _grouped.defvjp(_forward, _backward)
