@@ -86,14 +86,15 @@ FEWER = {
     "gpt2": {*LAYOUTS} - {"exchange", "ring, gather, heads"},
     "gptj": {*LAYOUTS} - {"gather", "ring, exchange", "overlap, context", "sequence"},
 }
-# Experts on mesh axes: their own, tokens gathered or exchanged along it, with FSDP, tensor and context beside it; more
-# devices than an expert's tokens; and the axis of the tensor, along which tokens are whole.
+# Experts on mesh axes: their own, tokens gathered or exchanged along it, or along two in steps, with FSDP, tensor and
+# context beside it; more devices than an expert's tokens; and the axis of the tensor, along which tokens are whole.
 EXPERTS = {
     "expert": (MeshSizes(data=2, expert=4), LayoutChoice(preset="expert"), "auto"),
     "expert, gather": (MeshSizes(data=2, expert=4), LayoutChoice(preset="expert"), "gather"),
     "expert_fsdp": (MeshSizes(data=4, expert=2), LayoutChoice(preset="fsdp"), "slots"),
     "expert_tensor": (MeshSizes(data=2, expert=2, model=2), LayoutChoice(preset="fsdp_tensor"), "slots"),
     "expert_sequence": (MeshSizes(data=2, expert=2, model=2), LayoutChoice(preset="fsdp_tensor_sequence"), "gather"),
+    "expert_y": (MeshSizes(data=2, expert=2, expert_y=2), LayoutChoice(preset="fsdp"), "hierarchical"),
     "expert_context": (MeshSizes(data=2, expert=2, context=2), LayoutChoice(preset="hybrid"), "slots"),
     "expert, gathered weights": (MeshSizes(data=2, expert=2), LayoutChoice(preset="fsdp"), "grouped"),
     "experts over model": (

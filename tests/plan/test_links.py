@@ -65,3 +65,51 @@ def test_a_mesh_that_does_not_tile(mesh, fix):
         links_of(mesh, target("v5e:4x4"))
     assert "The axes of a mesh multiply to the number of devices." in str(error.value)
     assert "on v5e:4x4 (16 devices)" in str(error.value) and fix in str(error.value)
+
+
+def test_of_an_all_to_all_all_that_leaves_a_host_goes_through_the_device_s_own_share_of_the_network():
+    links = links_of({"data": 4, "model": 8}, target("4x8xH100"))
+    network = 50e9 * NETWORK_EFFICIENCY
+    # Of 31 equal parts 24 leave the host; a gather of as many bytes is brought by all eight devices of a host.
+    assert links.bandwidth(["data", "model"], "all-to-all") == pytest.approx(network * 31 / 24)
+    assert links.bandwidth(["data", "model"]) == 8 * network
+    assert links.bandwidth(["data"], "all-to-all") == pytest.approx(network)
+    assert links.bandwidth(["model"], "all-to-all") == pytest.approx(links.bandwidth(["model"]))
+    assert links.seconds(network, ["data"], "all-to-all") == pytest.approx(1.0, rel=1e-4)
+    slices = links_of({"replica": 2, "data": 256}, target("2xv5e:16x16"))
+    half = 1 / (slices.target.chip.network_bandwidth * NETWORK_EFFICIENCY) / 2
+    assert slices.bandwidth(["replica", "data"], "all-to-all") == pytest.approx(511 / 512 / half)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "on", "axes", "seconds"),
+    [
+        # One byte a device: half of what half of the devices send crosses the middle of a side, over its links.
+        ({"data": 16, "model": 16}, "v5e:16x16", ["model"], 16 / 4 / 2),
+        ({"data": 16, "model": 16}, "v5e:16x16", ["data", "model"], 16 / 4 / 2),  # both sides at once
+        ({"data": 64, "model": 4}, "v5e:16x16", ["model"], 4 / 4),
+        ({"data": 64, "model": 4}, "v5e:16x16", ["data", "model"], 16 / 4 / 2),  # both axes are on one of the sides
+        ({"data": 8, "model": 8}, "v6e:8x8", ["model"], 8 / 4),  # no closed ring
+    ],
+)
+def test_of_an_all_to_all_the_middle_of_a_side_carries_the_most(mesh, on, axes, seconds):
+    links, link = links_of(mesh, target(on)), 0.9 * target(on).chip.link_bandwidth
+    devices = 1
+    for axis in axes:
+        devices *= mesh[axis]
+    assert links.bandwidth(axes, "all-to-all") == pytest.approx(link / seconds * (devices - 1) / devices)
+
+
+def test_a_permute_goes_one_way_and_as_fast_as_its_slowest_link():
+    links = links_of({"data": 32}, target("4x8xH100"))
+    assert links.bandwidth(["data"], "permute") == 50e9 * NETWORK_EFFICIENCY
+    ring = links_of({"data": 16, "model": 16}, target("v5e:16x16"))
+    assert ring.bandwidth(["model"], "permute") == ring.bandwidth(["model"]) / 2
+
+
+def test_devices_that_are_apart_share_links_with_those_between():
+    links = links_of({"data": 64, "model": 4}, target("v5e:16x16"))
+    assert links.describe("data") == "ring of 4 on side 1 (4 links apart), ring of 16 on side 0"
+    one = 2 * 50e9 * EFFICIENCY["tpu"]
+    assert links.bandwidth(["data"]) == pytest.approx(one * (1 + 1 / 4))
+    assert links.bandwidth(["data", "model"]) == pytest.approx(2 * one)  # together they are two whole rings

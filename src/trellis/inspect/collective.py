@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from trellis.inspect.hlo import Array, Instruction, Program, source_target_pairs
+from trellis.program.said import share_sent
 
 _KINDS = {
     "all-gather": "all-gather",
@@ -30,6 +31,7 @@ class Collective:
         origin: the instruction that says where it is from: its own, or that of the fusion it is in.
         asynchronous: whether it runs beside other work, as far as the text says.
         reduction: what it takes of what devices hold, where it reduces: "sum", "maximum" or "minimum".
+        sent: the share of its arrays that is sent, of an exchange of as many rows as there are.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Collective:
     origin: Instruction
     asynchronous: bool
     reduction: str = "sum"
+    sent: float = 1.0
 
     @property
     def size(self) -> int:
@@ -53,7 +56,7 @@ class Collective:
 
     def payload(self, array: Array) -> int:
         """Bytes of one of its arrays, as `trellis.program.moves` counts them."""
-        return array.num_bytes * (self.size if self.kind == "all-gather" else 1)
+        return round(array.num_bytes * (self.size if self.kind == "all-gather" else 1) * self.sent)
 
 
 def collectives_in(program: Program, num_devices: int, load: float | None = None) -> Iterator[Collective]:
@@ -85,7 +88,10 @@ def collectives_in(program: Program, num_devices: int, load: float | None = None
         beside = _is_async(program, computation, instruction)
         combine = program.combined_by(instruction)
         taken = combine if combine in ("maximum", "minimum") else "sum"
-        yield Collective(instruction.name, kind, tuple(groups), tuple(arrays), times, origin, beside, taken)
+        sent = 1.0
+        if instruction.op.startswith("ragged") and load is not None:
+            sent = share_sent(origin.quoted("op_name") or "", arrays[0].shape[0], load)
+        yield Collective(instruction.name, kind, tuple(groups), tuple(arrays), times, origin, beside, taken, sent)
 
 
 def _combined(permute: Instruction, arrays: int) -> bool:

@@ -16,7 +16,7 @@ from trellis.program.flow import Parameters, roles
 from trellis.program.manual import COLLECTIVES, moves, text_of, words
 from trellis.program.moves import Move
 from trellis.program.rules import Implied, States
-from trellis.program.said import turns_said
+from trellis.program.said import share_sent, turns_said
 from trellis.program.scopes import names_behind, names_of
 
 
@@ -94,22 +94,32 @@ class _Rows:
                 yield self.row(implied.move, implied.aval, _words(implied, operation), operation, implied.note)
 
     def row(self, move: Move, aval, what: str, operation: Operation, note: str) -> Row:
+        sent = 1.0
+        if operation.name == "ragged_all_to_all" and self.load is not None:
+            sent = share_sent(operation.scope, aval.shape[0], self.load)
         return Row(
             kind=move.kind,
             axes=move.axes,
             what=what,
             dtype=short_dtype(aval.dtype),
-            payload=move.payload,
-            wire=move.wire,
+            payload=round(move.payload * sent),
+            wire=round(move.wire * sent),
             times=operation.times,
             direction="forward" if operation.direction == "update" else operation.direction,
             source=operation.source,
             note=note,
             role=self.roles[operation],
             ring="ring[" in operation.scope,
+            down=_down(operation),
             parameter=self.parameters.moved_by(operation, self.roles[operation]),
             reduction=_REDUCTIONS.get(operation.name, "sum"),
         )
+
+
+def _down(operation: Operation) -> bool:
+    """Whether most devices of a permute send to one before them."""
+    steps = operation.params["perm"] if operation.name == "ppermute" else ()
+    return 2 * sum(to < source for source, to in steps) > len(steps)
 
 
 def _words(implied: Implied, operation: Operation) -> str:

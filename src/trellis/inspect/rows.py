@@ -29,6 +29,7 @@ class Row:
         role: what it moves: "weights" (gathered before use), "gradients" (of weights) or "activations"; empty where
             that is not known.
         ring: whether it is a step of a ring, which runs beside the kernels or products of the same line.
+        down: whether it is a permute to devices before, most of them. One down and one up use links at once.
         parameter: the path of the parameter that is gathered, or whose gradient is reduced; empty for anything else.
         reduction: what an all-reduce or a reduce-scatter takes of what devices hold: "sum", "maximum" or "minimum".
     """
@@ -45,6 +46,7 @@ class Row:
     note: str = ""
     role: str = ""
     ring: bool = False
+    down: bool = False
     parameter: str = ""
     reduction: str = "sum"
 
@@ -153,7 +155,7 @@ class Ledger:
             return unknown or "no communication"
         merged: dict[Row, int] = {}
         for row in self.rows:  # the same thing at the same place is one line, counted
-            key = dataclasses.replace(row, times=1, parameter="")
+            key = dataclasses.replace(row, times=1, parameter="", down=False)
             merged[key] = merged.get(key, 0) + row.times
         lines = [
             (

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from trellis.mesh.platform import are_cpus, platform_of_devices
 
 # From rarely to often talking: gradients once a step, activations of a stage
 # once a microbatch, weights once a layer, then what moves several times a layer.
-OUTER_TO_INNER = ("replica", "stage", "data", "expert", "context_y", "context", "model")
+OUTER_TO_INNER = ("replica", "stage", "data", "expert_y", "expert", "context_y", "context", "model")
 
 _TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 
@@ -83,9 +83,14 @@ def make_mesh(devices: Sequence | None = None, *, axis_type: str = "explicit", *
             f"a mesh axis is 'explicit' or 'auto', got axis_type={axis_type!r}, in make_mesh: pass one of the two"
         )
     sizes = _resolve(sizes, len(devices))
-    names = sorted(sizes, key=lambda n: OUTER_TO_INNER.index(n) if n in OUTER_TO_INNER else len(OUTER_TO_INNER))
+    names = outer_to_inner(sizes)
     shape = [sizes[name] for name in names]
     return Mesh(arrange(devices, names, shape), tuple(names), axis_types=(_TYPES[axis_type],) * len(names))
+
+
+def outer_to_inner(names: Iterable[str]) -> list[str]:
+    """Mesh axes in the order of a mesh, those without a usual name last."""
+    return sorted(names, key=lambda n: OUTER_TO_INNER.index(n) if n in OUTER_TO_INNER else len(OUTER_TO_INNER))
 
 
 def _resolve(sizes: dict[str, int], count: int) -> dict[str, int]:

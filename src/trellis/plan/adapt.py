@@ -61,7 +61,7 @@ def fitted_mesh(mesh: MeshSizes, target: Target) -> MeshSizes:
     (8, 8, 8)
     """
     left, kept = target.num_devices, {}
-    for name in ("model", "context", "expert", "stage", "replica"):
+    for name in ("model", "context", "expert", "expert_y", "stage", "replica"):
         size = getattr(mesh, name)
         kept[name] = left if size == -1 else math.gcd(size, left)
         left //= kept[name]

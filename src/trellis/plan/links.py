@@ -30,9 +30,11 @@ class Segment:
     Attributes:
         size: devices along it.
         where: "torus", "NVLink", "core" or "network".
-        bandwidth: bytes a second a device can take in over it, all links together, at the efficiency above.
+        bandwidth: bytes a second a device can take in over it, all links together, at the efficiency above. Where its
+            devices are some links apart, as many groups share these.
         ring: whether it is a closed ring.
         side: which side of the torus it is on; None elsewhere.
+        apart: links from one to the next.
     """
 
     size: int
@@ -40,11 +42,18 @@ class Segment:
     bandwidth: float
     ring: bool = False
     side: int | None = None
+    apart: int = 1
+
+    @property
+    def one_way(self) -> float:
+        """The same of what all devices send in one direction: a closed ring has as much again in the other."""
+        return self.bandwidth / 2 if self.ring else self.bandwidth
 
     def __str__(self) -> str:
         if self.side is None:
             return f"{self.size} over {self.where}"
-        return f"{'ring' if self.ring else 'line'} of {self.size} on side {self.side}"
+        apart = f" ({self.apart} links apart)" if self.apart > 1 else ""
+        return f"{'ring' if self.ring else 'line'} of {self.size} on side {self.side}{apart}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,29 +63,42 @@ class Links:
     target: Target
     parts: Mapping[str, tuple[Segment, ...]]
 
-    def bandwidth(self, axes: Sequence[str]) -> float:
-        """Bytes a second that a device takes in, in a collective over these mesh axes together.
+    def bandwidth(self, axes: Sequence[str], kind: str = "all-gather") -> float:
+        """Bytes a second that a device sends, in a collective over these mesh axes together.
 
-        Sides of the torus are used at once, so their rates add. Where the group crosses slices or hosts, each
-        device brings its share through the network and the fast links hand it on: the network's rate times the
-        devices of the group in one slice or host, at most the fast links' rate.
+        Of gathers and reductions sides of the torus are used at once, so their rates add. Where the group crosses
+        slices or hosts, each device brings its share through the network and the fast links hand it on: the network's
+        rate times the devices of the group in one slice or host, at most the fast links' rate.
+
+        In an all-to-all everything that a device sends is for one other device only. So all that leaves its host or
+        slice goes through its own share of the network, and each side of a torus carries what crosses its middle (the
+        scaling book's all-to-all; on sides of more than four chips it is slower than a gather of as many bytes). A
+        permute goes as fast as its slowest link.
+
+        Args:
+            axes: mesh axes.
+            kind: of the collective, as in `trellis.program.moves`.
         """
-        parts = [part for axis in axes for part in self.parts.get(axis, ()) if part.size > 1]
+        parts = _joined([part for axis in axes for part in self.parts.get(axis, ()) if part.size > 1])
         near = [part for part in parts if part.where != "network"]
-        if not self.target.chip.torus:
-            fast = near[0].bandwidth if near else math.inf
-        else:
-            fast = sum(part.bandwidth for part in near) or math.inf
         far = [part.bandwidth for part in parts if part.where == "network"]
+        if not parts:
+            return math.inf
+        if kind == "permute":
+            return min(part.one_way for part in parts)
+        if kind == "all-to-all":
+            devices = math.prod(part.size for part in parts)
+            return (devices - 1) / devices / max(_crossing(part, devices) for part in parts)
+        fast = sum(part.bandwidth for part in near) or math.inf
         return min(fast, far[0] * math.prod(part.size for part in near)) if far else fast
 
-    def seconds(self, wire_bytes: float, axes: Sequence[str]) -> float:
-        """Time of one collective that brings `wire_bytes` to each device: bytes over rate, plus hops and a launch."""
+    def seconds(self, wire_bytes: float, axes: Sequence[str], kind: str = "all-gather") -> float:
+        """Time of one collective of which each device sends `wire_bytes`: bytes over rate, plus hops and a launch."""
         parts = [part for axis in axes for part in self.parts.get(axis, ()) if part.size > 1]
         if not parts:
             return 0.0
         hops = sum(part.size // 2 if part.ring else part.size - 1 for part in parts if part.side is not None)
-        return wire_bytes / self.bandwidth(axes) + LAUNCH_SECONDS[self.target.chip.kind] + hops * HOP_SECONDS
+        return wire_bytes / self.bandwidth(axes, kind) + LAUNCH_SECONDS[self.target.chip.kind] + hops * HOP_SECONDS
 
     def scatters_as_reduce(self, axes: Sequence[str]) -> bool:
         """Whether a reduce-scatter over these axes together becomes an all-reduce and a slice: twice the bytes.
@@ -96,6 +118,28 @@ class Links:
     def describe(self, axis: str) -> str:
         """The links of one axis in words, as in `ring of 16 on side 0`."""
         return ", ".join(map(str, self.parts.get(axis, ()))) or "no links (size 1)"
+
+
+def _joined(parts: Sequence[Segment]) -> list[Segment]:
+    """What lies on one side of a torus, or inside one host, as one piece."""
+    places: dict[tuple, list[Segment]] = {}
+    for part in parts:
+        places.setdefault((part.where, part.side), []).append(part)
+    joined = []
+    for along in places.values():
+        near = max(along, key=lambda part: part.one_way)
+        size, ring = math.prod(part.size for part in along), any(part.ring for part in along)
+        joined.append(dataclasses.replace(near, size=size, ring=ring, bandwidth=near.one_way * (2 if ring else 1)))
+    return joined
+
+
+def _crossing(part: Segment, devices: int) -> float:
+    """Seconds that these links take for each byte of an array that each of so many devices sends to all, a like part
+    to each. On a side of a torus half of them send half of theirs across the middle. Inside a host there is only what
+    stays in it.
+    """
+    sent = {"torus": part.size**2 // 4 / part.size, "NVLink": (part.size - 1) / devices}
+    return sent.get(part.where, (part.size - 1) / part.size) / part.bandwidth
 
 
 def check_tiles(mesh: Mapping[str, int], target: Target) -> None:
@@ -164,9 +208,9 @@ def links_of(mesh: Mapping[str, int], target: Target) -> Links:
         if across > 1:
             size, slices = size // across, slices // across
         for side, part in _sides(size, free, target.shape):
-            whole = part == target.shape[side]
-            ring = whole and target.wrap[side]
-            parts[axis].append(Segment(part, "torus", rate * (2 if ring else 1), ring, side))
+            apart = target.shape[side] // free[side]  # what is placed already lies between
+            ring = part * apart == target.shape[side] and target.wrap[side]
+            parts[axis].append(Segment(part, "torus", rate * (2 if ring else 1) / apart, ring, side, apart))
             free[side] //= part
         if across > 1:
             parts[axis].append(Segment(across, "network", network))

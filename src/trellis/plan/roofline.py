@@ -216,7 +216,7 @@ def work_line(piece: Piece, chip: Chip) -> Line:
 
 def collective_line(row: Row, links: Links) -> Line:
     """The time of one collective of the ledger."""
-    rate = links.bandwidth(row.axes)
+    rate = links.bandwidth(row.axes, row.kind)
     wire, note = row.wire, ""
     if row.kind == "reduce-scatter" and links.scatters_as_reduce(row.axes):
         wire, note = 2 * wire, ", as an all-reduce and a slice"
@@ -224,7 +224,7 @@ def collective_line(row: Row, links: Links) -> Line:
         kind=row.kind,
         label=f"{row.role or 'activations'} {row.what}",
         where=row.direction or "forward",
-        seconds=links.seconds(wire, row.axes) * row.times,
+        seconds=links.seconds(wire, row.axes, row.kind) * row.times,
         bound=f"links of {row.axis}",
         flops=0.0,
         num_bytes=float(wire) * row.times,
@@ -254,7 +254,7 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
         room["backward" if line.where == "recomputed" else line.where] += line.seconds
         if line.kind != "elementwise":
             beside[line.where, line.source] += line.seconds
-    moves = [(row, collective_line(row, links)) for row in ledger.rows]
+    moves = _both_ways([(row, collective_line(row, links)) for row in ledger.rows])
     lines = list(computed)
     for row, line in sorted(moves, key=lambda pair: (not pair[0].ring, -pair[1].seconds)):
         role, where = row.role, "backward" if line.where == "recomputed" else line.where
@@ -277,6 +277,18 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
         hidden=hidden,
         flops=sum(line.flops for line in computed),
     )
+
+
+def _both_ways(moves: list[tuple[Row, Line]]) -> list[tuple[Row, Line]]:
+    """Steps of a ring that travel up and down are on their way at once: together they take as long as the longer."""
+    ways: dict[tuple, dict[bool, float]] = collections.defaultdict(lambda: {False: 0.0, True: 0.0})
+    place = lambda row: (row.source, row.direction, row.axes)
+    for row, line in moves:
+        if row.ring:
+            ways[place(row)][row.down] += line.seconds
+    share = {key: max(way.values()) / max(sum(way.values()), 1e-30) for key, way in ways.items()}
+    together = lambda row, line: dataclasses.replace(line, seconds=line.seconds * share[place(row)])
+    return [(row, together(row, line) if row.ring else line) for row, line in moves]
 
 
 def _merged(lines: list[Line]) -> list[Line]:

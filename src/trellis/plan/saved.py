@@ -155,6 +155,6 @@ def _step(plan: Plan, verdict: Verdict) -> list[Amount]:
         lines += [Amount("step", "gathers of rows", source, n / rate) for source, n in moved.items()]
     for row in verdict.ledger.rows if verdict.ledger else ():
         if "asynchronous" not in row.note:
-            seconds = plan.links.seconds(row.wire, row.axes) * row.times
+            seconds = plan.links.seconds(row.wire, row.axes, row.kind) * row.times
             lines.append(Amount("step", f"{row.kind} over {row.axis}, alone", row.source, seconds))
     return lines

@@ -156,8 +156,9 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
         slices = [(1, run.layout.context), *itertools.product((2, 4, 8, 16, 32), CONTEXT_KINDS)]
         if stages > 1:
             slices = slices[:1]
-        among = [2**n for n in range(min(experts, devices).bit_length())] if stages == 1 else [1]
-        for (context, kind), expert in itertools.product(slices, among):
+        among = _expert_sizes(min(experts, devices) if stages == 1 else 1, target)
+        for (context, kind), (expert_y, near) in itertools.product(slices, among):
+            expert = expert_y * near
             ways = devices // model // context // expert
             if experts % expert or devices % (model * context * expert):
                 continue
@@ -181,7 +182,8 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
                     continue
                 mesh = data_sizes(ways // replica, target)
                 sizes = {"replica": replica, **{axis: mesh.get(axis, 1) for axis in DATA_AXES}}
-                sizes |= {"stage": stages, "context": context, "context_y": 1, "model": model, "expert": expert}
+                sizes |= {"stage": stages, "context": context, "context_y": 1, "model": model}
+                sizes |= {"expert": near, "expert_y": expert_y}
                 changed = dataclasses.replace(
                     run,
                     mesh=dataclasses.replace(run.mesh, **sizes),
@@ -193,6 +195,18 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
                     remat=dataclasses.replace(run.remat, policy=policy, names=names),
                 )
                 yield changed, _options(written, changed)
+
+
+def _expert_sizes(most: int, target: Target) -> list[tuple[int, int]]:
+    """Slices of experts across hosts and inside one, together at most so many; on a torus none across.
+
+    >>> from trellis.hardware.chips import target
+    >>> _expert_sizes(16, target("4x4xH100"))
+    [(1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (2, 4), (4, 4)]
+    """
+    powers = [2**n for n in range(most.bit_length())]
+    host = 0 if target.chip.torus else target.shape[1]
+    return [(1, size) for size in powers] + [(size // host, host) for size in powers if host and size > host > 1]
 
 
 def _policies(run: Run, stages: int) -> Iterable[tuple]:
@@ -375,7 +389,9 @@ def best(able: list[Candidate]) -> Candidate | None:
     fit = [c for c in able if c.fits]
     fit = [c for c in fit if c.verdict is not None] or fit
     close = [c for c in fit if c.seconds <= 1.01 * min(c.seconds for c in fit)]
-    kinds = lambda mesh: sum(size > 1 for size in (mesh.model, mesh.context, mesh.expert, mesh.replica, mesh.stage))
+    kinds = lambda mesh: sum(
+        size > 1 for size in (mesh.model, mesh.context, mesh.expert, mesh.expert_y, mesh.replica, mesh.stage)
+    )
     return min(close, key=lambda c: (kinds(c.run.mesh), c.parts, c.seconds), default=None)
 
 
@@ -423,7 +439,7 @@ def _firsts(candidates: list[Candidate], room: float) -> list[Candidate]:
 def _kind(candidate: Candidate) -> tuple:
     mesh = candidate.run.mesh
     layout = candidate.run.layout
-    return layout.context, mesh.model, mesh.context, mesh.replica, mesh.expert, mesh.stage, layout.preset
+    return layout.context, mesh.model, mesh.context, mesh.replica, mesh.expert, mesh.expert_y, mesh.stage, layout.preset
 
 
 def _compiled(planned: list[Candidate], target: Target, count: int) -> list[Candidate]:

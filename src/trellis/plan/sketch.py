@@ -6,9 +6,12 @@ import math
 
 from trellis.hardware.chips import Target
 from trellis.inspect.timeline import FRAGMENTATION
+from trellis.mesh.meshes import outer_to_inner
 from trellis.models.protocol import FamilyConfig, stacked
 from trellis.named.pipeline.parts import Parts
 from trellis.nn import Role, parameters
+from trellis.nn.moe.config import Routing
+from trellis.nn.moe.hierarchy import copies_of, parts_met
 from trellis.plan.links import Links, links_of
 from trellis.run.config import Run
 from trellis.train.assemble import model_types
@@ -56,10 +59,12 @@ def weight_counts(config: FamilyConfig) -> tuple[float, float, float, float]:
 
 def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     """Rough time and memory of a run whose mesh has these sizes."""
-    links: Links = links_of({axis: size for axis, size in sizes.items() if size > 1} or {"data": 1}, target)
+    there = {axis: sizes[axis] for axis in outer_to_inner(sizes) if sizes[axis] > 1}
+    links: Links = links_of(there or {"data": 1}, target)
     chip, m = target.chip, run.model
     blocks, experts, tables, block = weight_counts(m)
-    expert, per_token = sizes.get("expert", 1), m.experts_per_token
+    expert_y, per_token = sizes.get("expert_y", 1), m.experts_per_token
+    expert = expert_y * sizes.get("expert", 1)
     active = experts * per_token / m.experts
     devices, model = target.num_devices, sizes.get("model", 1)
     shard = [axis for axis in ("data", "data_y", "data_z", "context") if sizes.get(axis, 1) > 1]
@@ -105,7 +110,9 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
         moved = (4 + 2 * again) * 2 * 2.0 * local * m.embed * m.layers * (model - 1) / model * idle
         activations = moved / links.bandwidth(["model"])
     if stages > 1:  # a part's stream and its gradient, every tick
-        activations += ticks * 2 * 2.0 * local * stages / parts / sequence * m.embed / links.bandwidth(["stage"])
+        activations += (
+            ticks * 2 * 2.0 * local * stages / parts / sequence * m.embed / links.bandwidth(["stage"], "permute")
+        )
     context, head_dim = sizes.get("context", 1), m.head_dim
     whole = 0.0  # bytes of one layer's keys and values that a device gathers
     if context > 1:
@@ -116,13 +123,18 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
             activations += parts * m.layers * moved / links.bandwidth(["context"])
         elif run.layout.context == "exchange":
             moved = (2 + again) * (keys + queries) * (context - 1) / context
-            activations += parts * m.layers * moved / links.bandwidth(["context"])
+            activations += parts * m.layers * moved / links.bandwidth(["context"], "all-to-all")
         else:  # what a ring moves stands beside its kernels
             moved = (4 + again) * keys * (context - 1)
-            activations += max(0.0, parts * m.layers * moved / links.bandwidth(["context"]) - kernels)
+            activations += max(0.0, parts * m.layers * moved / links.bandwidth(["context"], "permute") - kernels)
     if expert > 1:  # tokens to their experts and back, each pass
-        moved = (4 + 2 * again) * 2.0 * local / model * m.embed * per_token * m.layers * (expert - 1) / expert
-        activations += moved / links.bandwidth(["expert"])
+        moved = (4 + 2 * again) * 2.0 * local / model * m.embed * m.layers
+        near = expert // expert_y
+        activations += moved * per_token * (near - 1) / near / links.bandwidth(["expert"], "all-to-all")
+        if expert_y > 1:
+            routing = getattr(m, "routing", Routing())
+            copies = copies_of(per_token, expert_y, parts_met(expert_y, routing.groups, routing.groups_per_token))
+            activations += moved * copies * (expert_y - 1) / expert_y / links.bandwidth(["expert_y"], "all-to-all")
     hidden = min(weights * (0.5 if len(chip.overlap) == 1 else 1.0), compute * 0.9) if chip.overlap else 0.0
     seconds = compute + activations + weights - hidden
     state = 12.0 * (of_stage + tables) / (ways * model if sharded else model)

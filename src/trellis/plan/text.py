@@ -1,5 +1,6 @@
 """A plan as text and as JSON."""
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from trellis.named.pipeline.chart import chart
 from trellis.named.pipeline.schedule import Schedule
 from trellis.plan.advice import advice
 from trellis.plan.quick import Plan
+from trellis.plan.roofline import collective_line
 
 # Ticks of a chart that fits a line.
 MOST_TICKS = 32
@@ -128,12 +130,16 @@ def time_table(plan: Plan, lines: int = 24, formulas: bool = False) -> str:
 
 def link_table(plan: Plan) -> str:
     """Bytes over each mesh axis, and what they run on."""
+    seconds: dict[str, float] = collections.defaultdict(float)
+    for row in plan.ledger.rows:
+        takes = collective_line(row, plan.links).seconds
+        for axis, wire in plan.ledger.split(row):
+            seconds[axis] += takes * wire / max(row.wire, 1)
     rows = []
     for axis, total in plan.ledger.per_axis().items():
-        axes = axis.split(",")
-        where = "; ".join(plan.links.describe(name) for name in axes)
-        rate = plan.links.bandwidth(axes)
-        rows.append((axis, numbers.size(total), f"{rate / 1e9:.0f} GB/s", numbers.seconds(total / rate), where))
+        where = "; ".join(plan.links.describe(name) for name in axis.split(","))
+        rate = f"{total / seconds[axis] / 1e9:.0f} GB/s" if seconds[axis] else ""
+        rows.append((axis, numbers.size(total), rate, numbers.seconds(seconds[axis]), where))
     if not rows:
         return "communication: none"
     header = ("mesh axis", "a device sends", "at", "takes", "over")

@@ -62,7 +62,7 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
         kernels += sum(gathered_bytes(compiled.text, load=plan.load).values()) / plan.target.chip.streaming_bandwidth
     exposed = hidden = 0.0
     for row in found.rows:
-        seconds = plan.links.seconds(row.wire, row.axes) * row.times
+        seconds = plan.links.seconds(row.wire, row.axes, row.kind) * row.times
         if "asynchronous" in row.note:
             hidden += seconds
         else:

@@ -26,10 +26,11 @@ Kind = Literal["ring", "gather", "exchange"]
 
 _DATA = "data/data_y/data_z"
 _CONTEXT = "context/context_y"
-_BATCH = f"replica/{_DATA}/expert/stage"
+_EXPERT = "expert_y/expert"
+_BATCH = f"replica/{_DATA}/{_EXPERT}/stage"
 _LAYERS = {"layers": "stage"}
 _TENSOR = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
-_EXPERTS = {"experts": "expert"}
+_EXPERTS = {"experts": _EXPERT}
 # What parameters have that lead from a latent to heads, instead of the stream's width.
 _LATENTS = ("q_latent", "kv_latent")
 
@@ -82,6 +83,9 @@ class MeshSizes:
     """More of the same along a third. Set it on TPU slices, to the third side of the slice."""
     expert: int = 1
     """Slices of a layer's experts, and of the batch. Raise it for mixtures of experts that do not fit one device."""
+    expert_y: int = 1
+    """More of the same across slower links: a token crosses these once for all its experts behind them. Raise it where
+    mesh.expert alone would cross hosts."""
     context: int = 1
     """Slices of a sequence's positions. Raise it for sequences whose activations do not fit one device."""
     context_y: int = 1

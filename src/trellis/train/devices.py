@@ -64,6 +64,6 @@ def possible_counts(run: Run, most: int) -> list[int]:
 def _divides(run: Run, left: int) -> bool:
     """Whether batches and widths can be sliced, with the mesh axis that takes what is left taking so much."""
     mesh = {name: left if size == -1 else size for name, size in dataclasses.asdict(run.mesh).items()}
-    parts = math.prod(mesh[name] for name in ("replica", "data", "data_y", "data_z", "expert"))
+    parts = math.prod(mesh[name] for name in ("replica", "data", "data_y", "data_z", "expert", "expert_y"))
     batches = [(b.size, phase.run.parts) for phase in run.phases() for b in phase.run.batch_sizes()]
     return run.model.embed % left == 0 and all(size // of % parts == 0 for size, of in batches)

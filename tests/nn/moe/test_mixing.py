@@ -24,6 +24,11 @@ LAYOUTS = {
         {"experts": "expert", "batch": ("data", "expert")},
     ),
     "expert, many": (dict(expert=4), {"experts": "expert"}, {"experts": "expert", "batch": "expert"}),
+    "expert, in steps": (
+        dict(expert_y=2, expert=2),
+        {"experts": ("expert_y", "expert")},
+        {"experts": ("expert_y", "expert"), "batch": ("expert_y", "expert")},
+    ),
     "tensor": (dict(expert=2, model=2), TENSOR, TENSOR | {"batch": "expert", "pos": "model"}),
     "over model": (dict(data=2, model=2), {"experts": "model"}, {"experts": "model", "batch": "data"}),
     "over both": (
@@ -73,7 +78,8 @@ def defined(biased=False):
 # Where experts have biases, and gates with bounds.
 BIASED = {
     ("one", "grouped", 1.5), ("expert", "dense", 1.5), ("expert", "ragged", 0.3), ("expert, many", "slots", 1.5),
-    ("expert, many", "gather", 1.5), ("tensor", "gather", 1.5), ("over model", "auto", 1.5), ("over both", "auto", 1.5),
+    ("expert, many", "gather", 1.5), ("expert, in steps", "hierarchical", 0.3),
+    ("tensor", "gather", 1.5), ("over model", "auto", 1.5), ("over both", "auto", 1.5),
 }  # fmt: skip
 
 
@@ -90,6 +96,8 @@ BIASED = {
         ("expert, many", "gather", 1.5),
         ("expert, many", "ragged", 0.3),
         ("expert, many", "slots", 1.5),
+        ("expert, in steps", "hierarchical", 1.5),
+        ("expert, in steps", "hierarchical", 0.3),
         ("tensor", "gather", 1.5),
         ("tensor", "ragged", 0.5),
         ("over model", "auto", 1.5),

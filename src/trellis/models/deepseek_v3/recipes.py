@@ -12,7 +12,8 @@ from trellis.run.data import Data, StoreSource
 
 # What is not of an expert is sliced over all devices, latents over as many as divide them: gathering it costs as much
 # as from a few.
-ATTENTION = {"embed": "data/expert", "q_latent": "expert", "kv_latent": "expert"}
+EXPERT = "expert_y/expert"
+ATTENTION = {"embed": f"data/{EXPERT}", "q_latent": EXPERT, "kv_latent": EXPERT}
 
 
 def deepseek_v3() -> Run:
@@ -59,7 +60,7 @@ def deepseek_v3() -> Run:
         schedule=Cosine(warmup_steps=2000),
         precision=Precision(exceptions={"router": "float32"}),
         remat=Remat(policy="saved", names=("latents", "attention")),
-        mesh=MeshSizes(data=8, expert=64),
+        mesh=MeshSizes(data=8, expert=8, expert_y=8),
         layout=LayoutChoice(preset="fsdp", params=FrozenMap(ATTENTION)),
         checkpoints=CheckpointRule(every=1000, keep_every=10_000),
         evaluation=Evaluation(every=1000, batches=32),
@@ -74,7 +75,7 @@ def deepseek_v3_b200_256() -> Run:
     return dataclasses.replace(
         deepseek_v3(),
         name="deepseek_v3_b200_256",
-        mesh=MeshSizes(data=4, expert=64),
+        mesh=MeshSizes(data=8, expert=8, expert_y=4),
     )
 
 

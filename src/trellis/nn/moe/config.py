@@ -8,7 +8,7 @@ from trellis.errors import UserError
 # Of even loads: past the number of experts there are no more tokens.
 _MOST_ROOM = 1000
 
-Way = Literal["auto", "dense", "grouped", "gather", "ragged", "slots"]
+Way = Literal["auto", "dense", "grouped", "gather", "ragged", "slots", "hierarchical"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +44,9 @@ class Routing:
     """Room of each expert in each sequence, in tokens of an even load; later tokens are dropped. null drops none. Set
     it, as to 1.25, where steps must take the same time whatever the router does."""
     way: Way = "auto"
-    """How tokens get to their experts: gather, ragged or slots over the mesh axes of the experts; grouped brings the
-    experts' weights to the tokens; dense computes all experts for all tokens. Choose one where a plan says that it is
-    faster than what auto takes."""
+    """How tokens get to their experts: gather, ragged or slots over the mesh axes of the experts; hierarchical once
+    over the first of these and on along the others; grouped brings the experts' weights to the tokens; dense computes
+    all experts for all tokens. Choose one where a plan says that it is faster than what auto takes."""
     slack: float = 1.5
     """Room of an exchange's buffers, in tokens of an even load. What does not fit goes in further rounds. Raise it
     where exchanges often need further rounds; lower it where buffers are too large."""

@@ -5,7 +5,6 @@ along the exchange's mesh axes holds `count` experts, in the order of the axes, 
 """
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +12,11 @@ from jax import lax
 
 from trellis.errors import UserError
 from trellis.mesh.manual.ops import vary, varying_axes
-from trellis.nn.moe.ragged import in_tiles, ragged_all_to_all
+from trellis.nn.moe.ragged import in_tiles
 from trellis.nn.moe.rounds import in_rounds
 from trellis.nn.moe.rows import Compute, local_experts, reorder, sort_by_expert, sum_rows, take_rows
+from trellis.nn.moe.turns import Axes, Turn, arrivals, brought_with, send
 from trellis.program.said import filled_rows, loop_turns
-
-Axes = tuple[str, ...]
 
 
 class ExpertsError(UserError):
@@ -112,13 +110,7 @@ def exchange_experts(
         ExpertsError: outside of manual mode, the mesh has no such axis, or there is no slack.
     """
     check_axes(axes, "exchange_experts")
-    if slack <= 0:
-        raise ExpertsError(
-            "A buffer has room for some rows.",
-            seen=f"slack={slack}",
-            where="exchange_experts",
-            fix="use 1 for the rows of an even load, 1.5 for half as many more",
-        )
+    check_slack(slack, "exchange_experts")
     tokens, choices = ids.shape
     pairs, devices = tokens * choices, lax.axis_size(axes)
     varying = tuple(sorted({*varying_axes(x, ids, weights), *axes}))
@@ -146,7 +138,7 @@ def exchange_experts(
 
     def one(rows, counted, counts, turn):
         turn = Turn.of(counts, turn, axes, room, ragged)
-        return _round(rows, counted, counts, turn, filling, axes=axes, room=room, ragged=ragged)
+        return one_turn(rows, counted, counts, turn, filling, axes=axes, room=room, ragged=ragged, even=pairs)
 
     if worst > room:
         now = lambda counts, turn: Turn.of(counts, turn, axes, room, ragged).inside(pairs)
@@ -157,126 +149,26 @@ def exchange_experts(
     return sum_rows(made, copies, order // choices).reshape(tokens, -1)
 
 
-class Turn(NamedTuple):
-    """What moves in one turn of the exchange.
+def one_turn(
+    rows, counted, counts, turn: Turn, compute: Compute, *, axes: Axes, room: int, ragged: bool, even: int
+) -> jax.Array:
+    """One turn of the exchange: the rows that move in it, at the places of `rows`; anything at the others.
 
-    Attributes:
-        start: `i32["from to"]`, how many of a sender's rows for a receiver moved before.
-        moved: `i32["from to"]`, how many move now.
-        lands: `i32["from to"]`, where in the receiver's buffer.
-        mine: `i32["to"]`, where this device's rows for each receiver begin among its rows.
-        me: `i32[""]`, this device.
+    Args:
+        rows: `rows embed`, or in tiles, sorted by expert.
+        counted: `f32["pairs"]`, what the rows of all devices count.
+        counts: `i32["from to count"]`, rows for each expert.
+        turn: what moves.
+        compute: what this device's experts do.
+        axes, room, ragged, even: as `send` has them.
     """
-
-    start: jax.Array
-    moved: jax.Array
-    lands: jax.Array
-    mine: jax.Array
-    me: jax.Array
-
-    @staticmethod
-    def of(counts: jax.Array, turn: jax.Array, axes: Axes, room: int, ragged: bool) -> "Turn":
-        """That of a turn.
-
-        Args:
-            counts: `i32["from to count"]`, rows for each expert.
-            turn: from 0.
-            axes: the mesh axes that the devices are along.
-            room: of a buffer.
-            ragged: whether senders share it.
-        """
-        sent, me = counts.sum(2), lax.axis_index(axes)
-        # Where a sender's rows for a receiver begin among all that the receiver gets, and how many have room now.
-        size = room if ragged else room // counts.shape[0]
-        begins = jnp.cumsum(sent, 0) - sent if ragged else jnp.zeros_like(sent)
-        start = jnp.clip(turn * size - begins, 0, sent)
-        moved = jnp.clip((turn + 1) * size - begins, 0, sent) - start
-        slot = jnp.arange(counts.shape[0], dtype=jnp.int32)[:, None] * size
-        lands = begins + start - turn * size if ragged else jnp.broadcast_to(slot, sent.shape)
-        return Turn(start, moved, jnp.clip(lands, 0, room), jnp.cumsum(sent[me]) - sent[me] + start[me], me)
-
-    def inside(self, rows: int) -> jax.Array:
-        """Which of this device's rows move: `bool["rows"]`."""
-        number = jnp.arange(rows, dtype=jnp.int32)[:, None]
-        mine = self.mine[None]
-        return ((number >= mine) & (number < mine + self.moved[self.me][None])).any(1)
-
-
-def _round(rows, counted, counts, turn: Turn, compute: Compute, *, axes: Axes, room: int, ragged: bool):
-    """One turn of the exchange: the rows that move in it, at the places of `rows`; anything at the others."""
-    devices, _, count = counts.shape
-    me = turn.me
-    if ragged:
-        there = (turn.mine, turn.moved[me], turn.lands[me], turn.moved[:, me])
-        back = (turn.lands[:, me], turn.moved[:, me], _from(counts, turn), turn.moved[me])
-        got = ragged_all_to_all(rows, room, there, back, axes)
-    else:
-        index, places = _slots(turn.mine, turn.moved[me], room // devices, rows.shape[0])
-        got = lax.all_to_all(take_rows(rows, index, places), axes, 0, 0, tiled=True)
-
-    expert, sender, number = _experts_of(counts[:, me], turn.start[:, me], turn.moved[:, me], turn.lands[:, me], room)
-    weights = take_rows(counted, *_weights_of(counts, turn, sender, number, room, rows.shape[0]))
-    order, place, sizes = sort_by_expert(expert, count)
+    got, home = send(rows, counts, turn, axes=axes, room=room, ragged=ragged, even=even)
+    expert, sender, number = arrivals(counts, turn, room)
+    weights = take_rows(counted, *brought_with(counts, turn, sender, number, room, rows.shape[0]))
+    order, place, sizes = sort_by_expert(expert, counts.shape[2])
     given = reorder(got, order, place)
     made = compute(given.reshape(room, -1), sizes, reorder(weights, order, place))
-    made = reorder(in_tiles(made) if ragged else made, place, order)
-    if ragged:
-        return ragged_all_to_all(made, rows.shape[0], back, there, axes)
-    made = lax.all_to_all(made, axes, 0, 0, tiled=True)
-    return sum_rows(made, places, index)
-
-
-def _from(counts, turn: Turn):
-    """Where this device's results go to: the place of its rows from each sender among that sender's rows."""
-    sent = counts.sum(2)
-    return (jnp.cumsum(sent, 1) - sent + turn.start)[:, turn.me]
-
-
-def _weights_of(counts, turn: Turn, sender, number, room: int, pairs: int):
-    """Which of all devices' weights belongs to each place of this device's buffer, and in which place each is.
-
-    Args:
-        counts, turn: of the exchange.
-        sender, number: `i32["places"]`, of each place the device that its row is from, and which of its rows for us.
-        room: places in the buffer.
-        pairs: weights of each device.
-    """
-    sent, me = counts.sum(2), turn.me
-    begins = (jnp.cumsum(sent, 1) - sent)[:, me]  # of our rows among each sender's
-    number_of = jnp.arange(pairs, dtype=jnp.int32)[None] - (begins + turn.start[:, me])[:, None]
-    inside = (number_of >= 0) & (number_of < turn.moved[:, me, None])
-    places = jnp.where(inside, turn.lands[:, me, None] + number_of, room)
-    return sender * pairs + begins[sender] + number, places.reshape(-1, 1)
-
-
-def _slots(first, moved, size: int, rows: int):
-    """Which row is in each place of the slots, and in which place each row is; `rows` and all places for none."""
-    within = jnp.arange(size, dtype=jnp.int32)
-    index = jnp.where(within[None] < moved[:, None], first[:, None] + within[None], rows).reshape(-1)
-    number = jnp.arange(rows, dtype=jnp.int32)
-    inside = (number[:, None] >= first[None]) & (number[:, None] < (first + moved)[None])
-    to = jnp.argmax(inside, 1).astype(jnp.int32)
-    places = jnp.where(inside.any(1), to * size + number - first[to], first.shape[0] * size)
-    return index, places[:, None]
-
-
-def _experts_of(counts, start, moved, lands, room: int):
-    """Of every place of this device's buffer the expert, counted here (their number for places without a row), the
-    sender, and which of its rows for this device it has.
-
-    Args:
-        counts: `i32["senders count"]`, rows for each of this device's experts, which come in this order.
-        start: `i32["senders"]`, how many of these rows came in earlier rounds.
-        moved: `i32["senders"]`, how many come now.
-        lands: `i32["senders"]`, where.
-        room: places in the buffer.
-    """
-    place = jnp.arange(room, dtype=jnp.int32)
-    inside = (place[:, None] >= lands[None]) & (place[:, None] < (lands + moved)[None])
-    sender = jnp.argmax(inside, 1)
-    number = place - lands[sender] + start[sender]  # which of the sender's rows for this device
-    expert = (number[:, None] >= jnp.cumsum(counts, 1)[sender]).sum(1, dtype=jnp.int32)
-    return jnp.where(inside.any(1), expert, counts.shape[1]), sender, number
+    return home(reorder(in_tiles(made) if ragged else made, place, order))
 
 
 def check_axes(axes: Axes, where: str) -> None:
@@ -299,4 +191,19 @@ def check_axes(axes: Axes, where: str) -> None:
             seen=f"'{missing[0]}', which is not manual here",
             where=where,
             fix="call it inside shard_map",
+        )
+
+
+def check_slack(slack: float, where: str) -> None:
+    """A buffer has room.
+
+    Raises:
+        ExpertsError: it has none.
+    """
+    if slack <= 0:
+        raise ExpertsError(
+            "A buffer has room for some rows.",
+            seen=f"slack={slack}",
+            where=where,
+            fix="use 1 for the rows of an even load, 1.5 for half as many more",
         )

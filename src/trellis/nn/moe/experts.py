@@ -152,6 +152,6 @@ class Experts(eqx.Module):
         if routing.capacity is not None:
             choices = limit(choices, self.router.shape["routes"], routing.capacity)
         products = self.gate, self.up, self.down
-        own = dict(biases=self.biases, gated=self.gated)
+        own = dict(biases=self.biases, gated=self.gated, groups=(routing.groups, routing.groups_per_token))
         out = mix(x, choices, *products, **own, way=routing.way, slack=routing.slack)
         return out if self.shared is None else out + self.shared(x)

@@ -1,4 +1,4 @@
-"""The weighted sum of what a token's experts make of it: four ways, one result."""
+"""The weighted sum of what a token's experts make of it: several ways, one result."""
 
 import dataclasses
 import math
@@ -17,6 +17,7 @@ from trellis.nn.gate import ClampedSwiGLU
 from trellis.nn.initializers import constant
 from trellis.nn.moe.config import Way
 from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_experts
+from trellis.nn.moe.hierarchy import exchange_in_steps, parts_met
 from trellis.nn.moe.narrow import gradient_only, grouped_each, held, narrow_weights, unmarked
 from trellis.nn.moe.routing import Choices
 from trellis.nn.moe.rows import local_experts
@@ -25,6 +26,8 @@ from trellis.notation import spec_of
 from trellis.notation.state import state_of
 
 TOKENS = ("batch", "pos", "embed")
+# Ways on which tokens travel to the devices of their experts.
+EXCHANGES = ("ragged", "slots", "hierarchical")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ def mix(
     gated: ClampedSwiGLU | None = None,
     way: Way = "auto",
     slack: float = 1.5,
+    groups: tuple[int, int] = (1, 1),
 ) -> NamedArray:
     """Each token's weighted sum of its experts, which are SwiGLU blocks, on any layout.
 
@@ -100,9 +104,13 @@ def mix(
         Tokens go to the devices of their experts, and nothing else travels (`jax.lax.ragged_all_to_all`).
     `slots`
         The same in slots of one size for each pair of devices, for backends without that collective.
+    `hierarchical`
+        Tokens go once to each part of the experts' first mesh axis where they have experts, and on along the others:
+        for a first axis that crosses hosts, where the others lie inside one.
     `auto`
         `grouped` where every device has all experts; `gather` where that moves no more than an exchange, or where
-        tokens are not sliced as experts are; else `ragged` or, on a CPU, `slots`.
+        tokens are not sliced as experts are; else `hierarchical` along several mesh axes, and `ragged` or, on a CPU,
+        `slots` along one.
 
     No choice is dropped, whatever the way; `trellis.nn.moe.limit` drops some before. Values and gradients are those of
     `dense`, but for the order of sums.
@@ -116,6 +124,8 @@ def mix(
         gated: what the first two products come to, where it is not SwiGLU.
         way: how.
         slack: room of an exchange's buffers, in rows of an even load. What does not fit goes in further rounds.
+        groups: in how many groups the experts are, and how many of them a token's come from, as the router limits it
+            (`Routing`); buffers of `hierarchical` are made for that.
 
     Returns:
         `"batch pos embed"`.
@@ -123,12 +133,12 @@ def mix(
     Raises:
         ExpertsError: the way is not one that the layout or the backend has.
     """
-    out = _mixed(x, choices, gate, up, down, biases, gated, way, slack)
+    out = _mixed(x, choices, gate, up, down, biases, gated, way, slack, groups)
     return out if biases is None else out + _weighted(choices, biases.down).astype(x.dtype)
 
 
 def _mixed(
-    x, choices: Choices, gate, up, down, biases: Biases | None, gated: ClampedSwiGLU | None, way: Way, slack: float
+    x, choices: Choices, gate, up, down, biases: Biases | None, gated: ClampedSwiGLU | None, way: Way, slack, groups
 ) -> NamedArray:
     places = _places(x)
     chosen = _chosen(way, places, x, choices.ids.shape["choices"])
@@ -146,6 +156,7 @@ def _mixed(
     biased = len(added)
     mesh = jax.typeof(x.array).sharding.mesh
     devices = math.prod(mesh.shape[a] for a in places.experts) if places.experts else 1
+    ragged = chosen == "ragged" or (chosen == "hierarchical" and platform_of(x.array) in RAGGED)
 
     def body(*given):
         used = places.batch + places.pos + places.experts + places.mlp
@@ -156,10 +167,13 @@ def _mixed(
         pairs = (ids.reshape(tokens.shape[0], -1), weights.reshape(tokens.shape[0], -1))
         compute = lambda rows, sizes, counted: _products(rows, sizes, counted, gate, up, down, added, gated)
         count = experts // devices
-        if chosen in ("ragged", "slots"):
-            ragged = chosen == "ragged"
-            axes = places.experts
-            out = exchange_experts(tokens, *pairs, compute, axes=axes, count=count, ragged=ragged, slack=slack)
+        if chosen in EXCHANGES:
+            how = dict(axes=places.experts, count=count, ragged=ragged, slack=slack)
+            if chosen == "hierarchical":
+                most = parts_met(mesh.shape[places.experts[0]], *groups)
+                out = exchange_in_steps(tokens, *pairs, compute, **how, most=most)
+            else:
+                out = exchange_experts(tokens, *pairs, compute, **how)
         elif places.experts:
             axes, shared = places.experts, places.shared
             out = gather_experts(tokens, *pairs, compute, axes=axes, count=count, tokens=shared)
@@ -256,12 +270,20 @@ def check_way(way: Way, places: Places, platform: str) -> None:
     Raises:
         ExpertsError: it is an exchange, and mesh axes slice experts alone, or the platform has none.
     """
-    if places.experts and way in ("ragged", "slots") and places.shared != places.experts:
+    if places.experts and way in EXCHANGES and places.shared != places.experts:
         raise ExpertsError(
             "Tokens are exchanged along mesh axes that slice both experts and tokens.",
             seen=f"{way}: experts/{'/'.join(places.experts)}, tokens/{'/'.join(places.batch + places.pos) or 'none'}",
             where="model.routing.way",
             fix="use gather or auto, or slice the batch over these axes too",
+        )
+    if way == "hierarchical" and len(places.experts) == 1:
+        raise ExpertsError(
+            "An exchange in steps needs experts over two mesh axes or more, the slowest first.",
+            seen=f"hierarchical: experts/{places.experts[0]}",
+            where="model.routing.way",
+            fix="use ragged or auto, or set mesh.expert_y to the hosts that experts are sliced over and mesh.expert to "
+            "the devices of one",
         )
     if places.experts and way == "ragged" and platform not in RAGGED:
         raise ExpertsError(
@@ -284,4 +306,6 @@ def _chosen(way: Way, places: Places, x: NamedArray, choices: int) -> str:
     # An exchange sends a token to at most as many devices as it has choices; a gather to all of them.
     if places.shared != places.experts or math.prod(sizes[a] for a in places.experts) <= choices:
         return "gather"
+    if len(places.experts) > 1:
+        return "hierarchical"
     return "ragged" if platform in RAGGED else "slots"

@@ -1,0 +1,258 @@
+"""Tokens to their experts in two steps: once to each part of the first mesh axis, and on from there.
+
+Where the first axis crosses hosts and the others lie inside one, a token with several experts in a host is sent there
+once, and what they make of it comes back as one sum (DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report", 3.2.2).
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from trellis.mesh.manual.ops import vary, varying_axes
+from trellis.nn.moe.exchange import check_axes, check_slack, one_turn
+from trellis.nn.moe.ragged import in_tiles
+from trellis.nn.moe.rounds import in_rounds
+from trellis.nn.moe.rows import Compute, sort_by_expert, sum_rows, take_rows
+from trellis.nn.moe.turns import Axes, Turn, arrivals, brought_with, send
+from trellis.program.said import filled_rows, loop_turns
+
+
+def exchange_in_steps(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    compute: Compute,
+    *,
+    axes: Axes,
+    count: int,
+    ragged: bool,
+    slack: float,
+    most: int | None = None,
+) -> jax.Array:
+    """Every token goes once to each part of the first axis where it has experts, from there to these along the others,
+    and the sums of each part come back.
+
+    The device that a token goes to in another part is the one at the same place of the other axes. No token is
+    dropped: buffers have room for `slack` times the rows of an even load, and where one is too small the tokens of all
+    devices take turns, in 2, 4, 8 or as many parts as it takes. With an even load there is one turn. Further ones are
+    computed again in the backward pass.
+
+    Args:
+        x: `tokens embed`, this device's.
+        ids: `i32["tokens choices"]`, experts counted over all devices; larger numbers are nobody's.
+        weights: `f32["tokens choices"]`.
+        compute: what this device's experts do to rows sorted by expert, `compute(rows, sizes, weights)`.
+        axes: the mesh axes that slice experts and tokens, two or more; the first is the one to save bytes on.
+        count: how many experts each device has.
+        ragged: whether only rows with a token travel (`jax.lax.ragged_all_to_all`), or slots of one size.
+        slack: a buffer's room, in rows of an even load.
+        most: in how many parts of the first axis a token has experts, by the router's limits; None where it has none.
+            Buffers are made for it. Tokens in more parts than that cost further turns, and are not lost.
+
+    Returns:
+        `tokens embed`.
+
+    Raises:
+        ExpertsError: outside of manual mode, the mesh has no such axis, or there is no slack.
+    """
+    check_axes(axes, "exchange_in_steps")
+    check_slack(slack, "exchange_in_steps")
+    varying = tuple(sorted({*varying_axes(x, ids, weights), *axes}))
+    x, ids, weights = (vary(a, varying) for a in (x, ids, weights))
+    rooms = _Rooms(*ids.shape, lax.axis_size(axes[0]), lax.axis_size(axes[1:]), count, ragged, slack, most)
+    parts = rooms.parts_at_worst()
+    needed = lax.pmax(vary(_parts_needed(ids, rooms, parts, axes), varying), varying)
+
+    def filling(rows, sizes, weights):
+        with filled_rows(rooms.pairs, rooms.last):
+            return compute(rows, sizes, weights)
+
+    def one(rows, weights, counts, turn):
+        mine = _moves(counts, turn)
+        return _across(rows, jnp.where(mine[:, None], counts[0], rooms.nobody), weights, rooms, filling, axes)
+
+    rows, counts = in_tiles(x) if ragged else x, (ids, needed)
+    if parts > 1:
+        with loop_turns(rooms.pairs, rooms.last, before=1, by_load=True):
+            made = in_rounds(one, _moves, rows, weights, counts, needed)
+    else:
+        made = one(rows, weights, counts, jnp.int32(0))
+    return made.reshape(x.shape)
+
+
+def parts_met(parts: int, groups: int, of_token: int) -> int | None:
+    """In how many parts of the experts, of the same size, a token has some at most, by the router's limits; None where
+    nothing limits it.
+
+    >>> parts_met(8, groups=8, of_token=4), parts_met(16, groups=8, of_token=4), parts_met(4, groups=8, of_token=2)
+    (4, 8, 2)
+    >>> parts_met(8, groups=1, of_token=1)
+
+    Args:
+        parts: of the experts.
+        groups: that the router picks from (`Routing`).
+        of_token: how many of these a token's experts come from.
+    """
+    if of_token == groups or (groups % parts and parts % groups):
+        return None
+    return of_token * max(parts // groups, 1)
+
+
+def copies_of(choices: int, parts: int, most: int | None = None) -> float:
+    """In how many parts of the experts a token has some, in the mean of all ways to choose them with repetition.
+
+    >>> copies_of(8, 8, most=4)
+    3.59954833984375
+
+    Args:
+        choices: experts of a token.
+        parts: of the experts.
+        most: in how many of them a token's experts are, at most.
+    """
+    among = min(most or parts, parts)
+    return among * (1 - (1 - 1 / among) ** choices)  # each of them is left out by all choices with this chance
+
+
+class _Rooms:
+    """Sizes of what is sent and of buffers, in rows of a device.
+
+    Attributes:
+        tokens, choices: of a device.
+        far, near: devices along the first axis, and along the others.
+        count: experts of a device.
+        ragged: whether senders share a buffer.
+        pairs: tokens and their experts.
+        even: tokens and the parts of the first axis where they have experts, with an even load.
+        sent: rows that leave for other parts.
+        arrived: the buffer of those that come from other parts.
+        passed: rows that go on from there.
+        last: the buffer of the experts.
+    """
+
+    def __init__(self, tokens, choices, far, near, count, ragged, slack, most):
+        self.tokens, self.choices, self.far, self.near, self.count = tokens, choices, far, near, count
+        self.ragged = ragged
+        self.nobody = far * near * count
+        self.pairs = tokens * choices
+        self.parts, among = min(choices, far), min(most or far, far)
+        self.even = math.ceil(tokens * copies_of(choices, far, most))
+
+        def room(even: int, worst: int, least: int, slots: int = 1) -> int:
+            return -(-max(min(math.ceil(slack * even), worst), least) // slots) * slots
+
+        of_device, of_part = min(choices, count), min(choices, near * count)  # a token's experts are all different
+        self.sent = room(self.even, tokens * min(self.parts, among), self.parts)
+        self.arrived = room(self.even, far * tokens, far, far)
+        self.passed = room(self.pairs, self.arrived * of_part, far * of_part)
+        self.last = room(self.pairs, far * near * tokens * of_device, far * near * of_device, near)
+
+    def parts_at_worst(self) -> int:
+        """In how many parts tokens fit, whomever they choose."""
+        parts = 1
+        while not self._fits_at_worst(-(-self.tokens // parts)):
+            parts *= 2
+        return parts
+
+    def _fits_at_worst(self, tokens: int) -> bool:
+        of_device, of_part = min(self.choices, self.count), min(self.choices, self.near * self.count)
+        senders, buffer = (self.near, self.last) if self.ragged else (1, self.last // self.near)
+        needs = (
+            (tokens * self.parts, self.sent),
+            (self.far * tokens, self.arrived),
+            (self.far * tokens * of_part, self.passed),
+            (self.far * tokens * of_device * senders, buffer),
+        )
+        return all(rows <= room for rows, room in needs)
+
+
+def _moves(counts, turn):
+    """Which tokens take this turn: `bool["tokens"]`."""
+    ids, parts = counts
+    return _part_of(ids.shape[0], parts) == turn
+
+
+def _part_of(tokens: int, parts):
+    """In which of so many parts each token is; those of a power of two are halved by the next."""
+    number = jnp.arange(tokens, dtype=jnp.int32)
+    return number * parts // tokens
+
+
+def _parts_needed(ids, rooms: _Rooms, parts: int, axes: Axes) -> jax.Array:
+    """The least power of two, up to `parts`, of parts of the tokens that fit all buffers of this device, and those of
+    the devices that it knows of."""
+    if parts == 1:
+        return jnp.int32(1)
+    devices = rooms.far * rooms.near
+    to = (ids[..., None] // rooms.count == jnp.arange(devices)[None, None]).sum(1, dtype=jnp.int32)  # "tokens devices"
+    to_parts = (to.reshape(-1, rooms.far, rooms.near).sum(2) > 0).astype(jnp.int32)
+    part = (_part_of(rooms.tokens, parts)[:, None] == jnp.arange(parts)[None]).astype(jnp.float32)
+    counted = lambda a: jnp.round(part.T @ a.astype(jnp.float32)).astype(jnp.int32)
+    # How many rows go to each part of the first axis, and how many choices to each device, from devices at this place.
+    rows, pairs = counted(to_parts), lax.psum(counted(to), axes[0])
+    pairs = pairs.reshape(parts, rooms.far, rooms.near)
+    loads = [(rows.sum(1), rooms.sent), (pairs.sum(2), rooms.passed)]
+    if rooms.ragged:
+        loads += [(lax.psum(rows, axes[0]), rooms.arrived), (lax.psum(pairs, axes[1:]), rooms.last)]
+    else:
+        loads += [(rows, rooms.arrived // rooms.far), (pairs, rooms.last // rooms.near)]
+    needed, fewer = jnp.int32(parts), parts // 2
+    while fewer:
+        together = [load.reshape(fewer, parts // fewer, *load.shape[1:]).sum(1).max() <= room for load, room in loads]
+        needed = jnp.where(functools.reduce(jnp.logical_and, together), fewer, needed)
+        fewer //= 2
+    return needed
+
+
+def _across(rows, ids, weights, rooms: _Rooms, compute: Compute, axes: Axes):
+    """Tokens to the parts of the first axis where they have experts, and the sums of these back."""
+    of_part = rooms.near * rooms.count
+    parts = jnp.where(ids < rooms.nobody, ids // of_part, rooms.far)
+    earlier = jnp.tril(jnp.ones((rooms.choices, rooms.choices), bool), -1)
+    again = ((parts[:, :, None] == parts[:, None, :]) & earlier[None]).any(2)
+    order, place, sizes = _sorted(jnp.where(again, rooms.far, parts), rooms.far, rooms.sent)
+    copies = jnp.sort(place.reshape(ids.shape), axis=1)[:, : rooms.parts]
+    sent = take_rows(rows, order // rooms.choices, copies)
+    beside = functools.partial(lax.all_gather, axis_name=axes[0], axis=0, tiled=True)
+    all_ids = beside(ids[order // rooms.choices])
+    all_weights = beside(take_rows(weights, order // rooms.choices, copies))
+    counts = beside(sizes[None])[..., None]
+    turn = Turn.of(counts, jnp.int32(0), axes[:1], rooms.arrived, rooms.ragged)
+    how = dict(axes=axes[:1], room=rooms.arrived, ragged=rooms.ragged, even=rooms.even)
+    got, home = send(sent, counts, turn, **how)
+    nobody, sender, number = arrivals(counts, turn, rooms.arrived)
+    index, places = brought_with(counts, turn, sender, number, rooms.arrived, rooms.sent)
+    here = all_ids.at[index].get(mode="clip", wrap_negative_indices=False) - lax.axis_index(axes[0]) * of_part
+    here = jnp.where((nobody == 0)[:, None] & (here >= 0) & (here < of_part), here, of_part)
+    made = _within(got, here, take_rows(all_weights, index, places), rooms, compute, axes[1:])
+    return sum_rows(home(made), copies, order // rooms.choices)
+
+
+def _within(rows, ids, weights, rooms: _Rooms, compute: Compute, axes: Axes):
+    """Rows to their experts along the other axes, and for each row the sum of what they make."""
+    order, place, sizes = _sorted(ids, rooms.near * rooms.count, rooms.passed)
+    copies = place.reshape(ids.shape)
+    passed = take_rows(rows, order // rooms.choices, copies)
+    counted = lax.all_gather(take_rows(weights.reshape(-1), order, place[:, None]), axes, axis=0, tiled=True)
+    counts = lax.all_gather(sizes, axes, axis=0).reshape(rooms.near, rooms.near, rooms.count)
+    turn = Turn.of(counts, jnp.int32(0), axes, rooms.last, rooms.ragged)
+    how = dict(axes=axes, room=rooms.last, ragged=rooms.ragged, even=rooms.pairs)
+    made = one_turn(passed, counted, counts, turn, compute, **how)
+    return sum_rows(made, copies, order // rooms.choices)
+
+
+def _sorted(ids, count: int, room: int):
+    """The first `room` pairs in the order of `ids`, where each pair is among them, and how many each id has.
+
+    Args:
+        ids: `i32["tokens choices"]`; numbers from `count` on are nobody's.
+        count: how many ids there are.
+        room: pairs, no fewer than are somebody's.
+
+    Returns:
+        `i32["room"]`, `i32["pairs"]` with `room` for nowhere, and `i32["count"]`.
+    """
+    order, place, sizes = sort_by_expert(ids.reshape(-1), count)
+    return order[:room], jnp.where(place < jnp.sum(sizes), place, room), sizes

@@ -1,0 +1,140 @@
+"""What moves in one turn of an exchange of rows, where it goes, and its way back."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from trellis.nn.moe.ragged import ragged_all_to_all
+from trellis.nn.moe.rows import sum_rows, take_rows
+from trellis.program.said import filled_rows
+
+Axes = tuple[str, ...]
+
+
+class Turn(NamedTuple):
+    """What moves in one turn of the exchange.
+
+    Attributes:
+        start: `i32["from to"]`, how many of a sender's rows for a receiver moved before.
+        moved: `i32["from to"]`, how many move now.
+        lands: `i32["from to"]`, where in the receiver's buffer.
+        mine: `i32["to"]`, where this device's rows for each receiver begin among its rows.
+        me: `i32[""]`, this device.
+    """
+
+    start: jax.Array
+    moved: jax.Array
+    lands: jax.Array
+    mine: jax.Array
+    me: jax.Array
+
+    @staticmethod
+    def of(counts: jax.Array, turn: jax.Array, axes: Axes, room: int, ragged: bool) -> "Turn":
+        """That of a turn.
+
+        Args:
+            counts: `i32["from to count"]`, rows for each expert.
+            turn: from 0.
+            axes: the mesh axes that the devices are along.
+            room: of a buffer.
+            ragged: whether senders share it.
+        """
+        sent, me = counts.sum(2), lax.axis_index(axes)
+        # Where a sender's rows for a receiver begin among all that the receiver gets, and how many have room now.
+        size = room if ragged else room // counts.shape[0]
+        begins = jnp.cumsum(sent, 0) - sent if ragged else jnp.zeros_like(sent)
+        start = jnp.clip(turn * size - begins, 0, sent)
+        moved = jnp.clip((turn + 1) * size - begins, 0, sent) - start
+        slot = jnp.arange(counts.shape[0], dtype=jnp.int32)[:, None] * size
+        lands = begins + start - turn * size if ragged else jnp.broadcast_to(slot, sent.shape)
+        return Turn(start, moved, jnp.clip(lands, 0, room), jnp.cumsum(sent[me]) - sent[me] + start[me], me)
+
+    def inside(self, rows: int) -> jax.Array:
+        """Which of this device's rows move: `bool["rows"]`."""
+        number = jnp.arange(rows, dtype=jnp.int32)[:, None]
+        mine = self.mine[None]
+        return ((number >= mine) & (number < mine + self.moved[self.me][None])).any(1)
+
+
+def send(
+    rows: jax.Array, counts: jax.Array, turn: Turn, *, axes: Axes, room: int, ragged: bool, even: int
+) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """Rows to other devices; and the function that brings what is made of them home, to the places of `rows`.
+
+    Args:
+        rows: `rows ...`, sorted by receiver.
+        counts: `i32["from to count"]`, of which `turn` is one.
+        turn: what moves.
+        axes: the mesh axes that the devices are along.
+        room: places of the buffer that they arrive in; what is in others is anything.
+        ragged: whether only rows that there are travel.
+        even: how many arrive where the load is even.
+    """
+    me = turn.me
+    if not ragged:
+        index, places = _slots(turn.mine, turn.moved[me], room // counts.shape[0], rows.shape[0])
+        got = lax.all_to_all(take_rows(rows, index, places), axes, 0, 0, tiled=True)
+        return got, lambda made: sum_rows(lax.all_to_all(made, axes, 0, 0, tiled=True), places, index)
+    there = (turn.mine, turn.moved[me], turn.lands[me], turn.moved[:, me])
+    back = (turn.lands[:, me], turn.moved[:, me], _from(counts, turn), turn.moved[me])
+
+    def travel(x, room, *ways):
+        with filled_rows(even, x.shape[0]), filled_rows(even, room):  # forward and backward
+            return ragged_all_to_all(x, room, *ways, axes)
+
+    return travel(rows, room, there, back), lambda made: travel(made, rows.shape[0], back, there)
+
+
+def _from(counts, turn: Turn):
+    """Where this device's results go to: the place of its rows from each sender among that sender's rows."""
+    sent = counts.sum(2)
+    return (jnp.cumsum(sent, 1) - sent + turn.start)[:, turn.me]
+
+
+def brought_with(counts, turn: Turn, sender, number, room: int, pairs: int):
+    """Which of all devices' pairs belongs to each place of this device's buffer, and in which place each is.
+
+    Args:
+        counts, turn: of the exchange.
+        sender, number: `i32["places"]`, of each place the device that its row is from, and which of its rows for us.
+        room: places in the buffer.
+        pairs: of each device.
+    """
+    sent, me = counts.sum(2), turn.me
+    begins = (jnp.cumsum(sent, 1) - sent)[:, me]  # of our rows among each sender's
+    number_of = jnp.arange(pairs, dtype=jnp.int32)[None] - (begins + turn.start[:, me])[:, None]
+    inside = (number_of >= 0) & (number_of < turn.moved[:, me, None])
+    places = jnp.where(inside, turn.lands[:, me, None] + number_of, room)
+    return sender * pairs + begins[sender] + number, places.reshape(-1, 1)
+
+
+def _slots(first, moved, size: int, rows: int):
+    """Which row is in each place of the slots, and in which place each row is; `rows` and all places for none."""
+    within = jnp.arange(size, dtype=jnp.int32)
+    index = jnp.where(within[None] < moved[:, None], first[:, None] + within[None], rows).reshape(-1)
+    number = jnp.arange(rows, dtype=jnp.int32)
+    inside = (number[:, None] >= first[None]) & (number[:, None] < (first + moved)[None])
+    to = jnp.argmax(inside, 1).astype(jnp.int32)
+    places = jnp.where(inside.any(1), to * size + number - first[to], first.shape[0] * size)
+    return index, places[:, None]
+
+
+def arrivals(counts, turn: Turn, room: int):
+    """Of every place of this device's buffer the expert, counted here (their number for places without a row), the
+    sender, and which of its rows for this device it has.
+
+    Args:
+        counts: `i32["from to count"]`, rows for each expert, which come in this order.
+        turn: of the exchange.
+        room: places in the buffer.
+    """
+    counts, start, moved, lands = (a[:, turn.me] for a in (counts, turn.start, turn.moved, turn.lands))
+    place = jnp.arange(room, dtype=jnp.int32)
+    inside = (place[:, None] >= lands[None]) & (place[:, None] < (lands + moved)[None])
+    sender = jnp.argmax(inside, 1)
+    number = place - lands[sender] + start[sender]  # which of the sender's rows for this device
+    expert = (number[:, None] >= jnp.cumsum(counts, 1)[sender]).sum(1, dtype=jnp.int32)
+    return jnp.where(inside.any(1), expert, counts.shape[1]), sender, number
