@@ -29,6 +29,7 @@ LAYOUTS = {
         {"experts": ("expert_y", "expert")},
         {"experts": ("expert_y", "expert"), "batch": ("expert_y", "expert")},
     ),
+    "whole tokens": (dict(expert=2, model=2), TENSOR, TENSOR),
     "tensor": (dict(expert=2, model=2), TENSOR, TENSOR | {"batch": "expert", "pos": "model"}),
     "over model": (dict(data=2, model=2), {"experts": "model"}, {"experts": "model", "batch": "data"}),
     "over both": (
@@ -98,6 +99,7 @@ BIASED = {
         ("expert, many", "slots", 1.5),
         ("expert, in steps", "hierarchical", 1.5),
         ("expert, in steps", "hierarchical", 0.3),
+        ("whole tokens", "slots", 1.5),
         ("tensor", "gather", 1.5),
         ("tensor", "ragged", 0.5),
         ("over model", "auto", 1.5),

@@ -112,6 +112,9 @@ def mix(
         tokens are not sliced as experts are; else `hierarchical` along several mesh axes, and `ragged` or, on a CPU,
         `slots` along one.
 
+    Where every device has all tokens, as of a text that is generated, there is nothing to exchange: `ragged`, `slots`
+    and `hierarchical` become `gather`, which then gathers nothing.
+
     No choice is dropped, whatever the way; `trellis.nn.moe.limit` drops some before. Values and gradients are those of
     `dense`, but for the order of sums.
 
@@ -297,6 +300,8 @@ def check_way(way: Way, places: Places, platform: str) -> None:
 def _chosen(way: Way, places: Places, x: NamedArray, choices: int) -> str:
     """The way that tokens take to their experts."""
     platform = platform_of(x.array)
+    if places.experts and way in EXCHANGES and not places.batch + places.pos:
+        return "gather"
     check_way(way, places, platform)
     if not places.experts:
         return "dense" if way == "dense" else "grouped"
