@@ -94,7 +94,6 @@ EXPERTS = {
     "expert_fsdp": (MeshSizes(data=4, expert=2), LayoutChoice(preset="fsdp"), "slots"),
     "expert_tensor": (MeshSizes(data=2, expert=2, model=2), LayoutChoice(preset="fsdp_tensor"), "slots"),
     "expert_sequence": (MeshSizes(data=2, expert=2, model=2), LayoutChoice(preset="fsdp_tensor_sequence"), "gather"),
-    "expert_y": (MeshSizes(data=2, expert=2, expert_y=2), LayoutChoice(preset="fsdp"), "hierarchical"),
     "expert_context": (MeshSizes(data=2, expert=2, context=2), LayoutChoice(preset="hybrid"), "slots"),
     "expert, gathered weights": (MeshSizes(data=2, expert=2), LayoutChoice(preset="fsdp"), "grouped"),
     "experts over model": (
@@ -103,6 +102,7 @@ EXPERTS = {
         "auto",
     ),
     "dense": (MeshSizes(data=2, expert=2, model=2), LayoutChoice(preset="fsdp_tensor"), "dense"),
+    "expert_y": (MeshSizes(data=2, expert=2, expert_y=2), LayoutChoice(preset="fsdp"), "hierarchical"),
 }
 
 

@@ -109,6 +109,22 @@ def test_what_does_not_fit_is_said_with_a_way_out():
     assert any("--remat.policy" in line or "slice them over more devices" in line for line in advice(plan))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "on", "options", "words"),
+    [
+        ("deepseek_v3", "64x8xH100", {"mesh.expert": "64", "mesh.expert_y": "1"}, "--mesh.expert_y 8 --mesh.expert 8"),
+        ("deepseek_v3", "64x8xH100", {}, "over expert_y: fewer hosts that share experts"),
+        ("deepseek_v3_v5p_512", "v5p:8x8x8", {}, "a smaller --mesh.expert"),
+    ],
+)
+@pytest.mark.slow(but=1)
+def test_tokens_that_wait_on_their_way_to_experts(recipe, on, options, words):
+    """Across hosts once for each expert of a token, once for each host, and along the sides of a torus."""
+    plan = quick_plan(load_run(recipe, options), target(on))
+    (found,) = (line for line in advice(plan) if "tokens on their way to experts" in line)
+    assert words in found
+
+
 def test_text_and_json_agree():
     plan = quick_plan(small(), target("v5e:2x2"), price=2.0)
     words, values = text(plan, formulas=True), as_json(plan)

@@ -25,7 +25,7 @@ EIGHT = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "H100": "8xH100
 EVERYWHERE = ("v5e", "v5p", "v6e", "H100")
 # Recipes that were written for no hardware in particular. Those for another GPU than these are proven on v5e and H100.
 ANYWHERE = {"tiny": EVERYWHERE, "starter": EVERYWHERE, "gpt2_small": EVERYWHERE}
-_BESIDES_DATA = ("model", "context", "expert", "stage", "replica")
+_BESIDES_DATA = ("model", "context", "expert", "expert_y", "stage", "replica")
 
 _WIDTHS = dict(vocab=1019, embed=256, layers=4, heads=4, mlp=384)
 _LLAMA = dict(_WIDTHS, kv_heads=2, head_dim=64, rope_theta=1e4)

@@ -42,7 +42,7 @@ def test_it_is_said_where_every_draw_has_such_a_token(monkeypatch):
 
 @pytest.mark.parametrize(("recipe", "experts", "chosen"), [("deepseek_v3", 4, 2), ("qwen3_30b_a3b", 4, 2)])
 def test_routers_of_shrunk_runs_choose(recipe, experts, chosen):
-    model = _small(recipe, {"mesh.data": "1", "mesh.expert": "1"}).model
+    model = _small(recipe, {"mesh.data": "1", "mesh.expert": "1", "mesh.expert_y": "1"}).model
     routing = model.routing
     assert model.experts // routing.groups * routing.groups_per_token == experts
     assert model.experts_per_token == chosen

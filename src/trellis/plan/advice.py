@@ -1,5 +1,7 @@
 """What to change in a run, from its plan: the largest cause first, with the option that changes it."""
 
+import math
+
 from trellis.figures import numbers
 from trellis.plan.quick import Plan
 
@@ -70,6 +72,10 @@ def _to_fit(plan: Plan) -> list[str]:
 
 def _links(plan: Plan, axes: tuple[str, ...], share: float) -> list[str]:
     axis = ",".join(axes)
+    lines = [line for line in plan.times.lines if line.axes == axes]
+    exchanged = sum(line.seconds - line.hidden for line in lines if line.kind == "all-to-all")
+    if "expert" in axis and exchanged > 0.5 * sum(line.seconds - line.hidden for line in lines):
+        return [_exchange(plan, axes, share)]
     if plan.links.crosses_network(axes):
         return [
             f"{share:.0%} of the step waits for the network between hosts or slices ({axis}): keep weights inside "
@@ -84,3 +90,17 @@ def _links(plan: Plan, axes: tuple[str, ...], share: float) -> list[str]:
         f"{share:.0%} of the step waits for weights and gradients over {axis}: more tokens a device (a larger "
         "--batch_size), or compiler options that move them under computation"
     ]
+
+
+def _exchange(plan: Plan, axes: tuple[str, ...], share: float) -> str:
+    waits = f"{share:.0%} of the step waits for tokens on their way to experts over {','.join(axes)}: "
+    inside = {part.size for part in plan.links.parts.get("expert", ()) if part.where == "NVLink"}
+    if not plan.links.crosses_network(axes):
+        return waits + "a smaller --mesh.expert, since the middle of its links carries what half of the devices send"
+    if "expert" in axes and inside:
+        (near,) = inside
+        return (
+            f"{waits}a token crosses hosts once for each of its experts, and once for each host with --mesh.expert_y "
+            f"{math.prod(plan.mesh[a] for a in axes if a in ('expert', 'expert_y')) // near} --mesh.expert {near}"
+        )
+    return waits + "fewer hosts that share experts, or a router with experts of a token in fewer of them"
