@@ -86,8 +86,8 @@ FEWER = {
     "gpt2": {*LAYOUTS} - {"exchange", "ring, gather, heads"},
     "gptj": {*LAYOUTS} - {"gather", "ring, exchange", "overlap, context", "sequence"},
 }
-# Experts on mesh axes: their own, tokens gathered or exchanged along it, or along two in steps, with FSDP, tensor and
-# context beside it; more devices than an expert's tokens; and the axis of the tensor, along which tokens are whole.
+# Experts on mesh axes: their own, tokens gathered or exchanged along it, or hierarchically along two, with FSDP, tensor
+# and context beside it; more devices than an expert's tokens; and the tensor's axis, along which tokens are whole.
 EXPERTS = {
     "expert": (MeshSizes(data=2, expert=4), LayoutChoice(preset="expert"), "auto"),
     "expert, gather": (MeshSizes(data=2, expert=4), LayoutChoice(preset="expert"), "gather"),

@@ -11,7 +11,7 @@ from trellis.models.protocol import FamilyConfig, stacked
 from trellis.named.pipeline.parts import Parts
 from trellis.nn import Role, parameters
 from trellis.nn.moe.config import Routing
-from trellis.nn.moe.hierarchy import copies_of, parts_met
+from trellis.nn.moe.hierarchical import copies_of, parts_met
 from trellis.plan.links import Links, links_of
 from trellis.run.config import Run
 from trellis.train.assemble import model_types

@@ -24,7 +24,7 @@ LAYOUTS = {
         {"experts": "expert", "batch": ("data", "expert")},
     ),
     "expert, many": (dict(expert=4), {"experts": "expert"}, {"experts": "expert", "batch": "expert"}),
-    "expert, in steps": (
+    "expert, hierarchical": (
         dict(expert_y=2, expert=2),
         {"experts": ("expert_y", "expert")},
         {"experts": ("expert_y", "expert"), "batch": ("expert_y", "expert")},
@@ -79,7 +79,7 @@ def defined(biased=False):
 # Where experts have biases, and gates with bounds.
 BIASED = {
     ("one", "grouped", 1.5), ("expert", "dense", 1.5), ("expert", "ragged", 0.3), ("expert, many", "slots", 1.5),
-    ("expert, many", "gather", 1.5), ("expert, in steps", "hierarchical", 0.3),
+    ("expert, many", "gather", 1.5), ("expert, hierarchical", "hierarchical", 0.3),
     ("tensor", "gather", 1.5), ("over model", "auto", 1.5), ("over both", "auto", 1.5),
 }  # fmt: skip
 
@@ -97,8 +97,8 @@ BIASED = {
         ("expert, many", "gather", 1.5),
         ("expert, many", "ragged", 0.3),
         ("expert, many", "slots", 1.5),
-        ("expert, in steps", "hierarchical", 1.5),
-        ("expert, in steps", "hierarchical", 0.3),
+        ("expert, hierarchical", "hierarchical", 1.5),
+        ("expert, hierarchical", "hierarchical", 0.3),
         ("whole tokens", "slots", 1.5),
         ("tensor", "gather", 1.5),
         ("tensor", "ragged", 0.5),

@@ -4,7 +4,7 @@ from trellis.nn.moe.config import Routing, Way
 from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_experts
 from trellis.nn.moe.experts import Experts, Shared
 from trellis.nn.moe.grouped import grouped_matmul
-from trellis.nn.moe.hierarchy import exchange_in_steps
+from trellis.nn.moe.hierarchical import hierarchical_experts
 from trellis.nn.moe.measures import Routed, measure, shift
 from trellis.nn.moe.mixing import Biases, mix
 from trellis.nn.moe.routing import Choices, check_count, choose, limit, score
@@ -22,7 +22,7 @@ __all__ = [
     "check_count",
     "choose",
     "exchange_experts",
-    "exchange_in_steps",
+    "hierarchical_experts",
     "gather_experts",
     "grouped_matmul",
     "limit",

@@ -17,7 +17,7 @@ from trellis.nn.gate import ClampedSwiGLU
 from trellis.nn.initializers import constant
 from trellis.nn.moe.config import Way
 from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_experts
-from trellis.nn.moe.hierarchy import exchange_in_steps, parts_met
+from trellis.nn.moe.hierarchical import hierarchical_experts, parts_met
 from trellis.nn.moe.narrow import gradient_only, grouped_each, held, narrow_weights, unmarked
 from trellis.nn.moe.routing import Choices
 from trellis.nn.moe.rows import local_experts
@@ -174,7 +174,7 @@ def _mixed(
             how = dict(axes=places.experts, count=count, ragged=ragged, slack=slack)
             if chosen == "hierarchical":
                 most = parts_met(mesh.shape[places.experts[0]], *groups)
-                out = exchange_in_steps(tokens, *pairs, compute, **how, most=most)
+                out = hierarchical_experts(tokens, *pairs, compute, **how, most=most)
             else:
                 out = exchange_experts(tokens, *pairs, compute, **how)
         elif places.experts:
@@ -282,7 +282,7 @@ def check_way(way: Way, places: Places, platform: str) -> None:
         )
     if way == "hierarchical" and len(places.experts) == 1:
         raise ExpertsError(
-            "An exchange in steps needs experts over two mesh axes or more, the slowest first.",
+            "A hierarchical exchange needs experts over two mesh axes or more, the slowest first.",
             seen=f"hierarchical: experts/{places.experts[0]}",
             where="model.routing.way",
             fix="use ragged or auto, or set mesh.expert_y to the hosts that experts are sliced over and mesh.expert to "

@@ -9,6 +9,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from trellis.mesh.manual.ops import vary, varying_axes
@@ -20,7 +21,7 @@ from trellis.nn.moe.turns import Axes, Turn, arrivals, brought_with, send
 from trellis.program.said import filled_rows, loop_turns
 
 
-def exchange_in_steps(
+def hierarchical_experts(
     x: jax.Array,
     ids: jax.Array,
     weights: jax.Array,
@@ -58,8 +59,8 @@ def exchange_in_steps(
     Raises:
         ExpertsError: outside of manual mode, the mesh has no such axis, or there is no slack.
     """
-    check_axes(axes, "exchange_in_steps")
-    check_slack(slack, "exchange_in_steps")
+    check_axes(axes, "hierarchical_experts")
+    check_slack(slack, "hierarchical_experts")
     varying = tuple(sorted({*varying_axes(x, ids, weights), *axes}))
     x, ids, weights = (vary(a, varying) for a in (x, ids, weights))
     rooms = _Rooms(*ids.shape, lax.axis_size(axes[0]), lax.axis_size(axes[1:]), count, ragged, slack, most)
@@ -188,8 +189,8 @@ def _parts_needed(ids, rooms: _Rooms, parts: int, axes: Axes) -> jax.Array:
     devices = rooms.far * rooms.near
     to = (ids[..., None] // rooms.count == jnp.arange(devices)[None, None]).sum(1, dtype=jnp.int32)  # "tokens devices"
     to_parts = (to.reshape(-1, rooms.far, rooms.near).sum(2) > 0).astype(jnp.int32)
-    part = (_part_of(rooms.tokens, parts)[:, None] == jnp.arange(parts)[None]).astype(jnp.float32)
-    counted = lambda a: jnp.round(part.T @ a.astype(jnp.float32)).astype(jnp.int32)
+    ends = -(-rooms.tokens * np.arange(parts + 1) // parts)  # of tokens, as `_part_of` has them
+    counted = lambda a: jnp.diff(jnp.cumsum(jnp.pad(a, ((1, 0), (0, 0))), axis=0)[ends], axis=0)
     # How many rows go to each part of the first axis, and how many choices to each device, from devices at this place.
     rows, pairs = counted(to_parts), lax.psum(counted(to), axes[0])
     pairs = pairs.reshape(parts, rooms.far, rooms.near)

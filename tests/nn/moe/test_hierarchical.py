@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from tests.nn.moe.emulated import ragged_all_to_all
 from trellis.inspect import ledger
 from trellis.mesh import make_mesh
-from trellis.nn.moe import ExpertsError, exchange_experts, exchange_in_steps
+from trellis.nn.moe import ExpertsError, exchange_experts, hierarchical_experts
 from trellis.nn.moe.mixing import Places, check_way
 
 TOKENS, EMBED, COUNT, CHOICES = 6, 3, 2, 3
@@ -47,7 +47,7 @@ def put(arrays, mesh):
 
 
 def program(mesh, **options):
-    how = functools.partial(exchange_in_steps, compute=compute, axes=BOTH, count=COUNT, **options)
+    how = functools.partial(hierarchical_experts, compute=compute, axes=BOTH, count=COUNT, **options)
     return jax.shard_map(how, mesh=mesh, in_specs=(P(BOTH),) * 3, out_specs=P(BOTH))
 
 
@@ -103,7 +103,7 @@ def test_refused():
     with pytest.raises(ExpertsError) as error:
         check_way("hierarchical", Places(batch=("expert",), experts=("expert",)), "cuda")
     assert str(error.value) == (
-        "An exchange in steps needs experts over two mesh axes or more, the slowest first.\n"
+        "A hierarchical exchange needs experts over two mesh axes or more, the slowest first.\n"
         "  seen:  hierarchical: experts/expert\n"
         "  where: model.routing.way\n"
         "  fix:   use ragged or auto, or set mesh.expert_y to the hosts that experts are sliced over and mesh.expert "
