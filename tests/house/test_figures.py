@@ -57,7 +57,7 @@ def test_tracing_and_tokenizing():
 
 def test_the_starter_run():
     found = measured("starter.json")
-    assert f"{found['seconds']} s, two thirds" in README
+    assert f"{found['seconds']} s, about half" in README
     assert f"about {found['found']['validation_loss']:.2f}, {found['found']['bits_per_byte']:.2f} bits a byte" in README
 
 
