@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from tests.nn.moe.emulated import ragged_all_to_all
 from trellis.inspect import ledger
-from trellis.mesh import make_mesh
-from trellis.nn.moe import ExpertsError, exchange_experts, hierarchical_experts
+from trellis.mesh import Layout, make_mesh
+from trellis.named import named, shard
+from trellis.nn.moe import ExpertsError, choose, exchange_experts, hierarchical_experts, mix, mixing, score
 from trellis.nn.moe.mixing import Places, check_way
 
 TOKENS, EMBED, COUNT, CHOICES = 6, 3, 2, 3
@@ -97,6 +98,19 @@ def test_what_crosses_the_first_axis():
     row = 4 * EMBED
     assert there(steps) == {"x": row * TOKENS // 2, "y": row * TOKENS * CHOICES // 2}
     assert there(once) == {"x,y": row * TOKENS * CHOICES * 3 // 4}
+
+
+@pytest.mark.parametrize(("platform", "axes"), [("cuda", {"x", "y"}), ("tpu", {"x,y"})])
+def test_by_itself_it_is_taken_where_links_are_not_a_torus_s(platform, axes, monkeypatch):
+    monkeypatch.setattr(mixing, "platform_of", lambda array: platform)
+    sizes = {"batch": 4, "pos": 2, "embed": 8, "mlp": 4, "experts": 8, "routes": 8}
+    draw = lambda names: named(jnp.ones([sizes[name] for name in names.split()]), names)
+    weights = (draw("experts embed mlp"), draw("experts embed mlp"), draw("experts mlp embed"))
+    over = {"experts": BOTH, "batch": BOTH}
+    with Layout(make_mesh(jax.devices()[:4], x=2, y=2), {"experts": BOTH}, over):
+        x, router, *weights = shard((draw("batch pos embed"), draw("embed routes"), *weights), "compute")
+        found = ledger(lambda x, router, *weights: mix(x, choose(score(x, router), 2), *weights), x, router, *weights)
+    assert {row.axis for row in found if row.kind == "all-to-all"} == axes
 
 
 def test_refused():

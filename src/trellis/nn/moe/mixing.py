@@ -109,8 +109,8 @@ def mix(
         for a first axis that crosses hosts, where the others lie inside one.
     `auto`
         `grouped` where every device has all experts; `gather` where that moves no more than an exchange, or where
-        tokens are not sliced as experts are; else `hierarchical` along several mesh axes, and `ragged` or, on a CPU,
-        `slots` along one.
+        tokens are not sliced as experts are; else `hierarchical` along several mesh axes, but on TPUs, where all sides
+        of a torus work at once in a single exchange; and `ragged` or, on a CPU, `slots` along one.
 
     Where every device has all tokens, as of a text that is generated, there is nothing to exchange: `ragged`, `slots`
     and `hierarchical` become `gather`, which then gathers nothing.
@@ -311,6 +311,6 @@ def _chosen(way: Way, places: Places, x: NamedArray, choices: int) -> str:
     # An exchange sends a token to at most as many devices as it has choices; a gather to all of them.
     if places.shared != places.experts or math.prod(sizes[a] for a in places.experts) <= choices:
         return "gather"
-    if len(places.experts) > 1:
+    if len(places.experts) > 1 and platform != "tpu":
         return "hierarchical"
     return "ragged" if platform in RAGGED else "slots"
