@@ -447,6 +447,16 @@ def test_other_refusals_are_not_memory():
         compiling._refused("INTERNAL: no", target("v5e:2x2"), 1.0, {}, {})
     with pytest.raises(UserError, match="Compiler options are the compiler's."):
         compiling._refused("No such compile option: 'xla_no'", target("v5e:2x2"), 1.0, {}, {})
+    message = "INVALID_ARGUMENT: While setting option xla_gpu_autotune_level, 'two' is not a valid int32 value."
+    with pytest.raises(UserError) as error:
+        compiling._refused(message, target("8xH100"), 1.0, {}, {"xla_gpu_autotune_level": "two"})
+    assert str(error.value) == (
+        "Compiler options are the compiler's.\n"
+        f"  seen:  {message}\n"
+        "  where: compiler_options\n"
+        "  fix:   leave the option out, write its value as this platform's XLA does (GPUs' takes True and False), or "
+        "install the compiler's version that has it"
+    )
 
 
 def test_compiled_programs_are_kept(tmp_path, monkeypatch):

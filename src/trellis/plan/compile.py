@@ -219,11 +219,14 @@ def _refused(
         UserError: it refused for another reason that the user can mend.
         RuntimeError: it refused for another reason.
     """
-    if "No such compile option" in message or "unknown" in message.lower() and "option" in message.lower():
+    exhausted = "RESOURCE_EXHAUSTED" in message
+    of_option = not exhausted and "option" in message.lower() and any(name in message for name in options)
+    if of_option or "No such compile option" in message or "unknown" in message.lower() and "option" in message.lower():
         seen = message.splitlines()[0][:200]
-        fix = "leave the option out, or install the compiler's version that has it"
+        fix = "leave the option out, write its value as this platform's XLA does (GPUs' takes True and False), or install "
+        fix += "the compiler's version that has it"
         raise UserError("Compiler options are the compiler's.", seen=seen, where="compiler_options", fix=fix)
-    if "RESOURCE_EXHAUSTED" not in message or "vmem" in message.lower() and "hbm" not in message.lower():
+    if not exhausted or "vmem" in message.lower() and "hbm" not in message.lower():
         raise RuntimeError(f"the compiler for {target.name} refused the step: {message[:2000]}")
     used = re.search(rf"[Uu]sed {_AMOUNT} of {_AMOUNT}", message) or re.search(
         rf"\({_AMOUNT}\) exceeds available HBM \({_AMOUNT}\)", message
