@@ -224,8 +224,8 @@ def _refused(
     if of_option or "No such compile option" in message or "unknown" in message.lower() and "option" in message.lower():
         seen = message.splitlines()[0][:200]
         fix = (
-            "leave the option out, write its value as this platform's XLA does (GPUs' takes True and False), or install "
-            "the compiler's version that has it"
+            "leave the option out, write its value as this platform's XLA does (GPUs' takes True and False), or "
+            "install the compiler's version that has it"
         )
         raise UserError("Compiler options are the compiler's.", seen=seen, where="compiler_options", fix=fix)
     if not exhausted or "vmem" in message.lower() and "hbm" not in message.lower():
