@@ -88,9 +88,8 @@ def collectives_in(program: Program, num_devices: int, load: float | None = None
         beside = _is_async(program, computation, instruction)
         combine = program.combined_by(instruction)
         taken = combine if combine in ("maximum", "minimum") else "sum"
-        sent = 1.0
-        if instruction.op.startswith("ragged") and load is not None:
-            sent = share_sent(origin.quoted("op_name") or "", arrays[0].shape[0], load)
+        ragged = instruction.op.startswith("ragged")
+        sent = share_sent(origin.quoted("op_name") or "", arrays[0].shape[0], load) if ragged else 1.0
         yield Collective(instruction.name, kind, tuple(groups), tuple(arrays), times, origin, beside, taken, sent)
 
 

@@ -94,9 +94,8 @@ class _Rows:
                 yield self.row(implied.move, implied.aval, _words(implied, operation), operation, implied.note)
 
     def row(self, move: Move, aval, what: str, operation: Operation, note: str) -> Row:
-        sent = 1.0
-        if operation.name == "ragged_all_to_all" and self.load is not None:
-            sent = share_sent(operation.scope, aval.shape[0], self.load)
+        ragged = operation.name == "ragged_all_to_all"
+        sent = share_sent(operation.scope, aval.shape[0], self.load) if ragged else 1.0
         return Row(
             kind=move.kind,
             axes=move.axes,

@@ -72,9 +72,9 @@ def _to_fit(plan: Plan) -> list[str]:
 
 def _links(plan: Plan, axes: tuple[str, ...], share: float) -> list[str]:
     axis = ",".join(axes)
-    lines = [line for line in plan.times.lines if line.axes == axes]
-    exchanged = sum(line.seconds - line.hidden for line in lines if line.kind == "all-to-all")
-    if "expert" in axis and exchanged > 0.5 * sum(line.seconds - line.hidden for line in lines):
+    waits = [(line.kind, line.seconds - line.hidden) for line in plan.times.lines if line.axes == axes]
+    exchanged = sum(seconds for kind, seconds in waits if kind == "all-to-all")
+    if {"expert", "expert_y"}.intersection(axes) and exchanged > 0.5 * sum(seconds for _, seconds in waits):
         return [_exchange(plan, axes, share)]
     if plan.links.crosses_network(axes):
         return [

@@ -254,7 +254,7 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
         room["backward" if line.where == "recomputed" else line.where] += line.seconds
         if line.kind != "elementwise":
             beside[line.where, line.source] += line.seconds
-    moves = _both_ways([(row, collective_line(row, links)) for row in ledger.rows])
+    moves = collective_lines(ledger, links)
     lines = list(computed)
     for row, line in sorted(moves, key=lambda pair: (not pair[0].ring, -pair[1].seconds)):
         role, where = row.role, "backward" if line.where == "recomputed" else line.where
@@ -279,8 +279,11 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
     )
 
 
-def _both_ways(moves: list[tuple[Row, Line]]) -> list[tuple[Row, Line]]:
-    """Steps of a ring that travel up and down are on their way at once: together they take as long as the longer."""
+def collective_lines(ledger: Ledger, links: Links) -> list[tuple[Row, Line]]:
+    """The times of a ledger's collectives, nothing hidden. Steps of a ring that travel up and down are on their way at
+    once: together they take as long as the longer.
+    """
+    moves = [(row, collective_line(row, links)) for row in ledger.rows]
     ways: dict[tuple, dict[bool, float]] = collections.defaultdict(lambda: {False: 0.0, True: 0.0})
     place = lambda row: (row.source, row.direction, row.axes)
     for row, line in moves:

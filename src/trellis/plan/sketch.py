@@ -110,9 +110,8 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
         moved = (4 + 2 * again) * 2 * 2.0 * local * m.embed * m.layers * (model - 1) / model * idle
         activations = moved / links.bandwidth(["model"])
     if stages > 1:  # a part's stream and its gradient, every tick
-        activations += (
-            ticks * 2 * 2.0 * local * stages / parts / sequence * m.embed / links.bandwidth(["stage"], "permute")
-        )
+        moved = ticks * 2 * 2.0 * local * stages / parts / sequence * m.embed
+        activations += moved / links.bandwidth(["stage"], "permute")
     context, head_dim = sizes.get("context", 1), m.head_dim
     whole = 0.0  # bytes of one layer's keys and values that a device gathers
     if context > 1:

@@ -11,7 +11,7 @@ from trellis.named.pipeline.chart import chart
 from trellis.named.pipeline.schedule import Schedule
 from trellis.plan.advice import advice
 from trellis.plan.quick import Plan
-from trellis.plan.roofline import collective_line
+from trellis.plan.roofline import collective_lines
 
 # Ticks of a chart that fits a line.
 MOST_TICKS = 32
@@ -131,10 +131,9 @@ def time_table(plan: Plan, lines: int = 24, formulas: bool = False) -> str:
 def link_table(plan: Plan) -> str:
     """Bytes over each mesh axis, and what they run on."""
     seconds: dict[str, float] = collections.defaultdict(float)
-    for row in plan.ledger.rows:
-        takes = collective_line(row, plan.links).seconds
+    for row, line in collective_lines(plan.ledger, plan.links):
         for axis, wire in plan.ledger.split(row):
-            seconds[axis] += takes * wire / max(row.wire, 1)
+            seconds[axis] += line.seconds * wire / max(row.wire, 1)
     rows = []
     for axis, total in plan.ledger.per_axis().items():
         where = "; ".join(plan.links.describe(name) for name in axis.split(","))

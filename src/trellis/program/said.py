@@ -141,19 +141,19 @@ def share_filled(operation: Operation, load: float) -> float:
     return _filled(operation.scope, load)
 
 
-def share_sent(scope: str, rows: int, load: float) -> float:
+def share_sent(scope: str, rows: int, load: float | None) -> float:
     """The share of its operand's rows that a ragged exchange sends, of a program or of a compiled one.
 
     Args:
         scope: the name scopes that it stands in.
         rows: of its operand; they are all sent unless they are the buffer's of which somebody says how full it is.
-        load: rows of the fullest device, in those of an even load.
+        load: rows of the fullest device, in those of an even load; None where nothing is assumed, and all may be sent.
 
     >>> share_sent("jit(step)/filled(1000 of 1500)/ragged_all_to_all", 1500, 1.0)
     0.6666666666666666
     """
     said = [int(even) for even, room in _FILLED.findall(scope) if int(room) == rows]
-    return min(load * said[-1] / rows, 1.0) if said else 1.0
+    return min(load * said[-1] / rows, 1.0) if said and load is not None else 1.0
 
 
 def turns_said(loop: Operation, load: float) -> int:

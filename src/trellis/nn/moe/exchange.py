@@ -5,6 +5,7 @@ along the exchange's mesh axes holds `count` experts, in the order of the axes, 
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,19 +110,11 @@ def exchange_experts(
     Raises:
         ExpertsError: outside of manual mode, the mesh has no such axis, or there is no slack.
     """
-    check_axes(axes, "exchange_experts")
-    check_slack(slack, "exchange_experts")
+    (x, ids, weights), varying = enter(x, ids, weights, axes, slack, "exchange_experts")
     tokens, choices = ids.shape
     pairs, devices = tokens * choices, lax.axis_size(axes)
-    varying = tuple(sorted({*varying_axes(x, ids, weights), *axes}))
-    x, ids, weights = (vary(a, varying) for a in (x, ids, weights))
-    order, place, sizes = sort_by_expert(ids.reshape(-1), devices * count)
-    place = jnp.where(place < jnp.sum(sizes), place, pairs)
-    copies = place.reshape(tokens, choices)
-    rows = take_rows(in_tiles(x) if ragged else x, order // choices, copies)
-    counted = lax.all_gather(take_rows(weights.reshape(-1), order, place[:, None]), axes, axis=0, tiled=True)
-    # From every device, how many rows it has for every expert.
-    counts = lax.all_gather(sizes, axes, axis=0).reshape(devices, devices, count)
+    packed = pack(in_tiles(x) if ragged else x, ids, weights, axes=axes, count=count, room=pairs)
+    rows, counted, counts = packed.rows, packed.counted, packed.counts
 
     # The most that one device can be sent: a token's experts are all different.
     worst = devices * tokens * min(choices, count)
@@ -146,7 +139,64 @@ def exchange_experts(
             made = in_rounds(one, now, rows, counted, counts, needed)
     else:
         made = one(rows, counted, counts, jnp.int32(0))
-    return sum_rows(made, copies, order // choices).reshape(tokens, -1)
+    return packed.summed(made).reshape(tokens, -1)
+
+
+class Packed(NamedTuple):
+    """Rows that leave for their experts, and what devices know of each other's.
+
+    Attributes:
+        rows: `rows ...`, sorted by expert.
+        counted: `f32["pairs"]`, what the rows of all devices count.
+        counts: `i32["from to count"]`, rows for each expert.
+        tokens: `i32["rows"]`, whose each row is.
+        copies: `i32["tokens choices"]`, where each token's rows are.
+    """
+
+    rows: jax.Array
+    counted: jax.Array
+    counts: jax.Array
+    tokens: jax.Array
+    copies: jax.Array
+
+    def summed(self, made: jax.Array) -> jax.Array:
+        """For each token the sum of what was made of its rows: `tokens ...`."""
+        return sum_rows(made, self.copies, self.tokens)
+
+
+def pack(x: jax.Array, ids: jax.Array, weights: jax.Array, *, axes: Axes, count: int, room: int) -> Packed:
+    """A row for each token and expert, and from all devices what these count and how many there are.
+
+    Args:
+        x: `tokens ...`.
+        ids: `i32["tokens choices"]`, experts counted along `axes`; larger numbers are nobody's.
+        weights: `f32["tokens choices"]`.
+        axes: the mesh axes that slice the experts.
+        count: how many experts each device has.
+        room: rows of the result, no fewer than are somebody's.
+    """
+    devices, choices = lax.axis_size(axes), ids.shape[1]
+    order, place, sizes = first_by_expert(ids, devices * count, room)
+    tokens, copies = order // choices, place.reshape(ids.shape)
+    rows = take_rows(x, tokens, copies)
+    counted = lax.all_gather(take_rows(weights.reshape(-1), order, place[:, None]), axes, axis=0, tiled=True)
+    counts = lax.all_gather(sizes, axes, axis=0).reshape(devices, devices, count)
+    return Packed(rows, counted, counts, tokens, copies)
+
+
+def first_by_expert(ids: jax.Array, count: int, room: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The first `room` pairs in the order of `ids`, where each pair is among them, and how many each id has.
+
+    Args:
+        ids: `i32["tokens choices"]`; numbers from `count` on are nobody's.
+        count: how many ids there are.
+        room: pairs, no fewer than are somebody's.
+
+    Returns:
+        `i32["room"]`, `i32["pairs"]` with `room` for nowhere, and `i32["count"]`.
+    """
+    order, place, sizes = sort_by_expert(ids.reshape(-1), count)
+    return order[:room], jnp.where(place < jnp.sum(sizes), place, room), sizes
 
 
 def one_turn(
@@ -194,12 +244,13 @@ def check_axes(axes: Axes, where: str) -> None:
         )
 
 
-def check_slack(slack: float, where: str) -> None:
-    """A buffer has room.
+def enter(x: jax.Array, ids: jax.Array, weights: jax.Array, axes: Axes, slack: float, where: str):
+    """What an exchange is given, different on all devices that may differ in any of it; and along which mesh axes.
 
     Raises:
-        ExpertsError: it has none.
+        ExpertsError: outside of manual mode, the mesh has no such axis, or there is no slack.
     """
+    check_axes(axes, where)
     if slack <= 0:
         raise ExpertsError(
             "A buffer has room for some rows.",
@@ -207,3 +258,5 @@ def check_slack(slack: float, where: str) -> None:
             where=where,
             fix="use 1 for the rows of an even load, 1.5 for half as many more",
         )
+    varying = tuple(sorted({*varying_axes(x, ids, weights), *axes}))
+    return tuple(vary(a, varying) for a in (x, ids, weights)), varying

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from trellis.mesh.manual.ops import vary, varying_axes
-from trellis.nn.moe.exchange import check_axes, check_slack, one_turn
+from trellis.mesh.manual.ops import vary
+from trellis.nn.moe.exchange import enter, first_by_expert, one_turn, pack
 from trellis.nn.moe.ragged import in_tiles
 from trellis.nn.moe.rounds import in_rounds
-from trellis.nn.moe.rows import Compute, sort_by_expert, sum_rows, take_rows
+from trellis.nn.moe.rows import Compute, sum_rows, take_rows
 from trellis.nn.moe.turns import Axes, Turn, arrivals, brought_with, send
 from trellis.program.said import filled_rows, loop_turns
 
@@ -59,10 +59,7 @@ def hierarchical_experts(
     Raises:
         ExpertsError: outside of manual mode, the mesh has no such axis, or there is no slack.
     """
-    check_axes(axes, "hierarchical_experts")
-    check_slack(slack, "hierarchical_experts")
-    varying = tuple(sorted({*varying_axes(x, ids, weights), *axes}))
-    x, ids, weights = (vary(a, varying) for a in (x, ids, weights))
+    (x, ids, weights), varying = enter(x, ids, weights, axes, slack, "hierarchical_experts")
     rooms = _Rooms(*ids.shape, lax.axis_size(axes[0]), lax.axis_size(axes[1:]), count, ragged, slack, most)
     parts = rooms.parts_at_worst()
     needed = lax.pmax(vary(_parts_needed(ids, rooms, parts, axes), varying), varying)
@@ -125,6 +122,9 @@ class _Rooms:
         far, near: devices along the first axis, and along the others.
         count: experts of a device.
         ragged: whether senders share a buffer.
+        nobody: the number of an expert that nobody has.
+        of_device, of_part: experts of one token that a device and a part of the first axis have, at most.
+        parts: of the first axis, that a token goes to, at most.
         pairs: tokens and their experts.
         even: tokens and the parts of the first axis where they have experts, with an even load.
         sent: rows that leave for other parts.
@@ -144,11 +144,13 @@ class _Rooms:
         def room(even: int, worst: int, least: int, slots: int = 1) -> int:
             return -(-max(min(math.ceil(slack * even), worst), least) // slots) * slots
 
-        of_device, of_part = min(choices, count), min(choices, near * count)  # a token's experts are all different
+        # A token's experts are all different.
+        self.of_device, self.of_part = min(choices, count), min(choices, near * count)
         self.sent = room(self.even, tokens * min(self.parts, among), self.parts)
         self.arrived = room(self.even, far * tokens, far, far)
-        self.passed = room(self.pairs, self.arrived * of_part, far * of_part)
-        self.last = room(self.pairs, far * near * tokens * of_device, far * near * of_device, near)
+        self.passed = room(self.pairs, self.arrived * self.of_part, far * self.of_part)
+        of_all = far * near * self.of_device
+        self.last = room(self.pairs, tokens * of_all, of_all, near)
 
     def parts_at_worst(self) -> int:
         """In how many parts tokens fit, whomever they choose."""
@@ -158,13 +160,12 @@ class _Rooms:
         return parts
 
     def _fits_at_worst(self, tokens: int) -> bool:
-        of_device, of_part = min(self.choices, self.count), min(self.choices, self.near * self.count)
         senders, buffer = (self.near, self.last) if self.ragged else (1, self.last // self.near)
         needs = (
             (tokens * self.parts, self.sent),
             (self.far * tokens, self.arrived),
-            (self.far * tokens * of_part, self.passed),
-            (self.far * tokens * of_device * senders, buffer),
+            (self.far * tokens * self.of_part, self.passed),
+            (self.far * tokens * self.of_device * senders, buffer),
         )
         return all(rows <= room for rows, room in needs)
 
@@ -213,12 +214,12 @@ def _across(rows, ids, weights, rooms: _Rooms, compute: Compute, axes: Axes):
     parts = jnp.where(ids < rooms.nobody, ids // of_part, rooms.far)
     earlier = jnp.tril(jnp.ones((rooms.choices, rooms.choices), bool), -1)
     again = ((parts[:, :, None] == parts[:, None, :]) & earlier[None]).any(2)
-    order, place, sizes = _sorted(jnp.where(again, rooms.far, parts), rooms.far, rooms.sent)
+    order, place, sizes = first_by_expert(jnp.where(again, rooms.far, parts), rooms.far, rooms.sent)
+    tokens = order // rooms.choices
     copies = jnp.sort(place.reshape(ids.shape), axis=1)[:, : rooms.parts]
-    sent = take_rows(rows, order // rooms.choices, copies)
+    sent = take_rows(rows, tokens, copies)
     beside = functools.partial(lax.all_gather, axis_name=axes[0], axis=0, tiled=True)
-    all_ids = beside(ids[order // rooms.choices])
-    all_weights = beside(take_rows(weights, order // rooms.choices, copies))
+    all_ids, all_weights = beside(ids[tokens]), beside(take_rows(weights, tokens, copies))
     counts = beside(sizes[None])[..., None]
     turn = Turn.of(counts, jnp.int32(0), axes[:1], rooms.arrived, rooms.ragged)
     how = dict(axes=axes[:1], room=rooms.arrived, ragged=rooms.ragged, even=rooms.even)
@@ -228,32 +229,12 @@ def _across(rows, ids, weights, rooms: _Rooms, compute: Compute, axes: Axes):
     here = all_ids.at[index].get(mode="clip", wrap_negative_indices=False) - lax.axis_index(axes[0]) * of_part
     here = jnp.where((nobody == 0)[:, None] & (here >= 0) & (here < of_part), here, of_part)
     made = _within(got, here, take_rows(all_weights, index, places), rooms, compute, axes[1:])
-    return sum_rows(home(made), copies, order // rooms.choices)
+    return sum_rows(home(made), copies, tokens)
 
 
 def _within(rows, ids, weights, rooms: _Rooms, compute: Compute, axes: Axes):
     """Rows to their experts along the other axes, and for each row the sum of what they make."""
-    order, place, sizes = _sorted(ids, rooms.near * rooms.count, rooms.passed)
-    copies = place.reshape(ids.shape)
-    passed = take_rows(rows, order // rooms.choices, copies)
-    counted = lax.all_gather(take_rows(weights.reshape(-1), order, place[:, None]), axes, axis=0, tiled=True)
-    counts = lax.all_gather(sizes, axes, axis=0).reshape(rooms.near, rooms.near, rooms.count)
-    turn = Turn.of(counts, jnp.int32(0), axes, rooms.last, rooms.ragged)
+    packed = pack(rows, ids, weights, axes=axes, count=rooms.count, room=rooms.passed)
+    turn = Turn.of(packed.counts, jnp.int32(0), axes, rooms.last, rooms.ragged)
     how = dict(axes=axes, room=rooms.last, ragged=rooms.ragged, even=rooms.pairs)
-    made = one_turn(passed, counted, counts, turn, compute, **how)
-    return sum_rows(made, copies, order // rooms.choices)
-
-
-def _sorted(ids, count: int, room: int):
-    """The first `room` pairs in the order of `ids`, where each pair is among them, and how many each id has.
-
-    Args:
-        ids: `i32["tokens choices"]`; numbers from `count` on are nobody's.
-        count: how many ids there are.
-        room: pairs, no fewer than are somebody's.
-
-    Returns:
-        `i32["room"]`, `i32["pairs"]` with `room` for nowhere, and `i32["count"]`.
-    """
-    order, place, sizes = sort_by_expert(ids.reshape(-1), count)
-    return order[:room], jnp.where(place < jnp.sum(sizes), place, room), sizes
+    return packed.summed(one_turn(packed.rows, packed.counted, packed.counts, turn, compute, **how))

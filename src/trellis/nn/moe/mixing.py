@@ -141,7 +141,16 @@ def mix(
 
 
 def _mixed(
-    x, choices: Choices, gate, up, down, biases: Biases | None, gated: ClampedSwiGLU | None, way: Way, slack, groups
+    x,
+    choices: Choices,
+    gate,
+    up,
+    down,
+    biases: Biases | None,
+    gated: ClampedSwiGLU | None,
+    way: Way,
+    slack: float,
+    groups: tuple[int, int],
 ) -> NamedArray:
     places = _places(x)
     chosen = _chosen(way, places, x, choices.ids.shape["choices"])
