@@ -34,6 +34,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--page", metavar="FILE.html", nargs="?", const="plan.html", help="write a page too; plan.html if no value"
     )
+    parser.add_argument(
+        "--costs", metavar="FOLDER",
+        help="with --compile, for GPUs: schedule the step by its estimates; says the option to train with",
+    )  # fmt: skip
     parser.add_argument("--save", metavar="FILE", help="with --compile: keep what the compiler made, for --against")
     parser.add_argument(
         "--against", metavar="FILE", help="with --compile: what is slower or larger or moves more than in a saved plan"
@@ -85,13 +89,18 @@ def execute(args: argparse.Namespace) -> int:
     verdict = found = None
     if args.compile and not args.search:
         from trellis.plan.compile import compile_run
+        from trellis.plan.costs import costs_said, schedule_by_costs
         from trellis.plan.verdict import judge, verdict_text
 
         prepared, compiled = compile_run(run, where, progress=True)
-        verdict = judge(plan, prepared, compiled)
+        first = verdict = judge(plan, prepared, compiled)
+        if args.costs:
+            verdict = schedule_by_costs(plan, prepared, first, args.costs)
         out["compiled"] = _compiled_json(verdict)
         if not args.json:
             print("\n" + verdict_text(plan, verdict))
+            if args.costs:
+                print("\n" + costs_said(first, verdict))
     held = _held(args, run, plan, verdict, before)
     if held is not None:
         out["against"] = held.as_dict()
@@ -122,9 +131,9 @@ def _before(args: argparse.Namespace) -> Any:
     """The saved plan that is asked for, or nothing; read before anything takes time."""
     from trellis.plan.saved import read_plan
 
-    for option in ("save", "against"):
+    for option in ("save", "against", "costs"):
         if getattr(args, option) and (args.search or not args.compile):
-            rule = "Plans that were compiled are saved, and held against each other."
+            rule = "Plans that were compiled are saved, held against each other, and scheduled anew."
             seen = f"--{option} with --search" if args.search else f"--{option} without --compile"
             raise UserError(rule, seen=seen, where=f"--{option}", fix="use --compile, without --search")
     if args.bound < 0:

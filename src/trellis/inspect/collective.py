@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from trellis.inspect.hlo import Array, Instruction, Program, source_target_pairs
 from trellis.program.said import share_sent
 
-_KINDS = {
+# A collective's operation, and the ledger's kind.
+KINDS = {
     "all-gather": "all-gather",
     "all-reduce": "all-reduce",
     "reduce-scatter": "reduce-scatter",
@@ -66,7 +67,7 @@ def collectives_in(program: Program, num_devices: int, load: float | None = None
     a TPU program slices inside the same fusion is the reduce-scatter that it is.
     """
     for instruction, times, computation in program.walk(load=load):
-        kind = _KINDS.get(instruction.op.removesuffix("-start"))
+        kind = KINDS.get(instruction.op.removesuffix("-start"))
         if kind is None or _continued(program, computation, instruction):
             continue
         arrays = [a for name in instruction.operands if (i := program.by_name.get(name)) for a in i.results]

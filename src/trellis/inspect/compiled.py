@@ -9,7 +9,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from trellis.figures import numbers
 from trellis.figures.text import aligned
 from trellis.frames import in_a_library
-from trellis.inspect.collective import collectives_in
+from trellis.inspect.collective import Collective, collectives_in
 from trellis.inspect.groups import axes_met
 from trellis.inspect.hlo import Instruction, Program, parse_program
 from trellis.inspect.rows import Ledger, Row, wire_bytes
@@ -29,6 +29,8 @@ _DTYPES = {"pred": "bool", "s4": "i4", "s8": "i8", "s16": "i16", "s32": "i32", "
 
 def program_of(compiled) -> Program:
     """The program of a `jax.stages.Compiled`, or of its text, read once."""
+    if isinstance(compiled, Program):
+        return compiled
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     return _parsed(text)
 
@@ -44,7 +46,8 @@ def _what(shape: tuple[int, ...], op_name: str | None) -> str:
     return " ".join(f"{name}={size}" for name, size in zip(names, shape)) if names else " ".join(map(str, shape))
 
 
-def _direction(op_name: str | None) -> str:
+def direction_of(op_name: str | None) -> str:
+    """The pass that an instruction belongs to, as the ledger calls it, by JAX's name of what it is from."""
     if not op_name:
         return ""
     if "rematted_computation" in op_name:
@@ -64,14 +67,22 @@ def collectives(compiled, mesh: Mesh | AbstractMesh, *, load: float | None = Non
     Returns:
         Rows whose `what` is the operand's sizes on one device and whose `note` says `asynchronous` where it is.
     """
+    rows = (row for _, row in collective_rows(compiled, mesh, load=load))
+    return Ledger(tuple(rows), dict(mesh.shape))
+
+
+def collective_rows(
+    compiled, mesh: Mesh | AbstractMesh, *, load: float | None = None
+) -> Iterator[tuple[Collective, Row]]:
+    """The same, each as the program has it and as the ledger's row; those of groups of one device are left out."""
     program = program_of(compiled)
-    rows = []
     for found in collectives_in(program, mesh.size, load):
         axes = axes_met(found.groups, mesh.shape)
         if not axes:
             continue
         payload = sum(found.payload(array) for array in found.arrays)
-        rows.append(
+        yield (
+            found,
             Row(
                 kind=found.kind,
                 axes=axes,
@@ -80,13 +91,12 @@ def collectives(compiled, mesh: Mesh | AbstractMesh, *, load: float | None = Non
                 payload=payload,
                 wire=wire_bytes(found.kind, found.size, payload),
                 times=found.times,
-                direction=_direction(found.op_name),
+                direction=direction_of(found.op_name),
                 source=program.source(found.origin, in_a_library),
                 note="asynchronous" if found.asynchronous else "",
                 reduction=found.reduction,
-            )
+            ),
         )
-    return Ledger(tuple(rows), dict(mesh.shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,25 +171,26 @@ class Product:
 def products(compiled) -> list[Product]:
     """The matrix products (dots, convolutions, GEMM calls) of a compiled program."""
     program = program_of(compiled)
-    found = []
-    for instruction, times, _ in program.walk():
-        contracted = _contracted(instruction)
-        if instruction.op not in ("dot", "convolution") and contracted is None:
-            continue
-        operands = [program.by_name[name].results[0] for name in instruction.operands[:2] if name in program.by_name]
-        if len(operands) < 2 or not instruction.results:
-            continue
-        left, right, result = *operands, instruction.results[0]
-        if instruction.op == "convolution":
-            flops = _convolution_flops(instruction, left.shape, right.shape, result.shape)
-        else:
-            flops = 2 * math.prod(result.shape) * math.prod(left.shape[i] for i in contracted or ())
-        arrays = (left, right, result)
-        what = " ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)
-        found.append(
-            Product(what, flops, sum(a.num_bytes for a in arrays), times, program.source(instruction, in_a_library))
-        )
-    return found
+    found = ((product_of(program, instruction), times) for instruction, times, _ in program.walk())
+    return [dataclasses.replace(product, times=times) for product, times in found if product]
+
+
+def product_of(program: Program, instruction: Instruction) -> Product | None:
+    """The matrix product that an instruction is, run once; None of others."""
+    contracted = _contracted(instruction)
+    if instruction.op not in ("dot", "convolution") and contracted is None:
+        return None
+    operands = [program.by_name[name].results[0] for name in instruction.operands[:2] if name in program.by_name]
+    if len(operands) < 2 or not instruction.results:
+        return None
+    left, right, result = *operands, instruction.results[0]
+    if instruction.op == "convolution":
+        flops = _convolution_flops(instruction, left.shape, right.shape, result.shape)
+    else:
+        flops = 2 * math.prod(result.shape) * math.prod(left.shape[i] for i in contracted or ())
+    arrays = (left, right, result)
+    what = " ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)
+    return Product(what, flops, sum(a.num_bytes for a in arrays), 1, program.source(instruction, in_a_library))
 
 
 def _contracted(instruction: Instruction) -> list[int] | None:
@@ -244,10 +255,15 @@ def cycles_by_line(compiled, *, load: float | None = None) -> dict[str, int]:
     """The same for each line, `file.py:line (function)`, that it comes from; "" for what has none."""
     program, found = program_of(compiled), Counter[str]()
     for instruction, times, _ in program.walk(fusions=False, load=load):
-        cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
-        if cycles and int(cycles[1]) < _NO_ESTIMATE:
-            found[program.source(instruction, in_a_library)] += int(cycles[1]) * times
+        if cycles := cycles_of(instruction):
+            found[program.source(instruction, in_a_library)] += cycles * times
     return dict(found)
+
+
+def cycles_of(instruction: Instruction) -> int:
+    """The TPU compiler's estimate of one run of an instruction; 0 where it has none."""
+    cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
+    return int(cycles[1]) if cycles and int(cycles[1]) < _NO_ESTIMATE else 0
 
 
 def gathered_bytes(compiled, *, load: float | None = None) -> dict[str, int]:
@@ -259,11 +275,17 @@ def gathered_bytes(compiled, *, load: float | None = None) -> dict[str, int]:
     """
     program, found = program_of(compiled), Counter[str]()
     for instruction, times, _ in program.walk(fusions=False, load=load):
-        what = (instruction.quoted("op_name") or "").rpartition("/")[2]
-        if what.startswith(("gather", "scatter")) and '"estimated_cycles"' not in instruction.attributes:
-            moved = 2 * sum(array.num_bytes for array in instruction.results)
+        if moved := gathered_by(instruction):
             found[program.source(instruction, in_a_library)] += moved * times
     return dict(found)
+
+
+def gathered_by(instruction: Instruction) -> int:
+    """Bytes that one run of a gather or scatter of rows reads and writes, where it has no estimate; 0 of others."""
+    what = (instruction.quoted("op_name") or "").rpartition("/")[2]
+    if not what.startswith(("gather", "scatter")) or '"estimated_cycles"' in instruction.attributes:
+        return 0
+    return 2 * sum(array.num_bytes for array in instruction.results)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

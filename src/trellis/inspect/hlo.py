@@ -9,6 +9,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 
 from trellis.program.said import turns_in
 from trellis.program.scopes import share_of_turns
@@ -259,18 +260,20 @@ class Program:
                 continue  # the start of the same pair has been entered
             if instruction.op == "fusion" and not fusions:
                 continue
-            for key, names in instruction.called().items():
-                if key == "to_apply" and instruction.op not in ("call", "call-start"):
-                    continue
-                inner = times
-                if instruction.op == "while":
-                    turns = self.trip_count(instruction, load)
-                    inner = times * (1 if turns is None else turns)
-                elif instruction.op == "conditional":
-                    runs, of = share_of_turns(instruction.quoted("op_name") or "")
-                    inner = times * runs // of
-                for called in names if inner else ():
+            for called, runs in self.calls(instruction, load):
+                if inner := int(times * runs):
                     yield from self._walk(called, inner, fusions, load)
+
+    def calls(self, instruction: Instruction, load: float | None = None) -> list[tuple[str, Fraction]]:
+        """The computations that an instruction runs, each with how often, as `walk` counts them."""
+        runs = Fraction(1)
+        if instruction.op == "while":
+            turns = self.trip_count(instruction, load)
+            runs = Fraction(1 if turns is None else turns)
+        elif instruction.op == "conditional":
+            runs = Fraction(*share_of_turns(instruction.quoted("op_name") or ""))
+        combines = () if instruction.op in ("call", "call-start") else ("to_apply",)
+        return [(name, runs) for key, names in instruction.called().items() if key not in combines for name in names]
 
     def source(self, instruction: Instruction, skip: Callable[[str], bool] = lambda file: False) -> str:
         """`file.py:line (function)` from the metadata, or nothing.

@@ -16,7 +16,7 @@ from trellis.plan.frontier import frontier_rows
 from trellis.plan.quick import Plan
 from trellis.plan.search import Found
 from trellis.plan.text import CAVEAT
-from trellis.plan.verdict import Verdict
+from trellis.plan.verdict import Verdict, waited
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --paper: #fbfbf8; --quiet: #6b7280; --line: #d5d7d2; --card: #fff; }
@@ -174,8 +174,8 @@ def _compiled(verdict: Verdict) -> list[Markup]:
     ]
     rows = [
         (row.kind, row.axis, numbers.size(row.total), row.times,
-         "asynchronous" if "asynchronous" in row.note else "alone", row.direction, row.source)
-        for row in sorted(verdict.ledger.rows, key=lambda row: -row.total)[:40]
+         waited(row, seconds), row.direction, row.source)
+        for row, seconds in sorted(zip(verdict.ledger.rows, verdict.waits), key=lambda each: -each[0].total)[:40]
     ]  # fmt: skip
     header = ("collective", "mesh axis", "in a step", "times", "runs", "pass", "at")
     return [

@@ -145,7 +145,7 @@ def _sent(verdict: Verdict) -> list[Amount]:
 
 
 def _step(plan: Plan, verdict: Verdict) -> list[Amount]:
-    """Computation as scheduled, or as predicted where the compiler estimates none; kernels; collectives alone."""
+    """Computation as scheduled, or as predicted where the compiler estimates none; kernels; waits for collectives."""
     kinds = UNSCHEDULED if verdict.scheduled is not None else (*UNSCHEDULED, "product", "elementwise")
     lines = [Amount("step", x.label or x.kind, x.source, x.seconds) for x in plan.times.lines if x.kind in kinds]
     if verdict.scheduled is not None and (clock := plan.target.chip.clock):
@@ -153,8 +153,7 @@ def _step(plan: Plan, verdict: Verdict) -> list[Amount]:
         lines += [Amount("step", "computation", source, n / clock) for source, n in cycles.items()]
         moved, rate = gathered_bytes(verdict.compiled.text, load=plan.load), plan.target.chip.streaming_bandwidth
         lines += [Amount("step", "gathers of rows", source, n / rate) for source, n in moved.items()]
-    for row in verdict.ledger.rows if verdict.ledger else ():
-        if "asynchronous" not in row.note:
-            seconds = plan.links.seconds(row.wire, row.axes, row.kind) * row.times
-            lines.append(Amount("step", f"{row.kind} over {row.axis}, alone", row.source, seconds))
+    for row, seconds in zip(verdict.ledger.rows, verdict.waits) if verdict.ledger else ():
+        if seconds:
+            lines.append(Amount("step", f"{row.kind} over {row.axis}, waited for", row.source, seconds))
     return lines

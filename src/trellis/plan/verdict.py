@@ -1,15 +1,17 @@
 """What a compiled step says about the plan: memory, collectives and time by the compiler, beside the prediction."""
 
+import collections
 import dataclasses
 
 from trellis.figures import numbers
 from trellis.figures.text import aligned
-from trellis.inspect.compiled import Comparison, collectives, compare, gathered_bytes, scheduled_cycles
+from trellis.inspect.compiled import Comparison, compare
 from trellis.inspect.ledger import ledger_of
-from trellis.inspect.rows import Ledger
+from trellis.inspect.rows import Ledger, Row
 from trellis.inspect.structure import Structure, structure_of
 from trellis.inspect.work import UNSCHEDULED
 from trellis.plan.compile import Compiled
+from trellis.plan.estimates import estimates
 from trellis.plan.prepared import Prepared
 from trellis.plan.quick import Plan
 
@@ -27,8 +29,10 @@ class Verdict:
             gives none (GPU).
         kernels: seconds of what the compiler has no estimate of: kernels for attention and grouped products, as the
             plan has them, and gathers of rows, by their bytes.
-        exposed: seconds of synchronous collectives, at the plan's link rates.
-        hidden: seconds of asynchronous ones.
+        exposed: seconds in which the device waits for collectives, at the plan's link rates, by the compiler's
+            schedule.
+        hidden: seconds of collectives beside computation.
+        waits: of each row of `ledger` the seconds of it that are waited for.
         seconds: predicted time of a step from these.
         mfu: from that.
     """
@@ -41,6 +45,7 @@ class Verdict:
     kernels: float
     exposed: float
     hidden: float
+    waits: tuple[float, ...]
     seconds: float | None
     mfu: float | None
 
@@ -49,31 +54,39 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
     """Reads a compiled step.
 
     The time is the scheduled computation (the plan's where the compiler estimates none), the kernels, and the
-    collectives that run alone. Asynchronous collectives count where they take longer than all computation.
+    collectives, of which the part counts for which the schedule, replayed in its order, has nothing else to do.
     """
-    kernels = sum(line.seconds for line in plan.times.lines if line.kind in UNSCHEDULED)
     if not compiled.text:
-        return Verdict(compiled, None, None, None, None, kernels, 0.0, 0.0, None, None)
-    found = collectives(compiled.text, prepared.layout.mesh, load=plan.load)
-    cycles = scheduled_cycles(compiled.text, load=plan.load)
-    clock = plan.target.chip.clock
-    scheduled = cycles / clock if cycles and clock else None
-    if scheduled is not None:
-        kernels += sum(gathered_bytes(compiled.text, load=plan.load).values()) / plan.target.chip.streaming_bandwidth
-    exposed = hidden = 0.0
-    for row in found.rows:
-        seconds = plan.links.seconds(row.wire, row.axes, row.kind) * row.times
-        if "asynchronous" in row.note:
-            hidden += seconds
-        else:
-            exposed += seconds
-    computation = (scheduled if scheduled is not None else plan.times.computation - kernels) + kernels
-    seconds = computation + exposed + max(0.0, hidden - computation)
+        kernels = sum(line.seconds for line in plan.times.lines if line.kind in UNSCHEDULED)
+        return Verdict(compiled, None, None, None, None, kernels, 0.0, 0.0, (), None, None)
+    mesh = prepared.layout.mesh
+    known = estimates(plan, compiled.text, mesh)
+    waits = known.replay().waits
+    times = collections.Counter[str]()
+    for collective, row in known.found:
+        times[collective.name] += row.times
+    waited = tuple(waits.get(c.name, 0.0) * row.times / times[c.name] for c, row in known.found)
+    exposed = sum(waited)
+    hidden = max(0.0, sum(known.sending[c.name].seconds * row.times for c, row in known.found) - exposed)
+    others = plan.times.computation - known.kernels if known.scheduled is None else known.scheduled
+    seconds = others + known.kernels + exposed
     mfu = plan.model_flops / (seconds * plan.target.num_devices * plan.target.chip.bf16_flops)
     # All that may run: loops whose number of turns the program does not say count by one.
-    matched = structure_of(ledger_of(prepared.traced()), compiled.text, prepared.layout.mesh)
-    comparison = compare(plan.ledger, found)
-    return Verdict(compiled, found, comparison, matched, scheduled, kernels, exposed, hidden, seconds, mfu)
+    matched = structure_of(ledger_of(prepared.traced()), compiled.text, mesh)
+    ledger = Ledger(tuple(row for _, row in known.found), dict(mesh.shape))
+    return Verdict(
+        compiled=compiled,
+        ledger=ledger,
+        comparison=compare(plan.ledger, ledger),
+        structure=matched,
+        scheduled=known.scheduled,
+        kernels=known.kernels,
+        exposed=exposed,
+        hidden=hidden,
+        waits=waited,
+        seconds=seconds,
+        mfu=mfu,
+    )
 
 
 def verdict_text(plan: Plan, verdict: Verdict) -> str:
@@ -103,10 +116,10 @@ def verdict_text(plan: Plan, verdict: Verdict) -> str:
             if verdict.scheduled is not None
             else "computation as predicted",
             f"{numbers.seconds(verdict.kernels)} kernels and gathers",
-            f"{numbers.seconds(verdict.exposed)} collectives that nothing hides",
+            f"{numbers.seconds(verdict.exposed)} waiting for collectives",
         ]
         lines.append(f"  step        {numbers.seconds(verdict.seconds)} = {' + '.join(parts)}; MFU {verdict.mfu:.1%}")
-        lines.append(f"              ({numbers.seconds(verdict.hidden)} of collectives run under computation)")
+        lines.append(f"              ({numbers.seconds(verdict.hidden)} of collectives run beside computation)")
     lines += ["", "collectives, by the types and in the compiled program", str(verdict.comparison)]
     lines += ["", str(verdict.structure), "", _rows(verdict)]
     return "\n".join(lines)
@@ -127,12 +140,19 @@ def _largest(plan: Plan, verdict: Verdict, count: int = 10) -> str:
     return aligned(("largest", "what", "by name", "made by"), rows, right=(0,))
 
 
+def waited(row: Row, seconds: float) -> str:
+    """How a collective of a compiled step runs: what of it is waited for, as text."""
+    if "asynchronous" not in row.note:
+        return f"alone, {numbers.seconds(seconds)}"
+    return f"waits {numbers.seconds(seconds)}" if seconds else "hidden"
+
+
 def _rows(verdict: Verdict, count: int = 16) -> str:
-    rows = sorted(verdict.ledger.rows, key=lambda row: -row.total)
+    rows = sorted(zip(verdict.ledger.rows, verdict.waits), key=lambda each: -each[0].total)
     shown = [
         (row.kind, row.axis, f"{row.dtype}[{row.what}]", numbers.size(row.wire), str(row.times),
-         numbers.size(row.total), "asynchronous" if "asynchronous" in row.note else "alone", row.direction, row.source)
-        for row in rows[:count]
+         numbers.size(row.total), waited(row, seconds), row.direction, row.source)
+        for row, seconds in rows[:count]
     ]  # fmt: skip
     header = ("collective", "axis", "of", "bytes", "times", "total", "runs", "in", "at")
     text = aligned(header, shown, right=(3, 4, 5))

@@ -15,10 +15,16 @@ from trellis.files import cache_folder
 # once, which starts the backward pass's copies and exponentials in the forward pass: on two cores a step has a fifth
 # more in memory and is up to a sixth slower (docs/cpu-speed.md).
 # On a GPU XLA recomputes what does not fit into three quarters of the memory, of its own choice and after minutes of
-# trying; a run has 95 % of it (hardware/platform.py), and this percentage says so.
+# trying; a run has 95 % of it (hardware/platform.py), and this percentage says so. The scheduler that puts collectives
+# beside computation is not the one that it takes by itself; and it sums all gradients of a layer as one, after the last
+# of them is there and nothing is left to do beside it: up to a mebibyte is one sum (docs/plan.md).
 DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"},
-    "gpu": {"xla_gpu_memory_limit_slop_factor": "118"},
+    "gpu": {
+        "xla_gpu_memory_limit_slop_factor": "118",
+        "xla_gpu_enable_latency_hiding_scheduler": "True",
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": "1048576",
+    },
 }
 # ... for up to so many CPU devices. That order leaves a collective that stands behind a loop with collectives free to
 # run beside it, and all of them meet under one key: devices wait for each other for ever, or XLA aborts (JAX 0.10.2,

@@ -1,0 +1,141 @@
+"""How long a compiled program waits for its collectives: its schedule, replayed in the order in which it runs.
+
+A compiled program's text has its instructions in the order that the compiler scheduled. An asynchronous collective
+begins where that order has its start, as soon as the links that it needs are free, and is waited for where the order
+has its end, if it takes longer than what lies between. So one whose end follows its start at once hides nothing, and
+one beside work that is shorter than itself is hidden in part.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
+
+from trellis.inspect.collective import KINDS
+from trellis.inspect.hlo import Instruction, Program
+
+# What runs other computations, each instruction of which is replayed.
+LOOPS = ("while", "conditional", "call", "call-start", "async-start")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sending:
+    """What a collective needs.
+
+    Attributes:
+        seconds: how long one run of it takes.
+        links: the links that it has for itself meanwhile, by any names; others that need one of them come after it.
+    """
+
+    seconds: float
+    links: tuple[Hashable, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """A run of a compiled program on one device.
+
+    Attributes:
+        computing: seconds of everything but collectives.
+        waits: for each collective, by the name of its instruction, seconds that the device waits for it and does
+            nothing else.
+    """
+
+    computing: float
+    waits: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the program to its end."""
+        return self.computing + sum(self.waits.values())
+
+
+def replay(
+    program: Program,
+    computing: Callable[[Instruction], float],
+    sending: Mapping[str, Sending],
+    load: float | None = None,
+) -> Replay:
+    """Replays a compiled program.
+
+    Args:
+        program: the program.
+        computing: seconds that one run of an instruction computes; not asked of loops, branches and calls, whose
+            computations are replayed.
+        sending: what collectives need, by the names of their instructions (`Collective.name`).
+        load: as in `Program.walk`.
+    """
+    return _Replaying(program, computing, sending, load).run(program.entry)
+
+
+class _Replaying:
+    """One replay; a computation that is called from several places is gone through once."""
+
+    def __init__(self, program, computing, sending, load):
+        self.program: Program = program
+        self.computing: Callable[[Instruction], float] = computing
+        self.sending: Mapping[str, Sending] = sending
+        self.load: float | None = load
+        self.done: dict[str, Replay] = {}
+
+    def run(self, name: str) -> Replay:
+        if name not in self.done:
+            self.done[name] = self._run(name)
+        return self.done[name]
+
+    def _run(self, name: str) -> Replay:
+        now = computed = 0.0
+        waits: dict[str, float] = collections.defaultdict(float)
+        free: dict[Hashable, float] = {}
+        under_way: dict[str, list[tuple[str, float]]] = {}  # by what starts them: collectives, and when they are there
+        instructions = self.program.computations[name]
+        for instruction in instructions:
+            sent, starts, ends = self._collective(instruction)
+            awaited = [each for start in ends for each in under_way.pop(start, ())]
+            for collective in sent:
+                need = self.sending[collective]
+                at = max([now, *(free.get(link, 0.0) for link in need.links)]) + need.seconds
+                free.update(dict.fromkeys(need.links, at))
+                (under_way.setdefault(starts, []) if starts else awaited).append((collective, at))
+            if instruction.op in LOOPS and not sent:
+                for called, runs in self.program.calls(instruction, self.load):
+                    inner, times = self.run(called), float(runs)
+                    now, computed = now + inner.seconds * times, computed + inner.computing * times
+                    for collective, seconds in inner.waits.items():
+                        waits[collective] += seconds * times
+            else:
+                seconds = self.computing(instruction)
+                now, computed = now + seconds, computed + seconds
+            if instruction is instructions[-1]:
+                awaited += [each for started in under_way.values() for each in started]
+            for collective, at in sorted(awaited, key=lambda each: each[1]):
+                waits[collective] += max(0.0, at - now)
+                now = max(now, at)
+        return Replay(computed, dict(waits))
+
+    def _collective(self, instruction: Instruction) -> tuple[list[str], str, tuple[str, ...]]:
+        """Of an instruction the collectives that it sends, what it starts if they go on behind it, and what it ends.
+
+        A TPU's asynchronous collective fusion is one start and one end with the same channel, whatever is computed in
+        the fusions between; other pairs name their start.
+        """
+        if instruction.op == "fusion":
+            inside = self._inside(instruction)
+            channels = tuple(c for i in inside if i.op in KINDS and (c := i.attribute("channel_id")))
+            if any("AsyncCollectiveDone" in i.attributes for i in inside):
+                return [], "", channels
+            sent = [i.name for i in inside if i.name in self.sending]
+            begins = sent and any("AsyncCollectiveStart" in i.attributes for i in inside)
+            return sent, channels[0] if begins else "", ()
+        if instruction.op.endswith("-done"):
+            return [], "", instruction.operands[:1]
+        sent = [instruction.name] if instruction.name in self.sending else []
+        if instruction.op in ("call-start", "async-start"):
+            sent = [i.name for i in self._inside(instruction) if i.name in self.sending]
+        return sent, instruction.name if instruction.op.endswith("-start") else "", ()
+
+    def _inside(self, instruction: Instruction) -> list[Instruction]:
+        found = []
+        for called in (name for names in instruction.called().values() for name in names):
+            for inner in self.program.computations.get(called, ()):
+                found += [inner, *self._inside(inner)]
+        return found

@@ -1,0 +1,99 @@
+"""What a GPU's compiler schedules a step by, from types: how long each instruction takes, before anything has run.
+
+XLA puts collectives beside computation by guesses, and of a kernel it can guess nothing, so that it lays a gather of
+megabytes beside an addition, and nothing beside the kernel that follows. It takes a profile of a run instead where it
+is given one (`xla_gpu_pgle_profile_file_or_directory_path`; JAX's documentation calls that profile-guided latency
+estimation). A plan knows as much: the same file is written here from the estimates by which a step is judged.
+"""
+
+import hashlib
+from pathlib import Path
+
+from trellis.errors import UserError
+from trellis.figures import numbers
+from trellis.inspect.replay import LOOPS
+from trellis.plan.compile import compile_program
+from trellis.plan.estimates import Estimates, estimates
+from trellis.plan.prepared import Prepared
+from trellis.plan.quick import Plan
+from trellis.plan.verdict import Verdict, judge
+
+# The option of XLA for GPUs that takes such a file.
+OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
+# Another schedule gives some instructions other names, of which a file knows nothing; so there may be a second.
+MOST_ROUNDS = 3
+
+
+def costs_text(known: Estimates) -> str:
+    """The costs of a compiled step's instructions, in microseconds, as text of XLA's `ProfiledInstructionsProto`."""
+    costs: dict[str, float] = {}
+    for instruction, _, _ in known.program.walk(fusions=False, load=known.load):
+        if instruction.name in costs or instruction.op in LOOPS and not instruction.op.endswith("-start"):
+            continue
+        sent = [known.sending[name] for name in known.names_of(instruction) if name in known.sending]
+        costs[instruction.name] = sum(s.seconds for s in sent) if sent else known.computing(instruction)
+    return "".join(f'costs {{ name: "{name}" cost_us: {1e6 * cost:.3f} }}\n' for name, cost in costs.items())
+
+
+def schedule_by_costs(plan: Plan, prepared: Prepared, verdict: Verdict, folder: str | Path) -> Verdict:
+    """Compiles a step again, scheduled by its own estimates, until that saves no more.
+
+    Args:
+        plan: the plan of the step.
+        prepared: the step, on its compiler's devices.
+        verdict: of the step compiled without.
+        folder: where files of costs are written. Their names have a hash of what is in them, so that a program kept in
+            a cache was scheduled by the file that its options name.
+
+    Returns:
+        The fastest verdict; that without costs where none is faster. Its options name the file.
+
+    Raises:
+        UserError: the target's compiler takes no costs.
+    """
+    if plan.target.chip.kind != "gpu":
+        raise UserError(
+            "Costs are for the compiler of GPUs; a TPU's has its own.",
+            seen=plan.target.name,
+            where="--costs",
+            fix="leave it out",
+        )
+    best = now = verdict
+    written: set[Path] = set()
+    for _ in range(MOST_ROUNDS if verdict.compiled.text else 0):
+        text = costs_text(estimates(plan, now.compiled.text, prepared.layout.mesh))
+        path = _written(text, folder, prepared.run.name)
+        if path in written:
+            break
+        written.add(path)
+        options = {**verdict.compiled.options, OPTION: str(path)}
+        now = judge(plan, prepared, compile_program(prepared, plan.target, options=options, progress=True))
+        if now.seconds is None or not now.compiled.fits:
+            break
+        if best.seconds is None or now.seconds < best.seconds:
+            best = now
+    for path in written - {Path(best.compiled.options.get(OPTION, ""))}:
+        path.unlink()
+    return best
+
+
+def costs_said(first: Verdict, best: Verdict) -> str:
+    """What scheduling by costs came to, as text: the option to give, where it is faster."""
+    if best is first or best.seconds is None:
+        return "scheduled by costs      no faster: train without"
+    before = "it did not fit before" if first.seconds is None else f"{numbers.seconds(first.seconds)} without"
+    given = best.compiled.options[OPTION]
+    words = f"{numbers.seconds(best.seconds)}, {before}"
+    return f"scheduled by costs      {words}; train and plan with\n  --compiler_options '{{{OPTION}: {given}}}'"
+
+
+def _written(text: str, folder: str | Path, name: str) -> Path:
+    folder = Path(folder).resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.pbtxt"
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        rule = "Costs are written into a folder."
+        raise UserError(rule, seen=str(error), where="--costs", fix="name a folder that can be written") from None
+    return path
