@@ -109,7 +109,7 @@ SPARSE_CORE = """%called (p: f32[2,8]) -> f32[8,8] {
 }, execution_thread="sparsecore"
 
 """
-CALL = "  %begun = ((f32[2,8]), f32[8,8]) call-start(%x), async_execution_thread=\"sparsecore\", to_apply=%called\n"
+CALL = '  %begun = ((f32[2,8]), f32[8,8]) call-start(%x), async_execution_thread="sparsecore", to_apply=%called\n'
 ENDED = "  %ended = f32[8,8]{1,0} call-done(%begun)\n"
 
 

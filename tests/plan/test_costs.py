@@ -58,7 +58,9 @@ def test_costs_are_of_every_instruction_in_microseconds(plan):
 
 def test_a_wrapped_collective_s_cost_is_that_of_its_start(plan):
     line = next(line for line in GPU.splitlines(keepends=True) if " all-gather-start(" in line)
-    inner = line.replace("all-gather-start(%param.2)", "all-gather(%p)").replace("%all-gather-start = (", "ROOT %ag = (")
+    inner = line.replace("all-gather-start(%param.2)", "all-gather(%p)").replace(
+        "%all-gather-start = (", "ROOT %ag = ("
+    )
     inner = re.sub(r"= \(.*\}\) all-gather", "= bf16[1024,1024]{1,0} all-gather", inner)
     body = f"%async (p: bf16[256,1024]) -> bf16[1024,1024] {{\n  %p = bf16[256,1024]{{1,0}} parameter(0)\n{inner}}}\n\n"
     start = re.sub(r"all-gather-start\(%param.2\).*", "async-start(%param.2), calls=%async", line)

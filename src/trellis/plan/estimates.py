@@ -122,7 +122,11 @@ def _by_rates(program: Program, chip: Chip, name: str) -> float:
 
 
 def _kernels(plan: Plan, program: Program) -> dict[str, float]:
-    """Seconds of one run of each kernel: what the plan has for its line and pass, shared by all runs of these."""
+    """Seconds of one run of each kernel: what the plan has for its line and pass, shared by all runs of these.
+
+    libtpu's own kernels for grouped products have lost their line: they share what the plan has for that pass and no
+    other kernel is from.
+    """
     seconds: dict[tuple[str, str], float] = collections.defaultdict(float)
     for line in plan.times.lines:
         if line.kind in UNSCHEDULED:
@@ -131,8 +135,11 @@ def _kernels(plan: Plan, program: Program) -> dict[str, float]:
     found = []
     for instruction, times, _ in program.walk(fusions=False, load=plan.load):
         target = instruction.quoted("custom_call_target") if instruction.op == "custom-call" else None
-        if target and any(name in target for name in _KERNELS):
+        if target and any(name in target for name in _KERNELS) and "metadata" not in instruction.name:
             line = program.source(instruction, in_a_library), direction_of(instruction.quoted("op_name"))
             runs[line] += times
             found.append((instruction.name, line))
+    for (source, where), taken in list(seconds.items()):
+        if (source, where) not in runs:
+            seconds["", where] += taken
     return {name: seconds[line] / runs[line] for name, line in found if line in seconds}
