@@ -17,10 +17,7 @@ from pathlib import Path
 
 from recipes import keep, kept
 
-from trellis.hardware.chips import target
-from trellis.plan import compile_run, quick_plan
-from trellis.plan.costs import schedule_by_costs
-from trellis.plan.verdict import Verdict, judge
+from trellis.plan import Verdict, compile_run, judge, quick_plan, schedule_by_costs, target
 from trellis.recipes import RECIPES, hardware_of, load_run
 
 OUT = Path(__file__).parent / "results" / "schedules.txt"

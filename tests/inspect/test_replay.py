@@ -35,11 +35,13 @@ def entry(*lines: str) -> str:
     )
 
 
-def waits(text: str, takes: dict[str, float], links: dict[str, tuple[str, ...]] | None = None, computes=None):
+def waits(
+    text: str, takes: dict[str, float], links: dict[str, tuple[str, ...]] | None = None, computes=None, in_order=False
+):
     """What is waited for, where gathers take 10 s by default and instructions what `computes` says, or nothing."""
     program = parse_program(HEAD + text)
     names = [c.name for c in collectives_in(program, 4)]
-    sending = {name: Sending(takes.get(name, 10.0), (links or {}).get(name, ("data",))) for name in names}
+    sending = {name: Sending(takes.get(name, 10.0), (links or {}).get(name, ("data",)), in_order) for name in names}
     found = replay(program, lambda i: (computes or {}).get(i.name, 0.0), sending)
     return found.computing, dict(found.waits), found.seconds
 
@@ -55,13 +57,20 @@ def test_what_is_beside_work_is_waited_for_as_far_as_it_is_longer(seconds, waite
     assert waits(text, {}, computes={"a": seconds}) == (seconds, {"start.1": waited}, seconds + waited)
 
 
-def test_those_over_the_same_links_go_one_after_the_other():
+@pytest.mark.parametrize(("in_order", "waited"), [(True, (0.0, 8.0)), (False, (8.0, 0.0))])
+def test_those_over_the_same_links_share_them_or_go_one_after_the_other(in_order, waited):
+    """Two of 10 s beside 12 s: one after the other they are there after 10 and 20, sharing both after 20."""
     text = entry(started(1), started(2), worked("a"), done(1), done(2))
-    assert waits(text, {}, computes={"a": 12.0})[1] == {"start.1": 0.0, "start.2": 8.0}
-    other = {"start.2": ("model",)}
-    assert waits(text, {}, other, {"a": 12.0})[1] == {"start.1": 0.0, "start.2": 0.0}
-    shared = {"start.2": ("model", "data")}
-    assert waits(text, {}, shared, {"a": 12.0})[1] == {"start.1": 0.0, "start.2": 8.0}
+    again = lambda links: waits(text, {}, links, {"a": 12.0}, in_order)[1]
+    assert again(None) == {"start.1": waited[0], "start.2": waited[1]}
+    assert again({"start.2": ("model", "data")}) == {"start.1": waited[0], "start.2": waited[1]}
+    assert again({"start.2": ("model",)}) == {"start.1": 0.0, "start.2": 0.0}
+
+
+def test_a_short_one_goes_past_a_long_one_where_they_share():
+    text = entry(started(1), f"  %whole = f32[8,8]{{1,0}} all-gather(%x), {GATHER.format(n=9)}\n", worked("a"), done(1))
+    assert waits(text, {"whole": 1.0}, computes={"a": 20.0})[1] == {"start.1": 0.0, "whole": 2.0}
+    assert waits(text, {"whole": 1.0}, computes={"a": 20.0}, in_order=True)[1] == {"start.1": 0.0, "whole": 11.0}
 
 
 def test_a_synchronous_one_holds_everything_up():

@@ -1,9 +1,10 @@
 """How long a compiled program waits for its collectives: its schedule, replayed in the order in which it runs.
 
 A compiled program's text has its instructions in the order that the compiler scheduled. An asynchronous collective
-begins where that order has its start, as soon as the links that it needs are free, and is waited for where the order
-has its end, if it takes longer than what lies between. So one whose end follows its start at once hides nothing, and
-one beside work that is shorter than itself is hidden in part.
+begins where that order has its start, and is waited for where the order has its end, if it takes longer than what lies
+between. So one whose end follows its start at once hides nothing, and one beside work that is shorter than itself is
+hidden in part. Those that need the same links share them, or come one after the other where one stream of work sends
+them.
 """
 
 import collections
@@ -23,11 +24,14 @@ class Sending:
 
     Attributes:
         seconds: how long one run of it takes.
-        links: the links that it has for itself meanwhile, by any names; others that need one of them come after it.
+        links: what it needs for that, by any names.
+        in_order: whether it comes after all that were started before it and need the same; else each of so many has
+            its share of a link.
     """
 
     seconds: float
     links: tuple[Hashable, ...]
+    in_order: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +71,56 @@ def replay(
     return _Replaying(program, computing, sending, load).run(program.entry)
 
 
+class _Wires:
+    """Collectives under way, and how long each of them still takes by itself."""
+
+    def __init__(self, sending: Mapping[str, Sending]):
+        self.sending = sending
+        self.now = 0.0
+        self.left: dict[str, float] = {}
+
+    def start(self, collective: str, now: float) -> None:
+        """Starts one."""
+        self._until(now)
+        self.left[collective] = self.sending[collective].seconds
+
+    def end(self, collective: str, now: float) -> float:
+        """When one is there, that is waited for from now on."""
+        self._until(now)
+        while collective in self.left:
+            self._step(float("inf"))
+        return max(now, self.now)
+
+    def _until(self, now: float) -> None:
+        while self.left and self.now < now:
+            self._step(now)
+        self.now = max(self.now, now)
+
+    def _step(self, most: float) -> None:
+        """Goes on to when the next is there, or to a time before that."""
+        speeds = self._speeds()
+        takes, first = min((left / speeds[name], name) for name, left in self.left.items() if speeds[name])
+        step = min(takes, most - self.now)
+        self.now += step
+        for name, speed in speeds.items():
+            self.left[name] -= step * speed
+        if step == takes:
+            del self.left[first]
+
+    def _speeds(self) -> dict[str, float]:
+        users = collections.Counter(link for name in self.left for link in self.sending[name].links)
+        taken: set[Hashable] = set()
+        speeds = {}
+        for name in self.left:
+            need = self.sending[name]
+            if need.in_order:
+                speeds[name] = 0.0 if taken & {*need.links} else 1.0
+            else:
+                speeds[name] = 1.0 / max((users[link] for link in need.links), default=1)
+            taken |= {*need.links}
+        return speeds
+
+
 class _Replaying:
     """One replay; a computation that is called from several places is gone through once."""
 
@@ -85,17 +139,15 @@ class _Replaying:
     def _run(self, name: str) -> Replay:
         now = computed = 0.0
         waits: dict[str, float] = collections.defaultdict(float)
-        free: dict[Hashable, float] = {}
-        under_way: dict[str, list[tuple[str, float]]] = {}  # by what starts them: collectives, and when they are there
+        wires = _Wires(self.sending)
+        under_way: dict[str, list[str]] = {}  # collectives by what starts them
         instructions = self.program.computations[name]
         for instruction in instructions:
             sent, starts, ends = self._collective(instruction)
             awaited = [each for start in ends for each in under_way.pop(start, ())]
             for collective in sent:
-                need = self.sending[collective]
-                at = max([now, *(free.get(link, 0.0) for link in need.links)]) + need.seconds
-                free.update(dict.fromkeys(need.links, at))
-                (under_way.setdefault(starts, []) if starts else awaited).append((collective, at))
+                wires.start(collective, now)
+                (under_way.setdefault(starts, []) if starts else awaited).append(collective)
             if instruction.op in LOOPS and not sent:
                 for called, runs in self.program.calls(instruction, self.load):
                     inner, times = self.run(called), float(runs)
@@ -107,9 +159,10 @@ class _Replaying:
                 now, computed = now + seconds, computed + seconds
             if instruction is instructions[-1]:
                 awaited += [each for started in under_way.values() for each in started]
-            for collective, at in sorted(awaited, key=lambda each: each[1]):
-                waits[collective] += max(0.0, at - now)
-                now = max(now, at)
+            for collective in awaited:
+                there = wires.end(collective, now)
+                waits[collective] += there - now
+                now = there
         return Replay(computed, dict(waits))
 
     def _collective(self, instruction: Instruction) -> tuple[list[str], str, tuple[str, ...]]:

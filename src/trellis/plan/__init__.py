@@ -1,6 +1,7 @@
 """Plans of a run for hardware that is not here: memory, communication and time, from types or from the compiler.
 
-`quick_plan` needs no compiler; `compile_run` asks the target's own, and `judge` holds the two against each other. The
+`quick_plan` needs no compiler; `compile_run` asks the target's own, `judge` holds the two against each other, and
+`schedule_by_costs` has a GPU's compiler schedule by what the plan knows. The
 parts of it are there for programs that plan several things of one step: `prepare`, `plan_of`. `plan_step` takes a train
 step of one's own.
 """
@@ -9,6 +10,7 @@ from trellis.hardware.chips import Chip, Target, chips, target
 from trellis.hardware.local import local_target
 from trellis.hardware.measure import Machine, measure_machine
 from trellis.plan.compile import Compiled, compile_run
+from trellis.plan.costs import schedule_by_costs
 from trellis.plan.prepared import Prepared, prepare
 from trellis.plan.quick import Plan, plan_of, plan_step, quick_plan
 from trellis.plan.search import search
@@ -31,6 +33,7 @@ __all__ = [
     "plan_step",
     "prepare",
     "quick_plan",
+    "schedule_by_costs",
     "search",
     "target",
 ]

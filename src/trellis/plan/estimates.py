@@ -92,16 +92,16 @@ def estimates(plan: Plan, text: str, mesh: Mesh | AbstractMesh) -> Estimates:
         kernels += sum(gathered_bytes(program, load=load).values()) / chip.streaming_bandwidth
         computing = lambda instruction: known.get(instruction.name) or _by_compiler(instruction, chip)
     found = tuple(collective_rows(program, mesh, load=load))
-    sending = {
-        collective.name: Sending(plan.links.seconds(row.wire, row.axes, row.kind), _links_of(chip, row))
-        for collective, row in found
-    }
+    sending = {collective.name: _sending(plan, row) for collective, row in found}
     return Estimates(program, computing, found, sending, scheduled, kernels, load)
 
 
-def _links_of(chip: Chip, row: Row) -> tuple[str, ...]:
-    """What a collective has for itself: on GPUs the stream that all of NCCL's kernels run in, else its axes' links."""
-    return ("stream",) if chip.kind == "gpu" else row.axes
+def _sending(plan: Plan, row: Row) -> Sending:
+    """What a collective needs: on GPUs the one stream that all of NCCL's kernels run in, else its mesh axes' links."""
+    seconds = plan.links.seconds(row.wire, row.axes, row.kind)
+    return (
+        Sending(seconds, ("stream",), in_order=True) if plan.target.chip.kind == "gpu" else Sending(seconds, row.axes)
+    )
 
 
 def _by_compiler(instruction: Instruction, chip: Chip) -> float:
