@@ -14,11 +14,12 @@ from trellis.hardware.chips import target
 from trellis.inspect.compiled import program_of
 from trellis.plan import costs
 from trellis.plan.compile import Compiled
-from trellis.plan.costs import OPTION, costs_said, costs_text, schedule_by_costs
+from trellis.plan.costs import costs_said, costs_text, schedule_by_costs
 from trellis.plan.estimates import estimates
 from trellis.plan.quick import quick_plan
 from trellis.plan.verdict import Verdict
 from trellis.recipes import load_run
+from trellis.train.compilation import COSTS, options_for
 
 GPU = (Path(__file__).parents[1] / "inspect" / "gpu.hlo").read_text()
 MESH = AbstractMesh((4, 2), ("data", "model"))
@@ -89,7 +90,7 @@ class Compiler:
         monkeypatch.setattr(costs, "judge", lambda plan, prepared, found: verdict(seconds[len(self.given) - 1], found))
 
     def compile(self, prepared, where, *, options, progress):
-        self.given.append(Path(options[OPTION]))
+        self.given.append(Path(options[COSTS]))
         costs_in(self.given[-1].read_text())  # it is there, and whole
         text = GPU.replace("%gemm", f"%gemm.{len(self.given)}")
         found = compiled(options, text)
@@ -104,11 +105,11 @@ def test_the_fastest_of_a_few_rounds_is_kept_with_its_file_alone(plan, monkeypat
     first = verdict(2.0, compiled({"a": "b"}))
     best = schedule_by_costs(plan, PREPARED, first, tmp_path / "costs")
     assert best.seconds == 1.5 and len(compiler.given) == 3
-    assert best.compiled.options == {"a": "b", OPTION: str(compiler.given[1])}
+    assert best.compiled.options == {"a": "b", COSTS: str(compiler.given[1])}
     assert [*(tmp_path / "costs").iterdir()] == [compiler.given[1]]
     assert "gemm.1" in compiler.given[1].read_text()  # by the names of the program of the round before
     words = costs_said(first, best)
-    assert "1.5" in words and f"--compiler_options '{{{OPTION}: {compiler.given[1]}}}'" in words
+    assert "1.5" in words and f"--compiler_options '{{{COSTS}: {compiler.given[1]}}}'" in words
 
 
 @pytest.mark.parametrize("seconds", [(2.5, 2.5, 2.5), (None,)], ids=["slower", "without room"])
@@ -143,3 +144,13 @@ def test_a_folder_that_cannot_be_written_is_an_error(plan, tmp_path):
 def test_the_command_refuses_costs_before_it_plans(capsys):
     assert main(["plan", "tiny", "--on", "8xH100", "--costs", "here"]) == 2
     assert "--costs without --compile" in capsys.readouterr().err
+
+
+def test_a_run_whose_file_of_costs_is_not_there_says_so(tmp_path):
+    file = tmp_path / "costs.pbtxt"
+    with pytest.raises(UserError, match="Costs that a step is scheduled by are in a file") as error:
+        options_for("cuda", {COSTS: str(file)})
+    assert f"no {file}" in str(error.value) and "--costs FOLDER" in str(error.value)
+    file.write_text("")
+    assert options_for("gpu", {COSTS: str(file)})[COSTS] == str(file)
+    assert options_for("tpu", {COSTS: "elsewhere"}) == {}  # another platform's

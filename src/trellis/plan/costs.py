@@ -17,9 +17,8 @@ from trellis.plan.estimates import Estimates, estimates
 from trellis.plan.prepared import Prepared
 from trellis.plan.quick import Plan
 from trellis.plan.verdict import Verdict, judge
+from trellis.train.compilation import COSTS
 
-# The option of XLA for GPUs that takes such a file.
-OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
 # Another schedule gives some instructions other names, of which a file knows nothing; so there may be a second.
 MOST_ROUNDS = 3
 
@@ -66,13 +65,13 @@ def schedule_by_costs(plan: Plan, prepared: Prepared, verdict: Verdict, folder: 
         if path in written:
             break
         written.add(path)
-        options = {**verdict.compiled.options, OPTION: str(path)}
+        options = {**verdict.compiled.options, COSTS: str(path)}
         now = judge(plan, prepared, compile_program(prepared, plan.target, options=options, progress=True))
         if now.seconds is None or not now.compiled.fits:
             break
         if best.seconds is None or now.seconds < best.seconds:
             best = now
-    for path in written - {Path(best.compiled.options.get(OPTION, ""))}:
+    for path in written - {Path(best.compiled.options.get(COSTS, ""))}:
         path.unlink()
     return best
 
@@ -82,9 +81,9 @@ def costs_said(first: Verdict, best: Verdict) -> str:
     if best is first or best.seconds is None:
         return "scheduled by costs      no faster: train without"
     before = "it did not fit before" if first.seconds is None else f"{numbers.seconds(first.seconds)} without"
-    given = best.compiled.options[OPTION]
+    given = best.compiled.options[COSTS]
     words = f"{numbers.seconds(best.seconds)}, {before}"
-    return f"scheduled by costs      {words}; train and plan with\n  --compiler_options '{{{OPTION}: {given}}}'"
+    return f"scheduled by costs      {words}; train and plan with\n  --compiler_options '{{{COSTS}: {given}}}'"
 
 
 def _written(text: str, folder: str | Path, name: str) -> Path:

@@ -31,6 +31,10 @@ DEFAULTS: Mapping[str, Mapping[str, str]] = {
 # docs/published-bugs.md, 21). The steps of recipes have no such pair on two devices, and do on eight.
 MOST_DEVICES = 2
 
+# The option by which XLA for GPUs is told how long instructions take (`trellis plan --costs`). Where the file is not
+# there it goes on without, and says so in a log only.
+COSTS = "xla_gpu_pgle_profile_file_or_directory_path"
+
 # How the names of options that only one platform's compiler knows begin; jf is an old name of TPUs.
 _PREFIXES = {"cpu": ("xla_cpu_",), "gpu": ("xla_gpu_",), "tpu": ("xla_tpu_", "xla_jf_", "xla_enable_async_")}
 
@@ -65,10 +69,20 @@ def options_for(platform: str, options: Mapping[str, str], devices: int = 1) -> 
         platform: "cpu", "gpu" or "tpu".
         options: of any platform; names that no platform has for itself concern all.
         devices: how many the program runs on; more than `MOST_DEVICES` CPU devices have no defaults.
+
+    Raises:
+        UserError: a file of costs that they name is not there.
     """
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
     others = tuple(prefix for name, prefixes in _PREFIXES.items() if name != platform for prefix in prefixes)
     mine = {name: str(value) for name, value in options.items() if not name.startswith(others)}
+    if COSTS in mine and not Path(mine[COSTS]).exists():
+        raise UserError(
+            "Costs that a step is scheduled by are in a file that every process reads.",
+            seen=f"no {mine[COSTS]}",
+            where=f"compiler_options.{COSTS}",
+            fix="write it with `trellis plan --compile --costs FOLDER`, bring it here, or leave the option out",
+        )
     defaults = {} if platform == "cpu" and devices > MOST_DEVICES else DEFAULTS.get(platform, {})
     return {**defaults, **mine}
 
