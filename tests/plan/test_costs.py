@@ -109,7 +109,9 @@ def test_the_fastest_of_a_few_rounds_is_kept_with_its_file_alone(plan, monkeypat
     assert [*(tmp_path / "costs").iterdir()] == [compiler.given[1]]
     assert "gemm.1" in compiler.given[1].read_text()  # by the names of the program of the round before
     words = costs_said(first, best)
-    assert "1.5" in words and f"--compiler_options '{{{COSTS}: {compiler.given[1]}}}'" in words
+    assert (
+        "1.50 s, 25.0% less than without" in words and f"--compiler_options '{{{COSTS}: {compiler.given[1]}}}'" in words
+    )
 
 
 @pytest.mark.parametrize("seconds", [(2.5, 2.5, 2.5), (None,)], ids=["slower", "without room"])
@@ -119,6 +121,16 @@ def test_what_is_no_faster_leaves_nothing(plan, monkeypatch, tmp_path, seconds):
     assert schedule_by_costs(plan, PREPARED, first, tmp_path) is first
     assert compiler.given and not [*tmp_path.iterdir()]
     assert "no faster" in costs_said(first, first)
+
+
+def test_a_file_that_was_there_stays(plan, monkeypatch, tmp_path):
+    before = tmp_path / "of another run.pbtxt"
+    monkeypatch.setattr(costs, "_path", lambda text, folder, name: before)
+    before.write_text("")
+    Compiler(monkeypatch, 2.5)
+    first = verdict(2.0, compiled({}))
+    assert schedule_by_costs(plan, PREPARED, first, tmp_path) is first
+    assert before.exists()
 
 
 def test_it_ends_where_a_program_s_costs_are_those_before(plan, monkeypatch, tmp_path):

@@ -19,7 +19,7 @@ from trellis.plan.quick import Plan
 from trellis.plan.verdict import Verdict, judge
 from trellis.train.compilation import COSTS
 
-# Another schedule gives some instructions other names, of which a file knows nothing; so there may be a second.
+# Another schedule gives some instructions other names, of which a file knows nothing; so there are more.
 MOST_ROUNDS = 3
 
 
@@ -58,13 +58,17 @@ def schedule_by_costs(plan: Plan, prepared: Prepared, verdict: Verdict, folder: 
             fix="leave it out",
         )
     best = now = verdict
+    given: set[Path] = set()
     written: set[Path] = set()
     for _ in range(MOST_ROUNDS if verdict.compiled.text else 0):
         text = costs_text(estimates(plan, now.compiled.text, prepared.layout.mesh))
-        path = _written(text, folder, prepared.run.name)
-        if path in written:
+        path = _path(text, folder, prepared.run.name)
+        if path in given:
             break
-        written.add(path)
+        given.add(path)
+        if not path.exists():
+            _write(path, text)
+            written.add(path)
         options = {**verdict.compiled.options, COSTS: str(path)}
         now = judge(plan, prepared, compile_program(prepared, plan.target, options=options, progress=True))
         if now.seconds is None or not now.compiled.fits:
@@ -79,20 +83,24 @@ def schedule_by_costs(plan: Plan, prepared: Prepared, verdict: Verdict, folder: 
 def costs_said(first: Verdict, best: Verdict) -> str:
     """What scheduling by costs came to, as text: the option to give, where it is faster."""
     if best is first or best.seconds is None:
-        return "scheduled by costs      no faster: train without"
-    before = "it did not fit before" if first.seconds is None else f"{numbers.seconds(first.seconds)} without"
-    given = best.compiled.options[COSTS]
-    words = f"{numbers.seconds(best.seconds)}, {before}"
-    return f"scheduled by costs      {words}; train and plan with\n  --compiler_options '{{{COSTS}: {given}}}'"
+        return "scheduled by costs: no faster: as above"
+    than = (
+        "it did not fit without"
+        if first.seconds is None
+        else f"{1 - best.seconds / first.seconds:.1%} less than without"
+    )
+    words = f"{numbers.seconds(best.seconds)}, {than}; train and plan with"
+    return f"scheduled by costs: {words}\n  --compiler_options '{{{COSTS}: {best.compiled.options[COSTS]}}}'"
 
 
-def _written(text: str, folder: str | Path, name: str) -> Path:
-    folder = Path(folder).resolve()
+def _path(text: str, folder: str | Path, name: str) -> Path:
+    return Path(folder).resolve() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.pbtxt"
+
+
+def _write(path: Path, text: str) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.pbtxt"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         rule = "Costs are written into a folder."
         raise UserError(rule, seen=str(error), where="--costs", fix="name a folder that can be written") from None
-    return path
