@@ -156,6 +156,9 @@ def test_a_folder_that_cannot_be_written_is_an_error(plan, tmp_path):
 def test_the_command_refuses_costs_before_it_plans(capsys):
     assert main(["plan", "tiny", "--on", "8xH100", "--costs", "here"]) == 2
     assert "--costs without --compile" in capsys.readouterr().err
+    assert main(["plan", "tiny", "--on", "v5e:2x2", "--compile", "--costs", "here"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "Costs are for the compiler of GPUs" in err
 
 
 def test_a_run_whose_file_of_costs_is_not_there_says_so(tmp_path):

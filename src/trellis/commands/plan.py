@@ -55,6 +55,7 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.hardware.chips import target
     from trellis.plan.adapt import adapt
     from trellis.plan.changes import changes_text
+    from trellis.plan.costs import check_takes_costs, costs_said, schedule_by_costs
     from trellis.plan.phases import fullest, phases_json, phases_text, plan_phases
     from trellis.plan.quick import quick_plan
     from trellis.plan.text import as_json, text
@@ -62,6 +63,8 @@ def execute(args: argparse.Namespace) -> int:
 
     before = _before(args)
     where = target(args.on, args.hardware)
+    if args.costs:
+        check_takes_costs(where)
     run, changed = adapt(args.run, where, args.given)
     assumed = {"price": _price(args.price), "load": _load(args.load)}
     out: dict[str, Any] = {"fitted": changed}
@@ -89,7 +92,6 @@ def execute(args: argparse.Namespace) -> int:
     verdict = found = None
     if args.compile and not args.search:
         from trellis.plan.compile import compile_run
-        from trellis.plan.costs import costs_said, schedule_by_costs
         from trellis.plan.verdict import judge, verdict_text
 
         prepared, compiled = compile_run(run, where, progress=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trellis.errors import UserError
 from trellis.figures import numbers
+from trellis.hardware.chips import Target
 from trellis.inspect.replay import LOOPS
 from trellis.plan.compile import compile_program
 from trellis.plan.estimates import Estimates, estimates
@@ -50,13 +51,7 @@ def schedule_by_costs(plan: Plan, prepared: Prepared, verdict: Verdict, folder: 
     Raises:
         UserError: the target's compiler takes no costs.
     """
-    if plan.target.chip.kind != "gpu":
-        raise UserError(
-            "Costs are for the compiler of GPUs; a TPU's has its own.",
-            seen=plan.target.name,
-            where="--costs",
-            fix="leave it out",
-        )
+    check_takes_costs(plan.target)
     best = now = verdict
     given: set[Path] = set()
     written: set[Path] = set()
@@ -78,6 +73,17 @@ def schedule_by_costs(plan: Plan, prepared: Prepared, verdict: Verdict, folder: 
     for path in written - {Path(best.compiled.options.get(COSTS, ""))}:
         path.unlink()
     return best
+
+
+def check_takes_costs(where: Target) -> None:
+    """Refuses targets whose compiler takes no costs.
+
+    Raises:
+        UserError: it is not the one of GPUs.
+    """
+    if where.chip.kind != "gpu":
+        rule = "Costs are for the compiler of GPUs; a TPU's has its own."
+        raise UserError(rule, seen=where.name, where="--costs", fix="leave it out")
 
 
 def costs_said(first: Verdict, best: Verdict) -> str:
