@@ -82,14 +82,11 @@ def _kind(program: Program, instruction: Instruction) -> str:
         return "loop"
     if instruction.op == "custom-call":
         return "kernel"
-    return "product" if any(_PRODUCTS.match(inner.op) for inner in _fused(program, instruction)) else "other"
-
-
-def _fused(program: Program, instruction: Instruction) -> Iterable[Instruction]:
-    yield instruction
-    for name in instruction.called().get("calls", ()):
-        for inner in program.computations.get(name, ()):
-            yield from _fused(program, inner)
+    return (
+        "product"
+        if any(_PRODUCTS.match(inner.op) for inner in [instruction, *program.inside(instruction)])
+        else "other"
+    )
 
 
 def _lines(program: Program, instruction: Instruction) -> tuple[str, ...]:

@@ -275,6 +275,14 @@ class Program:
         combines = () if instruction.op in ("call", "call-start") else ("to_apply",)
         return [(name, runs) for key, names in instruction.called().items() if key not in combines for name in names]
 
+    def inside(self, instruction: Instruction) -> Iterator[Instruction]:
+        """The instructions of the computations that an instruction calls, and of those that these call, each once."""
+        for names in instruction.called().values():
+            for name in names:
+                for inner in self.computations.get(name, ()):
+                    yield inner
+                    yield from self.inside(inner)
+
     def source(self, instruction: Instruction, skip: Callable[[str], bool] = lambda file: False) -> str:
         """`file.py:line (function)` from the metadata, or nothing.
 

@@ -172,7 +172,7 @@ class _Replaying:
         the fusions between; other pairs name their start.
         """
         if instruction.op == "fusion":
-            inside = self._inside(instruction)
+            inside = [*self.program.inside(instruction)]
             channels = tuple(c for i in inside if i.op in KINDS and (c := i.attribute("channel_id")))
             if any("AsyncCollectiveDone" in i.attributes for i in inside):
                 return [], "", channels
@@ -183,12 +183,5 @@ class _Replaying:
             return [], "", instruction.operands[:1]
         sent = [instruction.name] if instruction.name in self.sending else []
         if instruction.op in ("call-start", "async-start"):
-            sent = [i.name for i in self._inside(instruction) if i.name in self.sending]
+            sent = [i.name for i in self.program.inside(instruction) if i.name in self.sending]
         return sent, instruction.name if instruction.op.endswith("-start") else "", ()
-
-    def _inside(self, instruction: Instruction) -> list[Instruction]:
-        found = []
-        for called in (name for names in instruction.called().values() for name in names):
-            for inner in self.program.computations.get(called, ()):
-                found += [inner, *self._inside(inner)]
-        return found

@@ -62,8 +62,8 @@ class Estimates:
 
     def names_of(self, instruction: Instruction) -> list[str]:
         """Its name, and those of what an asynchronous start runs."""
-        called = instruction.called().get("calls", []) if instruction.op.endswith("-start") else []
-        return [instruction.name, *(i.name for name in called for i in self.program.computations.get(name, ()))]
+        inside = self.program.inside(instruction) if instruction.op.endswith("-start") else ()
+        return [instruction.name, *(inner.name for inner in inside)]
 
     def replay(self) -> Replay:
         """The step's schedule, replayed."""
@@ -79,7 +79,7 @@ def estimates(plan: Plan, text: str, mesh: Mesh | AbstractMesh) -> Estimates:
         mesh: the mesh that it was compiled for.
     """
     program, chip, load = program_of(text), plan.target.chip, plan.load
-    kernels = sum(line.seconds for line in plan.times.lines if line.kind in UNSCHEDULED)
+    kernels = kernel_seconds(plan)
     cycles = scheduled_cycles(program, load=load)
     scheduled = cycles / chip.clock if cycles and chip.clock else None
     known = _kernels(plan, program)
@@ -94,6 +94,11 @@ def estimates(plan: Plan, text: str, mesh: Mesh | AbstractMesh) -> Estimates:
     found = tuple(collective_rows(program, mesh, load=load))
     sending = {collective.name: _sending(plan, row) for collective, row in found}
     return Estimates(program, computing, found, sending, scheduled, kernels, load)
+
+
+def kernel_seconds(plan: Plan) -> float:
+    """Seconds of a step's kernels, by the plan."""
+    return sum(line.seconds for line in plan.times.lines if line.kind in UNSCHEDULED)
 
 
 def _sending(plan: Plan, row: Row) -> Sending:
@@ -112,8 +117,7 @@ def _by_compiler(instruction: Instruction, chip: Chip) -> float:
 
 def _by_rates(program: Program, chip: Chip, name: str) -> float:
     instruction = program.by_name[name]
-    inside = [i for called in instruction.called().get("calls", ()) for i in program.computations.get(called, ())]
-    products = (product_of(program, i) for i in [instruction, *inside])
+    products = (product_of(program, i) for i in [instruction, *program.inside(instruction)])
     flops = sum(product.flops for product in products if product)
     return max(
         flops / (chip.bf16_flops * chip.matmul_efficiency),

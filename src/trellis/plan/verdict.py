@@ -9,9 +9,8 @@ from trellis.inspect.compiled import Comparison, compare
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.rows import Ledger, Row
 from trellis.inspect.structure import Structure, structure_of
-from trellis.inspect.work import UNSCHEDULED
 from trellis.plan.compile import Compiled
-from trellis.plan.estimates import estimates
+from trellis.plan.estimates import estimates, kernel_seconds
 from trellis.plan.prepared import Prepared
 from trellis.plan.quick import Plan
 
@@ -57,16 +56,15 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
     collectives, of which the part counts for which the schedule, replayed in its order, has nothing else to do.
     """
     if not compiled.text:
-        kernels = sum(line.seconds for line in plan.times.lines if line.kind in UNSCHEDULED)
-        return Verdict(compiled, None, None, None, None, kernels, 0.0, 0.0, (), None, None)
+        return Verdict(compiled, None, None, None, None, kernel_seconds(plan), 0.0, 0.0, (), None, None)
     mesh = prepared.layout.mesh
     known = estimates(plan, compiled.text, mesh)
     waits = known.replay().waits
     times = collections.Counter[str]()
     for collective, row in known.found:
         times[collective.name] += row.times
-    waited = tuple(waits.get(c.name, 0.0) * row.times / times[c.name] for c, row in known.found)
-    exposed = sum(waited)
+    of_rows = tuple(waits.get(c.name, 0.0) * row.times / times[c.name] for c, row in known.found)
+    exposed = sum(of_rows)
     hidden = max(0.0, sum(known.sending[c.name].seconds * row.times for c, row in known.found) - exposed)
     others = plan.times.computation - known.kernels if known.scheduled is None else known.scheduled
     seconds = others + known.kernels + exposed
@@ -83,7 +81,7 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
         kernels=known.kernels,
         exposed=exposed,
         hidden=hidden,
-        waits=waited,
+        waits=of_rows,
         seconds=seconds,
         mfu=mfu,
     )
