@@ -171,11 +171,32 @@ def test_one_device_and_many(family, layout):
 def test_experts(layout):
     sizes, choice, way = EXPERTS[layout]
     model, *wanted = one_device("mixtral")
-    config = dataclasses.replace(model.config, routing=dataclasses.replace(model.config.routing, way=way))
+    with_routing(model, wanted, dataclasses.replace(model.config.routing, way=way), sizes, choice)
+
+
+# Two parts side by side, where devices have more than a sequence: experts exchanged, at home and gathered.
+INTERLEAVED = {
+    "mixtral": (MeshSizes(data=2, expert=2), LayoutChoice(preset="fsdp"), "slots"),
+    "deepseek_v3": (MeshSizes(data=1, expert=2, expert_y=2), LayoutChoice(preset="fsdp"), "hierarchical"),
+    "gpt_oss": (MeshSizes(data=1, expert=2, model=2), LayoutChoice(preset="fsdp_tensor_sequence"), "gather"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", INTERLEAVED)
+def test_parts_side_by_side(family):
+    sizes, choice, way = INTERLEAVED[family]
+    model, *wanted = one_device(family)
+    routing = dataclasses.replace(model.config.routing, way=way, interleave=2)
+    with_routing(model, wanted, routing, sizes, choice)
+
+
+def with_routing(model, wanted, routing, sizes, choice):
+    """`assert_alike` of the same parameters, their tokens routed otherwise."""
+    config = dataclasses.replace(model.config, routing=routing)
     structure = jax.tree.structure(jax.eval_shape(lambda: config.init(key=jax.random.key(0), vocab_multiple=8)))
     model, wanted[1] = (jax.tree.unflatten(structure, jax.tree.leaves(tree)) for tree in (model, wanted[1]))
-    count = math.prod(size for size in dataclasses.asdict(sizes).values())
-    assert_alike(model, wanted, sizes, choice, count)
+    assert_alike(model, wanted, sizes, choice, math.prod(dataclasses.asdict(sizes).values()))
 
 
 def assert_alike(model, wanted, sizes, choice, count):

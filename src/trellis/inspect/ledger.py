@@ -16,7 +16,7 @@ from trellis.program.flow import Parameters, roles
 from trellis.program.manual import COLLECTIVES, moves, text_of, words
 from trellis.program.moves import Move
 from trellis.program.rules import Implied, States
-from trellis.program.said import share_sent, turns_said
+from trellis.program.said import parts_said, share_sent, turns_said
 from trellis.program.scopes import names_behind, names_of
 
 
@@ -109,6 +109,7 @@ class _Rows:
             note=note,
             role=self.roles[operation],
             ring="ring[" in operation.scope,
+            parts=parts_said(operation.scope),
             down=_down(operation),
             parameter=self.parameters.moved_by(operation, self.roles[operation]),
             reduction=_REDUCTIONS.get(operation.name, "sum"),

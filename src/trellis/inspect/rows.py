@@ -29,6 +29,7 @@ class Row:
         role: what it moves: "weights" (gathered before use), "gradients" (of weights) or "activations"; empty where
             that is not known.
         ring: whether it is a step of a ring, which runs beside the kernels or products of the same line.
+        parts: of how many parts of a batch it moves one, while the others compute.
         down: whether it is a permute to devices before, most of them. One down and one up use links at once.
         parameter: the path of the parameter that is gathered, or whose gradient is reduced; empty for anything else.
         reduction: what an all-reduce or a reduce-scatter takes of what devices hold: "sum", "maximum" or "minimum".
@@ -46,6 +47,7 @@ class Row:
     note: str = ""
     role: str = ""
     ring: bool = False
+    parts: int = 1
     down: bool = False
     parameter: str = ""
     reduction: str = "sum"

@@ -4,7 +4,8 @@ Each piece of work takes the longest of its products at the matrix units' rate, 
 vector units' rate and its bytes at the memory's rate. Each collective takes its bytes over the rate of the links its
 mesh axes run on. Collectives of activations stand in the way of the work that reads them. Collectives of weights
 (gathers before use, reductions of gradients) are hidden under the computation of the same pass where the compiler
-does that, as far as there is computation to hide under. The steps of a ring run beside the kernels or products of the
+does that, as far as there is computation to hide under. So are, on GPUs, exchanges of batches in several parts
+(`Routing.interleave`), but for one part's. The steps of a ring run beside the kernels or products of the
 same line of the program, in the same pass.
 """
 
@@ -264,6 +265,8 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
             beside[line.where, line.source] -= hidden
         elif (role == "weights" and "gathers" in covers) or (role == "gradients" and "reductions" in covers):
             hidden = min(line.seconds, room[where])
+        elif row.parts > 1 and chip.kind == "gpu":  # that of one part at a time has nothing left beside it
+            hidden = min(line.seconds * (1 - 1 / row.parts), room[where])
         room[where] -= hidden
         lines.append(dataclasses.replace(line, hidden=hidden))
     computation = sum(line.seconds for line in computed)

@@ -79,9 +79,15 @@ def loop_turns(
     return jax.named_scope(f"turns({rows} rows {a_turn} a turn {groups} groups {before} before{' load' * by_load})")
 
 
+def interleaved(parts: int) -> contextlib.AbstractContextManager:
+    """The scope of an exchange of one of several parts of a batch: while it is on its way, the others compute."""
+    return jax.named_scope(f"interleaved(in {parts})")
+
+
 _WORK, _FILLED = re.compile(r"work\((\w+) (\d+)\)"), re.compile(r"filled\((\d+) of (\d+)\)")
 _GROUPED = re.compile(r"grouped\((product|gradient) (\d+) rows (\d+) (\d+) in (\d+) groups by (\d+)\)")
 _TURNS = re.compile(r"turns\((\d+) rows (\d+) a turn (\d+) groups (\d+) before( load)?\)")
+_INTERLEAVED = re.compile(r"interleaved\(in (\d+)\)")
 _SEES = re.compile(r"sees\((\d+) before (\d+) after (-?\d+) ahead\)")
 # Products of an attention kernel in the backward pass, by how many gradients it gives; of the forward pass's two.
 _GRADIENT_PRODUCTS = {1: 3, 2: 4, 3: 5}
@@ -154,6 +160,15 @@ def share_sent(scope: str, rows: int, load: float | None) -> float:
     """
     said = [int(even) for even, room in _FILLED.findall(scope) if int(room) == rows]
     return min(load * said[-1] / rows, 1.0) if said and load is not None else 1.0
+
+
+def parts_said(scope: str) -> int:
+    """Of how many parts of a batch that go side by side an operation is of one; 1 where nobody says.
+
+    >>> parts_said("jit(step)/interleaved(in 2)/all_to_all"), parts_said("jit(step)/all_to_all")
+    (2, 1)
+    """
+    return max(map(int, _INTERLEAVED.findall(scope)), default=1)
 
 
 def turns_said(loop: Operation, load: float) -> int:

@@ -37,6 +37,7 @@ def check_on_mesh(run: Run, layout: Layout, model: LanguageModel) -> None:
         _check_attention(run, layout)
         if isinstance(routing := getattr(run.model, "routing", None), Routing):
             check_way(routing.way, places_of(layout), platform_of_devices(layout.mesh))
+            _check_parts(run, layout, routing)
         _check_stages(run, layout)
         if run.mesh.stage > 1 and not model.looks_ahead:
             _check_permutes(layout, declared)
@@ -51,6 +52,18 @@ def _check_batch(run: Run, layout: Layout) -> None:
         _check_divides(rule, "batch_size", entry.size, rows | parts)
     rule = "A sequence is split evenly over the mesh axes of `pos`."
     _check_divides(rule, "data.sequence_length", run.data.sequence_length, positions)
+
+
+def _check_parts(run: Run, layout: Layout, routing: Routing) -> None:
+    """Refuses batches of which a device's sequences do not go side by side in as many parts as are asked for."""
+    if routing.interleave == 1:
+        return
+    (axes,) = layout.assign(("batch",))
+    rows = {axis: layout.mesh.shape[axis] for axis in axes}
+    rows |= {"microbatches": run.parts} if run.parts > 1 else {}
+    rule = "A device's sequences of a microbatch go through a layer in parts of the same size."
+    for entry in run.batch_sizes():
+        _check_divides(rule, "batch_size", entry.size, rows | {"model.routing.interleave": routing.interleave})
 
 
 def _check_widths(layout: Layout, declared: Sequence[Parameter]) -> None:

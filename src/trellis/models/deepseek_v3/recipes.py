@@ -16,6 +16,17 @@ EXPERT = "expert_y/expert"
 ATTENTION = {"embed": f"data/{EXPERT}", "q_latent": EXPERT, "kv_latent": EXPERT}
 
 
+ROUTING = Routing(
+    scores="sigmoid",
+    scale=2.5,
+    groups=8,
+    groups_per_token=4,
+    balance=0.0001,
+    balance_over="sequence",
+    bias_rate=0.001,
+)
+
+
 def deepseek_v3() -> Run:
     """The shape of DeepSeek-V3, 671B parameters of which a token meets 37B, on 64 nodes of 8 H100 GPUs.
 
@@ -43,15 +54,7 @@ def deepseek_v3() -> Run:
             rope_theta=10_000.0,
             rope_scaling=YarnScaling(factor=40.0, original_context=4096, mscale=1.0, mscale_all_dim=1.0),
             tie_embeddings=False,
-            routing=Routing(
-                scores="sigmoid",
-                scale=2.5,
-                groups=8,
-                groups_per_token=4,
-                balance=0.0001,
-                balance_over="sequence",
-                bias_rate=0.001,
-            ),
+            routing=dataclasses.replace(ROUTING, interleave=2),  # of the two sequences of a device one is exchanged
         ),
         data=Data(source=StoreSource(path="tokens"), sequence_length=4096),
         batch_size=1024,
@@ -87,6 +90,7 @@ def deepseek_v3_v5p_512() -> Run:
     return dataclasses.replace(
         deepseek_v3(),
         name="deepseek_v3_v5p_512",
+        model=dataclasses.replace(deepseek_v3().model, routing=ROUTING),
         mesh=MeshSizes(data=4, expert=128),
         compiler_options=FrozenMap(V5P),
     )
@@ -100,6 +104,7 @@ def deepseek_v3_v6e_1024() -> Run:
     return dataclasses.replace(
         deepseek_v3(),
         name="deepseek_v3_v6e_1024",
+        model=dataclasses.replace(deepseek_v3().model, routing=ROUTING),
         mesh=MeshSizes(data=16, expert=64),
         remat=Remat(policy="full"),
         compiler_options=FrozenMap(V6E),

@@ -151,14 +151,14 @@ class Pair(eqx.Module):
     def __call__(self, x: NamedArray, rope, segment_ids: NamedArray | None, attention=attend) -> NamedArray:
         return self.far(self.near(x, rope, segment_ids, attention), rope, segment_ids, attention)
 
-    def measured(self, x: NamedArray, shares: NamedArray | None, rope, segment_ids, counted: NamedArray):
+    def measured(self, parts, shares: NamedArray | None, *about):
         """The stream after both layers, and what is measured of their routing: of the load each, of the rest the
-        mean."""
+        mean. As `Block.measured` has it, of several parts of a batch."""
         of_near, of_far = (None, None) if shares is None else unbind(shares, "pair")
-        x, near = self.near.measured(x, of_near, rope, segment_ids, counted)
-        x, far = self.far.measured(x, of_far, rope, segment_ids, counted)
+        parts, near = self.near.measured(parts, of_near, *about)
+        parts, far = self.far.measured(parts, of_far, *about)
         load = stack((near.load, far.load), "pair")
-        return x, Routed(load, (near.balance + far.balance) / 2, (near.z + far.z) / 2, near.routing)
+        return parts, Routed(load, (near.balance + far.balance) / 2, (near.z + far.z) / 2, near.routing)
 
     def balanced(self, load: NamedArray, rate: float) -> "Pair":
         """The pair with its experts' biases moved towards an even load."""

@@ -20,7 +20,7 @@ from trellis.models import fields
 from trellis.models.llama import Attention, Llama
 from trellis.models.protocol import Output
 from trellis.nn import RMSNorm, Table, Weight, attend
-from trellis.nn.moe import Experts, Routed, Routing, check_count, shift
+from trellis.nn.moe import Experts, Routed, Routing, begun_after, check_count, cut, held_once, joined, parts_of, shift
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +89,24 @@ class Block(eqx.Module):
         x = x + self.attention(self.attention_norm(x), rope, segment_ids, attention)
         return x + self.mlp(self.mlp_norm(x))
 
-    def measured(self, x: NamedArray, shares: NamedArray | None, rope, segment_ids, counted: NamedArray):
-        """The stream after this layer, and what is measured of its routing."""
-        x = x + self.attention(self.attention_norm(x), rope, segment_ids)
-        out, routed = self.mlp.measured(self.mlp_norm(x), counted, shares)
-        return x + out, routed
+    def measured(self, parts, shares: NamedArray | None, ropes, segment_ids, counted):
+        """The stream after this layer, and what is measured of its routing; of several parts of a batch that go side
+        by side.
+
+        Args:
+            parts: the stream, `"batch pos embed"` each.
+            shares: as in `trellis.nn.moe.measure`.
+            ropes, segment_ids, counted: of each part.
+        """
+        stream, normed = [], []
+        for x, *about in zip(parts, ropes, segment_ids, strict=True):
+            if normed:
+                x = begun_after(normed[-1], x)
+            x = x + self.attention(self.attention_norm(x), *about)
+            stream.append(x)
+            normed.append((y := self.mlp_norm(x), *self.mlp.routed(y)))
+        made, routed = self.mlp.measured_each(normed, counted, shares)
+        return tuple(x + out for x, out in zip(stream, made, strict=True)), routed
 
     def balanced(self, load: NamedArray, rate: float) -> "Block":
         """The block with its experts' biases moved towards an even load."""
@@ -128,8 +141,15 @@ class Mixtral(eqx.Module):
         """From the stream before the layers to hidden states, and the routing's measures: the load of each layer, of
         the rest the mean."""
         each = () if ahead is None else (ahead / ahead.sum("routes"),)
-        call = lambda layer, x, *rest: layer.measured(x, *(rest if each else (None, *rest)))
-        x, routed = self.layers.scan(x, *shared, counted, each=each, call=call, policy=policy)
+        count = parts_of(x, self.config.routing.interleave)
+        about = zip(*cut((*shared, counted), count), strict=True)  # of each kind all parts
+
+        def layer(block, parts, *rest):
+            block = block if count == 1 else held_once(block, parts[0])
+            return block.measured(parts, *(rest if each else (None, *rest)))
+
+        parts, routed = self.layers.scan(tuple(cut(x, count)), *about, each=each, call=layer, policy=policy)
+        x = joined(parts)
         hidden, routing = self.norm(x), self.config.routing
         return Output(hidden, Routed(routed.load, jnp.mean(routed.balance), jnp.mean(routed.z), routing))
 

@@ -5,6 +5,7 @@ from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_exper
 from trellis.nn.moe.experts import Experts, Shared
 from trellis.nn.moe.grouped import grouped_matmul
 from trellis.nn.moe.hierarchical import hierarchical_experts
+from trellis.nn.moe.interleave import begun_after, cut, held_once, joined, parts_of
 from trellis.nn.moe.measures import Routed, measure, shift
 from trellis.nn.moe.mixing import Biases, mix
 from trellis.nn.moe.routing import Choices, check_count, choose, limit, score
@@ -19,16 +20,21 @@ __all__ = [
     "Routing",
     "Shared",
     "Way",
+    "begun_after",
     "check_count",
     "choose",
+    "cut",
     "exchange_experts",
     "gather_experts",
     "grouped_matmul",
+    "held_once",
     "hierarchical_experts",
+    "joined",
     "limit",
     "local_experts",
     "measure",
     "mix",
+    "parts_of",
     "score",
     "shift",
 ]

@@ -50,6 +50,9 @@ class Routing:
     slack: float = 1.5
     """Room of an exchange's buffers, in tokens of an even load. What does not fit goes in further rounds. Raise it
     where exchanges often need further rounds; lower it where buffers are too large."""
+    interleave: int = 1
+    """In how many parts the sequences of a device go through a layer side by side, so that rows of one are on their
+    way while another is computed. Set it to 2 where a plan says that an exchange is waited for."""
 
     def __post_init__(self):
         rules = {
@@ -68,6 +71,13 @@ class Routing:
                 seen=f"{wrong[0]}={getattr(self, wrong[0])}",
                 where=f"model.routing.{wrong[0]}",
                 fix="use 0 to leave it out" if least == "0 or more" else more,
+            )
+        if self.interleave < 1:
+            raise UserError(
+                "Sequences go through a layer in one part or more.",
+                seen=f"interleave={self.interleave}",
+                where="model.routing.interleave",
+                fix="use 1 for all together, 2 to exchange one half while the other is computed",
             )
         if self.scale <= 0:
             raise UserError(

@@ -5,6 +5,7 @@ along the exchange's mesh axes holds `count` experts, in the order of the axes, 
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,11 +14,15 @@ from jax import lax
 
 from trellis.errors import UserError
 from trellis.mesh.manual.ops import vary, varying_axes
+from trellis.nn.moe.interleave import in_turn
 from trellis.nn.moe.ragged import in_tiles
-from trellis.nn.moe.rounds import in_rounds
-from trellis.nn.moe.rows import Compute, local_experts, reorder, sort_by_expert, sum_rows, take_rows
-from trellis.nn.moe.turns import Axes, Turn, arrivals, brought_with, send
+from trellis.nn.moe.rounds import Moving, in_rounds, one_round
+from trellis.nn.moe.rows import Compute, local_experts, sort_by_expert, sum_rows, take_rows
+from trellis.nn.moe.turns import Axes, Road, Turn
 from trellis.program.said import filled_rows, loop_turns
+
+# Tokens, the experts of each and what these count: `x`, `ids` and `weights` of `exchange_experts`.
+Tokens = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class ExpertsError(UserError):
@@ -110,36 +115,55 @@ def exchange_experts(
     Raises:
         ExpertsError: outside of manual mode, the mesh has no such axis, or there is no slack.
     """
-    (x, ids, weights), varying = enter(x, ids, weights, axes, slack, "exchange_experts")
-    tokens, choices = ids.shape
-    pairs, devices = tokens * choices, lax.axis_size(axes)
-    packed = pack(in_tiles(x) if ragged else x, ids, weights, axes=axes, count=count, room=pairs)
-    rows, counted, counts = packed.rows, packed.counted, packed.counts
+    how = dict(axes=axes, count=count, ragged=ragged, slack=slack)
+    return exchange_each([(x, ids, weights)], compute, **how)[0]
 
+
+def exchange_each(
+    given: Sequence[Tokens], compute: Compute, *, axes: Axes, count: int, ragged: bool, slack: float
+) -> list[jax.Array]:
+    """`exchange_experts` of several parts of a device's tokens, whose exchanges follow each other (`in_turn`).
+
+    Args:
+        given: `x`, `ids` and `weights` of each, all of the same sizes.
+        compute, axes, count, ragged, slack: as there.
+    """
+    given, varying = enter(given, axes, slack, "exchange_experts")
+    (tokens, choices), devices = given[0][1].shape, lax.axis_size(axes)
+    pairs = tokens * choices
     # The most that one device can be sent: a token's experts are all different.
     worst = devices * tokens * min(choices, count)
     room = min(worst, -(-math.ceil(slack * pairs) // devices) * devices)
-    if ragged:
-        needed = -(-counts.sum((0, 2)).max() // room)
-    else:
-        needed = -(-counts.sum(2).max() // (room // devices))
-    needed = lax.pmax(needed, varying)  # all devices of the mesh agree, whether or not they exchange rows
+    road = Road(axes, room, ragged, even=pairs)
+
+    def packing(given, ids):
+        rows, counted, *known = pack(*given, ids, axes=axes, count=count, room=pairs)
+        return (rows, counted), known
 
     def filling(rows, sizes, weights):
         with filled_rows(pairs, room):
             return compute(rows, sizes, weights)
 
-    def one(rows, counted, counts, turn):
-        turn = Turn.of(counts, turn, axes, room, ragged)
-        return one_turn(rows, counted, counts, turn, filling, axes=axes, room=room, ragged=ragged, even=pairs)
+    packed = in_turn(
+        packing, [((in_tiles(x) if ragged else x, weights), ids) for x, ids, weights in given], all_wait=True
+    )
 
+    def needed(counts):
+        rounds = -(-counts.sum((0, 2)).max() // room) if ragged else -(-counts.sum(2).max() // (room // devices))
+        return lax.pmax(rounds, varying)  # all devices of the mesh agree, whether or not they exchange rows
+
+    parts = [Moving(rows, counted, counts, needed(counts)) for (rows, counted), (counts, *_) in packed]
+    arrive = lambda given, known: road.arrive(*given, *known)
+    leave = lambda made, at: (road.leave(made, at, pairs), ())
     if worst > room:
         now = lambda counts, turn: Turn.of(counts, turn, axes, room, ragged).inside(pairs)
         with loop_turns(pairs, room, before=1, by_load=True):
-            made = in_rounds(one, now, rows, counted, counts, needed)
+            made = in_rounds(arrive, filling, leave, now, parts)
     else:
-        made = one(rows, counted, counts, jnp.int32(0))
-    return packed.summed(made).reshape(tokens, -1)
+        made = one_round(arrive, filling, leave, parts)
+    return [
+        sum_rows(mine, copies, of).reshape(tokens, -1) for mine, (_, (_, of, copies)) in zip(made, packed, strict=True)
+    ]
 
 
 class Packed(NamedTuple):
@@ -159,18 +183,14 @@ class Packed(NamedTuple):
     tokens: jax.Array
     copies: jax.Array
 
-    def summed(self, made: jax.Array) -> jax.Array:
-        """For each token the sum of what was made of its rows: `tokens ...`."""
-        return sum_rows(made, self.copies, self.tokens)
 
-
-def pack(x: jax.Array, ids: jax.Array, weights: jax.Array, *, axes: Axes, count: int, room: int) -> Packed:
+def pack(x: jax.Array, weights: jax.Array, ids: jax.Array, *, axes: Axes, count: int, room: int) -> Packed:
     """A row for each token and expert, and from all devices what these count and how many there are.
 
     Args:
         x: `tokens ...`.
-        ids: `i32["tokens choices"]`, experts counted along `axes`; larger numbers are nobody's.
         weights: `f32["tokens choices"]`.
+        ids: `i32["tokens choices"]`, experts counted along `axes`; larger numbers are nobody's.
         axes: the mesh axes that slice the experts.
         count: how many experts each device has.
         room: rows of the result, no fewer than are somebody's.
@@ -199,28 +219,6 @@ def first_by_expert(ids: jax.Array, count: int, room: int) -> tuple[jax.Array, j
     return order[:room], jnp.where(place < jnp.sum(sizes), place, room), sizes
 
 
-def one_turn(
-    rows, counted, counts, turn: Turn, compute: Compute, *, axes: Axes, room: int, ragged: bool, even: int
-) -> jax.Array:
-    """One turn of the exchange: the rows that move in it, at the places of `rows`; anything at the others.
-
-    Args:
-        rows: `rows embed`, or in tiles, sorted by expert.
-        counted: `f32["pairs"]`, what the rows of all devices count.
-        counts: `i32["from to count"]`, rows for each expert.
-        turn: what moves.
-        compute: what this device's experts do.
-        axes, room, ragged, even: as `send` has them.
-    """
-    got, home = send(rows, counts, turn, axes=axes, room=room, ragged=ragged, even=even)
-    expert, sender, number = arrivals(counts, turn, room)
-    weights = take_rows(counted, *brought_with(counts, turn, sender, number, room, rows.shape[0]))
-    order, place, sizes = sort_by_expert(expert, counts.shape[2])
-    given = reorder(got, order, place)
-    made = compute(given.reshape(room, -1), sizes, reorder(weights, order, place))
-    return home(reorder(in_tiles(made) if ragged else made, place, order))
-
-
 def check_axes(axes: Axes, where: str) -> None:
     """The axes are manual axes of the mesh.
 
@@ -244,7 +242,7 @@ def check_axes(axes: Axes, where: str) -> None:
         )
 
 
-def enter(x: jax.Array, ids: jax.Array, weights: jax.Array, axes: Axes, slack: float, where: str):
+def enter(given: Sequence[Tokens], axes: Axes, slack: float, where: str) -> tuple[list[Tokens], Axes]:
     """What an exchange is given, different on all devices that may differ in any of it; and along which mesh axes.
 
     Raises:
@@ -258,5 +256,5 @@ def enter(x: jax.Array, ids: jax.Array, weights: jax.Array, axes: Axes, slack: f
             where=where,
             fix="use 1 for the rows of an even load, 1.5 for half as many more",
         )
-    varying = tuple(sorted({*varying_axes(x, ids, weights), *axes}))
-    return tuple(vary(a, varying) for a in (x, ids, weights)), varying
+    varying = tuple(sorted({*varying_axes(*(a for mine in given for a in mine)), *axes}))
+    return [tuple(vary(a, varying) for a in mine) for mine in given], varying

@@ -1,5 +1,7 @@
 """A mixture of experts as a layer, and how its tokens are routed."""
 
+from collections.abc import Sequence
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,8 @@ from trellis.named import Axis, NamedArray, dot_each, einsum, save
 from trellis.nn.gate import ClampedSwiGLU, swiglu
 from trellis.nn.initializers import constant, weight
 from trellis.nn.moe.config import Routing
-from trellis.nn.moe.measures import Routed, measure
-from trellis.nn.moe.mixing import Biases, mix
+from trellis.nn.moe.measures import Routed, measure, shares_of, sum_of
+from trellis.nn.moe.mixing import Biases, mix_each
 from trellis.nn.moe.routing import PLAIN, Choices, choose, limit, score
 from trellis.nn.parameters import Bias, Weight
 
@@ -127,7 +129,13 @@ class Experts(eqx.Module):
         )
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        return self._mixed(x, choose(self._scores(x), self.per_token, self.routing, bias=self.bias))
+        _, choices = self.routed(x)
+        return self._mixed([(x, choices)])[0]
+
+    def routed(self, x: NamedArray) -> tuple[NamedArray, Choices]:
+        """Scores `f32["batch pos routes"]` of each token, and the experts that it goes to."""
+        scores = self._scores(x)
+        return scores, choose(scores, self.per_token, self.routing, bias=self.bias)
 
     def measured(
         self, x: NamedArray, counted: NamedArray, shares: NamedArray | None = None
@@ -138,20 +146,40 @@ class Experts(eqx.Module):
             x: `"batch pos embed"`.
             counted, shares: as in `measure`.
         """
-        scores = self._scores(x)
-        choices = choose(scores, self.per_token, self.routing, bias=self.bias)
-        routed = measure(scores, choices, counted, self.routing, shares=shares)
-        return self._mixed(x, choices), routed
+        (made,), routed = self.measured_each([(x, *self.routed(x))], [counted], shares)
+        return made, routed
+
+    def measured_each(
+        self,
+        parts: Sequence[tuple[NamedArray, NamedArray, Choices]],
+        counted: Sequence[NamedArray],
+        shares: NamedArray | None = None,
+    ) -> tuple[list[NamedArray], Routed]:
+        """The results of several parts of a batch, of the same size, and what is measured of them together.
+
+        Args:
+            parts: `"batch pos embed"`, and what `routed` makes of it.
+            counted: of each, as in `measure`.
+            shares: as in `measure`.
+        """
+        made = self._mixed([(x, choices) for x, _, choices in parts])
+        if shares is None and len(parts) > 1 and self.routing.balance_over == "batch":
+            shares = shares_of([choices for *_, choices in parts], counted, self.router.shape["routes"])
+        routed = [
+            measure(scores, choices, mine, self.routing, shares=shares)
+            for (_, scores, choices), mine in zip(parts, counted, strict=True)
+        ]
+        return made, sum_of(routed)
 
     def _scores(self, x: NamedArray) -> NamedArray:
         scores = score(x, self.router)
         return scores if self.router_bias is None else scores + self.router_bias.astype(jnp.float32)
 
-    def _mixed(self, x: NamedArray, choices: Choices) -> NamedArray:
+    def _mixed(self, given: list[tuple[NamedArray, Choices]]) -> list[NamedArray]:
         routing = self.routing
         if routing.capacity is not None:
-            choices = limit(choices, self.router.shape["routes"], routing.capacity)
+            given = [(x, limit(choices, self.router.shape["routes"], routing.capacity)) for x, choices in given]
         products = self.gate, self.up, self.down
         own = dict(biases=self.biases, gated=self.gated, groups=(routing.groups, routing.groups_per_token))
-        out = mix(x, choices, *products, **own, way=routing.way, slack=routing.slack)
-        return out if self.shared is None else out + self.shared(x)
+        made = mix_each(given, *products, **own, way=routing.way, slack=routing.slack)
+        return made if self.shared is None else [out + self.shared(x) for out, (x, _) in zip(made, given, strict=True)]

@@ -6,6 +6,8 @@ once, and what they make of it comes back as one sum (DeepSeek-AI, 2024, "DeepSe
 
 import functools
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +15,12 @@ import numpy as np
 from jax import lax
 
 from trellis.mesh.manual.ops import vary
-from trellis.nn.moe.exchange import enter, first_by_expert, one_turn, pack
+from trellis.nn.moe.exchange import Tokens, enter, first_by_expert, pack
+from trellis.nn.moe.interleave import after
 from trellis.nn.moe.ragged import in_tiles
-from trellis.nn.moe.rounds import in_rounds
+from trellis.nn.moe.rounds import Moving, in_rounds, one_round
 from trellis.nn.moe.rows import Compute, sum_rows, take_rows
-from trellis.nn.moe.turns import Axes, Turn, arrivals, brought_with, send
+from trellis.nn.moe.turns import Arrived, Axes, Road, Turn, arrivals, brought_with
 from trellis.program.said import filled_rows, loop_turns
 
 
@@ -59,26 +62,60 @@ def hierarchical_experts(
     Raises:
         ExpertsError: outside of manual mode, the mesh has no such axis, or there is no slack.
     """
-    (x, ids, weights), varying = enter(x, ids, weights, axes, slack, "hierarchical_experts")
-    rooms = _Rooms(*ids.shape, lax.axis_size(axes[0]), lax.axis_size(axes[1:]), count, ragged, slack, most)
-    parts = rooms.parts_at_worst()
-    needed = lax.pmax(vary(_parts_needed(ids, rooms, parts, axes), varying), varying)
+    how = dict(axes=axes, count=count, ragged=ragged, slack=slack, most=most)
+    return hierarchical_each([(x, ids, weights)], compute, **how)[0]
+
+
+def hierarchical_each(
+    given: Sequence[Tokens],
+    compute: Compute,
+    *,
+    axes: Axes,
+    count: int,
+    ragged: bool,
+    slack: float,
+    most: int | None = None,
+) -> list[jax.Array]:
+    """`hierarchical_experts` of several parts of a device's tokens, whose exchanges follow each other (`in_turn`).
+
+    Args:
+        given: `x`, `ids` and `weights` of each, all of the same sizes.
+        compute, axes, count, ragged, slack, most: as there.
+    """
+    given, varying = enter(given, axes, slack, "hierarchical_experts")
+    rooms = _Rooms(*given[0][1].shape, lax.axis_size(axes[0]), lax.axis_size(axes[1:]), count, ragged, slack, most)
+    halvings = rooms.parts_at_worst()
 
     def filling(rows, sizes, weights):
         with filled_rows(rooms.pairs, rooms.last):
             return compute(rows, sizes, weights)
 
-    def one(rows, weights, counts, turn):
-        mine = _moves(counts, turn)
-        return _across(rows, jnp.where(mine[:, None], counts[0], rooms.nobody), weights, rooms, filling, axes)
+    def agreed(ids):
+        return lax.pmax(vary(_parts_needed(ids, rooms, halvings, axes), varying), varying)
 
-    rows, counts = in_tiles(x) if ragged else x, (ids, needed)
-    if parts > 1:
+    parts: list[Moving] = []
+    for x, ids, weights in given:
+        # Later parts agree for their first round when those before have arrived, which do not wait for their routing.
+        needed = agreed(after(parts[-1].needed, ids) if parts else ids)
+        first = (ids, None) if parts else None
+        parts.append(Moving(in_tiles(x) if ragged else x, weights, (ids, needed), needed, first))
+    roads = _Roads(
+        Road(axes[:1], rooms.arrived, ragged, even=rooms.even), Road(axes[1:], rooms.last, ragged, even=rooms.pairs)
+    )
+
+    def arrive(given, known):
+        (ids, needed), turn = known
+        return _arrive(
+            *given, ids, _part_of(ids.shape[0], agreed(ids) if needed is None else needed) == turn, rooms, roads
+        )
+
+    leave = lambda made, at: (_leave(made, at, rooms, roads), ())
+    if halvings > 1:
         with loop_turns(rooms.pairs, rooms.last, before=1, by_load=True):
-            made = in_rounds(one, _moves, rows, weights, counts, needed)
+            made = in_rounds(arrive, filling, leave, _moves, parts)
     else:
-        made = one(rows, weights, counts, jnp.int32(0))
-    return made.reshape(x.shape)
+        made = one_round(arrive, filling, leave, parts)
+    return [mine.reshape(x.shape) for mine, (x, *_) in zip(made, given, strict=True)]
 
 
 def parts_met(parts: int, groups: int, of_token: int) -> int | None:
@@ -208,9 +245,35 @@ def _parts_needed(ids, rooms: _Rooms, parts: int, axes: Axes) -> jax.Array:
     return needed
 
 
-def _across(rows, ids, weights, rooms: _Rooms, compute: Compute, axes: Axes):
-    """Tokens to the parts of the first axis where they have experts, and the sums of these back."""
-    of_part = rooms.near * rooms.count
+class _Roads(NamedTuple):
+    """Along the first axis, and along the others."""
+
+    far: Road
+    near: Road
+
+
+class _Arrived(NamedTuple):
+    """Where rows are from, on their way back.
+
+    Attributes:
+        sizes: `i32["count"]`, how many each expert has.
+        near: along the last axes.
+        near_rows: of the rows that went on there, whose each is, and where each one's are.
+        far: rows of each device and what moved along the first axis.
+        far_rows: of the rows that left, as `near_rows`.
+    """
+
+    sizes: jax.Array
+    near: Arrived
+    near_rows: tuple[jax.Array, jax.Array]
+    far: tuple[jax.Array, Turn]
+    far_rows: tuple[jax.Array, jax.Array]
+
+
+def _arrive(rows, weights, ids, moves, rooms: _Rooms, roads: _Roads):
+    """Tokens to the parts of the first axis where they have experts, and from there to these."""
+    of_part, far = rooms.near * rooms.count, roads.far.axes
+    ids = jnp.where(moves[:, None], ids, rooms.nobody)
     parts = jnp.where(ids < rooms.nobody, ids // of_part, rooms.far)
     earlier = jnp.tril(jnp.ones((rooms.choices, rooms.choices), bool), -1)
     again = ((parts[:, :, None] == parts[:, None, :]) & earlier[None]).any(2)
@@ -218,23 +281,22 @@ def _across(rows, ids, weights, rooms: _Rooms, compute: Compute, axes: Axes):
     tokens = order // rooms.choices
     copies = jnp.sort(place.reshape(ids.shape), axis=1)[:, : rooms.parts]
     sent = take_rows(rows, tokens, copies)
-    beside = functools.partial(lax.all_gather, axis_name=axes[0], axis=0, tiled=True)
+    beside = functools.partial(lax.all_gather, axis_name=far, axis=0, tiled=True)
     all_ids, all_weights = beside(ids[tokens]), beside(take_rows(weights, tokens, copies))
-    counts = beside(sizes[None])[..., None]
-    turn = Turn.of(counts, jnp.int32(0), axes[:1], rooms.arrived, rooms.ragged)
-    how = dict(axes=axes[:1], room=rooms.arrived, ragged=rooms.ragged, even=rooms.even)
-    got, home = send(sent, counts, turn, **how)
-    nobody, sender, number = arrivals(counts, turn, rooms.arrived)
-    index, places = brought_with(counts, turn, sender, number, rooms.arrived, rooms.sent)
-    here = all_ids.at[index].get(mode="clip", wrap_negative_indices=False) - lax.axis_index(axes[0]) * of_part
+    sizes = beside(sizes[None])[..., None]
+    moved = Turn.of(sizes, jnp.int32(0), far, rooms.arrived, rooms.ragged)
+    got = roads.far.there(sent, sizes, moved)
+    nobody, sender, number = arrivals(sizes, moved, rooms.arrived)
+    index, places = brought_with(sizes, moved, sender, number, rooms.arrived, rooms.sent)
+    here = all_ids.at[index].get(mode="clip", wrap_negative_indices=False) - lax.axis_index(far) * of_part
     here = jnp.where((nobody == 0)[:, None] & (here >= 0) & (here < of_part), here, of_part)
-    made = _within(got, here, take_rows(all_weights, index, places), rooms, compute, axes[1:])
-    return sum_rows(home(made), copies, tokens)
+    mine = take_rows(all_weights, index, places)
+    on = pack(got, mine, here, axes=roads.near.axes, count=rooms.count, room=rooms.passed)
+    given, near = roads.near.arrive(on.rows, on.counted, on.counts, jnp.int32(0))
+    return given, _Arrived(near.sizes, near, (on.copies, on.tokens), (sizes, moved), (copies, tokens))
 
 
-def _within(rows, ids, weights, rooms: _Rooms, compute: Compute, axes: Axes):
-    """Rows to their experts along the other axes, and for each row the sum of what they make."""
-    packed = pack(rows, ids, weights, axes=axes, count=rooms.count, room=rooms.passed)
-    turn = Turn.of(packed.counts, jnp.int32(0), axes, rooms.last, rooms.ragged)
-    how = dict(axes=axes, room=rooms.last, ragged=rooms.ragged, even=rooms.pairs)
-    return packed.summed(one_turn(packed.rows, packed.counted, packed.counts, turn, compute, **how))
+def _leave(made, at: _Arrived, rooms: _Rooms, roads: _Roads):
+    """The sums of what experts made of tokens, back to where these came from."""
+    sums = sum_rows(roads.near.leave(made, at.near, rooms.passed), *at.near_rows)
+    return sum_rows(roads.far.home(sums, *at.far, rooms.sent), *at.far_rows)

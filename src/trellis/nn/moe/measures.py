@@ -1,5 +1,8 @@
 """What a router's choices come to over a batch: its load, and the losses that keep it even."""
 
+import functools
+from collections.abc import Sequence
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -59,6 +62,28 @@ class Routed(eqx.Module):
         return model if self.routing.bias_rate is None else model.balanced(self.load)
 
 
+def shares_of(choices: Sequence[Choices], counted: Sequence[NamedArray], experts: int) -> NamedArray:
+    """Each expert's share of all choices of a batch, `f32["routes"]`; they add up to 1.
+
+    Args:
+        choices: of the batch's parts.
+        counted: of each, as in `measure`.
+        experts: how many there are.
+    """
+    load = sum_of([_picks(*each, experts).sum(("batch", "pos")) for each in zip(choices, counted, strict=True)])
+    tokens = sum_of([mine.sum().array for mine in counted])
+    return load / jnp.maximum(tokens * choices[0].ids.shape["choices"], 1e-6)
+
+
+def sum_of(parts: Sequence):
+    """The sum of a tree's parts."""
+    return functools.reduce(lambda x, y: jax.tree.map(jnp.add, x, y), parts)
+
+
+def _picks(choices: Choices, counted: NamedArray, experts: int) -> NamedArray:
+    return one_hot(choices.ids, Axis("routes", experts)).sum("choices") * counted
+
+
 def measure(
     scores: NamedArray,
     choices: Choices,
@@ -87,7 +112,7 @@ def measure(
         shares: `f32["routes"]`, which add up to 1, where this is a part of a batch; else they are counted here.
     """
     experts, count = scores.shape["routes"], choices.ids.shape["choices"]
-    picks = one_hot(choices.ids, Axis("routes", experts)).sum("choices") * counted
+    picks = _picks(choices, counted, experts)
     load = picks.sum(("batch", "pos"))
     if routing.balance_over == "sequence":
         total = maximum(counted.sum("pos"), jnp.float32(1e-6))

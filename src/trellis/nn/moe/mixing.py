@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import equinox as eqx
 import jax
@@ -16,8 +17,8 @@ from trellis.named.placing import move
 from trellis.nn.gate import ClampedSwiGLU
 from trellis.nn.initializers import constant
 from trellis.nn.moe.config import Way
-from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_experts
-from trellis.nn.moe.hierarchical import hierarchical_experts, parts_met
+from trellis.nn.moe.exchange import ExpertsError, exchange_each, gather_experts
+from trellis.nn.moe.hierarchical import hierarchical_each, parts_met
 from trellis.nn.moe.narrow import gradient_only, grouped_each, held, narrow_weights, unmarked
 from trellis.nn.moe.routing import Choices
 from trellis.nn.moe.rows import local_experts
@@ -136,13 +137,38 @@ def mix(
     Raises:
         ExpertsError: the way is not one that the layout or the backend has.
     """
-    out = _mixed(x, choices, gate, up, down, biases, gated, way, slack, groups)
-    return out if biases is None else out + _weighted(choices, biases.down).astype(x.dtype)
+    how = dict(biases=biases, gated=gated, way=way, slack=slack, groups=groups)
+    return mix_each([(x, choices)], gate, up, down, **how)[0]
+
+
+def mix_each(
+    given: Sequence[tuple[NamedArray, Choices]],
+    gate: NamedArray,
+    up: NamedArray,
+    down: NamedArray,
+    *,
+    biases: Biases | None,
+    gated: ClampedSwiGLU | None,
+    way: Way,
+    slack: float,
+    groups: tuple[int, int],
+) -> list[NamedArray]:
+    """`mix` of several parts of a batch: weights move once for all, and exchanges follow each other.
+
+    Args:
+        given: tokens and choices of each, all of the same sizes.
+        gate, up, down, biases, gated, way, slack, groups: as there.
+    """
+    made = _mixed(given, gate, up, down, biases, gated, way, slack, groups)
+    if biases is None:
+        return made
+    return [
+        out + _weighted(choices, biases.down).astype(x.dtype) for out, (x, choices) in zip(made, given, strict=True)
+    ]
 
 
 def _mixed(
-    x,
-    choices: Choices,
+    given: Sequence[tuple[NamedArray, Choices]],
     gate,
     up,
     down,
@@ -151,62 +177,68 @@ def _mixed(
     way: Way,
     slack: float,
     groups: tuple[int, int],
-) -> NamedArray:
-    places = _places(x)
-    chosen = _chosen(way, places, x, choices.ids.shape["choices"])
+) -> list[NamedArray]:
+    first, choices = given[0]
+    places = _places(first)
+    chosen = _chosen(way, places, first, choices.ids.shape["choices"])
     if chosen == "dense":
-        return _dense(x, choices, gate, up, down, biases, gated)
+        return [_dense(*each, gate, up, down, biases, gated) for each in given]
     kinds, (gate, up, down) = unmarked((gate, up, down))
     experts = gate.axis("experts").size
     if chosen == "grouped":
         places = dataclasses.replace(places, experts=())
-    x, weights = x.transpose(TOKENS), choices.weights.transpose((*TOKENS[:2], "choices"))
-    ids = choices.ids.transpose((*TOKENS[:2], "choices"))
+    of_tokens = [
+        part.transpose((*TOKENS[:2], last))
+        for x, choices in given
+        for part, last in ((x, "embed"), (choices.ids, "choices"), (choices.weights, "choices"))
+    ]
     gate, up = (w.transpose(("experts", "embed", "mlp")) for w in (gate, up))
     down = down.transpose(("experts", "mlp", "embed"))
     added = () if biases is None else tuple(b.transpose(("experts", "mlp")) for b in (biases.gate, biases.up))
-    biased = len(added)
-    mesh = jax.typeof(x.array).sharding.mesh
+    biased, tokens_end = len(added), len(of_tokens)
+    mesh = jax.typeof(first.array).sharding.mesh
     devices = math.prod(mesh.shape[a] for a in places.experts) if places.experts else 1
-    ragged = chosen == "ragged" or (chosen == "hierarchical" and platform_of(x.array) in RAGGED)
+    ragged = chosen == "ragged" or (chosen == "hierarchical" and platform_of(first.array) in RAGGED)
 
     def body(*given):
         used = places.batch + places.pos + places.experts + places.mlp
-        x, ids, weights, gate, up, down, *others = (vary(a, used) for a in given)
+        given = [vary(a, used) for a in given]
+        of_tokens, (gate, up, down, *others) = given[:tokens_end], given[tokens_end:]
         added, rounded = others[:biased], others[biased:]
         gate, up, down = held((gate, up, down), kinds, rounded)
-        tokens = x.reshape(-1, x.shape[-1])
-        pairs = (ids.reshape(tokens.shape[0], -1), weights.reshape(tokens.shape[0], -1))
+        rows = [a.reshape(-1, a.shape[-1]) for a in of_tokens]
+        parts = list(zip(rows[::3], rows[1::3], rows[2::3], strict=True))
         compute = lambda rows, sizes, counted: _products(rows, sizes, counted, gate, up, down, added, gated)
         count = experts // devices
         if chosen in EXCHANGES:
             how = dict(axes=places.experts, count=count, ragged=ragged, slack=slack)
             if chosen == "hierarchical":
                 most = parts_met(mesh.shape[places.experts[0]], *groups)
-                out = hierarchical_experts(tokens, *pairs, compute, **how, most=most)
+                made = hierarchical_each(parts, compute, **how, most=most)
             else:
-                out = exchange_experts(tokens, *pairs, compute, **how)
+                made = exchange_each(parts, compute, **how)
         elif places.experts:
             axes, shared = places.experts, places.shared
-            out = gather_experts(tokens, *pairs, compute, axes=axes, count=count, tokens=shared)
+            made = [gather_experts(*part, compute, axes=axes, count=count, tokens=shared) for part in parts]
         else:
-            out = local_experts(tokens, *pairs, compute, count=count)
-        return out.reshape(x.shape)
+            made = [local_experts(*part, compute, count=count) for part in parts]
+        return [out.reshape(x.shape) for out, x in zip(made, of_tokens[::3], strict=True)]
 
-    arrays = (x, ids, weights, gate, up, down, *added)
+    arrays = (*of_tokens, gate, up, down, *added)
     narrow = narrow_weights((gate, up, down), kinds)
-    if state_of(x.array).mode != "explicit":
-        return x.with_array(body(*(a.array for a in (*arrays, *narrow))))
+    if state_of(first.array).mode != "explicit":
+        made = body(*(a.array for a in (*arrays, *narrow)))
+        return [x.with_array(out) for x, out in zip(of_tokens[::3], made, strict=True)]
     tokens, partial = (places.batch, places.pos, ()), frozenset(places.partial)
     slices: list[tuple[tuple[str, ...], ...]] = (
-        [tokens] * 3 + [(places.experts, (), places.mlp)] * 2 + [(places.experts, places.mlp, ())]
+        [tokens] * tokens_end + [(places.experts, (), places.mlp)] * 2 + [(places.experts, places.mlp, ())]
     )
     slices += [(places.experts, places.mlp)] * len(added)
     others = frozenset(places.batch + places.pos) - frozenset(places.experts + places.mlp)
-    copied = [partial] * 3 + [others] * (3 + len(added))
-    marked = [3 + n for n, kind in enumerate(kinds) if kind is not None]  # only their narrow numbers move
+    copied = [partial] * tokens_end + [others] * (3 + len(added))
+    marked = [tokens_end + n for n, kind in enumerate(kinds) if kind is not None]  # only their narrow numbers move
     for numbers in narrow:  # those of a weight go where it goes, without its gradient; scales go nowhere
-        slices.append(slices[3 + 2 * (numbers.names == down.names)] if numbers.names else ())
+        slices.append(slices[tokens_end + 2 * (numbers.names == down.names)] if numbers.names else ())
         copied.append(frozenset())
     moved = [
         gradient_only(a.array, a.names, s, c) if n in marked else move(a, s, c).array
@@ -214,12 +246,12 @@ def _mixed(
     ]
     specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in moved)
     mix = by_device(
-        lambda *a: mark_pending(body(*a), places.partial),
+        lambda *a: [mark_pending(out, places.partial) for out in body(*a)],
         mesh=mesh,
         in_specs=specs,
-        out_specs=spec_of(tokens, partial),
+        out_specs=[spec_of(tokens, partial)] * len(given),
     )
-    return settle(NamedArray(mix(*moved), TOKENS))
+    return [settle(NamedArray(out, TOKENS)) for out in mix(*moved)]
 
 
 def _products(rows, sizes, counted, gate, up, down, added=(), gated_by: ClampedSwiGLU | None = None):

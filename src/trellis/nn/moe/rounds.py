@@ -5,33 +5,87 @@ rematerialization sees what it keeps. The others stand in a loop, which rarely r
 result, backward from the first's gradients, so that nothing is added or set to zero where there are no others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from trellis.mesh.manual.ops import vary, varying_axes
+from trellis.nn.moe.interleave import Stage, in_turn
 
 
-def in_rounds(one: Callable, now: Callable, rows, counted, counts, needed) -> jax.Array:
-    """The result of all rounds: for each row, that of the round in which it moved.
+class Moving(NamedTuple):
+    """Rows that move in rounds.
 
-    Args:
-        one: `one(rows, counted, counts, turn)`, a round: rows in the places of those that move, anything in others.
-        now: `now(counts, turn)`, which rows move in a turn, `bool["rows"]`.
+    Attributes:
         rows: `rows ...`.
         counted: `f32["..."]`, what they count.
         counts: integers, how many there are.
-        needed: `i32[""]`, the same on all devices.
+        needed: `i32[""]`, how many rounds, the same on all devices.
+        first: what the first round gets instead of `counts`, where that is something else.
     """
-    pure, held = jax.closure_convert(one, rows, counted, counts, jnp.int32(1))
-    like = jax.eval_shape(pure, rows, counted, counts, jnp.int32(0), *held)
-    rows, counted, held, relayed = _shared(pure, now, (like.shape, like.dtype), rows, counted, counts, needed, held)
-    made = pure(rows, counted, counts, jnp.int32(0), *held)
-    fixed = jax.tree.map(lax.stop_gradient, (rows, counted, held))
-    return _further(pure, now, made, relayed, *fixed[:2], counts, needed, fixed[2])
+
+    rows: jax.Array
+    counted: jax.Array
+    counts: Any
+    needed: jax.Array
+    first: Any = None
+
+
+def one_round(arrive: Stage, compute: Callable, leave: Stage, parts: Sequence[Moving], turn=0) -> list[jax.Array]:
+    """What experts make of the rows of a round, of each part: at the places of those that move, anything at others.
+
+    Args:
+        arrive: from rows and what they count, with `counts` and the round's number, to those that arrive here, with
+            their `sizes` and whatever else `leave` asks for.
+        compute: what this device's experts do to them, `compute(rows, sizes, weights)`.
+        leave: from what is made of these to where they came from.
+        parts: what moves.
+        turn: the round.
+    """
+    return _round(arrive, [compute] * len(parts), leave, parts, turn)
+
+
+def in_rounds(arrive: Stage, compute: Callable, leave: Stage, now: Callable, parts: Sequence[Moving]):
+    """The result of all rounds of each part: for each row, that of the round in which it moved.
+
+    Args:
+        arrive, compute, leave, parts: as in `one_round`.
+        now: `now(counts, turn)`, which rows move in a turn, `bool["rows"]`.
+    """
+    rows, counted, counts, *_ = parts[0]
+    known = lambda rows, counted: arrive((rows, counted), (counts, jnp.int32(0)))
+    (given, weights), at = jax.eval_shape(known, rows, counted)
+    pure, held = jax.closure_convert(compute, given, at.sizes, weights)
+    computing = lambda held: lambda *given: pure(*given, *held)
+
+    def one(rows, counted, counts, turn, held):
+        (made,) = _round(arrive, [computing(held)], leave, [Moving(rows, counted, counts, turn)], turn)
+        return made
+
+    like = jax.eval_shape(one, rows, counted, counts, jnp.int32(0), held)
+    shared = [_shared(one, now, (like.shape, like.dtype), *part[:4], held) for part in parts]
+    parts = [part._replace(rows=rows, counted=counted) for part, (rows, counted, *_) in zip(parts, shared, strict=True)]
+    made = _round(arrive, [computing(held) for *_, held, _ in shared], leave, parts, 0)
+    fixed = lax.stop_gradient([part[:3] for part in shared])
+    return [
+        _further(one, now, mine, relayed, rows, counted, part.counts, part.needed, held)
+        for mine, part, (rows, counted, held), (*_, relayed) in zip(made, parts, fixed, shared, strict=True)
+    ]
+
+
+def _round(arrive: Stage, computes: Sequence[Callable], leave: Stage, parts: Sequence[Moving], turn):
+    turn = jnp.int32(turn)
+    known = [(part.counts if part.first is None else part.first, turn) for part in parts]
+    given = [((part.rows, part.counted), mine) for part, mine in zip(parts, known, strict=True)]
+    arrived = in_turn(arrive, given, all_wait=True)
+    made = [
+        (compute(rows, at.sizes, weights), at) for compute, ((rows, weights), at) in zip(computes, arrived, strict=True)
+    ]
+    return [out for out, _ in in_turn(leave, made)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -39,7 +93,7 @@ def _further(one, now, made, relayed, rows, counted, counts, needed, held):
     """`made`, with the rows of later rounds replaced; the gradient is relayed to `_shared`."""
 
     def body(turn, total):
-        return _chosen(now(counts, turn), one(rows, counted, counts, turn, *held), total)
+        return _chosen(now(counts, turn), one(rows, counted, counts, turn, held), total)
 
     return lax.fori_loop(jnp.int32(1), needed, body, made)
 
@@ -73,7 +127,7 @@ def _shared_backward(one, now, like, kept, d):
     *first, d_made = d
 
     def body(turn, total):
-        _, pull = jax.vjp(lambda rows, counted, held: one(rows, counted, counts, turn, *held), rows, counted, held)
+        _, pull = jax.vjp(lambda rows, counted, held: one(rows, counted, counts, turn, held), rows, counted, held)
         d_rows, *more = pull(d_made)
         return [_chosen(now(counts, turn), d_rows, total[0]), *jax.tree.map(jnp.add, total[1:], more)]
 

@@ -1,14 +1,14 @@
 """What moves in one turn of an exchange of rows, where it goes, and its way back."""
 
-from collections.abc import Callable
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trellis.nn.moe.ragged import ragged_all_to_all
-from trellis.nn.moe.rows import sum_rows, take_rows
+from trellis.nn.moe.ragged import in_tiles, ragged_all_to_all
+from trellis.nn.moe.rows import reorder, sort_by_expert, sum_rows, take_rows
 from trellis.program.said import filled_rows
 
 Axes = tuple[str, ...]
@@ -59,33 +59,110 @@ class Turn(NamedTuple):
         return ((number >= mine) & (number < mine + self.moved[self.me][None])).any(1)
 
 
-def send(
-    rows: jax.Array, counts: jax.Array, turn: Turn, *, axes: Axes, room: int, ragged: bool, even: int
-) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Rows to other devices; and the function that brings what is made of them home, to the places of `rows`.
+class Arrived(NamedTuple):
+    """Where a device's rows are from.
 
-    Args:
-        rows: `rows ...`, sorted by receiver.
-        counts: `i32["from to count"]`, of which `turn` is one.
-        turn: what moves.
+    Attributes:
+        sizes: `i32["count"]`, how many each expert has.
+        order, place: `i32["room"]`, from the buffer to rows sorted by expert, and back.
+        counts: `i32["from to count"]`, rows for each expert.
+        turn: in which they moved.
+    """
+
+    sizes: jax.Array
+    order: jax.Array
+    place: jax.Array
+    counts: jax.Array
+    turn: Turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Road:
+    """Between devices, for rows that go there and for what is made of them, which comes home.
+
+    Attributes:
         axes: the mesh axes that the devices are along.
-        room: places of the buffer that they arrive in; what is in others is anything.
+        room: places of the buffer that rows arrive in; what is in others is anything.
         ragged: whether only rows that there are travel.
         even: how many arrive where the load is even.
     """
-    me = turn.me
-    if not ragged:
-        index, places = _slots(turn.mine, turn.moved[me], room // counts.shape[0], rows.shape[0])
-        got = lax.all_to_all(take_rows(rows, index, places), axes, 0, 0, tiled=True)
-        return got, lambda made: sum_rows(lax.all_to_all(made, axes, 0, 0, tiled=True), places, index)
-    there = (turn.mine, turn.moved[me], turn.lands[me], turn.moved[:, me])
-    back = (turn.lands[:, me], turn.moved[:, me], _from(counts, turn), turn.moved[me])
 
-    def travel(x, room, *ways):
-        with filled_rows(even, x.shape[0]), filled_rows(even, room):  # forward and backward
-            return ragged_all_to_all(x, room, *ways, axes)
+    axes: Axes
+    room: int
+    ragged: bool
+    even: int
 
-    return travel(rows, room, there, back), lambda made: travel(made, rows.shape[0], back, there)
+    def there(self, rows: jax.Array, counts: jax.Array, turn: Turn) -> jax.Array:
+        """Rows to other devices.
+
+        Args:
+            rows: `rows ...`, sorted by receiver.
+            counts: `i32["from to count"]`, of which `turn` is one.
+            turn: what moves.
+        """
+        if self.ragged:
+            return self._travel(rows, self.room, *self._ways(counts, turn))
+        index, places = self._slots(rows.shape[0], turn)
+        return lax.all_to_all(take_rows(rows, index, places), self.axes, 0, 0, tiled=True)
+
+    def home(self, made: jax.Array, counts: jax.Array, turn: Turn, rows: int) -> jax.Array:
+        """What is made of rows that arrived, to the places that they came from.
+
+        Args:
+            made: `room ...`.
+            counts, turn: as they went.
+            rows: how many places there are.
+        """
+        if self.ragged:
+            return self._travel(made, rows, *reversed(self._ways(counts, turn)))
+        index, places = self._slots(rows, turn)
+        return sum_rows(lax.all_to_all(made, self.axes, 0, 0, tiled=True), places, index)
+
+    def arrive(self, rows: jax.Array, counted: jax.Array, counts: jax.Array, number: jax.Array):
+        """A round's rows, sorted by this device's experts.
+
+        Args:
+            rows: `rows ...`, sorted by expert.
+            counted: `f32["pairs"]`, what the rows of all devices count.
+            counts: `i32["from to count"]`, rows for each expert.
+            number: of the round.
+
+        Returns:
+            `room embed` and `f32["room"]`, what each counts; and where these are from.
+        """
+        turn = Turn.of(counts, number, self.axes, self.room, self.ragged)
+        got = self.there(rows, counts, turn)
+        expert, sender, mine = arrivals(counts, turn, self.room)
+        weights = take_rows(counted, *brought_with(counts, turn, sender, mine, self.room, rows.shape[0]))
+        order, place, sizes = sort_by_expert(expert, counts.shape[2])
+        given = reorder(got, order, place).reshape(self.room, -1)
+        return (given, reorder(weights, order, place)), Arrived(sizes, order, place, counts, turn)
+
+    def leave(self, made: jax.Array, at: "Arrived", rows: int) -> jax.Array:
+        """What is made of rows that arrived, at their places among the rows that were sent; anything at the others."""
+        made = reorder(in_tiles(made) if self.ragged else made, at.place, at.order)
+        return self.home(made, at.counts, at.turn, rows)
+
+    def _ways(self, counts, turn: Turn):
+        me = turn.me
+        there = (turn.mine, turn.moved[me], turn.lands[me], turn.moved[:, me])
+        return there, (turn.lands[:, me], turn.moved[:, me], _from(counts, turn), turn.moved[me])
+
+    def _travel(self, x, room: int, *ways):
+        with filled_rows(self.even, x.shape[0]), filled_rows(self.even, room):  # forward and backward
+            return ragged_all_to_all(x, room, *ways, self.axes)
+
+    def _slots(self, rows: int, turn: Turn):
+        """Which row is in each place of the slots, and in which place each row is; `rows` and all places for none."""
+        first, moved = turn.mine, turn.moved[turn.me]
+        size = self.room // moved.shape[0]
+        within = jnp.arange(size, dtype=jnp.int32)
+        index = jnp.where(within[None] < moved[:, None], first[:, None] + within[None], rows).reshape(-1)
+        number = jnp.arange(rows, dtype=jnp.int32)
+        inside = (number[:, None] >= first[None]) & (number[:, None] < (first + moved)[None])
+        to = jnp.argmax(inside, 1).astype(jnp.int32)
+        places = jnp.where(inside.any(1), to * size + number - first[to], first.shape[0] * size)
+        return index, places[:, None]
 
 
 def _from(counts, turn: Turn):
@@ -109,17 +186,6 @@ def brought_with(counts, turn: Turn, sender, number, room: int, pairs: int):
     inside = (number_of >= 0) & (number_of < turn.moved[:, me, None])
     places = jnp.where(inside, turn.lands[:, me, None] + number_of, room)
     return sender * pairs + begins[sender] + number, places.reshape(-1, 1)
-
-
-def _slots(first, moved, size: int, rows: int):
-    """Which row is in each place of the slots, and in which place each row is; `rows` and all places for none."""
-    within = jnp.arange(size, dtype=jnp.int32)
-    index = jnp.where(within[None] < moved[:, None], first[:, None] + within[None], rows).reshape(-1)
-    number = jnp.arange(rows, dtype=jnp.int32)
-    inside = (number[:, None] >= first[None]) & (number[:, None] < (first + moved)[None])
-    to = jnp.argmax(inside, 1).astype(jnp.int32)
-    places = jnp.where(inside.any(1), to * size + number - first[to], first.shape[0] * size)
-    return index, places[:, None]
 
 
 def arrivals(counts, turn: Turn, room: int):

@@ -1,0 +1,157 @@
+"""Parts of a device's batch that go through a layer side by side: while rows of one are on their way, others compute.
+
+Sequences know nothing of each other, so a layer with experts may as well take them in several parts. What has to wait
+is said here, and nothing else: the exchange of a part begins when that of the part before has ended, forward and
+backward. Between the two a compiler's scheduler finds attention, experts and shared blocks of other parts, which it
+would not if all exchanges asked for the links at once (DeepSeek-AI, 2024, arXiv:2412.19437, section 3.2.1).
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax import lax
+
+from trellis.named import NamedArray, is_named, merge_axes, split_axis, stack, transpose
+from trellis.named.index import index
+from trellis.named.narrow import Narrow
+from trellis.named.placing import assign, bring
+from trellis.program.said import interleaved
+
+# What a stage takes and gives: arrays with gradients, and integers beside them.
+Stage = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def parts_of(x: NamedArray, asked: int) -> int:
+    """In how many parts of the same size the sequences of a device can go, no more than asked for: all together where
+    a device has one, as of a text that is generated.
+
+    Args:
+        x: `"batch ..."`.
+        asked: `Routing.interleave`.
+    """
+    where = assign([x], x.names)
+    sizes = jax.typeof(x.array).sharding.mesh.shape
+    devices = math.prod(sizes[a] for a in where["batch"]) if where else 1
+    return math.gcd(x.shape["batch"] // devices, asked) if x.shape["batch"] % devices == 0 else 1
+
+
+def cut(tree, count: int) -> list:
+    """A tree of named arrays in so many parts of its `batch`; every device's sequences are dealt out in turn, and
+    nothing moves. Arrays without a batch are in all parts.
+
+    >>> [part.array.tolist() for part in cut(tr.arange(tr.Axis("batch", 4)), 2)]
+    [[0, 2], [1, 3]]
+    """
+
+    def parts(x):
+        if count == 1 or not is_named(x) or "batch" not in x.names:
+            return [x] * count
+        rows = split_axis(x, "batch", {"batch": x.shape["batch"] // count, "part": count})
+        return [index(rows, {"part": i}) for i in range(count)]
+
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_named)
+    return [structure.unflatten(part) for part in zip(*map(parts, leaves), strict=True)] if leaves else [tree] * count
+
+
+def joined(parts: Sequence[NamedArray]) -> NamedArray:
+    """What was cut, together again."""
+    if len(parts) == 1:
+        return parts[0]
+    names = parts[0].names
+    rows = transpose(stack(parts, "part"), [m for n in names for m in ((n, "part") if n == "batch" else (n,))])
+    return merge_axes(rows, ("batch", "part"), "batch")
+
+
+def held_once(layer, x: NamedArray):
+    """A layer with its parameters where operations with `x` want them, so that they move once for all parts, and their
+    gradients are summed over devices once. Narrow weights stay.
+
+    Experts' weights are moved by `mix_each`. The gradients of others are summed after theirs, which are known first:
+    those of experts, the largest, on their way beside attention.
+    """
+    leaf = lambda w: isinstance(w, (NamedArray, Narrow))
+    of_experts = lambda w: isinstance(w, NamedArray) and "experts" in w.names
+
+    def brought(w):
+        if not isinstance(w, NamedArray) or of_experts(w):
+            return w
+        return bring(w, assign([x, w], tuple(dict.fromkeys(("batch", "pos", *w.names)))))
+
+    layer = jax.tree.map(brought, layer, is_leaf=leaf)
+    experts, others = eqx.partition(layer, of_experts, is_leaf=leaf)
+    return eqx.combine(*_gradients_in_order(experts, others), is_leaf=leaf)
+
+
+@jax.custom_vjp
+def _gradients_in_order(first, then):
+    """Both; the gradients of `then` wait for those of `first`."""
+    return first, then
+
+
+_gradients_in_order.defvjp(lambda *given: (given, None), lambda _, d: (d[0], after(*d)))
+
+
+def after(first, then):
+    """`then`, which does not exist before `first` does."""
+    return lax.optimization_barrier((first, then))[1]
+
+
+@jax.custom_vjp
+def begun_after(first, x):
+    """`x`, which does not exist before `first` does; its gradient waits for nothing.
+
+    Compilers put operations of two parts into one kernel where neither waits for the other, and then both wait.
+    """
+    return after(first, x)
+
+
+begun_after.defvjp(lambda first, x: (after(first, x), None), lambda _, d: (None, d))
+
+
+def in_turn(stage: Stage, given: Sequence[tuple[Any, Any]], *, all_wait: bool = False) -> list[tuple[Any, Any]]:
+    """`[stage(*each) for each in given]`, each begun when the one before has ended; so are their backward passes, in
+    the same order.
+
+    Args:
+        stage: from a tree of arrays and one of integers to such trees. It closes over nothing that is traced.
+        given: what each is made of.
+        all_wait: integers wait too, of which collectives are made. What a backward pass needs is then not known
+            before the stages have run.
+    """
+    if len(given) == 1:
+        return [stage(*given[0])]
+    return list(_in_turn(stage, all_wait, *map(tuple, zip(*given, strict=True))))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _in_turn(stage: Stage, all_wait: bool, arrays: tuple, integers: tuple):
+    return _forward(stage, all_wait, arrays, integers)[0]
+
+
+def _forward(stage: Stage, all_wait: bool, arrays: tuple, integers: tuple):
+    made, pulls = [], []
+    for mine, beside in zip(arrays, integers, strict=True):
+        if made and all_wait:
+            mine, beside = after(made[-1][0], (mine, beside))
+        elif made:
+            mine = after(made[-1][0], mine)
+        with interleaved(len(arrays)):
+            out, pull, known = jax.vjp(lambda mine, beside=beside: stage(mine, beside), mine, has_aux=True)
+        made.append((out, known))
+        pulls.append(pull)
+    return tuple(made), tuple(pulls)
+
+
+def _backward(stage: Stage, all_wait: bool, pulls: tuple, gradients: tuple):
+    found = []
+    for pull, (mine, _) in zip(pulls, gradients, strict=True):
+        with interleaved(len(pulls)):
+            found += pull(after(found[-1], mine) if found else mine)
+    return tuple(found), None
+
+
+_in_turn.defvjp(_forward, _backward)
