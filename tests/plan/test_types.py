@@ -109,6 +109,18 @@ def test_hidden_communication_costs_nothing_and_no_more_than_there_is_room():
     assert sum(hidden.by_bound().values()) == pytest.approx(hidden.seconds)
 
 
+@pytest.mark.parametrize(("on", "kind", "share"), [("8xH100", "gpu", 0.5), ("v5e:2x4", "tpu", 0.0)])
+def test_what_moves_one_of_two_parts_is_hidden_but_for_one(on, kind, share):
+    """On GPUs, whose compiler was seen to do it."""
+    large = dataclasses.replace(CONFIG, embed=2048, mlp=8192, heads=16, kv_heads=8, head_dim=128, seq=1024)
+    step = traced(large, abstract_mesh(kind, data=2, model=4), model="model")
+    links, found = links_of({"data": 2, "model": 4}, target(on)), ledger_of(step)
+    in_parts = [dataclasses.replace(row, parts=2) if row.role == "activations" else row for row in found.rows]
+    alone, beside = times(work(step), found, links), times(work(step), dataclasses.replace(found, rows=in_parts), links)
+    of_parts = sum(line.seconds for line in alone.lines if line.role == "activations")
+    assert of_parts > 0 and alone.exposed - beside.exposed == pytest.approx(share * of_parts)
+
+
 def test_padding_of_narrow_products():
     assert padded((10, 128, 256), 128) == 1.0
     assert padded((10, 64, 100), 128) == pytest.approx(2 * 1.28)

@@ -103,4 +103,8 @@ def _exchange(plan: Plan, axes: tuple[str, ...], share: float) -> str:
             f"{waits}a token crosses hosts once for each of its experts, and once for each host with --mesh.expert_y "
             f"{math.prod(plan.mesh[a] for a in axes if a in ('expert', 'expert_y')) // near} --mesh.expert {near}"
         )
-    return waits + "fewer hosts that share experts, or a router with experts of a token in fewer of them"
+    fewer = "fewer hosts that share experts, or a router with experts of a token in fewer of them"
+    if plan.target.chip.kind == "gpu" and all(row.parts == 1 for row in plan.ledger.rows):
+        # Compilers of TPUs were not seen to do it.
+        return f"{waits}two parts of a batch side by side, one on its way (--model.routing.interleave 2), or {fewer}"
+    return waits + fewer
