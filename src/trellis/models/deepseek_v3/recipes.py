@@ -78,7 +78,7 @@ def deepseek_v3_b200_256() -> Run:
     return dataclasses.replace(
         deepseek_v3(),
         name="deepseek_v3_b200_256",
-        mesh=MeshSizes(data=8, expert=8, expert_y=4),
+        mesh=MeshSizes(data=4, expert=8, expert_y=8),
     )
 
 

@@ -35,7 +35,7 @@ class Moving(NamedTuple):
     first: Any = None
 
 
-def one_round(arrive: Stage, compute: Callable, leave: Stage, parts: Sequence[Moving], turn=0) -> list[jax.Array]:
+def one_round(arrive: Stage, compute: Callable, leave: Stage, parts: Sequence[Moving]) -> list[jax.Array]:
     """What experts make of the rows of a round, of each part: at the places of those that move, anything at others.
 
     Args:
@@ -44,12 +44,13 @@ def one_round(arrive: Stage, compute: Callable, leave: Stage, parts: Sequence[Mo
         compute: what this device's experts do to them, `compute(rows, sizes, weights)`.
         leave: from what is made of these to where they came from.
         parts: what moves.
-        turn: the round.
     """
-    return _round(arrive, [compute] * len(parts), leave, parts, turn)
+    return _round(arrive, [compute] * len(parts), leave, parts, 0)
 
 
-def in_rounds(arrive: Stage, compute: Callable, leave: Stage, now: Callable, parts: Sequence[Moving]):
+def in_rounds(
+    arrive: Stage, compute: Callable, leave: Stage, now: Callable, parts: Sequence[Moving]
+) -> list[jax.Array]:
     """The result of all rounds of each part: for each row, that of the round in which it moved.
 
     Args:
