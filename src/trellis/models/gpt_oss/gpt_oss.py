@@ -160,6 +160,11 @@ class Pair(eqx.Module):
         load = stack((near.load, far.load), "pair")
         return parts, Routed(load, (near.balance + far.balance) / 2, (near.z + far.z) / 2, near.routing)
 
+    @property
+    def picking(self) -> list[NamedArray | None]:
+        """As `Block.picking` has it, of both layers."""
+        return self.near.picking + self.far.picking
+
     def balanced(self, load: NamedArray, rate: float) -> "Pair":
         """The pair with its experts' biases moved towards an even load."""
         of_near, of_far = unbind(load, "pair")

@@ -108,6 +108,11 @@ class Block(eqx.Module):
         made, routed = self.mlp.measured_each(normed, counted, shares)
         return tuple(x + out for x, out in zip(stream, made, strict=True)), routed
 
+    @property
+    def picking(self) -> list[NamedArray | None]:
+        """Biases that only pick experts, and have no gradient."""
+        return [self.mlp.bias]
+
     def balanced(self, load: NamedArray, rate: float) -> "Block":
         """The block with its experts' biases moved towards an even load."""
         return eqx.tree_at(lambda block: block.mlp.bias, self, shift(self.mlp.bias, load, rate))
@@ -145,7 +150,7 @@ class Mixtral(eqx.Module):
         about = zip(*cut((*shared, counted), count), strict=True)  # of each kind all parts
 
         def layer(block, parts, *rest):
-            block = block if count == 1 else held_once(block, parts[0])
+            block = block if count == 1 else held_once(block, parts[0], block.picking)
             return block.measured(parts, *(rest if each else (None, *rest)))
 
         parts, routed = self.layers.scan(tuple(cut(x, count)), *about, each=each, call=layer, policy=policy)

@@ -10,7 +10,7 @@ from trellis.named import Axis, NamedArray, dot_each, einsum, save
 from trellis.nn.gate import ClampedSwiGLU, swiglu
 from trellis.nn.initializers import constant, weight
 from trellis.nn.moe.config import Routing
-from trellis.nn.moe.measures import Routed, measure, shares_of, sum_of
+from trellis.nn.moe.measures import Routed, measure_each
 from trellis.nn.moe.mixing import Biases, mix_each
 from trellis.nn.moe.routing import PLAIN, Choices, choose, limit, score
 from trellis.nn.parameters import Bias, Weight
@@ -163,13 +163,8 @@ class Experts(eqx.Module):
             shares: as in `measure`.
         """
         made = self._mixed([(x, choices) for x, _, choices in parts])
-        if shares is None and len(parts) > 1 and self.routing.balance_over == "batch":
-            shares = shares_of([choices for *_, choices in parts], counted, self.router.shape["routes"])
-        routed = [
-            measure(scores, choices, mine, self.routing, shares=shares)
-            for (_, scores, choices), mine in zip(parts, counted, strict=True)
-        ]
-        return made, sum_of(routed)
+        measured = [(scores, choices, mine) for (_, scores, choices), mine in zip(parts, counted, strict=True)]
+        return made, measure_each(measured, self.routing, shares)
 
     def _scores(self, x: NamedArray) -> NamedArray:
         scores = score(x, self.router)

@@ -66,24 +66,30 @@ def joined(parts: Sequence[NamedArray]) -> NamedArray:
     return merge_axes(rows, ("batch", "part"), "batch")
 
 
-def held_once(layer, x: NamedArray):
+def held_once(layer, x: NamedArray, but: Sequence[NamedArray | None] = ()):
     """A layer with its parameters where operations with `x` want them, so that they move once for all parts, and their
     gradients are summed over devices once. Narrow weights stay.
 
     Experts' weights are moved by `mix_each`. The gradients of others are summed after theirs, which are known first:
     those of experts, the largest, on their way beside attention.
+
+    Args:
+        layer: any module.
+        x: `"batch pos ..."`, a part.
+        but: parameters that stay as they are, since they have no gradient.
     """
     leaf = lambda w: isinstance(w, (NamedArray, Narrow))
     of_experts = lambda w: isinstance(w, NamedArray) and "experts" in w.names
 
     def brought(w):
-        if not isinstance(w, NamedArray) or of_experts(w):
+        if not isinstance(w, NamedArray) or of_experts(w) or any(w is one for one in but):
             return w
         return bring(w, assign([x, w], tuple(dict.fromkeys(("batch", "pos", *w.names)))))
 
     layer = jax.tree.map(brought, layer, is_leaf=leaf)
-    experts, others = eqx.partition(layer, of_experts, is_leaf=leaf)
-    return eqx.combine(*_gradients_in_order(experts, others), is_leaf=leaf)
+    kept, moved = eqx.partition(layer, lambda w: any(w is one for one in but), is_leaf=leaf)
+    experts, others = eqx.partition(moved, of_experts, is_leaf=leaf)
+    return eqx.combine(kept, *_gradients_in_order(experts, others), is_leaf=leaf)
 
 
 @jax.custom_vjp

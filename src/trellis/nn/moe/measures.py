@@ -1,6 +1,7 @@
 """What a router's choices come to over a batch: its load, and the losses that keep it even."""
 
 import functools
+import operator
 from collections.abc import Sequence
 
 import equinox as eqx
@@ -62,22 +63,26 @@ class Routed(eqx.Module):
         return model if self.routing.bias_rate is None else model.balanced(self.load)
 
 
-def shares_of(choices: Sequence[Choices], counted: Sequence[NamedArray], experts: int) -> NamedArray:
-    """Each expert's share of all choices of a batch, `f32["routes"]`; they add up to 1.
+def measure_each(
+    parts: Sequence[tuple[NamedArray, Choices, NamedArray]], routing: Routing, shares: NamedArray | None = None
+) -> Routed:
+    """`measure` of a batch in several parts of the same size.
 
     Args:
-        choices: of the batch's parts.
-        counted: of each, as in `measure`.
-        experts: how many there are.
+        parts: scores, choices and what tokens count, of each.
+        routing, shares: as there.
     """
-    load = sum_of([_picks(*each, experts).sum(("batch", "pos")) for each in zip(choices, counted, strict=True)])
-    tokens = sum_of([mine.sum().array for mine in counted])
-    return load / jnp.maximum(tokens * choices[0].ids.shape["choices"], 1e-6)
-
-
-def sum_of(parts: Sequence):
-    """The sum of a tree's parts."""
-    return functools.reduce(lambda x, y: jax.tree.map(jnp.add, x, y), parts)
+    if len(parts) == 1:
+        return measure(*parts[0], routing, shares=shares)
+    (scores, choices, _), *_ = parts
+    # Added up before they are summed over devices, once.
+    picks = functools.reduce(operator.add, [_picks(*part[1:], scores.shape["routes"]) for part in parts])
+    load = picks.sum(("batch", "pos"))
+    if shares is None and routing.balance_over == "batch":
+        tokens = functools.reduce(operator.add, [counted for *_, counted in parts]).sum().array
+        shares = load / jnp.maximum(tokens * choices.ids.shape["choices"], 1e-6)
+    each = [measure(*part, routing, shares=shares) for part in parts]
+    return Routed(load, sum(one.balance for one in each), sum(one.z for one in each))
 
 
 def _picks(choices: Choices, counted: NamedArray, experts: int) -> NamedArray:
