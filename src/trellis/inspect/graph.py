@@ -82,11 +82,8 @@ def _kind(program: Program, instruction: Instruction) -> str:
         return "loop"
     if instruction.op == "custom-call":
         return "kernel"
-    return (
-        "product"
-        if any(_PRODUCTS.match(inner.op) for inner in [instruction, *program.inside(instruction)])
-        else "other"
-    )
+    runs = [instruction, *program.inside(instruction)]
+    return "product" if any(_PRODUCTS.match(one.op) for one in runs) else "other"
 
 
 def _lines(program: Program, instruction: Instruction) -> tuple[str, ...]:

@@ -9,7 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import trellis as tr
+from tests.equivalence.test_models import batch
 from tests.nn.moe.emulated import ragged_all_to_all
+from trellis.data.batch import Batch
 from trellis.errors import UserError
 from trellis.inspect import ledger
 from trellis.mesh import make_mesh
@@ -125,9 +127,6 @@ CONFIG = MixtralConfig(
 
 
 def moved(interleave: int):
-    from tests.equivalence.test_models import batch
-    from trellis.data.batch import Batch
-
     config = dataclasses.replace(CONFIG, routing=dataclasses.replace(CONFIG.routing, interleave=interleave))
     with make_layout(MeshSizes(data=2, expert=2), LayoutChoice(preset="fsdp"), jax.devices()[:4]):
         model = shard(config.init(key=jax.random.key(0), vocab_multiple=8), "params")

@@ -15,8 +15,7 @@ import equinox as eqx
 import jax
 from jax import lax
 
-from trellis.named import NamedArray, is_named, merge_axes, split_axis, stack, transpose
-from trellis.named.index import index
+from trellis.named import NamedArray, is_named, merge_axes, split_axis, stack, unbind
 from trellis.named.narrow import Narrow
 from trellis.named.placing import assign, bring
 from trellis.program.said import interleaved
@@ -50,8 +49,7 @@ def cut(tree, count: int) -> list:
     def parts(x):
         if count == 1 or not is_named(x) or "batch" not in x.names:
             return [x] * count
-        rows = split_axis(x, "batch", {"batch": x.shape["batch"] // count, "part": count})
-        return [index(rows, {"part": i}) for i in range(count)]
+        return unbind(split_axis(x, "batch", {"batch": x.shape["batch"] // count, "part": count}), "part")
 
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_named)
     return [structure.unflatten(part) for part in zip(*map(parts, leaves), strict=True)] if leaves else [tree] * count
@@ -59,11 +57,7 @@ def cut(tree, count: int) -> list:
 
 def joined(parts: Sequence[NamedArray]) -> NamedArray:
     """What was cut, together again."""
-    if len(parts) == 1:
-        return parts[0]
-    names = parts[0].names
-    rows = transpose(stack(parts, "part"), [m for n in names for m in ((n, "part") if n == "batch" else (n,))])
-    return merge_axes(rows, ("batch", "part"), "batch")
+    return parts[0] if len(parts) == 1 else merge_axes(stack(parts, "part"), ("batch", "part"), "batch")
 
 
 def held_once(layer, x: NamedArray, but: Sequence[NamedArray | None] = ()):
@@ -79,17 +73,17 @@ def held_once(layer, x: NamedArray, but: Sequence[NamedArray | None] = ()):
         but: parameters that stay as they are, since they have no gradient.
     """
     leaf = lambda w: isinstance(w, (NamedArray, Narrow))
+    stays, moved = eqx.partition(layer, lambda w: any(w is one for one in but), is_leaf=leaf)
     of_experts = lambda w: isinstance(w, NamedArray) and "experts" in w.names
+    experts, others = eqx.partition(moved, of_experts, is_leaf=leaf)
 
     def brought(w):
-        if not isinstance(w, NamedArray) or of_experts(w) or any(w is one for one in but):
+        if not isinstance(w, NamedArray):
             return w
         return bring(w, assign([x, w], tuple(dict.fromkeys(("batch", "pos", *w.names)))))
 
-    layer = jax.tree.map(brought, layer, is_leaf=leaf)
-    kept, moved = eqx.partition(layer, lambda w: any(w is one for one in but), is_leaf=leaf)
-    experts, others = eqx.partition(moved, of_experts, is_leaf=leaf)
-    return eqx.combine(kept, *_gradients_in_order(experts, others), is_leaf=leaf)
+    others = jax.tree.map(brought, others, is_leaf=leaf)
+    return eqx.combine(stays, *_gradients_in_order(experts, others), is_leaf=leaf)
 
 
 @jax.custom_vjp

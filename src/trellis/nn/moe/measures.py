@@ -63,32 +63,6 @@ class Routed(eqx.Module):
         return model if self.routing.bias_rate is None else model.balanced(self.load)
 
 
-def measure_each(
-    parts: Sequence[tuple[NamedArray, Choices, NamedArray]], routing: Routing, shares: NamedArray | None = None
-) -> Routed:
-    """`measure` of a batch in several parts of the same size.
-
-    Args:
-        parts: scores, choices and what tokens count, of each.
-        routing, shares: as there.
-    """
-    if len(parts) == 1:
-        return measure(*parts[0], routing, shares=shares)
-    (scores, choices, _), *_ = parts
-    # Added up before they are summed over devices, once.
-    picks = functools.reduce(operator.add, [_picks(*part[1:], scores.shape["routes"]) for part in parts])
-    load = picks.sum(("batch", "pos"))
-    if shares is None and routing.balance_over == "batch":
-        tokens = functools.reduce(operator.add, [counted for *_, counted in parts]).sum().array
-        shares = load / jnp.maximum(tokens * choices.ids.shape["choices"], 1e-6)
-    each = [measure(*part, routing, shares=shares) for part in parts]
-    return Routed(load, sum(one.balance for one in each), sum(one.z for one in each))
-
-
-def _picks(choices: Choices, counted: NamedArray, experts: int) -> NamedArray:
-    return one_hot(choices.ids, Axis("routes", experts)).sum("choices") * counted
-
-
 def measure(
     scores: NamedArray,
     choices: Choices,
@@ -116,22 +90,42 @@ def measure(
         routing: what makes chances of scores, and what shares are counted over.
         shares: `f32["routes"]`, which add up to 1, where this is a part of a batch; else they are counted here.
     """
-    experts, count = scores.shape["routes"], choices.ids.shape["choices"]
-    picks = _picks(choices, counted, experts)
-    load = picks.sum(("batch", "pos"))
+    return measure_each([(scores, choices, counted)], routing, shares)
+
+
+def measure_each(
+    parts: Sequence[tuple[NamedArray, Choices, NamedArray]], routing: Routing, shares: NamedArray | None = None
+) -> Routed:
+    """`measure` of a batch in several parts of the same size.
+
+    Args:
+        parts: scores, choices and what tokens count, of each.
+        routing, shares: as there.
+    """
+    added = lambda each: functools.reduce(operator.add, each)
+    axis = Axis("routes", parts[0][0].shape["routes"])
+    picks = [one_hot(choices.ids, axis).sum("choices") * counted for _, choices, counted in parts]
+    load = added(picks).sum(("batch", "pos"))  # added up before they are summed over devices, once
+    if routing.balance_over == "batch" and shares is None:
+        count = parts[0][1].ids.shape["choices"]
+        shares = load / jnp.maximum(added([counted for *_, counted in parts]).sum().array * count, 1e-6)
+    losses = [_losses(*part, mine, routing, shares) for part, mine in zip(parts, picks, strict=True)]
+    return Routed(load, *map(added, zip(*losses, strict=True)))
+
+
+def _losses(scores, choices: Choices, counted, picks, routing: Routing, shares) -> tuple[jax.Array, jax.Array]:
+    """The load-balancing loss and the z-loss of each token, summed."""
     if routing.balance_over == "sequence":
         total = maximum(counted.sum("pos"), jnp.float32(1e-6))
-        shares = picks.sum("pos") / (total * float(count))
-    elif shares is None:
-        shares = load / jnp.maximum(counted.sum().array * count, 1e-6)
+        shares = picks.sum("pos") / (total * float(choices.ids.shape["choices"]))
     softened = logsumexp(scores, "routes")
     if routing.scores == "softmax":
         chances = exp(scores - softened)
     else:
         chances = sigmoid(scores)
         chances = chances / (chances.sum("routes") + 1e-20)
-    balance = (chances * shares).sum("routes") * counted * float(experts)
-    return Routed(load, balance.sum().array, (softened * softened * counted).sum().array)
+    balance = (chances * shares).sum("routes") * counted * float(scores.shape["routes"])
+    return balance.sum().array, (softened * softened * counted).sum().array
 
 
 def shift(bias: NamedArray, load: NamedArray, rate: float) -> NamedArray:
