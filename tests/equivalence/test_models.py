@@ -191,6 +191,17 @@ def test_parts_side_by_side(family):
     with_routing(model, wanted, routing, sizes, choice)
 
 
+@pytest.mark.slow
+def test_rows_in_eight_bits():
+    """Rounded as they are on one device, which sends nothing."""
+    sizes, choice, way = INTERLEAVED["deepseek_v3"]
+    config = FAMILIES["deepseek_v3"]
+    routing = dataclasses.replace(config.routing, dispatch="mxfp8")
+    config = dataclasses.replace(config, layers=SHALLOW["deepseek_v3"], routing=routing)
+    model, *wanted = _one_device(config)
+    with_routing(model, wanted, dataclasses.replace(routing, way=way, interleave=2), sizes, choice)
+
+
 def with_routing(model, wanted, routing, sizes, choice):
     """`assert_alike` of the same parameters, their tokens routed otherwise."""
     config = dataclasses.replace(model.config, routing=routing)

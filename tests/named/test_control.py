@@ -164,6 +164,16 @@ def test_policies_keep_what_they_name(layers, policy, kept, capsys):
     assert len(named) == kept * 3
 
 
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [(saving.saved, 0), (saving.only("large"), 1), (saving.only("other"), 0), (saving.Keep(offload=None), 0)],
+)
+def test_what_is_kept_if_named_is_not_kept_with_all_that_is_marked(policy, kept, capsys):
+    marked = lambda x: tr.save(tr.save(x * x, "large", if_named=True) * x, "other").sum().array
+    jax.ad_checkpoint.print_saved_residuals(saving.checkpoint(marked, policy), numbers(batch=2))
+    assert capsys.readouterr().out.count("named 'large if named'") == kept
+
+
 def test_products_are_kept_as_what_their_partial_sums_settle_to():
     """A loop over layers cannot stack partial sums. What they settle to is kept, so nothing is sent again."""
 

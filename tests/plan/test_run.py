@@ -114,6 +114,7 @@ def test_what_does_not_fit_is_said_with_a_way_out():
     [
         ("deepseek_v3", "64x8xH100", {"mesh.expert": "64", "mesh.expert_y": "1"}, "--mesh.expert_y 8 --mesh.expert 8"),
         ("deepseek_v3", "64x8xH100", {}, "over expert_y: fewer hosts that share experts"),
+        ("deepseek_v3", "64x8xH100", {"model.routing.dispatch": "null"}, "(--model.routing.dispatch mxfp8); fewer"),
         ("deepseek_v3", "64x8xH100", {"model.routing.interleave": "1"}, "(--model.routing.interleave 2)"),
         ("deepseek_v3_v5p_512", "v5p:8x8x8", {}, "a smaller --mesh.expert"),
     ],

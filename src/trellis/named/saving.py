@@ -7,10 +7,10 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from trellis.notation import TypeMismatch
-from trellis.program.reading import OWN_MARK
+from trellis.program.reading import IF_NAMED, OWN_MARK
 
 
-def save(x, name: str):
+def save(x, name: str, *, if_named: bool = False):
     """Marks a value that a policy may keep for the backward pass: `save(h, "attn_out")`.
 
     The mark is free: without a policy that names it, it changes nothing.
@@ -22,8 +22,10 @@ def save(x, name: str):
     Args:
         x: an array, a named array or a tree of them.
         name: what policies call it.
+        if_named: a policy that keeps everything that is marked does not keep it, only one that names it.
     """
-    return jax.tree.map(lambda a: checkpoint_name(a, name), x)
+    mark = f"{name}{IF_NAMED}" if if_named else name
+    return jax.tree.map(lambda a: checkpoint_name(a, mark), x)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,9 +57,11 @@ class Keep:
         """Whether a value is kept: no, yes, or yes in the host's memory."""
         if primitive.name != "name":
             return self.products and _products(primitive, *operands, **how)
-        name = how["name"]
+        name = how["name"].removesuffix(IF_NAMED)
         if name == PRODUCT:
             return self.products
+        if name != how["name"] and name not in (*(self.names or ()), *(self.offload or ())):
+            return False
         if self.offload is not None and name not in self.offload:
             return self.names is None or name in self.names
         to_host = jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -3,6 +3,7 @@
 import math
 
 from trellis.figures import numbers
+from trellis.nn.moe.dispatch import WORDS
 from trellis.plan.quick import Plan
 
 
@@ -103,8 +104,11 @@ def _exchange(plan: Plan, axes: tuple[str, ...], share: float) -> str:
             f"{waits}a token crosses hosts once for each of its experts, and once for each host with --mesh.expert_y "
             f"{math.prod(plan.mesh[a] for a in axes if a in ('expert', 'expert_y')) // near} --mesh.expert {near}"
         )
-    fewer = "fewer hosts that share experts, or a router with experts of a token in fewer of them"
-    if plan.target.chip.kind == "gpu" and all(row.parts == 1 for row in plan.ledger.rows):
-        # Compilers of TPUs were not seen to do it.
-        return f"{waits}two parts of a batch side by side, one on its way (--model.routing.interleave 2), or {fewer}"
-    return waits + fewer
+    able = []
+    if plan.target.chip.kind == "gpu":  # on TPUs rounding takes half of what fewer bytes save, and no schedule was seen
+        if all(row.parts == 1 for row in plan.ledger.rows):
+            able.append("two parts of a batch side by side, one on its way (--model.routing.interleave 2)")
+        if not any(row.kind == "all-to-all" and row.dtype == WORDS for row in plan.ledger.rows):
+            able.append("tokens in eight bits (--model.routing.dispatch mxfp8)")
+    able.append("fewer hosts that share experts, or a router with experts of a token in fewer of them")
+    return waits + "; ".join(able)

@@ -30,6 +30,8 @@ _SOME = {
 }  # fmt: skip
 # Of experts: what is kept of a choice, in widths of an expert and of its rows. `dots` keeps no product of a kernel.
 _EXPERTS = {"saved": (2, 1), "none": (5, 2)}
+# What rows in eight bits take of bfloat16, with a scale for each 32 numbers.
+_NARROW = (1 + 1 / 32) / 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,11 +84,13 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     local = tokens / (devices / model)  # of the batch and positions of one group
     sequence = model if run.layout.preset in ("fsdp_tensor_sequence", "auto", "hybrid") else 1
     keep, again = _KEEP[run.remat.policy], _AGAIN[run.remat.policy]
-    if run.remat.policy == "saved" and len(run.remat.names) in _SOME:
-        keep, again = _SOME[len(run.remat.names)]
+    named = set(run.remat.names) - {"expert_weights"} if run.remat.policy == "saved" else set()
+    if len(named) in _SOME:
+        keep, again = _SOME[len(named)]
     of_choice, of_rows = _EXPERTS.get(run.remat.policy, (0, 0))
-    if run.remat.policy == "saved" and run.remat.names:
-        of_choice, of_rows = len({"mlp_gate", "mlp_up"}.intersection(run.remat.names)), "mlp_rows" in run.remat.names
+    if named:
+        of_choice, of_rows = len({"mlp_gate", "mlp_up"} & named), "mlp_rows" in named
+    gathered = 2.0 * experts / expert / stages / model if "expert_weights" in run.remat.names else 0.0
     gates_again = max(0, 2 - of_choice) / 3  # an expert's last product is made once
     length = run.data.sequence_length
     attention = 6.0 * attention_width(m) * keys_seen(m, length) * tokens
@@ -102,7 +106,7 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     weights = activations = 0.0
     if shard and sharded:
         passes = 1 if parts > 1 and once else 2
-        moved = 2.0 * (of_stage + tables) / model * (passes + 2) * (1 if once else parts * idle)
+        moved = (2.0 * (of_stage + tables) / model * (passes + 2) - gathered) * (1 if once else parts * idle)
         weights = moved / links.bandwidth(shard)
     elif shard:
         weights = 2 * 4.0 * (of_stage + tables) / model / links.bandwidth(shard)
@@ -128,10 +132,11 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
             activations += max(0.0, parts * m.layers * moved / links.bandwidth(["context"], "permute") - kernels)
     if expert > 1:  # tokens to their experts and back, each pass
         moved = (4 + 2 * again) * 2.0 * local / model * m.embed * m.layers
+        routing = getattr(m, "routing", Routing())
+        moved *= (1 + _NARROW) / 2 if routing.dispatch else 1.0
         near = expert // expert_y
         activations += moved * per_token * (near - 1) / near / links.bandwidth(["expert"], "all-to-all")
         if expert_y > 1:
-            routing = getattr(m, "routing", Routing())
             copies = copies_of(per_token, expert_y, parts_met(expert_y, routing.groups, routing.groups_per_token))
             activations += moved * copies * (expert_y - 1) / expert_y / links.bandwidth(["expert_y"], "all-to-all")
     hidden = min(weights * (0.5 if len(chip.overlap) == 1 else 1.0), compute * 0.9) if chip.overlap else 0.0
@@ -141,7 +146,7 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     of_mlp = per_token * (of_choice * m.mlp + of_rows * m.embed) if experts else per_mlp * m.mlp
     width = base * m.embed + (of_mlp + per_head * m.embed) / model
     width -= base * m.embed * (1 - 1 / sequence)
-    kept = 2.0 * width * m.layers * local / parts * (min(parts, 2 * stages) if stages > 1 else 1)
+    kept = gathered + 2.0 * width * m.layers * local / parts * (min(parts, 2 * stages) if stages > 1 else 1)
     accumulated = (8.0 if once else 8.0 / ways) * (of_stage + tables) / model if parts > 1 else 0.0
     rows = local * stages / parts
     working = 4.0 * block / model / expert * 2 + 6.0 * tables / 2 / model + 2.0 * 8 * rows * m.embed + whole

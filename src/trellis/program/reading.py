@@ -30,6 +30,8 @@ KERNELS = frozenset(
 )
 # Begins the names of marks that Trellis makes itself, by JAX's `checkpoint_name`.
 OWN_MARK = "trellis "
+# Ends those of values that are kept only where a policy names them.
+IF_NAMED = " if named"
 # Their jaxprs say how to combine two elements.
 _COMBINE = ("reduce", "reduce_window", "select_and_scatter_add")
 
@@ -187,7 +189,7 @@ class Operation:
     def mark(self) -> str:
         """The name that `save` gave its result; nothing where it is no such mark."""
         given = self.params["name"] if self.name == "name" else ""
-        return "" if given.startswith(OWN_MARK) else given
+        return "" if given.startswith(OWN_MARK) else given.removesuffix(IF_NAMED)
 
     @property
     def is_loop(self) -> bool:

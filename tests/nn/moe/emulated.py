@@ -19,4 +19,6 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
         inside = (place >= begin) & (place < begin + count)
         rows = jnp.take(operands[sender], jnp.clip(first + place - begin, 0, operand.shape[0] - 1), axis=0)
         output = jnp.where(inside.reshape(-1, *[1] * (output.ndim - 1)), rows, output)
-    return jnp.where(agreed, output, jnp.nan)
+    return jnp.where(
+        agreed, output, jnp.nan if jnp.issubdtype(output.dtype, jnp.floating) else jnp.iinfo(output.dtype).max
+    )

@@ -17,6 +17,7 @@ from trellis.inspect import ledger
 from trellis.mesh import make_mesh
 from trellis.models import MixtralConfig, Routing
 from trellis.named import shard
+from trellis.named.saving import Keep, only, saved
 from trellis.nn.moe import cut, exchange_experts, hierarchical_experts, joined, parts_of
 from trellis.nn.moe.exchange import exchange_each
 from trellis.nn.moe.hierarchical import hierarchical_each
@@ -126,12 +127,12 @@ CONFIG = MixtralConfig(
 )  # fmt: skip
 
 
-def moved(interleave: int):
+def moved(interleave: int, keep: Keep | None = None):
     config = dataclasses.replace(CONFIG, routing=dataclasses.replace(CONFIG.routing, interleave=interleave))
     with make_layout(MeshSizes(data=2, expert=2), LayoutChoice(preset="fsdp"), jax.devices()[:4]):
         model = shard(config.init(key=jax.random.key(0), vocab_multiple=8), "params")
         given = shard(Batch(**batch()).named(), "compute")
-        loss = lambda model: batch_loss(model, given, StepOptions())[0].total
+        loss = lambda model: batch_loss(model, given, StepOptions(policy=keep))[0].total
         return ledger(jax.grad(loss), model)
 
 
@@ -142,6 +143,18 @@ def test_weights_move_once_for_all_parts():
     exchanged = lambda found: [r for r in found if r.kind == "all-to-all" and r.times == 1 and not r.note]
     assert {r.parts for r in exchanged(once)} == {1} and {r.parts for r in exchanged(twice)} == {2}
     assert sum(r.wire for r in exchanged(twice)) == sum(r.wire for r in exchanged(once))
+
+
+def test_weights_of_experts_are_kept_where_they_are_named():
+    """Then they are gathered once a step; not with all that is marked, which would fill the memory."""
+    weights = ("mlp.gate", "mlp.up", "mlp.down")
+
+    def again(keep):
+        rows = [r for r in moved(1, keep) if r.kind == "all-gather" and r.direction == "recomputed"]
+        return sorted(r.parameter for r in rows if r.parameter.endswith(weights))
+
+    assert [name.rpartition(".")[2] for name in again(saved)] == ["down", "gate", "up"]
+    assert again(only("mlp_gate", "mlp_up", "expert_weights")) == []
 
 
 def test_refused():

@@ -52,9 +52,9 @@ def arrays():
     return x.with_array(jnp.abs(x.array)), favoured, *into, draw(4, "experts mlp embed", EXPERTS, MLP, EMBED)
 
 
-def loss(way, slack, x, router, gate, up, down, *biases):
+def loss(how, x, router, gate, up, down, *biases):
     beside = dict(biases=Biases(*biases), gated=CLAMPED) if biases else {}
-    out = mix(x, choose(score(x, router), CHOICES), gate, up, down, way=way, slack=slack, **beside)
+    out = mix(x, choose(score(x, router), CHOICES), gate, up, down, **how, **beside)
     weights = named(jnp.arange(1.0, x.shape["embed"] + 1), "embed")  # elements in a wrong place show
     return (out * out * weights).sum().array, out
 
@@ -66,14 +66,14 @@ def biases():
     return gate, up, draw(2, "routes embed", EXPERTS, EMBED)
 
 
-def run(jit, given, way, slack=1.5):
-    fn = jax.value_and_grad(functools.partial(loss, way, slack), argnums=tuple(range(len(given))), has_aux=True)
+def run(jit, given, **how):
+    fn = jax.value_and_grad(functools.partial(loss, how), argnums=tuple(range(len(given))), has_aux=True)
     return jax.device_get(jit(fn)(*given))
 
 
 @functools.cache
-def defined(biased=False):
-    return run(jax.jit, arrays() + (biases() if biased else ()), "dense")
+def defined(biased=False, dispatch=None):
+    return run(jax.jit, arrays() + (biases() if biased else ()), way="dense", dispatch=dispatch)
 
 
 # Where experts have biases, and gates with bounds.
@@ -82,6 +82,23 @@ BIASED = {
     ("expert, many", "gather", 1.5), ("expert, hierarchical", "hierarchical", 0.3),
     ("tensor", "gather", 1.5), ("over model", "auto", 1.5), ("over both", "auto", 1.5),
 }  # fmt: skip
+
+
+# In which rows travel in eight bits too.
+NARROW = {
+    ("one", "grouped", 1.5), ("expert", "dense", 1.5), ("expert", "ragged", 0.3), ("expert, many", "slots", 1.5),
+    ("expert, many", "gather", 1.5), ("expert, hierarchical", "hierarchical", 1.5),
+    ("expert, hierarchical", "hierarchical", 0.3), ("whole tokens", "slots", 1.5), ("tensor", "ragged", 0.5),
+}  # fmt: skip
+
+
+def on_layout(layout, given, **how):
+    if LAYOUTS[layout] is None:
+        return run(jax.jit, given, **how)
+    x, *weights = given
+    mesh, params, compute = LAYOUTS[layout]
+    with Layout(make_mesh(jax.devices()[:4], **mesh), params, compute):
+        return run(named_jit, (shard(x, "compute"), *shard(weights, "params")), **how)
 
 
 @pytest.mark.slow(but=1)
@@ -110,15 +127,11 @@ def test_every_way_is_the_definition(layout, way, slack, monkeypatch):
     monkeypatch.setattr(mixing, "RAGGED", (*mixing.RAGGED, "cpu"))
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     biased = (layout, way, slack) in BIASED
-    (x, *weights), wanted = arrays() + (biases() if biased else ()), defined(biased)
-    if LAYOUTS[layout] is None:
-        found = run(jax.jit, (x, *weights), way, slack)
-    else:
-        mesh, params, compute = LAYOUTS[layout]
-        with Layout(make_mesh(jax.devices()[:4], **mesh), params, compute):
-            found = run(named_jit, (shard(x, "compute"), *shard(weights, "params")), way, slack)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert np.linalg.norm(a - b) < 2e-6 * np.linalg.norm(b)
+    given = arrays() + (biases() if biased else ())
+    for dispatch in (None, "mxfp8") if (layout, way, slack) in NARROW else (None,):
+        found = on_layout(layout, given, way=way, slack=slack, dispatch=dispatch)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(defined(biased, dispatch)), strict=True):
+            assert np.linalg.norm(a - b) < 2e-6 * np.linalg.norm(b), dispatch
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -164,7 +177,7 @@ def test_no_buffer_of_a_weight_for_every_token():
     given = [named(jax.ShapeDtypeStruct(s, jnp.float32), n) for s, n in zip(shapes, names, strict=True)]
 
     def temporaries(way):
-        fn = jax.grad(lambda *a: loss(way, 1.5, *a)[0], argnums=tuple(range(5)))
+        fn = jax.grad(lambda *a: loss(dict(way=way), *a)[0], argnums=tuple(range(5)))
         return jax.jit(fn).lower(*given).compile().memory_analysis().temp_size_in_bytes
 
     for_every_token = 4 * tokens * embed * mlp
@@ -202,7 +215,7 @@ def test_refused():
     with Layout(make_mesh(jax.devices()[:4], **mesh), params, compute):
         given = (shard(x, "compute"), *shard(weights, "params"))
         with pytest.raises(ExpertsError) as error:
-            jax.eval_shape(functools.partial(loss, "ragged", 1.5), *given)
+            jax.eval_shape(functools.partial(loss, dict(way="ragged")), *given)
     assert str(error.value) == (
         "A ragged exchange needs a backend that has one.\n"
         "  seen:  way='ragged' on cpu\n"
@@ -212,7 +225,7 @@ def test_refused():
     mesh, params, compute = LAYOUTS["over model"]
     with Layout(make_mesh(jax.devices()[:4], **mesh), params, compute):
         with pytest.raises(ExpertsError) as error:
-            jax.eval_shape(functools.partial(loss, "slots", 1.5), shard(x, "compute"), *shard(weights, "params"))
+            jax.eval_shape(functools.partial(loss, dict(way="slots")), shard(x, "compute"), *shard(weights, "params"))
     assert str(error.value) == (
         "Tokens are exchanged along mesh axes that slice both experts and tokens.\n"
         "  seen:  slots: experts/model, tokens/data\n"

@@ -54,7 +54,8 @@ def deepseek_v3() -> Run:
             rope_theta=10_000.0,
             rope_scaling=YarnScaling(factor=40.0, original_context=4096, mscale=1.0, mscale_all_dim=1.0),
             tie_embeddings=False,
-            routing=dataclasses.replace(ROUTING, interleave=2),  # of the two sequences of a device one is exchanged
+            # Of the two sequences of a device one is exchanged, in eight bits on its way to experts.
+            routing=dataclasses.replace(ROUTING, interleave=2, dispatch="mxfp8"),
         ),
         data=Data(source=StoreSource(path="tokens"), sequence_length=4096),
         batch_size=1024,

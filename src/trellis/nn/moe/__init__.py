@@ -1,6 +1,6 @@
 """Mixtures of experts: routing, its losses, tokens on their way to experts, and the products."""
 
-from trellis.nn.moe.config import Routing, Way
+from trellis.nn.moe.config import Dispatch, Routing, Way
 from trellis.nn.moe.exchange import ExpertsError, exchange_experts, gather_experts
 from trellis.nn.moe.experts import Experts, Shared
 from trellis.nn.moe.grouped import grouped_matmul
@@ -14,6 +14,7 @@ from trellis.nn.moe.rows import local_experts
 __all__ = [
     "Biases",
     "Choices",
+    "Dispatch",
     "Experts",
     "ExpertsError",
     "Routed",

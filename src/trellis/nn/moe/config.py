@@ -9,6 +9,7 @@ from trellis.errors import UserError
 _MOST_ROOM = 1000
 
 Way = Literal["auto", "dense", "grouped", "gather", "ragged", "slots", "hierarchical"]
+Dispatch = Literal["mxfp8"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,10 @@ class Routing:
     interleave: int = 1
     """In how many parts the sequences of a device go through a layer side by side, so that rows of one are on their
     way while another is computed. Set it to 2 where a plan says that an exchange is waited for."""
+    dispatch: Dispatch | None = None
+    """In which numbers tokens go to their experts, and gradients of what experts made: mxfp8, e4m3 in blocks of 32,
+    about half the bytes of bfloat16. What comes back is not rounded. null leaves all in the type of the rest. Set it
+    where a plan says that an exchange is waited for."""
 
     def __post_init__(self):
         rules = {

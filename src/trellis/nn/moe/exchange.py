@@ -14,6 +14,8 @@ from jax import lax
 
 from trellis.errors import UserError
 from trellis.mesh.manual.ops import vary, varying_axes
+from trellis.nn.moe.config import Dispatch
+from trellis.nn.moe.dispatch import Carrier, as_returned, as_sent
 from trellis.nn.moe.interleave import in_turn
 from trellis.nn.moe.ragged import in_tiles
 from trellis.nn.moe.rounds import Moving, in_rounds, one_round
@@ -38,6 +40,7 @@ def gather_experts(
     axes: Axes,
     count: int,
     tokens: Axes | None = None,
+    dispatch: Dispatch | None = None,
 ) -> jax.Array:
     """Every device gets all tokens, computes what its own experts make of them, and the sums are scattered back.
 
@@ -52,6 +55,7 @@ def gather_experts(
         count: how many experts each device has.
         tokens: those of the axes that slice tokens too; all if not given. Along the others all devices hold the same
             tokens, and the result is each device's part of the sum.
+        dispatch: in which numbers tokens are gathered, and gradients of the sums; None for those that they have.
 
     Returns:
         `tokens embed`.
@@ -62,8 +66,13 @@ def gather_experts(
     check_axes(axes, "gather_experts")
     tokens = axes if tokens is None else tokens
     x, ids, weights = (vary(a, axes) for a in (x, ids, weights))
+    gather = lambda a, _=None: lax.all_gather(a, tokens, axis=0, tiled=True)
+    scatter = lambda made, _: lax.psum_scatter(made, tokens, scatter_dimension=0, tiled=True)
+    carrier = Carrier(gather, scatter, dispatch)
     if tokens:
-        x, ids, weights = (lax.all_gather(a, tokens, axis=0, tiled=True) for a in (x, ids, weights))
+        x, ids, weights = carrier.there(x, None), gather(ids), gather(weights)
+    elif dispatch is not None:
+        x = as_sent(x)
     first = lax.axis_index(axes) * count
 
     def filling(rows, sizes, weights):
@@ -71,7 +80,9 @@ def gather_experts(
             return compute(rows, sizes, weights)
 
     made = local_experts(x, ids - first, weights, filling, count=count)
-    return lax.psum_scatter(made, tokens, scatter_dimension=0, tiled=True) if tokens else made
+    if not tokens:
+        return made if dispatch is None else as_returned(made)
+    return carrier.back(made, None)
 
 
 def exchange_experts(
@@ -84,6 +95,7 @@ def exchange_experts(
     count: int,
     ragged: bool,
     slack: float,
+    dispatch: Dispatch | None = None,
 ) -> jax.Array:
     """Every token goes to the devices of its experts, and what they made of it comes back.
 
@@ -108,6 +120,8 @@ def exchange_experts(
         count: how many experts each device has.
         ragged: whether only rows with a token travel.
         slack: a buffer's room, in rows of an even load.
+        dispatch: in which numbers tokens go to experts, and gradients of what comes back; None for those that they
+            have.
 
     Returns:
         `tokens embed`.
@@ -115,18 +129,25 @@ def exchange_experts(
     Raises:
         ExpertsError: outside of manual mode, the mesh has no such axis, or there is no slack.
     """
-    how = dict(axes=axes, count=count, ragged=ragged, slack=slack)
+    how = dict(axes=axes, count=count, ragged=ragged, slack=slack, dispatch=dispatch)
     return exchange_each([(x, ids, weights)], compute, **how)[0]
 
 
 def exchange_each(
-    given: Sequence[Tokens], compute: Compute, *, axes: Axes, count: int, ragged: bool, slack: float
+    given: Sequence[Tokens],
+    compute: Compute,
+    *,
+    axes: Axes,
+    count: int,
+    ragged: bool,
+    slack: float,
+    dispatch: Dispatch | None = None,
 ) -> list[jax.Array]:
     """`exchange_experts` of several parts of a device's tokens, whose exchanges follow each other (`in_turn`).
 
     Args:
         given: `x`, `ids` and `weights` of each, all of the same sizes.
-        compute, axes, count, ragged, slack: as there.
+        compute, axes, count, ragged, slack, dispatch: as there.
     """
     given, varying = enter(given, axes, slack, "exchange_experts")
     (tokens, choices), devices = given[0][1].shape, lax.axis_size(axes)
@@ -135,10 +156,12 @@ def exchange_each(
     worst = devices * tokens * min(choices, count)
     room = min(worst, -(-math.ceil(slack * pairs) // devices) * devices)
     road = Road(axes, room, ragged, even=pairs)
+    carrier = Carrier(road.bring, lambda made, at: road.leave(made, at, pairs), dispatch, ragged)
 
     def packing(given, ids):
-        rows, counted, *known = pack(*given, ids, axes=axes, count=count, room=pairs)
-        return (rows, counted), known
+        x, weights = given
+        known = pack(weights, ids, axes=axes, count=count, room=pairs)
+        return (take_rows(x, known.tokens, known.copies), known.counted), known[1:]
 
     def filling(rows, sizes, weights):
         with filled_rows(pairs, room):
@@ -153,8 +176,13 @@ def exchange_each(
         return lax.pmax(rounds, varying)  # all devices of the mesh agree, whether or not they exchange rows
 
     parts = [Moving(rows, counted, counts, needed(counts)) for (rows, counted), (counts, *_) in packed]
-    arrive = lambda given, known: road.arrive(*given, *known)
-    leave = lambda made, at: (road.leave(made, at, pairs), ())
+
+    def arrive(given, known):
+        at = road.known(*known, pairs)
+        rows, counted = given
+        return (carrier.there(rows, at), road.weigh(counted, at)), at
+
+    leave = lambda made, at: (carrier.back(made, at), ())
     if worst > room:
         now = lambda counts, turn: Turn.of(counts, turn, axes, room, ragged).inside(pairs)
         with loop_turns(pairs, room, before=1, by_load=True):
@@ -167,28 +195,25 @@ def exchange_each(
 
 
 class Packed(NamedTuple):
-    """Rows that leave for their experts, and what devices know of each other's.
+    """Which rows leave for their experts, sorted by these, and what devices know of each other's.
 
     Attributes:
-        rows: `rows ...`, sorted by expert.
         counted: `f32["pairs"]`, what the rows of all devices count.
         counts: `i32["from to count"]`, rows for each expert.
         tokens: `i32["rows"]`, whose each row is.
         copies: `i32["tokens choices"]`, where each token's rows are.
     """
 
-    rows: jax.Array
     counted: jax.Array
     counts: jax.Array
     tokens: jax.Array
     copies: jax.Array
 
 
-def pack(x: jax.Array, weights: jax.Array, ids: jax.Array, *, axes: Axes, count: int, room: int) -> Packed:
+def pack(weights: jax.Array, ids: jax.Array, *, axes: Axes, count: int, room: int) -> Packed:
     """A row for each token and expert, and from all devices what these count and how many there are.
 
     Args:
-        x: `tokens ...`.
         weights: `f32["tokens choices"]`.
         ids: `i32["tokens choices"]`, experts counted along `axes`; larger numbers are nobody's.
         axes: the mesh axes that slice the experts.
@@ -198,10 +223,9 @@ def pack(x: jax.Array, weights: jax.Array, ids: jax.Array, *, axes: Axes, count:
     devices, choices = lax.axis_size(axes), ids.shape[1]
     order, place, sizes = first_by_expert(ids, devices * count, room)
     tokens, copies = order // choices, place.reshape(ids.shape)
-    rows = take_rows(x, tokens, copies)
     counted = lax.all_gather(take_rows(weights.reshape(-1), order, place[:, None]), axes, axis=0, tiled=True)
     counts = lax.all_gather(sizes, axes, axis=0).reshape(devices, devices, count)
-    return Packed(rows, counted, counts, tokens, copies)
+    return Packed(counted, counts, tokens, copies)
 
 
 def first_by_expert(ids: jax.Array, count: int, room: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -176,5 +176,5 @@ class Experts(eqx.Module):
             given = [(x, limit(choices, self.router.shape["routes"], routing.capacity)) for x, choices in given]
         products = self.gate, self.up, self.down
         own = dict(biases=self.biases, gated=self.gated, groups=(routing.groups, routing.groups_per_token))
-        made = mix_each(given, *products, **own, way=routing.way, slack=routing.slack)
+        made = mix_each(given, *products, **own, way=routing.way, slack=routing.slack, dispatch=routing.dispatch)
         return made if self.shared is None else [out + self.shared(x) for out, (x, _) in zip(made, given, strict=True)]

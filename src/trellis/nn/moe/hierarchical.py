@@ -15,6 +15,8 @@ import numpy as np
 from jax import lax
 
 from trellis.mesh.manual.ops import vary
+from trellis.nn.moe.config import Dispatch
+from trellis.nn.moe.dispatch import Carrier
 from trellis.nn.moe.exchange import Tokens, enter, first_by_expert, pack
 from trellis.nn.moe.interleave import after
 from trellis.nn.moe.ragged import in_tiles
@@ -35,6 +37,7 @@ def hierarchical_experts(
     ragged: bool,
     slack: float,
     most: int | None = None,
+    dispatch: Dispatch | None = None,
 ) -> jax.Array:
     """Every token goes once to each part of the first axis where it has experts, from there to these along the others,
     and the sums of each part come back.
@@ -55,6 +58,8 @@ def hierarchical_experts(
         slack: a buffer's room, in rows of an even load.
         most: in how many parts of the first axis a token has experts, by the router's limits; None where it has none.
             Buffers are made for it. Tokens in more parts than that cost further turns, and are not lost.
+        dispatch: in which numbers tokens go to experts, and gradients of what comes back; None for those that they
+            have.
 
     Returns:
         `tokens embed`.
@@ -62,7 +67,7 @@ def hierarchical_experts(
     Raises:
         ExpertsError: outside of manual mode, the mesh has no such axis, or there is no slack.
     """
-    how = dict(axes=axes, count=count, ragged=ragged, slack=slack, most=most)
+    how = dict(axes=axes, count=count, ragged=ragged, slack=slack, most=most, dispatch=dispatch)
     return hierarchical_each([(x, ids, weights)], compute, **how)[0]
 
 
@@ -75,12 +80,13 @@ def hierarchical_each(
     ragged: bool,
     slack: float,
     most: int | None = None,
+    dispatch: Dispatch | None = None,
 ) -> list[jax.Array]:
     """`hierarchical_experts` of several parts of a device's tokens, whose exchanges follow each other (`in_turn`).
 
     Args:
         given: `x`, `ids` and `weights` of each, all of the same sizes.
-        compute, axes, count, ragged, slack, most: as there.
+        compute, axes, count, ragged, slack, most, dispatch: as there.
     """
     given, varying = enter(given, axes, slack, "hierarchical_experts")
     rooms = _Rooms(*given[0][1].shape, lax.axis_size(axes[0]), lax.axis_size(axes[1:]), count, ragged, slack, most)
@@ -102,14 +108,16 @@ def hierarchical_each(
     roads = _Roads(
         Road(axes[:1], rooms.arrived, ragged, even=rooms.even), Road(axes[1:], rooms.last, ragged, even=rooms.pairs)
     )
+    bring, leaving = (functools.partial(move, rooms=rooms, roads=roads) for move in (_bring, _leave))
+    carrier = Carrier(bring, leaving, dispatch, ragged)
 
     def arrive(given, known):
-        (ids, needed), turn = known
-        return _arrive(
-            *given, ids, _part_of(ids.shape[0], agreed(ids) if needed is None else needed) == turn, rooms, roads
-        )
+        (rows, weights), ((ids, needed), turn) = given, known
+        moves = _part_of(ids.shape[0], agreed(ids) if needed is None else needed) == turn
+        weights, at = _known(weights, ids, moves, rooms, roads)
+        return (carrier.there(rows, at), weights), at
 
-    leave = lambda made, at: (_leave(made, at, rooms, roads), ())
+    leave = lambda made, at: (carrier.back(made, at), ())
     if halvings > 1:
         with loop_turns(rooms.pairs, rooms.last, before=1, by_load=True):
             made = in_rounds(arrive, filling, leave, _moves, parts)
@@ -270,8 +278,8 @@ class _Arrived(NamedTuple):
     far_rows: tuple[jax.Array, jax.Array]
 
 
-def _arrive(rows, weights, ids, moves, rooms: _Rooms, roads: _Roads):
-    """Tokens to the parts of the first axis where they have experts, and from there to these."""
+def _known(weights, ids, moves, rooms: _Rooms, roads: _Roads) -> tuple[jax.Array, _Arrived]:
+    """What rows count that arrive at this device's experts, and which tokens these are."""
     of_part, far = rooms.near * rooms.count, roads.far.axes
     ids = jnp.where(moves[:, None], ids, rooms.nobody)
     parts = jnp.where(ids < rooms.nobody, ids // of_part, rooms.far)
@@ -280,23 +288,28 @@ def _arrive(rows, weights, ids, moves, rooms: _Rooms, roads: _Roads):
     order, place, sizes = first_by_expert(jnp.where(again, rooms.far, parts), rooms.far, rooms.sent)
     tokens = order // rooms.choices
     copies = jnp.sort(place.reshape(ids.shape), axis=1)[:, : rooms.parts]
-    sent = take_rows(rows, tokens, copies)
     beside = functools.partial(lax.all_gather, axis_name=far, axis=0, tiled=True)
     all_ids, all_weights = beside(ids[tokens]), beside(take_rows(weights, tokens, copies))
     sizes = beside(sizes[None])[..., None]
     moved = Turn.of(sizes, jnp.int32(0), far, rooms.arrived, rooms.ragged)
-    got = roads.far.there(sent, sizes, moved)
     nobody, sender, number = arrivals(sizes, moved, rooms.arrived)
     index, places = brought_with(sizes, moved, sender, number, rooms.arrived, rooms.sent)
     here = all_ids.at[index].get(mode="clip", wrap_negative_indices=False) - lax.axis_index(far) * of_part
     here = jnp.where((nobody == 0)[:, None] & (here >= 0) & (here < of_part), here, of_part)
     mine = take_rows(all_weights, index, places)
-    on = pack(got, mine, here, axes=roads.near.axes, count=rooms.count, room=rooms.passed)
-    given, near = roads.near.arrive(on.rows, on.counted, on.counts, jnp.int32(0))
-    return given, _Arrived(near.sizes, near, (on.copies, on.tokens), (sizes, moved), (copies, tokens))
+    on = pack(mine, here, axes=roads.near.axes, count=rooms.count, room=rooms.passed)
+    near = roads.near.known(on.counts, jnp.int32(0), rooms.passed)
+    at = _Arrived(near.sizes, near, (on.copies, on.tokens), (sizes, moved), (copies, tokens))
+    return roads.near.weigh(on.counted, near), at
 
 
-def _leave(made, at: _Arrived, rooms: _Rooms, roads: _Roads):
+def _bring(rows, at: _Arrived, *, rooms: _Rooms, roads: _Roads):
+    """Tokens to the parts of the first axis where they have experts, and from there to these."""
+    got = roads.far.there(take_rows(rows, *reversed(at.far_rows)), *at.far)
+    return roads.near.bring(take_rows(got, *reversed(at.near_rows)), at.near)
+
+
+def _leave(made, at: _Arrived, *, rooms: _Rooms, roads: _Roads):
     """The sums of what experts made of tokens, back to where these came from."""
     sums = sum_rows(roads.near.leave(made, at.near, rooms.passed), *at.near_rows)
     return sum_rows(roads.far.home(sums, *at.far, rooms.sent), *at.far_rows)

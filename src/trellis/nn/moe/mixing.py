@@ -16,7 +16,8 @@ from trellis.named.backend import RAGGED, platform_of
 from trellis.named.placing import move
 from trellis.nn.gate import ClampedSwiGLU
 from trellis.nn.initializers import constant
-from trellis.nn.moe.config import Way
+from trellis.nn.moe.config import Dispatch, Way
+from trellis.nn.moe.dispatch import as_returned, as_sent
 from trellis.nn.moe.exchange import ExpertsError, exchange_each, gather_experts
 from trellis.nn.moe.hierarchical import hierarchical_each, parts_met
 from trellis.nn.moe.narrow import gradient_only, grouped_each, held, narrow_weights, unmarked
@@ -90,6 +91,7 @@ def mix(
     way: Way = "auto",
     slack: float = 1.5,
     groups: tuple[int, int] = (1, 1),
+    dispatch: Dispatch | None = None,
 ) -> NamedArray:
     """Each token's weighted sum of its experts, which are SwiGLU blocks, on any layout.
 
@@ -130,6 +132,8 @@ def mix(
         slack: room of an exchange's buffers, in rows of an even load. What does not fit goes in further rounds.
         groups: in how many groups the experts are, and how many of them a token's come from, as the router limits it
             (`Routing`); buffers of `hierarchical` are made for that.
+        dispatch: in which numbers tokens go to experts, and gradients of what comes back, on every way; None for those
+            that they have.
 
     Returns:
         `"batch pos embed"`.
@@ -137,7 +141,7 @@ def mix(
     Raises:
         ExpertsError: the way is not one that the layout or the backend has.
     """
-    how = dict(biases=biases, gated=gated, way=way, slack=slack, groups=groups)
+    how = dict(biases=biases, gated=gated, way=way, slack=slack, groups=groups, dispatch=dispatch)
     return mix_each([(x, choices)], gate, up, down, **how)[0]
 
 
@@ -152,14 +156,15 @@ def mix_each(
     way: Way,
     slack: float,
     groups: tuple[int, int],
+    dispatch: Dispatch | None = None,
 ) -> list[NamedArray]:
     """`mix` of several parts of a batch: weights move once for all, and exchanges follow each other.
 
     Args:
         given: tokens and choices of each, all of the same sizes.
-        gate, up, down, biases, gated, way, slack, groups: as there.
+        gate, up, down, biases, gated, way, slack, groups, dispatch: as there.
     """
-    made = _mixed(given, gate, up, down, biases, gated, way, slack, groups)
+    made = _mixed(given, gate, up, down, biases, gated, way, slack, groups, dispatch)
     if biases is None:
         return made
     return [
@@ -177,12 +182,13 @@ def _mixed(
     way: Way,
     slack: float,
     groups: tuple[int, int],
+    dispatch: Dispatch | None,
 ) -> list[NamedArray]:
     first, choices = given[0]
     places = _places(first)
     chosen = _chosen(way, places, first, choices.ids.shape["choices"])
     if chosen == "dense":
-        return [_dense(*each, gate, up, down, biases, gated) for each in given]
+        return [_dense(*each, gate, up, down, biases, gated, dispatch) for each in given]
     kinds, (gate, up, down) = unmarked((gate, up, down))
     experts = gate.axis("experts").size
     if chosen == "grouped":
@@ -211,17 +217,18 @@ def _mixed(
         compute = lambda rows, sizes, counted: _products(rows, sizes, counted, gate, up, down, added, gated)
         count = experts // devices
         if chosen in EXCHANGES:
-            how = dict(axes=places.experts, count=count, ragged=ragged, slack=slack)
+            how = dict(axes=places.experts, count=count, ragged=ragged, slack=slack, dispatch=dispatch)
             if chosen == "hierarchical":
                 most = parts_met(mesh.shape[places.experts[0]], *groups)
                 made = hierarchical_each(parts, compute, **how, most=most)
             else:
                 made = exchange_each(parts, compute, **how)
         elif places.experts:
-            axes, shared = places.experts, places.shared
-            made = [gather_experts(*part, compute, axes=axes, count=count, tokens=shared) for part in parts]
+            how = dict(axes=places.experts, count=count, tokens=places.shared, dispatch=dispatch)
+            made = [gather_experts(*part, compute, **how) for part in parts]
         else:
-            made = [local_experts(*part, compute, count=count) for part in parts]
+            sent, returned = (as_sent, as_returned) if dispatch else (lambda x: x, lambda made: made)
+            made = [returned(local_experts(sent(x), *beside, compute, count=count)) for x, *beside in parts]
         return [out.reshape(x.shape) for out, x in zip(made, of_tokens[::3], strict=True)]
 
     arrays = (*of_tokens, gate, up, down, *added)
@@ -240,9 +247,14 @@ def _mixed(
     for numbers in narrow:  # those of a weight go where it goes, without its gradient; scales go nowhere
         slices.append(slices[tokens_end + 2 * (numbers.names == down.names)] if numbers.names else ())
         copied.append(frozenset())
+
+    def brought(a, slices, copied):
+        out = move(a, slices, copied).array
+        return save(out, "expert_weights", if_named=True) if "experts" in a.names else out
+
     moved = [
-        gradient_only(a.array, a.names, s, c) if n in marked else move(a, s, c).array
-        for n, (a, s, c) in enumerate(zip((*arrays, *narrow), slices, copied, strict=True))
+        gradient_only(a.array, a.names, *where) if n in marked else brought(a, *where)
+        for n, (a, *where) in enumerate(zip((*arrays, *narrow), slices, copied, strict=True))
     ]
     specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in moved)
     mix = by_device(
@@ -277,8 +289,11 @@ def _weighted(choices: Choices, of_expert: NamedArray) -> NamedArray:
     return einsum("... routes, routes embed -> ... embed", weights, of_expert)
 
 
-def _dense(x, choices: Choices, gate, up, down, biases: Biases | None, gated_by: ClampedSwiGLU | None):
+def _dense(x, choices: Choices, gate, up, down, biases: Biases | None, gated_by: ClampedSwiGLU | None, dispatch):
     """By definition: all experts for all tokens."""
+    if dispatch:
+        x = settle(x).transpose((*TOKENS[:2], "embed"))
+        x = x.with_array(as_sent(x.array))
     experts = unmarked((gate,))[1][0].axis("experts")
     hot = one_hot(choices.ids, Axis("experts", experts.size))
     weights = einsum("... choices experts, ... choices -> ... experts", hot, choices.weights).astype(x.dtype)
@@ -286,7 +301,8 @@ def _dense(x, choices: Choices, gate, up, down, biases: Biases | None, gated_by:
     if biases is not None:
         gated, upped = gated + biases.gate, upped + biases.up
     hidden = silu(gated) * upped if gated_by is None else gated_by(gated, upped)
-    return einsum("batch pos experts mlp, experts mlp embed -> batch pos embed", hidden * weights, down)
+    made = einsum("batch pos experts mlp, experts mlp embed -> batch pos embed", hidden * weights, down)
+    return made.with_array(as_returned(settle(made).array)) if dispatch else made
 
 
 def _places(x: NamedArray) -> Places:

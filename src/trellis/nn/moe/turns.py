@@ -67,6 +67,7 @@ class Arrived(NamedTuple):
         order, place: `i32["room"]`, from the buffer to rows sorted by expert, and back.
         counts: `i32["from to count"]`, rows for each expert.
         turn: in which they moved.
+        beside: of all devices' rows the number of each, and where each of these is.
     """
 
     sizes: jax.Array
@@ -74,6 +75,7 @@ class Arrived(NamedTuple):
     place: jax.Array
     counts: jax.Array
     turn: Turn
+    beside: tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,25 +120,27 @@ class Road:
         index, places = self._slots(rows, turn)
         return sum_rows(lax.all_to_all(made, self.axes, 0, 0, tiled=True), places, index)
 
-    def arrive(self, rows: jax.Array, counted: jax.Array, counts: jax.Array, number: jax.Array):
-        """A round's rows, sorted by this device's experts.
+    def known(self, counts: jax.Array, number: jax.Array, rows: int) -> "Arrived":
+        """Where a round's rows are from, and where they lie sorted by this device's experts.
 
         Args:
-            rows: `rows ...`, sorted by expert.
-            counted: `f32["pairs"]`, what the rows of all devices count.
             counts: `i32["from to count"]`, rows for each expert.
             number: of the round.
-
-        Returns:
-            `room embed` and `f32["room"]`, what each counts; and where these are from.
+            rows: of each device, sorted by expert.
         """
         turn = Turn.of(counts, number, self.axes, self.room, self.ragged)
-        got = self.there(rows, counts, turn)
         expert, sender, mine = arrivals(counts, turn, self.room)
-        weights = take_rows(counted, *brought_with(counts, turn, sender, mine, self.room, rows.shape[0]))
+        beside = brought_with(counts, turn, sender, mine, self.room, rows)
         order, place, sizes = sort_by_expert(expert, counts.shape[2])
-        given = reorder(got, order, place).reshape(self.room, -1)
-        return (given, reorder(weights, order, place)), Arrived(sizes, order, place, counts, turn)
+        return Arrived(sizes, order, place, counts, turn, beside)
+
+    def bring(self, rows: jax.Array, at: "Arrived") -> jax.Array:
+        """`room embed`, a round's rows, sorted by this device's experts, of `rows ...`."""
+        return reorder(self.there(rows, at.counts, at.turn), at.order, at.place).reshape(self.room, -1)
+
+    def weigh(self, counted: jax.Array, at: "Arrived") -> jax.Array:
+        """`f32["room"]`, what each of them counts, of `f32["pairs"]`, what the rows of all devices do."""
+        return reorder(take_rows(counted, *at.beside), at.order, at.place)
 
     def leave(self, made: jax.Array, at: "Arrived", rows: int) -> jax.Array:
         """What is made of rows that arrived, at their places among the rows that were sent; anything at the others."""

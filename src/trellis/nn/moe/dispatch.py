@@ -1,0 +1,150 @@
+"""Rows on their way to experts in eight bits; what experts make of them comes back as it is.
+
+Numbers of a row share powers of two in blocks of 32 (MXFP8, `trellis.named.blocks`), and these travel with it, in one
+array. The gradient of what comes back goes the way of the rows, and so in eight bits too; that of the rows comes back
+as it is (DeepSeek-AI, 2024, arXiv:2412.19437, section 3.3.3).
+
+A row is rounded by its own numbers, wherever it goes, and rows that stay are rounded as those that travel: what a model
+computes does not depend on its layout.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from trellis.named.backend import platform_of
+from trellis.named.blocks import MXFP8, block_of, opened
+from trellis.named.narrow import rounded
+from trellis.nn.moe.config import Dispatch
+from trellis.nn.moe.ragged import in_tiles
+from trellis.nn.moe.tiles import LANES
+
+# Rows of any kind of numbers, and integers that say where each goes.
+Move = Callable[[jax.Array, Any], jax.Array]
+
+# The type of rows in eight bits on their way, as the notation has it.
+WORDS = "u16"
+
+# Bytes that rows are filled up to: what vectorized copies take at once, and rows of a TPU's tile, which hold 128 words
+# of 16 bits, two of them so that a ragged exchange moves whole tiles (`in_tiles`).
+_ALIGNED, _TILE = 16, 2 * 2 * LANES
+
+
+@dataclasses.dataclass(frozen=True)
+class Carrier:
+    """What brings rows to experts, and what is made of them back.
+
+    Attributes:
+        bring: rows to where they are computed with, `rows ...` to `room ...`.
+        leave: the other way, what `bring` is backward.
+        dispatch: in which numbers rows are brought; None for those that they have.
+        ragged: whether rows that travel are in tiles of their own (`in_tiles`).
+    """
+
+    bring: Move
+    leave: Move
+    dispatch: Dispatch | None
+    ragged: bool = False
+
+    def there(self, rows: jax.Array, at: Any) -> jax.Array:
+        """`room embed`, of `rows embed` or those in tiles."""
+        return self.bring(rows, at) if self.dispatch is None else _there(self, rows, at)
+
+    def back(self, made: jax.Array, at: Any) -> jax.Array:
+        """What is made of them, `room embed`, where they came from."""
+        return self.leave(made, at) if self.dispatch is None else _back(self, made, at)
+
+    def narrow(self, rows: jax.Array, at: Any, embed: int) -> jax.Array:
+        """Rows brought in eight bits, in the type that they have here: `room embed`."""
+        words = in_words(rows, tiled=self.ragged)
+        return from_words(self.bring(words, at), embed, rows.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _there(carrier: Carrier, rows, at):
+    return carrier.narrow(rows, at, math.prod(rows.shape[1:]))
+
+
+_there.defvjp(lambda c, rows, at: (_there(c, rows, at), at), lambda c, at, d: (c.leave(d, at), None))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _back(carrier: Carrier, made, at):
+    return carrier.leave(made, at)
+
+
+_back.defvjp(
+    lambda c, made, at: (c.leave(made, at), at), lambda c, at, d: (c.narrow(d, at, math.prod(d.shape[1:])), None)
+)
+
+
+@jax.custom_vjp
+def as_sent(x: jax.Array) -> jax.Array:
+    """What stays as it would arrive; the gradient is as if nothing was rounded.
+
+    Args:
+        x: `... embed`, whose blocks lie on one device.
+    """
+    found = rounded(x, "mxfp8", (x.ndim - 1,))
+    return opened(found.values, found.scale, x.dtype)
+
+
+as_sent.defvjp(lambda x: (as_sent(x), None), lambda _, d: (d,))
+
+
+@jax.custom_vjp
+def as_returned(made: jax.Array) -> jax.Array:
+    """What comes back from where it was made; its gradient goes there, and is as it would arrive."""
+    return made
+
+
+as_returned.defvjp(lambda made: (made, None), lambda _, d: (as_sent(d),))
+
+
+def in_words(rows: jax.Array, *, tiled: bool = False) -> jax.Array:
+    """Rows in eight bits with the scales of their blocks, as words of 16 bits: `u16["rows words"]`.
+
+    >>> import jax.numpy as jnp
+    >>> words = in_words(jnp.array([[1.0, -2.0, 0.3, 448.0]]))
+    >>> words.shape, from_words(words, 4, jnp.float32).tolist()
+    ((1, 8), [[1.0, -2.0, 0.3125, 448.0]])
+
+    Args:
+        rows: `rows embed`, or in tiles.
+        tiled: whether words are to be in tiles too (`in_tiles`).
+    """
+    rows = rows.reshape(rows.shape[0], -1)
+    found = rounded(rows, "mxfp8", (1,))
+    parts = [lax.bitcast_convert_type(x, jnp.uint8) for x in (found.values, found.scale)]
+    used = sum(x.shape[1] for x in parts)
+    left = -used % (_TILE if tiled and platform_of(rows) == "tpu" else _ALIGNED)
+    whole = jnp.pad(jnp.concatenate(parts, 1), ((0, 0), (0, left)))
+    words = lax.bitcast_convert_type(whole.reshape(rows.shape[0], -1, 2), jnp.uint16)
+    return in_tiles(words) if tiled else words
+
+
+def from_words(words: jax.Array, embed: int, dtype: Any) -> jax.Array:
+    """The rows that words stand for, `rows embed`.
+
+    Args:
+        words: from `in_words`, in tiles or not.
+        embed: numbers of a row.
+        dtype: of the result.
+    """
+    parts = lax.bitcast_convert_type(words, jnp.uint8).reshape(words.shape[0], -1)
+    values, scales = (lax.bitcast_convert_type(x, t) for x, t in zip(_cut(parts, embed), _TYPES, strict=True))
+    return opened(values, scales, dtype)
+
+
+_TYPES = (MXFP8.element, MXFP8.scale)
+
+
+def _cut(parts: jax.Array, embed: int) -> tuple[jax.Array, jax.Array]:
+    """Numbers and scales."""
+    return parts[:, :embed], parts[:, embed : embed + embed // block_of(embed)]

@@ -1,0 +1,119 @@
+"""Rows that go to experts in eight bits: what they are, what it makes of values and gradients, and what moves."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import trellis as tr
+from trellis.inspect import ledger
+from trellis.mesh import Layout, make_mesh
+from trellis.named import named, named_jit, shard
+from trellis.nn.moe import Choices, choose, dispatch, mix, score
+from trellis.nn.moe.dispatch import as_sent, from_words, in_words
+
+BATCH, POS, EMBED, MLP, EXPERTS, CHOICES = 4, 4, 64, 8, 8, 2
+
+
+def rounded(x):
+    """MXFP8 by its definition: e4m3, and for each 32 numbers the least power of two that clips none of them."""
+    blocks = np.asarray(x, np.float64).reshape(*x.shape[:-1], -1, 32)
+    largest = np.abs(blocks).max(-1, keepdims=True)
+    scale = 2.0 ** np.ceil(np.log2(np.where(largest > 0, largest, 448.0) / 448.0))
+    return ((blocks / scale).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale).reshape(
+        x.shape
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_are_what_the_format_says(dtype):
+    x = (jax.random.normal(jax.random.key(0), (5, EMBED)) * jnp.logspace(-2, 2, 5)[:, None]).astype(dtype)
+    x = x.at[0, :32].set(0)
+    wanted = rounded(x)
+    words = in_words(x)
+    assert words.dtype == jnp.uint16 and words.shape == (5, (EMBED + EMBED // 32 + 14) // 2)  # filled up to 16 bytes
+    assert (from_words(words, EMBED, dtype) == wanted.astype(dtype)).all()
+    assert (as_sent(x) == wanted.astype(dtype)).all()
+
+
+def test_a_number_that_is_none_stays_in_its_block():
+    x = jnp.ones((2, EMBED)).at[0, 40].set(jnp.inf).at[1, 3].set(jnp.nan)
+    found = np.isnan(from_words(in_words(x), EMBED, jnp.float32))
+    assert found.tolist() == [[False] * 32 + [True] * 32, [True] * 32 + [False] * 32]
+
+
+@pytest.mark.parametrize(
+    ("platform", "embed", "shape"),
+    [("tpu", 7168, (2, 1920)), ("tpu", 4096, (2, 1152)), ("cuda", 7168, (1, 3696)), ("cuda", 2880, (1, 1488))],
+)
+def test_rows_fill_what_a_platform_moves_at_once(platform, embed, shape, monkeypatch):
+    monkeypatch.setattr(dispatch, "platform_of", lambda array: platform)
+    words = jax.eval_shape(lambda x: in_words(x, tiled=True), jax.ShapeDtypeStruct((3, embed), jnp.bfloat16))
+    assert words.shape == (3, *shape)
+
+
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 5)
+    sizes = {"batch": BATCH, "pos": POS, "embed": EMBED, "mlp": MLP, "experts": EXPERTS, "routes": EXPERTS}
+    draw = lambda key, names: named(jax.random.normal(key, [sizes[n] for n in names.split()]) / 3, names)
+    names = ("batch pos embed", "embed routes", "experts embed mlp", "experts embed mlp", "experts mlp embed")
+    return [draw(*each) for each in zip(keys, names, strict=True)]
+
+
+def test_rows_are_rounded_and_gradients_of_what_is_made_of_them():
+    """By two calls of the whole: of rounded tokens, and backward of a rounded gradient."""
+    x, router, *weights = arrays()
+    choices = choose(score(x, router), CHOICES)
+    d = x.with_array(jax.random.normal(jax.random.key(1), x.array.shape))
+
+    def made(x, counts, *weights, **how):
+        return mix(x, Choices(choices.ids, counts), *weights, way="grouped", **how).array
+
+    sent = x.with_array(jnp.asarray(rounded(x.array), jnp.float32))
+    wanted, whole = jax.vjp(made, sent, choices.weights, *weights)
+    found, narrow = jax.vjp(lambda *given: made(*given, dispatch="mxfp8"), x, choices.weights, *weights)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert not np.allclose(found, made(x, choices.weights, *weights), rtol=1e-4)
+    returned = jnp.asarray(rounded(d.array), jnp.float32)
+    for a, b in zip(jax.tree.leaves(narrow(d.array)), jax.tree.leaves(whole(returned)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("way", "sizes", "there"),
+    [
+        ("slots", dict(expert=4), "all-to-all"),
+        ("hierarchical", dict(expert_y=2, expert=2), "all-to-all"),
+        ("gather", dict(expert=4), "all-gather"),
+    ],
+)
+def test_what_goes_there_takes_a_quarter_of_float32(way, sizes, there):
+    """Forward tokens, backward gradients; what comes back, and the gradients of tokens, are as wide as before."""
+    over, words = tuple(sizes), (EMBED + EMBED // 32 + 14) // 16 * 16
+    with Layout(make_mesh(jax.devices()[:4], **sizes), {"experts": over}, {"experts": over, "batch": over}):
+        x, *weights = shard(arrays(), "compute")
+
+        def moved(how):
+            def loss(x, router, *weights):
+                return mix(x, choose(score(x, router), CHOICES), *weights, way=way, dispatch=how).sum().array
+
+            rows = ledger(named_jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4))), x, *weights).rows
+            row = (f" {EMBED}", f" {words // 2}")
+            return [r for r in rows if r.times == 1 and not r.note and r.what.endswith(row)]
+
+        wide, narrow = moved(None), moved("mxfp8")
+    assert len(wide) == len(narrow) and {r.dtype for r in wide} == {"f32"}
+    of = lambda kind: [(a.wire, b.wire) for a, b in zip(wide, narrow, strict=True) if b.dtype == kind]
+    for whole, wire in of("u16"):
+        assert wire * 4 * EMBED == whole * words
+    assert all(whole == wire for whole, wire in of("f32"))
+    assert len(of("u16")) == len(wide) / 2 and {r.kind for r in narrow if r.dtype == "u16"} == {there}
+    assert {r.direction for r in narrow if r.dtype == "u16"} == {"forward", "backward"}
+
+
+def test_blocks_that_are_cut_are_refused():
+    with Layout(make_mesh(jax.devices()[:4], model=4), {}, {"embed": "model"}):
+        x, *weights = shard(arrays(), "compute")
+        with pytest.raises(tr.NamesError, match="numbers that share a scale lie on one device, got 4 slices"):
+            mix(x, choose(score(x, weights[0]), CHOICES), *weights[1:], way="dense", dispatch="mxfp8")
