@@ -110,10 +110,12 @@ def test_private_names_of_jax_live_in_one_file():
 
 
 def test_what_platforms_want_is_behind_one_interface():
-    """Besides the interface itself: who picks a kernel by the platform that has it. A device's own word for its
-    platform, of which JAX has two for a GPU, is read by the interface, and shown by what describes a machine."""
+    """Besides the interface itself: who picks a kernel, or the width of what moves, by the platform that has it. A
+    device's own word for its platform, of which JAX has two for a GPU, is read by the interface, and shown by what
+    describes a machine."""
     asking = {str(f.relative_to(SOURCE)) for f in FILES if re.search(r"import .*\bplatform_of\b", f.read_text())}
-    assert asking == {"named/backend.py", "nn/attention/dispatch.py", "nn/moe/grouped.py", "nn/moe/mixing.py"}
+    picking = {"nn/attention/dispatch.py", "nn/moe/dispatch.py", "nn/moe/grouped.py", "nn/moe/mixing.py"}
+    assert asking == {"named/backend.py", *picking}
     own = re.compile(r"(?<!sys)(?<!trellis\.mesh)(?<!trellis\.hardware)\.platform\b|default_backend")
     reading = {str(f.relative_to(SOURCE)) for f in FILES if own.search(f.read_text())}
     assert reading == {"mesh/platform.py", "commands/doctor.py", "train/summary.py"}

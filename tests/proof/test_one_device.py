@@ -46,6 +46,7 @@ def test_routers_of_shrunk_runs_choose(recipe, experts, chosen):
     routing = model.routing
     assert model.experts // routing.groups * routing.groups_per_token == experts
     assert model.experts_per_token == chosen
+    assert routing.dispatch == ("bits" if recipe == "deepseek_v3" else None)
 
 
 def _small(recipe, options):

@@ -38,8 +38,8 @@ class Shrunk:
 def shrunk(run: Run, layout: Layout) -> Shrunk:
     """The run with sizes shrunk for a layout, whose mesh stays as it is.
 
-    Nothing is rounded at random, where a last bit of a gradient would show as a thousand of them: what the optimizer
-    keeps is whole, and updates go to the nearest number.
+    Nothing is rounded where a last bit would show as a thousand of them: what the optimizer keeps is whole, updates go
+    to the nearest number, and tokens that go to experts in eight bits go as words of all their bits, the same way.
 
     Args:
         run: the run; its mesh fits the layout's devices.
@@ -153,7 +153,9 @@ def _experts(model: Any, ways: Ways) -> dict[str, Any]:
     return {
         "experts": experts,
         "experts_per_token": min(model.experts_per_token, per_token),
-        "routing": dataclasses.replace(routing, groups=groups, groups_per_token=seen),
+        "routing": dataclasses.replace(
+            routing, groups=groups, groups_per_token=seen, dispatch=routing.dispatch and "bits"
+        ),
     }
 
 

@@ -1,5 +1,7 @@
 """Rows that go to experts in eight bits: what they are, what it makes of values and gradients, and what moves."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -7,11 +9,17 @@ import numpy as np
 import pytest
 
 import trellis as tr
+from tests.equivalence.test_models import batch
+from tests.nn.moe.test_interleave import CONFIG
+from trellis.data.batch import Batch
 from trellis.inspect import ledger
 from trellis.mesh import Layout, make_mesh
 from trellis.named import named, named_jit, shard
+from trellis.named.saving import only
 from trellis.nn.moe import Choices, choose, dispatch, mix, score
 from trellis.nn.moe.dispatch import as_sent, from_words, in_words
+from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
+from trellis.train.step import StepOptions, batch_loss
 
 BATCH, POS, EMBED, MLP, EXPERTS, CHOICES = 4, 4, 64, 8, 8, 2
 
@@ -31,15 +39,22 @@ def test_rows_are_what_the_format_says(dtype):
     x = (jax.random.normal(jax.random.key(0), (5, EMBED)) * jnp.logspace(-2, 2, 5)[:, None]).astype(dtype)
     x = x.at[0, :32].set(0)
     wanted = rounded(x)
-    words = in_words(x)
+    words = in_words(x, "mxfp8")
     assert words.dtype == jnp.uint16 and words.shape == (5, (EMBED + EMBED // 32 + 14) // 2)  # filled up to 16 bytes
-    assert (from_words(words, EMBED, dtype) == wanted.astype(dtype)).all()
+    assert (from_words(words, EMBED, dtype, "mxfp8") == wanted.astype(dtype)).all()
     assert (as_sent(x) == wanted.astype(dtype)).all()
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_all_bits_of_a_row_arrive(dtype, tiled):
+    x = jax.random.normal(jax.random.key(0), (5, 9)).astype(dtype).at[0, 0].set(jnp.inf)
+    assert (from_words(in_words(x, "bits", tiled=tiled), 9, dtype, "bits") == x).all()
 
 
 def test_a_number_that_is_none_stays_in_its_block():
     x = jnp.ones((2, EMBED)).at[0, 40].set(jnp.inf).at[1, 3].set(jnp.nan)
-    found = np.isnan(from_words(in_words(x), EMBED, jnp.float32))
+    found = np.isnan(from_words(in_words(x, "mxfp8"), EMBED, jnp.float32, "mxfp8"))
     assert found.tolist() == [[False] * 32 + [True] * 32, [True] * 32 + [False] * 32]
 
 
@@ -49,7 +64,7 @@ def test_a_number_that_is_none_stays_in_its_block():
 )
 def test_rows_fill_what_a_platform_moves_at_once(platform, embed, shape, monkeypatch):
     monkeypatch.setattr(dispatch, "platform_of", lambda array: platform)
-    words = jax.eval_shape(lambda x: in_words(x, tiled=True), jax.ShapeDtypeStruct((3, embed), jnp.bfloat16))
+    words = jax.eval_shape(lambda x: in_words(x, "mxfp8", tiled=True), jax.ShapeDtypeStruct((3, embed), jnp.bfloat16))
     assert words.shape == (3, *shape)
 
 
@@ -117,3 +132,27 @@ def test_blocks_that_are_cut_are_refused():
         x, *weights = shard(arrays(), "compute")
         with pytest.raises(tr.NamesError, match="numbers that share a scale lie on one device, got 4 slices"):
             mix(x, choose(score(x, weights[0]), CHOICES), *weights[1:], way="dense", dispatch="mxfp8")
+
+
+def exchanged_again(dispatch, *keep):
+    """Over which axes rows travel once more in the backward pass of a layer, and in which type."""
+    routing = dataclasses.replace(CONFIG.routing, way="hierarchical", dispatch=dispatch)
+    config = dataclasses.replace(CONFIG, routing=routing, embed=64, layers=2)
+    with make_layout(MeshSizes(data=1, expert=2, expert_y=2), LayoutChoice(preset="fsdp"), jax.devices()[:4]):
+        model = shard(config.init(key=jax.random.key(0), vocab_multiple=8), "params")
+        given = shard(Batch(**batch()).named(), "compute")
+        options = StepOptions(policy=only("attention", *keep))
+        loss = lambda model: batch_loss(model, given, options)[0].total
+        rows = ledger(jax.grad(loss), model).rows
+    again = (r for r in rows if r.kind == "all-to-all" and r.direction == "recomputed" and not r.note)
+    return sorted((r.axis, r.dtype) for r in again)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", [None, "mxfp8"])
+def test_rows_that_are_kept_do_not_travel_again(dispatch):
+    """In eight bits what is kept of them is what travelled."""
+    kind = "u16" if dispatch else "f32"
+    assert exchanged_again(dispatch) == [("expert", kind), ("expert_y", kind)]
+    assert exchanged_again(dispatch, "far_rows") == [("expert", kind)]
+    assert exchanged_again(dispatch, "mlp_rows") == []

@@ -84,7 +84,8 @@ BIASED = {
 }  # fmt: skip
 
 
-# In which rows travel in eight bits too.
+# How rows travel, and what then is the definition; and where they travel in eight bits too.
+KINDS = ((None, None), ("mxfp8", "mxfp8"), ("bits", None))
 NARROW = {
     ("one", "grouped", 1.5), ("expert", "dense", 1.5), ("expert", "ragged", 0.3), ("expert, many", "slots", 1.5),
     ("expert, many", "gather", 1.5), ("expert, hierarchical", "hierarchical", 1.5),
@@ -128,9 +129,9 @@ def test_every_way_is_the_definition(layout, way, slack, monkeypatch):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     biased = (layout, way, slack) in BIASED
     given = arrays() + (biases() if biased else ())
-    for dispatch in (None, "mxfp8") if (layout, way, slack) in NARROW else (None,):
+    for dispatch, wanted in KINDS if (layout, way, slack) in NARROW else KINDS[:1]:
         found = on_layout(layout, given, way=way, slack=slack, dispatch=dispatch)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(defined(biased, dispatch)), strict=True):
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(defined(biased, wanted)), strict=True):
             assert np.linalg.norm(a - b) < 2e-6 * np.linalg.norm(b), dispatch
 
 

@@ -63,7 +63,7 @@ def deepseek_v3() -> Run:
         optimizer=AdamW(learning_rate=2.2e-4),
         schedule=Cosine(warmup_steps=2000),
         precision=Precision(exceptions={"router": "float32"}),
-        remat=Remat(policy="saved", names=("latents", "attention")),
+        remat=Remat(policy="saved", names=("attention", "expert_weights")),
         mesh=MeshSizes(data=8, expert=8, expert_y=8),
         layout=LayoutChoice(preset="fsdp", params=FrozenMap(ATTENTION)),
         checkpoints=CheckpointRule(every=1000, keep_every=10_000),
@@ -79,6 +79,7 @@ def deepseek_v3_b200_256() -> Run:
     return dataclasses.replace(
         deepseek_v3(),
         name="deepseek_v3_b200_256",
+        remat=Remat(policy="saved", names=("latents", "attention", "expert_weights", "far_rows")),
         mesh=MeshSizes(data=4, expert=8, expert_y=8),
     )
 
@@ -92,6 +93,7 @@ def deepseek_v3_v5p_512() -> Run:
         deepseek_v3(),
         name="deepseek_v3_v5p_512",
         model=dataclasses.replace(deepseek_v3().model, routing=ROUTING),
+        remat=Remat(policy="saved", names=("latents", "attention")),
         mesh=MeshSizes(data=4, expert=128),
         compiler_options=FrozenMap(V5P),
     )

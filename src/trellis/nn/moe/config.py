@@ -9,7 +9,7 @@ from trellis.errors import UserError
 _MOST_ROOM = 1000
 
 Way = Literal["auto", "dense", "grouped", "gather", "ragged", "slots", "hierarchical"]
-Dispatch = Literal["mxfp8"]
+Dispatch = Literal["mxfp8", "bits"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class Routing:
     way while another is computed. Set it to 2 where a plan says that an exchange is waited for."""
     dispatch: Dispatch | None = None
     """In which numbers tokens go to their experts, and gradients of what experts made: mxfp8, e4m3 in blocks of 32,
-    about half the bytes of bfloat16. What comes back is not rounded. null leaves all in the type of the rest. Set it
-    where a plan says that an exchange is waited for."""
+    about half the bytes of bfloat16. What comes back is not rounded. null leaves all in the type of the rest; bits, for
+    checking, sends the same way what is not rounded. Set mxfp8 where a plan says that an exchange is waited for."""
 
     def __post_init__(self):
         rules = {

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from trellis.named import save
 from trellis.named.backend import platform_of
 from trellis.named.blocks import MXFP8, block_of, opened
 from trellis.named.narrow import rounded
@@ -60,18 +61,22 @@ class Carrier:
         """What is made of them, `room embed`, where they came from."""
         return self.leave(made, at) if self.dispatch is None else _back(self, made, at)
 
-    def narrow(self, rows: jax.Array, at: Any, embed: int) -> jax.Array:
-        """Rows brought in eight bits, in the type that they have here: `room embed`."""
-        words = in_words(rows, tiled=self.ragged)
-        return from_words(self.bring(words, at), embed, rows.dtype)
+    def words(self, rows: jax.Array, at: Any, embed: int) -> jax.Array:
+        """`room embed`, rows brought as words, in the type that they have here."""
+        assert self.dispatch is not None
+        words = self.bring(in_words(rows, self.dispatch, tiled=self.ragged), at)
+        return from_words(save(words, "mlp_rows"), embed, rows.dtype, self.dispatch)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _there(carrier: Carrier, rows, at):
-    return carrier.narrow(rows, at, math.prod(rows.shape[1:]))
+    return carrier.words(rows, at, math.prod(rows.shape[1:]))
 
 
-_there.defvjp(lambda c, rows, at: (_there(c, rows, at), at), lambda c, at, d: (c.leave(d, at), None))
+# Not a call again: what is marked in it to be kept would not be seen.
+_there.defvjp(
+    lambda c, rows, at: (c.words(rows, at, math.prod(rows.shape[1:])), at), lambda c, at, d: (c.leave(d, at), None)
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -80,13 +85,13 @@ def _back(carrier: Carrier, made, at):
 
 
 _back.defvjp(
-    lambda c, made, at: (c.leave(made, at), at), lambda c, at, d: (c.narrow(d, at, math.prod(d.shape[1:])), None)
+    lambda c, made, at: (c.leave(made, at), at), lambda c, at, d: (c.words(d, at, math.prod(d.shape[1:])), None)
 )
 
 
 @jax.custom_vjp
 def as_sent(x: jax.Array) -> jax.Array:
-    """What stays as it would arrive; the gradient is as if nothing was rounded.
+    """In mxfp8, what stays as it would arrive; the gradient is as if nothing was rounded.
 
     Args:
         x: `... embed`, whose blocks lie on one device.
@@ -107,44 +112,45 @@ def as_returned(made: jax.Array) -> jax.Array:
 as_returned.defvjp(lambda made: (made, None), lambda _, d: (as_sent(d),))
 
 
-def in_words(rows: jax.Array, *, tiled: bool = False) -> jax.Array:
-    """Rows in eight bits with the scales of their blocks, as words of 16 bits: `u16["rows words"]`.
+def in_words(rows: jax.Array, dispatch: Dispatch, *, tiled: bool = False) -> jax.Array:
+    """Rows as words of 16 bits, `u16["rows words"]`: in eight bits with the scales of their blocks, or all their bits.
 
     >>> import jax.numpy as jnp
-    >>> words = in_words(jnp.array([[1.0, -2.0, 0.3, 448.0]]))
-    >>> words.shape, from_words(words, 4, jnp.float32).tolist()
+    >>> words = in_words(jnp.array([[1.0, -2.0, 0.3, 448.0]]), "mxfp8")
+    >>> words.shape, from_words(words, 4, jnp.float32, "mxfp8").tolist()
     ((1, 8), [[1.0, -2.0, 0.3125, 448.0]])
 
     Args:
         rows: `rows embed`, or in tiles.
+        dispatch: what the words are.
         tiled: whether words are to be in tiles too (`in_tiles`).
     """
     rows = rows.reshape(rows.shape[0], -1)
-    found = rounded(rows, "mxfp8", (1,))
-    parts = [lax.bitcast_convert_type(x, jnp.uint8) for x in (found.values, found.scale)]
-    used = sum(x.shape[1] for x in parts)
-    left = -used % (_TILE if tiled and platform_of(rows) == "tpu" else _ALIGNED)
-    whole = jnp.pad(jnp.concatenate(parts, 1), ((0, 0), (0, left)))
+    if dispatch == "bits":
+        parts = [rows.astype(jnp.float32)]
+    else:
+        found = rounded(rows, "mxfp8", (1,))
+        parts = [found.values, found.scale]
+    of_bytes = [lax.bitcast_convert_type(x, jnp.uint8).reshape(rows.shape[0], -1) for x in parts]
+    left = -sum(x.shape[1] for x in of_bytes) % (_TILE if tiled and platform_of(rows) == "tpu" else _ALIGNED)
+    whole = jnp.pad(jnp.concatenate(of_bytes, 1), ((0, 0), (0, left)))
     words = lax.bitcast_convert_type(whole.reshape(rows.shape[0], -1, 2), jnp.uint16)
     return in_tiles(words) if tiled else words
 
 
-def from_words(words: jax.Array, embed: int, dtype: Any) -> jax.Array:
+def from_words(words: jax.Array, embed: int, dtype: Any, dispatch: Dispatch) -> jax.Array:
     """The rows that words stand for, `rows embed`.
 
     Args:
         words: from `in_words`, in tiles or not.
         embed: numbers of a row.
         dtype: of the result.
+        dispatch: what the words are.
     """
-    parts = lax.bitcast_convert_type(words, jnp.uint8).reshape(words.shape[0], -1)
-    values, scales = (lax.bitcast_convert_type(x, t) for x, t in zip(_cut(parts, embed), _TYPES, strict=True))
+    of_bytes = lax.bitcast_convert_type(words, jnp.uint8).reshape(words.shape[0], -1)
+    if dispatch == "bits":
+        numbers = of_bytes[:, : 4 * embed].reshape(words.shape[0], embed, 4)
+        return lax.bitcast_convert_type(numbers, jnp.float32).astype(dtype)
+    values, scales = of_bytes[:, :embed], of_bytes[:, embed : embed + embed // block_of(embed)]
+    values, scales = (lax.bitcast_convert_type(x, t) for x, t in ((values, MXFP8.element), (scales, MXFP8.scale)))
     return opened(values, scales, dtype)
-
-
-_TYPES = (MXFP8.element, MXFP8.scale)
-
-
-def _cut(parts: jax.Array, embed: int) -> tuple[jax.Array, jax.Array]:
-    """Numbers and scales."""
-    return parts[:, :embed], parts[:, embed : embed + embed // block_of(embed)]

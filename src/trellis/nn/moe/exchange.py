@@ -71,7 +71,7 @@ def gather_experts(
     carrier = Carrier(gather, scatter, dispatch)
     if tokens:
         x, ids, weights = carrier.there(x, None), gather(ids), gather(weights)
-    elif dispatch is not None:
+    elif dispatch == "mxfp8":
         x = as_sent(x)
     first = lax.axis_index(axes) * count
 
@@ -81,7 +81,7 @@ def gather_experts(
 
     made = local_experts(x, ids - first, weights, filling, count=count)
     if not tokens:
-        return made if dispatch is None else as_returned(made)
+        return as_returned(made) if dispatch == "mxfp8" else made
     return carrier.back(made, None)
 
 

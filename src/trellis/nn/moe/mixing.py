@@ -214,7 +214,12 @@ def _mixed(
         gate, up, down = held((gate, up, down), kinds, rounded)
         rows = [a.reshape(-1, a.shape[-1]) for a in of_tokens]
         parts = list(zip(rows[::3], rows[1::3], rows[2::3], strict=True))
-        compute = lambda rows, sizes, counted: _products(rows, sizes, counted, gate, up, down, added, gated)
+        in_words = dispatch is not None and bool(places.shared)  # which are kept, instead of what they stand for
+
+        def compute(rows, sizes, counted):
+            rows = rows if in_words else save(rows, "mlp_rows")
+            return _products(rows, sizes, counted, gate, up, down, added, gated)
+
         count = experts // devices
         if chosen in EXCHANGES:
             how = dict(axes=places.experts, count=count, ragged=ragged, slack=slack, dispatch=dispatch)
@@ -227,7 +232,7 @@ def _mixed(
             how = dict(axes=places.experts, count=count, tokens=places.shared, dispatch=dispatch)
             made = [gather_experts(*part, compute, **how) for part in parts]
         else:
-            sent, returned = (as_sent, as_returned) if dispatch else (lambda x: x, lambda made: made)
+            sent, returned = (as_sent, as_returned) if dispatch == "mxfp8" else (lambda x: x, lambda made: made)
             made = [returned(local_experts(sent(x), *beside, compute, count=count)) for x, *beside in parts]
         return [out.reshape(x.shape) for out, x in zip(made, of_tokens[::3], strict=True)]
 
@@ -268,7 +273,6 @@ def _mixed(
 
 def _products(rows, sizes, counted, gate, up, down, added=(), gated_by: ClampedSwiGLU | None = None):
     """What the experts of one device make of rows sorted by expert, times what each row counts."""
-    rows = save(rows, "mlp_rows")
     gated, upped = grouped_each(rows, (gate, up), sizes)
     if added:
         # As a product: its gradient is one too, whose sums over rows are float32.
@@ -291,7 +295,7 @@ def _weighted(choices: Choices, of_expert: NamedArray) -> NamedArray:
 
 def _dense(x, choices: Choices, gate, up, down, biases: Biases | None, gated_by: ClampedSwiGLU | None, dispatch):
     """By definition: all experts for all tokens."""
-    if dispatch:
+    if dispatch == "mxfp8":
         x = settle(x).transpose((*TOKENS[:2], "embed"))
         x = x.with_array(as_sent(x.array))
     experts = unmarked((gate,))[1][0].axis("experts")
@@ -302,7 +306,7 @@ def _dense(x, choices: Choices, gate, up, down, biases: Biases | None, gated_by:
         gated, upped = gated + biases.gate, upped + biases.up
     hidden = silu(gated) * upped if gated_by is None else gated_by(gated, upped)
     made = einsum("batch pos experts mlp, experts mlp embed -> batch pos embed", hidden * weights, down)
-    return made.with_array(as_returned(settle(made).array)) if dispatch else made
+    return made.with_array(as_returned(settle(made).array)) if dispatch == "mxfp8" else made
 
 
 def _places(x: NamedArray) -> Places:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from trellis.inspect.hlo import Instruction
+from trellis.inspect.hlo import Instruction, item_bits
 from trellis.proof.interpreter.item_bytes import BYTES, put_together, taken_apart
-from trellis.proof.interpreter.layouts import ArrayType, bitcast
+from trellis.proof.interpreter.layouts import ArrayType, bitcast, in_memory
 from trellis.proof.interpreter.values import NotInterpreted, Team, each, spread
 
 
@@ -41,11 +41,31 @@ def viewed(before: ArrayType, after: ArrayType, machine, name: str) -> Callable[
         return lambda x: bitcast(x, before, after)
     if held[0].itemsize == held[1].itemsize and not {before.dtype, after.dtype} & {"bf16", "f16"}:
         return lambda x: np.ascontiguousarray(bitcast(x, before, after)).view(held[1])
+    whole = all(h.itemsize * 8 == item_bits(kind.dtype) for h, kind in zip(held, (before, after), strict=True))
+    if whole and all((in_memory(kind) >= 0).all() for kind in (before, after)):
+        # Bytes of floats that are held in fewer are no numbers (`taken_apart`).
+        return lambda x: put_together(x, before, after) if x.dtype.names else in_other_items(x, before, after, held[1])
     if after.dtype in BYTES:
         return lambda x: taken_apart(x, before, after)
     if before.dtype in BYTES:
         return lambda x: put_together(x, before, after)
     raise NotInterpreted(f"a bitcast from {before.dtype} to {after.dtype}, in {name}")
+
+
+def in_other_items(x: np.ndarray, before: ArrayType, after: ArrayType, held: np.dtype) -> np.ndarray:
+    """What another type, whose elements are wider or narrower, sees in an array's memory, which has no padding.
+
+    Args:
+        x: `device dim ...`, each element in as many bytes as the program gives it.
+        before: its type.
+        after: the other type.
+        held: as which elements of that are held.
+    """
+    source, target = in_memory(before), in_memory(after)
+    memory = np.ascontiguousarray(np.asarray(x).reshape(len(x), -1)[:, source])
+    out = np.empty((len(x), len(target)), held)
+    out[:, target] = memory.view(held)
+    return out.reshape(len(x), *after.shape)
 
 
 def _transpose(instruction: Instruction, machine) -> Callable:
