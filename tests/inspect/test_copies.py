@@ -50,12 +50,12 @@ ENTRY %main (w: f32[8], x: f32[4]) -> (f32[8], f32[]) {
 """  # noqa: E501
 
 
-def apart(*changes):
+def apart(*changes, whole=()):
     text = PROGRAM
     for before, after in changes:
         assert text.count(before) == 1, before
         text = text.replace(before, after)
-    return [(each.what, each.axes) for each in copies_apart(parse_program(text), MESH)]
+    return [(each.what, each.axes) for each in copies_apart(parse_program(text), MESH, whole)]
 
 
 def test_copies_stay_copies():
@@ -121,6 +121,8 @@ def test_a_number_that_is_part_of_a_sum(used, right):
   %used = f32[] {used}
   %loss = f32[] all-reduce(%used), """
     assert apart((before, lines)) == ([] if right else [("a number that is used as a sum", ("data",))])
+    assert apart((before, lines), whole=[frozenset({"data"})]) == apart((before, lines))
+    assert apart((before, lines), whole=[frozenset({"model"})]) == []
 
 
 def test_a_sharding_that_is_not_known_says_nothing():

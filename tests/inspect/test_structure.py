@@ -49,6 +49,19 @@ def test_mistakes_in_a_step_are_found():
     assert {"a sum left out", "a sum taken twice", "a maximum for a sum", "members of two groups swapped"} <= kinds
 
 
+@pytest.mark.slow
+def test_stages_count_tokens_of_their_own():
+    """A mixture's load-balancing loss divides by how many tokens a stage's part of the batch has."""
+    options = {"model.family": "mixtral", "model.experts": "4", "model.experts_per_token": "2", "mesh.stage": "2",
+               "mesh.data": "2", "batch_size": "8", "model.layers": "2"}  # fmt: skip
+    assembled = assemble(load_run("tiny", options), jax.devices()[:4])
+    with assembled.layout:
+        args = (assembled.abstract, assembled.abstract_batch())
+        text = assembled.step.lower(*args).compile({"xla_backend_optimization_level": "0"}).as_text()
+        found = structure_of(ledger(assembled.step, *args), text, assembled.layout.mesh)
+    assert found.right and found.matches, str(found)
+
+
 PROGRAM = """HloModule jit_f, num_partitions=4
 
 %sum (a: f32[], b: f32[]) -> f32[] {

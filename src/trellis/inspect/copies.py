@@ -8,14 +8,15 @@ sum does for, are told apart again. Of others in one array, as those that one pr
 taken out again: it counts as the same where one of them is, so that nothing is held to be wrong that is not.
 
 A number that is summed over some of the axes along which it differs is part of a sum still: it may be added to others,
-scaled, and summed over the rest, and nothing else.
+scaled, and summed over the rest, and nothing else. But where the ledger has a sum of a number over just these axes, of
+which nothing is pending, it is whole: what each stage of a pipeline counts of its own part of a batch.
 """
 
 import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -71,7 +72,7 @@ class Apart:
         return f"{self.what} over {', '.join(self.axes)}" + (f", from {self.source}" if self.source else "")
 
 
-def copies_apart(program: Program, mesh: Mapping[str, int]) -> list[Apart]:
+def copies_apart(program: Program, mesh: Mapping[str, int], whole: Collection[frozenset[str]] = ()) -> list[Apart]:
     """Values that may differ between devices that should hold copies.
 
     These are results (numbers, and what replaces an argument), and numbers that are used before they are summed over
@@ -80,12 +81,13 @@ def copies_apart(program: Program, mesh: Mapping[str, int]) -> list[Apart]:
     Args:
         program: a compiled one.
         mesh: sizes of the mesh axes.
+        whole: mesh axes that numbers are summed over which then are no part of a sum.
 
     Returns:
         Nothing where an argument's sharding is not known, as in programs of JAX 0.12 for CPUs.
     """
     aliases = program.aliases
-    reading = Reading(program, mesh)
+    reading = Reading(program, mesh, whole)
     parameters = sorted(
         (i for i in program.computations[program.entry] if i.op == "parameter"), key=lambda i: int(i.literal)
     )
@@ -118,13 +120,15 @@ class Reading:
     Args:
         program: a compiled one.
         mesh: sizes of the mesh axes.
+        whole: as in `copies_apart`.
 
     Attributes:
         unfinished: by their names, sums of numbers that were used although they are owed sums over these axes.
     """
 
-    def __init__(self, program: Program, mesh: Mapping[str, int]):
+    def __init__(self, program: Program, mesh: Mapping[str, int], whole: Collection[frozenset[str]] = ()):
         self.program = program
+        self.whole = {frozenset(cut({axis: mesh[axis] for axis in axes})) for axes in whole}
         self.mesh = cut(mesh)  # a compiler may gather, or sum, over a part of an axis, and over the rest of it later
         self.everywhere = frozenset(self.mesh)
         self.devices = math.prod(self.mesh.values())
@@ -241,7 +245,7 @@ class Reading:
         if op in ("all-reduce", "all-gather", "collective-broadcast"):
             found = _each(operands, lambda axes: axes - over)
             adds = op == "all-reduce" and self.program.combined_by(instruction) == "add"
-            return self._summed(instruction, found) if adds else found
+            return self._summed(instruction, found) if adds and over not in self.whole else found
         met = frozenset(axes_met(groups, self.mesh))
         if op == "ragged-all-to-all":
             return Known(met.union(*map(_axes, operands)))

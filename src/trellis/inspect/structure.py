@@ -144,6 +144,8 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
         strange += [part for collective in found if _alone(collective) for part in _pieces(program, collective, ())]
     asked = {(row.reduction, axis) for row in ledger for axis in row.axes}
     sums = {match.key for match in matches if match.missing}
+    # In manual mode a number has no type before and after, and nothing of it is pending.
+    whole = {frozenset(row.axes) for row in ledger if row.kind == "all-reduce" and row.what.split() == ["->"]}
     extremes = (part for part, _ in besides if not _taken(part) <= asked or _for_a_sum(part) in sums)
     return Structure(
         matches=decided,
@@ -152,7 +154,7 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
         strange=tuple(strange),
         twice=tuple(_twice(program, parts, mesh.shape)),
         extremes=tuple(part for part in extremes if not set(part.axes) & set(ledger.auto)),
-        apart=tuple(copies_apart(program, mesh.shape)),
+        apart=tuple(copies_apart(program, mesh.shape, whole)),
         auto=ledger.auto,
     )
 

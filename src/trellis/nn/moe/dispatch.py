@@ -22,6 +22,7 @@ from trellis.named import save
 from trellis.named.backend import platform_of
 from trellis.named.blocks import MXFP8, block_of, opened
 from trellis.named.narrow import rounded
+from trellis.named.rounding import nearest
 from trellis.nn.moe.config import Dispatch
 from trellis.nn.moe.ragged import in_tiles
 from trellis.nn.moe.tiles import LANES
@@ -97,7 +98,9 @@ def as_sent(x: jax.Array) -> jax.Array:
         x: `... embed`, whose blocks lie on one device.
     """
     found = rounded(x, "mxfp8", (x.ndim - 1,))
-    return opened(found.values, found.scale, x.dtype)
+    # XLA's GPU compiler takes a conversion to a narrower type and back for none, as it may keep more than is asked for.
+    unit = opened(jnp.ones_like(found.values), found.scale)
+    return (nearest(x.astype(jnp.float32) / unit, MXFP8.element) * unit).astype(x.dtype)
 
 
 as_sent.defvjp(lambda x: (as_sent(x), None), lambda _, d: (d,))
