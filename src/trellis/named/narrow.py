@@ -30,7 +30,7 @@ from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.blocks import MXFP8, NVFP4, Format, block_of, blocked, cut_by, opened
-from trellis.named.rounding import bytes_for
+from trellis.named.rounding import bytes_for, nearest
 from trellis.named.scaled import scaled_product
 from trellis.notation import spec_of, typeof
 from trellis.notation.state import sharding_on, state_of
@@ -246,7 +246,9 @@ def rounded(
     return Rounded(values, _once(scales, array), None if whole is None else _once(whole, array))
 
 
-def with_one_scale(wide: jax.Array, kind: Kind, *, gradient: bool, over: tuple[str, ...] = (), known=None):
+def with_one_scale(
+    wide: jax.Array, kind: Kind, *, gradient: bool, over: tuple[str, ...] = (), known=None, widened: bool = False
+):
     """Float32 numbers rounded by their largest, or a known one: narrow numbers, and the scale.
 
     Args:
@@ -255,6 +257,7 @@ def with_one_scale(wide: jax.Array, kind: Kind, *, gradient: bool, over: tuple[s
         gradient: whether it is a gradient.
         over: in manual mode, the mesh axes along which other devices have more of the numbers.
         known: for what the type's largest number stands, instead of their largest.
+        widened: whether the numbers are to be made wider again, which XLA's GPU compiler would take for no rounding.
     """
     dtype = TYPES[kind].gradient if gradient else TYPES[kind].forward
     whole = jnp.issubdtype(dtype, jnp.integer)
@@ -264,7 +267,11 @@ def with_one_scale(wide: jax.Array, kind: Kind, *, gradient: bool, over: tuple[s
         largest = lax.pmax(largest, over)
     scale = jnp.where(largest > 0, largest / limit, 1.0)
     scaled = jnp.clip(wide / scale, -limit, limit)
-    return (jnp.round(scaled) if whole else scaled).astype(dtype), scale
+    if whole:
+        scaled = jnp.round(scaled)
+    elif widened:
+        scaled = nearest(scaled, dtype)
+    return scaled.astype(dtype), scale
 
 
 # A narrow product's derivative takes the rounded factors as constants: differentiated again it would be zero where it

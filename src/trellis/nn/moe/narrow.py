@@ -109,7 +109,7 @@ def _rounded_rows(rows: jax.Array, sizes: jax.Array, kind: Kind, *, gradient: bo
     """Rows in narrow numbers; those after the last group, which may be any number, are zeros."""
     own = (jnp.arange(rows.shape[0]) < sizes.sum())[:, None]
     wide = jnp.where(own, rows, jnp.zeros((), rows.dtype)).astype(jnp.float32)
-    return with_one_scale(wide, kind, gradient=gradient, over=tuple(varying_axes(wide)))
+    return with_one_scale(wide, kind, gradient=gradient, over=tuple(varying_axes(wide)), widened=True)
 
 
 # Of rows and weights as they are only the types are used, so that nothing moves them.
