@@ -52,6 +52,25 @@ def test_the_start_of_two_sums(type_):
     np.testing.assert_array_equal(found, [1, 1, 5, 5])
 
 
+@pytest.mark.parametrize("narrow", ["u16[2,6]{1,0}", "u16[2,6]{0,1}", "u8[2,12]{1,0}"])
+def test_numbers_as_words_of_their_bits(narrow):
+    """As rows are packed that go to experts: of other sizes than their numbers, and back, in another order too."""
+    text = f"""HloModule m
+ENTRY main () -> f32[2,3] {{
+  x = f32[2,3]{{1,0}} parameter(0)
+  words = {narrow} bitcast(%x)
+  same = {narrow} copy(%words)
+  back = f32[2,3]{{1,0}} bitcast(%same)
+  ROOT both = ({narrow}, f32[2,3]{{1,0}}) tuple(%words, %back)
+}}
+"""
+    x = np.array([[[1.0, -2.5, np.inf], [0.0, 3e-9, 7.0]]], np.float32)
+    words, back = Interpreter(text)([x])
+    np.testing.assert_array_equal(back, x)
+    flat = words[0].T if "{0,1}" in narrow else words[0]
+    assert flat.tobytes() == x.tobytes()
+
+
 def call(backward: bool, results: str, operands: dict[str, str], settings: str = "") -> str:
     """A program that is one call of cuDNN's attention with a bias."""
     lines = [f"  {name} = {type_} parameter({i})" for i, (name, type_) in enumerate(operands.items())]
