@@ -6,9 +6,9 @@
 
 `plan` predicts a step with the products of attention and feed-forward in the compute type, fp8, fp8 with delayed
 scales, fp8 with the unembedding's (`head`), int8, mxfp8 and nvfp4, and with what the optimizer keeps of the layers in
-mxfp8, with parameters kept in bfloat16, and of mixtures with tokens that go to experts in mxfp8 (`dispatch`). `compiled`
-says what a compiler makes of a feed-forward layer's loss and gradients on a four by two mesh, and of a language model's
-loss (`head`): its products, and what it gathers.
+mxfp8, with parameters kept in bfloat16, and, of mixtures, with tokens that go to experts in mxfp8 (`dispatch`).
+`compiled` says what a compiler makes of a feed-forward layer's loss and gradients on a four by two mesh, and of a
+language model's loss (`head`): its products, and what it gathers.
 `train` runs the recipe in each for several seeds, in processes of their own, and compares the mean loss of the last
 tenth of the steps, and the validation loss after them: a line a run as it ends, then a line a kind. Losses of eight-bit
 runs on a CPU are those of the types (`ml_dtypes` to the bit), not of any chip's units, which sum in another order.
