@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from trellis.data import Batch, Batches, FileSource, count_bytes, find_files, tokenize
+from trellis.errors import UserError
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.memory import memory_of
 from trellis.models import MixtralConfig
@@ -16,9 +17,11 @@ from trellis.named import is_named
 from trellis.named.saving import nothing, products, saved
 from trellis.nn import Precision
 from trellis.recipes import tiny
+from trellis.recipes.load import load_run
 from trellis.run.config import BatchSize, Remat
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.assemble import assemble, keep_of, vocab_multiple
+from trellis.train.checks import check_marks
 from trellis.train.evaluation import Evaluator, ValidationSet
 from trellis.train.flops import flops_per_token, known_peak, matmul_parameters
 from trellis.train.step import batch_loss
@@ -280,3 +283,14 @@ def test_experts_whose_shares_are_the_batchs_go_undivided(run):
     balanced = dataclasses.replace(model, routing=dataclasses.replace(model.routing, balance=0.01))
     for sizes, wanted in ((model, 4), (balanced, 1)):
         assert assemble(dataclasses.replace(base, model=sizes), jax.devices()[:1]).options.microbatches == wanted
+
+
+def test_what_only_some_layouts_have_is_kept_by_name_on_none_that_has_it_not():
+    """A run that keeps gathered experts goes on where nothing is gathered; a model without experts has none."""
+    options = {"model.family": "mixtral", "model.experts": "2", "model.experts_per_token": "2", "mesh.data": "1"}
+    keep = {"remat.policy": "saved", "remat.names": "mlp_rows,expert_weights,far_rows"}
+    mixture, dense = load_run("tiny", {**options, **keep}), load_run("tiny", {"mesh.data": "1", **keep})
+    program = step_program(assemble(mixture, jax.devices()[:1]))
+    check_marks(mixture, program)
+    with pytest.raises(UserError, match="What is kept by name is marked so by the model"):
+        check_marks(dense, program)

@@ -136,7 +136,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     for step, made in assembled.phases().items():
         with as_of_phase(step):
             programs[step] = step_program(made)
-            check_marks(run.remat, programs[step])
+            check_marks(run, programs[step])
             memory[step] = memory_of(programs[step]).per_kind()
             check_step(memory[step], made)
             check_guard(memory[step], made)

@@ -10,7 +10,7 @@ from trellis.mesh.meshes import outer_to_inner
 from trellis.models.protocol import FamilyConfig, stacked
 from trellis.named.pipeline.parts import Parts
 from trellis.nn import Role, parameters
-from trellis.nn.moe.config import Routing
+from trellis.nn.moe.config import EXPERT_WEIGHTS, Routing
 from trellis.nn.moe.hierarchical import copies_of, parts_met
 from trellis.plan.links import Links, links_of
 from trellis.run.config import Run
@@ -84,13 +84,12 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     local = tokens / (devices / model)  # of the batch and positions of one group
     sequence = model if run.layout.preset in ("fsdp_tensor_sequence", "auto", "hybrid") else 1
     keep, again = _KEEP[run.remat.policy], _AGAIN[run.remat.policy]
-    named = set(run.remat.names) - {"expert_weights"} if run.remat.policy == "saved" else set()
-    if len(named) in _SOME:
-        keep, again = _SOME[len(named)]
     of_choice, of_rows = _EXPERTS.get(run.remat.policy, (0, 0))
-    if named:
+    if run.remat.policy == "saved" and run.remat.names:
+        named = set(run.remat.names) - {EXPERT_WEIGHTS}
+        keep, again = _SOME.get(len(named), (keep, again)) if named else (_KEEP["full"], _AGAIN["full"])
         of_choice, of_rows = len({"mlp_gate", "mlp_up"} & named), "mlp_rows" in named
-    gathered = 2.0 * experts / expert / stages / model if "expert_weights" in run.remat.names else 0.0
+    gathered = 2.0 * experts / expert / stages / model if EXPERT_WEIGHTS in run.remat.names else 0.0
     gates_again = max(0, 2 - of_choice) / 3  # an expert's last product is made once
     length = run.data.sequence_length
     attention = 6.0 * attention_width(m) * keys_seen(m, length) * tokens

@@ -9,8 +9,9 @@ import jax
 from trellis.errors import UserError, did_you_mean
 from trellis.figures.numbers import size
 from trellis.mesh.platform import are_cpus, platform_of_devices
+from trellis.nn.moe.config import EXPERT_WEIGHTS, FAR_ROWS
 from trellis.program import Program
-from trellis.run.config import Remat
+from trellis.run.config import Run
 from trellis.train.assemble import Assembled
 from trellis.train.guard import replays
 from trellis.train.summary import device_bytes
@@ -19,15 +20,16 @@ from trellis.train.summary import device_bytes
 _CERTAIN = 2
 
 
-def check_marks(remat: Remat, program: Program) -> None:
-    """Refuses names of kept values that nothing in a step is called.
+def check_marks(run: Run, program: Program) -> None:
+    """Refuses names of kept values that nothing in a step is called, nor would be on another layout.
 
     Args:
-        remat: what is kept for the backward pass.
-        program: the traced step.
+        run: the run.
+        program: its traced step.
     """
     known = {operation.mark for operation in program.walk()} - {""}
-    for name in remat.names:
+    known |= {EXPERT_WEIGHTS, FAR_ROWS} if run.model.experts > 1 else set()
+    for name in run.remat.names:
         if name not in known:
             rule = "What is kept by name is marked so by the model."
             raise UserError(rule, seen=f"`{name}`", where="remat.names", fix=did_you_mean(name, known))

@@ -11,6 +11,10 @@ _MOST_ROOM = 1000
 Way = Literal["auto", "dense", "grouped", "gather", "ragged", "slots", "hierarchical"]
 Dispatch = Literal["mxfp8", "bits"]
 
+# Names of what a policy keeps only if it names them, and only some layouts have: experts that are gathered from other
+# devices, and what the first exchange of the hierarchical way brought.
+EXPERT_WEIGHTS, FAR_ROWS = "expert_weights", "far_rows"
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:

@@ -16,7 +16,7 @@ from jax import lax
 
 from trellis.mesh.manual.ops import vary
 from trellis.named import save
-from trellis.nn.moe.config import Dispatch
+from trellis.nn.moe.config import FAR_ROWS, Dispatch
 from trellis.nn.moe.dispatch import Carrier
 from trellis.nn.moe.exchange import Tokens, enter, first_by_expert, pack
 from trellis.nn.moe.interleave import after
@@ -307,7 +307,7 @@ def _known(weights, ids, moves, rooms: _Rooms, roads: _Roads) -> tuple[jax.Array
 def _bring(rows, at: _Arrived, *, rooms: _Rooms, roads: _Roads):
     """Tokens to the parts of the first axis where they have experts, and from there to these."""
     got = roads.far.there(take_rows(rows, *reversed(at.far_rows)), *at.far)
-    got = save(got, "far_rows", if_named=True)
+    got = save(got, FAR_ROWS, if_named=True)
     return roads.near.bring(take_rows(got, *reversed(at.near_rows)), at.near)
 
 

@@ -16,7 +16,7 @@ from trellis.named.backend import RAGGED, platform_of
 from trellis.named.placing import move
 from trellis.nn.gate import ClampedSwiGLU
 from trellis.nn.initializers import constant
-from trellis.nn.moe.config import Dispatch, Way
+from trellis.nn.moe.config import EXPERT_WEIGHTS, Dispatch, Way
 from trellis.nn.moe.dispatch import as_returned, as_sent
 from trellis.nn.moe.exchange import ExpertsError, exchange_each, gather_experts
 from trellis.nn.moe.hierarchical import hierarchical_each, parts_met
@@ -255,7 +255,7 @@ def _mixed(
 
     def brought(a, slices, copied):
         out = move(a, slices, copied).array
-        return save(out, "expert_weights", if_named=True) if "experts" in a.names else out
+        return save(out, EXPERT_WEIGHTS, if_named=True) if "experts" in a.names else out
 
     moved = [
         gradient_only(a.array, a.names, *where) if n in marked else brought(a, *where)
