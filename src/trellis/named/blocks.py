@@ -129,6 +129,7 @@ def blocked(
     chance: jax.Array | None = None,
     squares: bool = False,
     hadamard: bool = False,
+    widened: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """A plain array in blocks along dimensions, all of whose numbers share a scale.
 
@@ -139,6 +140,7 @@ def blocked(
         chance: for each number one drawn from 0 to 1, by which it is rounded at random; None rounds to the nearest.
         squares: as in `in_blocks`.
         hadamard: whether blocks of 16, along one dimension, are transformed first (`trellis.named.hadamard`).
+        widened: whether the values are made wider again where they are, which XLA's GPU compiler takes for no rounding.
 
     Returns:
         The values, the scales of the blocks, and where the format has one the scale of the whole array.
@@ -165,7 +167,7 @@ def blocked(
     scaled = jnp.clip(wide / unit, -form.limit, form.limit)
     if chance is not None:
         scaled = at_random(scaled, form.element, _cut(chance, sizes), squares=squares)
-    elif form is NVFP4 and not on_accelerator(array):
+    elif widened or (form is NVFP4 and not on_accelerator(array)):
         scaled = nearest(scaled, form.element)
     return _whole(scaled.astype(form.element), within), jnp.squeeze(scales, within).astype(form.scale), whole
 

@@ -208,7 +208,15 @@ def forms(array, mark: Mark, number: int, summed: tuple[int, ...], kept: tuple[i
 
 
 def rounded(
-    array, kind: Kind, dims: tuple[int, ...], *, gradient: bool = False, known=None, chance=None, hadamard: bool = False
+    array,
+    kind: Kind,
+    dims: tuple[int, ...],
+    *,
+    gradient: bool = False,
+    known=None,
+    chance=None,
+    hadamard: bool = False,
+    widened: bool = False,
 ) -> Rounded:
     """A plain array in narrow numbers, and the scale or scales that they are to be multiplied by.
 
@@ -223,6 +231,7 @@ def rounded(
         known: from which element its one scale is made, but for zero; None for its largest.
         chance: rounds numbers in blocks at random, as `blocked` takes it.
         hadamard: whether blocks are transformed, as `blocked` takes it.
+        widened: whether the numbers are made wider again where they are, as `blocked` takes it.
 
     Raises:
         NamesError: slices would cut blocks.
@@ -233,7 +242,7 @@ def rounded(
         if known is not None:
             largest = jnp.max(jnp.abs(wide))
             known = jnp.where(lax.stop_gradient(known) > 0, lax.stop_gradient(known), largest)
-        values, scale = with_one_scale(wide, kind, gradient=gradient, known=known)
+        values, scale = with_one_scale(wide, kind, gradient=gradient, known=known, widened=widened)
         return Rounded(values, _once(scale, array), largest=largest)
     of = {dim: block_of(fixed.shape[dim], form.block) for dim in dims}
     if cut := [dim for dim in of if cut_by(fixed, dim, form)]:
@@ -242,7 +251,7 @@ def rounded(
             f"{cut[0]} of {typeof(fixed)}, in tiles of {of[cut[0]]}, in a product in {kind}: slice it over fewer "
             "devices, or use fp8"
         )
-    values, scales, whole = blocked(fixed, dims, form, chance=chance, hadamard=hadamard)
+    values, scales, whole = blocked(fixed, dims, form, chance=chance, hadamard=hadamard, widened=widened)
     return Rounded(values, _once(scales, array), None if whole is None else _once(whole, array))
 
 
@@ -257,7 +266,7 @@ def with_one_scale(
         gradient: whether it is a gradient.
         over: in manual mode, the mesh axes along which other devices have more of the numbers.
         known: for what the type's largest number stands, instead of their largest.
-        widened: whether the numbers are to be made wider again, which XLA's GPU compiler would take for no rounding.
+        widened: whether the numbers are made wider again where they are, as `blocked` takes it.
     """
     dtype = TYPES[kind].gradient if gradient else TYPES[kind].forward
     whole = jnp.issubdtype(dtype, jnp.integer)

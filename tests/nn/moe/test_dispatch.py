@@ -42,7 +42,7 @@ def test_rows_are_what_the_format_says(dtype):
     words = in_words(x, "mxfp8")
     assert words.dtype == jnp.uint16 and words.shape == (5, (EMBED + EMBED // 32 + 14) // 2)  # filled up to 16 bytes
     assert (from_words(words, EMBED, dtype, "mxfp8") == wanted.astype(dtype)).all()
-    assert (as_sent(x) == wanted.astype(dtype)).all()
+    assert (as_sent(x, "mxfp8") == wanted.astype(dtype)).all()
 
 
 @pytest.mark.parametrize("tiled", [False, True])
@@ -72,7 +72,7 @@ def test_what_stays_is_rounded_where_compilers_keep_more_than_is_asked_for():
     """A conversion to eight bits and back is none to XLA's GPU compiler: the numbers are rounded before it."""
     given = (jnp.ones((4, EMBED)), jnp.full(2, 2, jnp.int32))
     for function in (
-        lambda x, sizes: as_sent(x),
+        lambda x, sizes: as_sent(x, "mxfp8"),
         lambda x, sizes: narrow._rounded_rows(x, sizes, "fp8", gradient=True),
     ):
         assert " round[" in str(jax.make_jaxpr(function)(*given))

@@ -22,7 +22,6 @@ from trellis.named import save
 from trellis.named.backend import platform_of
 from trellis.named.blocks import MXFP8, block_of, opened
 from trellis.named.narrow import rounded
-from trellis.named.rounding import nearest
 from trellis.nn.moe.config import Dispatch
 from trellis.nn.moe.ragged import in_tiles
 from trellis.nn.moe.tiles import LANES
@@ -62,22 +61,20 @@ class Carrier:
         """What is made of them, `room embed`, where they came from."""
         return self.leave(made, at) if self.dispatch is None else _back(self, made, at)
 
-    def words(self, rows: jax.Array, at: Any, embed: int) -> jax.Array:
+    def words(self, rows: jax.Array, at: Any) -> jax.Array:
         """`room embed`, rows brought as words, in the type that they have here."""
         assert self.dispatch is not None
         words = self.bring(in_words(rows, self.dispatch, tiled=self.ragged), at)
-        return from_words(save(words, "mlp_rows"), embed, rows.dtype, self.dispatch)
+        return from_words(save(words, "mlp_rows"), math.prod(rows.shape[1:]), rows.dtype, self.dispatch)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _there(carrier: Carrier, rows, at):
-    return carrier.words(rows, at, math.prod(rows.shape[1:]))
+    return carrier.words(rows, at)
 
 
 # Not a call again: what is marked in it to be kept would not be seen.
-_there.defvjp(
-    lambda c, rows, at: (c.words(rows, at, math.prod(rows.shape[1:])), at), lambda c, at, d: (c.leave(d, at), None)
-)
+_there.defvjp(lambda c, rows, at: (c.words(rows, at), at), lambda c, at, d: (c.leave(d, at), None))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -85,34 +82,39 @@ def _back(carrier: Carrier, made, at):
     return carrier.leave(made, at)
 
 
-_back.defvjp(
-    lambda c, made, at: (c.leave(made, at), at), lambda c, at, d: (c.words(d, at, math.prod(d.shape[1:])), None)
-)
+_back.defvjp(lambda c, made, at: (c.leave(made, at), at), lambda c, at, d: (c.words(d, at), None))
 
 
-@jax.custom_vjp
-def as_sent(x: jax.Array) -> jax.Array:
-    """In mxfp8, what stays as it would arrive; the gradient is as if nothing was rounded.
+def as_sent(x: jax.Array, dispatch: Dispatch | None) -> jax.Array:
+    """What stays, as it would arrive; the gradient is as if nothing was rounded.
 
     Args:
         x: `... embed`, whose blocks lie on one device.
+        dispatch: in which numbers it would go.
     """
-    found = rounded(x, "mxfp8", (x.ndim - 1,))
-    # XLA's GPU compiler takes a conversion to a narrower type and back for none, as it may keep more than is asked for.
-    unit = opened(jnp.ones_like(found.values), found.scale)
-    return (nearest(x.astype(jnp.float32) / unit, MXFP8.element) * unit).astype(x.dtype)
+    return _rounded(x) if dispatch == "mxfp8" else x
 
 
-as_sent.defvjp(lambda x: (as_sent(x), None), lambda _, d: (d,))
+def as_returned(made: jax.Array, dispatch: Dispatch | None) -> jax.Array:
+    """What comes back from where it was made; its gradient goes there, and is as it would arrive."""
+    return _gradient_rounded(made) if dispatch == "mxfp8" else made
 
 
 @jax.custom_vjp
-def as_returned(made: jax.Array) -> jax.Array:
-    """What comes back from where it was made; its gradient goes there, and is as it would arrive."""
+def _rounded(x):
+    found = rounded(x, "mxfp8", (x.ndim - 1,), widened=True)
+    return opened(found.values, found.scale, x.dtype)
+
+
+_rounded.defvjp(lambda x: (_rounded(x), None), lambda _, d: (d,))
+
+
+@jax.custom_vjp
+def _gradient_rounded(made):
     return made
 
 
-as_returned.defvjp(lambda made: (made, None), lambda _, d: (as_sent(d),))
+_gradient_rounded.defvjp(lambda made: (made, None), lambda _, d: (_rounded(d),))
 
 
 def in_words(rows: jax.Array, dispatch: Dispatch, *, tiled: bool = False) -> jax.Array:

@@ -71,8 +71,8 @@ def gather_experts(
     carrier = Carrier(gather, scatter, dispatch)
     if tokens:
         x, ids, weights = carrier.there(x, None), gather(ids), gather(weights)
-    elif dispatch == "mxfp8":
-        x = as_sent(x)
+    else:
+        x = as_sent(x, dispatch)
     first = lax.axis_index(axes) * count
 
     def filling(rows, sizes, weights):
@@ -80,9 +80,7 @@ def gather_experts(
             return compute(rows, sizes, weights)
 
     made = local_experts(x, ids - first, weights, filling, count=count)
-    if not tokens:
-        return as_returned(made) if dispatch == "mxfp8" else made
-    return carrier.back(made, None)
+    return carrier.back(made, None) if tokens else as_returned(made, dispatch)
 
 
 def exchange_experts(

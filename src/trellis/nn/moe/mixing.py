@@ -156,7 +156,7 @@ def mix_each(
     way: Way,
     slack: float,
     groups: tuple[int, int],
-    dispatch: Dispatch | None = None,
+    dispatch: Dispatch | None,
 ) -> list[NamedArray]:
     """`mix` of several parts of a batch: weights move once for all, and exchanges follow each other.
 
@@ -232,8 +232,8 @@ def _mixed(
             how = dict(axes=places.experts, count=count, tokens=places.shared, dispatch=dispatch)
             made = [gather_experts(*part, compute, **how) for part in parts]
         else:
-            sent, returned = (as_sent, as_returned) if dispatch == "mxfp8" else (lambda x: x, lambda made: made)
-            made = [returned(local_experts(sent(x), *beside, compute, count=count)) for x, *beside in parts]
+            made = [local_experts(as_sent(x, dispatch), *beside, compute, count=count) for x, *beside in parts]
+            made = [as_returned(out, dispatch) for out in made]
         return [out.reshape(x.shape) for out, x in zip(made, of_tokens[::3], strict=True)]
 
     arrays = (*of_tokens, gate, up, down, *added)
@@ -295,9 +295,9 @@ def _weighted(choices: Choices, of_expert: NamedArray) -> NamedArray:
 
 def _dense(x, choices: Choices, gate, up, down, biases: Biases | None, gated_by: ClampedSwiGLU | None, dispatch):
     """By definition: all experts for all tokens."""
-    if dispatch == "mxfp8":
-        x = settle(x).transpose((*TOKENS[:2], "embed"))
-        x = x.with_array(as_sent(x.array))
+    if dispatch is not None:
+        x = settle(x).transpose(TOKENS)
+        x = x.with_array(as_sent(x.array, dispatch))
     experts = unmarked((gate,))[1][0].axis("experts")
     hot = one_hot(choices.ids, Axis("experts", experts.size))
     weights = einsum("... choices experts, ... choices -> ... experts", hot, choices.weights).astype(x.dtype)
@@ -306,7 +306,7 @@ def _dense(x, choices: Choices, gate, up, down, biases: Biases | None, gated_by:
         gated, upped = gated + biases.gate, upped + biases.up
     hidden = silu(gated) * upped if gated_by is None else gated_by(gated, upped)
     made = einsum("batch pos experts mlp, experts mlp embed -> batch pos embed", hidden * weights, down)
-    return made.with_array(as_returned(settle(made).array)) if dispatch == "mxfp8" else made
+    return made if dispatch is None else made.with_array(as_returned(settle(made).array, dispatch))
 
 
 def _places(x: NamedArray) -> Places:
