@@ -19,6 +19,7 @@ from trellis.data.batch import Batch
 from trellis.models import Routing
 from trellis.named import NamesError, named_jit, shard
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
+from trellis.train.assemble import model_axes
 from trellis.train.step import StepOptions, loss_and_gradients
 
 WHOLE = {"kv_heads": ""}
@@ -211,7 +212,7 @@ def with_routing(model, wanted, routing, sizes, choice):
 
 
 def assert_alike(model, wanted, sizes, choice, count):
-    with make_layout(sizes, choice, jax.devices()[:count]):
+    with make_layout(sizes, choice, jax.devices()[:count], model_axes(model.config)):
         assert_near(loss_of(named_jit, shard(model, "params"), shard(Batch(**batch()).named(), "compute")), wanted)
 
 

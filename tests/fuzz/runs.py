@@ -1,8 +1,10 @@
 """`python -m tests.fuzz.runs`: random runs, three steps of each on a mesh as on one device.
 
 A run is drawn as a user would write it: a family, sizes of mesh axes, a preset and entries of its own, a way for
-attention and for experts, stages, microbatches, checkpointing, an optimizer, narrow products. Either the loss and the
-gradient norm of every step equal one device's, or an error of ours refuses it.
+attention and for experts, parts side by side, numbers that tokens travel in, stages, microbatches, checkpointing, an
+optimizer, narrow products. Either the loss and the gradient norm of every step equal one device's, where experts are
+computed by their definition, and the compiled program matches its ledger as the trainer demands, or an error of ours
+refuses it.
 """
 
 import argparse
@@ -12,7 +14,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,21 +24,28 @@ from tests.equivalence.test_steps import QUICKLY, batch, put
 from tests.models.small import CONFIGS
 from trellis.data.batch import Batch
 from trellis.errors import TrellisError
-from trellis.models import ModelConfig
+from trellis.inspect import structure_of
+from trellis.inspect.ledger import ledger_of
+from trellis.models import ModelConfig, Routing
 from trellis.nn import Precision
+from trellis.nn.moe.config import EXPERT_WEIGHTS, FAR_ROWS
 from trellis.optim.config import AdamW, Lion, Muon
 from trellis.recipes import tiny
 from trellis.run.config import Remat, Run
 from trellis.run.layouts import AXES, LayoutChoice, MeshSizes
 from trellis.train.assemble import Assembled, assemble
+from trellis.train.checks import check_marks
 from trellis.train.compilation import CompiledStep
+from trellis.train.summary import step_program
 
 STEPS = 3
 # How often a mesh axis is drawn: experts' where there are experts, and otherwise as often as one meets them.
 _SHARE = {"replica": 1, "stage": 2, "data": 3, "data_y": 1, "data_z": 1, "context": 2, "context_y": 1, "model": 3}
 _OWN_PARAMS = ("embed", "mlp", "vocab", "heads", "kv_heads", "head_dim", "layers")
 _OWN_COMPUTE = ("batch", "pos", "embed", "mlp", "vocab", "heads", "kv_heads", "head_dim")
-_WAYS = ("auto", "dense", "grouped", "gather", "ragged", "slots")
+_WAYS = ("auto", "auto", "dense", "grouped", "gather", "ragged", "slots", "hierarchical", "hierarchical")
+# What is kept by name: of every family, and of mixtures alone.
+_KEPT, _KEPT_OF_EXPERTS = ("attention", "mlp"), ("mlp_rows", EXPERT_WEIGHTS, FAR_ROWS)
 # Of the loss of a step, and of its gradient norm as a share of it. Where products are rounded to eight bits, partial
 # sums are rounded on each device; what the compiler places, it sums in an order of its own.
 _NEAR, _NEAR_NARROW = (1e-4, 2e-3), (2e-2, 1e-1)
@@ -73,7 +82,9 @@ def draw(seed: int) -> tuple[Run, int]:
         "params": some(0.3, {r.choice(_OWN_PARAMS): r.choice(own_axes)}) or {},
         "compute": some(0.3, {r.choice(_OWN_COMPUTE): r.choice(own_axes)}) or {},
     }
-    products = some(0.12, {r.choice(("mlp", "attention", "vocab")): r.choice(("fp8", "int8", "mxfp8"))}) or {}
+    experts = hasattr(model, "routing")
+    narrow = ("mlp", "attention", "vocab", *(["experts", "experts"] if experts else []))
+    products = some(0.12, {r.choice(narrow): r.choice(("fp8", "int8", "mxfp8"))}) or {}
     microbatches = r.choice((None, 1, 2, 3, 4))
     several = (microbatches or 1) > 1 or mesh["stage"] > 1
     rate = r.choice((AdamW, AdamW, Lion, Muon))(learning_rate=1e-3)
@@ -90,7 +101,7 @@ def draw(seed: int) -> tuple[Run, int]:
         z_loss=r.choice((0.0, 1e-4)),
         clip_norm=r.choice((None, 1.0)),
         ema=r.choice((None, None, 0.9)),
-        remat=Remat(policy=r.choice(("none", "full", "saved", "dots", "offload"))),
+        remat=_remat(r, experts),
         precision=Precision(compute="float32", products=products),
         mesh=MeshSizes(**mesh),
         layout=LayoutChoice(**layout),
@@ -101,14 +112,23 @@ def draw(seed: int) -> tuple[Run, int]:
 def _model(r: random.Random) -> ModelConfig:
     model = CONFIGS[r.choice(sorted(CONFIGS))]
     if hasattr(model, "routing"):
-        routing = dataclasses.replace(model.routing, way=r.choice(_WAYS), slack=r.choice((0.5, 1.5, 3.0)))
-        model = dataclasses.replace(model, routing=routing)
+        drawn = {"way": r.choice(_WAYS), "slack": r.choice((0.5, 1.5, 3.0))}
+        drawn |= {"interleave": r.choice((1, 1, 1, 2)), "dispatch": r.choice((None, None, None, "bits", "mxfp8"))}
+        model = dataclasses.replace(model, routing=dataclasses.replace(model.routing, **drawn))
     return dataclasses.replace(model, layers=r.choice((2, 3, 4, 5))) if r.random() < 0.4 else model
+
+
+def _remat(r: random.Random, experts: bool) -> Remat:
+    policy = r.choice(("none", "full", "saved", "dots", "offload"))
+    if policy not in ("saved", "offload") or r.random() < 0.6:
+        return Remat(policy=policy)
+    known = (*_KEPT, *(_KEPT_OF_EXPERTS if experts else ()))
+    return Remat(policy=policy, names=tuple(r.sample(known, r.randint(1, len(known)))))
 
 
 def _mesh(r: random.Random, count: int, experts: bool) -> dict[str, int]:
     """Sizes of the mesh axes, prime factor by prime factor."""
-    shares = _SHARE | {"expert": 2 if experts else 0.5}
+    shares = _SHARE | ({"expert": 3, "expert_y": 2} if experts else {"expert": 0.5})
     sizes = dict.fromkeys(AXES, 1)
     while count > 1:
         prime = next(p for p in (2, 3) if count % p == 0)
@@ -125,23 +145,39 @@ def judge(seed: int) -> Found:
     except TrellisError as error:
         return Found("refused", _rule(error))
     whole = {"mesh": MeshSizes(data=1), "layout": LayoutChoice(preset="single")}
-    plain = {"accumulation": "pending", "remat": Remat(policy="none"), "microbatches": 1}
+    plain = {"accumulation": "pending", "remat": Remat(policy="none"), "microbatches": 1, "model": _defined(run.model)}
     alone = assemble(dataclasses.replace(run, **whole, **plain), jax.devices()[:1])
     with alone.layout:
         first = jax.device_get(dataclasses.replace(alone.init(), key=None))
-    wanted = _curve(alone, first)
+    wanted, _ = _curve(alone, first)
     try:
-        found = _curve(made, first)
+        program = step_program(made)
+        check_marks(run, program)
+        found, compiled = _curve(made, first)
+        structure = structure_of(ledger_of(program), compiled.as_text(), made.layout.mesh)
     except TrellisError as error:
         return Found("refused", _rule(error))
     loss, norm = np.abs(found - wanted)[:, 0].max(), (np.abs(found - wanted) / wanted)[:, 1].max()
-    near = _NEAR_NARROW if run.precision.products else _NEAR
+    rounded = run.precision.products or getattr(run.model, "routing", Routing()).dispatch == "mxfp8"
+    near = _NEAR_NARROW if rounded else _NEAR
     right = loss <= near[0] and norm <= near[1]
-    return Found("right" if right else "wrong", f"loss apart by {loss:.1e}, gradient norm by {norm:.1e} of itself")
+    why = f"loss apart by {loss:.1e}, gradient norm by {norm:.1e} of itself"
+    if structure.faults:  # those that are not certain a run tells, and goes on
+        why = f"{why}; {len(structure.faults)} of structure: {structure.faults[0]}"
+    return Found("right" if right and not structure.certain else "wrong", why)
 
 
-def _curve(made: Assembled, first) -> np.ndarray:
-    """Loss and gradient norm of the first steps, from a state on the host."""
+def _defined(model: ModelConfig) -> ModelConfig:
+    """The same model, all of whose experts are computed for all tokens, together."""
+    if not hasattr(model, "routing"):
+        return model
+    return dataclasses.replace(model, routing=dataclasses.replace(model.routing, way="dense", interleave=1))
+
+
+def _curve(made: Assembled, first) -> tuple[np.ndarray, Any]:
+    """Loss and gradient norm of the first steps, from a state on the host; and the compiled program."""
+    like = jax.tree.structure(dataclasses.replace(made.abstract, key=None))  # its experts may be reached otherwise
+    first = jax.tree.unflatten(like, jax.tree.leaves(first))
     step, found, data = CompiledStep(made.step, QUICKLY), [], made.run.data
     size = made.run.batch_sizes()[0].size, data.sequence_length, 2 if data.mask_documents else 1
     with made.layout:
@@ -149,7 +185,7 @@ def _curve(made: Assembled, first) -> np.ndarray:
         for index in range(STEPS):
             state, metrics = step(state, Batch(**jax.device_put(batch(index, *size), made.batch_sharding)))
             found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    return np.array(found)
+    return np.array(found), step.programs[0]
 
 
 def _rule(error: TrellisError) -> str:

@@ -158,6 +158,27 @@ def test_gathering_one_axis_after_the_other():
     assert [k for k, _ in kinds["per_axis"]] == ["all-gather"] * 2 + ["reduce-scatter"] * 2
 
 
+def test_slices_of_two_dimensions_are_gathered_one_after_the_other():
+    """Together as many mesh axes as slice one of them; so what comes back is scattered, and not summed whole."""
+    slices = {"params": {"experts": ("replica", "data"), "embed": "model"}}
+    x, w = numbers("batch", "embed"), tr.ones({"experts": 4, "embed": SIZES["embed"]})
+    value = lambda w, x: (tr.dot(x, w, over="embed") ** 2.0).sum().array
+    mesh = tr.make_mesh(replica=2, data=2, model=2)
+    with tr.Layout(mesh, **slices, compute={"batch": ("replica", "data", "model")}):
+        there, weight = tr.shard(x, "compute"), tr.shard(w)
+        rows = [row for row in tr.ledger(jax.grad(value), weight, there) if row.payload > 4]
+        gradient = tr.named_jit(jax.grad(value))(weight, there)
+    both = ("replica", "data")
+    assert [(row.kind, row.axes) for row in rows] == [
+        ("all-gather", ("model",)),
+        ("all-gather", both),
+        ("reduce-scatter", both),
+        ("reduce-scatter", ("model",)),
+    ]
+    expected = 2 * np.asarray(x.array @ w.array.T).T @ x.array
+    np.testing.assert_allclose(gradient.array, expected, rtol=1e-4, atol=1e-3)
+
+
 def test_the_last_dimension_is_gathered_first():
     """What is gathered after it then lies along the first dimension, where nothing has to be copied."""
     slices = {"params": {"experts": "data", "embed": "model"}, "compute": {"batch": ("data", "model")}}

@@ -248,6 +248,34 @@ def test_key_heads_that_a_mesh_axis_does_not_divide_stay_whole(kv_heads, sliced)
         assert layout.assign(("heads",), which) == (("model",),)
 
 
+@pytest.mark.parametrize(
+    ("experts", "sizes", "more", "at_rest"),
+    [
+        (8, dict(data=8), {}, (("data",), ())),
+        (8, dict(data=4, data_y=2), {}, (("data", "data_y"), ())),
+        (8, dict(data=4, expert=2), {}, (("expert", "data"), ())),
+        (8, dict(data=2, context=4), {}, (("data", "context"), ())),
+        (4, dict(data=8), {}, ((), ("data",))),  # over all of FSDP's mesh axes, or over none of them
+        (4, dict(data=4, data_y=2), {}, ((), ("data", "data_y"))),
+        (12, dict(data=4, expert=2), {}, (("expert",), ("data",))),
+        (8, dict(data=8), {"params": {"experts": ""}}, ((), ("data",))),
+        (8, dict(data=8), {"params": {"mlp": "data", "embed": ""}}, ((), ())),
+        (8, dict(data=4, data_y=2), {"params": {"experts": "data_y"}}, (("data_y",), ("data",))),
+        (8, dict(data=8), {"preset": "data"}, ((), ())),
+    ],
+)
+def test_experts_are_sliced_by_number_where_the_devices_of_fsdp_divide_it(experts, sizes, more, at_rest):
+    axes = {"embed": 16, "mlp": 16, "experts": experts}
+    layout = make_layout(MeshSizes(**sizes), LayoutChoice(**more), jax.devices(), axes)
+    assert layout.assign(("experts", "embed"), "params") == at_rest
+    assert layout.assign(("experts", "embed"), "compute") == (("expert",) if "expert" in sizes else (), ())
+
+
+def test_what_has_no_experts_is_sliced_by_width_beside_them():
+    layout = make_layout(MeshSizes(data=8), LayoutChoice(), jax.devices(), {"embed": 16, "mlp": 16, "experts": 8})
+    assert layout.assign(("mlp", "embed"), "params") == ((), ("data",))
+
+
 def test_key_heads_are_sliced_where_the_user_says_so():
     choice = LayoutChoice(compute={"kv_heads": "model"})
     layout = make_layout(MeshSizes(data=2, model=4), choice, jax.devices(), {"heads": 8, "kv_heads": 2})

@@ -183,17 +183,19 @@ def _gather(x: NamedArray, axes, copied):
         # rest of it is summed, instead of being summed whole over all of them together.
         array = place(array, held.axes, held.pending, held.copied | (copied - gathered), names=x.names)
         held = state_of(array)
-    if layout is None or layout.gather == "joint" or not copied:
+    joint = layout is not None and layout.gather == "joint"
+    gone = [tuple(a for a in mine if a in gathered) for mine in held.axes]
+    if layout is None or not copied or (joint and sum(map(bool, gone)) < 2):
         return place(array, axes, (), copied, names=x.names)
-    # One mesh axis after the other, each with its own reduce-scatter in the backward pass. Minor ones first, and the
-    # last dimension first: slices that come together along another than the first are copied by compilers, the fewer
-    # the more of the array is elsewhere still.
-    for axis in [a for mine in reversed(held.axes) for a in reversed(mine)]:
-        now = state_of(array)
-        if any(axis in mine for mine in axes):
-            continue
-        step = tuple(tuple(a for a in mine if a != axis) for mine in now.axes)
-        array = place(array, step, (), now.copied | ({axis} & copied), names=x.names)
+    # One mesh axis after the other, or one dimension after the other: each with a reduce-scatter of its own in the
+    # backward pass, where one to slices of two dimensions would be an all-reduce of the whole array. Minor axes first,
+    # and the last dimension first: slices that come together along another than the first are copied by compilers, the
+    # fewer the more of the array is elsewhere still.
+    for mine in reversed(gone):
+        for together in filter(None, (mine,) if joint else ((axis,) for axis in reversed(mine))):
+            now = state_of(array)
+            step = tuple(tuple(a for a in each if a not in together) for each in now.axes)
+            array = place(array, step, (), now.copied | ({*together} & copied), names=x.names)
     return place(array, axes, (), copied, names=x.names)
 
 

@@ -21,7 +21,7 @@ from trellis.proof.proof import Proof, Subject, Wanted, Watch
 from trellis.proof.shrinking import shrunk
 from trellis.run.config import Run
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
-from trellis.train.assemble import assemble, vocab_multiple
+from trellis.train.assemble import assemble, model_axes, vocab_multiple
 from trellis.train.compilation import options_for
 
 # Of the entries of a parameter so many may deviate: see `compare`.
@@ -164,6 +164,6 @@ def small_trial(run: Run, target: Target, given: Collection[str] = ()) -> Trial:
     """
     devices = compiler_devices(target)
     run, fitted = adapt(run, target, given)
-    small = shrunk(run, make_layout(run.mesh, run.layout, devices))
+    small = shrunk(run, make_layout(run.mesh, run.layout, devices, model_axes(run.model)))
     prepared = prepare(small.run, target, devices, chunk_bytes=small.chunk_bytes)
     return Trial(prepared, target, vocab_multiple(prepared.layout), small.chunk_bytes, tuple(fitted))

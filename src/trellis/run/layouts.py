@@ -17,6 +17,8 @@ _ACTIVATIONS = ("batch", "pos", "key_pos")
 # What a model may have fewer of than a mesh axis has devices: grouped queries share key and value heads.
 _FEW = "kv_heads"
 _STACK = "layers"
+# What FSDP slices, and what it slices instead where there are enough of them.
+_WIDTH, _MANY = "embed", "experts"
 
 Preset = Literal[
     "auto", "single", "data", "fsdp", "expert", "tensor", "fsdp_tensor", "fsdp_tensor_sequence", "context", "hybrid"
@@ -141,8 +143,9 @@ class LayoutChoice:
     preset: Preset = "auto"
     """A pair of maps. auto slices parameters over data (FSDP), widths over model (tensor and sequence), positions over
     context; hybrid is the same with a replica on each host. On the two processors of a CPU auto is data, which is the
-    faster there; each keeps a copy of the state. Key and value heads that their mesh axis does not divide stay whole.
-    Choose another where a plan says that it is faster; `trellis plan --search` tries them."""
+    faster there; each keeps a copy of the state. Key and value heads that their mesh axis does not divide stay whole;
+    FSDP slices experts by number where that is a multiple of its devices, and by width otherwise. Choose another where
+    a plan says that it is faster; `trellis plan --search` tries them."""
     params: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
     """Entries that replace the preset's for parameters at rest: the name of an axis, and mesh axes or nothing. Add
     entries to slice what the preset leaves whole."""
@@ -268,7 +271,7 @@ def make_layout(
         choice: what is sliced over which.
         devices: real, simulated or only described.
         axes: the lengths of the model's axes, by name. A preset leaves key and value heads whole that its mesh axes do
-            not divide. None: not known.
+            not divide, and slices experts by number where FSDP's mesh axes divide that. None: not known.
 
     Raises:
         UserError: the mesh does not fit the devices, the layout leaves one of its axes without work, it has an entry
@@ -298,10 +301,14 @@ def make_layout(
             del found[_FEW]  # each device along the axis then has them all, and reads those of its query heads
     if choice.mode == "auto" and axes is not None and _FEW in axes:
         _check_few(here[1], sizes)
+    if axes is not None and _MANY in axes and _MANY in here[0] and _MANY not in choice.params:
+        claimed = {axis for over in choice.params.values() for axis in over.split("/")}
+        if not claimed.intersection(here[0].get(_WIDTH, ())):
+            here[0][_MANY] = _with_width(here[0], axes[_MANY], sizes)
     stage = [a for a in here[1].get(_STACK, ()) if a == "stage"]
     uneven = axes is not None and stage and axes.get(_STACK, 0) % (sizes["stage"] * choice.pipeline_groups)
     if uneven and _STACK not in choice.params and here[0].pop(_STACK, None):
-        here[0]["embed"] = [*here[0].get("embed", ()), *stage]  # a step then deals layers out to the stages
+        here[0][_WIDTH] = [*here[0].get(_WIDTH, ()), *stage]  # a step then deals layers out to the stages
     params, compute = ({n: over for n, over in m.items() if over} for m in here)
     arranged = make_mesh(devices, axis_type=choice.mode, **sizes)
     overlap = [name for name in choice.overlap if name in compute]
@@ -317,6 +324,17 @@ def make_layout(
         pipeline_groups=choice.pipeline_groups,
         uneven=(_STACK,) if uneven else (),
     )
+
+
+def _with_width(params: Mapping[str, list[str]], experts: int, sizes: Mapping[str, int]) -> list[str]:
+    """Mesh axes of experts at rest: with those of the width, if these divide them, all of them.
+
+    Whole experts that follow each other are gathered as they lie. Slices of their widths are not: what is gathered
+    along the last axis of a weight is laid out anew before a kernel reads it, all of it, at each gather; and a width
+    over many devices fills no tiles. Over some of the axes alone the gather would use the links of these alone.
+    """
+    over = [*params[_MANY], *params.get(_WIDTH, ())]
+    return over if experts % math.prod(sizes[axis] for axis in over) == 0 else params[_MANY]
 
 
 def _check_few(compute: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> None:

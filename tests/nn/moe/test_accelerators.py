@@ -11,34 +11,37 @@ from trellis.mesh.topology import slice_devices
 from trellis.named import named
 from trellis.nn.moe import choose, mix, score
 
-EXPERTS = 8
+EXPERTS, EMBED, MLP = 8, 1024, 512
 SHAPES = {
-    "batch pos embed": (4, 128, 256),
-    "embed routes": (256, EXPERTS),
-    "experts embed mlp": (EXPERTS, 256, 256),
-    "experts mlp embed": (EXPERTS, 256, 256),
+    "batch pos embed": (4, 128, EMBED),
+    "embed routes": (EMBED, EXPERTS),
+    "experts embed mlp": (EXPERTS, EMBED, MLP),
+    "experts mlp embed": (EXPERTS, MLP, EMBED),
 }
 
 
 def loss(x, router, into, out):
-    made = mix(x, choose(score(x, router), 2), into, into, out)
+    made = mix(x, choose(score(x, router), 2), into, into, out, way="ragged")
     return (made * made).sum().array.astype(jnp.float32)
 
 
 @pytest.mark.slow
 def test_tokens_are_exchanged_ragged():
-    """Two experts a chip: a ragged exchange there and back in both passes, and kernels for grouped products."""
-    devices = slice_devices("v5e:2x2")
-    with Layout(
-        make_mesh(devices, expert=4), {"experts": "expert"}, {"experts": "expert", "batch": "expert"}
-    ) as layout:
+    """Four experts a chip, two at rest: a ragged exchange there and back in both passes, kernels for grouped products,
+    and weights whose slices come together as kernels read them, and whose gradients are not summed whole."""
+    mesh, used = make_mesh(slice_devices("v5e:2x2"), expert=2, data=2), {"experts": "expert", "batch": "expert/data"}
+    with Layout(mesh, {"experts": "expert/data"}, used) as layout:
+        at_rest = ["compute" if "batch" in names else "params" for names in SHAPES]
         given = [
-            named(jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=layout.sharding(names.split())), names)
-            for names, shape in SHAPES.items()
+            named(jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=layout.sharding(names.split(), which)), names)
+            for which, (names, shape) in zip(at_rest, SHAPES.items())
         ]
         text = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(*given).compile().as_text()
     assert len(re.findall(r" ragged-all-to-all(?:-start)?\(", text)) >= 4
     assert len(re.findall(r"%ragged-dot-none[\w.]* = ", text)) >= 3
-    assert not re.search(r"bf16\[\d+,1,256\]\S* copy\(", text)  # rows travel as tiles, and are not laid out for it
-    tokens = r"4,128,256\]|512,256\]"
+    weights = rf"bf16\[(?:1,)?4,(?:{EMBED},{MLP}|{MLP},{EMBED})\]\S*"
+    assert re.search(rf"{weights} all-gather\(", text)
+    assert not re.search(rf"{weights} (?:copy|transpose|all-reduce)\(", text)
+    assert not re.search(rf"bf16\[\d+,1,{EMBED}\]\S* copy\(", text)  # rows travel as tiles, and are not laid out for it
+    tokens = rf"4,128,{EMBED}\]|512,{EMBED}\]"
     assert not re.search(rf"bf16\[(?:{tokens})\S* all-gather", text)

@@ -105,6 +105,23 @@ def test_gradients_are_those_of_each_group(platform):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("outer", [1, 2])
+def test_weights_are_read_and_written_as_they_lie(outer):
+    sizes = (5, 0, 130, 9)
+    rows, d, weights = drawn(sizes)
+    further = np.random.default_rng(1).standard_normal(weights.shape, np.float32)
+    made = triton.multiply(rows, weights, jnp.array(sizes), outer=outer, interpret=True)
+    summed = triton.rows_gradient((d, d), (weights, further), jnp.array(sizes), outer=(outer, 0), interpret=True)
+    gradient = triton.weights_gradient(rows, d, jnp.array(sizes), jnp.float32, outer=outer, interpret=True)
+    assert gradient.shape == weights.shape
+    for group, mine in parts(sizes):
+        np.testing.assert_allclose(made[mine], rows[mine] @ weights[group], rtol=1e-4, atol=1e-4)
+        wanted = d[mine] @ (weights[group] + further[group]).T
+        np.testing.assert_allclose(summed[mine], wanted, rtol=1e-4, atol=2e-4)
+        np.testing.assert_allclose(gradient[group], rows[mine].T @ d[mine], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
 def test_blocks_multiply_the_rows_and_few_besides(monkeypatch):
     """Of groups that nearly fill a large block, take several, or are empty; loops run in Python, and are counted."""
     sizes, multiplied, product = (481, 700, 0, 96), [], jax.lax.dot_general
@@ -183,8 +200,8 @@ def test_tpus_have_kernels_and_no_dense_product(name):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")  # in JAX 0.12
-@pytest.mark.parametrize("name, node", [("h100:1", "8xH100"), ("b200:1", "8xB200")])
-def test_gpus_have_kernels_and_no_dense_product(name, node):
+@pytest.mark.parametrize("name, node, outer", [("h100:1", "8xH100", 0), ("b200:1", "8xB200", 1)])
+def test_gpus_have_kernels_and_no_dense_product(name, node, outer):
     """Compiled where JAX's CUDA plugin is; lowered, which makes the kernels' own programs, where it is not."""
     if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13"):
         text, temporaries = compiled(name)
@@ -194,9 +211,9 @@ def test_gpus_have_kernels_and_no_dense_product(name, node):
     given = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 256), (4, 256, 512), (4096, 512))]
     sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
     all_three = lambda rows, weights, d, sizes: (
-        triton.multiply(rows, weights, sizes),
-        triton.rows_gradient((d,), (weights,), sizes),
-        triton.weights_gradient(rows, d, sizes, jnp.bfloat16),
+        triton.multiply(rows, weights, sizes, outer=outer),
+        triton.rows_gradient((d,), (weights,), sizes, outer=(outer,)),
+        triton.weights_gradient(rows, d, sizes, jnp.bfloat16, outer=outer),
     )
     mesh = jax.sharding.Mesh(described_devices(target(node))[:1], "x", axis_types=(AxisType.Explicit,))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -218,7 +218,7 @@ def _mixed(
 
         def compute(rows, sizes, counted):
             rows = rows if in_words else save(rows, "mlp_rows")
-            return _products(rows, sizes, counted, gate, up, down, added, gated)
+            return _products(rows, sizes, counted, gate, up, down, added, gated, outer)
 
         count = experts // devices
         if chosen in EXCHANGES:
@@ -236,6 +236,7 @@ def _mixed(
             made = [as_returned(out, dispatch) for out in made]
         return [out.reshape(x.shape) for out, x in zip(made, of_tokens[::3], strict=True)]
 
+    outer: Sequence[int] = ()
     arrays = (*of_tokens, gate, up, down, *added)
     narrow = narrow_weights((gate, up, down), kinds)
     if state_of(first.array).mode != "explicit":
@@ -261,6 +262,7 @@ def _mixed(
         gradient_only(a.array, a.names, *where) if n in marked else brought(a, *where)
         for n, (a, *where) in enumerate(zip((*arrays, *narrow), slices, copied, strict=True))
     ]
+    outer = [_gathered_along(*pair) for pair in zip((gate, up, down), moved[tokens_end:])]
     specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in moved)
     mix = by_device(
         lambda *a: [mark_pending(out, places.partial) for out in body(*a)],
@@ -271,9 +273,15 @@ def _mixed(
     return [settle(NamedArray(out, TOKENS)) for out in mix(*moved)]
 
 
-def _products(rows, sizes, counted, gate, up, down, added=(), gated_by: ClampedSwiGLU | None = None):
+def _gathered_along(before: NamedArray, after: jax.Array) -> int:
+    """Along which dimension slices of an expert's weights came together last: it lies outermost in memory."""
+    axes = zip(state_of(before.array).axes, state_of(after).axes, strict=True)
+    return next((n for n, (held, has) in enumerate(axes) if set(held) - set(has)), 0)
+
+
+def _products(rows, sizes, counted, gate, up, down, added, gated_by: ClampedSwiGLU | None, outer: Sequence[int]):
     """What the experts of one device make of rows sorted by expert, times what each row counts."""
-    gated, upped = grouped_each(rows, (gate, up), sizes)
+    gated, upped = grouped_each(rows, (gate, up), sizes, outer[:2])
     if added:
         # As a product: its gradient is one too, whose sums over rows are float32.
         group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")
@@ -283,7 +291,7 @@ def _products(rows, sizes, counted, gate, up, down, added=(), gated_by: ClampedS
     gated, upped = save(gated, "mlp_gate"), save(upped, "mlp_up")
     hidden = jax.nn.silu(gated) * upped if gated_by is None else gated_by(gated, upped)
     hidden = hidden.astype(jnp.float32) * counted[:, None]
-    return grouped_each(hidden.astype(rows.dtype), (down,), sizes)[0]
+    return grouped_each(hidden.astype(rows.dtype), (down,), sizes, outer[2:])[0]
 
 
 def _weighted(choices: Choices, of_expert: NamedArray) -> NamedArray:

@@ -91,12 +91,19 @@ def held(weights: Sequence[jax.Array], kinds: Kinds, narrow: Sequence[jax.Array]
     ]
 
 
-def grouped_each(rows: jax.Array, weights: Sequence[jax.Array | Held], sizes: jax.Array) -> list[jax.Array]:
-    """`grouped_matmul` of rows with several weights; rows are rounded once for all that are of one kind."""
+def grouped_each(
+    rows: jax.Array, weights: Sequence[jax.Array | Held], sizes: jax.Array, outer: Sequence[int] = ()
+) -> list[jax.Array]:
+    """`grouped_matmul` of rows with several weights; rows are rounded once for all that are of one kind.
+
+    Args:
+        rows, weights, sizes: as there.
+        outer: as in `grouped_products`, if no weight is narrow.
+    """
     kinds = {w.kind for w in weights if isinstance(w, Held)}
     narrow = {kind: _rounded_rows(lax.stop_gradient(rows), sizes, kind, gradient=False) for kind in kinds}
     wide = [w for w in weights if not isinstance(w, Held)]
-    made = iter(grouped_products(rows, wide, sizes) if wide else ())
+    made = iter(grouped_products(rows, wide, sizes, () if kinds else outer) if wide else ())
     return [
         _multiply(rows, w.weight, (*narrow[w.kind], w.values, w.scale), sizes, w.kind, (rows.dtype, w.weight.dtype))
         if isinstance(w, Held)

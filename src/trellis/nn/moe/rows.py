@@ -31,7 +31,13 @@ def take_rows(x: jax.Array, index: jax.Array, copies: jax.Array) -> jax.Array:
     return _rows(x, index)
 
 
-take_rows.defvjp(lambda x, index, copies: (_rows(x, index), copies), lambda copies, d: (_summed(d, copies), None, None))
+def _take_rows_backward(copies, d):
+    # Made by itself: else libtpu puts the additions into every product that reads the sum, but not the conversions to
+    # float32 before them, each of which then writes all rows.
+    return lax.optimization_barrier(_summed(d, copies)), None, None
+
+
+take_rows.defvjp(lambda x, index, copies: (_rows(x, index), copies), _take_rows_backward)
 
 
 @jax.custom_vjp

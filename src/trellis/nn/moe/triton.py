@@ -26,7 +26,13 @@ LEAST = 16  # of a tile's sides: fewer fill no matrix unit
 
 
 def multiply(
-    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: bool = False, interpret: bool = False
+    rows: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    *,
+    outer: int = 0,
+    swapped: bool = False,
+    interpret: bool = False,
 ) -> jax.Array:
     """As `grouped_matmul`; rows of nobody are not written.
 
@@ -34,6 +40,7 @@ def multiply(
         rows: `rows in`.
         weights: `groups in out`, or `groups out in` where they are swapped.
         sizes: `i32["groups"]`.
+        outer: see `grouped_products`.
         swapped: see `weights`.
         interpret: runs the kernel on any backend, slowly.
     """
@@ -45,11 +52,11 @@ def multiply(
     number = jnp.arange(down, dtype=jnp.int32)
     group = jnp.minimum(tiles.group(number), groups - 1)
     first, end = (jnp.where(number < tiles.count, x, 0) for x in (tiles.first(number), tiles.ends[group]))
-    kernel = functools.partial(_product, across=across, summed=summed, down=down, swapped=swapped)
-    shape, given = shaped((count, columns), rows.dtype, group, first, end, rows, weights)
+    kernel = functools.partial(_product, across=across, summed=summed, down=down, swapped=swapped, outer=outer)
+    shape, given = shaped((count, columns), rows.dtype, group, first, end, rows, jnp.moveaxis(weights, outer, 0))
     call = pl.pallas_call(
         kernel,
-        name="grouped_product_swapped" if swapped else "grouped_product",
+        name=f"grouped_product{'_swapped' if swapped else ''}{_suffix(outer)}",
         grid=(down * -(-columns // across),),
         out_shape=shape,
         compiler_params=LAUNCH,
@@ -59,7 +66,7 @@ def multiply(
         return call(*given)
 
 
-def _product(group, first, end, rows, weights, out, *, across: int, summed: int, down: int, swapped: bool):
+def _product(group, first, end, rows, weights, out, *, across: int, summed: int, down: int, swapped: bool, outer: int):
     inner, columns = rows.shape[1], out.shape[1]
     row, column = _walk(pl.program_id(0), down, -(-columns // across))
     begin, past = first[row], end[row]
@@ -74,11 +81,14 @@ def _product(group, first, end, rows, weights, out, *, across: int, summed: int,
         def add(i, total):
             terms = i * summed + jnp.arange(summed) < inner
             x = _load(rows.at[pl.ds(begin, ROWS), pl.ds(i * summed, summed)], own[:, None] & terms[None])
+            of_terms, of_columns = pl.ds(i * summed, summed), pl.ds(column_first, across)
             if swapped:
-                y = weights.at[mine, pl.ds(column_first, across), pl.ds(i * summed, summed)]
-                return total + _dot(x, _load(y, shown[:, None] & terms[None]), (1, 1))
-            y = weights.at[mine, pl.ds(i * summed, summed), pl.ds(column_first, across)]
-            return total + _dot(x, _load(y, terms[:, None] & shown[None]), (1, 0))
+                y = weights.at[_lying(outer, mine, of_columns, of_terms)]
+            else:
+                y = weights.at[_lying(outer, mine, of_terms, of_columns)]
+            if swapped == (outer == 2):
+                return total + _dot(x, _load(y, terms[:, None] & shown[None]), (1, 0))
+            return total + _dot(x, _load(y, shown[:, None] & terms[None]), (1, 1))
 
         total = lax.fori_loop(0, -(-inner // summed), add, jnp.zeros((ROWS, across), jnp.float32))
         place = out.at[pl.ds(begin, ROWS), pl.ds(column_first, across)]
@@ -86,7 +96,12 @@ def _product(group, first, end, rows, weights, out, *, across: int, summed: int,
 
 
 def rows_gradient(
-    d: Sequence[jax.Array], weights: Sequence[jax.Array], sizes: jax.Array, *, interpret: bool = False
+    d: Sequence[jax.Array],
+    weights: Sequence[jax.Array],
+    sizes: jax.Array,
+    *,
+    outer: Sequence[int] = (),
+    interpret: bool = False,
 ) -> jax.Array:
     """Of rows that went into several products, the gradient of all of them: `rows in`.
 
@@ -94,14 +109,16 @@ def rows_gradient(
         d: of each product's result the gradient, `rows out`.
         weights: of each product, `groups in out`.
         sizes: `i32["groups"]`.
+        outer: see `grouped_products`; none is 0 for all.
         interpret: runs the kernel on any backend, slowly.
     """
-    made = [multiply(*pair, sizes, swapped=True, interpret=interpret) for pair in zip(d, weights, strict=True)]
+    products = zip(d, weights, outer or (0,) * len(d), strict=True)
+    made = [multiply(x, w, sizes, outer=o, swapped=True, interpret=interpret) for x, w, o in products]
     return functools.reduce(operator.add, made)
 
 
 def weights_gradient(
-    rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp.dtype, *, interpret: bool = False
+    rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp.dtype, *, outer: int = 0, interpret: bool = False
 ) -> jax.Array:
     """Of each group, its rows' products with their gradients, summed: `groups in out`, zeros for an empty one.
 
@@ -110,25 +127,27 @@ def weights_gradient(
         d: `rows out`.
         sizes: `i32["groups"]`.
         dtype: of the result; sums are float32.
+        outer: of the result, see `grouped_products`.
         interpret: runs the kernel on any backend, slowly.
     """
     (count, inner), columns, groups = rows.shape, d.shape[1], sizes.shape[0]
     down, across, summed = _side(inner, ROWS), _side(columns, COLUMNS), SUMMED * 2 // rows.dtype.itemsize
     ends = jnp.cumsum(sizes.astype(jnp.int32))
-    shape, given = shaped((groups, inner, columns), dtype, ends - sizes, ends, rows, d)
+    lying = _lying(outer, groups, inner, columns)
+    shape, given = shaped(lying, dtype, ends - sizes, ends, rows, d)
     call = pl.pallas_call(
-        functools.partial(_gradient, down=down, across=across, summed=summed),
-        name="grouped_gradient",
+        functools.partial(_gradient, down=down, across=across, summed=summed, outer=outer),
+        name=f"grouped_gradient{_suffix(outer)}",
         grid=(-(-inner // down) * -(-columns // across), groups),
         out_shape=shape,
         compiler_params=LAUNCH,
         interpret=interpret,
     )
     with grouped_work(count, inner, columns, groups=groups, tile=summed, over_rows=True):
-        return call(*given)
+        return jnp.moveaxis(call(*given), 0, outer)
 
 
-def _gradient(begins, ends, rows, d, out, *, down: int, across: int, summed: int):
+def _gradient(begins, ends, rows, d, out, *, down: int, across: int, summed: int, outer: int):
     inner, columns = rows.shape[1], d.shape[1]
     row, column = _walk(pl.program_id(0), -(-inner // down), -(-columns // across))
     group = pl.program_id(1)
@@ -140,11 +159,23 @@ def _gradient(begins, ends, rows, d, out, *, down: int, across: int, summed: int
         own = (first + jnp.arange(summed) < past)[:, None]
         x = _load(rows.at[pl.ds(first, summed), pl.ds(row * down, down)], own & inside[None])
         y = _load(d.at[pl.ds(first, summed), pl.ds(column * across, across)], own & shown[None])
-        return total + _dot(x, y, (0, 0))
+        return total + (_dot(y, x, (0, 0)) if outer == 2 else _dot(x, y, (0, 0)))
 
-    total = lax.fori_loop(0, pl.cdiv(past - begin, summed), add, jnp.zeros((down, across), jnp.float32))
-    place = out.at[group, pl.ds(row * down, down), pl.ds(column * across, across)]
-    plgpu.store(place, total.astype(out.dtype), mask=inside[:, None] & shown[None])
+    sides = (across, down) if outer == 2 else (down, across)
+    total = lax.fori_loop(0, pl.cdiv(past - begin, summed), add, jnp.zeros(sides, jnp.float32))
+    place = out.at[_lying(outer, group, pl.ds(row * down, down), pl.ds(column * across, across))]
+    mask = shown[:, None] & inside[None] if outer == 2 else inside[:, None] & shown[None]
+    plgpu.store(place, total.astype(out.dtype), mask=mask)
+
+
+def _lying(outer: int, *sides):
+    """Of three dimensions, the one that is outermost first."""
+    return sides[outer], *sides[:outer], *sides[outer + 1 :]
+
+
+def _suffix(outer: int) -> str:
+    """Of a kernel's name, by which one who reads the compiled program knows how weights lie."""
+    return f"_outer_{outer}" if outer else ""
 
 
 def _walk(number, down: int, across: int):

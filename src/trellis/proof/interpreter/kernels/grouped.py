@@ -59,11 +59,13 @@ def _product(name: str, instruction: Instruction, machine) -> Callable:
 
 
 def _our_product(name: str, instruction: Instruction, machine) -> Callable:
-    """Tiles of rows, of each its group, its first row and where the group's end, on GPUs. Weights may be swapped."""
-    kind, swapped = machine.type(instruction), name.startswith("grouped_product_swapped")
+    """Tiles of rows, of each its group, its first row and where the group's end, on GPUs. Weights may be swapped, and
+    lie with another dimension than that of groups outermost."""
+    kind, swapped, outer = machine.type(instruction), name.startswith("grouped_product_swapped"), _outer(name)
 
     def one(*values: np.ndarray) -> np.ndarray:
         groups, first, end, rows, weights = values
+        weights = np.moveaxis(weights, 0, outer)
         weights = weights.swapaxes(1, 2) if swapped else weights
         return _written(kind.shape, rows, weights, zip(groups, zip(first, end)))
 
@@ -85,14 +87,20 @@ def _our_rows_gradient(name: str, instruction: Instruction, machine) -> Callable
 
 def _our_gradient(name: str, instruction: Instruction, machine) -> Callable:
     """Where each group's rows begin and end, the rows, and their gradients; before them what a TPU walks by."""
-    kind = machine.type(instruction)
+    kind, outer = machine.type(instruction), _outer(name)
 
     def one(*values: np.ndarray) -> np.ndarray:
         begins, ends, rows, d = values[-4:]
-        sums = [rows[first:last].T @ d[first:last] for first, last in zip(begins, ends)]
-        return np.stack(sums).reshape(kind.shape).astype(d.dtype)
+        sums = np.stack([rows[first:last].T @ d[first:last] for first, last in zip(begins, ends)])
+        return np.moveaxis(sums, outer, 0).reshape(kind.shape).astype(d.dtype)
 
     return lambda values, team: each(one, values, team)
+
+
+def _outer(name: str) -> int:
+    """Which dimension of weights lies outermost, by the kernel's name."""
+    found = re.search(r"_outer_(\d)", name)
+    return int(found[1]) if found else 0
 
 
 def _written(shape, rows, weights, parts) -> np.ndarray:
