@@ -1,10 +1,12 @@
 """What a proof should hold for: every recipe on its own hardware, and every layout, with every family, everywhere."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.equivalence import test_models, test_stages
+from trellis.hardware.chips import target
 from trellis.models import (
     GPT2Config,
     GPTJConfig,
@@ -82,7 +84,7 @@ def recipes() -> Iterator[Case]:
         planned = [kind for kind in EIGHT if kind in (hardware_of(name) or "")]
         kinds = ANYWHERE.get(name, planned or ("v5e", "H100"))
         for kind in kinds:
-            yield Case(name, "", EIGHT[kind], _mesh(make().mesh))
+            yield Case(name, "", EIGHT[kind], (*_mesh(make().mesh), *_by_width(make(), hardware_of(name))))
 
 
 def _mesh(mesh: MeshSizes) -> tuple[str, ...]:
@@ -92,6 +94,15 @@ def _mesh(mesh: MeshSizes) -> tuple[str, ...]:
         return ()
     rest = {"data": 8 // 2 ** len(axes), "data_y": 1, "data_z": 1}
     return tuple(f"--mesh.{axis}={size}" for axis, size in {**dict.fromkeys(axes, 2), **rest}.items())
+
+
+def _by_width(run: Run, hardware: str | None) -> tuple[str, ...]:
+    """Experts that a recipe's devices slice by width are so on eight devices, too, of which there may be few enough."""
+    if run.model.experts == 1 or hardware is None or "experts" in run.layout.params:
+        return ()
+    sizes = run.mesh.resolve(target(hardware).num_devices)
+    ways = math.prod(sizes[axis] for axis in ("expert_y", "expert", "data", "data_y", "data_z"))
+    return () if run.model.experts % ways == 0 else ("--layout.params.experts=expert_y/expert",)
 
 
 def layouts() -> Iterator[Case]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from trellis.program import Body, Operation, Program, Value
 from trellis.program.manual import COLLECTIVES
 from trellis.program.reading import ENTER, KERNELS, LEAVE
-from trellis.program.said import grouped_said, mask_said, share_filled, turns_said, work_said
+from trellis.program.said import anew_said, grouped_said, mask_said, share_filled, turns_said, work_said
 
 # Vector operations an element costs, relative to an addition (polynomials and Newton steps in float32).
 COSTS = collections.defaultdict(lambda: 1.0, {
@@ -52,6 +52,7 @@ class Piece:
         dtype: of the operands.
         label: what a person would call it, see `Operation.label`.
         number: its place in the program.
+        slower: how much longer its bytes take than streamed ones.
         whole: of attention, whether a kernel's queries see all of its keys.
         looped: whether it is in a loop that holds one pass, as one over layers does; layers may be written out instead,
             and a loop over microbatches holds both passes.
@@ -69,6 +70,7 @@ class Piece:
     dtype: str = "bfloat16"
     label: str = ""
     number: int = 0
+    slower: float = 1.0
     whole: bool = False
     looped: bool = False
 
@@ -102,6 +104,10 @@ def _pieces(body: Body, load: float) -> Iterator[Piece]:
             yield _kernel(operation, load)
         elif name == "conv_general_dilated":
             yield _convolution(operation)
+        elif slower := anew_said(operation):
+            (array,) = operation.results
+            moved = 2.0 * array.num_bytes
+            yield _piece(operation, "elementwise", f"{_show(array)} laid out anew", num_bytes=moved, slower=slower)
         elif name not in COLLECTIVES and name not in (ENTER, LEAVE):
             fused.append(operation)
     yield from _groups(fused, set(body.results))

@@ -172,7 +172,7 @@ def work_line(piece: Piece, chip: Chip) -> Line:
     bandwidth = chip.streaming_bandwidth
     if chip.cache_bytes and piece.num_bytes <= chip.cache_bytes:
         bandwidth = chip.cache_bandwidth
-    memory = piece.num_bytes / bandwidth
+    memory = piece.num_bytes / bandwidth * piece.slower
     vector = piece.vector / chip.vector_flops
     matrix, rate = 0.0, 0.0
     if piece.kind == "attention":
@@ -189,7 +189,8 @@ def work_line(piece: Piece, chip: Chip) -> Line:
         if all(piece.dims):
             rate *= filled(piece.dims[1], chip) / waves(piece.dims, piece.flops / (2.0 * math.prod(piece.dims)), chip)
         matrix = piece.flops / rate
-    if piece.kind == "elementwise":
+    fuses = piece.kind == "elementwise" and piece.slower == 1
+    if fuses:
         memory *= 1 - FUSED_AWAY
     seconds, bound = max((matrix, "matrix units"), (vector, "vector units"), (memory, "memory"))
     seconds += chip.launch_seconds
@@ -197,7 +198,8 @@ def work_line(piece: Piece, chip: Chip) -> Line:
         "matrix units": f"{piece.flops:.3g} FLOP / {rate:.3g} FLOP/s",
         "vector units": f"{piece.vector:.3g} operations / {chip.vector_flops:.3g} a second",
         "memory": f"{piece.num_bytes:.3g} B / {bandwidth:.3g} B/s"
-        + (f" x {1 - FUSED_AWAY:.2f} not fused away" if piece.kind == "elementwise" else ""),
+        + (f" x {1 - FUSED_AWAY:.2f} not fused away" if fuses else "")
+        + (f" x {piece.slower:.3g} laid out anew" if piece.slower != 1 else ""),
     }[bound]
     return Line(
         kind=piece.kind,

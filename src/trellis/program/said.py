@@ -84,10 +84,20 @@ def interleaved(parts: int) -> contextlib.AbstractContextManager:
     return jax.named_scope(f"interleaved(in {parts})")
 
 
+def laid_out_anew(slower: float) -> contextlib.AbstractContextManager:
+    """The scope of an array's mark (`tr.save`): compilers copy the array before what reads it.
+
+    Args:
+        slower: how much longer the copy takes than its bytes do where they are streamed.
+    """
+    return jax.named_scope(f"anew({slower})")
+
+
 _WORK, _FILLED = re.compile(r"work\((\w+) (\d+)\)"), re.compile(r"filled\((\d+) of (\d+)\)")
 _GROUPED = re.compile(r"grouped\((product|gradient) (\d+) rows (\d+) (\d+) in (\d+) groups by (\d+)\)")
 _TURNS = re.compile(r"turns\((\d+) rows (\d+) a turn (\d+) groups (\d+) before( load)?\)")
 _INTERLEAVED = re.compile(r"interleaved\(in (\d+)\)")
+_ANEW = re.compile(r"anew\(([0-9.]+)\)")
 _SEES = re.compile(r"sees\((\d+) before (\d+) after (-?\d+) ahead\)")
 # Products of an attention kernel in the backward pass, by how many gradients it gives; of the forward pass's two.
 _GRADIENT_PRODUCTS = {1: 3, 2: 4, 3: 5}
@@ -160,6 +170,12 @@ def share_sent(scope: str, rows: int, load: float | None) -> float:
     """
     said = [int(even) for even, room in _FILLED.findall(scope) if int(room) == rows]
     return min(load * said[-1] / rows, 1.0) if said and load is not None else 1.0
+
+
+def anew_said(operation: Operation) -> float:
+    """How much longer than streamed bytes a mark's array takes to be laid out anew; 0 where it stays as it is."""
+    found = _ANEW.findall(operation.scope) if operation.mark else ()
+    return float(found[-1]) if found else 0.0
 
 
 def parts_said(scope: str) -> int:

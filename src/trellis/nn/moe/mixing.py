@@ -1,5 +1,6 @@
 """The weighted sum of what a token's experts make of it: several ways, one result."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -23,9 +24,11 @@ from trellis.nn.moe.hierarchical import hierarchical_each, parts_met
 from trellis.nn.moe.narrow import gradient_only, grouped_each, held, narrow_weights, unmarked
 from trellis.nn.moe.routing import Choices
 from trellis.nn.moe.rows import local_experts
+from trellis.nn.moe.tiles import slower_than_a_copy
 from trellis.nn.parameters import Bias
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
+from trellis.program.said import laid_out_anew
 
 TOKENS = ("batch", "pos", "embed")
 # Ways on which tokens travel to the devices of their experts.
@@ -254,15 +257,21 @@ def _mixed(
         slices.append(slices[tokens_end + 2 * (numbers.names == down.names)] if numbers.names else ())
         copied.append(frozenset())
 
+    on_tpu = platform_of(first.array) == "tpu"
+
     def brought(a, slices, copied):
         out = move(a, slices, copied).array
-        return save(out, EXPERT_WEIGHTS, if_named=True) if "experts" in a.names else out
+        if "experts" not in a.names:
+            return out
+        slower = slower_than_a_copy(out.shape, *_gathered(a, out), out.dtype.itemsize) if on_tpu else 0.0
+        with laid_out_anew(slower) if slower else contextlib.nullcontext():
+            return save(out, EXPERT_WEIGHTS, if_named=True)
 
     moved = [
         gradient_only(a.array, a.names, *where) if n in marked else brought(a, *where)
         for n, (a, *where) in enumerate(zip((*arrays, *narrow), slices, copied, strict=True))
     ]
-    outer = [_gathered_along(*pair) for pair in zip((gate, up, down), moved[tokens_end:])]
+    outer = [_gathered(*pair)[0] for pair in zip((gate, up, down), moved[tokens_end:])]
     specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in moved)
     mix = by_device(
         lambda *a: [mark_pending(out, places.partial) for out in body(*a)],
@@ -273,10 +282,12 @@ def _mixed(
     return [settle(NamedArray(out, TOKENS)) for out in mix(*moved)]
 
 
-def _gathered_along(before: NamedArray, after: jax.Array) -> int:
-    """Along which dimension slices of an expert's weights came together last: it lies outermost in memory."""
-    axes = zip(state_of(before.array).axes, state_of(after).axes, strict=True)
-    return next((n for n, (held, has) in enumerate(axes) if set(held) - set(has)), 0)
+def _gathered(before: NamedArray, after: jax.Array) -> tuple[int, int]:
+    """Along which dimension slices of an expert's weights came together last, and how many. It lies outermost."""
+    held, has, mesh = state_of(before.array).axes, state_of(after).axes, jax.typeof(after).sharding.mesh
+    gone = [[axis for axis in was if axis not in now] for was, now in zip(held, has, strict=True)]
+    dimension = next((n for n, axes in enumerate(gone) if axes), 0)
+    return dimension, math.prod(mesh.shape[axis] for axis in gone[dimension])
 
 
 def _products(rows, sizes, counted, gate, up, down, added, gated_by: ClampedSwiGLU | None, outer: Sequence[int]):
