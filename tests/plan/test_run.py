@@ -127,6 +127,21 @@ def test_tokens_that_wait_on_their_way_to_experts(recipe, on, options, words):
     assert words in found
 
 
+@pytest.mark.slow
+def test_what_compilers_lay_out_anew_before_kernels_read_it():
+    """Widths of experts gathered from slices that fill no tiles, on TPUs; not their numbers, nor on GPUs."""
+    experts = {"model.embed": "192", "model.experts": "8", "model.mlp": "384", "mesh.data": "8"}
+    run = load_run("mixtral_8x7b", {name: value for name, value in SMALL.items() if "." in name} | experts)
+    by_width = dataclasses.replace(run, layout=dataclasses.replace(run.layout, params=FrozenMap(experts="")))
+    anew = lambda run, on: [p for p in quick_plan(run, target(on)).work if p.slower > 1]
+    assert not anew(run, "v5p:2x2x2") and not anew(by_width, "8xH100")
+    plan = quick_plan(by_width, target("v5p:2x2x2"))
+    assert {piece.direction for piece in plan.work if piece.slower > 1} == {"forward", "recomputed"}
+    assert sum(piece.slower > 1 for piece in plan.work) == 6  # of three weights, in both passes
+    assert "laid out anew" in text(plan, formulas=True)
+    assert any("slice them by number" in line for line in advice(plan))
+
+
 def test_text_and_json_agree():
     plan = quick_plan(small(), target("v5e:2x2"), price=2.0)
     words, values = text(plan, formulas=True), as_json(plan)

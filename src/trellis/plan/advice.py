@@ -5,6 +5,7 @@ import math
 from trellis.figures import numbers
 from trellis.nn.moe.dispatch import WORDS
 from trellis.plan.quick import Plan
+from trellis.plan.roofline import work_line
 
 
 def advice(plan: Plan) -> list[str]:
@@ -28,6 +29,12 @@ def advice(plan: Plan) -> list[str]:
         found.append(
             f"{bound['memory'] / total:.0%} of the step waits for memory bandwidth: more tokens a device make products "
             "larger, which read each weight for more tokens"
+        )
+    anew = sum(work_line(piece, plan.target.chip).seconds for piece in plan.work if piece.slower > 1)
+    if anew > 0.03 * total:
+        found.append(
+            f"{anew / total:.0%} of the step lays experts out anew, slices of whose widths are gathered in another "
+            "order: slice them by number (--layout.params.experts, over mesh axes that divide it)"
         )
     large = plan.target.chip.bf16_flops * plan.target.chip.matmul_efficiency  # what large products reach
     narrow = sum(
