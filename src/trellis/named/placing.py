@@ -185,7 +185,8 @@ def _gather(x: NamedArray, axes, copied):
         held = state_of(array)
     joint = layout is not None and layout.gather == "joint"
     gone = [tuple(a for a in mine if a in gathered) for mine in held.axes]
-    if layout is None or not copied or (joint and sum(map(bool, gone)) < 2):
+    only_gathered = all(mine[: len(kept)] == tuple(kept) for mine, kept in zip(held.axes, axes, strict=True))
+    if layout is None or not copied or (joint and not (only_gathered and sum(map(bool, gone)) > 1)):
         return place(array, axes, (), copied, names=x.names)
     # One mesh axis after the other, or one dimension after the other: each with a reduce-scatter of its own in the
     # backward pass, where one to slices of two dimensions would be an all-reduce of the whole array. Minor axes first,
