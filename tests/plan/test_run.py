@@ -135,6 +135,8 @@ def test_what_compilers_lay_out_anew_before_kernels_read_it():
     by_width = dataclasses.replace(run, layout=dataclasses.replace(run.layout, params=FrozenMap(experts="")))
     anew = lambda run, on: [p for p in quick_plan(run, target(on)).work if p.slower > 1]
     assert not anew(run, "v5p:2x2x2") and not anew(by_width, "8xH100")
+    on_gpus = [quick_plan(each, target("8xH100")).seconds for each in (run, by_width)]
+    assert on_gpus[1] == pytest.approx(on_gpus[0], rel=1e-3)  # kernels read what comes together as it lies
     plan = quick_plan(by_width, target("v5p:2x2x2"))
     assert {piece.direction for piece in plan.work if piece.slower > 1} == {"forward", "recomputed"}
     assert sum(piece.slower > 1 for piece in plan.work) == 6  # of three weights, in both passes

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from trellis.program import Body, Operation, Program, Value
 from trellis.program.manual import COLLECTIVES
 from trellis.program.reading import ENTER, KERNELS, LEAVE
-from trellis.program.said import anew_said, grouped_said, mask_said, share_filled, turns_said, work_said
+from trellis.program.said import anew_said, grouped_said, lies_so, mask_said, share_filled, turns_said, work_said
 
 # Vector operations an element costs, relative to an addition (polynomials and Newton steps in float32).
 COSTS = collections.defaultdict(lambda: 1.0, {
@@ -108,7 +108,7 @@ def _pieces(body: Body, load: float) -> Iterator[Piece]:
             (array,) = operation.results
             moved = 2.0 * array.num_bytes
             yield _piece(operation, "elementwise", f"{_show(array)} laid out anew", num_bytes=moved, slower=slower)
-        elif name not in COLLECTIVES and name not in (ENTER, LEAVE):
+        elif name not in COLLECTIVES and name not in (ENTER, LEAVE) and not lies_so(operation):
             fused.append(operation)
     yield from _groups(fused, set(body.results))
 

@@ -93,6 +93,11 @@ def laid_out_anew(slower: float) -> contextlib.AbstractContextManager:
     return jax.named_scope(f"anew({slower})")
 
 
+def as_it_lies() -> contextlib.AbstractContextManager:
+    """The scope of a transpose that moves nothing: an array is read in the order in which compilers have it."""
+    return jax.named_scope("lies()")
+
+
 _WORK, _FILLED = re.compile(r"work\((\w+) (\d+)\)"), re.compile(r"filled\((\d+) of (\d+)\)")
 _GROUPED = re.compile(r"grouped\((product|gradient) (\d+) rows (\d+) (\d+) in (\d+) groups by (\d+)\)")
 _TURNS = re.compile(r"turns\((\d+) rows (\d+) a turn (\d+) groups (\d+) before( load)?\)")
@@ -176,6 +181,11 @@ def anew_said(operation: Operation) -> float:
     """How much longer than streamed bytes a mark's array takes to be laid out anew; 0 where it stays as it is."""
     found = _ANEW.findall(operation.scope) if operation.mark else ()
     return float(found[-1]) if found else 0.0
+
+
+def lies_so(operation: Operation) -> bool:
+    """Whether an operation is a transpose that moves nothing."""
+    return operation.name == "transpose" and "lies()" in operation.scope
 
 
 def parts_said(scope: str) -> int:

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from trellis.nn.moe.tiles import shaped, tiles_of
-from trellis.program.said import grouped_work
+from trellis.program.said import as_it_lies, grouped_work
 
 # A program's tile of the result, and how much of the sum it loads at once (half as much of float32). Programs that
 # run together share operands in the cache where they walk over a few tiles of rows before the next one of columns.
@@ -53,7 +53,9 @@ def multiply(
     group = jnp.minimum(tiles.group(number), groups - 1)
     first, end = (jnp.where(number < tiles.count, x, 0) for x in (tiles.first(number), tiles.ends[group]))
     kernel = functools.partial(_product, across=across, summed=summed, down=down, swapped=swapped, outer=outer)
-    shape, given = shaped((count, columns), rows.dtype, group, first, end, rows, jnp.moveaxis(weights, outer, 0))
+    with as_it_lies():
+        weights = jnp.moveaxis(weights, outer, 0)
+    shape, given = shaped((count, columns), rows.dtype, group, first, end, rows, weights)
     call = pl.pallas_call(
         kernel,
         name=f"grouped_product{'_swapped' if swapped else ''}{_suffix(outer)}",
@@ -144,7 +146,9 @@ def weights_gradient(
         interpret=interpret,
     )
     with grouped_work(count, inner, columns, groups=groups, tile=summed, over_rows=True):
-        return jnp.moveaxis(call(*given), 0, outer)
+        made = call(*given)
+    with as_it_lies():
+        return jnp.moveaxis(made, 0, outer)
 
 
 def _gradient(begins, ends, rows, d, out, *, down: int, across: int, summed: int, outer: int):
