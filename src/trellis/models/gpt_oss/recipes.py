@@ -10,6 +10,9 @@ from trellis.optim.config import AdamW, Cosine
 from trellis.run.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Remat, Run
 from trellis.run.data import Data, StoreSource
 
+# Experts are gathered over two of v5p's three sides.
+OF_TWO_SIDES = {"xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true"}
+
 
 def gpt_oss_20b() -> Run:
     """The shape of GPT-OSS-20B, 21B parameters of which a token meets 3.6B, on a node of 8 H100 GPUs.
@@ -69,7 +72,7 @@ def gpt_oss_20b_v5p_64() -> Run:
         mesh=MeshSizes(data=4, data_y=4, data_z=4),
         layout=LayoutChoice(preset="fsdp", params=FrozenMap(experts="data/data_y")),
         remat=Remat(policy="saved"),
-        compiler_options=FrozenMap(V5P),
+        compiler_options=FrozenMap({**V5P, **OF_TWO_SIDES}),
     )
 
 
