@@ -5,7 +5,7 @@ import pytest
 from trellis.commands.line import main
 from trellis.errors import UserError
 from trellis.hardware.chips import target
-from trellis.plan.adapt import adapt, fitted_mesh
+from trellis.plan.adapt import DATA_AXES, adapt, fitted_mesh
 from trellis.plan.quick import quick_plan
 from trellis.plan.text import text
 from trellis.plan.ways_to_fit import excess_lines, least, ways_to_fit
@@ -120,3 +120,19 @@ def test_the_command_tells_what_it_fitted(capsys, tmp_path):
     assert "use --batch_size 16 or 32" in capsys.readouterr().err
     assert main(["memory", "llama_8b", "--on", "v5e:4x4", *small]) == 0
     assert "  fitted      mesh" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("sizes", "on", "fitted"),
+    [
+        ((8, 2, 4), "v6e:8x8", (8, 2, 4)),  # as written: a side may be two axes
+        ((2, 4, 8), "v6e:8x8", (2, 4, 8)),
+        ((4, 4, 4), "v6e:8x8", (8, 8, 1)),  # of another slice
+        ((64, 1, 1), "v6e:8x8", (8, 8, 1)),
+        ((8, 2, 4), "v5p:4x4x4", (4, 4, 4)),
+        ((8, 8, 1), "8x8xH100", (64, 1, 1)),
+    ],
+)
+def test_axes_of_data_that_fill_the_sides_of_a_torus_stay(sizes, on, fitted):
+    found = fitted_mesh(MeshSizes(**dict(zip(DATA_AXES, sizes))), target(on))
+    assert tuple(getattr(found, axis) for axis in DATA_AXES) == fitted

@@ -53,13 +53,17 @@ def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[s
 
 
 def fitted_mesh(mesh: MeshSizes, target: Target) -> MeshSizes:
-    """A recipe's mesh on a target that it was not written for.
+    """A recipe's mesh on a target that it was not written for. Axes of data that fill its sides stay as they are.
 
     >>> from trellis.hardware.chips import target
     >>> fitted = fitted_mesh(MeshSizes(model=8), target("v5p:8x8x8"))
     >>> fitted.data, fitted.data_y, fitted.model
     (8, 8, 8)
+    >>> fitted_mesh(MeshSizes(data=8, data_y=2, data_z=4), target("v6e:8x8")).data_z
+    4
     """
+    if _fills_sides(mesh, target):
+        return mesh
     left, kept = target.num_devices, {}
     for name in ("model", "context", "expert", "expert_y", "stage", "replica"):
         size = getattr(mesh, name)
@@ -68,6 +72,19 @@ def fitted_mesh(mesh: MeshSizes, target: Target) -> MeshSizes:
     data = data_sizes(left, target)
     sizes = {**kept, **{axis: data.get(axis, 1) for axis in DATA_AXES}}
     return dataclasses.replace(mesh, **sizes)
+
+
+def _fills_sides(mesh: MeshSizes, target: Target) -> bool:
+    """Whether each side of a torus is one of a mesh's axes of data, or several that follow each other."""
+    sizes = _sizes(mesh, target)
+    if target.chip.kind != "tpu" or target.num_slices > 1 or sizes is None or set(sizes) - set(DATA_AXES):
+        return False
+    left, filled = [side for side in target.shape if side > 1], 1
+    for axis in DATA_AXES:
+        filled *= sizes.get(axis, 1)
+        if left and filled == left[0]:
+            left, filled = left[1:], 1
+    return not left and filled == 1
 
 
 def data_sizes(ways: int, target: Target) -> dict[str, int]:
