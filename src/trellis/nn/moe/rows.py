@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from trellis.named.backend import fences_gradients
+
 # From rows sorted by expert, how many each expert has, and what each row counts, to what the experts make of them.
 # Rows after the last expert's have no meaning: any number or none, and so may what is made of them be.
 Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -32,9 +34,10 @@ def take_rows(x: jax.Array, index: jax.Array, copies: jax.Array) -> jax.Array:
 
 
 def _take_rows_backward(copies, d):
-    # Made by itself: else libtpu puts the additions into every product that reads the sum, but not the conversions to
-    # float32 before them, each of which then writes all rows.
-    return lax.optimization_barrier(_summed(d, copies)), None, None
+    # By itself: else libtpu puts the additions into each product that reads the sum, but not the conversions to float32
+    # before them, each of which then writes all rows.
+    summed = _summed(d, copies)
+    return lax.optimization_barrier(summed) if fences_gradients(d) else summed, None, None
 
 
 take_rows.defvjp(lambda x, index, copies: (_rows(x, index), copies), _take_rows_backward)
