@@ -1,12 +1,12 @@
 """What a proof should hold for: every recipe on its own hardware, and every layout, with every family, everywhere."""
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.equivalence import test_models, test_stages
 from trellis.hardware.chips import target
+from trellis.hardware.described import described_devices
 from trellis.models import (
     GPT2Config,
     GPTJConfig,
@@ -19,8 +19,9 @@ from trellis.models import (
 )
 from trellis.recipes.load import RECIPES, hardware_of
 from trellis.run.config import Remat, Run
-from trellis.run.layouts import LayoutChoice, MeshSizes
+from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.run.run_file import write_run
+from trellis.train.assemble import model_axes
 
 # The smallest of each kind of hardware with a place for three mesh axes.
 EIGHT = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "H100": "8xH100", "H200": "8xH200", "B200": "8xB200"}
@@ -100,9 +101,9 @@ def _by_width(run: Run, hardware: str | None) -> tuple[str, ...]:
     """Experts that a recipe's devices slice by width are so on eight devices, too, of which there may be few enough."""
     if run.model.experts == 1 or hardware is None or "experts" in run.layout.params:
         return ()
-    sizes = run.mesh.resolve(target(hardware).num_devices)
-    ways = math.prod(sizes[axis] for axis in ("expert_y", "expert", "data", "data_y", "data_z"))
-    return () if run.model.experts % ways == 0 else ("--layout.params.experts=expert_y/expert",)
+    layout = make_layout(run.mesh, run.layout, described_devices(target(hardware)), model_axes(run.model))
+    _, width = layout.assign(("experts", "embed"), "params")
+    return ("--layout.params.experts=expert_y/expert",) if width else ()
 
 
 def layouts() -> Iterator[Case]:

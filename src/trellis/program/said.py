@@ -88,9 +88,9 @@ def laid_out_anew(slower: float) -> contextlib.AbstractContextManager:
     """The scope of an array's mark (`tr.save`): compilers copy the array before what reads it.
 
     Args:
-        slower: how much longer the copy takes than its bytes do where they are streamed.
+        slower: how much longer the copy takes than its bytes do where they are streamed; 0 where nothing is copied.
     """
-    return jax.named_scope(f"anew({slower})")
+    return jax.named_scope(f"anew({slower})") if slower else contextlib.nullcontext()
 
 
 def as_it_lies() -> contextlib.AbstractContextManager:

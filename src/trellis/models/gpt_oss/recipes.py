@@ -4,14 +4,11 @@ import dataclasses
 
 from trellis.frozen import FrozenMap
 from trellis.models import GptOssConfig, Routing, YarnScaling
-from trellis.models.llama.recipes.torus import V5P, V6E
+from trellis.models.llama.recipes.torus import V5P_AND_TWO_SIDES, V6E
 from trellis.nn import Precision
 from trellis.optim.config import AdamW, Cosine
 from trellis.run.config import CheckpointRule, Evaluation, LayoutChoice, MeshSizes, Remat, Run
 from trellis.run.data import Data, StoreSource
-
-# Experts are gathered over two of v5p's three sides.
-OF_TWO_SIDES = {"xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true"}
 
 
 def gpt_oss_20b() -> Run:
@@ -72,7 +69,7 @@ def gpt_oss_20b_v5p_64() -> Run:
         mesh=MeshSizes(data=4, data_y=4, data_z=4),
         layout=LayoutChoice(preset="fsdp", params=FrozenMap(experts="data/data_y")),
         remat=Remat(policy="saved"),
-        compiler_options=FrozenMap({**V5P, **OF_TWO_SIDES}),
+        compiler_options=FrozenMap(V5P_AND_TWO_SIDES),
     )
 
 

@@ -1,6 +1,5 @@
 """The weighted sum of what a token's experts make of it: several ways, one result."""
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -209,7 +208,7 @@ def _mixed(
     devices = math.prod(mesh.shape[a] for a in places.experts) if places.experts else 1
     ragged = chosen == "ragged" or (chosen == "hierarchical" and platform_of(first.array) in RAGGED)
 
-    def body(*given):
+    def body(outer, *given):
         used = places.batch + places.pos + places.experts + places.mlp
         given = [vary(a, used) for a in given]
         of_tokens, (gate, up, down, *others) = given[:tokens_end], given[tokens_end:]
@@ -239,11 +238,10 @@ def _mixed(
             made = [as_returned(out, dispatch) for out in made]
         return [out.reshape(x.shape) for out, x in zip(made, of_tokens[::3], strict=True)]
 
-    outer: Sequence[int] = ()
     arrays = (*of_tokens, gate, up, down, *added)
     narrow = narrow_weights((gate, up, down), kinds)
     if state_of(first.array).mode != "explicit":
-        made = body(*(a.array for a in (*arrays, *narrow)))
+        made = body((), *(a.array for a in (*arrays, *narrow)))
         return [x.with_array(out) for x, out in zip(of_tokens[::3], made, strict=True)]
     tokens, partial = (places.batch, places.pos, ()), frozenset(places.partial)
     slices: list[tuple[tuple[str, ...], ...]] = (
@@ -264,7 +262,7 @@ def _mixed(
         if "experts" not in a.names:
             return out
         slower = slower_than_a_copy(out.shape, *_gathered(a, out), out.dtype.itemsize) if on_tpu else 0.0
-        with laid_out_anew(slower) if slower else contextlib.nullcontext():
+        with laid_out_anew(slower):
             return save(out, EXPERT_WEIGHTS, if_named=True)
 
     moved = [
@@ -274,7 +272,7 @@ def _mixed(
     outer = [_gathered(*pair)[0] for pair in zip((gate, up, down), moved[tokens_end:])]
     specs = tuple(spec_of(state_of(a).axes, (), state_of(a).copied) for a in moved)
     mix = by_device(
-        lambda *a: [mark_pending(out, places.partial) for out in body(*a)],
+        lambda *a: [mark_pending(out, places.partial) for out in body(outer, *a)],
         mesh=mesh,
         in_specs=specs,
         out_specs=[spec_of(tokens, partial)] * len(given),

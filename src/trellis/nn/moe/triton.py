@@ -84,10 +84,8 @@ def _product(group, first, end, rows, weights, out, *, across: int, summed: int,
             terms = i * summed + jnp.arange(summed) < inner
             x = _load(rows.at[pl.ds(begin, ROWS), pl.ds(i * summed, summed)], own[:, None] & terms[None])
             of_terms, of_columns = pl.ds(i * summed, summed), pl.ds(column_first, across)
-            if swapped:
-                y = weights.at[_lying(outer, mine, of_columns, of_terms)]
-            else:
-                y = weights.at[_lying(outer, mine, of_terms, of_columns)]
+            sides = (of_columns, of_terms) if swapped else (of_terms, of_columns)
+            y = weights.at[_lying(outer, mine, *sides)]
             if swapped == (outer == 2):
                 return total + _dot(x, _load(y, terms[:, None] & shown[None]), (1, 0))
             return total + _dot(x, _load(y, shown[:, None] & terms[None]), (1, 1))

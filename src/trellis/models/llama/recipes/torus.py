@@ -35,6 +35,7 @@ def _beside_computation(gather: str, vector_memory: int) -> dict[str, str]:
 
 V5E = FUSED_REDUCTIONS | FUSED_SCATTERS
 V5P = _beside_computation("3d_all_gather", 65536)
+V5P_AND_TWO_SIDES = V5P | _beside_computation("2d_all_gather", 65536)  # where some gathers are over two of its three
 V6E = _beside_computation("2d_all_gather", 98304)
 
 
