@@ -16,12 +16,14 @@ import pytest
 from tests.models.small import CONFIGS, VOCAB
 from tests.sample import grid
 from trellis.data.batch import Batch
+from trellis.inspect.ledger import ledger_of
 from trellis.named import is_named
 from trellis.recipes import tiny
 from trellis.run.config import Remat
 from trellis.run.layouts import LayoutChoice, MeshSizes
 from trellis.train.assemble import assemble
 from trellis.train.compilation import CompiledStep
+from trellis.train.summary import step_program
 
 ROWS, LENGTH, STEPS = 16, 16, 20
 # The vocabulary of 61 is padded to 62 where two devices slice it. Microbatches of 4 rows are sliced over 4 devices.
@@ -140,3 +142,21 @@ def test_twenty_steps(family, layout):
 def test_microbatches_do_not_move_the_curve(family):
     """Without dropout, whose numbers differ from one microbatch to the next."""
     np.testing.assert_allclose(one_device(family, 4)[0], one_device(family, 1)[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp_tensor_sequence"])
+def test_gradients_of_sinks_are_settled_once_for_all_microbatches(layout):
+    """Or the run would be refused: a compiler sums twice what is settled in a loop and made a part of a sum again."""
+    count, mesh = LAYOUTS[layout]
+    run = dataclasses.replace(
+        tiny(),
+        model=CONFIGS["gpt_oss"],
+        batch_size=ROWS,
+        microbatches=2,
+        mesh=mesh,
+        layout=LayoutChoice(preset=layout),
+    )
+    made = assemble(run, jax.devices()[:count])
+    rows = [row for row in ledger_of(step_program(made)) if row.parameter.endswith("sinks")]
+    assert [row.times for row in rows if row.role == "gradients"] == [1, 1]  # of layers under a window, and of others

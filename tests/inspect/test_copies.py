@@ -86,6 +86,32 @@ def test_what_a_loop_makes_different():
     assert apart(("ROOT %again", made), tuple_) == [("state.w", ("data",))]
 
 
+@pytest.mark.parametrize(
+    ("pairs", "wrong"),
+    [
+        ("{0,1},{1,0},{2,3},{3,2}", None),  # along model, along which it differs anyway
+        ("{0,2},{1,3},{2,0},{3,1}", None),  # along data, along which all are the same
+        ("{0,0},{1,2},{2,1},{3,3}", ("data",)),  # one axis for the other
+        ("{0,1},{1,2},{2,3},{3,0}", None),  # a ring of all
+        ("{0,3},{1,1},{2,2},{3,0}", ("data",)),
+        ("{0,2},{1,3}", ("data",)),  # the others get zeros
+    ],
+)
+def test_what_a_permute_brings(pairs, wrong):
+    """`w` differs along model, and not along data."""
+    lines = f"  %sent = f32[8]{{0}} collective-permute(%w), source_target_pairs={{{pairs}}}\n  %step = f32[8]{{0}} "
+    found = apart(("  %step = f32[8]{0} ", lines), ("multiply(%w, %much)", "multiply(%sent, %much)"))
+    assert found == ([] if wrong is None else [("state.w", wrong)])
+
+
+def test_axes_that_a_permute_and_an_exchange_swap():
+    """Slices along model, exchanged for slices along data and sent there: each device along data has the same."""
+    lines = """  %there = f32[8]{0} collective-permute(%w), source_target_pairs={{0,0},{1,2},{2,1},{3,3}}
+  %back = f32[8]{0} collective-permute(%there), source_target_pairs={{0,0},{1,2},{2,1},{3,3}}
+  %step = f32[8]{0} """
+    assert apart(("  %step = f32[8]{0} ", lines), ("multiply(%w, %much)", "multiply(%back, %much)")) == []
+
+
 def test_arrays_that_are_laid_end_to_end():
     both = """  %parts = f32[2]{0} concatenate(%mine, %ours), dimensions={0}
   %total = f32[2]{0} all-reduce(%parts), replica_groups={{0,1},{2,3}}, to_apply=%sum

@@ -229,11 +229,12 @@ def test_each_weight_of_a_pass_has_a_gather_of_its_own():
 
 
 def test_weights_may_be_gathered_once_before_a_loop():
-    rows = [dataclasses.replace(ROWS[1], role="weights", direction="forward", times=2) for _ in range(2)]
+    rows = [dataclasses.replace(ROWS[1], role="weights", direction="forward", times=2, same=2) for _ in range(2)]
     gather = "f32[16,16]{1,0} all-gather(%all-reduce.1), channel_id=4, replica_groups={{0,2},{1,3}}, dimensions={0}"
     second = PROGRAM.replace("  ROOT %all-gather.1", f"  %first = {gather}\n  ROOT %all-gather.1")
     assert found(second, (ROWS[0], *rows)).right
     assert not found(second, (ROWS[0], *rows, rows[0])).right
+    assert not found(second, (ROWS[0], *(dataclasses.replace(row, same=1) for row in rows))).right  # one a layer
 
 
 def test_what_the_types_do_not_decide_is_no_fault():

@@ -237,9 +237,10 @@ class Reading:
 
     def _collective(self, instruction: Instruction, op: str, operands: list[Value]) -> Value:
         if op == "collective-permute":
-            pairs = source_target_pairs(instruction.attribute("source_target_pairs") or "")
-            moved = frozenset(axes_met(pairs, self.mesh)) if pairs else NOWHERE
-            return _each(operands, lambda axes: axes | moved)
+            sources = np.full(self.devices, -1)
+            for source, target in source_target_pairs(instruction.attribute("source_target_pairs") or ""):
+                sources[target] = source
+            return _each(operands, lambda axes: self._brought(sources, axes))
         groups = instruction.groups() or [tuple(range(self.devices))]
         over = frozenset(axes_of(groups, self.mesh)) if len(groups[0]) > 1 else NOWHERE
         if op in ("all-reduce", "all-gather", "collective-broadcast"):
@@ -250,6 +251,19 @@ class Reading:
         if op == "ragged-all-to-all":
             return Known(met.union(*map(_axes, operands)))
         return _each(operands, lambda axes: axes | met)
+
+    def _brought(self, sources: np.ndarray, axes: frozenset[str]) -> frozenset[str]:
+        """The axes along which devices differ in what they got from a permute of what differs along others.
+
+        Args:
+            sources: for each device the one whose value it gets; -1 for none, which makes zeros.
+            axes: those of the value that was sent.
+        """
+        places = np.unravel_index(np.arange(self.devices), tuple(self.mesh.values()))
+        value = np.zeros(self.devices, int)  # devices that hold the same have the same number
+        for axis, place in zip(self.mesh, places):
+            value = value * self.mesh[axis] + place if axis in axes else value
+        return self._of(np.where(sources < 0, -1, value[sources])).axes
 
     def _summed(self, instruction: Instruction, found: Value) -> Value:
         """The numbers among what was summed are owed sums over the axes along which they differ still."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from trellis.inspect.rows import Ledger, Row
 from trellis.notation.typeof import short_dtype
 from trellis.program import Body, Operation, Program, refuse_resettled, trace
-from trellis.program.flow import Parameters, roles
+from trellis.program.flow import Parameters, repeats, roles, zeros
 from trellis.program.manual import COLLECTIVES, moves, text_of, words
 from trellis.program.moves import Move
 from trellis.program.rules import Implied, States
@@ -67,7 +67,7 @@ class _Rows:
 
     def __init__(self, program: Program, load: float | None):
         self.sizes, self.states, self.roles, self.load = program.mesh, States(program.mesh), roles(program), load
-        self.parameters = Parameters(program)
+        self.parameters, self.repeats, self.zeros = Parameters(program), repeats(program), zeros(program)
 
     def of(self, body: Body) -> list[Row]:
         return [row for operation in body.operations for row in self.operation(operation)]
@@ -85,6 +85,8 @@ class _Rows:
             yield from (_noted(row, f"the largest of {len(inside)} branches") for row in largest)
         elif inside:
             yield from inside[0]
+        elif operation.inputs and self.zeros.issuperset(operation.inputs):
+            return  # compilers move no zeros
         elif operation.name in COLLECTIVES:
             for move, before, after, note in moves(operation, self.sizes):
                 what = text_of(operation.scope, before) or f"{words(before)} -> {words(after)}"
@@ -113,6 +115,7 @@ class _Rows:
             down=_down(operation),
             parameter=self.parameters.moved_by(operation, self.roles[operation]),
             reduction=_REDUCTIONS.get(operation.name, "sum"),
+            same=self.repeats[operation],
         )
 
 

@@ -236,20 +236,21 @@ class Stock:
     def take_equal(self, matches: list[Match]) -> None:
         """Copies that an equal one has moved: a weight that another pass has gathered, positions that all layers read.
 
-        In one pass each weight is another one, and needs a gather of its own, in each turn of a loop or once before it.
+        In one pass each weight is another one, and needs a gather of its own, in each turn of a loop that changes it.
         """
-        weights: dict[tuple[Key, str], list[int]] = defaultdict(list)
-        for match in matches:
-            if match.row.role == "weights":
-                weights[match.key, match.row.direction].append(match.row.times)
+        needed: dict[tuple[Key, str], dict[str | int, int]] = defaultdict(dict)
+        for number, match in enumerate(matches):
+            row = match.row
+            if row.role == "weights":
+                arrays, of = needed[match.key, row.direction], row.parameter or number
+                arrays[of] = max(arrays.get(of, 0), row.times // row.same)
         for match in matches:
             key = match.key
-            runs = [item.part.collective.times for item in self.items.get(key, ())]
-            if match.missing and match.row.kind in COPIES and sum(runs):
-                times = weights[key, match.row.direction] if match.row.role == "weights" else []
-                turns = times[0] // max(runs) if len(set(times)) == 1 and times[0] % max(runs) == 0 else 1
-                short = sum(times) - max(turns, 1) * sum(runs)
-                match.done("an equal one", match.missing - min(max(short, 0), match.missing))
+            runs = sum(item.part.collective.times for item in self.items.get(key, ()))
+            if match.missing and match.row.kind in COPIES and runs:
+                weights = needed[key, match.row.direction] if match.row.role == "weights" else {}
+                short = max(sum(weights.values()) - runs, 0)
+                match.done("an equal one", match.missing - min(short * match.row.same, match.missing))
 
     def take_pairs(self, matches: list[Match]) -> None:
         """A gather or a scatter over some mesh axes and the next row's over others, done as one over all of them."""

@@ -33,6 +33,8 @@ class Row:
         down: whether it is a permute to devices before, most of them. One down and one up use links at once.
         parameter: the path of the parameter that is gathered, or whose gradient is reduced; empty for anything else.
         reduction: what an all-reduce or a reduce-scatter takes of what devices hold: "sum", "maximum" or "minimum".
+        same: in how many of its runs it moves the same array, which a compiler may move once for all of them: turns of
+            loops that do not change it.
     """
 
     kind: str
@@ -51,6 +53,7 @@ class Row:
     down: bool = False
     parameter: str = ""
     reduction: str = "sum"
+    same: int = 1
 
     @property
     def axis(self) -> str:
@@ -157,7 +160,7 @@ class Ledger:
             return unknown or "no communication"
         merged: dict[Row, int] = {}
         for row in self.rows:  # the same thing at the same place is one line, counted
-            key = dataclasses.replace(row, times=1, parameter="", down=False)
+            key = dataclasses.replace(row, times=1, parameter="", down=False, same=1)
             merged[key] = merged.get(key, 0) + row.times
         lines = [
             (

@@ -230,6 +230,10 @@ def place(array, axes, pending=(), copied=(), *, names=None):
         state = state_of(array)
     if state.mode == "auto":
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(axes)))
+    if copied - state.copied and (idle := state.copied - copied):
+        # Of copies along other axes the gradient is settled first: compilers go from no partial sums to others at once.
+        array = _move(array, names, State("explicit", state.axes, state.pending, state.copied - idle), mesh)
+        state = state_of(array)
     settled = _settled(state, axes, pending, array.shape, mesh)
     way = route(settled.axes, axes, array.shape, mesh.shape)
     if state.mode == "explicit" and len(way) > 1:

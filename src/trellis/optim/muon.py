@@ -9,6 +9,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from trellis.mesh.reshard import place
 from trellis.nn.parameters import Parameter, Role
 from trellis.optim.config import Muon
 from trellis.optim.groups import by_group, label
@@ -92,7 +93,8 @@ def _orthogonalize(iterations: int, update_rms: float) -> optax.GradientTransfor
 
 
 def _reshard(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    return x if jax.typeof(x).sharding == sharding else jax.reshard(x, sharding)
+    spec = [() if axes is None else (axes,) if isinstance(axes, str) else axes for axes in sharding.spec]
+    return x if jax.typeof(x).sharding == sharding else place(x, [*spec, *[()] * (x.ndim - len(spec))])
 
 
 def _whole_matrices(x: jax.Array, *, sliced: bool) -> NamedSharding:

@@ -1,6 +1,12 @@
-"""What depends on what in a program: values made of parameters alone, and what its communication moves."""
+"""What depends on what in a program: values made of parameters alone, what its communication moves, what loops repeat,
+and what is zero."""
 
-from trellis.program.reading import ENTER, LEAVE, Body, Operation, Program, Value
+import math
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from trellis.program.reading import ENTER, LEAVE, Body, Frame, Operation, Program, Value
 
 # The same numbers under another name, in another order, or a part of them.
 VIEWS = frozenset(
@@ -13,6 +19,8 @@ MOVES = frozenset("reshard convert_element_type all_gather all_gather_reduced al
 _MIXING = ("dot_general", "ragged_dot", "conv_", "reduce_", "gather", "scatter", "cum", "sort", "arg", "top_k")
 # A part of them.
 PARTS = frozenset(("split", "dynamic_slice"))
+# Of zeros they make zeros.
+_KEEPS_ZEROS = VIEWS | MOVES | PARTS | {"broadcast_in_dim", "add", "add_any", "sub", "neg"}
 
 
 def of_parameters(program: Program) -> set[Value]:
@@ -71,6 +79,83 @@ def roles(program: Program) -> dict[Operation, str]:
 
     read(program, set())
     return found
+
+
+def zeros(program: Program) -> set[Value]:
+    """The values that are zero by the program's text: gradients of what has none, and their sums over microbatches."""
+    found: set[Value] = set()
+
+    def zero(value: Value) -> bool:
+        number = value.literal is not None and jnp.issubdtype(value.aval.dtype, jnp.number)
+        return value in found or (number and not value.shape and value.literal.val == 0)
+
+    def read_body(body: Body, given: set[Value]) -> None:
+        found.update(given)
+        for operation in body.operations:
+            for inner in operation.bodies:
+                enter(operation, inner)
+            if operation.bodies:
+                ends = (inner.results for inner in operation.bodies[operation.name == "while" :])
+                found.update(each[0] for each in zip(operation.results, *ends) if all(map(zero, each[1:])))
+            elif operation.name in _KEEPS_ZEROS:
+                read = operation.operands[:1] if operation.name in PARTS else operation.operands
+                found.update(operation.results if all(map(zero, read)) else ())
+
+    def enter(operation: Operation, body: Body) -> None:
+        """What a loop carries is zero where it is at first, and after a turn of which it is assumed."""
+        first, count = operation.carries
+        assumed = {inner for inner, outer in operation.entering(body) if zero(outer)}
+        while True:
+            read_body(body, assumed)
+            carried = zip(body.inputs[first : first + count], body.results)
+            if not (wrong := {inner for inner, after in carried if inner in assumed and not zero(after)}):
+                return
+            assumed -= wrong
+            inside = {v for operation in body.walk() for v in operation.results}
+            found.difference_update(wrong, inside)
+
+    read_body(program, set())
+    return found
+
+
+def repeats(program: Program) -> dict[Operation, int]:
+    """Of each operation, in how many of its runs it has the same operands: turns of loops that do not change them.
+
+    A compiler may do it once for all of them.
+    """
+    none: frozenset[Frame] = frozenset()
+    changing: dict[Value, frozenset[Frame]] = {}  # the loops from turn to turn of which a value is another one
+    found: dict[Operation, int] = {}
+
+    def read(body: Body) -> None:
+        for operation in body.operations:
+            whole = operation.name in PARTS and operation.operands[0].shape == operation.results[0].shape
+            read_from = operation.operands[:1] if whole else operation.inputs
+            given = none.union(*(changing.get(v, none) for v in read_from))
+            for inner in operation.bodies:
+                constants, carried = operation.carries if operation.is_loop else (len(inner.inputs), 0)
+                turning = frozenset({inner.frame}) if operation.params.get("length") != 1 else none
+                for index, value in enumerate(inner.inputs):
+                    outer = given if value.outer is None else changing.get(value.outer, none)
+                    if index >= constants:
+                        outer = turning | (given if index < constants + carried else outer)
+                    changing[value] = outer
+                read(inner)
+                given = given.union(*(changing.get(v, none) for v in inner.results)) - turning
+            changing.update((result, given) for result in operation.results)
+            found[operation] = math.prod(turns for frame, turns in _scans_around(operation) if frame not in given)
+
+    read(program)
+    return found
+
+
+def _scans_around(operation: Operation) -> Iterator[tuple[Frame, int]]:
+    """The bodies of scans that an operation stands in, and how many turns each has."""
+    frame = operation.frame
+    while frame.outer is not None:
+        if frame.is_body and frame.equation.primitive.name == "scan":
+            yield frame, frame.equation.params["length"]
+        frame = frame.outer
 
 
 def _read(operation: Operation) -> list[Value]:

@@ -61,6 +61,7 @@ def transition(before: State, after: State, num_bytes: int, sizes: Mapping[str, 
     - Else slices follow, which move nothing, and all-to-alls.
     - All-gathers come last, the last dimension first. Gathering over a mesh axis that is major to one that stays takes
       a permute before it, and so does changing the mesh axis of a dimension.
+    - Slices that become a pending sum over the same mesh axes are each device's part of it: nothing moves.
 
     Mesh axes of size 1 do not appear.
 
@@ -147,5 +148,6 @@ def transition(before: State, after: State, num_bytes: int, sizes: Mapping[str, 
         if old[index][len(old[index]) - len(axes) :] != tuple(axes):
             move("permute", old[index], local)
         local *= count(axes)
-        move("all-gather", axes, local)
+        if not after.pending.issuperset(axes):
+            move("all-gather", axes, local)
     return moves

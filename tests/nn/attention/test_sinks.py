@@ -114,6 +114,30 @@ def test_many_devices(kind, window):
         assert_near(gradients(call, q, k, v, sinks, g), right)
 
 
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("sliced", ["rows", "positions"])
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+@pytest.mark.parametrize("held", ["queries", "keys", "sinks"])
+def test_copies_along_axes_that_slice_nothing_else(held, implementation, sliced):
+    """Their gradient is whole on each device: none of its parts is counted once a device."""
+    mesh = make_mesh(jax.devices()[:4], x=2, y=2)
+    *inputs, g, _ = arrays()
+    axes = ("x",) if sliced == "rows" else (None, "x")
+    if sliced == "positions" and implementation == "reference":
+        pytest.skip("slices are attended to by tiles")
+    with jax.set_mesh(mesh):
+        *inputs, g = (jax.device_put(x, P(*axes) if x.ndim > 1 else P()) for x in (*inputs, g))
+        spec = P(*axes, reduced={"y"})
+        copied = {"queries": (spec, None, None, None), "keys": (None, spec, spec, None)}.get(held)
+        copied = copied or (None, None, None, P(None, reduced={"x", "y"}))
+
+        def call(*inputs):
+            q, k, v, sinks = (x if s is None else jax.reshard(x, s) for x, s in zip(inputs, copied, strict=True))
+            return dot_product_attention(q, k, v, sinks=sinks, implementation=implementation)
+
+        assert_near(gradients(call, *inputs, g), wanted(None, False))
+
+
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("window", [None, 5])
 def test_decoding_equals_the_last_position(window):

@@ -78,7 +78,7 @@ def attend(
         ids = segment_ids.transpose(QUERY[:2])
         of_queries, of_keys = (state_of(x.array).axes[:2] for x in (q, k))
         plain = tuple(move(ids, axes, frozenset()).array for axes in (of_queries, of_keys))
-    own = None if sinks is None else _own_sinks(sinks, places).array
+    own = None if sinks is None else _own_sinks(sinks, places, state_of(sinks.array).copied).array
     made = dot_product_attention(q.array, k.array, v.array, segment_ids=plain, sinks=own, window=window, **options)
     out = NamedArray(made, (*QUERY[:3], _width(v)), q.slices)
     return out if places is None else move(out, places.around, frozenset())
@@ -125,9 +125,9 @@ def _width(v: NamedArray) -> str:
     return "value_dim" if "value_dim" in v.names else "head_dim"
 
 
-def _own_sinks(sinks: NamedArray, places: "_Places | None") -> NamedArray:
+def _own_sinks(sinks: NamedArray, places: "_Places | None", copied: frozenset[str]) -> NamedArray:
     """Sinks as the queries' heads are."""
-    return sinks if places is None else move(sinks, (places.queries[2],), frozenset())
+    return sinks if places is None else move(sinks, (places.queries[2],), copied)
 
 
 def attend_cached(
@@ -161,7 +161,7 @@ def attend_cached(
         return decode_attention(q[:, 0], k, v, lengths, sinks=own[0] if own else None, **options)[:, None]
 
     place = placement_of(q.array, k.array, v.array, None)
-    own = () if sinks is None else (_own_sinks(sinks, places).array,)
+    own = () if sinks is None else (_own_sinks(sinks, places, frozenset()).array,)
     specs = (PartitionSpec(), *(PartitionSpec(place.heads or None) for _ in own))
     out = place.run(one, (q.array, k.array, v.array), (length, *own), specs, check=False)
     return NamedArray(out, (*QUERY[:3], _width(v)), q.slices)

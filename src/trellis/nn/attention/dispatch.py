@@ -1,7 +1,6 @@
 """The attention function: checks its arguments, picks an implementation, runs it on each device's part."""
 
 import jax
-from jax.sharding import PartitionSpec
 
 from trellis.errors import TrellisError
 from trellis.mesh.layout import current_layout
@@ -11,12 +10,13 @@ from trellis.nn.attention.cudnn import CudnnTiles, cudnn_attention, cudnn_refuse
 from trellis.nn.attention.further import FurtherTiles, units_of
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.reference import reference_attention
-from trellis.nn.attention.sharded import Placement, placement_of
+from trellis.nn.attention.sharded import Placement, meeting_slices, placement_of
 from trellis.nn.attention.sliced.attention import tiled_attention
 from trellis.nn.attention.sliced.program import Sliced
 from trellis.nn.attention.sliced.whole import Whole
 from trellis.nn.attention.splash import SplashTiles, splash_refuses, widest_blocks
-from trellis.notation import Dim, Shape
+from trellis.notation import Dim, Shape, spec_of
+from trellis.notation.state import state_of
 from trellis.program.said import kernel_work
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "cudnn", "splash")
@@ -90,6 +90,7 @@ def dot_product_attention(
     if isinstance(scale, jax.Array):
         q, scale = q * scale.astype(q.dtype), 1.0
     pattern = Pattern(causal=causal, window=window if window is None or window < k.shape[1] else None)
+    q, k, v, sinks = meeting_slices(q, k, v, sinks)
     place = placement_of(q, k, v, segment_ids)
     chosen = _choose(q, k, v, place, pattern, logit_softcap, upcast, implementation)
     arrays = (q, k, v, *(segment_ids or ()))
@@ -109,7 +110,7 @@ def dot_product_attention(
     else:
         own = () if sinks is None else (sinks,)
         kernel = lambda q, k, v, ids, *own: reference_attention(q, k, v, ids, sinks=own[0] if own else None, **scores)
-        return place.run(kernel, arrays, own, tuple(PartitionSpec(place.heads or None) for _ in own))
+        return place.run(kernel, arrays, own, tuple(spec_of([place.heads], (), state_of(x).copied) for x in own))
     return place.run(kernel, arrays)
 
 

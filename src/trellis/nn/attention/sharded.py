@@ -79,7 +79,7 @@ class Placement:
     def without_copies(self, arrays) -> tuple["Placement", tuple]:
         """The arrays as they are but for copies: under a vmap over a mesh axis JAX (0.10.2 to 0.12) takes none of them
         into a shard_map."""
-        plain = tuple(jax.reshard(x, spec_of(state_of(x).axes)) for x in arrays)
+        plain = tuple(None if x is None else jax.reshard(x, spec_of(state_of(x).axes)) for x in arrays)
         return replace(self, copied=(frozenset(),) * 3), plain
 
     def _specs(self, count: int) -> tuple[PartitionSpec, ...]:
@@ -96,6 +96,23 @@ class Placement:
         groups = local_heads * self.shards(more) // x.shape[2]
         first = lax.axis_index(more) * local_heads // groups
         return lax.dynamic_slice_in_dim(x, first, max(1, local_heads // groups), axis=2)
+
+
+def meeting_slices(q, k, v, sinks) -> tuple:
+    """The operands of attention, as copies (`~x`) only over mesh axes that slice what they meet.
+
+    Over another axis each device has the whole of the gradient, and no part of a sum.
+    """
+    queries, keys = (frozenset(state_of(x).sliced) for x in (q, k))
+    of_positions = frozenset(axis for axes in state_of(q).axes[:2] for axis in axes)
+    return _copied_over(q, keys), _copied_over(k, queries), _copied_over(v, queries), _copied_over(sinks, of_positions)
+
+
+def _copied_over(x, axes: frozenset[str]):
+    state = None if x is None else state_of(x)
+    if state is None or state.copied <= axes:
+        return x
+    return jax.reshard(x, spec_of(state.axes, state.pending, state.copied & axes))
 
 
 def placement_of(q, k, v, segment_ids) -> Placement:

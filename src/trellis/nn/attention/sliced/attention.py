@@ -20,6 +20,7 @@ from trellis.nn.attention.sinks import sinks_gradient, with_sinks
 from trellis.nn.attention.sliced.program import Sliced
 from trellis.nn.attention.sliced.whole import Whole
 from trellis.notation import spec_of
+from trellis.notation.state import state_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +30,11 @@ class _Attention:
     place: Placement
     program: Sliced | Whole
     save_name: str | None
+    sunk: frozenset[str] = frozenset()  # mesh axes along which sinks are copies
+
+    @staticmethod
+    def of(place: Placement, program: Sliced | Whole, save_name: str | None, sinks) -> "_Attention":
+        return _Attention(place, program, save_name, frozenset() if sinks is None else state_of(sinks).copied)
 
     def run(self, local, arrays, inputs, outputs):
         """A program of one device's slices. Gradients are not taken of it, so JAX need not know what varies."""
@@ -44,7 +50,7 @@ class _Attention:
         q = (place.batch, place.pos, place.heads, ()), (), place.copied[0]
         keys = [((place.batch, place.key_pos, place.kv_heads, ()), (), copied) for copied in place.copied[1:]]
         documents = [((place.batch, axes), (), ()) for axes in (place.pos, place.key_pos)]
-        own = [((place.heads,), (), ())]
+        own = [((place.heads,), (), self.sunk)]
         return [q, *keys, *(documents if ids is not None else []), *(own if sinks is not None else [])]
 
     @property
@@ -62,7 +68,7 @@ class _Attention:
 
     def summed_sinks(self, gradient):
         """That of sinks, which are whole where batch and positions are sliced."""
-        axes = (*self.place.batch, *self.place.pos)
+        axes = tuple(a for a in (*self.place.batch, *self.place.pos) if a not in self.sunk)
         return lax.psum(gradient, axes) if axes else gradient
 
 
@@ -75,16 +81,17 @@ def tiled_attention(
     Arguments as in `trellis.nn.dot_product_attention`.
     """
     if (layout := current_layout()) is not None and layout.mapped:  # no gradient of one's own under such a `vmap`
-        place, (q, k, v) = place.without_copies((q, k, v))
+        place, (q, k, v, sinks) = place.without_copies((q, k, v, sinks))
         run = jax.jit(lambda *arrays: _forward(_Attention(place, program, save_name), *arrays)[0])
         return run(q, k, v, segment_ids, sinks)
     attend = _attend_by_kernel if program.kernels.opaque else _attend
+    call = _Attention.of(place, program, save_name, sinks)
     try:
-        return attend(_Attention(place, program, save_name), q, k, v, segment_ids, sinks)
+        return attend(call, q, k, v, segment_ids, sinks)
     except ValueError as error:  # mapped over a name that is whole, where `layout.mapped` is empty
-        if not any(place.copied) or not refuses_copies(error):
+        if not (any(place.copied) or call.sunk) or not refuses_copies(error):
             raise
-    place, (q, k, v) = place.without_copies((q, k, v))
+    place, (q, k, v, sinks) = place.without_copies((q, k, v, sinks))
     return attend(_Attention(place, program, save_name), q, k, v, segment_ids, sinks)
 
 

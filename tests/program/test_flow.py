@@ -1,0 +1,102 @@
+"""What loops repeat, and what is zero by a program's text."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import trellis as tr
+from trellis.inspect import ledger
+from trellis.program import trace
+from trellis.program.flow import repeats
+
+STACK, LAYERS = jnp.ones((3, 4)), 3
+
+
+def over(body, carry, xs=None, length=5):
+    return lax.scan(lambda c, x: (body(c, x), None), carry, xs, length=None if xs is not None else length)[0]
+
+
+def same(function, *arguments):
+    """In how many of its runs the program's one sine has the same operand, and how often it runs."""
+    program = trace(function, *arguments)
+    (sine,) = (operation for operation in program.walk() if operation.name == "sin")
+    return repeats(program)[sine], sine.times
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        pytest.param(lambda w: jnp.sin(w).sum(), (1, 1), id="no loop"),
+        pytest.param(lambda w: over(lambda c, _: c + jnp.sin(w), w), (5, 5), id="from outside"),
+        pytest.param(lambda w: over(lambda c, _: jnp.sin(c), w), (1, 5), id="carried"),
+        pytest.param(lambda w: over(lambda c, x: c + jnp.sin(x), w[0], w), (1, 3), id="a slice a turn"),
+        pytest.param(lambda w: over(lambda c, x: c + jnp.sin(x), w[0], w[:1]), (1, 1), id="one turn"),
+        pytest.param(
+            lambda w: over(lambda c, _: over(lambda d, x: d + jnp.sin(x), c, w), w[0]), (5, 15), id="layers in turns"
+        ),
+        pytest.param(
+            lambda w: over(lambda c, _: over(lambda d, x: d + jnp.sin(c), c, w), w[0]), (3, 15), id="the outer loop's"
+        ),
+        pytest.param(
+            lambda w: over(lambda c, i: c + jnp.sin(lax.dynamic_slice(w, (i, 0), (1, 4))), w[:1], jnp.arange(3)),
+            (1, 3),
+            id="picked by the turn",
+        ),
+        pytest.param(
+            lambda w: over(lambda c, i: c + jnp.sin(lax.dynamic_slice(w, (i, 0), w.shape)).sum(), 0.0, jnp.arange(3)),
+            (3, 3),
+            id="all of it is picked",
+        ),
+        pytest.param(
+            lambda w: over(lambda c, i: lax.cond(i > 0, lambda: c + jnp.sin(w), lambda: c), w, jnp.arange(4)),
+            (4, 4),
+            id="in a branch",
+        ),
+        pytest.param(
+            lambda w: jnp.sin(over(lambda c, _: c * 2, w)) + over(lambda c, _: c * 3, w), (1, 1), id="a loop's result"
+        ),
+    ],
+)
+def test_turns_that_do_not_change_an_operand(function, expected):
+    assert same(function, STACK) == expected
+
+
+def test_a_row_says_what_a_compiler_may_move_once():
+    mesh = tr.make_mesh(x=8)
+    with jax.set_mesh(mesh):
+        w = jax.reshard(jnp.ones((3, 8)), P(None, "x"))
+        gather = lambda w: tr.reshard("a/x -> a", w)
+        turns = ledger(lambda w: over(lambda c, _: over(lambda d, x: d + gather(x), c, w), jnp.ones(8)), w)
+    assert [(row.kind, row.times, row.same) for row in turns] == [("all-gather", 15, 5)]
+
+
+def parts():
+    """Zeros, as each device's part of a sum."""
+    return lax.broadcast_in_dim(jnp.float32(0), (8,), (), out_sharding=P(None, unreduced={"x"}))
+
+
+def test_zeros_move_nothing():
+    """The sum over microbatches of the gradient of what has none."""
+    with jax.set_mesh(tr.make_mesh(x=8)):
+        settled = lambda: tr.reshard("a +x -> a", over(lambda total, _: total + parts(), parts()))
+        assert len(ledger(settled)) == 0
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_what_turns_add_to_zeros_moves(swaps):
+    """Of two carries one stays zero, but where turns swap them."""
+
+    def settled(x):
+        def turn(totals, _):
+            zeros, total = totals
+            total = total + jnp.einsum("ab,b->a", x, x[0], out_sharding=P(None, unreduced={"x"}))
+            return (total, zeros) if swaps else (zeros, total), None
+
+        (first, _), _ = lax.scan(turn, (parts(), parts()), length=3)
+        return tr.reshard("a +x -> a", first)
+
+    with jax.set_mesh(tr.make_mesh(x=8)):
+        rows = ledger(settled, jax.reshard(jnp.ones((8, 8)), P(None, "x"))).rows
+    assert [row.kind for row in rows] == (["all-reduce"] if swaps else [])
