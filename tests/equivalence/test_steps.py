@@ -145,18 +145,25 @@ def test_microbatches_do_not_move_the_curve(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp", "fsdp_tensor_sequence"])
-def test_gradients_of_sinks_are_settled_once_for_all_microbatches(layout):
+@pytest.mark.parametrize(
+    "mesh, layout",
+    [
+        (MeshSizes(data=4), LayoutChoice()),
+        (MeshSizes(data=2, model=2), LayoutChoice(preset="fsdp_tensor_sequence")),
+        (MeshSizes(data=2, context=2), LayoutChoice(context="exchange")),
+    ],
+    ids=["fsdp", "sequence", "exchange"],
+)
+def test_gradients_of_sinks_are_settled_once_for_all_microbatches(mesh, layout):
     """Or the run would be refused: a compiler sums twice what is settled in a loop and made a part of a sum again."""
-    count, mesh = LAYOUTS[layout]
     run = dataclasses.replace(
         tiny(),
         model=CONFIGS["gpt_oss"],
         batch_size=ROWS,
         microbatches=2,
         mesh=mesh,
-        layout=LayoutChoice(preset=layout),
+        layout=layout,
     )
-    made = assemble(run, jax.devices()[:count])
+    made = assemble(run, jax.devices()[:4])
     rows = [row for row in ledger_of(step_program(made)) if row.parameter.endswith("sinks")]
     assert [row.times for row in rows if row.role == "gradients"] == [1, 1]  # of layers under a window, and of others

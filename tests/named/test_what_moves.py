@@ -182,7 +182,7 @@ CALLS = {
         (LAYOUT, lambda fn, x: fn(x, "a", IDS.rename(a="k")), X),
         (FREE, lambda fn, x: fn(x, "a", IDS.rename(a="k")), X),
     ],
-    "take_along": [(LAYOUT, lambda fn, x: fn(x, "a", tr.zeros({"a": 8, "b": 8}, jnp.int32)), X)],
+    "take_along": [(LAYOUT, lambda fn, x: fn(x, "a", tr.ones({"a": 8, "b": 8}, jnp.int32)), X)],
     "top_k": [(LAYOUT, lambda fn, x: fn(x, "a", 2), X)],
     "transpose": [(LAYOUT, lambda fn, x: fn(x, "b a"), X)],
     "tril": [(LAYOUT, lambda fn, x: fn(x, "a", "b"), X)],

@@ -127,7 +127,7 @@ def _width(v: NamedArray) -> str:
 
 def _own_sinks(sinks: NamedArray, places: "_Places | None", copied: frozenset[str]) -> NamedArray:
     """Sinks as the queries' heads are."""
-    return sinks if places is None else move(sinks, (places.queries[2],), copied)
+    return sinks if places is None else move(sinks, (heads := places.queries[2],), copied - {*heads})
 
 
 def attend_cached(
