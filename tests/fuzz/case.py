@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import trellis as tr
+from tests.fuzz.copies import held
 from trellis import bf16, bool_, f32, i32, nn
 from trellis.named import saving
 """

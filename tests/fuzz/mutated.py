@@ -31,9 +31,9 @@ def draw(seed: int) -> Case:
     """A manual case with a mistake."""
     rng = np.random.default_rng([seed, 4])
     for _ in range(100):
-        case = manual.draw_plain(rng, seed)
         mistake = (text, text, text, annotation, forgotten, nonlinear, exchanged)[rng.integers(7)]
         try:
+            case = manual.draw_plain(rng, seed)
             broken = mistake(rng, case)
         except Unfit:
             continue

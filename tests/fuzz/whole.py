@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 
-from . import control, elementwise, indexing, language, modules, products, randomness, reducing, reshaping
+from . import control, copies, elementwise, indexing, language, modules, products, randomness, reducing, reshaping
 from .case import Case, Input
 from .layouts import Setting, draw_setting, draw_sizes, entries_text
 from .program import Value
@@ -13,7 +13,7 @@ from .scope import Scope, Unfit
 
 GROUPS = (
     (elementwise, 5), (reducing, 3), (products, 4), (indexing, 3), (reshaping, 4), (randomness, 1), (control, 3),
-    (modules, 2), (language, 1),
+    (modules, 2), (language, 1), (copies, 1),
 )  # fmt: skip
 MODES = ("explicit",) * 12 + ("auto",) * 3 + ("types",) * 2 + ("alone",) * 2
 

@@ -297,15 +297,20 @@ class Stock:
                         match.done("one for all turns of a loop", times)
 
     def take_joined(self, matches: list[Match]) -> None:
-        """Arrays that are parts of a longer one, over the same devices."""
+        """Arrays that are parts of a longer one, over the same devices.
+
+        A sum may also be done after it is put in its place in a longer array, of which each device keeps a slice.
+        """
         for match in matches:
             kind, axes, elements, whole, _ = match.key
-            kinds = (kind, "all-reduce") if kind == "reduce-scatter" else (kind,)
+            kinds = ("all-reduce", "reduce-scatter") if kind in ("all-reduce", "reduce-scatter") else (kind,)
             for key, items in self.items.items():
                 if key.kind not in kinds or (key.axes, key.whole) != (axes, whole):
                     continue
                 if key.elements > elements > 0 and key.elements % elements == 0:
                     for item in items:
+                        if (kind, key.kind) == ("all-reduce", "reduce-scatter") and not _same_loop(match.row, item):
+                            continue
                         taken = min(match.missing, item.left // elements)
                         item.left -= taken * elements
                         match.done("a part of a longer array", taken)

@@ -48,7 +48,7 @@ def apply_along(
         PendingSumError: `x` holds partial sums.
     """
     what = name or getattr(fn, "__name__", "the function")
-    x = operand(x, what)
+    x = operand(x, what, copies=False)
     along = _one(x, along, what)
     if gather or state_of(x.array).mode == "manual":
         x = whole(x, (along,), what)
@@ -172,7 +172,7 @@ def log_softmax(x: NamedArray, over: Names, *, where: NamedArray | None = None) 
 
 
 def _normalized(fn: Callable, what: str, x: NamedArray, over: Names, where: NamedArray | None) -> NamedArray:
-    x = operand(x, what)
+    x = operand(x, what, copies=False)
     names = names_of(x, over, what)
     if state_of(x.array).mode == "manual":
         x = whole(x, names, what)
@@ -198,7 +198,7 @@ def top_k(x: NamedArray, along: Name, k: int, *, new_name: Name | None = None) -
     Raises:
         NamesError: k is larger than the axis, or an axis given for `new_name` has another size.
     """
-    x = operand(x, "top_k")
+    x = operand(x, "top_k", copies=False)
     name = _one(x, along, "top_k")
     if not 0 <= k <= x.shape[name]:
         raise NamesError(f"top_k picks at most all of an axis, got k={k} for {typeof(x)} along '{name}': lower k")

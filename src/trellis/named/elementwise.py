@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis._compat import is_tracer
+from trellis.mesh.reshard import place
 from trellis.named import backend
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
@@ -56,7 +57,8 @@ def by_name(fn: Callable, *args, name: str | None = None, **kwargs) -> NamedArra
     if not any(isinstance(a, NamedArray) for a in args):
         return fn(*args, **kwargs)
     arrays, names, slices = together(args, what)
-    return NamedArray(_broadcasting(fn, arrays)(*arrays, **kwargs), names, slices)
+    fn = _broadcasting(functools.partial(fn, **kwargs), arrays)
+    return NamedArray(_of_copies(fn, arrays)(*arrays), names, slices)
 
 
 def together(args, what: str):
@@ -111,6 +113,48 @@ def _broadcasting(fn: Callable, arrays: list) -> Callable:
         return fn(*(backend.broadcast(a, shape, spec) if first(a) else a for a in arrays), **kwargs)
 
     return jax.checkpoint(broadcast, prevent_cse=False)
+
+
+def _of_copies(fn: Callable, arrays: list) -> Callable:
+    """The function, where all arrays with dimensions are copies (`~`) along the same mesh axes.
+
+    The result is such copies, and the gradient stays a partial sum. JAX has few operations of partial sums, not even a
+    minus: so the derivative is computed of arrays that are no copies, and is a factor of what is one.
+    """
+    states = [state_of(a) for a in arrays if getattr(a, "ndim", 0)]
+    if not (states and states[0].mode == "explicit" and states[0].copied and len({*states}) == 1):
+        return fn
+    axes, copied = states[0].axes, states[0].copied
+    plain = lambda a: place(a, axes if getattr(a, "ndim", 0) else ()) if isinstance(a, jax.Array) else a
+    hold = lambda a: place(a, state_of(a).axes, (), copied)
+    varied = [i for i, a in enumerate(arrays) if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jnp.inexact)]
+    at = [plain(a) for a in arrays]
+
+    def of_varied(*mine):
+        rest = iter(mine)
+        return fn(*(next(rest) if i in varied else a for i, a in enumerate(at)))
+
+    if not varied or not jnp.issubdtype(jax.eval_shape(fn, *at).dtype, jnp.inexact):
+        return lambda *_: fn(*at)
+
+    @jax.custom_jvp
+    def result(*mine):
+        return hold(of_varied(*map(plain, mine)))
+
+    @result.defjvp
+    def derivative(primals, tangents):
+        mine = [plain(a) for a in primals]
+        slopes = [jax.jvp(functools.partial(_with, of_varied, mine, i), (a,), (jnp.ones_like(a),))[1]
+                  for i, a in enumerate(mine)]  # fmt: skip
+        parts = [hold(slope) * hold(tangent).astype(slope.dtype) for slope, tangent in zip(slopes, tangents)]
+        return result(*primals), functools.reduce(jnp.add, parts)
+
+    return lambda *arrays: result(*(arrays[i] for i in varied))
+
+
+def _with(fn: Callable, arrays: list, index: int, array):
+    """`fn(*arrays)`, with another array in one place."""
+    return fn(*arrays[:index], array, *arrays[index + 1 :])
 
 
 def outer(fn: Callable, *operands: NamedArray) -> NamedArray:

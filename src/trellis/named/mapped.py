@@ -109,16 +109,17 @@ def restore(tree, name: str, what: str, axes: tuple[str, ...] = ()):
     return jax.tree.map(back, tree, is_leaf=is_named)
 
 
-def entered(tree, what: str, *, pending: bool = True):
+def entered(tree, what: str, *, pending: bool = True, copies: bool = True):
     """A tree of arrays on the mesh in force.
 
     Args:
         pending: whether partial sums may be among them.
+        copies: whether copies (`~`) may; else they are none any more.
     """
 
     def enter(x):
         if is_named(x):
-            return operand(x, what, pending=pending)
+            return operand(x, what, pending=pending, copies=copies)
         return on_mesh(x, tuple(f"_{i}" for i in range(x.ndim)), what) if is_array(x) and hasattr(x, "ndim") else x
 
     return jax.tree.map(enter, tree, is_leaf=is_named)

@@ -17,20 +17,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 from trellis._compat import is_tracer
 from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import MeshError, mesh_text, same_mesh
-from trellis.mesh.reshard import scope_name
+from trellis.mesh.reshard import place, scope_name
 from trellis.named.array import NamedArray, check_rank
 from trellis.named.axis import NamesError
 from trellis.notation import Dim, PendingSumError, Shape, spec_of, typeof
 from trellis.notation.state import mode_of, state_of
 
 
-def operand(x, what: str, *, pending: bool = False) -> NamedArray:
+def operand(x, what: str, *, pending: bool = False, copies: bool = True) -> NamedArray:
     """An operand, checked and on the mesh in force.
 
     Args:
         x: what the caller passed.
         what: the operation, for messages.
         pending: whether the operation takes partial sums (it is linear).
+        copies: whether its gradient may be a partial sum; else an array is no copies (`~x`) to it any more, and the
+            gradient is settled before it is the operand's.
 
     Raises:
         NamesError: not a named array, or one whose array has other dimensions than names.
@@ -47,6 +49,9 @@ def operand(x, what: str, *, pending: bool = False) -> NamedArray:
     x = x if array is x.array else NamedArray(array, x.names, x.slices)
     if not pending:
         refuse_pending(x, what)
+    state = state_of(array)
+    if state.mode == "explicit" and state.copied and not copies:
+        return x.with_array(place(array, state.axes, state.pending, names=x.names))
     return x
 
 

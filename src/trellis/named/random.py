@@ -209,7 +209,7 @@ def categorical(key, logits: NamedArray, over: Name) -> NamedArray:
     Gradient: none; the result is positions.
     Moves: an all-gather along `over` where it is sliced.
     """
-    logits = operand(logits, "random.categorical")
+    logits = operand(logits, "random.categorical", copies=False)
     logits.index(over)
     return argmax(logits + gumbel(key, logits.axes).astype(logits.dtype), over)
 
@@ -235,7 +235,7 @@ def shuffle(key, x: NamedArray, along: Name) -> NamedArray:
     Gradient: back to where each value came from; an all-gather where the name is sliced.
     Moves: an all-gather along the name where it is sliced.
     """
-    x = operand(x, "random.shuffle")
+    x = operand(x, "random.shuffle", copies=False)
     key = plain_key(key, "random.shuffle")
 
     def rows(a, axis):
@@ -290,7 +290,7 @@ def dropout(key, x: NamedArray, rate: float) -> NamedArray:
     """
     if isinstance(rate, int | float) and not 0 <= rate < 1:
         raise NamesError(f"dropout's rate is from 0 to below 1, got {rate}, in random.dropout: lower it")
-    x = operand(x, "random.dropout")
+    x = operand(x, "random.dropout", copies=False)
     if isinstance(rate, int | float) and rate == 0:
         return x
     if state_of(x.array).mode == "manual" and any(x.slices):

@@ -67,7 +67,7 @@ def reduction(
     refuse_others((x,), what)
     if not isinstance(x, NamedArray) and over is None and where is None:
         return fn(x, **kwargs)
-    x = operand(x, what)
+    x = operand(x, what, copies=fn is jnp.sum)
     gone = names_of(x, over, what)
     if gather or state_of(x.array).mode == "manual":
         x = whole(x, gone, what)
@@ -315,7 +315,7 @@ def argmin(x: NamedArray, over: Name) -> NamedArray:
 
 
 def _position(fn: Callable, what: str, x: NamedArray, over: Name) -> NamedArray:
-    x = operand(x, what)
+    x = operand(x, what, copies=False)
     (name,) = names_of(x, over if isinstance(over, str | Axis) else (over,), what)
     x = whole(x, (name,), what) if state_of(x.array).mode == "manual" else x
     return settle(without(x, fn(x.array, axis=x.index(name)), (name,)))

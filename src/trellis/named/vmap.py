@@ -54,7 +54,7 @@ def vmap(fn: Callable, axis: Name) -> Callable:
     name = name_of(axis, "vmap")
 
     def mapped(*args, **kwargs):
-        tree = entered((args, kwargs), "vmap", pending=False)
+        tree = entered((args, kwargs), "vmap", pending=False, copies=False)
         length = length_of(tree, axis, "vmap")
         if mode_of(jax.sharding.get_abstract_mesh()) == "manual":
             return _in_manual(fn, name, length, tree)

@@ -11,6 +11,7 @@ from trellis.errors import UserError
 from trellis.mesh.layout import current_layout
 from trellis.named import Axis, NamedArray, cos, einsum, multiply, outer, sin
 from trellis.named.backend import swaps_by_product
+from trellis.named.operand import operand
 from trellis.named.placing import move
 
 
@@ -191,6 +192,7 @@ def rotate(x: NamedArray, tables, head_dim: str = "head_dim", *, pairs: bool = F
     Gradient: turned back; nothing moves.
     Moves: nothing.
     """
+    x = operand(x, "rotate", copies=False)
     cos, sin = (t.astype(x.dtype) for t in tables)
     return x * cos + _turned(x, head_dim, pairs) * sin
 
