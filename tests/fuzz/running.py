@@ -233,7 +233,7 @@ def _refused(error: Exception, case: Case) -> Outcome:
     if "held(" in case.ours_text():  # the gradient of copies is a partial sum, also to what is written with jax.numpy
         if isinstance(error, tr.PendingSumError):
             return Outcome("kept out", text, rule)
-        if "jax.tree.map(jnp." in case.ours_text() and "unreduced rule" in text:
+        if "jax.tree.map(jnp." in case.ours_text() and "unreduced" in text:
             return Outcome("kept out", text, "JAX: " + rule)
     if case.broken == "not by name" and "of all xs should be replicated" in text:  # of jax.lax.scan, before it calls us
         return Outcome("kept out", text, "JAX: " + rule)

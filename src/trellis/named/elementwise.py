@@ -20,7 +20,7 @@ from trellis.named.operand import (
     refuse_pending,
     union,
 )
-from trellis.named.placing import assign, bring, spread, widen
+from trellis.named.placing import assign, bring, missing_axes, move, spread, widen
 from trellis.notation import spec_of, typeof
 from trellis.notation.state import sharding_on, state_of
 
@@ -84,10 +84,20 @@ def together(args, what: str):
     names = union(operands)
     check_contained(operands, names, what)
     operands = on_one_mesh(operands, what)
-    where, rest = assign(operands, names), iter(operands)
-    arrays = [widen(bring(next(rest), where), names) if isinstance(a, NamedArray) else a for a in args]
+    where = assign(operands, names)
+    rest = iter(_brought(operands, where))
+    arrays = [widen(next(rest), names) if isinstance(a, NamedArray) else a for a in args]
     slices = tuple(where[name] for name in names) if where and any(x.slices for x in operands) else ()
     return arrays, names, slices
+
+
+def _brought(operands: list[NamedArray], where) -> list[NamedArray]:
+    """The operands, placed; copies (`~`) that meet nothing but copies along the same mesh axes stay what they are."""
+    copied = {state_of(x.array).copied for x in operands}
+    if where is None or len(copied) > 1 or any(missing_axes(x, where) for x in operands):
+        return [bring(x, where) for x in operands]
+    kept = copied.pop() - {a for axes in where.values() for a in axes}
+    return [move(x, tuple(where[name] for name in x.names), kept) for x in operands]
 
 
 def _broadcasting(fn: Callable, arrays: list) -> Callable:
@@ -116,16 +126,17 @@ def _broadcasting(fn: Callable, arrays: list) -> Callable:
 
 
 def _of_copies(fn: Callable, arrays: list) -> Callable:
-    """The function, where all arrays with dimensions are copies (`~`) along the same mesh axes.
+    """The function, where all arrays but numbers are copies (`~`) along the same mesh axes.
 
     The result is such copies, and the gradient stays a partial sum. JAX has few operations of partial sums, not even a
     minus: so the derivative is computed of arrays that are no copies, and is a factor of what is one.
     """
-    states = [state_of(a) for a in arrays if getattr(a, "ndim", 0)]
+    states = [state_of(a) for a in arrays if isinstance(a, jax.Array)]
+    states = [state for state in states if state.axes or state.copied]
     if not (states and states[0].mode == "explicit" and states[0].copied and len({*states}) == 1):
         return fn
-    axes, copied = states[0].axes, states[0].copied
-    plain = lambda a: place(a, axes if getattr(a, "ndim", 0) else ()) if isinstance(a, jax.Array) else a
+    copied = states[0].copied
+    plain = lambda a: place(a, state_of(a).axes) if isinstance(a, jax.Array) else a
     hold = lambda a: place(a, state_of(a).axes, (), copied)
     varied = [i for i, a in enumerate(arrays) if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jnp.inexact)]
     at = [plain(a) for a in arrays]

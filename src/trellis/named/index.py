@@ -57,6 +57,7 @@ def _static(x: NamedArray, name: str, value: int | slice) -> NamedArray:
     if value.step > 0:
         return x.with_array(jax.lax.slice_in_dim(x.array, value.start, value.stop, value.step, axis=i))
     last = value.stop + 1  # the position of the last value, the first one in the array's own order
+    x = operand(x, "indexing", copies=False)  # JAX reverses none
     forward = jax.lax.slice_in_dim(x.array, last, value.start + 1, -value.step, axis=i)
     return x.with_array(jax.lax.rev(forward, (i,)))
 

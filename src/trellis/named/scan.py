@@ -66,7 +66,7 @@ def loop(fn: Callable, axis: Name, reverse: bool, unroll: int, policy, *, once: 
             _check_carry(carry, new, name, body)
             for each in named_leaves(y):
                 refuse_pending(each, "stacking the results of a loop")
-            return _pinned(new), entered(y, "scan")
+            return _pinned(new), entered(y, "scan", copies=False)  # JAX cannot take a stack of partial sums apart
 
         def run(carry):
             one = checkpoint(body, policy)

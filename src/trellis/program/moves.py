@@ -15,7 +15,7 @@ slowest link but not fewer in all:
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from trellis.notation.state import State
 
@@ -104,7 +104,7 @@ def transition(before: State, after: State, num_bytes: int, sizes: Mapping[str, 
 
     held = [[*axes, *(a for a in settled if from_dim.get(a) == i)] for i, axes in enumerate(old)]
     if [count(axes) for axes in held] == [count(axes) for axes in new]:
-        changed = [axis for was, now in zip(held, new) if tuple(was) != now for axis in (*was, *now)]
+        changed = [axis for was, now in zip(held, new) for axis in _elsewhere(was, now, sizes)]
         if changed:  # as many slices of each dimension, on other devices
             move("permute", dict.fromkeys(changed), local)
         return moves
@@ -151,3 +151,13 @@ def transition(before: State, after: State, num_bytes: int, sizes: Mapping[str, 
         if not after.pending.issuperset(axes):
             move("all-gather", axes, local)
     return moves
+
+
+def _elsewhere(was: Sequence[str], now: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
+    """The mesh axes of a dimension of as many slices before and after along which other devices get a slice.
+
+    >>> _elsewhere(("x", "y"), ("x", "z"), {"x": 2, "y": 2, "z": 2})
+    ['y', 'z']
+    """
+    places = [{axis: math.prod(sizes[a] for a in axes[i + 1 :]) for i, axis in enumerate(axes)} for axes in (was, now)]
+    return [axis for axis in (*was, *now) if places[0].get(axis) != places[1].get(axis)]
