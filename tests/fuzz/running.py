@@ -230,10 +230,10 @@ def _refused(error: Exception, case: Case) -> Outcome:
         return Outcome("wrong", text, type(error).__name__)
     if case.broken == "jax.numpy on partial sums" and re.search("unreduced|U:", text):
         return Outcome("kept out", text, "JAX: " + rule)
-    if "held(" in case.ours_text():  # the gradient of copies is a partial sum, also to what is written with jax.numpy
+    if "held(" in case.ours_text():  # the gradient of copies is a partial sum, also to jax.numpy and np.asarray
         if isinstance(error, tr.PendingSumError):
             return Outcome("kept out", text, rule)
-        if "jax.tree.map(jnp." in case.ours_text() and "unreduced" in text:
+        if "unreduced" in text and ("jax.tree.map(jnp." in case.ours_text() or "device_indices_map" in text):
             return Outcome("kept out", text, "JAX: " + rule)
     if case.broken == "not by name" and "of all xs should be replicated" in text:  # of jax.lax.scan, before it calls us
         return Outcome("kept out", text, "JAX: " + rule)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import trellis as tr
 from trellis.inspect import ledger
+from trellis.mesh.reshard import ReshardError
 from trellis.notation import Dim, NotationError, Shape
 from trellis.notation.state import state_of
 
@@ -156,3 +157,13 @@ def test_round_trips(before, after):
     assert state_of(y).axes == tuple(d.axes for d in back.dims)
     np.testing.assert_array_equal(x, y)
     np.testing.assert_array_equal(x, z)
+
+
+def test_an_array_of_another_mesh_is_refused():
+    here, there = (tr.make_mesh(jax.devices()[:count], x=count) for count in (2, 4))
+    x = jax.device_put(jnp.ones(8), jax.NamedSharding(there, P("x")))
+    refused = pytest.raises(ReshardError, match=r"got one of \(x=4\) where the mesh in force is \(x=2\)")
+    with jax.set_mesh(here), refused:
+        tr.reshard("a/x -> a", x)
+    with jax.set_mesh(there):
+        np.testing.assert_array_equal(tr.reshard("a/x -> a", x), np.ones(8))

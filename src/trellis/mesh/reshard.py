@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 
 import jax
 from jax.sharding import NamedSharding
@@ -10,6 +11,7 @@ from jax.sharding import NamedSharding
 from trellis._compat import move
 from trellis.errors import TrellisError
 from trellis.mesh.manual.reshard import manual_reshard
+from trellis.mesh.meshes import mesh_text, same_mesh
 from trellis.mesh.route import route
 from trellis.notation import Dim, NotationError, Shape, parse_transition, spec_of
 from trellis.notation.state import State, state_of
@@ -47,7 +49,7 @@ def reshard(transition: str, x):
         x: a plain or a named array.
 
     Raises:
-        ReshardError: `x` is not what `before` says.
+        ReshardError: `x` is not what `before` says, or lies on another mesh than the one in force.
         NotationError: the text is not a transition.
         NotationError: a mesh axis does not divide its dimension.
     """
@@ -132,9 +134,19 @@ def _reshard(before: Shape, after: Shape, x, transition: str):
         return x.with_array(moved, after) if named else moved
     if state.mode == "none":
         return x
+    _check_mesh(array, transition)
     _check_state(before, state, array, transition)
     moved = place(array, [dim.axes for dim in after.dims], after.pending, after.copied, names=before.names)
     return x.with_array(moved) if named else moved
+
+
+def _check_mesh(array, transition: str) -> None:
+    own, here = jax.typeof(array).sharding.mesh, jax.sharding.get_abstract_mesh()
+    if not here.empty and not same_mesh(own, here):
+        raise ReshardError(
+            f"an array is moved over its own mesh, got one of ({mesh_text(own)}) where the mesh in force is "
+            f"({mesh_text(here)}), in reshard('{transition}'): move it there first, with shard(x)"
+        )
 
 
 def _check_names(before: Shape, x, transition: str) -> None:
@@ -246,8 +258,29 @@ def _move(array, names, after: State, mesh):
     before = state_of(array)
     if before == after:
         return array
-    with jax.named_scope(_scope(names, before, after)):
-        return move(array, NamedSharding(mesh, spec_of(after.axes, after.pending, after.copied)))
+    for state in (*_one_by_one(before, after), after):
+        with jax.named_scope(_scope(names, state_of(array), state)):
+            array = move(array, NamedSharding(mesh, spec_of(state.axes, state.pending, state.copied)))
+    return array
+
+
+def _one_by_one(before: State, after: State) -> Iterator[State]:
+    """States on the way of slices to partial sums, or back, one mesh axis of a dimension after the other.
+
+    Of slices along two axes XLA's partitioner makes partial sums over both at once with other devices' slices in the
+    places of some (docs/published-bugs.md, 28). It is what the gradient of copies does that become slices, too.
+    """
+    held, pending, copied = list(before.axes), before.pending, before.copied
+    for i, (was, now) in enumerate(zip(before.axes, after.axes, strict=True)):
+        come, gone = now[len(was) :], was[len(now) :]
+        if now[: len(was)] == was and before.copied.intersection(come):
+            for count in range(1, len(come)):
+                held[i], copied = (*was, *come[:count]), copied.difference(come[:count])
+                yield State("explicit", tuple(held), pending, copied)
+        elif was[: len(now)] == now and after.pending.intersection(gone):
+            for count in range(1, len(gone)):
+                held[i], pending = was[:-count], pending | after.pending.intersection(gone[-count:])
+                yield State("explicit", tuple(held), pending, copied)
 
 
 def _settled(state: State, axes, pending, shape, mesh) -> State:
