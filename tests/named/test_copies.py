@@ -24,6 +24,7 @@ OPERATIONS = {
     "of a number": lambda w: 1.0 / w,
     "where": lambda w: tr.where(w > 0.5, w, tr.sqrt(w)),
     "clip": lambda w: tr.clip(w, 0.2, 0.7),
+    "sum of some": lambda w: w * w.sum("b", where=W > 0.4),
     "mean": lambda w: w * w.mean("b"),
     "max": lambda w: w * w.max("b"),
     "logsumexp": lambda w: w * tr.logsumexp(w, "b"),

@@ -57,7 +57,7 @@ def test_what_is_one_step_in_the_notation_is_one_collective():
         ("a/y/x b -> a/y b +x", []),
         ("a/x b/y -> a b +x +y", []),
         ("a/x b/y -> a b +x", [("all-gather", 3 * 64)]),  # over y, of halves
-        ("a/x/y b -> a b +y", [("all-gather", 7 * 64)]),  # gathered, and then each device's part of it
+        ("a/x/y b -> a b +y", [("all-gather", 256)]),  # over x, of what is a part of the sum then
     ],
 )
 def test_slices_become_parts_of_a_sum_where_they_are(text, sent):

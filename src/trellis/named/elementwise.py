@@ -57,8 +57,8 @@ def by_name(fn: Callable, *args, name: str | None = None, **kwargs) -> NamedArra
     if not any(isinstance(a, NamedArray) for a in args):
         return fn(*args, **kwargs)
     arrays, names, slices = together(args, what)
-    fn = _broadcasting(functools.partial(fn, **kwargs), arrays)
-    return NamedArray(_of_copies(fn, arrays)(*arrays), names, slices)
+    fn = _met(functools.partial(fn, **kwargs) if kwargs else fn, arrays)
+    return NamedArray(fn(*arrays), names, slices)
 
 
 def together(args, what: str):
@@ -93,28 +93,37 @@ def together(args, what: str):
 
 def _brought(operands: list[NamedArray], where) -> list[NamedArray]:
     """The operands, placed; copies (`~`) that meet nothing but copies along the same mesh axes stay what they are."""
-    copied = {state_of(x.array).copied for x in operands}
-    if where is None or len(copied) > 1 or any(missing_axes(x, where) for x in operands):
+    if where is None:
+        return operands
+    copied = state_of(operands[0].array).copied
+    if not copied or any(state_of(x.array).copied != copied or missing_axes(x, where) for x in operands):
         return [bring(x, where) for x in operands]
-    kept = copied.pop() - {a for axes in where.values() for a in axes}
+    kept = copied - {a for axes in where.values() for a in axes}
     return [move(x, tuple(where[name] for name in x.names), kept) for x in operands]
 
 
-def _broadcasting(fn: Callable, arrays: list) -> Callable:
+def _met(fn: Callable, arrays: list) -> Callable:
+    """The function as it is done to these operands: of copies (`~`), or of what the backend sums otherwise."""
+    plain = [a for a in arrays if hasattr(a, "ndim")]
+    states = [state_of(a) for a in plain]
+    copies = any(s.copied for s in states)
+    if copies and len({s for s in states if s.axes or s.copied}) == 1:
+        return _of_copies(fn, arrays) if states[0].mode != "manual" else fn
+    if len(states) < 2:
+        return fn
+    shape = jnp.broadcast_shapes(*(a.shape for a in plain))
+    if not copies and not any(backend.sums_wide(a, shape) for a in plain):
+        return fn
+    return _broadcasting(fn, shape, states)
+
+
+def _broadcasting(fn: Callable, shape: tuple[int, ...], states: list) -> Callable:
     """The function, with some operands broadcast first.
 
     Those are copies (`~`): JAX refuses them beside slices in an elementwise operation; broadcast to the slices of the
     others they are slices too, and their gradient is a partial sum. And those that the backend sums differently. The
     broadcast array is not kept for the backward pass.
     """
-    plain = [a for a in arrays if hasattr(a, "ndim")]
-    states = [state_of(a) for a in plain]
-    if len(states) < 2:
-        return fn
-    shape = jnp.broadcast_shapes(*(a.shape for a in plain))
-    copies = any(s.copied for s in states) and len({(s.axes, s.copied) for s in states}) > 1
-    if not copies and not any(backend.sums_wide(a, shape) for a in plain):
-        return fn
     axes = [max((s.axes[i] for s in states if s.axes), key=len) for i in range(len(shape))]
     spec = spec_of(axes) if any(s.mode == "explicit" for s in states) else None
 
@@ -131,11 +140,7 @@ def _of_copies(fn: Callable, arrays: list) -> Callable:
     The result is such copies, and the gradient stays a partial sum. JAX has few operations of partial sums, not even a
     minus: so the derivative is computed of arrays that are no copies, and is a factor of what is one.
     """
-    states = [state_of(a) for a in arrays if isinstance(a, jax.Array)]
-    states = [state for state in states if state.axes or state.copied]
-    if not (states and states[0].mode == "explicit" and states[0].copied and len({*states}) == 1):
-        return fn
-    copied = states[0].copied
+    copied = frozenset().union(*(state_of(a).copied for a in arrays if isinstance(a, jax.Array)))
     plain = lambda a: place(a, state_of(a).axes) if isinstance(a, jax.Array) else a
     hold = lambda a: place(a, state_of(a).axes, (), copied)
     varied = [i for i, a in enumerate(arrays) if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jnp.inexact)]

@@ -49,8 +49,7 @@ def operand(x, what: str, *, pending: bool = False, copies: bool = True) -> Name
     x = x if array is x.array else NamedArray(array, x.names, x.slices)
     if not pending:
         refuse_pending(x, what)
-    state = state_of(array)
-    if state.mode == "explicit" and state.copied and not copies:
+    if not copies and (state := state_of(array)).mode == "explicit" and state.copied:
         return x.with_array(place(array, state.axes, state.pending, names=x.names))
     return x
 

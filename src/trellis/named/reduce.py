@@ -67,7 +67,7 @@ def reduction(
     refuse_others((x,), what)
     if not isinstance(x, NamedArray) and over is None and where is None:
         return fn(x, **kwargs)
-    x = operand(x, what, copies=fn is jnp.sum)
+    x = operand(x, what, copies=fn is jnp.sum and where is None)
     gone = names_of(x, over, what)
     if gather or state_of(x.array).mode == "manual":
         x = whole(x, gone, what)
