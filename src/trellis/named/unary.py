@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from trellis.named.array import NamedArray
 from trellis.named.elementwise import by_name
+from trellis.named.operand import operand
 
 
 def abs(x) -> NamedArray:
@@ -467,4 +468,7 @@ def stop_gradient(x) -> NamedArray:
     Gradient: zero; nothing moves.
     Moves: nothing.
     """
-    return by_name(jax.lax.stop_gradient, x)
+    if not isinstance(x, NamedArray):
+        return by_name(jax.lax.stop_gradient, x)
+    x = operand(x, "stop_gradient")  # copies are copies still, and have none either
+    return x.with_array(jax.lax.stop_gradient(x.array))

@@ -94,8 +94,10 @@ def zeros(program: Program) -> set[Value]:
         for operation in body.operations:
             for inner in operation.bodies:
                 enter(operation, inner)
+            if operation.name == "while":
+                continue  # it may have no turn
             if operation.bodies:
-                ends = (inner.results for inner in operation.bodies[operation.name == "while" :])
+                ends = (inner.results for inner in operation.bodies)
                 found.update(each[0] for each in zip(operation.results, *ends) if all(map(zero, each[1:])))
             elif operation.name in _KEEPS_ZEROS:
                 read = operation.operands[:1] if operation.name in PARTS else operation.operands
