@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -100,3 +101,10 @@ def test_what_turns_add_to_zeros_moves(swaps):
     with jax.set_mesh(tr.make_mesh(x=8)):
         rows = ledger(settled, jax.reshard(jnp.ones((8, 8)), P(None, "x"))).rows
     assert [row.kind for row in rows] == (["all-reduce"] if swaps else [])
+
+
+def test_what_is_made_of_zeros_is_found_again():
+    """Optax's norm adds the square of an imaginary part, of zeros: a norm that is computed twice is summed once."""
+    with jax.set_mesh(tr.make_mesh(x=8)):
+        x = jax.reshard(jnp.ones(8), P("x"))
+        assert ledger(lambda x: optax.tree.norm(x) + optax.tree.norm(x), x).count() == 1

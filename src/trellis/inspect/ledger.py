@@ -85,15 +85,17 @@ class _Rows:
             yield from (_noted(row, f"the largest of {len(inside)} branches") for row in largest)
         elif inside:
             yield from inside[0]
-        elif operation.inputs and self.zeros.issuperset(operation.inputs):
-            return  # compilers move no zeros
         elif operation.name in COLLECTIVES:
-            for move, before, after, note in moves(operation, self.sizes):
+            for move, before, after, note in () if self.of_zeros(operation) else moves(operation, self.sizes):
                 what = text_of(operation.scope, before) or f"{words(before)} -> {words(after)}"
                 yield self.row(move, before.aval, what, operation, note)
-        elif not self.states.again(operation):
+        elif not self.states.again(operation) and not self.of_zeros(operation):
             for implied in self.states.implied(operation):
                 yield self.row(implied.move, implied.aval, _words(implied, operation), operation, implied.note)
+
+    def of_zeros(self, operation: Operation) -> bool:
+        """Whether it would move zeros, which compilers do not."""
+        return bool(operation.inputs) and self.zeros.issuperset(operation.inputs)
 
     def row(self, move: Move, aval, what: str, operation: Operation, note: str) -> Row:
         ragged = operation.name == "ragged_all_to_all"
