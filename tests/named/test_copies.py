@@ -87,6 +87,15 @@ def test_second_derivatives_and_forward_mode():
             np.testing.assert_allclose(derivative(True), derivative(False), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("loss", [lambda w: tr.sin(w).sum(), lambda w: (w / (w + 1.0)).sum(), lambda w: (w * w).mean()])
+def test_a_loss_of_copies_alone(loss):
+    """It is no copy itself: `jax.grad` begins with one, and of copies with one a device."""
+    held = lambda w: loss(tr.reshard("b -> b ~x ~y", w)).array
+    with LAYOUT:
+        found, wanted = (jax.jit(jax.grad(f))(W).array for f in (held, lambda w: loss(w).array))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
 def test_copies_along_one_axis_become_copies_along_another():
     """XLA's partitioner ends the process where one step takes partial sums along both."""
 

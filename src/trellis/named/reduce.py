@@ -67,7 +67,7 @@ def reduction(
     refuse_others((x,), what)
     if not isinstance(x, NamedArray) and over is None and where is None:
         return fn(x, **kwargs)
-    x = operand(x, what, copies=fn is jnp.sum and where is None)
+    x = operand(x, what, copies=False)  # or a loss may be copies, each of which `jax.grad` gives a gradient of one
     gone = names_of(x, over, what)
     if gather or state_of(x.array).mode == "manual":
         x = whole(x, gone, what)
@@ -115,7 +115,7 @@ def sum(x, over: Names | None = None, *, where: NamedArray | None = None, dtype=
     refuse_others((x,), "sum")
     if not isinstance(x, NamedArray):
         return reduction(jnp.sum, x, None, dtype=dtype)
-    x = operand(x, "sum", pending=where is None)
+    x = operand(x, "sum", pending=where is None, copies=False)
     state = state_of(x.array)
     gone = names_of(x, over, "sum")
     sliced = tuple(a for n, axes in zip(x.names, x.slices, strict=False) if n in gone for a in axes)
