@@ -107,8 +107,9 @@ def _met(fn: Callable, arrays: list) -> Callable:
     plain = [a for a in arrays if hasattr(a, "ndim")]
     states = [state_of(a) for a in plain]
     copies = any(s.copied for s in states)
-    if copies and len({s for s in states if s.axes or s.copied}) == 1:
-        return _of_copies(fn, arrays) if states[0].mode != "manual" else fn
+    if copies and len(alike := {s for s in states if s.axes or s.copied}) == 1:
+        (state,) = alike
+        return _of_copies(fn, arrays, state.copied) if state.mode == "explicit" else fn
     if len(states) < 2:
         return fn
     shape = jnp.broadcast_shapes(*(a.shape for a in plain))
@@ -127,20 +128,19 @@ def _broadcasting(fn: Callable, shape: tuple[int, ...], states: list) -> Callabl
     axes = [max((s.axes[i] for s in states if s.axes), key=len) for i in range(len(shape))]
     spec = spec_of(axes) if any(s.mode == "explicit" for s in states) else None
 
-    def broadcast(*arrays, **kwargs):
+    def broadcast(*arrays):
         first = lambda a: hasattr(a, "ndim") and (state_of(a).copied or backend.sums_wide(a, shape))
-        return fn(*(backend.broadcast(a, shape, spec) if first(a) else a for a in arrays), **kwargs)
+        return fn(*(backend.broadcast(a, shape, spec) if first(a) else a for a in arrays))
 
     return jax.checkpoint(broadcast, prevent_cse=False)
 
 
-def _of_copies(fn: Callable, arrays: list) -> Callable:
-    """The function, where all arrays but numbers are copies (`~`) along the same mesh axes.
+def _of_copies(fn: Callable, arrays: list, copied: frozenset[str]) -> Callable:
+    """The function, where all arrays but numbers are copies (`~`) along these mesh axes.
 
     The result is such copies, and the gradient stays a partial sum. JAX has few operations of partial sums, not even a
     minus: so the derivative is computed of arrays that are no copies, and is a factor of what is one.
     """
-    copied = frozenset().union(*(state_of(a).copied for a in arrays if isinstance(a, jax.Array)))
     plain = lambda a: place(a, state_of(a).axes) if isinstance(a, jax.Array) else a
     hold = lambda a: place(a, state_of(a).axes, (), copied)
     varied = [i for i, a in enumerate(arrays) if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jnp.inexact)]

@@ -6,11 +6,13 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from trellis.mesh.reshard import place
+from trellis.mesh.route import Axes
 from trellis.nn.parameters import Parameter, Role
+from trellis.notation.state import state_of
 from trellis.optim.config import Muon
 from trellis.optim.groups import by_group, label
 
@@ -75,7 +77,7 @@ def _orthogonalize(iterations: int, update_rms: float) -> optax.GradientTransfor
         many = tuple(a for a in range(update.ndim) if a not in sides[0] + sides[1])
         order = many + sides[0] + sides[1]
         rows, columns = (math.prod(update.shape[a] for a in side) for side in sides)
-        ordered = _reshard(update, _whole_matrices(update, sliced=many[:1] == (0,))).transpose(order)
+        ordered = _moved(update, _whole_matrices(update, sliced=many[:1] == (0,))).transpose(order)
         # One step at a time: JAX follows a sharding through one merge of axes, not through two.
         matrices = ordered.reshape(*(update.shape[a] for a in many), rows, columns)
         flat = matrices.reshape(-1, rows, columns)
@@ -83,7 +85,7 @@ def _orthogonalize(iterations: int, update_rms: float) -> optax.GradientTransfor
         result = change * (update_rms * math.sqrt(max(rows, columns)))
         back = result.reshape(matrices.shape).reshape(ordered.shape)
         back = back.transpose([order.index(a) for a in range(len(order))])
-        return _reshard(back, jax.typeof(update).sharding)
+        return _moved(back, state_of(update).axes)
 
     def update_fn(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
         sides = label(updates, lambda p: _Sides(_sides(p)))
@@ -92,12 +94,12 @@ def _orthogonalize(iterations: int, update_rms: float) -> optax.GradientTransfor
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
 
 
-def _reshard(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    spec = [() if axes is None else (axes,) if isinstance(axes, str) else axes for axes in sharding.spec]
-    return x if jax.typeof(x).sharding == sharding else place(x, [*spec, *[()] * (x.ndim - len(spec))])
+def _moved(x: jax.Array, axes: Axes) -> jax.Array:
+    """Where the types place it; elsewhere the compiler does."""
+    return place(x, axes) if state_of(x).mode == "explicit" else x
 
 
-def _whole_matrices(x: jax.Array, *, sliced: bool) -> NamedSharding:
+def _whole_matrices(x: jax.Array, *, sliced: bool) -> Axes:
     """The leading axis, where it may be `sliced`, over as many mesh axes as divide it, and nothing else sliced."""
     mesh = jax.typeof(x).sharding.mesh
     axes, parts = [], 1
@@ -105,4 +107,4 @@ def _whole_matrices(x: jax.Array, *, sliced: bool) -> NamedSharding:
         if sliced and kind == AxisType.Explicit and x.shape[0] % (parts * size) == 0:
             axes.append(axis)
             parts *= size
-    return NamedSharding(mesh, PartitionSpec(*([tuple(axes) or None] + [None] * (x.ndim - 1))))
+    return (tuple(axes), *[()] * (x.ndim - 1))
