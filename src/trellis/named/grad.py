@@ -6,6 +6,7 @@ import jax
 
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import NamesError
+from trellis.named.operand import no_copies
 from trellis.notation import typeof
 
 
@@ -39,7 +40,8 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
                 f"`{getattr(fn, '__name__', 'the function')}`: sum over its names, or take their mean"
             )
         names.append(is_named(value))
-        return value.array if is_named(value) else value, aux
+        value = value.array if is_named(value) else value
+        return no_copies(value) if isinstance(value, jax.Array) else value, aux
 
     differentiated = jax.value_and_grad(plain, argnums, has_aux=True)
 

@@ -7,7 +7,7 @@ from trellis.mesh.manual.take import take_plain
 from trellis.named.array import NamedArray
 from trellis.named.axis import Name
 from trellis.named.lookup import lookup, refuse_shared
-from trellis.named.operand import operand, refuse_cut
+from trellis.named.operand import no_copies, operand, refuse_cut
 from trellis.named.placing import whole
 from trellis.named.selection import on_mesh, selection, selector
 
@@ -72,8 +72,11 @@ def positions(array: jax.Array, axis: int) -> list[jax.Array]:
 
 
 def single(x: NamedArray):
-    """A key without names left is a plain key, as `jax.random` takes it; any other array stays as it is."""
-    return x.array if not x.names and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    """A key without names left is a plain key, as `jax.random` takes it, and one number is no copies (`operand`); any
+    other array stays as it is."""
+    if x.names:
+        return x
+    return x.array if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.with_array(no_copies(x.array))
 
 
 def take(x: NamedArray, name: Name, ids) -> NamedArray:
@@ -138,4 +141,4 @@ def take_along(x: NamedArray, name: Name, ids) -> NamedArray:
     ids = selector(x, name, ids, "take_along")
     if not isinstance(ids, NamedArray):
         return index(x, {name: ids})
-    return lookup(x, {name: on_mesh(ids, name, "take_along")}, "take_along")
+    return single(lookup(x, {name: on_mesh(ids, name, "take_along")}, "take_along"))

@@ -32,7 +32,8 @@ def operand(x, what: str, *, pending: bool = False, copies: bool = True) -> Name
         what: the operation, for messages.
         pending: whether the operation takes partial sums (it is linear).
         copies: whether its gradient may be a partial sum; else an array is no copies (`~x`) to it any more, and the
-            gradient is settled before it is the operand's.
+            gradient is settled before it is the operand's. One number never is copies: where it is a loss, its gradient
+            is one, on all devices together, and JAX's is one on each.
 
     Raises:
         NamesError: not a named array, or one whose array has other dimensions than names.
@@ -49,9 +50,16 @@ def operand(x, what: str, *, pending: bool = False, copies: bool = True) -> Name
     x = x if array is x.array else NamedArray(array, x.names, x.slices)
     if not pending:
         refuse_pending(x, what)
-    if not copies and (state := state_of(array)).mode == "explicit" and state.copied:
-        return x.with_array(place(array, state.axes, state.pending, names=x.names))
-    return x
+    settled = array if copies and x.names else no_copies(array, x.names)
+    return x if settled is array else x.with_array(settled)
+
+
+def no_copies(array: jax.Array, names: tuple[str, ...] = ()) -> jax.Array:
+    """A plain array that is held as copies (`~x`) no more: its gradient is settled before it is the copies'."""
+    state = state_of(array)
+    if state.mode != "explicit" or not state.copied:
+        return array
+    return place(array, state.axes, state.pending, names=names)
 
 
 def refuse_others(args, what: str) -> None:
