@@ -147,6 +147,18 @@ def test_a_number_that_is_part_of_a_sum(used, right):
   %used = f32[] {used}
   %loss = f32[] all-reduce(%used), """
     assert apart((before, lines)) == ([] if right else [("a number that is used as a sum", ("data",))])
+
+
+def test_one_row_of_each_device_is_no_number():
+    """What a device counts of its only sequence, whose positions are sliced over model: it differs over data."""
+    before = "  %loss = f32[] all-reduce(%own), "
+    lines = """  %row = f32[1]{0} reshape(%own)
+  %counted = f32[1]{0} all-reduce(%row), replica_groups={{0,1},{2,3}}, to_apply=%sum
+  %ones = f32[1]{0} constant({1})
+  %most = f32[1]{0} maximum(%counted, %ones)
+  %share = f32[] reshape(%most)
+  %loss = f32[] all-reduce(%share), """
+    assert apart((before, lines)) == []
     assert apart((before, lines), whole=[frozenset({"data"})]) == apart((before, lines))
     assert apart((before, lines), whole=[frozenset({"model"})]) == []
 

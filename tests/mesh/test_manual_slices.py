@@ -64,6 +64,12 @@ UNARY = {
     "rows": lambda a: a[:, jnp.arange(a.shape[1])],
     "a product": lambda a: a @ jnp.eye(a.shape[1]),
     "a ring": lambda a: jax.lax.ppermute(a, "x", [(0, 1), (1, 0)]),
+    "a map": lambda a: jax.lax.map(jnp.sin, a),
+    "rows that are set": lambda a: jnp.zeros_like(a).at[:, 1:].set(a[:, 1:]),
+    "columns that are added": lambda a: jax.lax.fori_loop(0, 2, lambda i, c: c.at[:, i].add(1.0), a),
+    "an order": lambda a: jnp.take_along_axis(a, jnp.argsort(a, 1), 1),
+    "one of each row": lambda a: jax.nn.one_hot(a.argmax(1), a.shape[1]),
+    "tiles": lambda a: jnp.tile(a, (1, 2))[:, : a.shape[1]],
     "a gradient": lambda a: jax.grad(lambda a: (a * a).sum())(a),
 }
 
@@ -110,6 +116,105 @@ def test_slices_that_lie_otherwise_do_not_meet(meet, other, seen):
     assert told(caught, by_line=True).startswith(f"slices that meet are slices of one dimension, cut alike, got {seen}")
 
 
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda whole, row: whole.at[1].set(row),
+        lambda whole, row: whole.at[1].add(row),
+        lambda whole, row: jax.lax.dynamic_update_index_in_dim(whole, row, 1, 0),
+    ],
+)
+def test_what_is_put_into_an_array_lies_as_it_does(update):
+    whole, row = numbers(3, 8), numbers(8)
+    assert program(update, "s b/x/y", "s b/x/y", "b/x/y")(whole, row).shape == (3, 8)
+    with pytest.raises(TypeMismatch) as caught:
+        program(update, "s b/x/y", "s b/x/y", "b/y/x")(whole, row)
+    assert told(caught, by_line=True) == (
+        "slices that meet are slices of one dimension, cut alike, got one over 'x/y' and one over 'y/x', in `program`: "
+        "reshard one of them"
+    )
+
+
+def test_an_array_and_its_transpose_do_not_meet():
+    with pytest.raises(TypeMismatch) as caught:
+        program(lambda a, b: a + b, "m/x n", "m/x n", "n m/x")(numbers(4, 2), numbers(2, 4))
+    assert told(caught, by_line=True) == (
+        "slices that meet are slices of one dimension, got dimension 0 of one and dimension 1 of another sliced over "
+        "'x', in `program`: transpose one of them, or reshard it"
+    )
+    turned = program(lambda a, b: a + b.T, "m/x n", "m/x n", "n m/x")(numbers(4, 2), numbers(2, 4))
+    np.testing.assert_array_equal(turned, numbers(4, 2) + numbers(2, 4).T)
+
+
+def test_dimensions_that_were_joined_are_no_slice():
+    """Unless the first alone is sliced; joined alike, two may meet, and they may be cut again."""
+    a, w = numbers(2, 4, 2), numbers(8, 3)
+    why = "(of what was joined to 'n' not the first alone is sliced: it is no slice of that)"
+    with pytest.raises(TypeMismatch) as caught:
+        program(lambda a: a.reshape(-1, 2), "t b/x d", "n/x d")(a)
+    assert told(caught) == (
+        f"a result is what its annotation says, got a slice 'n/x d' for f32[n/x d] {why}, in result of `program`: "
+        "reshard it before they are joined, or correct the annotation"
+    )
+    with pytest.raises(TransitionError) as caught:
+        program(lambda a: moved("n/x d -> n d")(a.reshape(-1, 2)), "t b/x d", "n d")(a)
+    assert told(caught, by_line=True) == (
+        f"the left side of a text is what the array is, got a slice 'n/x d' for 'n/x d' {why}, in `program`: reshard "
+        "it before they are joined"
+    )
+    product = lambda a, w: moved("o +x -> o")(tr.einsum("n/x, n/x o -> o +x", a.reshape(-1), w))
+    with pytest.raises(TypeMismatch) as caught:
+        program(product, "t b/x", "o", "n/x o")(numbers(2, 4), w)
+    assert told(caught, by_line=True) == (
+        "slices that meet are slices of one dimension, cut alike, got one over 'x' (of which dimensions were joined) "
+        "and one over 'x', in `program`: reshard one of them"
+    )
+    both = lambda a, w: moved("o +x -> o")(tr.einsum("n/x, n/x o -> o +x", a.reshape(-1), w.reshape(-1, 3)))
+    found = program(both, "t b/x", "o", "t b/x o")(numbers(2, 4), w.reshape(2, 4, 3))
+    np.testing.assert_array_equal(found, numbers(8) @ w)
+    again = program(lambda a: (a.reshape(-1, 2) * 2).reshape(a.shape), "t b/x d", "t b/x d")(a)
+    np.testing.assert_array_equal(again, 2 * a)
+
+
+def test_an_order_that_devices_have_of_their_own_is_not_the_same():
+    """JAX types what `argsort` gives as if it were."""
+    a = numbers(8, 4)[::-1].copy()
+    some = lambda a: jnp.argsort(a, axis=1)[0].astype(jnp.float32)
+    with pytest.raises(TypeMismatch) as caught:
+        program(some, "a/x b", "b")(a)
+    assert told(caught) == (
+        "a result is what its annotation says, got one that differs along x for f32[b], in result of `program`: gather "
+        "it before the function ends, or correct the annotation (to JAX's types what argsort gives is the same on all "
+        "devices)"
+    )
+    carried = lambda a: jax.lax.scan(lambda c, _: (c + some(a), None), jnp.zeros(4), length=2)[0]
+    with pytest.raises(TypeMismatch, match="got one that differs along x"):
+        program(carried, "a/x b", "b")(a)
+    np.testing.assert_array_equal(program(lambda a: jax.lax.pmax(some(a), "x"), "a/x b", "b")(a), range(4))
+
+
+def test_numbers_are_sorted_by_keys_that_differ_as_they_do():
+    by_keys = lambda a, b: jax.lax.sort_key_val(a, b)[1]
+    with pytest.raises(TypeMismatch) as caught:
+        program(by_keys, "a/x", "b/x", "c")(numbers(4), numbers(2))
+    assert told(caught, by_line=True) == (
+        "numbers are sorted by keys that differ as they do, got some that are the same along x and keys that are not, "
+        "in `program`: write jax.lax.pcast(values, ('x',), to='varying') before"
+    )
+    cast = lambda a, b: by_keys(a, jax.lax.pcast(b, ("x",), to="varying"))
+    assert program(cast, "a/x", "b/x", "c")(numbers(4), numbers(2)).shape == (4,)
+
+
+def test_an_operation_without_a_result(capfd):
+    def show(a):
+        jax.debug.print("{} {}", a.sum(), a.max())
+        return a
+
+    program(show, "a/x b", "a/x b")(numbers(2, 2))
+    jax.effects_barrier()
+    assert set(capfd.readouterr().out.splitlines()) == {"1.0 1.0", "5.0 3.0"}
+
+
 def test_turns_and_branches_give_slices_that_lie_alike():
     a = numbers(8, 8)
     turned = lambda a: jnp.transpose(a)
@@ -147,7 +252,9 @@ def test_what_jax_moves_is_what_the_next_text_says():
     [
         ((4,), (1, 4), "x", ["", "x"]),
         ((4, 6), (24,), "x-", ["x"]),
-        ((4, 6), (24,), "-x", [""]),
+        ((4, 6), (24,), "-x", ["*x"]),
+        ((4, 6), (24,), "xy", ["*x*y"]),
+        ((2, 12), (4, 6), "-x", ["", ""]),
         ((24,), (4, 6), "x", ["x", ""]),
         ((1, 4), (4, 1), "xy", ["y", ""]),
         ((2, 3, 4), (2, 12), "xy-", ["x", "y"]),

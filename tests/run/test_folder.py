@@ -12,7 +12,7 @@ from trellis.optim import AdamW
 from trellis.recipes import tiny
 from trellis.run.config import Evaluation
 from trellis.run.data import Data, MixturePart, MixtureSource, PartWeight, StoreSource
-from trellis.run.folder import alone, claim, new_folder, open_run
+from trellis.run.folder import alone, claim, last_step, new_folder, open_run, unchanged_if_refused
 from trellis.train.corpus import open_corpus
 
 
@@ -34,10 +34,32 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     other = dataclasses.replace(tiny(), seed=3, optimizer=AdamW(learning_rate=0.5))
     with pytest.raises(UserError, match="A run folder holds one run") as error:
         claim(tmp_path, other)
-    assert "seed: 0 there, 3 asked for" in error.value.seen and "optimizer: " in error.value.seen
+    assert error.value.seen == "optimizer.learning_rate: 0.01 there, 0.5 asked for; seed: 0 there, 3 asked for"
     assert error.value.where == str(tmp_path / "run.yaml")
     assert error.value.fix == (f"use another --run-dir, or resume what is there: trellis train {tmp_path}")
     assert open_run(tmp_path) == tiny()
+
+
+def test_going_on_that_is_refused_leaves_the_run_as_it_was(tmp_path):
+    claim(tmp_path, tiny())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    longer = dataclasses.replace(tiny(), steps=40)
+    with pytest.raises(UserError), unchanged_if_refused(tmp_path):
+        claim(tmp_path, longer)
+        raise UserError("A rule.", seen=1, where="steps", fix="use 2")
+    assert open_run(tmp_path) == tiny()
+    with pytest.raises(UserError), unchanged_if_refused(tmp_path):
+        claim(tmp_path, longer)
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')  # it went on for a step
+        raise UserError("A rule.", seen=1, where="steps", fix="use 2")
+    assert open_run(tmp_path) == longer
+
+
+def test_the_last_step_is_that_of_a_checkpoint(tmp_path):
+    assert last_step(tmp_path) == 0
+    for step in (3, 20):
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    assert last_step(tmp_path) == 20
 
 
 def test_a_new_folder_has_the_name_and_the_date(tmp_path):
@@ -107,6 +129,17 @@ def test_the_shares_of_a_mixture_change_with_the_step(stores):
     assert 2.5 < early["a"] / early["b"] < 3.5 and late["a"] == 0 and late["b"] > 200
     assert list(corpus.validation) == ["second"]
     assert letters(corpus.validation["second"].batches.batch(0))["c"] > 200
+
+
+def test_a_part_of_a_mixture_is_read_one_and_a_half_times(stores):
+    parts = (
+        MixturePart(name="first", path=str(stores / "a"), weight=1.0, epochs=1.5),
+        MixturePart(name="second", path=str(stores / "b"), weight=1.0),
+    )
+    corpus = open_corpus(run_on(MixtureSource(parts=parts, block=16)))
+    read = sum(letters(corpus.batches.batch(step))["a"] for step in range(100))
+    assert abs(read - 1.5 * 4000) <= 32
+    assert letters(corpus.batches.batch(100))["a"] == 0
 
 
 def test_a_store_with_more_tokens_than_the_model_is_refused(stores):

@@ -1,12 +1,16 @@
 import dataclasses
 import os
 
+import equinox as eqx
 import jax
 import pytest
 
 from trellis.errors import UserError
+from trellis.named import is_named
 from trellis.recipes import tiny
 from trellis.run.layouts import PRESETS, LayoutChoice, MeshSizes, check_names, make_layout
+from trellis.run.on_mesh import check_on_mesh
+from trellis.train.assemble import model_axes, model_types
 from trellis.train.devices import default_count, find_devices
 
 WEIGHTS = {
@@ -327,4 +331,26 @@ def test_devices_are_those_asked_for():
     assert str(error.value) == (
         "A run uses devices that are there.\n  seen:  devices=16 where JAX has 8 (cpu)\n  where: --devices\n"
         "  fix:   use 8 or fewer; JAX_PLATFORMS=cpu rehearses more on a CPU"
+    )
+
+
+@pytest.mark.parametrize("kind", ["ring", "exchange"])
+def test_a_table_in_the_order_of_positions_is_looked_up(kind):
+    """Where positions are dealt out over devices: added as it is, it would be that of others."""
+    run = dataclasses.replace(tiny(), mesh=MeshSizes(data=1, context=2), layout=LayoutChoice(context=kind))
+    model = model_types(run.model)
+    of_positions = lambda scale: scale.rename(embed="pos")
+    with_table = eqx.tree_at(lambda m: m.norm.scale, model, replace_fn=of_positions, is_leaf=is_named)
+    layout = make_layout(run.mesh, run.layout, jax.devices()[:2], model_axes(run.model))
+    check_on_mesh(run, layout, model)
+    if kind == "exchange":
+        return check_on_mesh(run, layout, with_table)
+    with pytest.raises(UserError) as error:
+        check_on_mesh(run, layout, with_table)
+    assert str(error.value) == (
+        "Where positions are dealt out over devices, a table of them is looked up by the positions of a batch.\n"
+        "  seen:  a parameter 'pos'\n"
+        "  where: `norm.scale`\n"
+        "  fix:   name its rows otherwise and look them up, as gpt2 does: take(table, 'positions', positions); or use "
+        "--layout.context exchange"
     )

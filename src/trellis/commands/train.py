@@ -33,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """`trellis train`."""
-    from trellis.run.folder import alone, claim, has_begun, new_folder
+    from trellis.run.folder import alone, claim, has_begun, last_step, new_folder, unchanged_if_refused
     from trellis.train.choices import as_it_began, choose
     from trellis.train.compilation import use_persistent_cache
     from trellis.train.devices import find_devices
@@ -71,14 +71,15 @@ def execute(args: argparse.Namespace) -> int:
             if chosen.devices != run.devices:
                 devices = devices[: chosen.devices]
             run = chosen
-        claim(folder, run, write=is_first())
-        try:
-            code = train_run(run, folder, devices, until=args.until)
-        finally:
-            if is_first():
-                _report(folder)
-        if code == 0 and is_first() and args.until is not None and args.until < run.steps:
-            print(f"paused   after step {args.until}; `{called()} train {folder}` goes on")
+        with unchanged_if_refused(folder) if is_first() else contextlib.nullcontext():
+            claim(folder, run, write=is_first())
+            try:
+                code = train_run(run, folder, devices, until=args.until)
+            finally:
+                if is_first():
+                    _report(folder)
+        if code == 0 and is_first() and args.until is not None and (last := last_step(folder)) < run.steps:
+            print(f"paused   after step {last}; `{called()} train {folder}` goes on")
         elif code == 0 and is_first():
             print(_NEXT.format(trellis=called(), folder=folder))
         return code

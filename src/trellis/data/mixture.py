@@ -28,7 +28,8 @@ class Mixture:
     Attributes:
         stores: the sources.
         weights: one weight a source, or a list of (first step, weights) from step 0 on. Only ratios matter.
-        max_epochs: for sources that may be read only so often; after that the others share their part.
+        max_epochs: for sources that may be read only so often, 1.5 for one and a half times; after that the others
+            share their part.
         validation: held-out stores, by any of the names or others ("web/c4": slashes make groups).
         block: rows over which the shares are kept: after any number of blocks each source has its share to within half
             a row, and the one with the largest share takes what that rounding leaves.
@@ -36,7 +37,7 @@ class Mixture:
 
     stores: Mapping[str, TokenStore]
     weights: Weights | Sequence[tuple[int, Weights]]
-    max_epochs: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    max_epochs: Mapping[str, float] = dataclasses.field(default_factory=dict)
     validation: Mapping[str, TokenStore] = dataclasses.field(default_factory=dict)
     block: int = 2048
 
@@ -113,7 +114,7 @@ class Mixture:
         limits = []
         for name, rows in zip(names, sources, strict=True):
             epochs = self.max_epochs.get(name, max_epochs)
-            limits.append(None if epochs is None else epochs * rows.num_rows)
+            limits.append(None if epochs is None else round(epochs * rows.num_rows))
         starts = [(sizes.first_row(step), [Fraction(str(w.get(n, 0))) for n in names]) for step, w in self.schedule]
         return MixtureRows(sources, starts, limits, block=self.block, seed=seed)
 

@@ -266,9 +266,12 @@ class Reading:
         return self._of(np.where(sources < 0, -1, value[sources])).axes
 
     def _summed(self, instruction: Instruction, found: Value) -> Value:
-        """The numbers among what was summed are owed sums over the axes along which they differ still."""
+        """The numbers among what was summed are owed sums over the axes along which they differ still.
+
+        An array of one element is no number: it may be each device's own slice, of one row.
+        """
         parts = found if isinstance(found, tuple) else (found,)
-        numbers = [math.prod(array.shape) == 1 for array in instruction.results]
+        numbers = [not array.shape for array in instruction.results]
         owed = [
             Owed((axis, instruction.name) for axis in part.axes) if one else Owed() for part, one in zip(parts, numbers)
         ]

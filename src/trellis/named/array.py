@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from trellis._compat import is_tracer
+from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import vary
 from trellis.named.axis import Axis, Name, Names, NamesError, once
 from trellis.named.methods import Methods
@@ -247,11 +248,33 @@ def named(array, names: Names) -> NamedArray:
             f"an array has one name for each dimension, got {len(words)} names '{' '.join(words)}' "
             f"for shape {tuple(array.shape)}: add or remove names"
         )
+    if "pos" in words:
+        _refuse_unknown_order(array, words)
     new = _sliced(array, words, dims) if any(dim.axes for dim in dims) else NamedArray(array, words)
     for entry in entries:
         if isinstance(entry, Axis):
             new.index(entry)
     return new
+
+
+def _refuse_unknown_order(array, names: tuple[str, ...]) -> None:
+    """Where positions are dealt out over devices (`Layout.dealt`), an array that JAX made has them in natural order,
+    and one that was taken out of a named array has not. Those are slices; of whole ones it cannot be told.
+
+    Raises:
+        NamesError: it cannot be told.
+    """
+    layout = current_layout()
+    if layout is None or not layout.dealt or not isinstance(array, jax.Array):
+        return
+    state = state_of(array)
+    if state.mode != "explicit" or set(state.axes[names.index("pos")]) & set(layout.dealt):
+        return
+    raise NamesError(
+        f"positions are dealt out over devices here, and in which order an array has them is to be known, got "
+        f"{typeof(array)} named '{' '.join(names)}': make it by name, from arange(pos), or of NumPy, or inside of "
+        "trellis.in_order(f, x)"
+    )
 
 
 def _sliced(array, names: tuple[str, ...], dims: tuple[Dim, ...]) -> NamedArray:

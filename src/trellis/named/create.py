@@ -10,6 +10,7 @@ from trellis.mesh.layout import Layout, current_layout
 from trellis.named.array import NamedArray, named
 from trellis.named.axis import Axes, Axis, Name, Names, NamesError, axes_of
 from trellis.named.binary import equal, greater_equal, less_equal
+from trellis.named.dealing import in_this_order
 from trellis.named.elementwise import outer, subtract, where
 from trellis.named.operand import operand
 from trellis.named.reshape import transpose
@@ -93,7 +94,7 @@ def arange(axis: Axis, *, start=0, step=1, dtype=jnp.int32) -> NamedArray:
     """
     axis = _one_axis(axis, "arange")
     iota = lambda shape, spec: jax.lax.broadcasted_iota(dtype, shape, 0, out_sharding=spec)
-    values = _make(iota, axis, "arange")
+    values = in_this_order(_make(iota, axis, "arange"), "arange")
     if isinstance(start, int) and start == 0 and step == 1:
         return values
     start, step = (v.array if isinstance(v, NamedArray) else v for v in (start, step))
@@ -108,7 +109,10 @@ def linspace(axis: Axis, *, start=0.0, stop=1.0, dtype=jnp.float32) -> NamedArra
     Moves: nothing; each device makes its own slice.
     """
     axis = _one_axis(axis, "linspace")
-    return operand(NamedArray(jnp.linspace(start, stop, axis.size, dtype=dtype), (axis.name,)), "linspace")
+    spec = layout_spec((axis.name,), (axis.size,))
+    values = jnp.linspace(start, stop, axis.size, dtype=dtype)
+    made = NamedArray(values if spec is None else jax.reshard(values, spec), (axis.name,))
+    return in_this_order(operand(made, "linspace"), "linspace")
 
 
 def one_hot(ids: NamedArray, axis: Axis, dtype=jnp.float32) -> NamedArray:

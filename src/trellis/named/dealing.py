@@ -10,11 +10,11 @@ from trellis.mesh import dealing
 from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import Layout, current_layout
 from trellis.named.array import NamedArray
+from trellis.named.axis import NamesError
+from trellis.named.operand import KEY_POSITIONS, POSITIONS, is_dealt
 from trellis.named.placing import move
-from trellis.notation import spec_of
+from trellis.notation import spec_of, typeof
 from trellis.notation.state import state_of
-
-POSITIONS = "pos"
 
 
 def in_order(function: Callable[[NamedArray], NamedArray], x: NamedArray) -> NamedArray:
@@ -31,6 +31,22 @@ def in_order(function: Callable[[NamedArray], NamedArray], x: NamedArray) -> Nam
     with layout.with_dealt(()):
         made = function(all_of_it.with_array(dealing.undeal(all_of_it.array, _slices(layout), x.index(POSITIONS))))
     return _dealt(made.transpose(x.names), held, layout)
+
+
+def in_this_order(x: NamedArray, what: str = "the function") -> NamedArray:
+    """What was made in natural order, dealt out where other arrays' positions are.
+
+    Raises:
+        NamesError: it is of keys, which may be others than the queries, or of a length that cannot be dealt out.
+    """
+    if not any(map(is_dealt, x.names)):
+        return x
+    if KEY_POSITIONS in x.names:
+        raise NamesError(
+            f"positions of keys are those of queries where they are dealt out, got {typeof(x)}, in {what}: make it of "
+            f"'{POSITIONS}' and write .rename({POSITIONS}='{KEY_POSITIONS}')"
+        )
+    return deal(x)
 
 
 def deal(x: NamedArray) -> NamedArray:

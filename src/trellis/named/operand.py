@@ -6,6 +6,7 @@ its slice, nothing moves), and its gradient is whole like itself. An array of an
 in force, as after a layout has ended, the mesh is that of the other operands.
 """
 
+import math
 import numbers
 
 import jax
@@ -15,13 +16,17 @@ from jax.extend.core import concrete_or_error
 from jax.sharding import NamedSharding, PartitionSpec
 
 from trellis._compat import is_tracer
-from trellis.mesh.layout import current_layout
+from trellis.mesh.dealing import deal
+from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.meshes import MeshError, mesh_text, same_mesh
 from trellis.mesh.reshard import place, scope_name
 from trellis.named.array import NamedArray, check_rank
 from trellis.named.axis import NamesError
 from trellis.notation import Dim, PendingSumError, Shape, spec_of, typeof
 from trellis.notation.state import mode_of, state_of
+
+# The dimension whose positions context parallelism deals out over devices, and what keys are renamed to.
+POSITIONS, KEY_POSITIONS = "pos", "key_pos"
 
 
 def operand(x, what: str, *, pending: bool = False, copies: bool = True) -> NamedArray:
@@ -176,6 +181,7 @@ def _placed(array, names: tuple[str, ...], here, mode: str) -> jax.Array:
     axes = ((),) * len(names) if layout is None else layout.assign(names)
     if layout is not None:
         layout.check(names, array.shape)
+        array = _in_this_order(array, names, layout)
     if isinstance(array, jax.Array) and not is_tracer(array) and array.committed:
         mesh = jax.sharding.get_mesh() if layout is None else layout.mesh
         array = jax.device_put(array, NamedSharding(mesh, PartitionSpec()))  # it was on one device
@@ -187,6 +193,19 @@ def _placed(array, names: tuple[str, ...], here, mode: str) -> jax.Array:
         if is_tracer(array) and any(axes):
             array = jax.reshard(array, spec_of([() for _ in axes]))  # so that its gradient is whole, too
         return jax.reshard(array, spec_of(axes))
+
+
+def _in_this_order(array, names: tuple[str, ...], layout: Layout):
+    """An array from outside, whose positions are in their own order, with these dealt out where those of others are.
+
+    Raises:
+        NamesError: it is one of keys, which may be others than the queries.
+    """
+    refuse_dealt([n for n in names if n == KEY_POSITIONS], "an array from outside")
+    if not any(map(is_dealt, names)):
+        return array
+    slices = math.prod(layout.mesh.shape[axis] for axis in layout.dealt)
+    return deal(jnp.asarray(array), slices, names.index(POSITIONS))
 
 
 def check_sizes(operands: list[NamedArray], what: str) -> None:
@@ -253,6 +272,28 @@ def refuse_cut(names, what: str) -> None:
         raise NamesError(
             f"within a pipeline a layer computes each row of '{cut[0]}' on its own, got {what} along '{cut[0]}', of "
             f"which it sees a microbatch: move it out of the layers, or take the layers out of the layout's compute"
+        )
+
+
+def is_dealt(name: str) -> bool:
+    """Whether positions of this name are dealt out over devices here (`Layout.dealt`): `pos`, and what keys have."""
+    layout = current_layout()
+    if layout is None or not layout.dealt or mode_of(jax.sharding.get_abstract_mesh()) == "manual":
+        return False
+    return name in (POSITIONS, KEY_POSITIONS)
+
+
+def refuse_dealt(names, what: str, x: NamedArray | None = None) -> None:
+    """Where positions are dealt out, none of an array's own operations may go by their order.
+
+    Raises:
+        NamesError: one does.
+    """
+    if dealt := [n for n in names if is_dealt(n)]:
+        raise NamesError(
+            f"{what} goes by the order of '{dealt[0]}', which is dealt out over devices here, got "
+            f"{typeof(x) if x is not None else dealt[0]}: write it as trellis.in_order(f, x), or train with "
+            "layout.context exchange, which leaves positions in their order"
         )
 
 

@@ -25,7 +25,7 @@ from trellis.mesh.meshes import MeshError
 from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
-from trellis.named.operand import types_of
+from trellis.named.operand import refuse_dealt, types_of
 from trellis.notation import spec_of, typeof
 from trellis.notation.state import sharding_on, state_of
 
@@ -239,11 +239,7 @@ def whole(x: NamedArray, names: tuple[str, ...], what: str) -> NamedArray:
         NamesError: the layout is strict, or has positions dealt out and the operation goes by their order.
     """
     state, layout = state_of(x.array), current_layout()
-    if layout is not None and layout.dealt and "pos" in names and state.mode != "manual":
-        raise NamesError(
-            f"{what} goes by the order of 'pos', which is dealt out over devices here, got {typeof(x)}: "
-            f"write it as trellis.in_order(f, x)"
-        )
+    refuse_dealt(names, what, x)
     sliced = [n for n, axes in zip(x.names, x.slices or state.axes, strict=True) if axes and n in names]
     if not sliced:
         return x

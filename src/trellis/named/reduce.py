@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from trellis.mesh.manual.ops import mark_pending
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError, once
-from trellis.named.operand import check_sizes, on_one_mesh, operand, refuse_cut, refuse_others
+from trellis.named.operand import check_sizes, on_one_mesh, operand, refuse_cut, refuse_dealt, refuse_others
 from trellis.named.placing import bring, locally, settle, spread, whole
 from trellis.notation import typeof
 from trellis.notation.state import state_of
@@ -317,5 +317,6 @@ def argmin(x: NamedArray, over: Name) -> NamedArray:
 def _position(fn: Callable, what: str, x: NamedArray, over: Name) -> NamedArray:
     x = operand(x, what, copies=False)
     (name,) = names_of(x, over if isinstance(over, str | Axis) else (over,), what)
+    refuse_dealt((name,), what, x)
     x = whole(x, (name,), what) if state_of(x.array).mode == "manual" else x
     return settle(without(x, fn(x.array, axis=x.index(name)), (name,)))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from trellis.mesh.layout import current_layout
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axes, Axis, Name, Names, NamesError, axes_of, name_of, once
-from trellis.named.operand import operand, refuse_cut
+from trellis.named.operand import KEY_POSITIONS, POSITIONS, operand, refuse_cut, refuse_dealt
 from trellis.named.placing import assign, bring, spread, whole
 from trellis.notation import spec_of, typeof
 from trellis.notation.state import sharding_on, state_of
@@ -28,6 +28,8 @@ def rename(x: NamedArray, names: Mapping[Name, Name] | None = None, **more: Name
     x = operand(x, "rename", pending=True)
     new = {x.names[x.index(old)]: name for old, name in {**(names or {}), **more}.items()}
     refuse_cut(new, "rename")
+    kept = (POSITIONS, KEY_POSITIONS)  # a name under which positions stay dealt out, where they are
+    refuse_dealt([n for old, name in new.items() for n in (old, str(name)) if {old, str(name)} != {*kept}], "rename", x)
     renamed = tuple(name_of(new[n], "rename") if n in new else n for n in x.names)
     if len(set(renamed)) < len(renamed):
         raise NamesError(
@@ -78,6 +80,7 @@ def split_axis(x: NamedArray, name: Name, into: Mapping[str, int] | Sequence[Axi
     i = x.index(name)
     name = x.names[i]
     refuse_cut((name,), "split_axis")
+    refuse_dealt((name,), "split_axis", x)
     size = x.shape[name]
     parts_of = dict(into) if isinstance(into, Mapping) else {a.name: a.size for a in axes_of(into, "split_axis")}
     into = {name_of(n, "split_axis"): s for n, s in parts_of.items()}
@@ -129,6 +132,7 @@ def merge_axes(x: NamedArray, names: Sequence[Name], into: Name) -> NamedArray:
         raise NamesError(f"merging takes one dimension or several, got none for {typeof(x)}, in merge_axes: name them")
     once(tuple(words), "merge_axes")
     refuse_cut(words, "merge_axes")
+    refuse_dealt((*words, into), "merge_axes", x)
     x = transpose(x, _side_by_side(x, words))
     x = whole(x, tuple(words[1:]), f"merging '{' '.join(words)}'")
     i = x.index(words[0])

@@ -14,7 +14,7 @@ import numpy as np
 from trellis._compat import is_tracer
 from trellis.named.array import NamedArray, check_rank
 from trellis.named.axis import NamesError
-from trellis.named.operand import operand, refuse_cut, refuse_pending
+from trellis.named.operand import operand, refuse_cut, refuse_dealt, refuse_pending
 from trellis.notation import typeof
 
 Selector = int | slice | NamedArray
@@ -51,6 +51,7 @@ def selection(x: NamedArray, key, what: str) -> dict[str, Selector]:
 
 def selector(x: NamedArray, name: str, value, what: str) -> Selector:
     """Reads what one dimension is indexed with."""
+    refuse_dealt((name,), what, x)
     if isinstance(value, NamedArray):
         check_rank(value, f"the positions of {what}")
         refuse_pending(value, f"the positions of {what}")

@@ -310,19 +310,31 @@ _RULES: dict[str, Callable[[Operation, list[State]], State]] = {
 
 
 # Along other dimensions elements stay where they are.
-_ALONG = frozenset("slice pad concatenate dynamic_slice dynamic_update_slice split".split())
+_ALONG = frozenset(
+    "slice pad concatenate dynamic_slice dynamic_update_slice split tile eq ne lt le gt ge select_n".split()
+)
+
+
+# What stands before the name of a mesh axis along which a dimension differs without being sliced: `h d/y` joined is one
+# dimension, of which no device has a slice. Joined alike, two of them may meet.
+JOINED = "*"
 
 
 def slices_kept(operation: Operation, operands: list[tuple], shape: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
     """How a result of each device's own work is sliced, as far as this is known: no axes where it is not.
 
     Args:
-        operands: for each operand, for each dimension, the mesh axes that slice it.
+        operands: for each operand, for each dimension, the mesh axes that slice it, or that are `JOINED` in it.
         shape: of one device's slice of the result.
     """
     name = operation.name
     if name == "reshape":
         return _regrouped(operation.operands[0].shape, shape, operands[0])
+    if name.startswith("scatter"):
+        dims = list(operands[0])
+        for index, target in windows(operation):
+            dims[target] = max(dims[target], operands[2][index], key=len)
+        return tuple(dims)
     if name == "broadcast_in_dim":  # of one slice of size 1 every element is the same
         sizes = zip(operation.operands[0].shape, operation.params["broadcast_dimensions"], operands[0])
         operands = [tuple(axes if size == shape[target] else () for size, target, axes in sizes)]
@@ -341,7 +353,8 @@ def slices_kept(operation: Operation, operands: list[tuple], shape: tuple[int, .
 
 def _regrouped(before: tuple[int, ...], after: tuple[int, ...], dims: tuple) -> tuple[tuple[str, ...], ...]:
     """A reshape keeps the slices of a dimension that keeps its size and what stands before it. Of one that is cut into
-    several the first has them, and of several that are joined the result has those of the first, if it alone has any.
+    several the first has them, and of several that are joined the result has those of the first, if it alone has any;
+    else they are `JOINED` in it.
 
     Dimensions of size 1 come and go anywhere: of a slice of that size nothing is known.
     """
@@ -352,16 +365,29 @@ def _regrouped(before: tuple[int, ...], after: tuple[int, ...], dims: tuple) -> 
     new = [i for i, size in enumerate(after) if size != 1 or before == after]
     while old and new:
         first, target = old.pop(0), new.pop(0)
-        one, other, joined = before[first], after[target], []
+        one, other, joined, cut = before[first], after[target], [], False
         while one != other:
             if one < other:
                 joined.append(old.pop(0))
                 one *= before[joined[-1]]
             else:
                 other *= after[new.pop(0)]
+                cut = True
+        mine = [axis for i in (first, *joined) for axis in dims[i]]
         if not any(dims[i] for i in joined):
-            out[target] = dims[first]
+            out[target] = () if cut and any(axis.startswith(JOINED) for axis in mine) else dims[first]
+        elif not cut:
+            out[target] = tuple(JOINED + axis.removeprefix(JOINED) for axis in mine)
     return tuple(out)
+
+
+def windows(operation: Operation) -> list[tuple[int, int]]:
+    """Of a scatter, the dimensions of the updates that cover a dimension of the array from end to end, with these."""
+    numbers = operation.params["dimension_numbers"]
+    array, _, updates = (value.shape for value in operation.operands[:3])
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    kept = [i for i in range(len(array)) if i not in gone]
+    return [(i, j) for i, j in zip(numbers.update_window_dims, kept) if updates[i] == array[j]]
 
 
 def _cut(operation: Operation) -> list[int]:

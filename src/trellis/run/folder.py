@@ -6,7 +6,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from trellis.errors import UserError, shortened
+from trellis.errors import TrellisError, UserError, shortened
 from trellis.run.config import Run
 from trellis.run.run_file import read_run, write_run
 from trellis.run.schema import plain
@@ -35,6 +35,11 @@ def has_begun(folder: Path) -> bool:
     return (metrics.exists() and metrics.stat().st_size > 0) or any((folder / "checkpoints").glob("step-*"))
 
 
+def last_step(folder: Path) -> int:
+    """The last step of which a run has a checkpoint, 0 where it has none."""
+    return max((int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*[0-9]")), default=0)
+
+
 def claim(folder: Path, run: Run, *, write: bool = True) -> None:
     """Makes a folder the run's, or checks that it is already.
 
@@ -51,17 +56,44 @@ def claim(folder: Path, run: Run, *, write: bool = True) -> None:
         before, now = _learned(read_run(path)), _learned(run)
         differ = [name for name in now if before[name] != now[name]]
         if differ:
-            told = lambda value: shortened(str(value), 80)
-            seen = "; ".join(f"{name}: {told(before[name])} there, {told(now[name])} asked for" for name in differ)
+            told = lambda value: shortened("null" if value is None else str(value), 80)
+            fields = [each for name in differ for each in _fields_apart(name, before[name], now[name])]
+            seen = [f"{field}: {told(there)} there, {told(asked)} asked for" for field, there, asked in fields]
             raise UserError(
                 "A run folder holds one run, and the command that started it resumes it.",
-                seen=seen,
+                seen="; ".join(seen),
                 where=str(path),
                 fix=f"use another --run-dir, or resume what is there: trellis train {folder}",
             )
     if write:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_run(run, path)
+
+
+def _fields_apart(name: str, there: Any, asked: Any) -> list[tuple[str, Any, Any]]:
+    """The options in which two values of a field differ, with both."""
+    if not isinstance(there, dict) or not isinstance(asked, dict):
+        return [(name, there, asked)]
+    keys = [key for key in {**there, **asked} if there.get(key) != asked.get(key)]
+    return [each for key in keys for each in _fields_apart(f"{name}.{key}", there.get(key), asked.get(key))]
+
+
+@contextlib.contextmanager
+def unchanged_if_refused(folder: Path) -> Generator[None]:
+    """Puts the `run.yaml` of a run that has begun back as it was where going on was refused before a step."""
+    path, made = folder / "run.yaml", lambda: (has_begun(folder), _size(folder / "metrics.jsonl"))
+    before = made()
+    text = path.read_bytes() if before[0] and path.exists() else None
+    try:
+        yield
+    except TrellisError:
+        if text is not None and made() == before:
+            path.write_bytes(text)
+        raise
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _learned(run: Run) -> dict[str, Any]:

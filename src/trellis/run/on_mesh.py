@@ -8,11 +8,13 @@ from trellis.mesh import Layout
 from trellis.mesh.platform import platform_of_devices
 from trellis.models import LanguageModel
 from trellis.named import is_named
+from trellis.named.operand import POSITIONS
 from trellis.named.pipeline.by_vmap import microbatches_of
 from trellis.nn.attention.attend import KEY
 from trellis.nn.moe import Routing
 from trellis.nn.moe.mixing import check_way, places_of
 from trellis.nn.parameters import Parameter, parameters
+from trellis.nn.positions import dealt_axes
 from trellis.nn.rope import QUERY
 from trellis.notation.state import mode_of
 from trellis.run.config import Run
@@ -35,6 +37,7 @@ def check_on_mesh(run: Run, layout: Layout, model: LanguageModel) -> None:
     _check_widths(layout, declared)
     if mode_of(layout.mesh) == "explicit":
         _check_attention(run, layout)
+        _check_dealt(layout, declared)
         if isinstance(routing := getattr(run.model, "routing", None), Routing):
             check_way(routing.way, places_of(layout), platform_of_devices(layout.mesh))
             _check_parts(run, layout, routing)
@@ -64,6 +67,19 @@ def _check_parts(run: Run, layout: Layout, routing: Routing) -> None:
     rule = "A device's sequences of a microbatch go through a layer in parts of the same size."
     for entry in run.batch_sizes():
         _check_divides(rule, "batch_size", entry.size, rows | {"model.routing.interleave": routing.interleave})
+
+
+def _check_dealt(layout: Layout, declared: Sequence[Parameter]) -> None:
+    """Refuses parameters in the order of positions where these are dealt out over devices."""
+    for parameter in declared if dealt_axes(layout) else ():
+        if POSITIONS in parameter.names:
+            raise UserError(
+                "Where positions are dealt out over devices, a table of them is looked up by the positions of a batch.",
+                seen=f"a parameter '{' '.join(parameter.names)}'",
+                where=f"`{parameter.path}`",
+                fix="name its rows otherwise and look them up, as gpt2 does: take(table, 'positions', positions); or "
+                "use --layout.context exchange",
+            )
 
 
 def _check_widths(layout: Layout, declared: Sequence[Parameter]) -> None:

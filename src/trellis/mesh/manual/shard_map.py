@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from trellis.mesh.manual.check import check_pending, met_line
 from trellis.mesh.manual.refusals import raise_in_notation
 from trellis.mesh.manual.reshard import TransitionError, check_slice
-from trellis.mesh.manual.slices import check_slices, otherwise, sliced_as
+from trellis.mesh.manual.slices import check_slices, joined_in, otherwise, sliced_as
 from trellis.mesh.meshes import MeshError, mesh_text, same_mesh
 from trellis.notation import (
     ArrayType,
@@ -348,9 +348,10 @@ class _Call:
             lie = check_slices(read, [_sliced(spec, x.ndim) for spec, x in zip(specs, slices)], self.bindings)
             arrays = eval_jaxpr(traced.jaxpr, traced.consts, *slices)
             typed = [leaf for leaf in out["leaves"] if leaf.kind is not None]
-            for leaf, dims in zip(typed, lie, strict=True):
+            for leaf, (dims, untold) in zip(typed, lie, strict=True):
                 self.check_result(leaf)
                 self.check_lies(leaf, dims)
+                self.check_same(leaf, untold)
             met = [functools.partial(met_line, read, value) for value in read.results]
             arrays = [self.leave(leaf, *each) for leaf, *each in zip(typed, arrays, pending, met, strict=True)]
         groups = [[] for _ in results]
@@ -399,9 +400,19 @@ class _Call:
         """A result's slices, where JAX's type does not say which dimension a mesh axis slices, and in which order."""
         wanted = self.real(leaf.kind)
         if otherwise(dims, tuple(self.manual_only(dim.axes) for dim in wanted.dims)):
+            why = joined_in(wanted, dims)
             raise TypeMismatch(
-                f"a result is what its annotation says, got a slice '{sliced_as(wanted, dims)}' for {leaf.kind}, "
-                f"in {leaf.place}: reshard it, or correct the annotation"
+                f"a result is what its annotation says, got a slice '{sliced_as(wanted, dims)}' for {leaf.kind}{why}, "
+                f"in {leaf.place}: reshard it{' before they are joined' if why else ''}, or correct the annotation"
+            )
+
+    def check_same(self, leaf: Leaf, untold: frozenset[str]) -> None:
+        """A result that differs along a mesh axis, where JAX's type says that it does not."""
+        if along := sorted(untold - set(self.real(leaf.kind).mesh_axes)):
+            raise TypeMismatch(
+                f"a result is what its annotation says, got one that differs along {', '.join(along)} for {leaf.kind}, "
+                f"in {leaf.place}: gather it before the function ends, or correct the annotation (to JAX's types what "
+                "argsort gives is the same on all devices)"
             )
 
     def leave(self, leaf: Leaf, array, pending: frozenset[str], met: Callable):

@@ -6,7 +6,10 @@ values enter and leave, the texts of `reshard` where they move. In between it is
 operation. What a collective of JAX's own does to slices is not known, and is not held against anything.
 """
 
+import itertools
 from collections.abc import Iterator
+
+import jax.numpy as jnp
 
 from trellis.mesh.manual.check import line_of, varying
 from trellis.mesh.manual.reshard import TransitionError
@@ -14,16 +17,20 @@ from trellis.notation import Dim, Shape
 from trellis.notation.binding import Bindings, TypeMismatch
 from trellis.program.manual import COLLECTIVES, axes_over
 from trellis.program.reading import Body, Operation, Program, Value
-from trellis.program.rules import slices_kept
+from trellis.program.rules import JOINED, slices_kept, windows
 from trellis.program.scopes import transition_in
+
+# Whose operands meet otherwise than place by place.
+_NOT_ELEMENTWISE = frozenset("dot_general ragged_dot_general sort gather triangular_solve conv_general_dilated".split())
 
 Axes = tuple[str, ...]
 # For each dimension the mesh axes that slice it, major to minor; none where nothing is known.
 Dims = tuple[Axes, ...]
 
 
-def check_slices(program: Program, given: list[Dims], bindings: Bindings) -> list[Dims]:
-    """How the dimensions of each result of a program are sliced, as far as that is known.
+def check_slices(program: Program, given: list[Dims], bindings: Bindings) -> list[tuple[Dims, frozenset[str]]]:
+    """How the dimensions of each result of a program are sliced, as far as that is known; and along which mesh axes it
+    differs though its JAX type says that it is the same.
 
     Args:
         program: the body of a `shard_map`.
@@ -34,14 +41,15 @@ def check_slices(program: Program, given: list[Dims], bindings: Bindings) -> lis
         TypeMismatch: slices of two orders, or of two mesh axes, meet on one dimension, or a text says of a value what
             another text or an annotation says otherwise.
     """
-    return _Check(bindings).body(program, given)
+    check = _Check(bindings)
+    return [(dims, check.differs(value)) for dims, value in zip(check.body(program, given), program.results)]
 
 
 def sliced_as(shape: Shape, dims: Dims) -> Shape:
     """A shape with its dimensions sliced otherwise, for messages."""
-    return Shape(
-        tuple(Dim(dim.name, axes) for dim, axes in zip(shape.dims, dims, strict=True)), shape.pending, shape.copied
-    )
+    plain = lambda axes: tuple(axis.removeprefix(JOINED) for axis in axes)
+    named = tuple(Dim(dim.name, plain(axes)) for dim, axes in zip(shape.dims, dims, strict=True))
+    return Shape(named, shape.pending, shape.copied)
 
 
 def otherwise(known: Dims, said: Dims) -> bool:
@@ -49,25 +57,67 @@ def otherwise(known: Dims, said: Dims) -> bool:
 
     Over others it cannot: JAX's types refuse that. And what is known of a part of them may be known of another value.
     """
-    axes = [sorted(a for axes in dims for a in axes) for dims in (known, said)]
+    axes = [sorted(a.removeprefix(JOINED) for axes in dims for a in axes) for dims in (known, said)]
     return len(known) == len(said) and known != said and axes[0] == axes[1]
+
+
+def joined_in(shape: Shape, dims: Dims) -> str:
+    """What a message adds where dimensions were joined of which not the first alone is sliced."""
+    names = [dim.name for dim, axes in zip(shape.dims, dims, strict=True) if any(a.startswith(JOINED) for a in axes)]
+    if not names:
+        return ""
+    return f" (of what was joined to '{names[0]}' not the first alone is sliced: it is no slice of that)"
 
 
 class _Check:
     def __init__(self, bindings: Bindings):
         self.bindings = bindings
+        # To JAX (0.10.2 to 0.12.0) what a `sort` gives beside its keys, as `argsort` does, is the same on all devices
+        # if it was before it was sorted. Along which axes it, and what is made of it, differs:
+        self.untold: dict[Value, frozenset[str]] = {}
+
+    def differs(self, value: Value) -> frozenset[str]:
+        return self.untold.get(value, frozenset())
 
     def body(self, body: Body, given: list[Dims]) -> list[Dims]:
         held: dict[Value, Dims] = dict(zip(body.inputs, given, strict=True))
 
         def of(value: Value) -> Dims:
             known = held.get(value, _unknown(value))
-            return tuple(tuple(a for a in axes if a in varying(value)) for axes in known)
+            along = varying(value) | self.differs(value)
+            return tuple(tuple(a for a in axes if a.removeprefix(JOINED) in along) for axes in known)
 
         for operation in body.operations:
+            for inner, outer in (pair for mine in operation.bodies for pair in operation.entering(mine)):
+                self.untold[inner] = self.differs(inner) | self.differs(outer)
             operands = [of(value) for value in operation.operands]
-            held.update(zip(operation.results, self.operation(operation, operands), strict=True))
+            found = self.operation(operation, operands)
+            self.follow(operation)
+            held.update(zip(operation.results, found, strict=True))
         return [of(value) for value in body.results]
+
+    def follow(self, operation: Operation) -> None:
+        """Keeps what JAX's types do not say of an operation's results.
+
+        Raises:
+            TypeMismatch: numbers that have a gradient are sorted by keys of each device's own: JAX would not sum it.
+        """
+        along = frozenset().union(*map(self.differs, operation.operands))
+        if operation.name == "sort":
+            along = along.union(*map(varying, operation.operands))
+            for value in operation.operands:
+                if jnp.issubdtype(value.aval.dtype, jnp.inexact) and (lacks := sorted(along - varying(value))):
+                    raise TypeMismatch(
+                        f"numbers are sorted by keys that differ as they do, got some that are the same along "
+                        f"{', '.join(lacks)} and keys that are not, in `{self.bindings.function}`{line_of(operation)}: "
+                        f"write jax.lax.pcast(values, {tuple(lacks)}, to='varying') before"
+                    )
+        elif operation.name in COLLECTIVES:
+            along -= set(axes_over(operation))
+        for i, value in enumerate(operation.results):
+            inner = [self.differs(b.results[i]) for b in operation.bodies if len(b.results) == len(operation.results)]
+            if axes := along.union(*inner) - varying(value) if not operation.bodies else frozenset().union(*inner):
+                self.untold[value] = axes
 
     def operation(self, operation: Operation, operands: list[Dims]) -> list[Dims]:
         unknown = [_unknown(value) for value in operation.results]
@@ -85,10 +135,27 @@ class _Check:
             common = [a for a in one if a in other]
             if one and other and (not common or common != [a for a in other if a in one]):
                 raise TypeMismatch(
-                    f"slices that meet are slices of one dimension, cut alike, got one over '{'/'.join(one)}' and one "
-                    f"over '{'/'.join(other)}', in `{self.bindings.function}`{line_of(operation)}: reshard one of them"
+                    f"slices that meet are slices of one dimension, cut alike, got one over {_over(one)} and one "
+                    f"over {_over(other)}, in `{self.bindings.function}`{line_of(operation)}: reshard one of them"
                 )
+        self.refuse_turned(operation, operands)
         return [slices_kept(operation, operands, value.shape) for value in operation.results]
+
+    def refuse_turned(self, operation: Operation, operands: list[Dims]) -> None:
+        """Arrays that are added element by element, of which a mesh axis slices different dimensions."""
+        if operation.name in _NOT_ELEMENTWISE or not operation.results:
+            return
+        alike = [dims for value, dims in zip(operation.operands, operands) if value.shape == _shape(operation)]
+        for one, other in itertools.combinations(alike, 2):
+            for axis in {a for axes in one for a in axes}:
+                # Of a block of products both dimensions are slices over one mesh axis.
+                mine, its = ([i for i, axes in enumerate(dims) if axis in axes] for dims in (one, other))
+                if its and not set(mine) & set(its):
+                    raise TypeMismatch(
+                        f"slices that meet are slices of one dimension, got dimension {mine[0]} of one and dimension "
+                        f"{its[0]} of another sliced over '{axis.removeprefix(JOINED)}', in "
+                        f"`{self.bindings.function}`{line_of(operation)}: transpose one of them, or reshard it"
+                    )
 
     def text(self, operation: Operation, operands: list[Dims], texts: tuple[Shape, Shape]) -> list[Dims]:
         """Within a `reshard`: what comes from outside of it is its left side, and what it makes its right side."""
@@ -97,9 +164,11 @@ class _Check:
             inside = value.maker is not None and transition_in(value.maker.scope) == texts
             if "transpose(" not in operation.scope and not inside and otherwise(dims, before):
                 known = sliced_as(texts[0], dims)
+                why = joined_in(texts[0], dims)
+                fix = "reshard it before they are joined" if why else f"write '{known}', or reshard it from there"
                 raise TransitionError(
-                    f"the left side of a text is what the array is, got a slice '{known}' for '{texts[0]}', in "
-                    f"`{self.bindings.function}`{line_of(operation)}: write '{known}', or reshard it from there"
+                    f"the left side of a text is what the array is, got a slice '{known}' for '{texts[0]}'{why}, in "
+                    f"`{self.bindings.function}`{line_of(operation)}: {fix}"
                 )
         return [after if len(after) == len(value.shape) else _unknown(value) for value in operation.results]
 
@@ -111,7 +180,7 @@ class _Check:
             for body in operation.bodies
         }
         if operation.is_loop:
-            return self.loop(operation, given)
+            return self.loop(operation, given, known)
         outs: list[Dims] = []
         for body, dims in given.items():
             got = self.body(body, dims)
@@ -122,7 +191,7 @@ class _Check:
             outs = [max(each, key=_count) for each in zip(outs, got)] if outs else got
         return outs
 
-    def loop(self, operation: Operation, given: dict[Body, list[Dims]]) -> list[Dims]:
+    def loop(self, operation: Operation, given: dict[Body, list[Dims]], known: dict[Value, Dims]) -> list[Dims]:
         first, count = operation.carries
         body = operation.bodies[-1]
         dims = given[body]
@@ -138,7 +207,10 @@ class _Check:
                 break
         for condition in operation.bodies[:-1]:
             self.body(condition, [*given[condition][: len(condition.inputs) - count], *before])
-        return [*got[:count], *(((), *each) for each in got[count:])]
+        # Turns follow each other through the slices that they are taken from, and so does what is stacked of them.
+        scanned = {operation.operands[at] for at in range(first + count, len(operation.operands))}
+        turns = max((known[v][0] for v in scanned if known[v]), key=len, default=())
+        return [*got[:count], *((turns, *each) for each in got[count:])]
 
     def refuse_other(self, one: Dims, other: Dims, rule: str, operation: Operation) -> None:
         if otherwise(one, other):
@@ -155,12 +227,29 @@ def _meeting(operation: Operation, operands: list[Dims]) -> Iterator[tuple[Axes,
         for left, right in (contracted, batch):
             yield from ((operands[0][i], operands[1][j]) for i, j in zip(left, right))
         return
+    if operation.name.startswith("scatter"):
+        yield from ((operands[0][j], operands[2][i]) for i, j in windows(operation))
+        return
+    if operation.name == "dynamic_update_slice":
+        whole, update = (value.shape for value in operation.operands[:2])
+        yield from ((operands[0][i], operands[1][i]) for i in range(len(whole)) if whole[i] == update[i])
+        return
     joins = operation.name in ("stack", "concatenate")
     shapes = [value.shape for value in operation.operands]
-    for i, dims in enumerate(operands):
-        for j in range(i) if joins or shapes[i] == operation.results[0].shape else ():
+    for i, dims in enumerate(operands if operation.results else ()):
+        for j in range(i) if joins or shapes[i] == _shape(operation) else ():
             if shapes[j] == shapes[i]:
                 yield from zip(operands[j], dims)
+
+
+def _over(axes: Axes) -> str:
+    """The mesh axes of a slice, for messages."""
+    text = "'" + "/".join(axis.removeprefix(JOINED) for axis in axes) + "'"
+    return text + " (of which dimensions were joined)" if any(axis.startswith(JOINED) for axis in axes) else text
+
+
+def _shape(operation: Operation) -> tuple[int, ...]:
+    return operation.results[0].shape
 
 
 def _unknown(value: Value) -> Dims:

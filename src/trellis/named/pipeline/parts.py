@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from trellis.mesh.reshard import scope_name
@@ -110,7 +111,11 @@ def spread(x: NamedArray, layers: str, axis: str, parts: Parts) -> NamedArray:
     x = move(x, gathered, state.copied)
     spec = spec_of(gathered, (), state.copied)
     rows = parts.rows()
+    one = lambda mine, row: jax.lax.slice_in_dim(mine, row, row + 1, axis=dim)
+    # To JAX (0.10.2 to 0.12.0) what is looked up in copies is none.
+    some = (lambda mine: jnp.concatenate([one(mine, row) for row in rows], dim)) if state.copied else None
     with jax.named_scope(scope_name(f"{x.type} -> {x.type}")):
-        taken = jax.shard_map(lambda mine: mine.take(rows, axis=dim), in_specs=spec, out_specs=spec)(x.array)
+        take = some or (lambda mine: mine.take(rows, axis=dim))
+        taken = jax.shard_map(take, in_specs=spec, out_specs=spec)(x.array)
     here = tuple((axis,) if i == dim else tuple(a for a in mine if a != axis) for i, mine in enumerate(gathered))
     return move(NamedArray(taken, x.names), here, state.copied)

@@ -1,0 +1,88 @@
+"""What goes by the order of `pos` where context parallelism deals positions out (`Layout.dealt`): it is right, or
+refused, never that of other positions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trellis as tr
+from trellis.mesh.dealing import undeal
+from trellis.named.axis import NamesError
+from trellis.named.dealing import deal
+
+X = np.arange(2 * 16 * 3, dtype=np.float32).reshape(2, 16, 3)
+POS = tr.Axis("pos", 16)
+MASK = lambda: tr.outer(tr.greater_equal, tr.arange(POS), tr.arange(POS).rename(pos="key_pos")).astype("float32")
+RIGHT = {
+    "arange": lambda x: x * tr.arange(POS).astype("float32"),
+    "a range of its own": lambda x: x * tr.arange(POS, start=3, step=2).astype("float32"),
+    "linspace": lambda x: x + tr.linspace(POS),
+    "one_hot": lambda x: x + tr.dot(tr.one_hot(tr.named(np.int32(12), ()), POS), x, over="pos"),
+    "a table from outside": lambda x: x + tr.named(np.linspace(0, 1, 16).astype(np.float32), "pos"),
+    "a mask by hand": lambda x: tr.dot(MASK(), x.rename(pos="key_pos"), over="key_pos"),
+    "in order": lambda x: tr.in_order(lambda x: tr.cumsum(x, "pos"), x),
+}
+REFUSED = {
+    "indexing": lambda x: x["pos", tr.named(np.array([3]), "some")],
+    "one index": lambda x: x["pos", 3],
+    "take": lambda x: tr.take(x, "pos", jnp.int32(3)),
+    "take_along": lambda x: tr.take_along(x, "pos", tr.named(np.zeros((2, 2), np.int32), "batch some")),
+    "an update": lambda x: x.at["pos", jnp.int32(3)].set(0.0),
+    "rename": lambda x: x.rename(pos="other"),
+    "rename to it": lambda x: tr.named(np.ones(16, np.float32), "other").rename(other="pos"),
+    "split_axis": lambda x: x.split_axis("pos", {"chunk": 4, "i": 4}),
+    "rearrange": lambda x: tr.rearrange(x, "batch pos=(chunk i) embed -> batch chunk i embed", i=4),
+    "merge_axes": lambda x: x.merge_axes(("batch", "pos"), "row"),
+    "argmax": lambda x: tr.argmax(x, "pos"),
+    "cumsum": lambda x: tr.cumsum(x, "pos"),
+    "roll": lambda x: tr.roll(x, 1, "pos"),
+    "arange of keys": lambda x: tr.arange(tr.Axis("key_pos", 16)),
+    "tril": lambda x: tr.tril(tr.ones({"pos": 16, "key_pos": 16}), "pos", "key_pos"),
+    "an array that JAX made": lambda x: x + tr.named(jnp.arange(16.0), "pos"),
+    "a table of keys": lambda x: x.rename(pos="key_pos") + tr.named(np.ones(16, np.float32), "key_pos"),
+}
+
+
+@pytest.fixture
+def layout():
+    layout = tr.Layout(tr.make_mesh(jax.devices()[:4], c=4), compute={"pos": "c"})
+    with layout:
+        yield layout
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("kind", RIGHT)
+def test_it_is_right(layout, kind, jit):
+    fn = tr.named_jit(RIGHT[kind]) if jit else RIGHT[kind]
+    x = tr.shard(tr.named(X, "batch pos embed"), "compute")
+    wanted = RIGHT[kind](x).transpose("batch pos embed")
+    with layout.with_dealt(("c",)):
+        found = fn(deal(x)).transpose("batch pos embed")
+    np.testing.assert_allclose(undeal(np.asarray(found.array), 4, 1), wanted.array, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_it_is_refused(layout, kind):
+    x = tr.shard(tr.named(X, "batch pos embed"), "compute")
+    REFUSED[kind](x)
+    with layout.with_dealt(("c",)), pytest.raises(NamesError, match="dealt out"):
+        REFUSED[kind](deal(x))
+
+
+def test_what_it_says(layout):
+    x = tr.shard(tr.named(X, "batch pos embed"), "compute")
+    with layout.with_dealt(("c",)):
+        with pytest.raises(NamesError) as error:
+            deal(x).rename(pos="p")
+        assert str(error.value) == (
+            "rename goes by the order of 'pos', which is dealt out over devices here, got "
+            "f32[batch=2 pos/c=16 embed=3]: write it as trellis.in_order(f, x), or train with layout.context exchange, "
+            "which leaves positions in their order"
+        )
+        with pytest.raises(NamesError) as error:
+            tr.arange(tr.Axis("key_pos", 16))
+        assert str(error.value) == (
+            "positions of keys are those of queries where they are dealt out, got i32[key_pos=16], in arange: make it "
+            "of 'pos' and write .rename(pos='key_pos')"
+        )
