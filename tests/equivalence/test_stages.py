@@ -14,6 +14,7 @@ from trellis.inspect import ledger
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.work import work
 from trellis.models import Routing
+from trellis.models.llama.llama import Block
 from trellis.named import Keep, NamesError, named_jit, shard
 from trellis.named.jit import abstract
 from trellis.nn.attention.sharded import Placement
@@ -259,3 +260,16 @@ def test_of_microbatches_that_do_not_divide_the_batch_there_are_none():
         with pytest.raises(ValueError, match="a pipeline's microbatches cut every slice of the batch into equal parts"):
             found(named_jit, model, shard(Batch(**batch()).named(), "compute"), StepOptions())
     assert np.isfinite(one_device("tied", 4)[0][0])
+
+
+def test_a_layer_computes_each_row_on_its_own(monkeypatch):
+    """What it would compute along the batch would be that of a microbatch, of which layouts have their own numbers."""
+    alone = Block.__call__
+    mixing = lambda self, x, *rest, **options: alone(self, x - 0.1 * x.mean("batch"), *rest, **options)
+    monkeypatch.setattr(Block, "__call__", mixing)
+    with pytest.raises(NamesError) as error:
+        check("llama3", {"stage": 2}, {}, 2)
+    assert str(error.value) == (
+        "within a pipeline a layer computes each row of 'batch' on its own, got mean along 'batch', of which it sees a "
+        "microbatch: move it out of the layers, or take the layers out of the layout's compute"
+    )

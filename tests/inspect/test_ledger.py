@@ -1,5 +1,6 @@
 """The ledger's rows: what, where, how often, in which pass, and from which line."""
 
+import dataclasses
 import json
 
 import jax
@@ -10,8 +11,10 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import trellis as tr
 from tests.inspect.programs import BLOCK, STACK, gradient, layers, manual, partly_manual, tensor_parallel
-from trellis.inspect import Ledger, Row, ledger
+from trellis import f32
+from trellis.inspect import Ledger, Row, collectives, compare, ledger, structure_of
 from trellis.inspect.rows import wire_bytes
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -229,3 +232,58 @@ def test_ring_costs(kind, sent):
 def test_an_unknown_collective():
     with pytest.raises(ValueError, match="a collective is one of all-gather, .*, got 'gather'"):
         wire_bytes("gather", 2, 8)
+
+
+def test_of_two_equal_collectives_by_hand_a_compiler_may_do_one():
+    """Each that is written has its row; the second is the first's twin."""
+    mesh = tr.make_mesh(d=2, t=4)
+
+    def program(x: f32["b/d n/t"], w: f32["n/t o"]) -> f32["b/d o"]:
+        made = tr.einsum("b/d n/t, n/t o -> b/d o +t", x, w)
+        return tr.all_reduce("b/d o +t -> b/d o", made) + tr.all_reduce("b/d o +t -> b/d o", made)
+
+    with jax.set_mesh(mesh):
+        x, w = (jax.device_put(jnp.ones((8, 8)), jax.P(*axes)) for axes in (("d", "t"), ("t",)))
+        fn = jax.jit(tr.shard_map(program))
+        found, compiled = ledger(fn, x, w), fn.lower(x, w).compile()
+    assert [(row.axis, row.wire, row.twin) for row in found.rows] == [("t", 192, False), ("t", 192, True)]
+    assert structure_of(found, compiled.as_text(), mesh).right
+
+
+@pytest.mark.parametrize(
+    ("pairs", "axes"),
+    [
+        ([(0, 0), (1, 1), (2, 3), (3, 2)], "r,c"),  # Cannon's first step: how far a row goes is told by its number
+        ([(0, 1), (1, 0), (2, 3), (3, 2)], "c"),
+        ([(0, 2), (1, 3), (2, 0), (3, 1)], "r"),
+        ([(0, 3), (1, 2), (2, 1), (3, 0)], "r,c"),
+    ],
+)
+def test_a_permute_over_two_axes_is_along_those_that_it_moves_along(pairs, axes):
+    mesh = tr.make_mesh(jax.devices()[:4], r=2, c=2)
+
+    def program(x: f32["m/r n/c"]) -> f32["m/r n/c"]:
+        return jax.lax.ppermute(x, ("r", "c"), pairs)
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((4, 4)), jax.P("r", "c"))
+        fn = jax.jit(tr.shard_map(program))
+        found, compiled = ledger(fn, x), fn.lower(x).compile()
+    assert [(row.kind, row.axis, row.wire) for row in found.rows] == [("permute", axes, 16)]
+    assert structure_of(found, compiled.as_text(), mesh).right
+    assert compare(found, collectives(compiled, mesh)).agrees()
+
+
+def test_thirds_of_two_sums_and_of_one_of_both_agree():
+    """A row is whole bytes."""
+    mesh = tr.make_mesh(jax.devices()[:3], p=3)
+
+    def program(x: f32["n/p k"]) -> tuple[f32["k"], f32["k"]]:
+        return jax.lax.psum(x.sum(0), "p"), jax.lax.psum(jnp.sin(x).sum(0), "p")
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((3, 26)), jax.P("p"))
+        fn = jax.jit(tr.shard_map(program))
+        found = compare(ledger(fn, x), collectives(fn.lower(x).compile(), mesh))
+    assert found.axes == {"p": (276, 277)} and found.agrees()
+    assert not dataclasses.replace(found, axes={"p": (276, 280)}).agrees()

@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh
 from tests.proof.mutations import ELSEWHERE, mutations
 from trellis.inspect import Ledger, Row, ledger, structure_of
 from trellis.inspect.copies import Apart
-from trellis.inspect.groups import axes_of, axes_of_pairs
+from trellis.inspect.groups import axes_of
+from trellis.program.pairs import axes_of_pairs
 from trellis.recipes.load import load_run
 from trellis.run.config import GuardRule
 from trellis.train.assemble import assemble
@@ -247,6 +248,7 @@ def test_permutes_go_along_axes():
     assert axes_of_pairs([(0, 1), (3, 2)], mesh) == ()
     assert axes_of_pairs([(0, 1), (1, 0), (2, 3), (3, 0)], mesh) == ()
     assert axes_of_pairs([(0, 2), (1, 3)], mesh) == ("data",)
+    assert axes_of_pairs([(0, 0), (1, 1), (2, 3), (3, 2)], mesh) == ("data", "model")
 
 
 def test_groups_hold_each_device_once():

@@ -21,9 +21,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 
 from trellis.frames import in_a_library
-from trellis.inspect.groups import axes_met, axes_of, cut, uncut
+from trellis.inspect.groups import axes_of, cut, uncut
 from trellis.inspect.hlo import Instruction, Program, replica_groups, source_target_pairs
 from trellis.inspect.numbers import LARGEST, constant_of, numbers_of
+from trellis.program.pairs import axes_met
 
 Owed = frozenset[tuple[str, str]]  # mesh axes, each with the name of a sum
 

@@ -5,19 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-
-def axes_met(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which members of a group differ.
-
-    Args:
-        groups: positions in the mesh's devices.
-        mesh: sizes of the mesh axes.
-    """
-    differs = [False] * len(mesh)
-    for group in groups:
-        for index, row in enumerate(_places(group, mesh.values())):
-            differs[index] |= bool((row != row[0]).any())
-    return tuple(axis for axis, differ in zip(mesh, differs) if differ)
+from trellis.program.pairs import places_in
 
 
 def axes_of(groups: Sequence[Sequence[int]], mesh: Mapping[str, int], *, ordered: bool = False) -> tuple[str, ...]:
@@ -48,7 +36,7 @@ def axes_of(groups: Sequence[Sequence[int]], mesh: Mapping[str, int], *, ordered
     if len(sizes) != 1 or sorted(d for group in groups for d in group) != list(range(math.prod(mesh.values()))):
         return ()
     factors = [(axis, factor) for axis, size in mesh.items() for factor in _factors(size)]
-    places = _places(groups, [factor for _, factor in factors])  # each: group member
+    places = places_in(groups, [factor for _, factor in factors])  # each: group member
     met = [index for index, place in enumerate(places) if (place != place[:, :1]).any()]
     if math.prod(factors[index][1] for index in met) != sizes.pop():
         return ()
@@ -61,33 +49,6 @@ def axes_of(groups: Sequence[Sequence[int]], mesh: Mapping[str, int], *, ordered
             return ()
     axes = {factors[index][0] for index in met}
     return tuple(axis for axis in mesh if axis in axes)
-
-
-def axes_of_pairs(pairs: Sequence[tuple[int, int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which a permute moves: everywhere in the same way, to no device from two.
-
-    Args:
-        pairs: who sends to whom, as positions in the mesh's devices.
-        mesh: sizes of the mesh axes.
-
-    Returns:
-        The axes; none where it does not move along any axes alike.
-
-    >>> axes_of_pairs([(0, 2), (2, 0), (1, 3), (3, 1)], {"data": 2, "model": 2})
-    ('data',)
-    >>> axes_of_pairs([(0, 2), (2, 0)], {"data": 2, "model": 2})
-    ()
-    """
-    axes = axes_met(pairs, mesh)
-    sources, targets = zip(*pairs)
-    others = math.prod(mesh.values()) // math.prod(mesh[axis] for axis in axes)
-    before, after = (
-        [place for axis, place in zip(mesh, _places(side, mesh.values())) if axis in axes]
-        for side in (sources, targets)
-    )
-    moves = set(zip(zip(*before), zip(*after)))
-    distinct = len(set(sources)) == len(pairs) == len(set(targets))
-    return axes if distinct and len(moves) * others == len(pairs) else ()
 
 
 def cut(mesh: Mapping[str, int]) -> dict[str, int]:
@@ -103,11 +64,6 @@ def uncut(axes: Iterable[str], mesh: Mapping[str, int]) -> tuple[str, ...]:
     """The axes of a mesh that axes of a cut one are parts of, in the mesh's order."""
     found = {axis.partition("/")[0] for axis in axes}
     return tuple(axis for axis in mesh if axis in found)
-
-
-def _places(devices, sizes) -> tuple[np.ndarray, ...]:
-    """Positions in a mesh of these sizes, as one along each axis."""
-    return np.unravel_index(np.array(devices), tuple(sizes))
 
 
 def _factors(size: int) -> list[int]:

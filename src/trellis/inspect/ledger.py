@@ -85,12 +85,12 @@ class _Rows:
             yield from (_noted(row, f"the largest of {len(inside)} branches") for row in largest)
         elif inside:
             yield from inside[0]
-        elif (operation.name not in COLLECTIVES and self.states.again(operation)) or self.of_zeros(operation):
+        elif (again := self.states.again(operation)) and operation.name not in COLLECTIVES or self.of_zeros(operation):
             return
         elif operation.name in COLLECTIVES:
             for move, before, after, note in moves(operation, self.sizes):
                 what = text_of(operation.scope, before) or f"{words(before)} -> {words(after)}"
-                yield self.row(move, before.aval, what, operation, note)
+                yield dataclasses.replace(self.row(move, before.aval, what, operation, note), twin=again)
         else:
             for implied in self.states.implied(operation):
                 yield self.row(implied.move, implied.aval, _words(implied, operation), operation, implied.note)

@@ -246,6 +246,8 @@ class Stock:
                 arrays[of] = max(arrays.get(of, 0), row.times // row.same)
         for match in matches:
             key = match.key
+            if match.row.twin:
+                match.done("an equal one", match.missing)
             runs = sum(item.part.collective.times for item in self.items.get(key, ()))
             if match.missing and match.row.kind in COPIES and runs:
                 weights = needed[key, match.row.direction] if match.row.role == "weights" else {}

@@ -35,6 +35,7 @@ class Row:
         reduction: what an all-reduce or a reduce-scatter takes of what devices hold: "sum", "maximum" or "minimum".
         same: in how many of its runs it moves the same array, which a compiler may move once for all of them: turns of
             loops that do not change it.
+        twin: whether, in manual mode, one before it moves the same array in the same way: a compiler may do one alone.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Row:
     parameter: str = ""
     reduction: str = "sum"
     same: int = 1
+    twin: bool = False
 
     @property
     def axis(self) -> str:

@@ -28,11 +28,12 @@ from trellis.frames import in_a_library
 from trellis.inspect.collective import Collective, collectives_in
 from trellis.inspect.compiled import program_of
 from trellis.inspect.copies import Apart, copies_apart
-from trellis.inspect.groups import axes_met, axes_of, axes_of_pairs, cut
+from trellis.inspect.groups import axes_of, cut
 from trellis.inspect.hlo import Instruction, Program, item_bits
 from trellis.inspect.matching import Match, Part, matched
 from trellis.inspect.rows import Ledger
 from trellis.inspect.ways import Key
+from trellis.program.pairs import axes_met, axes_of_pairs
 
 # Instructions whose results are their operands, or parts of them.
 _VIEWS = ("get-tuple-element", "bitcast", "copy", "reshape", "transpose", "optimization-barrier", "all-reduce-done")

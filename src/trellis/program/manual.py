@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from trellis.program.moves import Move, wire_bytes
+from trellis.program.pairs import axes_of_pairs
 from trellis.program.reading import Operation, Value
 from trellis.program.scopes import transition_in
 
@@ -41,8 +42,10 @@ def moves(operation: Operation, sizes: Mapping[str, int]) -> Iterator[tuple[Move
     axes = tuple(axis for axis in axes_over(operation) if sizes.get(axis, 1) > 1)
     groups = operation.params.get("axis_index_groups")
     count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
-    if kind == "permute" and all(source == target for source, target in operation.params.get("perm", ((0, 1),))):
-        return
+    if kind == "permute" and (pairs := operation.params.get("perm")):
+        if all(source == target for source, target in pairs):
+            return
+        axes = axes_of_pairs(pairs, {axis: sizes[axis] for axis in axes_over(operation)}) or axes
     note = "at most: the sizes are known when it runs" if operation.name == "ragged_all_to_all" else ""
     for before, after in zip(operation.operands, operation.results):  # a ragged exchange has its sizes behind
         payload = (after if kind == "all-gather" else before).num_bytes

@@ -69,6 +69,7 @@ class States:
         if name in _RESHAPING:
             yield from self._reshaping(operation, states)
             return
+        yield from self._at_the_edges(operation, states)
         natural = rule(operation, states) if rule else _elementwise(operation, states)
         if name.startswith("scatter"):
             self.scattered.add(out)
@@ -136,6 +137,29 @@ class States:
             for move in transition(before, state, num_bytes(value.aval), self.sizes):
                 yield Implied(move, value.aval, before, state, "an operand of a product")
         return _dot_general(operation, wanted)
+
+    def _at_the_edges(self, operation: Operation, states: list[State]) -> Iterator[Implied]:
+        """What XLA moves by itself of slices whose neighbours an operation reads: of a convolution along sliced
+        places the rows that a window reaches over its slice's ends; of a Fourier transform the whole array, whichever
+        of its dimensions are sliced. Estimates both."""
+        source, state = operation.operands[0], states[0]
+        moved: list[tuple[str, tuple[str, ...], int]] = []
+        if operation.name == "fft" and (axes := self._real(state.sliced)):
+            moved.append(("all-gather", axes, num_bytes(source.aval)))
+        elif operation.name == "conv_general_dilated":
+            numbers, made = operation.params["dimension_numbers"], operation.results[0].shape
+            strides, dilation = operation.params["window_strides"], operation.params["rhs_dilation"]
+            specs = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strides, dilation)
+            for at, window, out, stride, apart in specs:
+                size = operation.operands[1].shape[window]
+                # Of two arrays with sliced places the result is a window's.
+                reach = (made[out] - 1) * stride if states[1].axes[window] else (size - 1) * apart
+                if reach and (axes := self._real(state.axes[at])):
+                    moved.append(("permute", axes, num_bytes(source.aval) * reach // source.shape[at]))
+        for kind, axes, payload in moved:
+            payload //= self._count(a for a in self._real(state.sliced) if a not in axes)
+            move = Move(kind, axes, payload, wire_bytes(kind, self._count(axes), payload))
+            yield Implied(move, source.aval, state, state, GUESS)
 
     def _argmax(self, operation: Operation, natural: State, after: State) -> Iterator[Implied]:
         """Each device's best value and its index are gathered."""
@@ -207,6 +231,20 @@ def _dot_general(operation: Operation, states: list[State]) -> State:
     dims += [axes for i, axes in enumerate(right.axes) if i not in right_sum and i not in right_batch]
     summed = {axis for i in left_sum for axis in left.axes[i]} | {axis for i in right_sum for axis in right.axes[i]}
     return _placed(dims, left.pending | right.pending | summed)
+
+
+def _convolution(operation: Operation, states: list[State]) -> State:
+    """A sum over the channels that go in, like a product's; along other dimensions slices stay where they are. In the
+    gradient of a weight, which is a convolution too, the batch stands in the channels' place, and it is a sum over the
+    places of two arrays."""
+    numbers, (left, right) = operation.params["dimension_numbers"], states
+    (batch, channels, *places), (made, given, *window) = numbers.lhs_spec, numbers.rhs_spec
+    along = [() if right.axes[j] else left.axes[i] for i, j in zip(places, window)]
+    dims: list[tuple[str, ...]] = [()] * len(left.axes)
+    for at, axes in zip(numbers.out_spec, (left.axes[batch], right.axes[made], *along)):
+        dims[at] = axes
+    summed = frozenset((*left.axes[channels], *right.axes[given], *(a for j in window for a in right.axes[j])))
+    return _placed(dims, (left.pending | right.pending | summed) - {a for axes in dims for a in axes})
 
 
 def _reduction(operation: Operation, states: list[State]) -> State:
@@ -295,6 +333,7 @@ def _scatter(operation: Operation, states: list[State]) -> State:
 _RULES: dict[str, Callable[[Operation, list[State]], State]] = {
     "reshard": _same,
     "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast_in_dim,
     "squeeze": _squeeze,

@@ -45,6 +45,16 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
             f"the branches of a cond give one type, got {' and '.join(types) or 'several'}, in "
             f"`{bindings.function}`{line}: reshard the result of one to what the other gives"
         ) from error
+    if mixed := re.search(r"lax\.(\w+) can only accept axis_name .*input type: (\S+), axes: \(?([^)]*)\)? and", text):
+        along = [axis.strip(" '") for axis in mixed[3].split(",") if axis.strip(" '")]
+        held = set(re.findall(r"\w+", "".join(re.findall(r"\{([^}]*)\}", mixed[2]))))
+        alike = [axis for axis in along if axis not in held]
+        raise TypeMismatch(
+            f"a collective of JAX's runs over mesh axes along all of which a value differs, or along none, got "
+            f"{mixed[1]} over {', '.join(along)} of one that is the same along {', '.join(alike)}, in "
+            f"`{bindings.function}`{line}: leave {alike[0] if alike else 'one'} out, along which devices do not "
+            "differ, or write reshard"
+        ) from error
     if not _REFUSED.search(text):
         return
     if "Inputs cannot be replicated on the same axes" in text:

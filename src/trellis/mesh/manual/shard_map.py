@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
+from trellis._compat import maps_no_copies
 from trellis.mesh.manual.check import check_pending, met_line
 from trellis.mesh.manual.refusals import raise_in_notation
 from trellis.mesh.manual.reshard import TransitionError, check_slice
@@ -74,7 +75,7 @@ def shard_map(fn: Callable | None = None, *, mesh=None, axes: "typing.Collection
     if fn is None:
         return functools.partial(shard_map, mesh=mesh, axes=axes)
     signature = inspect.signature(fn)
-    name = getattr(fn, "__qualname__", repr(fn)).rsplit("<locals>.", 1)[-1]
+    name = getattr(_written(fn), "__qualname__", repr(fn)).rsplit("<locals>.", 1)[-1]
     for parameter in signature.parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise NotationError(
@@ -89,12 +90,17 @@ def shard_map(fn: Callable | None = None, *, mesh=None, axes: "typing.Collection
     return call
 
 
+def _written(fn: Callable) -> Callable:
+    """The function that was written, of one with some of its arguments given."""
+    return _written(fn.func) if isinstance(fn, functools.partial) else fn
+
+
 class _Call:
     """One call of a manual function."""
 
     def __init__(self, fn, signature, name: str, mesh, axes):
         self.fn, self.signature, self.name, self.mesh, self.asked = fn, signature, name, mesh, axes
-        self.hints = hints_of(fn)
+        self.hints = hints_of(_written(fn))
         self.bindings = Bindings(name)
         self.rebuild: Callable | None = None
 
@@ -126,6 +132,12 @@ class _Call:
         try:
             grouped = mapped(*arrays)
         except NotImplementedError as error:
+            if maps_no_copies(error):
+                raise NotationError(
+                    "JAX cannot map over a manual function that begins or ends a pending sum or a copy, got one under "
+                    f"vmap, in `{self.name}`: write the mapped dimension in its annotations and texts, or use "
+                    "jax.lax.map"
+                ) from error
             if "Closing over" not in str(error):
                 raise
             raise TypeMismatch(
@@ -166,8 +178,8 @@ class _Call:
         for leaf in leaves:
             if leaf.kind is None and is_array(leaf.value):
                 raise NotationError(
-                    f"a manual function's arrays are annotated, got {typeof(leaf.value)} and no annotation, "
-                    f"in {leaf.place}: annotate that field"
+                    f"a manual function's arrays are annotated, got {typeof(leaf.value)} where {_shown(hint)} has no "
+                    f"array, in {leaf.place}: annotate that field, or pass what the annotation says"
                 )
         return leaves
 
@@ -333,6 +345,12 @@ class _Call:
             out["tree"] = jax.tree.structure(result, is_leaf=is_typed_leaf)
             out["leaves"] = typed_leaves(result, self.hints["return"], place)
             for leaf in out["leaves"]:
+                if leaf.kind is None and is_array(leaf.value):
+                    raise TypeMismatch(
+                        f"a result is what its annotation says, got {typeof(leaf.value)} where "
+                        f"{_shown(self.hints['return'])} has no array, in {leaf.place}: return what the annotation "
+                        "says, or correct it"
+                    )
                 if leaf.kind is not None and not is_array(leaf.value):
                     check_array(leaf.value, leaf.kind, leaf.place, self.bindings)
             return [_plain(leaf.value) for leaf in out["leaves"] if leaf.kind is not None]
@@ -445,6 +463,10 @@ class _Call:
             if line := met(wanted.mesh_axes):
                 raise type(error)(f"{error}, or gather it before it meets what does not differ{line}") from None
             raise
+
+
+def _shown(hint) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else repr(hint)
 
 
 def _number(leaf: Leaf) -> Leaf:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from trellis.mesh.layout import Layout
+from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.meshes import on_another
 from trellis.named.array import is_named
 from trellis.named.axis import NamesError
@@ -140,8 +140,10 @@ class Pieces:
 
         def one(x):
             mine = jax.tree.map(pick, each, is_leaf=is_named)
-            out = call(stack.layer(0), x, *mine, *args)
-            return out if fold.makes else (out, None)
+            if fold.makes:  # what layers measure is of a microbatch, and is summed over all
+                return call(stack.layer(0), x, *mine, *args)
+            with _cut():
+                return call(stack.layer(0), x, *mine, *args), None
 
         return loop(one, fold.stack.axis.resize(1), False, 1, fold.policy, once=lambda body: body)(x)
 
@@ -250,6 +252,12 @@ class Pieces:
         pick = lambda x: jax.lax.dynamic_slice_in_dim(x.array, number, 1, x.index(name))
         has = lambda x: is_named(x) and name in x.names
         return jax.tree.map(lambda x: x.with_array(pick(x)) if has(x) else x, each, is_leaf=is_named)
+
+
+def _cut() -> contextlib.AbstractContextManager:
+    """Within a layer nothing is computed along the batch, of which it sees a microbatch."""
+    layout = current_layout()
+    return contextlib.nullcontext() if layout is None else dataclasses.replace(layout, cut=("batch",))
 
 
 def put(arrays: list, places: list[int], some: list) -> list:

@@ -1,0 +1,97 @@
+"""How a manual function is called: containers, arguments given before, `vmap`, and collectives of JAX's own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.mesh.told import told
+from trellis.mesh import make_mesh, reshard
+from trellis.mesh.manual.einsum import einsum_plain as einsum
+from trellis.mesh.manual.shard_map import shard_map
+from trellis.notation import NotationError, TypeMismatch, f32, parse
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mesh():
+    mesh = make_mesh(d=4, m=2)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def put(shape, text):
+    return jax.device_put(jnp.ones(shape), parse(text).spec)
+
+
+@pytest.mark.parametrize(
+    "kind", [tuple[f32["batch/d"], f32["batch/d"]], list[f32["batch/d"]], dict[str, f32["batch/d"]]], ids=str
+)
+def test_an_array_where_the_annotation_has_a_container(kind):
+    def give(x: f32["batch/d"]) -> kind:
+        return x
+
+    def take(x: kind) -> f32["batch/d"]:
+        return x
+
+    give.__qualname__ = take.__qualname__ = "program"
+    x = put((8,), "batch/d")
+    with pytest.raises(TypeMismatch) as caught:
+        shard_map(give)(x)
+    assert told(caught) == (
+        f"a result is what its annotation says, got f32[2] (one slice; differs over d) where {kind!r} has no array, in "
+        "result of `program`: return what the annotation says, or correct it"
+    )
+    with pytest.raises(NotationError) as caught:
+        shard_map(take)(x)
+    assert told(caught) == (
+        f"a manual function's arrays are annotated, got f32[8/d] where {kind!r} has no array, in argument `x` of "
+        "`program`: annotate that field, or pass what the annotation says"
+    )
+
+
+def test_a_function_with_some_of_its_arguments_given():
+    def scaled(by, x: f32["batch/d"]) -> f32["batch/d"]:
+        return by * x
+
+    x = put((8,), "batch/d")
+    assert (shard_map(functools.partial(scaled, 2.0))(x) == 2.0).all()
+    with pytest.raises(TypeMismatch, match="in argument `x` of `.*scaled`|in argument `x` of `scaled`"):
+        shard_map(functools.partial(scaled, 2.0))(x[:, None])
+
+
+def test_a_sum_of_jaxs_over_an_axis_along_which_devices_hold_the_same():
+    def program(x: f32["batch/d"]) -> f32[""]:
+        return jax.lax.psum(x.sum(), ("d", "m"))
+
+    program.__qualname__ = "program"
+    with pytest.raises(TypeMismatch) as caught:
+        shard_map(program)(put((8,), "batch/d"))
+    assert told(caught, by_line=True) == (
+        "a collective of JAX's runs over mesh axes along all of which a value differs, or along none, got psum over d, "
+        "m of one that is the same along m, in `program`: leave m out, along which devices do not differ, or write "
+        "reshard"
+    )
+
+
+def test_a_manual_function_with_a_pending_sum_is_not_mapped():
+    def program(x: f32["batch/d in/m"], w: f32["in/m out"]) -> f32["batch/d out"]:
+        return reshard("batch/d out +m -> batch/d out", einsum("batch/d in/m, in/m out -> batch/d out +m", x, w))
+
+    program.__qualname__ = "program"
+    x, w = put((8, 4), "batch/d in/m"), put((4, 6), "in/m out")
+    with pytest.raises(NotationError) as caught:
+        jax.vmap(shard_map(program), in_axes=(None, 0))(x, jnp.stack([w, w]))
+    assert told(caught) == (
+        "JAX cannot map over a manual function that begins or ends a pending sum or a copy, got one under vmap, in "
+        "`program`: write the mapped dimension in its annotations and texts, or use jax.lax.map"
+    )
+
+
+def test_what_jax_has_not_implemented_is_no_vmap():
+    def program(x: f32["batch/d"]) -> f32["batch/d"]:
+        return jax.lax.psum(x, "d", axis_index_groups=[[0, 1], [2, 3]])
+
+    with pytest.raises(NotImplementedError) as caught:
+        shard_map(program)(put((8,), "batch/d"))
+    assert not isinstance(caught.value, NotationError)
