@@ -268,7 +268,7 @@ def test_a_layer_computes_each_row_on_its_own(monkeypatch):
     mixing = lambda self, x, *rest, **options: alone(self, x - 0.1 * x.mean("batch"), *rest, **options)
     monkeypatch.setattr(Block, "__call__", mixing)
     with pytest.raises(NamesError) as error:
-        check("llama3", {"stage": 2}, {}, 2)
+        check("tied", MeshSizes(stage=2, data=1), LayoutChoice(pipeline_microbatches=2), 2)
     assert str(error.value) == (
         "within a pipeline a layer computes each row of 'batch' on its own, got mean along 'batch', of which it sees a "
         "microbatch: move it out of the layers, or take the layers out of the layout's compute"

@@ -86,12 +86,3 @@ def test_a_manual_function_with_a_pending_sum_is_not_mapped():
         "JAX cannot map over a manual function that begins or ends a pending sum or a copy, got one under vmap, in "
         "`program`: write the mapped dimension in its annotations and texts, or use jax.lax.map"
     )
-
-
-def test_what_jax_has_not_implemented_is_no_vmap():
-    def program(x: f32["batch/d"]) -> f32["batch/d"]:
-        return jax.lax.psum(x, "d", axis_index_groups=[[0, 1], [2, 3]])
-
-    with pytest.raises(NotImplementedError) as caught:
-        shard_map(program)(put((8,), "batch/d"))
-    assert not isinstance(caught.value, NotationError)
