@@ -186,3 +186,27 @@ def test_the_last_dimension_is_gathered_first():
     with tr.Layout(tr.make_mesh(data=4, model=2), **slices, gather="per_axis"):
         rows = tr.ledger(lambda w, x: tr.dot(x, w, over="embed").sum().array, tr.shard(w), tr.shard(x, "compute")).rows
     assert [r.axes for r in rows if r.kind == "all-gather"] == [("model",), ("data",)]
+
+
+@pytest.mark.parametrize(
+    ("longer", "plain"),
+    [
+        (lambda x: tr.pad(x, {"pos": (1, 0)}), lambda x: jnp.pad(x, ((0, 0), (1, 0), (0, 0)))),
+        (lambda x: tr.concatenate([x["pos", :1], x], "pos"), lambda x: jnp.concatenate([x[:, :1], x], 1)),
+    ],
+)
+def test_a_length_that_mesh_axes_do_not_divide_is_whole_for_a_while(longer, plain):
+    """A token shift: one place more, and cut again."""
+    x = numbers("batch", "pos", "embed")
+    with layout():
+        shifted = lambda x: longer(x)["pos", :4] * x
+        placed = tr.shard(x, "compute")
+        assert tr.typeof(longer(placed)) == "f32[batch/data=8 pos=5 embed=16]"
+        found = tr.named_jit(shifted)(placed)
+        assert tr.typeof(found) == "f32[batch/data=8 pos/model=4 embed=16]"
+        gradient = tr.named_jit(tr.grad(lambda x: tr.square(shifted(x)).sum()))(placed)
+    by_hand = lambda x: plain(x)[:, :4] * x
+    np.testing.assert_allclose(found.array, by_hand(x.array), rtol=1e-6)
+    np.testing.assert_allclose(
+        gradient.array, jax.grad(lambda x: jnp.square(by_hand(x)).sum())(x.array), rtol=1e-5, atol=1e-5
+    )

@@ -9,7 +9,7 @@ from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, NamesError, name_of
 from trellis.named.index import positions, single
 from trellis.named.operand import check_contained, check_sizes, on_one_mesh, operand, refuse_cut, types_of, union
-from trellis.named.placing import assign, bring, settle, spread, whole
+from trellis.named.placing import assign, bring, settle, settle_selected, spread, whole
 from trellis.named.reshape import rename
 from trellis.notation import TypeMismatch, typeof
 from trellis.notation.state import state_of
@@ -84,7 +84,8 @@ def _several(arrays: Sequence[NamedArray], what: str) -> list[NamedArray]:
 
 
 def concatenate(arrays: Sequence[NamedArray], name: Name) -> NamedArray:
-    """Joins arrays along a name that all of them have. A sliced one is gathered first.
+    """Joins arrays along a name that all of them have. A sliced one is gathered first, and the result is whole along it
+    where its mesh axes do not divide the new length.
 
     Names: those of the arrays.
     Gradient: each array gets its piece; an all-gather where the name is sliced.
@@ -94,7 +95,8 @@ def concatenate(arrays: Sequence[NamedArray], name: Name) -> NamedArray:
     name = [x.names[x.index(name.name if isinstance(name, Axis) else name)] for x in arrays][0]
     refuse_cut((name,), "concatenate")
     plain, names, slices = _joined(name, arrays, "concatenate", True)
-    return settle(NamedArray(jnp.concatenate(plain, axis=names.index(name)), names, slices))
+    joined = NamedArray(jnp.concatenate(plain, axis=names.index(name)), names, slices)
+    return settle_selected(joined, (name,))
 
 
 def stack(arrays: Sequence[NamedArray], name: Name) -> NamedArray:
@@ -120,7 +122,8 @@ def stack(arrays: Sequence[NamedArray], name: Name) -> NamedArray:
 
 
 def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> NamedArray:
-    """Adds `(before, after)` elements of `value` along names: `pad(x, {"pos": (1, 0)})`. Sliced ones are gathered.
+    """Adds `(before, after)` elements of `value` along names: `pad(x, {"pos": (1, 0)})`. Sliced ones are gathered, and
+    the result is whole along a name whose new length its mesh axes do not divide.
 
     Names: those of `x`.
     Gradient: of what was there; an all-gather where the name is sliced.
@@ -142,7 +145,8 @@ def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> Na
     x = whole(x, tuple(widths), "pad")
     fill = jnp.asarray(value, x.dtype)
     out = jax.lax.pad(x.array, fill, [(*widths.get(n, (0, 0)), 0) for n in x.names])
-    return x.with_array(out) if state_of(out).pending else settle(x.with_array(out))
+    padded = x.with_array(out)
+    return padded if state_of(out).pending else settle_selected(padded, tuple(widths))
 
 
 def roll(x: NamedArray, shift: int, name: Name) -> NamedArray:

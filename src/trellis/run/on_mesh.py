@@ -152,13 +152,18 @@ def _check_attention(run: Run, layout: Layout) -> None:
     each, shared = run.model.heads // ways(heads), run.model.heads // run.model.kv_heads
     whole = each % shared == 0 or shared % each == 0
     if kv_heads != heads and (kv_heads != heads[: len(kv_heads)] or not whole):
+        entry = f"use --layout.compute.kv_heads {'/'.join(heads) or repr('')}"
+        entry += "" if whole or not heads else f", with --model.kv_heads {ways(heads)}"
+        if whole and run.model.kv_heads % ways(
+            heads
+        ):  # they are left whole, as far as is needed, where nothing is said
+            entry = "leave layout.compute.kv_heads out"
         raise UserError(
             "Key heads are sliced as query heads are, or less, where each device's query heads read whole key heads.",
             seen=f"heads={run.model.heads} over {sizes_of(layout, heads) or 'nothing'}, "
             f"kv_heads={run.model.kv_heads} over {sizes_of(layout, kv_heads) or 'nothing'}",
             where="layout.compute.kv_heads",
-            fix=f"use --layout.compute.kv_heads {'/'.join(heads) or repr('')}"
-            + ("" if whole or not heads else f", with --model.kv_heads {ways(heads)}"),
+            fix=entry,
         )
 
 

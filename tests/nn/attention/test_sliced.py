@@ -17,7 +17,7 @@ from trellis.mesh.meshes import MeshError
 from trellis.named import NamesError, named
 from trellis.nn.attention import AttentionError, attend, dot_product_attention, further, mosaic
 from trellis.nn.attention.pattern import Pattern
-from trellis.nn.attention.sharded import placement_of
+from trellis.nn.attention.sharded import PlacementError, placement_of
 from trellis.nn.attention.sliced.attention import tiled_attention
 from trellis.nn.attention.sliced.program import Sliced
 from trellis.nn.attention.splash import SplashTiles
@@ -296,3 +296,14 @@ def test_refusals():
         "positions in slices are cut into two pieces a device, the same for queries and keys, got pos=36 and "
         "key_pos=36 over a, 8 pieces, in attention: use a length that 8 divides"
     )
+    q, k, v, *_ = arrays()
+    with jax.set_mesh(mesh):
+        put = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, P(*axes)))
+        with pytest.raises(AttentionError) as error:
+            dot_product_attention(put(q, None, "a"), put(k[:, :16]), put(v[:, :16]))
+        assert str(error.value) == (
+            f"queries that lie in slices of positions are as many as keys, got pos={q.shape[1]} and key_pos=16 over a, "
+            "in attention: exchange positions for heads (the layout's context, exchange), or leave pos whole"
+        )
+        with pytest.raises(PlacementError, match="are as many of one as of the other, .*exchange positions for heads"):
+            dot_product_attention(put(q, None, "a"), put(k[:, :16], None, "a"), put(v[:, :16], None, "a"))

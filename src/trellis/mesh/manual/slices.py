@@ -72,7 +72,7 @@ def joined_in(shape: Shape, dims: Dims) -> str:
 class _Check:
     def __init__(self, bindings: Bindings):
         self.bindings = bindings
-        # To JAX (0.10.2 to 0.12.0) what a `sort` gives beside its keys, as `argsort` does, is the same on all devices
+        # To JAX (0.10.2) what a `sort` gives beside its keys, as `argsort` does, is the same on all devices
         # if it was before it was sorted. Along which axes it, and what is made of it, differs:
         self.untold: dict[Value, frozenset[str]] = {}
 

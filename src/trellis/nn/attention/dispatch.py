@@ -117,7 +117,13 @@ def dot_product_attention(
 def _sliced(place: Placement, q, k, chosen: str, *, pattern: Pattern, scale, logit_softcap, upcast) -> Sliced:
     """The program of a device that holds a slice of the positions."""
     pieces = 2 * place.shards(place.pos)
-    if q.shape[1] != k.shape[1] or q.shape[1] % pieces:
+    if q.shape[1] != k.shape[1]:
+        raise AttentionError(
+            f"queries that lie in slices of positions are as many as keys, got pos={q.shape[1]} and "
+            f"key_pos={k.shape[1]} over {'/'.join(place.pos)}, in attention: exchange positions for heads (the "
+            "layout's context, exchange), or leave pos whole"
+        )
+    if q.shape[1] % pieces:
         raise AttentionError(
             f"positions in slices are cut into two pieces a device, the same for queries and keys, got pos={q.shape[1]}"
             f" and key_pos={k.shape[1]} over {'/'.join(place.pos)}, {pieces} pieces, in attention: "

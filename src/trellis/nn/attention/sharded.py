@@ -133,7 +133,10 @@ def placement_of(q, k, v, segment_ids) -> Placement:
     if any(state.pending for state in states):
         fail("attention is not linear, so no operand is a pending sum", "settle it first, with reshard")
     key_pos, kv_heads = states[1].axes[1:3]
-    if key_pos != pos[: len(key_pos)] or (key_pos and q.shape[1] != k.shape[1]):
+    if key_pos and q.shape[1] != k.shape[1]:
+        fail("queries and keys that lie in slices of positions are as many of one as of the other",
+             "exchange positions for heads (the layout's context, exchange), or leave pos whole")  # fmt: skip
+    if key_pos != pos[: len(key_pos)]:
         fail("keys and values are whole along key_pos, or sliced over the mesh axes of pos or the major ones of them",
              "gather them first: reshard('... key_pos/x ... -> ... key_pos')")  # fmt: skip
     for state in states[1:]:
