@@ -154,9 +154,7 @@ def _check_attention(run: Run, layout: Layout) -> None:
     if kv_heads != heads and (kv_heads != heads[: len(kv_heads)] or not whole):
         entry = f"use --layout.compute.kv_heads {'/'.join(heads) or repr('')}"
         entry += "" if whole or not heads else f", with --model.kv_heads {ways(heads)}"
-        if whole and run.model.kv_heads % ways(
-            heads
-        ):  # they are left whole, as far as is needed, where nothing is said
+        if whole and run.model.kv_heads % ways(heads):  # where nothing is said they are whole as far as they must
             entry = "leave layout.compute.kv_heads out"
         raise UserError(
             "Key heads are sliced as query heads are, or less, where each device's query heads read whole key heads.",
