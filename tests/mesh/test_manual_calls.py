@@ -9,6 +9,7 @@ import pytest
 from tests.mesh.told import told
 from trellis.mesh import make_mesh, reshard
 from trellis.mesh.manual.einsum import einsum_plain as einsum
+from trellis.mesh.manual.reshard import TransitionError
 from trellis.mesh.manual.shard_map import shard_map
 from trellis.notation import NotationError, TypeMismatch, f32, parse
 
@@ -85,4 +86,20 @@ def test_a_manual_function_with_a_pending_sum_is_not_mapped():
     assert told(caught) == (
         "JAX cannot map over a manual function that begins or ends a pending sum or a copy, got one under vmap, in "
         "`program`: write the mapped dimension in its annotations and texts, or use jax.lax.map"
+    )
+
+
+def test_what_each_device_multiplies_by_itself_is_no_partial_sum():
+    """To JAX's types; `einsum` says that it is one."""
+
+    def program(x: f32["batch/d in/m"], w: f32["in/m out"]) -> f32["batch/d out"]:
+        return reshard("batch/d out +m -> batch/d out", x @ w)
+
+    program.__qualname__ = "program"
+    with pytest.raises(TransitionError) as caught:
+        shard_map(program)(put((8, 4), "batch/d in/m"), put((4, 6), "in/m out"))
+    assert told(caught, by_line=True) == (
+        "the left side of a text is what the array is, got f32[2 6] (one slice; differs over d, m), which is not pending "
+        "along m, for 'batch/d out +m', in reshard('batch/d out +m -> batch/d out'): write no +m there; if these are "
+        "partial sums, make them by einsum('... -> ... +m', ...)"
     )

@@ -90,14 +90,16 @@ def check_slice(x, shape: Shape, where: str, rule: str = _LEFT, mentioned: set[s
     if wrong:
         said, held, sign, what = wrong
         seen = f"{what} along {', '.join(sorted(held))}" if held else f"not {what} along {', '.join(sorted(said))}"
-        fix = " ".join(sign + axis for axis in sorted(held)) or f"no {sign}{sorted(said)[0]}"
-        raise TransitionError(f"{rule}, got {typeof(x)}, which is {seen}, for '{shape}', in {where}: write {fix} there")
+        fix = f"write {' '.join(sign + axis for axis in sorted(held)) or f'no {sign}{sorted(said)[0]}'} there"
+        if sign == "+" and said - held and said - held <= state.varying:
+            # What each device multiplies or sums by itself is to JAX's types no part of a sum.
+            fix += f"; if these are partial sums, make them by einsum('... -> ... +{sorted(said - held)[0]}', ...)"
+        raise TransitionError(f"{rule}, got {typeof(x)}, which is {seen}, for '{shape}', in {where}: {fix}")
     if extra := extra if mentioned is None else extra & mentioned:
         raise TransitionError(
             f"{rule}, got {typeof(x)}, which differs along "
             f"{', '.join(sorted(extra))}, for '{shape}', in {where}: write which dimension '{sorted(extra)[0]}' "
-            "slices, "
-            f"or '+{sorted(extra)[0]}' if these are partial sums"
+            f"slices, or '+{sorted(extra)[0]}' if these are partial sums that einsum made"
         )
     return ops.vary(x, tuple(a for a in shape.mesh_axes if a in jax.sharding.get_abstract_mesh().manual_axes))
 
