@@ -100,6 +100,6 @@ def test_what_each_device_multiplies_by_itself_is_no_partial_sum():
         shard_map(program)(put((8, 4), "batch/d in/m"), put((4, 6), "in/m out"))
     assert told(caught, by_line=True) == (
         "the left side of a text is what the array is, got f32[2 6] (one slice; differs over d, m), which is not "
-        "pending along m, for 'batch/d out +m', in reshard('batch/d out +m -> batch/d out'): write no +m there; if these are "
-        "partial sums, make them by einsum('... -> ... +m', ...)"
+        "pending along m, for 'batch/d out +m', in reshard('batch/d out +m -> batch/d out'): write no +m there; if "
+        "these are partial sums, make them by einsum('... -> ... +m', ...)"
     )

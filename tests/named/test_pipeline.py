@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trellis.inspect import ledger
-from trellis.mesh import Layout, make_mesh
+from trellis.mesh import Layout, make_mesh, reshard
 from trellis.named import (
     Axis,
     Keep,
@@ -218,4 +218,23 @@ def test_stages_with_a_layer_less(count, stages):
     with Layout(mesh, *maps, pipeline_microbatches=2, uneven=("layers",)):
         stacked = shard(layers(count), "params")
         found = named_jit(value_and_gradients)(stacked, *placed(*inputs()))
+    check_close(found, expected)
+
+
+@pytest.mark.parametrize("copied", ["~stage", "~stage ~data"])
+def test_layers_that_are_held_as_copies(copied):
+    """Three layers on two stages, found by random programs (seed 2000637)."""
+    mesh = make_mesh(jax.devices()[:4], stage=2, data=2)
+    w, h = random.normal(jax.random.key(0), {"layers": 3, "embed": EMBED}), inputs()[0]
+
+    def loss(w, h):
+        stack = Stacked(w, Axis("layers", 3), unroll=1)
+        return stack.fold(h, call=lambda layer, x: x * layer + tanh(x)).sum().array
+
+    def of_copies(w, h):
+        return loss(w.with_array(reshard(f"layers embed -> layers embed {copied}", w.array)), h)
+
+    expected = jax.grad(loss, (0, 1))(w, h)
+    with Layout(mesh, {}, {"layers": "stage"}, uneven=("layers",)):
+        found = named_jit(jax.grad(of_copies, (0, 1)))(w, h)
     check_close(found, expected)

@@ -72,8 +72,8 @@ def joined_in(shape: Shape, dims: Dims) -> str:
 class _Check:
     def __init__(self, bindings: Bindings):
         self.bindings = bindings
-        # To JAX (0.10.2) what a `sort` gives beside its keys, as `argsort` does, is the same on all devices
-        # if it was before it was sorted. Along which axes it, and what is made of it, differs:
+        # To JAX (0.10.2, 0.12.0) what a `sort` gives beside its keys, as `argsort` does, is the same on all devices if
+        # it was before it was sorted. Along which axes it, and what is made of it, differs:
         self.untold: dict[Value, frozenset[str]] = {}
 
     def differs(self, value: Value) -> frozenset[str]:
@@ -115,8 +115,9 @@ class _Check:
         elif operation.name in COLLECTIVES:
             along -= set(axes_over(operation))
         for i, value in enumerate(operation.results):
-            inner = [self.differs(b.results[i]) for b in operation.bodies if len(b.results) == len(operation.results)]
-            if axes := along.union(*inner) - varying(value) if not operation.bodies else frozenset().union(*inner):
+            inner = [b.results[i] for b in operation.bodies if len(b.results) == len(operation.results)]
+            found = frozenset().union(*map(self.differs, inner)) if operation.bodies else along
+            if axes := found - varying(value):
                 self.untold[value] = axes
 
     def operation(self, operation: Operation, operands: list[Dims]) -> list[Dims]:

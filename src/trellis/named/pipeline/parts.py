@@ -108,14 +108,18 @@ def spread(x: NamedArray, layers: str, axis: str, parts: Parts) -> NamedArray:
     """
     state, dim = state_of(x.array), x.index(layers)
     gathered = tuple(() if i == dim else mine for i, mine in enumerate(state.axes))
-    x = move(x, gathered, state.copied)
-    spec = spec_of(gathered, (), state.copied)
+    copied = state.copied - {axis}
+    x = move(x, gathered, copied)
+    spec = spec_of(gathered, (), copied)
     rows = parts.rows()
-    one = lambda mine, row: jax.lax.slice_in_dim(mine, row, row + 1, axis=dim)
-    # To JAX (0.10.2 to 0.12.0) what is looked up in copies is none.
-    some = (lambda mine: jnp.concatenate([one(mine, row) for row in rows], dim)) if state.copied else None
+
+    def chosen(mine):
+        if not copied:
+            return mine.take(rows, axis=dim)
+        # To JAX (0.10.2 to 0.12.0) what is looked up in copies is none.
+        return jnp.concatenate([jax.lax.slice_in_dim(mine, row, row + 1, axis=dim) for row in rows], dim)
+
     with jax.named_scope(scope_name(f"{x.type} -> {x.type}")):
-        take = some or (lambda mine: mine.take(rows, axis=dim))
-        taken = jax.shard_map(take, in_specs=spec, out_specs=spec)(x.array)
+        taken = jax.shard_map(chosen, in_specs=spec, out_specs=spec)(x.array)
     here = tuple((axis,) if i == dim else tuple(a for a in mine if a != axis) for i, mine in enumerate(gathered))
-    return move(NamedArray(taken, x.names), here, state.copied)
+    return move(NamedArray(taken, x.names), here, copied)
