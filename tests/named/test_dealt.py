@@ -83,6 +83,20 @@ def test_what_it_says(layout):
         with pytest.raises(NamesError) as error:
             tr.arange(tr.Axis("key_pos", 16))
         assert str(error.value) == (
-            "positions of keys are those of queries where they are dealt out, got i32[key_pos=16], in arange: make it "
+            "positions of keys are those of queries where they are dealt out, got 'key_pos=16', in arange: make it "
             "of 'pos' and write .rename(pos='key_pos')"
         )
+        with pytest.raises(NamesError) as error:
+            tr.arange(tr.Axis("pos", 12))
+        assert str(error.value) == (
+            "positions are dealt out over 4 slices here, two pieces each, got 'pos=12', in arange: use a length that 8 "
+            "divides"
+        )
+
+
+def test_numbers_of_positions_are_made_where_they_are(layout):
+    """Nothing is moved to deal them out."""
+    with layout.with_dealt(("c",)):
+        made = tr.named_jit(lambda: (tr.arange(POS), tr.linspace(POS), tr.named(np.arange(16), "pos") + 1))
+        assert not tr.ledger(made).rows
+        assert tr.typeof(made()[0]) == "i32[pos/c=16]"

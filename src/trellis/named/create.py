@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trellis.mesh.dealing import deal, places_dealt
 from trellis.mesh.layout import Layout, current_layout
 from trellis.named.array import NamedArray, named
 from trellis.named.axis import Axes, Axis, Name, Names, NamesError, axes_of
 from trellis.named.binary import equal, greater_equal, less_equal
-from trellis.named.dealing import in_this_order
+from trellis.named.dealing import slices_dealt
 from trellis.named.elementwise import outer, subtract, where
 from trellis.named.operand import operand
 from trellis.named.reshape import transpose
@@ -93,8 +94,13 @@ def arange(axis: Axis, *, start=0, step=1, dtype=jnp.int32) -> NamedArray:
     Moves: nothing; each device makes its own slice.
     """
     axis = _one_axis(axis, "arange")
-    iota = lambda shape, spec: jax.lax.broadcasted_iota(dtype, shape, 0, out_sharding=spec)
-    values = in_this_order(_make(iota, axis, "arange"), "arange")
+    slices = slices_dealt(axis, "arange")
+
+    def iota(shape, spec):
+        places = jax.lax.broadcasted_iota(jnp.int32 if slices else dtype, shape, 0, out_sharding=spec)
+        return places_dealt(places, slices, axis.size).astype(dtype) if slices else places
+
+    values = _make(iota, axis, "arange")
     if isinstance(start, int) and start == 0 and step == 1:
         return values
     start, step = (v.array if isinstance(v, NamedArray) else v for v in (start, step))
@@ -111,8 +117,10 @@ def linspace(axis: Axis, *, start=0.0, stop=1.0, dtype=jnp.float32) -> NamedArra
     axis = _one_axis(axis, "linspace")
     spec = layout_spec((axis.name,), (axis.size,))
     values = jnp.linspace(start, stop, axis.size, dtype=dtype)
+    if slices := slices_dealt(axis, "linspace"):
+        values = deal(values, slices, 0)
     made = NamedArray(values if spec is None else jax.reshard(values, spec), (axis.name,))
-    return in_this_order(operand(made, "linspace"), "linspace")
+    return operand(made, "linspace")
 
 
 def one_hot(ids: NamedArray, axis: Axis, dtype=jnp.float32) -> NamedArray:

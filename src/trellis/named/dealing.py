@@ -10,10 +10,10 @@ from trellis.mesh import dealing
 from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import Layout, current_layout
 from trellis.named.array import NamedArray
-from trellis.named.axis import NamesError
+from trellis.named.axis import Axis, NamesError
 from trellis.named.operand import KEY_POSITIONS, POSITIONS, is_dealt
 from trellis.named.placing import move
-from trellis.notation import spec_of, typeof
+from trellis.notation import spec_of
 from trellis.notation.state import state_of
 
 
@@ -33,20 +33,26 @@ def in_order(function: Callable[[NamedArray], NamedArray], x: NamedArray) -> Nam
     return _dealt(made.transpose(x.names), held, layout)
 
 
-def in_this_order(x: NamedArray, what: str = "the function") -> NamedArray:
-    """What was made in natural order, dealt out where other arrays' positions are.
+def slices_dealt(axis: Axis, what: str) -> int:
+    """Over how many slices the positions along an axis are dealt out here; 0 where they are in their own order.
 
     Raises:
-        NamesError: it is of keys, which may be others than the queries, or of a length that cannot be dealt out.
+        NamesError: they are those of keys, which may be others than the queries, or as many as cannot be dealt out.
     """
-    if not any(map(is_dealt, x.names)):
-        return x
-    if KEY_POSITIONS in x.names:
+    if not is_dealt(axis.name):
+        return 0
+    slices = _slices(current_layout())
+    if axis.name == KEY_POSITIONS:
         raise NamesError(
-            f"positions of keys are those of queries where they are dealt out, got {typeof(x)}, in {what}: make it of "
+            f"positions of keys are those of queries where they are dealt out, got '{axis}', in {what}: make it of "
             f"'{POSITIONS}' and write .rename({POSITIONS}='{KEY_POSITIONS}')"
         )
-    return deal(x)
+    if axis.size % (2 * slices):
+        raise NamesError(
+            f"positions are dealt out over {slices} slices here, two pieces each, got '{axis}', in {what}: use a "
+            f"length that {2 * slices} divides"
+        )
+    return slices
 
 
 def deal(x: NamedArray) -> NamedArray:
