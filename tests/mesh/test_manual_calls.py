@@ -14,11 +14,13 @@ from trellis.mesh.manual.shard_map import shard_map
 from trellis.notation import NotationError, TypeMismatch, f32, parse
 
 
-@pytest.fixture(scope="module", autouse=True)
-def mesh():
-    mesh = make_mesh(d=4, m=2)
-    with jax.set_mesh(mesh):
-        yield mesh
+MESH = make_mesh(d=4, m=2)
+
+
+@pytest.fixture(autouse=True)
+def on_the_mesh():
+    with jax.set_mesh(MESH):
+        yield
 
 
 def put(shape, text):
