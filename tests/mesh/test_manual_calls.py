@@ -13,7 +13,6 @@ from trellis.mesh.manual.reshard import TransitionError
 from trellis.mesh.manual.shard_map import shard_map
 from trellis.notation import NotationError, TypeMismatch, f32, parse
 
-
 MESH = make_mesh(d=4, m=2)
 
 
