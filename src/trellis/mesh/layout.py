@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import threading
 from collections.abc import Collection, Mapping, Sequence
 
@@ -12,11 +13,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from trellis._compat import mapped_over
 from trellis.mesh.meshes import MeshError
 from trellis.notation import spec_of
+from trellis.notation.state import mode_of
 from trellis.notation.struct import check_divides
 
 # The layout in force is part of what JAX keys its traces by: a function that was traced under one layout is traced
 # again under another, by `jit`, `checkpoint`, `cond`, `scan` and every other transformation.
 _current = jax.make_user_context(None)
+
+# The dimension whose positions context parallelism deals out over devices, and what keys call it.
+POSITIONS, KEY_POSITIONS = "pos", "key_pos"
 
 Axes = tuple[str, ...]
 
@@ -194,6 +199,11 @@ class Layout:
         """The same layout for arrays whose positions are dealt out over mesh axes (of none: are in natural order)."""
         return dataclasses.replace(self, dealt=tuple(axes))
 
+    @property
+    def slices_dealt(self) -> int:
+        """Over how many slices positions are dealt out; 1 where they are in natural order."""
+        return math.prod(self.mesh.shape[axis] for axis in self.dealt)
+
     def with_compute(self, entries: Mapping[str, "str | Sequence[str] | None"]) -> "Layout":
         """The same maps with further entries in front of those in use."""
         return dataclasses.replace(self, compute=(*_read(entries, self.mesh, "compute"), *self.compute))
@@ -241,6 +251,14 @@ def current_layout() -> Layout | None:
         return None
     axes = mapped_over().difference(*layout.mapped)
     return _inside(layout, tuple(a for a in layout.mesh.axis_names if a in axes)) if axes else layout
+
+
+def is_dealt(name: str) -> bool:
+    """Whether positions of this name are dealt out over devices here (`Layout.dealt`): `pos`, and what keys have."""
+    layout = current_layout()
+    if layout is None or not layout.dealt or mode_of(jax.sharding.get_abstract_mesh()) == "manual":
+        return False
+    return name in (POSITIONS, KEY_POSITIONS)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from trellis._compat import is_tracer
-from trellis.mesh.layout import current_layout
+from trellis.mesh.layout import POSITIONS, current_layout, is_dealt
 from trellis.mesh.manual.ops import vary
 from trellis.named.axis import Axis, Name, Names, NamesError, once
 from trellis.named.methods import Methods
@@ -248,7 +248,7 @@ def named(array, names: Names) -> NamedArray:
             f"an array has one name for each dimension, got {len(words)} names '{' '.join(words)}' "
             f"for shape {tuple(array.shape)}: add or remove names"
         )
-    if "pos" in words:
+    if POSITIONS in words:
         _refuse_unknown_order(array, words)
     new = _sliced(array, words, dims) if any(dim.axes for dim in dims) else NamedArray(array, words)
     for entry in entries:
@@ -264,11 +264,10 @@ def _refuse_unknown_order(array, names: tuple[str, ...]) -> None:
     Raises:
         NamesError: it cannot be told.
     """
-    layout = current_layout()
-    if layout is None or not layout.dealt or not isinstance(array, jax.Array):
+    if not is_dealt(POSITIONS) or not isinstance(array, jax.Array):
         return
     state = state_of(array)
-    if state.mode != "explicit" or set(state.axes[names.index("pos")]) & set(layout.dealt):
+    if state.mode != "explicit" or set(state.axes[names.index(POSITIONS)]) & set(current_layout().dealt):
         return
     raise NamesError(
         f"positions are dealt out over devices here, and in which order an array has them is to be known, got "

@@ -11,9 +11,8 @@ from trellis.mesh.layout import Layout, current_layout
 from trellis.named.array import NamedArray, named
 from trellis.named.axis import Axes, Axis, Name, Names, NamesError, axes_of
 from trellis.named.binary import equal, greater_equal, less_equal
-from trellis.named.dealing import slices_dealt
 from trellis.named.elementwise import outer, subtract, where
-from trellis.named.operand import operand
+from trellis.named.operand import operand, slices_dealt
 from trellis.named.reshape import transpose
 from trellis.notation import spec_of, typeof
 from trellis.notation.state import mode_of
@@ -94,7 +93,7 @@ def arange(axis: Axis, *, start=0, step=1, dtype=jnp.int32) -> NamedArray:
     Moves: nothing; each device makes its own slice.
     """
     axis = _one_axis(axis, "arange")
-    slices = slices_dealt(axis, "arange")
+    slices = slices_dealt(axis.name, axis.size, "arange")
 
     def iota(shape, spec):
         places = jax.lax.broadcasted_iota(jnp.int32 if slices else dtype, shape, 0, out_sharding=spec)
@@ -117,7 +116,7 @@ def linspace(axis: Axis, *, start=0.0, stop=1.0, dtype=jnp.float32) -> NamedArra
     axis = _one_axis(axis, "linspace")
     spec = layout_spec((axis.name,), (axis.size,))
     values = jnp.linspace(start, stop, axis.size, dtype=dtype)
-    if slices := slices_dealt(axis, "linspace"):
+    if slices := slices_dealt(axis.name, axis.size, "linspace"):
         values = deal(values, slices, 0)
     made = NamedArray(values if spec is None else jax.reshard(values, spec), (axis.name,))
     return operand(made, "linspace")

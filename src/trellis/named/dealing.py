@@ -3,15 +3,12 @@
 Every array with the name `pos` has its positions in the order of `trellis.mesh.dealing` there.
 """
 
-import math
 from collections.abc import Callable
 
 from trellis.mesh import dealing
 from trellis.mesh.by_device import by_device
-from trellis.mesh.layout import Layout, current_layout
+from trellis.mesh.layout import POSITIONS, Layout, current_layout
 from trellis.named.array import NamedArray
-from trellis.named.axis import Axis, NamesError
-from trellis.named.operand import KEY_POSITIONS, POSITIONS, is_dealt
 from trellis.named.placing import move
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
@@ -29,30 +26,8 @@ def in_order(function: Callable[[NamedArray], NamedArray], x: NamedArray) -> Nam
         return function(x)
     held, all_of_it = state_of(x.array).axes, _whole(x)
     with layout.with_dealt(()):
-        made = function(all_of_it.with_array(dealing.undeal(all_of_it.array, _slices(layout), x.index(POSITIONS))))
+        made = function(all_of_it.with_array(dealing.undeal(all_of_it.array, layout.slices_dealt, x.index(POSITIONS))))
     return _dealt(made.transpose(x.names), held, layout)
-
-
-def slices_dealt(axis: Axis, what: str) -> int:
-    """Over how many slices the positions along an axis are dealt out here; 0 where they are in their own order.
-
-    Raises:
-        NamesError: they are those of keys, which may be others than the queries, or as many as cannot be dealt out.
-    """
-    if not is_dealt(axis.name):
-        return 0
-    slices = _slices(current_layout())
-    if axis.name == KEY_POSITIONS:
-        raise NamesError(
-            f"positions of keys are those of queries where they are dealt out, got '{axis}', in {what}: make it of "
-            f"'{POSITIONS}' and write .rename({POSITIONS}='{KEY_POSITIONS}')"
-        )
-    if axis.size % (2 * slices):
-        raise NamesError(
-            f"positions are dealt out over {slices} slices here, two pieces each, got '{axis}', in {what}: use a "
-            f"length that {2 * slices} divides"
-        )
-    return slices
 
 
 def deal(x: NamedArray) -> NamedArray:
@@ -67,11 +42,7 @@ def deal(x: NamedArray) -> NamedArray:
 
 
 def _dealt(x: NamedArray, axes, layout: Layout) -> NamedArray:
-    return move(x.with_array(dealing.deal(x.array, _slices(layout), x.index(POSITIONS))), axes, frozenset())
-
-
-def _slices(layout: Layout) -> int:
-    return math.prod(layout.mesh.shape[axis] for axis in layout.dealt)
+    return move(x.with_array(dealing.deal(x.array, layout.slices_dealt, x.index(POSITIONS))), axes, frozenset())
 
 
 def _whole(x: NamedArray) -> NamedArray:

@@ -6,7 +6,6 @@ its slice, nothing moves), and its gradient is whole like itself. An array of an
 in force, as after a layout has ended, the mesh is that of the other operands.
 """
 
-import math
 import numbers
 
 import jax
@@ -17,16 +16,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from trellis._compat import is_tracer
 from trellis.mesh.dealing import deal
-from trellis.mesh.layout import Layout, current_layout
+from trellis.mesh.layout import KEY_POSITIONS, POSITIONS, current_layout, is_dealt
 from trellis.mesh.meshes import MeshError, mesh_text, same_mesh
 from trellis.mesh.reshard import place, scope_name
 from trellis.named.array import NamedArray, check_rank
 from trellis.named.axis import NamesError
 from trellis.notation import Dim, PendingSumError, Shape, spec_of, typeof
 from trellis.notation.state import mode_of, state_of
-
-# The dimension whose positions context parallelism deals out over devices, and what keys are renamed to.
-POSITIONS, KEY_POSITIONS = "pos", "key_pos"
 
 
 def operand(x, what: str, *, pending: bool = False, copies: bool = True) -> NamedArray:
@@ -181,7 +177,7 @@ def _placed(array, names: tuple[str, ...], here, mode: str) -> jax.Array:
     axes = ((),) * len(names) if layout is None else layout.assign(names)
     if layout is not None:
         layout.check(names, array.shape)
-        array = _in_this_order(array, names, layout)
+        array = _in_this_order(array, names)
     if isinstance(array, jax.Array) and not is_tracer(array) and array.committed:
         mesh = jax.sharding.get_mesh() if layout is None else layout.mesh
         array = jax.device_put(array, NamedSharding(mesh, PartitionSpec()))  # it was on one device
@@ -195,17 +191,16 @@ def _placed(array, names: tuple[str, ...], here, mode: str) -> jax.Array:
         return jax.reshard(array, spec_of(axes))
 
 
-def _in_this_order(array, names: tuple[str, ...], layout: Layout):
+def _in_this_order(array, names: tuple[str, ...]):
     """An array from outside, whose positions are in their own order, with these dealt out where those of others are.
 
     Raises:
-        NamesError: it is one of keys, which may be others than the queries.
+        NamesError: as `slices_dealt`.
     """
-    refuse_dealt([n for n in names if n == KEY_POSITIONS], "an array from outside")
-    if not any(map(is_dealt, names)):
-        return array
-    slices = math.prod(layout.mesh.shape[axis] for axis in layout.dealt)
-    return deal(jnp.asarray(array), slices, names.index(POSITIONS))
+    for dim, (name, size) in enumerate(zip(names, array.shape)):
+        if slices := slices_dealt(name, size, "an array from outside"):
+            array = deal(jnp.asarray(array), slices, dim)
+    return array
 
 
 def check_sizes(operands: list[NamedArray], what: str) -> None:
@@ -275,14 +270,6 @@ def refuse_cut(names, what: str) -> None:
         )
 
 
-def is_dealt(name: str) -> bool:
-    """Whether positions of this name are dealt out over devices here (`Layout.dealt`): `pos`, and what keys have."""
-    layout = current_layout()
-    if layout is None or not layout.dealt or mode_of(jax.sharding.get_abstract_mesh()) == "manual":
-        return False
-    return name in (POSITIONS, KEY_POSITIONS)
-
-
 def refuse_dealt(names, what: str, x: NamedArray | None = None) -> None:
     """Where positions are dealt out, none of an array's own operations may go by their order.
 
@@ -295,6 +282,28 @@ def refuse_dealt(names, what: str, x: NamedArray | None = None) -> None:
             f"{typeof(x) if x is not None else dealt[0]}: write it as trellis.in_order(f, x), or train with "
             "layout.context exchange, which leaves positions in their order"
         )
+
+
+def slices_dealt(name: str, size: int, what: str) -> int:
+    """Over how many slices positions of this name are dealt out here; 0 where they are in their own order.
+
+    Raises:
+        NamesError: they are those of keys, which may be others than the queries, or as many as cannot be dealt out.
+    """
+    if not is_dealt(name):
+        return 0
+    slices = current_layout().slices_dealt
+    if name == KEY_POSITIONS:
+        raise NamesError(
+            f"positions of keys are those of queries where they are dealt out, got '{name}={size}', in {what}: make it "
+            f"of '{POSITIONS}' and write .rename({POSITIONS}='{KEY_POSITIONS}')"
+        )
+    if size % (2 * slices):
+        raise NamesError(
+            f"positions are dealt out over {slices} slices here, two pieces each, got '{name}={size}', in {what}: use "
+            f"a length that {2 * slices} divides"
+        )
+    return slices
 
 
 def types_of(operands: list[NamedArray]) -> str:

@@ -15,14 +15,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from trellis.mesh.layout import current_layout
+from trellis.mesh.layout import POSITIONS, is_dealt
 from trellis.named.along import apply_along
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import Axes, Axis, Name, NamesError, axes_of, name_of
 from trellis.named.create import layout_spec
 from trellis.named.dealing import deal
 from trellis.named.elementwise import divide, where
-from trellis.named.operand import POSITIONS, operand
+from trellis.named.operand import operand
 from trellis.named.reduce import argmax
 from trellis.notation import typeof
 from trellis.notation.state import state_of
@@ -171,8 +171,7 @@ def _sample(sampler: Callable, key, axes: Axes, at: str, **how) -> NamedArray:
         made = NamedArray(sampler(key, shape=sizes, out_sharding=spec, **how), names)
     else:
         made = NamedArray(jax.reshard(sampler(key, shape=sizes, **how), spec), names)
-    layout = current_layout()
-    return deal(made) if layout is not None and layout.dealt and POSITIONS in names else made
+    return deal(made) if is_dealt(POSITIONS) and POSITIONS in names else made
 
 
 def _number(value, word: str, what: str):

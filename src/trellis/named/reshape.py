@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from trellis.mesh.layout import current_layout
+from trellis.mesh.layout import KEY_POSITIONS, POSITIONS, current_layout
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axes, Axis, Name, Names, NamesError, axes_of, name_of, once
-from trellis.named.operand import KEY_POSITIONS, POSITIONS, operand, refuse_cut, refuse_dealt
+from trellis.named.operand import operand, refuse_cut, refuse_dealt
 from trellis.named.placing import assign, bring, spread, whole
 from trellis.notation import spec_of, typeof
 from trellis.notation.state import sharding_on, state_of

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from trellis.errors import UserError
 from trellis.mesh import Layout
+from trellis.mesh.layout import POSITIONS
 from trellis.mesh.platform import platform_of_devices
 from trellis.models import LanguageModel
 from trellis.named import is_named
-from trellis.named.operand import POSITIONS
 from trellis.named.pipeline.by_vmap import microbatches_of
 from trellis.nn.attention.attend import KEY
 from trellis.nn.moe import Routing
