@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from trellis.checkpoints.checkpoints import Checkpoints
+from trellis.checkpoints.checkpoints import MANIFEST, Checkpoints, finished_steps
 from trellis.checkpoints.manifest import own_checksum
 from trellis.errors import UserError
 from trellis.named import NamedArray
@@ -287,3 +287,13 @@ def test_a_folder_that_is_gone_is_told_by_the_system_and_leaves_no_thread(tmp_pa
         with pytest.raises(NotADirectoryError):
             checkpoints.save(1, state)
         assert threading.active_count() == before
+
+
+def test_the_finished_steps_of_a_folder(tmp_path):
+    """Without opening it, which would clear away what another process is writing."""
+    assert finished_steps(tmp_path / "absent") == []
+    for step in (20, 3, 21):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    for step in (20, 3):
+        (tmp_path / f"step-{step:08d}" / MANIFEST).write_text("{}")
+    assert finished_steps(tmp_path) == [3, 20]

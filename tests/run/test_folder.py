@@ -12,7 +12,7 @@ from trellis.optim import AdamW
 from trellis.recipes import tiny
 from trellis.run.config import Evaluation
 from trellis.run.data import Data, MixturePart, MixtureSource, PartWeight, StoreSource
-from trellis.run.folder import alone, claim, last_step, new_folder, open_run, unchanged_if_refused
+from trellis.run.folder import alone, claim, new_folder, open_run, unchanged_if_refused
 from trellis.train.corpus import open_corpus
 
 
@@ -53,13 +53,6 @@ def test_going_on_that_is_refused_leaves_the_run_as_it_was(tmp_path):
         (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')  # it went on for a step
         raise UserError("A rule.", seen=1, where="steps", fix="use 2")
     assert open_run(tmp_path) == longer
-
-
-def test_the_last_step_is_that_of_a_checkpoint(tmp_path):
-    assert last_step(tmp_path) == 0
-    for step in (3, 20):
-        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-    assert last_step(tmp_path) == 20
 
 
 def test_a_new_folder_has_the_name_and_the_date(tmp_path):

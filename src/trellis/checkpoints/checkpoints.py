@@ -46,6 +46,14 @@ class Restored:
     data: dict = field(default_factory=dict)
 
 
+def finished_steps(folder: Path) -> list[int]:
+    """The steps of the finished checkpoints in a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = (_NAME.fullmatch(path.name) for path in folder.iterdir())
+    return sorted(int(m[1]) for m in found if m and (folder / m[0] / MANIFEST).exists())
+
+
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -103,10 +111,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps of the finished checkpoints, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
-        return sorted(int(m[1]) for m in found if m and (self.folder / m[0] / MANIFEST).exists())
+        return finished_steps(self.folder)
 
     def latest(self) -> int | None:
         """The step of the newest finished checkpoint."""

@@ -33,7 +33,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """`trellis train`."""
-    from trellis.run.folder import alone, claim, has_begun, last_step, new_folder, unchanged_if_refused
+    from trellis.checkpoints.checkpoints import finished_steps
+    from trellis.run.folder import alone, claim, has_begun, new_folder, unchanged_if_refused
     from trellis.train.choices import as_it_began, choose
     from trellis.train.compilation import use_persistent_cache
     from trellis.train.devices import find_devices
@@ -78,7 +79,8 @@ def execute(args: argparse.Namespace) -> int:
             finally:
                 if is_first():
                     _report(folder)
-        if code == 0 and is_first() and args.until is not None and (last := last_step(folder)) < run.steps:
+        last = max(finished_steps(folder / "checkpoints"), default=0)
+        if code == 0 and is_first() and args.until is not None and last < run.steps:
             print(f"paused   after step {last}; `{called()} train {folder}` goes on")
         elif code == 0 and is_first():
             print(_NEXT.format(trellis=called(), folder=folder))

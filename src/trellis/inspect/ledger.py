@@ -85,12 +85,18 @@ class _Rows:
             yield from (_noted(row, f"the largest of {len(inside)} branches") for row in largest)
         elif inside:
             yield from inside[0]
-        elif (again := self.states.again(operation)) and operation.name not in COLLECTIVES or self.of_zeros(operation):
+        else:
+            yield from self.moved(operation)
+
+    def moved(self, operation: Operation) -> Iterator[Row]:
+        """What an operation moves that has no other ones inside. Equal values move once; by hand, each as written."""
+        twin, by_hand = self.states.again(operation), operation.name in COLLECTIVES
+        if self.of_zeros(operation) or (twin and not by_hand):
             return
-        elif operation.name in COLLECTIVES:
+        if by_hand:
             for move, before, after, note in moves(operation, self.sizes):
                 what = text_of(operation.scope, before) or f"{words(before)} -> {words(after)}"
-                yield dataclasses.replace(self.row(move, before.aval, what, operation, note), twin=again)
+                yield dataclasses.replace(self.row(move, before.aval, what, operation, note), twin=twin)
         else:
             for implied in self.states.implied(operation):
                 yield self.row(implied.move, implied.aval, _words(implied, operation), operation, implied.note)

@@ -159,6 +159,11 @@ def _hints(obj) -> dict[str, typing.Any]:
     return typing.get_type_hints(obj)
 
 
+def hint_text(hint) -> str:
+    """A hint as it is written, for messages."""
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else repr(hint)
+
+
 def alternatives(hint) -> tuple:
     """The members of a union, or the hint alone."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):

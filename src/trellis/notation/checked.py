@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from trellis.notation.annotation import ArrayType, StackType, alternatives, array_types, hints_of
+from trellis.notation.annotation import ArrayType, StackType, alternatives, array_types, hint_text, hints_of
 from trellis.notation.binding import Bindings, TypeMismatch, binding, check_array
 from trellis.notation.shape import Shape
 from trellis.notation.typeof import is_array, is_named, typeof
@@ -186,7 +186,7 @@ def _resolve(hint, prefix: tuple, value, place: str):
             break
         hint = next((o for o in options if _fits(o, value)), None)
         if hint is None:
-            shown = " | ".join(o.__name__ if isinstance(o, type) else repr(o) for o in options)
+            shown = " | ".join(map(hint_text, options))
             raise TypeMismatch(
                 f"a value is one of its annotation's alternatives, got {typeof(value)} for {shown}, in {place}: "
                 f"pass one of these"

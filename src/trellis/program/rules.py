@@ -319,10 +319,8 @@ def _scatter(operation: Operation, states: list[State]) -> State:
     """The transpose of a lookup: dimensions of indices are summed over."""
     numbers = operation.params["dimension_numbers"]
     updates = states[2]
-    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    kept = [i for i in range(len(states[0].axes)) if i not in gone]
     dims = list(states[0].axes)
-    for index, target in zip(numbers.update_window_dims, kept):
+    for index, target in _updated_dims(operation):
         dims[target] = updates.axes[index]
     summed = {a for i, axes in enumerate(updates.axes) if i not in numbers.update_window_dims for a in axes}
     batching = {axis for i in numbers.operand_batching_dims for axis in dims[i]}
@@ -348,7 +346,7 @@ _RULES: dict[str, Callable[[Operation, list[State]], State]] = {
 }
 
 
-# Along other dimensions elements stay where they are.
+# Along dimensions of one size elements stay where they are: of those that work along one, and those that broadcast.
 _ALONG = frozenset(
     "slice pad concatenate dynamic_slice dynamic_update_slice split tile eq ne lt le gt ge select_n".split()
 )
@@ -422,11 +420,16 @@ def _regrouped(before: tuple[int, ...], after: tuple[int, ...], dims: tuple) -> 
 
 def windows(operation: Operation) -> list[tuple[int, int]]:
     """Of a scatter, the dimensions of the updates that cover a dimension of the array from end to end, with these."""
-    numbers = operation.params["dimension_numbers"]
     array, _, updates = (value.shape for value in operation.operands[:3])
+    return [(i, j) for i, j in _updated_dims(operation) if updates[i] == array[j]]
+
+
+def _updated_dims(operation: Operation) -> list[tuple[int, int]]:
+    """Of a scatter, the dimensions of the updates that are dimensions of the array, with these."""
+    numbers = operation.params["dimension_numbers"]
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    kept = [i for i in range(len(array)) if i not in gone]
-    return [(i, j) for i, j in zip(numbers.update_window_dims, kept) if updates[i] == array[j]]
+    kept = (i for i in range(len(operation.operands[0].shape)) if i not in gone)
+    return list(zip(numbers.update_window_dims, kept))
 
 
 def _cut(operation: Operation) -> list[int]:

@@ -35,11 +35,6 @@ def has_begun(folder: Path) -> bool:
     return (metrics.exists() and metrics.stat().st_size > 0) or any((folder / "checkpoints").glob("step-*"))
 
 
-def last_step(folder: Path) -> int:
-    """The last step of which a run has a checkpoint, 0 where it has none."""
-    return max((int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*[0-9]")), default=0)
-
-
 def claim(folder: Path, run: Run, *, write: bool = True) -> None:
     """Makes a folder the run's, or checks that it is already.
 

@@ -27,7 +27,7 @@ from trellis.notation import (
     spec_of,
     typeof,
 )
-from trellis.notation.annotation import DType, array_types, hints_of
+from trellis.notation.annotation import DType, array_types, hint_text, hints_of
 from trellis.notation.binding import bind_shape, binding, check_array, held_shape, real_axes
 from trellis.notation.checked import Leaf, is_typed_leaf, typed_leaves
 from trellis.notation.state import mesh_of, mode_of, state_of
@@ -178,8 +178,8 @@ class _Call:
         for leaf in leaves:
             if leaf.kind is None and is_array(leaf.value):
                 raise NotationError(
-                    f"a manual function's arrays are annotated, got {typeof(leaf.value)} where {_shown(hint)} has no "
-                    f"array, in {leaf.place}: annotate that field, or pass what the annotation says"
+                    f"a manual function's arrays are annotated, got {typeof(leaf.value)} where {hint_text(hint)} has "
+                    f"no array, in {leaf.place}: annotate that field, or pass what the annotation says"
                 )
         return leaves
 
@@ -348,7 +348,7 @@ class _Call:
                 if leaf.kind is None and is_array(leaf.value):
                     raise TypeMismatch(
                         f"a result is what its annotation says, got {typeof(leaf.value)} where "
-                        f"{_shown(self.hints['return'])} has no array, in {leaf.place}: return what the annotation "
+                        f"{hint_text(self.hints['return'])} has no array, in {leaf.place}: return what the annotation "
                         "says, or correct it"
                     )
                 if leaf.kind is not None and not is_array(leaf.value):
@@ -463,10 +463,6 @@ class _Call:
             if line := met(wanted.mesh_axes):
                 raise type(error)(f"{error}, or gather it before it meets what does not differ{line}") from None
             raise
-
-
-def _shown(hint) -> str:
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else repr(hint)
 
 
 def _number(leaf: Leaf) -> Leaf:

@@ -29,7 +29,7 @@ from trellis.named.axis import Axis, NamesError
 from trellis.named.contract import einsum
 from trellis.named.create import arange
 from trellis.named.elementwise import where
-from trellis.named.pipeline.parts import Parts, spread
+from trellis.named.pipeline.parts import BATCH, Parts, spread
 from trellis.named.placing import move, settle
 from trellis.named.reshape import broadcast_to, merge_axes, split_axis, transpose
 from trellis.named.scan import scan
@@ -37,8 +37,6 @@ from trellis.named.vmap import map_as_it_is
 from trellis.notation import Dim, Shape, spec_of
 from trellis.notation.state import mode_of, state_of
 
-BATCH = "batch"
-"""The name that is cut into microbatches."""
 COPIES, TICK, IN_STAGE = "copies", "tick", "in_stage"
 
 

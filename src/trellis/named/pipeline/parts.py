@@ -19,6 +19,9 @@ from trellis.named.placing import move
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
 
+BATCH = "batch"
+"""The name that is cut into microbatches."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:

@@ -17,7 +17,7 @@ from trellis.named.axis import NamesError
 from trellis.named.backend import written_out
 from trellis.named.index import index
 from trellis.named.pipeline.cut import Fold, after, before
-from trellis.named.pipeline.parts import Parts
+from trellis.named.pipeline.parts import BATCH, Parts
 from trellis.named.pipeline.traced import Traced
 from trellis.named.scan import loop
 from trellis.notation import spec_of
@@ -257,7 +257,7 @@ class Pieces:
 def _cut() -> contextlib.AbstractContextManager:
     """Within a layer nothing is computed along the batch, of which it sees a microbatch."""
     layout = current_layout()
-    return contextlib.nullcontext() if layout is None else dataclasses.replace(layout, cut=("batch",))
+    return contextlib.nullcontext() if layout is None else dataclasses.replace(layout, cut=(BATCH,))
 
 
 def put(arrays: list, places: list[int], some: list) -> list:
