@@ -14,6 +14,7 @@ from trellis.named import (
     NamedArray,
     NamesError,
     Stacked,
+    arange,
     einsum,
     named,
     named_jit,
@@ -141,22 +142,44 @@ def test_every_tick_moves_one_microbatch_and_parameters_move_once():
     assert found.total(kind="all-gather", axis="data") == found.total(kind="reduce-scatter", axis="data") == of_a_stage
 
 
-def test_random_keys_differ_between_microbatches():
-    """Each layer adds noise of its own key: rows of different microbatches get different noise."""
+class Noise(eqx.Module):
+    w: NamedArray
 
-    class Noise(eqx.Module):
-        w: NamedArray
+    def __call__(self, x, key):
+        return x + random.normal(key, x.axes)
 
-        def __call__(self, x, key):
-            return x + random.normal(key, x.axes)
 
-    with layout(2, pipeline_microbatches=4):
+def noise(stacked: Stacked, x: NamedArray, of: str) -> NamedArray:
+    if of == "a layer":
+        return stacked.fold(x, each=(random.split(jax.random.key(3), stacked.axis),))
+    return stacked.fold(x, jax.random.key(4))
+
+
+@pytest.mark.parametrize("data, of", [(1, "a layer"), (4, "a layer"), (2, "all layers")])
+def test_random_keys_differ_between_parts(data, of):
+    """Rows of different microbatches, and of different slices of the batch, get different noise."""
+    with layout(2, data, pipeline_microbatches=8 // data):
         stacked = Stacked(Noise(random.normal(jax.random.key(0), {"layers": 2, "embed": EMBED})), Axis("layers", 2))
-        keys = NamedArray(jax.random.split(jax.random.key(3), 2), ("layers",))
         x = shard(named(jnp.zeros((8, EMBED)), "batch embed"), "compute")
-        out = named_jit(lambda s, x, keys: s.fold(x, each=(keys,)))(shard(stacked), x, keys)
+        out = named_jit(noise, static=(2,))(shard(stacked), x, of)
     rows = np.asarray(out.array)
     assert len(np.unique(rows.round(5), axis=0)) == 8
+
+
+class Numbered(eqx.Module):
+    w: NamedArray
+
+    def __call__(self, x):
+        return x * arange(x.axis("batch"), dtype=jnp.float32)
+
+
+def test_numbers_of_rows_are_not_made_in_a_layer():
+    """They would be those of a part."""
+    stacked = Stacked(Numbered(named(jnp.ones((2, EMBED)), "layers embed")), Axis("layers", 2))
+    assert mistake(layout(2), stacked, inputs()[0]) == (
+        "within a pipeline a layer computes each row of 'batch' on its own, got arange along 'batch', of which it sees "
+        "a microbatch: move it out of the layers, or take the layers out of the layout's compute"
+    )
 
 
 @pytest.mark.slow

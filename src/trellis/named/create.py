@@ -12,7 +12,7 @@ from trellis.named.array import NamedArray, named
 from trellis.named.axis import Axes, Axis, Name, Names, NamesError, axes_of
 from trellis.named.binary import equal, greater_equal, less_equal
 from trellis.named.elementwise import outer, subtract, where
-from trellis.named.operand import operand, slices_dealt
+from trellis.named.operand import operand, refuse_cut, slices_dealt
 from trellis.named.reshape import transpose
 from trellis.notation import spec_of, typeof
 from trellis.notation.state import mode_of
@@ -93,6 +93,7 @@ def arange(axis: Axis, *, start=0, step=1, dtype=jnp.int32) -> NamedArray:
     Moves: nothing; each device makes its own slice.
     """
     axis = _one_axis(axis, "arange")
+    refuse_cut((axis.name,), "arange")
     slices = slices_dealt(axis.name, axis.size, "arange")
 
     def iota(shape, spec):
@@ -114,6 +115,7 @@ def linspace(axis: Axis, *, start=0.0, stop=1.0, dtype=jnp.float32) -> NamedArra
     Moves: nothing; each device makes its own slice.
     """
     axis = _one_axis(axis, "linspace")
+    refuse_cut((axis.name,), "linspace")
     spec = layout_spec((axis.name,), (axis.size,))
     values = jnp.linspace(start, stop, axis.size, dtype=dtype)
     if slices := slices_dealt(axis.name, axis.size, "linspace"):

@@ -88,7 +88,8 @@ def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each
         args: what every layer gets; arrays that have the name `batch` travel with their microbatch.
         block: the stacked layers, their name anywhere in an array; one without it is every layer's. Their gradients
             are added up over the ticks in float32.
-        each: a tree of arrays with the layers' name. Random keys among them get the microbatch folded in.
+        each: a tree of arrays with the layers' name. Into random keys, here and in `args`, the number of each slice's
+            microbatch is folded.
 
     Raises:
         NamesError: `x` has no batch, or one that cannot be cut.
@@ -111,13 +112,13 @@ def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each
     copied, form = jax.tree.flatten(jax.tree.map(plan.spread, block, is_leaf=is_named), is_leaf=is_named)
     each = jax.tree.map(plan.by_stage, each, is_leaf=is_named)
 
-    def work(here, travelling, copied, tick, each):
-        """One stage in one tick, on one slice of the batch."""
+    def work(part, travelling, copied, each):
+        """One stage in one tick, on one slice of the batch: the part of it that has this number."""
         arrived = iter(travelling)
         slots = [next(arrived) if does else leaf for leaf, does in zip(leaves, travels, strict=True)]
         x, args = jax.tree.unflatten(structure, slots)
         block = jax.tree.unflatten(form, [p.astype(kind) for p, kind in zip(copied, kinds, strict=True)])
-        each = jax.tree.map(lambda e: _with_microbatch(e, (tick - here).array), each, is_leaf=is_named)
+        args, each = jax.tree.map(lambda e: _with_part(e, part.array), (args, each), is_leaf=is_named)
         with plan.inside:
             x = stage(x, args, *_renamed((block, each), layers.name))
         return [*flat(x), *travelling[carried:]]
@@ -128,8 +129,9 @@ def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each
         ready = [where(here == 0, new, old) for new, old in zip(entering, moved, strict=True)]
 
         def one_stage(here, ready, copied, each):
-            one_copy = lambda ready, copied: work(here, ready, copied, tick, each)
-            return map_as_it_is(one_copy, COPIES, plan.over)(ready, copied)
+            one_copy = lambda part, ready, copied: work(part, ready, copied, each)
+            numbers = (tick - here) * plan.copies + arange(Axis(COPIES, plan.copies))
+            return map_as_it_is(one_copy, COPIES, plan.over)(numbers, ready, copied)
 
         done = map_as_it_is(one_stage, layers.name, (axis,))(here, ready, copied, each)
         return done, done[:carried]
@@ -291,7 +293,14 @@ def _renamed(tree, layers: str):
     return jax.tree.map(lambda p: p.rename(in_stage=layers) if is_named(p) else p, tree, is_leaf=is_named)
 
 
-def _with_microbatch(x, microbatch):
-    if not (is_named(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
+def _with_part(x, part: jax.Array):
+    """Random keys of this part of the batch, of which no two draw alike; those of each row, and all else, as it is."""
+    array = x.array if is_named(x) else x
+    if not jnp.issubdtype(getattr(array, "dtype", jnp.float32), jax.dtypes.prng_key) or (
+        is_named(x) and BATCH in x.names
+    ):
         return x
-    return x.with_array(jax.vmap(jax.random.fold_in, (0, None))(x.array, microbatch))
+    fold = jax.random.fold_in
+    for _ in array.shape:
+        fold = jax.vmap(fold, (0, None))
+    return x.with_array(fold(array, part)) if is_named(x) else fold(array, part)
