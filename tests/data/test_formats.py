@@ -1,5 +1,6 @@
 """Every format, compression and kind of path gives the same documents; every broken input one clear message."""
 
+import codecs
 import gzip
 import io
 import json
@@ -96,6 +97,16 @@ def test_compressions(tmp_path, name, suffix):
     store = tokens_of(tmp_path / (name + suffix), tmp_path / "out")
     expected = TEXTS if name != "in.txt" else TEXTS[:1]
     assert np.array_equal(store.tokens(0, store.num_tokens), stream(expected))
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.json", "in.csv", "in.txt", "in.jsonl.gz"])
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path, name):
+    plain, compressed, _ = name.partition(".gz")
+    WRITERS.get(plain, lambda path, texts: path.write_text(texts[0]))(tmp_path / plain, TEXTS)
+    marked = codecs.BOM_UTF8 + (tmp_path / plain).read_bytes()
+    (tmp_path / name).write_bytes(gzip.compress(marked) if compressed else marked)
+    store = tokens_of(tmp_path / name, tmp_path / "out")
+    assert np.array_equal(store.tokens(0, store.num_tokens), stream(TEXTS if plain != "in.txt" else TEXTS[:1]))
 
 
 def test_several_frames_in_a_file(tmp_path):

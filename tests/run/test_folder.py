@@ -40,6 +40,16 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     assert open_run(tmp_path) == tiny()
 
 
+def test_a_run_does_not_become_shorter_than_it_is(tmp_path):
+    claim(tmp_path, dataclasses.replace(tiny(), steps=40))
+    claim(tmp_path, dataclasses.replace(tiny(), steps=20), done=20)
+    with pytest.raises(UserError, match="A run goes on from its last checkpoint") as error:
+        claim(tmp_path, dataclasses.replace(tiny(), steps=19), done=20)
+    assert (error.value.seen, error.value.where) == ("steps=19 asked for, 20 done", str(tmp_path))
+    assert error.value.fix == "use --steps 21 or more, or a new --run-dir for a shorter run"
+    assert open_run(tmp_path).steps == 20
+
+
 def test_going_on_that_is_refused_leaves_the_run_as_it_was(tmp_path):
     claim(tmp_path, tiny())
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')

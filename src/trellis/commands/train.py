@@ -66,6 +66,7 @@ def execute(args: argparse.Namespace) -> int:
         fix = "use --until 0 for the first checkpoint alone"
         raise UserError("A run pauses after some steps, or none.", seen=args.until, where="--until", fix=fix)
     folder = Path(args.run_dir) if args.run_dir else resumed or new_folder(run)
+    done = lambda: max(finished_steps(folder / "checkpoints"), default=0)
     with alone(folder) if is_first() else contextlib.nullcontext():
         if not has_begun(folder):
             chosen = choose(run, devices, tell=lambda text: print(text, flush=True))
@@ -73,15 +74,14 @@ def execute(args: argparse.Namespace) -> int:
                 devices = devices[: chosen.devices]
             run = chosen
         with unchanged_if_refused(folder) if is_first() else contextlib.nullcontext():
-            claim(folder, run, write=is_first())
+            claim(folder, run, done=done(), write=is_first())
             try:
                 code = train_run(run, folder, devices, until=args.until)
             finally:
                 if is_first():
                     _report(folder)
-        last = max(finished_steps(folder / "checkpoints"), default=0)
-        if code == 0 and is_first() and args.until is not None and last < run.steps:
-            print(f"paused   after step {last}; `{called()} train {folder}` goes on")
+        if code == 0 and is_first() and args.until is not None and done() < run.steps:
+            print(f"paused   after step {done()}; `{called()} train {folder}` goes on")
         elif code == 0 and is_first():
             print(_NEXT.format(trellis=called(), folder=folder))
         return code

@@ -35,16 +35,17 @@ def has_begun(folder: Path) -> bool:
     return (metrics.exists() and metrics.stat().st_size > 0) or any((folder / "checkpoints").glob("step-*"))
 
 
-def claim(folder: Path, run: Run, *, write: bool = True) -> None:
+def claim(folder: Path, run: Run, *, done: int = 0, write: bool = True) -> None:
     """Makes a folder the run's, or checks that it is already.
 
     Args:
         folder: the run's folder; made where it is not there.
         run: the run; `run.yaml` is written, anew where only things differ that may change when a run goes on.
+        done: the steps that the run has made: those of its last checkpoint.
         write: whether this process writes it, or only checks.
 
     Raises:
-        UserError: the folder holds another run.
+        UserError: the folder holds another run, or is further than this one is to go.
     """
     path = folder / "run.yaml"
     if path.exists() and has_begun(folder):
@@ -60,6 +61,13 @@ def claim(folder: Path, run: Run, *, write: bool = True) -> None:
                 where=str(path),
                 fix=f"use another --run-dir, or resume what is there: trellis train {folder}",
             )
+    if run.steps < done:
+        raise UserError(
+            "A run goes on from its last checkpoint.",
+            seen=f"steps={run.steps} asked for, {done} done",
+            where=str(folder),
+            fix=f"use --steps {done + 1} or more, or a new --run-dir for a shorter run",
+        )
     if write:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_run(run, path)

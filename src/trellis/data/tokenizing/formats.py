@@ -1,5 +1,6 @@
 """Readers of one source file each: from a position on, blocks of whole documents."""
 
+import codecs
 import io
 import json
 import os
@@ -38,9 +39,7 @@ def lines(url: str, name: str, start: tuple[int, int], *, kind: str, separator: 
     """Blocks of about a MiB, cut after a separator: JSON lines, or texts with something between them."""
     cut = separator.encode()
     with Stream(url) as stream:
-        stream.skip(start[0])
-        position, number = start
-        rest = b""
+        (position, rest), number = _begin(stream, start[0]), start[1]
         while True:
             data = stream.read(BLOCK_BYTES)
             rest += data
@@ -62,13 +61,18 @@ def lines(url: str, name: str, start: tuple[int, int], *, kind: str, separator: 
                 return
 
 
+def _begin(stream: Stream, position: int) -> tuple[int, bytes]:
+    """Goes to a position: where that is, and bytes that were read there. A byte-order mark is no part of a text."""
+    stream.skip(position)
+    first = b"" if position else stream.read(len(codecs.BOM_UTF8))
+    return (len(first), b"") if first == codecs.BOM_UTF8 else (position, first)
+
+
 def whole(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
     """One text in pieces of one to two MiB, cut after a line end where there is one: at the first after each MiB
     counted from the last cut."""
     with Stream(url) as stream:
-        stream.skip(start[0])
-        position, number = start
-        rest, ended = b"", False
+        (position, rest), number, ended = _begin(stream, start[0]), start[1], False
         while not ended or rest:
             while not ended and len(rest) <= 2 * PIECE_BYTES:
                 data = stream.read(PIECE_BYTES)
