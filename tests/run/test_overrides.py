@@ -123,6 +123,27 @@ def test_a_file_replaces_parts_and_options_replace_both():
             ],
         ),
         (
+            {"data.source.kind": "mixture"},
+            [
+                "What defines a run is written down: it has no silent default.",
+                "no `data.source.parts`",
+                "`data.source`",
+                "add data.source.parts: [{name: str, path: str, weight: float or "
+                "[{step: int, weight: float}, ...]}, ...]",
+            ],
+        ),
+        (
+            {"model.family": "gpt2"},
+            [
+                "What defines a run is written down: it has no silent default.",
+                "no `model.positions`, `model.dropout`, `model.scale_by_inverse_layer`, `model.upcast_attention`",
+                "`model`",
+                "add model.positions: int, model.dropout: float, model.scale_by_inverse_layer: bool, "
+                "model.upcast_attention: bool",
+            ],
+        ),
+        ({"batch_size": "0"}, ["`batch_size` is 1 or more.", "batch_size=0", "--batch_size", "use 1 or more"]),
+        (
             {"seed.x": "1"},
             ["`seed` is of type int: it has no parts of that name.", "`x`", "--seed.x", "set it whole: --seed int"],
         ),

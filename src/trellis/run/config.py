@@ -347,6 +347,8 @@ class Run:
             )
 
     def _check_batch(self) -> None:
+        if isinstance(self.batch_size, int):
+            at_least(1, batch_size=self.batch_size)
         sizes = self.batch_sizes()
         starts = [b.step for b in sizes]
         if not sizes or starts[0] != 0 or starts != sorted(set(starts)):

@@ -120,6 +120,18 @@ def show(kind: Any) -> str:
     return kind.__name__
 
 
+def _written(kind: Any) -> str:
+    """A type as a user writes it: of entries with fields those that have no default."""
+    if dataclasses.is_dataclass(kind):
+        needed = {name: field for name, field in fields_of(kind).items() if field.default is REQUIRED}
+        return "{" + ", ".join(f"{name}: {_written(field.type)}" for name, field in needed.items()) + "}"
+    if typing.get_origin(kind) is tuple:
+        return f"[{_written(typing.get_args(kind)[0])}, ...]"
+    if len(members(kind)) > 1 and not variants(kind):
+        return " or ".join(map(_written, members(kind)))
+    return show(kind)
+
+
 def plain(value: Any) -> Any:
     """A configuration as dictionaries, lists and scalars, every field written out."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -253,7 +265,7 @@ def _build_dataclass(cls: type, data: Any, path: str, origin: Callable[[str], st
             "What defines a run is written down: it has no silent default.",
             seen=f"no {', '.join(f'`{_join(path, name)}`' for name in missing)}",
             where=origin(path) if path else cls.__name__,
-            fix=f"add {_join(path, missing[0])}: {show(fields[missing[0]].type)}",
+            fix=f"add {', '.join(f'{_join(path, name)}: {_written(fields[name].type)}' for name in missing)}",
         )
     values = {name: build(fields[name].type, item, _join(path, name), origin) for name, item in data.items()}
     try:
