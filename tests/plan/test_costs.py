@@ -77,7 +77,7 @@ def compiled(options: dict[str, str], text: str = GPU) -> Compiled:
 
 
 def verdict(seconds: float | None, of: Compiled) -> Verdict:
-    return Verdict(of, None, None, None, None, 0.0, 0.0, 0.0, (), seconds, None)
+    return Verdict(of, None, None, None, None, 0.0, 0.0, 0.0, 0.0, (), seconds, None)
 
 
 class Compiler:

@@ -19,6 +19,9 @@ from trellis.mesh.topology import TopologyError, parse_slice
 # Memory bandwidth that streaming code reaches, of the published rate.
 MEMORY_EFFICIENCY = 0.85
 
+# GB/s between a device and its host, one direction, where nothing is said: 16 lanes of PCIe 3.
+HOST_GBPS = 16
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
@@ -36,6 +39,7 @@ class Chip:
         hbm_bandwidth: bytes a second.
         link_bandwidth: bytes a second, one direction; of one torus link (TPU), or of all NVLinks of a GPU.
         network_bandwidth: bytes a second, one direction, between slices or hosts.
+        host_bandwidth: bytes a second, one direction, between a device's memory and its host's.
         torus: sides of the torus; 0 where every device of a host reaches every other (GPU).
         devices_per_chip: JAX devices of a chip.
         clock: cycles a second of the matrix units; None where it is not needed.
@@ -64,6 +68,7 @@ class Chip:
     hbm_bandwidth: float
     link_bandwidth: float
     network_bandwidth: float
+    host_bandwidth: float
     torus: int = 0
     devices_per_chip: int = 1
     clock: float | None = None
@@ -129,9 +134,9 @@ class Target:
 
 _FIELDS = {
     "kind", "bf16_tflops", "fp4_tflops", "fp8_tflops", "int8_tops", "hbm_gib", "hbm_gbps", "link_gbps", "links",
-    "network_gbps", "devices_per_chip", "kiloflops_per_cycle", "source", "like", "vector_tflops", "matmul_efficiency",
-    "attention_efficiency", "whole_attention_efficiency", "float32_share", "tile", "fill", "processors", "overlap",
-    "device_kinds",
+    "network_gbps", "host_gbps", "devices_per_chip", "kiloflops_per_cycle", "source", "like", "vector_tflops",
+    "matmul_efficiency", "attention_efficiency", "whole_attention_efficiency", "float32_share", "tile", "fill",
+    "processors", "overlap", "device_kinds",
 }  # fmt: skip
 _REQUIRED = ("kind", "bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps", "network_gbps", "vector_tflops",
              "matmul_efficiency", "attention_efficiency", "tile", "source")  # fmt: skip
@@ -194,6 +199,7 @@ def chip_from(name: str, entry: Mapping, where: str = "chips.yaml") -> Chip:
         hbm_bandwidth=entry["hbm_gbps"] * 1e9 / per_chip,
         link_bandwidth=entry["link_gbps"] * 1e9,
         network_bandwidth=entry["network_gbps"] * 1e9 / per_chip,
+        host_bandwidth=entry.get("host_gbps", HOST_GBPS) * 1e9 / per_chip,
         torus=entry.get("links", 0 if entry["kind"] == "gpu" else 2),
         devices_per_chip=per_chip,
         clock=bf16 / (cycle * 1e3) if cycle else None,

@@ -50,6 +50,7 @@ def _cpu(measured: Machine | None, count: int) -> Chip:
         hbm_bandwidth=rates.memory / MEMORY_EFFICIENCY / count,  # what was measured is what streaming code reaches
         link_bandwidth=rates.memory / count / 2,
         network_bandwidth=rates.memory / count / 2,
+        host_bandwidth=rates.memory / count / 2,
         vector_flops=rates.vector / count,
         matmul_efficiency=1.0,
         attention_efficiency=1.0,

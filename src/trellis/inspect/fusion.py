@@ -27,7 +27,7 @@ _VIEWS = VIEWS - {"transpose", "slice", "reduce_precision", "optimization_barrie
 def writes(operation: Operation) -> bool:
     """Whether an operation's results are written to memory; those of others exist when something that writes reads
     them, and until then keep alive what they are made of."""
-    return operation.name in _OPAQUE or reduces(operation)
+    return operation.name in _OPAQUE or reduces(operation) or operation.crosses
 
 
 def reduces(operation: Operation) -> bool:
@@ -75,8 +75,10 @@ def moves_nothing(operation: Operation) -> bool:
 
 
 def stored_bytes(operation: Operation, value: Value) -> int:
-    """Bytes of an operand or result: a Pallas kernel's last dimension fills whole lanes, so that heads of 64 take twice
-    their size."""
+    """Bytes of a device's memory that an operand or result takes: none in the host's. A Pallas kernel's last dimension
+    fills whole lanes, so that heads of 64 take twice their size."""
+    if value.on_host:
+        return 0
     if operation.name != "pallas_call":
         return value.num_bytes
     last = value.local_shape[-1] if value.local_shape else LANES

@@ -32,6 +32,7 @@ class Memory:
         kept: what the forward pass keeps for the backward pass, at the highest point or before it, largest first.
         compiled: the compiler's count, where the program was compiled.
         in_use: bytes in use by the device's own count, where it has one; only while running.
+        host: bytes of the host's memory that this device's share takes, where values are moved there.
     """
 
     buffers: tuple[Buffer, ...]
@@ -39,6 +40,7 @@ class Memory:
     kept: tuple[Buffer, ...] = ()
     compiled: CompiledMemory | None = None
     in_use: int | None = None
+    host: int = 0
 
     def per_kind(self) -> dict[str, int]:
         """Bytes by kind, in the order of `KINDS`."""
@@ -90,6 +92,7 @@ class Memory:
             "kept": [dataclasses.asdict(buffer) for buffer in self.kept],
             "compiled": compiled,
             "in_use": self.in_use,
+            "host": self.host,
         }
 
     def to_json(self) -> str:
@@ -120,6 +123,8 @@ class Memory:
         activation = self.largest()
         if activation:
             parts.append(f"largest activation: {activation.name}, {numbers.size(activation.num_bytes)}")
+        if self.host:
+            parts.append(f"in the host's memory: {numbers.size(self.host)} a device")
         if self.compiled:
             c = self.compiled
             parts.append(
@@ -209,7 +214,7 @@ def memory_of(program: Program, *, held_beside: bool = False) -> Memory:
         held_beside: whether SparseCores move weights and gradients beside computation, see `highest_point`.
     """
     point = highest_point(program, held_beside)
-    return Memory(point.buffers, point.where, point.kept)
+    return Memory(point.buffers, point.where, point.kept, host=point.host)
 
 
 def live_memory(**trees: Any) -> Memory:

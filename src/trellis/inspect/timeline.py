@@ -93,11 +93,13 @@ class HighestPoint:
         buffers: what is held there, largest first.
         where: the line that runs there; empty if nothing does.
         kept: what the forward pass keeps for the backward pass, there or earlier, largest first.
+        host: bytes that this device's share takes of the host's memory.
     """
 
     buffers: tuple[Buffer, ...]
     where: str
     kept: tuple[Buffer, ...]
+    host: int
 
 
 def highest_point(program: Program, held: bool = False) -> HighestPoint:
@@ -112,16 +114,17 @@ def highest_point(program: Program, held: bool = False) -> HighestPoint:
     walk = _Walk(program, of_parameters(program), held)
     for value, argument in zip(program.inputs, program.arguments, strict=True):
         kind = argument.kind if argument.kind in KINDS else "other"
-        walk.enter(value, _Held(_Room(kind, value.num_bytes, value), pinned=True))
+        walk.enter(value, _Held(_Room(kind, 0 if value.on_host else value.num_bytes, value), pinned=True))
     walk.mark(0, (), "")
     walk.run()
     walk.keep_results([a.donated for a in program.arguments])
-    arguments = sum(value.num_bytes for value in program.inputs)
+    arguments = sum(value.num_bytes for value in program.inputs if not value.on_host)
+    host = walk.host + sum(value.num_bytes for value in program.inputs if value.on_host)
     lost = int(FRAGMENTATION * (walk.peak - arguments)) + walk.lost_to_loops()
     between = Buffer(kind="fragmentation", name="between buffers", what="", num_bytes=lost)
     buffers, kept = ([room.buffer(program) for room in rooms if room.num_bytes] for rooms in (walk.at_peak, walk.kept))
     ordered = lambda buffers: tuple(sorted(buffers, key=lambda buffer: -buffer.num_bytes))
-    return HighestPoint(ordered([*buffers, *[between] * bool(lost)]), walk.where, ordered(kept))
+    return HighestPoint(ordered([*buffers, *[between] * bool(lost)]), walk.where, ordered(kept), host)
 
 
 class _Walk:
@@ -137,6 +140,7 @@ class _Walk:
         self.total = 0
         self.peak, self.at_peak, self.where = 0, (), ""
         self.kept: list[_Room] = []  # what the forward pass keeps for the backward pass
+        self.host = 0  # bytes of the host's memory that its results, and those of the loops in it, take
         self.lazy = fusion.fused_results(body)
         self.last = _last_uses(body)
         self.ends = collections.defaultdict(list)
@@ -245,6 +249,7 @@ class _Walk:
                 self.values[value] = self.of(same)
                 continue
             held = self.make(value, self.room(operation, value))
+            self.host += value.num_bytes * (value.on_host and (self.top or value not in self.body.results))
             if operation.name == "reshard":
                 self.moved += held.buffer.num_bytes if value in self.weights else fusion.summed_whole(operation)
             if self.top and fusion.gathers_columns(operation):
@@ -296,6 +301,7 @@ class _Walk:
         first, carried = operation.carries
         for value in operation.results[carried:]:
             self.make(value, self.room(operation, value))
+            self.host += value.num_bytes * value.on_host
         entering = operation.entering(body)
         carries = [
             self.carry(operation, inner, outer, last)
@@ -307,6 +313,7 @@ class _Walk:
         for value, _ in entering[first : first + carried]:
             inner.of(value).around = True
         inner.run()
+        self.host += inner.host
         self.kept += inner.kept
         where, around = inner.where or operation.source, {held.buffer for held in self.live.values()}
         if self.held:

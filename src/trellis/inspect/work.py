@@ -39,11 +39,11 @@ class Piece:
     """Work on one device.
 
     Attributes:
-        kind: "product", "grouped" (rows sorted by group with a matrix for each, by a kernel), "attention", "kernel" or
-            "elementwise".
+        kind: "product", "grouped" (rows sorted by group with a matrix for each, by a kernel), "attention", "kernel",
+            "elementwise", or "host copy" (between the device's memory and the host's).
         flops: floating-point operations of the matrix units, once.
         vector: vector operations, weighted by `COSTS`, once.
-        num_bytes: memory read and written, once.
+        num_bytes: memory read and written, or copied to or from the host, once.
         times: how often it runs in a call of the program.
         direction: "forward", "recomputed", "backward", or "update" for what is not differentiated (the optimizer).
         source: `file.py:line (function)`.
@@ -108,6 +108,8 @@ def _pieces(body: Body, load: float) -> Iterator[Piece]:
             (array,) = operation.results
             moved = 2.0 * array.num_bytes
             yield _piece(operation, "elementwise", f"{_show(array)} laid out anew", num_bytes=moved, slower=slower)
+        elif operation.crosses:
+            yield from _crossings(operation)
         elif name not in COLLECTIVES and name not in (ENTER, LEAVE) and not lies_so(operation):
             fused.append(operation)
     yield from _groups(fused, set(body.results))
@@ -129,6 +131,13 @@ def _piece(operation: Operation, kind: str, what: str, **counted) -> Piece:
         label=operation.label,
         **{"flops": 0.0, "vector": 0.0, "number": operation.number} | counted,
     )
+
+
+def _crossings(operation: Operation) -> Iterator[Piece]:
+    for before, after in zip(operation.operands, operation.results, strict=True):
+        if before.on_host != after.on_host:
+            what = f"{_show(after)} {'to' if after.on_host else 'from'} the host"
+            yield _piece(operation, "host copy", what, num_bytes=float(after.num_bytes))
 
 
 def _product(operation: Operation, load: float) -> Piece:

@@ -6,7 +6,8 @@ mesh axes run on. Collectives of activations stand in the way of the work that r
 (gathers before use, reductions of gradients) are hidden under the computation of the same pass where the compiler
 does that, as far as there is computation to hide under. So are, on GPUs, exchanges of batches in several parts
 (`Routing.interleave`), but for one part's. The steps of a ring run beside the kernels or products of the
-same line of the program, in the same pass.
+same line of the program, in the same pass. Copies to and from the host's memory are hidden under the computation
+of their pass.
 """
 
 import collections
@@ -32,6 +33,9 @@ HIDING_OPTIONS = {
     "xla_enable_async_all_reduce": "reductions",
 }
 
+# The kind of a piece of work that copies between a device's memory and the host's.
+HOST_COPY = "host copy"
+
 K = TypeVar("K", bound=Hashable)
 
 
@@ -47,7 +51,8 @@ class Line:
         hidden: seconds of these under computation.
         order: its place in the program; 0 for collectives.
         rate: FLOP/s that the matrix units reach on it, where they bound it.
-        bound: what it waits for: "matrix units", "vector units", "memory", or the links of mesh axes.
+        bound: what it waits for: "matrix units", "vector units", "memory", "the host's memory", or the links of mesh
+            axes.
         flops: FLOPs in a step, on one device.
         num_bytes: bytes in a step, on one device, through memory or over links.
         times: how often it runs.
@@ -169,8 +174,8 @@ def multiplies_only(dims: tuple[int, int, int]) -> bool:
 
 def work_line(piece: Piece, chip: Chip) -> Line:
     """The time of one piece of work."""
-    bandwidth = chip.streaming_bandwidth
-    if chip.cache_bytes and piece.num_bytes <= chip.cache_bytes:
+    bandwidth = chip.host_bandwidth if piece.kind == HOST_COPY else chip.streaming_bandwidth
+    if piece.kind != HOST_COPY and chip.cache_bytes and piece.num_bytes <= chip.cache_bytes:
         bandwidth = chip.cache_bandwidth
     memory = piece.num_bytes / bandwidth * piece.slower
     vector = piece.vector / chip.vector_flops
@@ -192,12 +197,13 @@ def work_line(piece: Piece, chip: Chip) -> Line:
     fuses = piece.kind == "elementwise" and piece.slower == 1
     if fuses:
         memory *= 1 - FUSED_AWAY
-    seconds, bound = max((matrix, "matrix units"), (vector, "vector units"), (memory, "memory"))
+    reads = "the host's memory" if piece.kind == HOST_COPY else "memory"
+    seconds, bound = max((matrix, "matrix units"), (vector, "vector units"), (memory, reads))
     seconds += chip.launch_seconds
     formula = {
         "matrix units": f"{piece.flops:.3g} FLOP / {rate:.3g} FLOP/s",
         "vector units": f"{piece.vector:.3g} operations / {chip.vector_flops:.3g} a second",
-        "memory": f"{piece.num_bytes:.3g} B / {bandwidth:.3g} B/s"
+        reads: f"{piece.num_bytes:.3g} B / {bandwidth:.3g} B/s"
         + (f" x {1 - FUSED_AWAY:.2f} not fused away" if fuses else "")
         + (f" x {piece.slower:.3g} laid out anew" if piece.slower != 1 else ""),
     }[bound]
@@ -250,17 +256,19 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
     """
     chip = links.target.chip
     covers = {*chip.overlap, *hides}
-    computed = _merged([work_line(piece, chip) for piece in work])
+    work_lines = _merged([work_line(piece, chip) for piece in work])
+    computed = [line for line in work_lines if line.kind != HOST_COPY]
+    copies = [line for line in work_lines if line.kind == HOST_COPY]
     room: dict[str, float] = collections.defaultdict(float)
     beside: dict[tuple[str, str], float] = collections.defaultdict(float)  # what is on a line of the program
     for line in computed:
-        room["backward" if line.where == "recomputed" else line.where] += line.seconds
+        room[_pass(line)] += line.seconds
         if line.kind != "elementwise":
             beside[line.where, line.source] += line.seconds
     moves = collective_lines(ledger, links)
     lines = list(computed)
     for row, line in sorted(moves, key=lambda pair: (not pair[0].ring, -pair[1].seconds)):
-        role, where = row.role, "backward" if line.where == "recomputed" else line.where
+        role, where = row.role, _pass(line)
         hidden = 0.0
         if row.ring and chip.kind != "cpu":
             hidden = min(line.seconds, beside[line.where, line.source], room[where])
@@ -271,8 +279,16 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
             hidden = min(line.seconds * (1 - 1 / row.parts), room[where])
         room[where] -= hidden
         lines.append(dataclasses.replace(line, hidden=hidden))
+    # Both directions at once, beside computation and what moves between devices.
+    room = collections.defaultdict(float)
+    for line in computed:
+        room[_pass(line)] += line.seconds
+    for line in copies:
+        hidden = min(line.seconds, room[_pass(line)])
+        room[_pass(line)] -= hidden
+        lines.append(dataclasses.replace(line, hidden=hidden))
     computation = sum(line.seconds for line in computed)
-    moved = sum(line.seconds for _, line in moves)
+    moved = sum(line.seconds for line in (*copies, *(line for _, line in moves)))
     hidden = sum(line.hidden for line in lines)
     return Times(
         lines=tuple(sorted(lines, key=lambda line: -line.seconds)),
@@ -282,6 +298,11 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
         hidden=hidden,
         flops=sum(line.flops for line in computed),
     )
+
+
+def _pass(line: Line) -> str:
+    """Backward for what is computed again there, too."""
+    return "backward" if line.where == "recomputed" else line.where
 
 
 def collective_lines(ledger: Ledger, links: Links) -> list[tuple[Row, Line]]:

@@ -186,6 +186,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "peak": plan.memory.peak,
             "capacity": int(plan.target.chip.hbm_bytes),
             "kinds": plan.memory.per_kind(),
+            "host": plan.memory.host,
             "where": plan.memory.where,
             "largest": [_fields(buffer) for buffer in plan.memory.buffers[:16]],
         },

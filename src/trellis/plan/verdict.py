@@ -13,6 +13,7 @@ from trellis.plan.compile import Compiled
 from trellis.plan.estimates import estimates, kernel_seconds
 from trellis.plan.prepared import Prepared
 from trellis.plan.quick import Plan
+from trellis.plan.roofline import HOST_COPY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Verdict:
         exposed: seconds in which the device waits for collectives, at the plan's link rates, by the compiler's
             schedule.
         hidden: seconds of collectives beside computation.
+        copies: seconds of copies to and from the host's memory that nothing hides, as the plan has them.
         waits: of each row of `ledger` the seconds of it that are waited for.
         seconds: predicted time of a step from these.
         mfu: from that.
@@ -44,6 +46,7 @@ class Verdict:
     kernels: float
     exposed: float
     hidden: float
+    copies: float
     waits: tuple[float, ...]
     seconds: float | None
     mfu: float | None
@@ -56,7 +59,7 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
     collectives, of which the part counts for which the schedule, replayed in its order, has nothing else to do.
     """
     if not compiled.text:
-        return Verdict(compiled, None, None, None, None, kernel_seconds(plan), 0.0, 0.0, (), None, None)
+        return Verdict(compiled, None, None, None, None, kernel_seconds(plan), 0.0, 0.0, 0.0, (), None, None)
     mesh = prepared.layout.mesh
     known = estimates(plan, compiled.text, mesh)
     waits = known.replay().waits
@@ -67,7 +70,8 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
     exposed = sum(of_rows)
     hidden = max(0.0, sum(known.sending[c.name].seconds * row.times for c, row in known.found) - exposed)
     others = plan.times.computation - known.kernels if known.scheduled is None else known.scheduled
-    seconds = others + known.kernels + exposed
+    copies = sum(line.seconds - line.hidden for line in plan.times.lines if line.kind == HOST_COPY)
+    seconds = others + known.kernels + exposed + copies
     mfu = plan.model_flops / (seconds * plan.target.num_devices * plan.target.chip.bf16_flops)
     # All that may run: loops whose number of turns the program does not say count by one.
     matched = structure_of(ledger_of(prepared.traced()), compiled.text, mesh)
@@ -81,6 +85,7 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
         kernels=known.kernels,
         exposed=exposed,
         hidden=hidden,
+        copies=copies,
         waits=of_rows,
         seconds=seconds,
         mfu=mfu,
@@ -115,6 +120,7 @@ def verdict_text(plan: Plan, verdict: Verdict) -> str:
             else "computation as predicted",
             f"{numbers.seconds(verdict.kernels)} kernels and gathers",
             f"{numbers.seconds(verdict.exposed)} waiting for collectives",
+            *[f"{numbers.seconds(verdict.copies)} waiting for the host's memory"] * bool(verdict.copies),
         ]
         lines.append(f"  step        {numbers.seconds(verdict.seconds)} = {' + '.join(parts)}; MFU {verdict.mfu:.1%}")
         lines.append(f"              ({numbers.seconds(verdict.hidden)} of collectives run beside computation)")

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AxisType
 
@@ -74,6 +75,11 @@ class Value:
     def num_bytes(self) -> int:
         """Bytes on one device."""
         return local_bytes(self.aval)
+
+    @functools.cached_property
+    def on_host(self) -> bool:
+        """Whether it lies in the memory of the host, not the device's."""
+        return getattr(self.aval, "memory_space", None) is jax.memory.Space.Host
 
     @property
     def num_elements(self) -> int:
@@ -184,6 +190,13 @@ class Operation:
         skip = 1 if self.name == "cond" else 0
         given = self.operands[skip:]
         return list(zip(body.inputs, given)) if len(given) == kept else []
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it copies from the device's memory to the host's, or back."""
+        return self.name == "device_put" and any(
+            before.on_host != after.on_host for before, after in zip(self.operands, self.results, strict=True)
+        )
 
     @property
     def mark(self) -> str:
