@@ -14,9 +14,16 @@ MLA = {192, 128}
 
 
 def cudnn_refuses(
-    q: jax.Array, v: jax.Array, *, pattern: Pattern, logit_softcap: float | None, upcast: bool
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    pattern: Pattern,
+    logit_softcap: float | None,
+    upcast: bool,
+    pieces: int = 1,
 ) -> str | None:
-    """Why cuDNN cannot compute this attention, or None if it can."""
+    """Why cuDNN cannot compute this attention, with positions in so many pieces, or None if it can."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, not {q.dtype}"
     if logit_softcap is not None:
@@ -27,30 +34,12 @@ def cudnn_refuses(
     if any(width % 8 or width > 128 for width in widths) and widths != MLA:
         seen = " and ".join(map(str, sorted(widths)))
         return f"it takes a head_dim that is a multiple of 8 and at most 128, or 192 with values of 128, not {seen}"
+    if q.shape[1] % (2 * pieces) or k.shape[1] % (2 * pieces):
+        of_each = f" in {pieces} pieces" if pieces > 1 else ""
+        return f"it takes even numbers of positions, not {q.shape[1]} and {k.shape[1]}{of_each}"
     if not upcast:
         return "it always computes scores in float32 (upcast=False)"
     return None
-
-
-def cudnn_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: tuple[jax.Array, jax.Array] | None,
-    *,
-    pattern: Pattern,
-    scale: float,
-) -> jax.Array:
-    """Softmax attention by cuDNN; arguments as in `trellis.nn.dot_product_attention`.
-
-    Documents are a mask of `batch pos key_pos` booleans that cuDNN reads; blocks that it hides are not skipped.
-    """
-    mask = None if segment_ids is None else same_document(*segment_ids)[:, None]
-    # A window of w keys, itself included, is w - 1 keys to the left.
-    window = None if pattern.window is None else (pattern.window - 1, 0)
-    return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, scale=scale, is_causal=pattern.causal, local_window_size=window, implementation="cudnn"
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from trellis.errors import TrellisError
 from trellis.mesh.layout import current_layout
 from trellis.mesh.platform import device_kind_of, platform_of
 from trellis.nn.attention.chunked import ChunkedTiles, chunked_attention
-from trellis.nn.attention.cudnn import CudnnTiles, cudnn_attention, cudnn_refuses
+from trellis.nn.attention.cudnn import CudnnTiles, cudnn_refuses
 from trellis.nn.attention.further import FurtherTiles, units_of
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.reference import reference_attention
@@ -17,7 +17,6 @@ from trellis.nn.attention.sliced.whole import Whole
 from trellis.nn.attention.splash import SplashTiles, splash_refuses, widest_blocks
 from trellis.notation import Dim, Shape, spec_of
 from trellis.notation.state import state_of
-from trellis.program.said import kernel_work
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "cudnn", "splash")
 
@@ -72,7 +71,7 @@ def dot_product_attention(
             and "chunked" elsewhere and in evaluation through a pipeline's stages; "reference", "chunked", "cudnn" and
             "splash" insist.
         save_name: the name under which `jax.checkpoint` policies can save what the backward pass needs, so that the
-            kernel does not run again (cuDNN's has no such name: saving its output does not save its second run).
+            kernel does not run again.
 
     Returns:
         `batch pos heads head_dim`, with the width of values, sharded like `q`.
@@ -98,14 +97,10 @@ def dot_product_attention(
     if place.pos:
         program = _sliced(place, q, k, chosen, **scores)
         return tiled_attention(place, program, q, k, v, segment_ids, sinks, save_name=save_name)
-    in_tiles = sinks is not None or chosen == "splash" or (chosen == "cudnn" and q.shape[-1] != v.shape[-1])
-    if chosen != "reference" and in_tiles:
+    if chosen in ("splash", "cudnn") or (sinks is not None and chosen == "chunked"):
         whole = Whole(_tiles(chosen, q, scale=float(scale), logit_softcap=logit_softcap, upcast=upcast), pattern)
         return tiled_attention(place, whole, q, k, v, segment_ids, sinks, save_name=save_name)
-    if chosen == "cudnn":
-        kernel = lambda q, k, v, ids: cudnn_attention(q, k, v, ids, pattern=pattern, scale=float(scale))
-        kernel = _saying(kernel, pattern)
-    elif chosen == "chunked":
+    if chosen == "chunked":
         kernel = lambda q, k, v, ids: chunked_attention(q, k, v, ids, save_name=save_name, **scores)
     else:
         own = () if sinks is None else (sinks,)
@@ -153,23 +148,13 @@ def _tiles(chosen: str, q, *, scale: float, logit_softcap: float | None, upcast:
     return ChunkedTiles(scale=scale, logit_softcap=logit_softcap, upcast=upcast, chunk=chunk)
 
 
-def _saying(kernel, pattern: Pattern):
-    """A kernel that says what it computes on one device, for the planner."""
-
-    def run(q, k, v, *rest):
-        (batch, pos, heads, head_dim), key_pos = q.shape, k.shape[1]
-        with kernel_work("attention", 2.0 * batch * heads * pattern.pairs(pos, key_pos) * (head_dim + v.shape[3])):
-            return kernel(q, k, v, *rest)
-
-    return run
-
-
 def _choose(q, k, v, place, pattern, logit_softcap, upcast, implementation) -> str:
     if implementation not in ("auto", "cudnn", "splash"):
         return implementation
+    asked = dict(upcast=upcast, pieces=2 * place.shards(place.pos) if place.pos else 1)
     refuses = {
-        "cudnn": lambda: cudnn_refuses(q, v, pattern=pattern, logit_softcap=logit_softcap, upcast=upcast),
-        "splash": lambda: splash_refuses(q, k, pieces=2 * place.shards(place.pos) if place.pos else 1, upcast=upcast),
+        "cudnn": lambda: cudnn_refuses(q, k, v, pattern=pattern, logit_softcap=logit_softcap, **asked),
+        "splash": lambda: splash_refuses(q, k, **asked),
     }
     layout = current_layout()
     if layout is not None and layout.mapped:  # so it is in JAX 0.10.2
