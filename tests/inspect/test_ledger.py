@@ -287,3 +287,11 @@ def test_thirds_of_two_sums_and_of_one_of_both_agree():
         found = compare(ledger(fn, x), collectives(fn.lower(x).compile(), mesh))
     assert found.axes == {"p": (276, 277)} and found.agrees()
     assert not dataclasses.replace(found, axes={"p": (276, 280)}).agrees()
+
+
+@pytest.mark.parametrize(
+    "asked, near", [({"kind": "allgather"}, "`all-gather`"), ({"direction": "forwards"}, "`forward`")]
+)
+def test_kinds_and_directions_that_are_none(asked, near):
+    with pytest.raises(ValueError, match=f"did you mean {near}"):
+        Ledger(()).total(**asked)

@@ -124,3 +124,8 @@ def test_target_configs_name_the_gpu():
         text = topology._target_config(gpu)
         assert text.count("{") == text.count("}")
         assert f"device_memory_size: {gpu.memory_bytes}" in text
+
+
+def test_a_generation_that_is_none():
+    with pytest.raises(TopologyError, match="TPUs are of the generations .*, got 'v55'"):
+        slice_names("v55")

@@ -99,6 +99,12 @@ def test_what_cannot_be_proven_says_why(four):
         tr.prove(jnp.sin, jnp.ones(3), on="v5e:2x2")
     with pytest.raises(UserError, match="A reference returns what the function returns"):
         tr.prove(jnp.sin, given(four)[0], on="v5e:2x2", reference=lambda w: (w, w))
+    with pytest.raises(UserError, match="A reference returns what the function returns") as error:
+        tr.prove(jnp.sin, given(four)[0], on="v5e:2x2", reference=jnp.sum)
+    shape = given(four)[0].shape
+    assert error.value.seen == f"shape () for result, where `sin` returns {shape}"
+    with pytest.raises(UserError, match="A seed is 0 or more"):
+        tr.prove(jnp.sin, given(four)[0], on="v5e:2x2", seed=-1)
 
 
 RUN = {"mesh.data": "2", "mesh.model": "2", "layout.preset": "auto", "microbatches": "2"}

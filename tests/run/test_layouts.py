@@ -160,7 +160,7 @@ def test_overlap_drops_out_with_its_mesh_axis():
                 "The sizes of a mesh multiply to the number of devices.",
                 "data=4 model=4 (16), devices=8",
                 "mesh",
-                "use --devices 16 to rehearse on a CPU, or sizes that multiply to 8",
+                "use sizes that multiply to 8; where a CPU simulates devices, --devices 16",
             ],
         ),
         (
@@ -169,7 +169,7 @@ def test_overlap_drops_out_with_its_mesh_axis():
                 "The sizes of a mesh multiply to the number of devices.",
                 "data=-1 model=3 (a multiple of 3), devices=8",
                 "mesh",
-                "use --devices 3 to rehearse on a CPU, or sizes that multiply to 8",
+                "use sizes that multiply to 8; where a CPU simulates devices, --devices 3",
             ],
         ),
         (

@@ -3,12 +3,17 @@
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trellis.commands.command import Command
 from trellis.errors import UserError
+
+if TYPE_CHECKING:
+    from trellis.hardware.chips import Target
+    from trellis.run.config import Run
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +71,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.costs:
         check_takes_costs(where)
     run, changed = adapt(args.run, where, args.given)
-    assumed = {"price": _price(args.price), "load": _load(args.load)}
+    assumed = {"price": _price(args.price), "load": _load(args.load, run, where, args.search)}
     out: dict[str, Any] = {"fitted": changed}
     plan, more, written = None, [], args.run
     try:
@@ -138,7 +143,7 @@ def _before(args: argparse.Namespace) -> Any:
             rule = "Plans that were compiled are saved, held against each other, and scheduled anew."
             seen = f"--{option} with --search" if args.search else f"--{option} without --compile"
             raise UserError(rule, seen=seen, where=f"--{option}", fix="use --compile, without --search")
-    if args.bound < 0:
+    if not 0 <= args.bound < math.inf:
         raise UserError("A bound is a percentage.", seen=args.bound, where="--bound", fix="use --bound 2")
     return read_plan(Path(args.against)) if args.against else None
 
@@ -158,15 +163,23 @@ def _held(args: argparse.Namespace, run: Any, plan: Any, verdict: Any, before: A
 
 
 def _price(price: float | None) -> float | None:
-    if price is not None and price <= 0:
+    if price is not None and not 0 < price < math.inf:
         raise UserError("A price is a positive number of dollars.", seen=price, where="--price", fix="use --price 1.20")
     return price
 
 
-def _load(load: float) -> float:
-    if load < 1:
+def _load(load: float, run: "Run", where: "Target", search: bool) -> float:
+    """Of `--load`, where it is possible: a search looks at several numbers of devices for experts."""
+    if not 1 <= load < math.inf:
         rule = "The fullest device has at least the rows of an even load."
         raise UserError(rule, seen=load, where="--load", fix="use 1 for an even load, 1.5 for half as many more")
+    sizes = run.mesh.resolve(where.num_devices)
+    devices = sizes["expert"] * sizes["expert_y"] if run.model.experts > 1 else 1
+    if load > devices and not search:
+        rule = "The fullest of the devices that experts are sliced over has all rows at most."
+        fix = f"use --load {devices} or less" if devices > 1 else "leave it out, or use --mesh.expert 8"
+        experts = "no experts" if run.model.experts == 1 else f"experts over {devices} device{'s' * (devices > 1)}"
+        raise UserError(rule, seen=f"{load:g}, {experts}", where="--load", fix=fix)
     return load
 
 

@@ -6,6 +6,7 @@ data-center network), `8xH100` (a node) or `4x8xH100` (four nodes).
 """
 
 import dataclasses
+import difflib
 import functools
 import importlib.resources
 import math
@@ -330,8 +331,9 @@ def target(name: str, hardware: str | None = None) -> Target:
             wrap = tuple(side >= 4 for side in shape)
         return Target(name=name, chip=chip, shape=shape, wrap=wrap, num_slices=int(match[1] or 1))
     words = re.findall(r"[a-z]+\d+[a-z]*", text)
-    near = did_you_mean(words[0] if words else text, known).removesuffix("?").removeprefix("did you mean ")
-    raise _unknown(name, near)
+    near = difflib.get_close_matches(words[0] if words else text, known, n=3)
+    written = lambda chip: f"8x{chip.name}" if chip.kind == "gpu" else f"{chip.name}:{'x'.join('4' * chip.torus)}"
+    raise _unknown(name, ", ".join(f"`{written(known[chip])}`" for chip in near or known))
 
 
 def _unknown(name: str, near: str) -> UserError:

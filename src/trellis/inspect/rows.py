@@ -6,9 +6,12 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 
+from trellis.errors import did_you_mean
 from trellis.figures import numbers
 from trellis.figures.text import aligned
 from trellis.program.moves import KINDS, wire_bytes
+
+DIRECTIONS = ("forward", "recomputed", "backward", "update", "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +92,17 @@ class Ledger:
         return len(self.rows)
 
     def select(self, *, kind: str | None = None, axis: str | None = None, direction: str | None = None) -> "Ledger":
-        """The rows of one kind, over one mesh axis (alone or jointly with others), in one direction."""
+        """The rows of one kind, over one mesh axis (alone or jointly with others), in one direction.
+
+        Raises:
+            ValueError: there is no such kind or direction.
+        """
+        for word, known, what in ((kind, KINDS, "kind"), (direction, DIRECTIONS, "direction")):
+            if word is not None and word not in known:
+                raise ValueError(
+                    f"a ledger's rows are of the {what}s {', '.join(filter(None, known))}, got {word!r}: "
+                    f"{did_you_mean(word, known)}"
+                )
         rows = (
             row
             for row in self.rows

@@ -107,6 +107,10 @@ def slice_names(generation: str | None = None) -> list[str]:
     >>> slice_names("v5e")
     ['v5e:1x1', 'v5e:2x2', 'v5e:2x4', 'v5e:4x4', 'v5e:4x8', 'v5e:8x8', 'v5e:8x16', 'v5e:16x16']
     """
+    if generation is not None and generation not in _GENERATIONS:
+        raise TopologyError(
+            f"TPUs are of the generations {', '.join(_GENERATIONS)}, got {generation!r}: use one of them"
+        )
     generations = [generation] if generation else list(_GENERATIONS)
     return [f"{name}:{shape}" for name in generations for shape in _shapes(name)]
 

@@ -18,6 +18,7 @@ from trellis.plan.prepared import Prepared, prepare
 from trellis.plan.roofline import HIDING_OPTIONS, Times, times
 from trellis.program import Program, trace
 from trellis.run.config import Run
+from trellis.train.checks import check_marks
 from trellis.train.compilation import options_for
 from trellis.train.flops import flops_per_token
 from trellis.train.stages import schedule_of
@@ -120,13 +121,19 @@ def plan_of(
     options: Sequence[str] | None = None,
     load: float = 1.0,
 ) -> Plan:
-    """The same for a train step that was prepared before."""
+    """The same for a train step that was prepared before.
+
+    Raises:
+        UserError: a name of kept values is none of the model's.
+    """
     run = prepared.run
     if options is None:
         given = options_for(target.chip.kind, run.compiler_options, target.num_devices)
         options = [name for name, value in given.items() if value.lower() not in ("false", "0")]
+    program = prepared.traced()
+    check_marks(run, program)
     plan = plan_program(
-        prepared.traced(),
+        program,
         target,
         name=run.name,
         tokens=prepared.tokens,

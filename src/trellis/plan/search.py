@@ -7,17 +7,19 @@ to paste, and what held the others back.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import operator
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from trellis.errors import UserError
 from trellis.hardware.chips import Target
+from trellis.hardware.described import described_devices
 from trellis.models.protocol import stacked
 from trellis.named.pipeline.parts import Parts
 from trellis.named.pipeline.schedule import Schedule
@@ -26,6 +28,7 @@ from trellis.plan.quick import Plan, quick_plan
 from trellis.plan.sketch import Sketch, sketch
 from trellis.plan.ways_to_fit import POLICIES, some_names
 from trellis.run.config import Run
+from trellis.train.assemble import layout_of
 
 # How attention reaches keys of other slices, along a mesh axis of positions.
 CONTEXT_KINDS = ("ring", "gather", "exchange")
@@ -176,6 +179,8 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
             kinds = [(1, preset) for preset in presets]
             if groups > 1 and ways % groups == 0:  # a copy of the model in each slice or host
                 kinds = [*kinds, (groups, "hybrid")]
+            if (copies := _fewest_copies(ways, run.model.embed)) > 1:
+                kinds = [*kinds, (copies, "hybrid")]
             schedules, policies = list(_schedules(run, stages)), _policies(run, stages)
             for (replica, preset), schedule, (policy, names) in itertools.product(kinds, schedules, policies):
                 if size % (ways * expert * schedule.parts):
@@ -207,6 +212,15 @@ def _expert_sizes(most: int, target: Target) -> list[tuple[int, int]]:
     powers = [2**n for n in range(most.bit_length())]
     host = 0 if target.chip.torus else target.shape[1]
     return [(1, size) for size in powers] + [(size // host, host) for size in powers if host and size > host > 1]
+
+
+def _fewest_copies(ways: int, width: int) -> int:
+    """How many copies of a model there are at least where so many devices slice its width, each in equal parts.
+
+    >>> _fewest_copies(8, 512), _fewest_copies(6, 512), _fewest_copies(3, 512)
+    (1, 3, 3)
+    """
+    return next(copies for copies in range(1, ways + 1) if ways % copies == 0 and width % (ways // copies) == 0)
 
 
 def _policies(run: Run, stages: int) -> Iterable[tuple]:
@@ -320,9 +334,18 @@ def search(
         load: of a mixture of experts, rows that the fullest device gets, in those of an even load.
 
     Raises:
-        UserError: no mesh divides the batch.
+        UserError: no mesh divides the batch, or what it slices of the model.
     """
-    sketched = [_sketched(variant, options, target) for variant, options in variants(run, target, written)]
+    found, refusals = [], []
+    refused = functools.cache(functools.partial(_refused, described_devices(target), run))
+    for variant, options in variants(run, target, written):
+        if why := refused(variant.mesh, variant.layout, variant.microbatches):
+            refusals.append(why)
+        else:
+            found.append((variant, options))
+    sketched = [_sketched(variant, options, target) for variant, options in found]
+    if not sketched and refusals:
+        raise refusals[0]
     if not sketched:
         size = max(entry.size for entry in run.batch_sizes())
         raise UserError(
@@ -352,6 +375,15 @@ def search(
     able = [c for c in planned if c.plan is not None]
     frontier = tuple(c for c in able if not any(_beats(other, c) for other in able))
     return Found(target, len(sketched), tuple(planned), tuple(sorted(frontier, key=lambda c: c.seconds)), best(able))
+
+
+def _refused(devices: Sequence[Any], run: Run, mesh, layout, microbatches: int | None) -> UserError | None:
+    """Why a run cannot be computed on this mesh; None if it can."""
+    try:
+        layout_of(dataclasses.replace(run, mesh=mesh, layout=layout, microbatches=microbatches), devices)
+    except UserError as error:
+        return error
+    return None
 
 
 def _sketched(run: Run, options: dict[str, str], target: Target) -> Candidate:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from trellis.data.batch import Batch
-from trellis.proof.placing import plain
+from trellis.proof.placing import numbers_of, plain
 from trellis.run.config import Precision, Run
 from trellis.run.layouts import LayoutChoice, MeshSizes
 from trellis.train.assemble import Assembled, assemble
@@ -62,7 +62,7 @@ def on_one_device(run: Run, *, padding: int, seed: int = 0) -> Reference:
         microbatches=run.parts,
         accumulation="pending",
     )
-    random = np.random.default_rng(seed)
+    random = numbers_of(seed)
     mixture = run.model.experts > 1
     with jax.default_device(jax.devices("cpu")[0]):
         made = assemble(plainly, jax.devices("cpu")[:1], padding=padding)

@@ -6,6 +6,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from trellis.errors import UserError
+
+
+def numbers_of(seed: int) -> np.random.Generator:
+    """Numbers at random, by a seed.
+
+    Raises:
+        UserError: it is negative.
+    """
+    if seed < 0:
+        raise UserError("A seed is 0 or more.", seen=seed, where="seed", fix="use 0 or more")
+    return np.random.default_rng(seed)
+
 
 def plain(x: jax.Array | np.ndarray) -> np.ndarray:
     """An array's numbers; a random key's are its words."""

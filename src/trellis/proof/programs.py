@@ -23,7 +23,7 @@ from trellis.notation.typeof import typeof
 from trellis.plan.compile import compiler_devices, platform_of_target
 from trellis.program.trace import first_mesh, mesh_of, trace
 from trellis.proof.interpreter import Interpreter
-from trellis.proof.placing import plain
+from trellis.proof.placing import numbers_of, plain
 from trellis.proof.proof import Proof, Subject, Wanted, Watch
 
 
@@ -56,6 +56,14 @@ def proof_of(
             where="reference",
             fix="return the same tree",
         )
+    for wanted, value, result in zip(subject.wanted, meant, jax.tree.leaves(subject.lowered.out_info), strict=True):
+        if value.shape[: len(result.shape)] != result.shape:  # a random key's words come after
+            raise UserError(
+                "A reference returns what the function returns.",
+                seen=f"shape {value.shape} for {wanted.name}, where `{subject.name}` returns {result.shape}",
+                where="reference",
+                fix="return arrays of the same shapes",
+            )
     wanted = [dataclasses.replace(wanted, value=value) for wanted, value in zip(subject.wanted, meant)]
     subject = dataclasses.replace(subject, wanted=wanted)
     proof = subject.execute(compiled, bound=bound)
@@ -100,7 +108,7 @@ def _subject(fn: Callable, args: tuple, on: str, options: dict[str, str], seed: 
         Wanted(jax.tree_util.keystr(path, simple=True, separator=".") or "result", empty, typeof(leaf))
         for path, leaf in results
     ]
-    random = np.random.default_rng(seed)
+    random = numbers_of(seed)
     name, given = getattr(fn, "__name__", type(fn).__name__), [_numbers(a, random) for a in arrays]
     return Subject(name, where, mesh, lowered, options, given, places, wanted, ledger)
 

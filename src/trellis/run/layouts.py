@@ -128,7 +128,7 @@ class MeshSizes:
                 "The sizes of a mesh multiply to the number of devices.",
                 seen=f"{shown or 'all sizes 1'} ({'a multiple of ' if free else ''}{known}), devices={num_devices}",
                 where="mesh",
-                fix=f"use --devices {known} to rehearse on a CPU, or sizes that multiply to {num_devices}",
+                fix=f"use sizes that multiply to {num_devices}; where a CPU simulates devices, --devices {known}",
             )
         return {name: num_devices // known if name == free else size for name, size in sizes.items()}
 

@@ -124,8 +124,7 @@ def assemble(
 
 def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes: int | None) -> Assembled:
     """The same for a run of one length."""
-    layout = make_layout(run.mesh, run.layout, devices, model_axes(run.model))
-    check_on_mesh(run, layout, model_types(run.model))
+    layout = layout_of(run, devices)
     optimizer = make_optimizer(
         run.optimizer,
         run.schedule,
@@ -192,6 +191,17 @@ def model_axes(config: ModelConfig) -> dict[str, int]:
     return {
         name: size for p in parameters(model_types(config)) if is_named(p.leaf) for name, size in p.leaf.shape.items()
     }
+
+
+def layout_of(run: Run, devices: Sequence[Any]) -> Layout:
+    """The layout of a run of one length.
+
+    Raises:
+        UserError: the mesh does not fit the devices, or the run the mesh.
+    """
+    layout = make_layout(run.mesh, run.layout, devices, model_axes(run.model))
+    check_on_mesh(run, layout, model_types(run.model))
+    return layout
 
 
 @functools.cache

@@ -1,0 +1,117 @@
+"""Plans of what is asked for by hand: what is kept and where, loads, meshes that do not divide; and what is refused."""
+
+import re
+
+import pytest
+
+from trellis.commands.line import main
+from trellis.errors import UserError
+from trellis.hardware.chips import target
+from trellis.plan.adapt import adapt
+from trellis.plan.quick import quick_plan
+from trellis.plan.search import search
+from trellis.plan.text import as_json, text
+from trellis.recipes import load_run
+
+SMALL = {
+    "model.embed": "256", "model.layers": "2", "model.heads": "4", "model.kv_heads": "2", "model.head_dim": "64",
+    "model.mlp": "512", "model.vocab": "1024", "data.sequence_length": "256", "microbatches": "1", "batch_size": "32",
+    "remat.policy": "full",
+}  # fmt: skip
+
+
+def small(**options):
+    return load_run("llama_8b", SMALL | {name.replace("__", "."): value for name, value in options.items()})
+
+
+def test_what_is_offloaded_takes_the_hosts_memory_and_its_time():
+    kept, plans = {}, {}
+    for policy in ("full", "saved", "offload"):
+        plans[policy] = plan = quick_plan(small(remat__policy=policy, batch_size="256"), target("8xH100"))
+        kept[policy] = sum(b.num_bytes for b in plan.memory.kept if b.kind == "activations")
+    found = plans["offload"]
+    assert kept["offload"] == kept["full"] < kept["saved"]
+    assert found.memory.host == kept["saved"] - kept["full"] and plans["saved"].memory.host == 0
+    assert found.memory.peak < plans["saved"].memory.peak
+    copies = [line for line in found.times.lines if line.kind == "host copy"]
+    assert {line.where for line in copies} == {"forward", "recomputed"}
+    for line in copies:
+        assert line.num_bytes == found.memory.host
+        assert line.seconds == pytest.approx(found.memory.host / 64e9, rel=0.01)
+    assert 0 < sum(line.hidden for line in copies) < sum(line.seconds for line in copies)
+    assert found.times.seconds == pytest.approx(found.times.computation + found.times.exposed)
+    assert "in the host's memory:" in text(found) and as_json(found)["memory"]["host"] == found.memory.host
+
+
+@pytest.mark.parametrize("on", ["8xH100", "v5p:2x2x2"])
+def test_attention_is_kept_by_its_name(on):
+    """Its result and the log of its sums, and its forward pass is not made again."""
+    full, kept = (
+        quick_plan(small(remat__policy=p, remat__names=n), target(on))
+        for p, n in (("full", ""), ("saved", "attention"))
+    )
+    made_again = lambda plan: [x for x in plan.times.lines if (x.kind, x.where) == ("attention", "recomputed")]
+    assert made_again(full) and not made_again(kept)
+    rows, heads = 32 // 8 * 256, 4
+    by_name = {b.name: b.num_bytes for b in kept.memory.kept_by_name()}
+    assert by_name["attention"] == 2 * rows * heads * (64 * 2 + 4)
+
+
+def test_an_odd_length_is_attended_to_in_chunks_on_gpus():
+    kinds = lambda length: {
+        x.kind for x in quick_plan(small(data__sequence_length=length), target("8xH100")).times.lines
+    }
+    assert "attention" in kinds("254") and "attention" not in kinds("255")
+
+
+def test_names_that_the_model_does_not_mark_are_refused():
+    with pytest.raises(UserError, match="What is kept by name is marked so by the model") as error:
+        quick_plan(small(remat__policy="saved", remat__names="qury"), target("8xH100"))
+    assert (error.value.seen, error.value.where, error.value.fix) == ("`qury`", "remat.names", "did you mean `query`?")
+
+
+def test_a_search_looks_at_meshes_that_divide_alone():
+    """Neither 6 nor 3 devices slice 256 channels: the model has three copies, each over two devices."""
+    run, _ = adapt(small(batch_size="48"), target("6xH100"), set())
+    found = search(run, target("6xH100"), most=4)
+    refused = [c.refused for c in found.candidates if c.refused]
+    assert refused == ["Mesh axes divide what they slice."], "the run's own"
+    assert found.winner.run.mesh.replica == 3 and found.winner.fits
+
+
+def test_a_search_says_why_no_mesh_divides():
+    with pytest.raises(UserError, match="Mesh axes divide what they slice"):
+        search(small(model__mlp="511", layout__params__mlp="data", layout__params__embed=""), target("8xH100"), most=4)
+
+
+@pytest.mark.parametrize(
+    "words, seen, where, fix",
+    [
+        ("--price nan", "nan", "--price", "use --price 1.20"),
+        ("--load inf", "inf", "--load", "use 1 for an even load, 1.5 for half as many more"),
+        ("--load 2", "2, no experts", "--load", "leave it out, or use --mesh.expert 8"),
+        ("--compile --against x --bound nan", "nan", "--bound", "use --bound 2"),
+    ],
+)
+def test_numbers_that_are_none(words, seen, where, fix, capsys):
+    assert main(["plan", "tiny", "--on", "v5e:2x2", *words.split()]) == 2
+    found = re.findall(r"(?:seen|where|fix): +(.*)", capsys.readouterr().err)
+    assert found == [seen, where, fix]
+
+
+def test_the_fullest_device_has_all_rows_at_most(capsys):
+    mixture = [
+        "plan",
+        "mixtral_8x7b",
+        "--on",
+        "8xH100",
+        "--mesh.data",
+        "1",
+        "--mesh.expert",
+        "8",
+        "--model.layers",
+        "1",
+    ]
+    assert main([*mixture, "--load", "9"]) == 2
+    assert "seen:  9, experts over 8 devices" in capsys.readouterr().err
+    assert main([*mixture, "--load", "8"]) == 0
