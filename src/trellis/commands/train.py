@@ -39,6 +39,7 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.train.compilation import use_persistent_cache
     from trellis.train.devices import find_devices
     from trellis.train.distributed import initialize, is_first
+    from trellis.train.together import check_alike, check_folder
 
     run: Run = args.run
     several = run.distributed
@@ -68,6 +69,8 @@ def execute(args: argparse.Namespace) -> int:
     folder = Path(args.run_dir) if args.run_dir else resumed or new_folder(run)
     done = lambda: max(finished_steps(folder / "checkpoints"), default=0)
     with alone(folder) if is_first() else contextlib.nullcontext():
+        check_folder(folder)
+        check_alike(run)
         if not has_begun(folder):
             chosen = choose(run, devices, tell=lambda text: print(text, flush=True))
             if chosen.devices != run.devices:
@@ -113,6 +116,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     """Trains a run in a folder on devices, to its end or until a step, and returns the exit code."""
     from trellis.data import Loader
     from trellis.data.loader import sharded
+    from trellis.data.store.identity import check_identities, identity
     from trellis.inspect import collectives, compiled_memory
     from trellis.inspect.graph import step_svg
     from trellis.inspect.ledger import ledger_of
@@ -131,10 +135,13 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     from trellis.train.state import TrainState
     from trellis.train.structure import StructureCheck
     from trellis.train.summary import describe, ledger_sums, lengths, sections, step_program
+    from trellis.train.together import check_text
 
     assembled = assemble(run, devices)
     check_state(assembled)
     corpus = open_corpus(run, progress=is_first())
+    text = {name: identity(store) for name, store in corpus.stores.items()}
+    check_text(text)
     programs, memory = {}, {}
     for step, made in assembled.phases().items():
         with as_of_phase(step):
@@ -171,6 +178,8 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         again=lambda step: sharded(corpus.batches, step, sharding),
         evaluate=evaluated if corpus.validation else None,
         sample=None if corpus.tokenizer is None else sampled,
+        text=text,
+        check_text=lambda before: check_identities(before, text, {n: s.url for n, s in corpus.stores.items()}),
     )
     work, check = work_of(assembled), StructureCheck(assembled, ledger, folder)
     pace = expected_pace(assembled, work)

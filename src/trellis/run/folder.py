@@ -1,13 +1,14 @@
 """A run's folder: where it is, and that it holds one run."""
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 from trellis.errors import TrellisError, UserError, shortened
-from trellis.run.config import Run
+from trellis.run.config import Distributed, Run
 from trellis.run.run_file import read_run, write_run
 from trellis.run.schema import plain
 
@@ -53,7 +54,7 @@ def claim(folder: Path, run: Run, *, done: int = 0, write: bool = True) -> None:
         differ = [name for name in now if before[name] != now[name]]
         if differ:
             told = lambda value: shortened("null" if value is None else str(value), 80)
-            fields = [each for name in differ for each in _fields_apart(name, before[name], now[name])]
+            fields = [each for name in differ for each in fields_apart(name, before[name], now[name])]
             seen = [f"{field}: {told(there)} there, {told(asked)} asked for" for field, there, asked in fields]
             raise UserError(
                 "A run folder holds one run, and the command that started it resumes it.",
@@ -70,15 +71,16 @@ def claim(folder: Path, run: Run, *, done: int = 0, write: bool = True) -> None:
         )
     if write:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_run(run, path)
+        write_run(dataclasses.replace(run, distributed=Distributed()), path)  # that is of one start, of one process
 
 
-def _fields_apart(name: str, there: Any, asked: Any) -> list[tuple[str, Any, Any]]:
+def fields_apart(name: str, there: Any, asked: Any) -> list[tuple[str, Any, Any]]:
     """The options in which two values of a field differ, with both."""
     if not isinstance(there, dict) or not isinstance(asked, dict):
         return [(name, there, asked)]
     keys = [key for key in {**there, **asked} if there.get(key) != asked.get(key)]
-    return [each for key in keys for each in _fields_apart(f"{name}.{key}", there.get(key), asked.get(key))]
+    inner = f"{name}." if name else ""
+    return [each for key in keys for each in fields_apart(f"{inner}{key}", there.get(key), asked.get(key))]
 
 
 @contextlib.contextmanager

@@ -37,10 +37,15 @@ class Corpus:
     tokenizer: Tokenizer | None
 
     @property
+    def stores(self) -> dict[str, TokenStore]:
+        """All that is trained on: a mixture's parts by name, one store without."""
+        data = self.batches.data
+        return dict(data.stores) if isinstance(data, Mixture) else {"": data}
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all that is trained on."""
-        data = self.batches.data
-        return sum(store.num_tokens for store in (data.stores.values() if isinstance(data, Mixture) else [data]))
+        return sum(store.num_tokens for store in self.stores.values())
 
 
 def open_corpus(run: Run, *, progress: bool = False) -> Corpus:

@@ -7,8 +7,8 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,16 @@ class Feed:
         evaluate: from a state, and how many steps were made, to scalar arrays on the device still, `validation_loss`
             among them.
         sample: from a state to a text.
+        text: what is known of all that is read, in plain values; checkpoints have it.
+        check_text: refuses to go on from a checkpoint, by what that has.
     """
 
     batches: Callable[[int], Any]
     again: Callable[[int], Any] | None = None
     evaluate: Callable[[Any, int], dict[str, jax.Array]] | None = None
     sample: Callable[[Any], str] | None = None
+    text: Mapping[str, Any] = field(default_factory=dict)
+    check_text: Callable[[Mapping[str, Any]], None] = lambda before: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +176,8 @@ class _Loop:
         restored = self._saved.restore(assembled.abstract, resizable={"vocab": run.model.vocab})
         start, tokens = (0, 0) if restored is None else (restored.step, restored.data["tokens"])
         state = assembled.init() if restored is None else assembled.at(start - 1).takes(restored.state)
+        if restored is not None:
+            self._feed.check_text(restored.data.get("text", {}))
         del restored  # the step is about to donate its arrays
         self._progress = progress or Progress(run.steps)
         self._note(f"resuming after step {start}, from {self._saved.path(start)}" if start else "")
@@ -298,7 +304,7 @@ class _Loop:
 
     def _save(self, state: Any, made: int) -> None:
         with self._watch.excused(f"saves after step {made}"):
-            new = self._saved.save(made, state, data={"tokens": self._meter.tokens})
+            new = self._saved.save(made, state, data={"tokens": self._meter.tokens, "text": dict(self._feed.text)})
         if new:
             self._timeline.add("checkpoint", made)
 

@@ -1,0 +1,61 @@
+"""What a store holds, in a few words: that a run goes on with the text that it began with."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from trellis.data.store.token_store import TokenStore
+from trellis.errors import UserError
+
+# Tokens of a span that is looked at, and how many spans there are.
+SPAN, SPANS = 1024, 5
+
+
+def identity(store: TokenStore) -> dict[str, Any]:
+    """Counts of a store, and digests of its first tokens and of spans spread over all of them.
+
+    Args:
+        store: of any format. Of one that is still being written only the first tokens are said to stay.
+
+    Returns:
+        Plain values: `first`, and of a complete store `tokens`, `documents` and `spans`.
+    """
+    count = store.num_tokens
+    first = _digest(store.tokens(0, min(SPAN, count)))
+    if not store.complete:
+        return {"first": first}
+    begins = sorted({int(begin) for begin in np.linspace(0, max(count - SPAN, 0), SPANS)})
+    spans = _digest(*(store.tokens(begin, min(begin + SPAN, count)) for begin in begins))
+    return {"first": first, "tokens": count, "documents": store.num_documents, "spans": spans}
+
+
+def _digest(*parts: np.ndarray) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(np.ascontiguousarray(part, np.uint32).tobytes())
+    return found.hexdigest()[:16]
+
+
+def check_identities(before: Mapping[str, Mapping], now: Mapping[str, Mapping], urls: Mapping[str, str]) -> None:
+    """Refuses a store that holds something else than it did.
+
+    Args:
+        before: identities of the stores of a run by name, as a checkpoint has them.
+        now: those of today.
+        urls: where the stores are, by name.
+
+    Raises:
+        UserError: one differs in something that both say.
+    """
+    for name in before.keys() & now.keys():
+        differ = [what for what in before[name].keys() & now[name].keys() if before[name][what] != now[name][what]]
+        if differ:
+            counts = [f"{each['tokens']:,} tokens" for each in (before[name], now[name]) if "tokens" in each]
+            raise UserError(
+                "A run goes on with the text that it began with.",
+                seen="other tokens" + (f": {counts[0]} before, {counts[1]} now" if len(counts) == 2 else ""),
+                where=urls[name],
+                fix="put the store back that the run began with, or start a new run: --run-dir DIR",
+            )

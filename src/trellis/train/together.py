@@ -1,0 +1,114 @@
+"""Several processes as one run: that they were started alike, see one folder, and read the same text."""
+
+import importlib.metadata
+import json
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from trellis.errors import UserError, shortened
+from trellis.run.config import Distributed, Run
+from trellis.run.folder import fields_apart
+from trellis.run.schema import plain
+from trellis.train.distributed import is_first
+
+# Seconds after which a file that another process wrote is there, on file systems that remember what was not.
+_SEEN_AFTER = 40.0
+_LIBRARIES = ("jax", "jaxlib", "trellis")
+
+
+def gathered(value: Any) -> list[Any]:
+    """A plain value of every process, in their order. All processes call it, with values of their own."""
+    from jax.experimental import multihost_utils
+
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.array(data.size, np.int32)))
+    padded = np.zeros(sizes.max(), np.uint8)
+    padded[: data.size] = data
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def check_folder(folder: Path, *, wait: float = _SEEN_AFTER, clock: Callable[[], float] = time.monotonic) -> None:
+    """Refuses processes that do not see what the first of them writes into the run's folder.
+
+    Args:
+        folder: the run's folder, which is there for the first process.
+        wait: seconds in which a new file becomes visible.
+        clock: what tells the time.
+
+    Raises:
+        UserError: a process does not see it, in all processes.
+    """
+    if jax.process_count() == 1:
+        return
+    name = gathered(f".seen-{secrets.token_hex(8)}")[0]
+    if is_first():
+        (folder / name).touch()
+    gathered(None)  # it is written
+    until = clock() + wait
+    while not (seen := folder.is_dir() and name in {path.name for path in folder.iterdir()}) and clock() < until:
+        time.sleep(0.5)
+    found = gathered([str(folder.resolve()), seen])
+    if is_first():
+        (folder / name).unlink()
+    blind = [(number, path) for number, (path, sees) in enumerate(found) if not sees]
+    if blind:
+        number, path = blind[0]
+        raise UserError(
+            "All processes see the run's folder.",
+            seen=f"process {number} does not see in {path} what process 0 writes in {found[0][0]}",
+            where="--run-dir",
+            fix="give all of them one folder that they share, by its whole path",
+        )
+
+
+def check_alike(run: Run) -> None:
+    """Refuses processes that were started with other options or versions than the first.
+
+    Raises:
+        UserError: a process differs, in all processes.
+    """
+    if jax.process_count() == 1:
+        return
+    mine = plain(run) | {"distributed": plain(Distributed())}
+    mine["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    first, *others = gathered(mine)
+    for number, other in enumerate(others, 1):
+        if apart := fields_apart("", first, other):
+            told = lambda value: shortened("null" if value is None else str(value), 80)
+            seen = [f"{field}: {told(a)} in process 0, {told(b)} in process {number}" for field, a, b in apart]
+            raise UserError(
+                "All processes of a run are started with the same options.",
+                seen="; ".join(seen),
+                where=f"process {number}",
+                fix="start all with one recipe, the same options and the same versions",
+            )
+
+
+def check_text(identities: dict[str, dict]) -> None:
+    """Refuses processes that read other text than the first.
+
+    Args:
+        identities: of the stores, by name.
+
+    Raises:
+        UserError: a process differs, in all processes.
+    """
+    if jax.process_count() == 1:
+        return
+    first, *others = gathered(identities)
+    for number, other in enumerate(others, 1):
+        if other != first:
+            name = next(name for name in first if other.get(name) != first[name])
+            raise UserError(
+                "All processes of a run read the same text.",
+                seen=f"other tokens in process {number} than in process 0" + (f", of {name}" if name else ""),
+                where=f"process {number}",
+                fix="give all of them one store that they share, or copies of it",
+            )

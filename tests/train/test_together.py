@@ -1,0 +1,98 @@
+"""Processes of a run that were not started alike, do not share a folder, or read other text: all of them say so."""
+
+import dataclasses
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trellis.data import FileSource, find_files, open_store, tokenize
+from trellis.data.store.identity import check_identities, identity
+from trellis.errors import UserError
+from trellis.optim import AdamW
+from trellis.recipes import tiny
+from trellis.train.distributed import initialize
+from trellis.train.together import check_alike, check_folder, check_text
+
+
+def checks(process: int, folder: Path) -> list:
+    """What one process is told: first where both agree, then where they do not."""
+    other = dataclasses.replace(tiny(), optimizer=AdamW(learning_rate=0.5)) if process else tiny()
+    own = [{"": {"first": "a", "tokens": 5}}, {"": {"first": "b", "tokens": 5}}]
+    calls = [
+        lambda: check_folder(folder),
+        lambda: check_alike(tiny()),
+        lambda: check_text(own[0]),
+        lambda: check_folder(folder / str(process), wait=0.2),
+        lambda: check_alike(other),
+        lambda: check_text(own[process]),
+    ]
+    if process == 0:
+        (folder / "0").mkdir()
+    told = []
+    for call in calls:
+        try:
+            told.append(call())
+        except UserError as error:
+            told.append([error.rule, error.seen, error.where])
+    return told
+
+
+@pytest.mark.slow
+def test_all_processes_are_told_what_differs(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "tests.train.test_together", address, str(tmp_path)]
+    processes = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in (0, 1)]
+    found = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
+    told = [
+        None,
+        None,
+        None,
+        [
+            "All processes see the run's folder.",
+            f"process 1 does not see in {tmp_path / '1'} what process 0 writes in {tmp_path / '0'}",
+            "--run-dir",
+        ],
+        [
+            "All processes of a run are started with the same options.",
+            "optimizer.learning_rate: 0.01 in process 0, 0.5 in process 1",
+            "process 1",
+        ],
+        ["All processes of a run read the same text.", "other tokens in process 1 than in process 0", "process 1"],
+    ]
+    assert found == [told, told]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0"] and not any((tmp_path / "0").iterdir())
+
+
+def store_of(text: str, folder: Path):
+    (folder / "in.txt").write_text(text)
+    tokenize(FileSource(files=find_files(folder / "in.txt")), folder / "store", use_bytes=True, workers=0, restart=True)
+    return open_store(folder / "store")
+
+
+def test_a_run_goes_on_with_the_text_that_it_began_with(tmp_path):
+    text = "".join(f"line {i}\n" for i in range(3000))
+    store = store_of(text, tmp_path)
+    before = {"": identity(store)}
+    check_identities(before, {"": identity(store_of(text, tmp_path))}, {"": "store"})
+    check_identities({}, before, {"": "store"})  # of a checkpoint that does not say
+    growing = {"first": before[""]["first"]}
+    check_identities({"": growing}, before, {"": "store"})
+    for other, seen in (
+        (text + "more\n", "other tokens: 28,891 tokens before, 28,896 tokens now"),
+        (text[:-3] + "x" + text[-2:], "other tokens: 28,891 tokens before, 28,891 tokens now"),
+        ("L" + text[1:], "other tokens: 28,891 tokens before, 28,891 tokens now"),
+    ):
+        with pytest.raises(UserError, match="A run goes on with the text that it began with") as error:
+            check_identities(before, {"": identity(store_of(other, tmp_path))}, {"": "store"})
+        assert (error.value.seen, error.value.where) == (seen, "store")
+
+
+if __name__ == "__main__":
+    initialize(coordinator=sys.argv[1], processes=2, process=int(sys.argv[3]))
+    print("\n" + json.dumps(checks(int(sys.argv[3]), Path(sys.argv[2]))))
