@@ -39,7 +39,7 @@ def qwen3_30b_a3b() -> Run:
         optimizer=AdamW(learning_rate=3e-4),
         schedule=Cosine(warmup_steps=2000),
         precision=Precision(exceptions={"router": "float32"}),
-        remat=Remat(policy="saved", names=("attention",)),
+        remat=Remat(policy="full"),
         mesh=MeshSizes(data=8),
         layout=LayoutChoice(preset="fsdp"),
         checkpoints=CheckpointRule(every=1000, keep_every=10_000),

@@ -54,7 +54,7 @@ def llama_70b() -> Run:
         model=dataclasses.replace(base.model, embed=8192, layers=80, heads=64, mlp=28_672),
         batch_size=256,
         optimizer=AdamW(learning_rate=1.5e-4),
-        remat=Remat(policy="saved", names=("query", "key", "value", "attention", "mlp_up")),
+        remat=Remat(policy="saved", names=("query", "key", "value", "mlp_up")),
     )
 
 
