@@ -1,3 +1,5 @@
+import os
+import pathlib
 import runpy
 import subprocess
 import sys
@@ -164,3 +166,22 @@ def test_a_command_that_the_shell_does_not_find_is_told_with_its_path(monkeypatc
 
 def test_version(capsys):
     assert run(capsys, "--version") == (0, "0.1.0\n", "")
+
+
+MAIN = "from trellis.commands.line import main; raise SystemExit(main())"
+
+
+def test_a_terminal_that_knows_fewer_characters():
+    code = "import sys; sys.stdout.write('first '); from trellis.commands.line import main; main(); print('\\u2588')"
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-c", code, "--version"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert found.returncode == 0 and found.stdout.endswith("\n?\n"), found.stderr
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="no such device here")
+def test_no_room_for_what_is_printed():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-u", "-c", MAIN, "recipes"]
+        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert found.returncode == 2 and "No space left on device" in found.stderr and "what it prints" in found.stderr

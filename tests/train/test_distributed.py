@@ -10,7 +10,7 @@ import time
 import pytest
 
 from trellis.errors import UserError
-from trellis.train.distributed import detect
+from trellis.train.distributed import detect, initialize
 from trellis.train.stopping import RunStopped, explain
 
 SLURM = {
@@ -66,6 +66,17 @@ def test_wrong_options_are_refused(env, options, rule, fix):
     with pytest.raises(UserError) as error:
         detect(env, **options)
     assert rule in error.value.rule and error.value.fix.endswith(fix)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_that_is_in_use(host):
+    with socket.socket() as taken:
+        taken.bind((host, 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UserError, match="waits for the others at a port of its own") as error:
+            initialize(coordinator=address, processes=2, process=0)
+    assert "in use" in error.value.seen and error.value.where == f"--distributed.coordinator {address}"
 
 
 def test_a_lost_process_is_told_apart_from_an_error_of_its_own(monkeypatch):

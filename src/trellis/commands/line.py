@@ -4,9 +4,11 @@ Exit codes: 0 done; 2 the input is wrong; 3 the run stopped itself; 143 after SI
 """
 
 import argparse
+import errno
 import functools
 import gc
 import importlib
+import io
 import os
 import pathlib
 import pkgutil
@@ -44,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:
         return _main(list(arguments))
     keep_interrupts()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # of a terminal or a file that knows fewer characters
+            stream.reconfigure(errors="replace")
     gc.set_threshold(20_000, 20, 20)  # tracing makes objects by the million, which Python else looks through too often
     code = _main(sys.argv[1:])
     end_at_once_on_interrupt(code)
@@ -72,12 +77,12 @@ def _main(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # no room, no right, no such name: the user's to mend, unlike one that names no file
-        if error.filename is None:
+        if error.filename is None and error.errno != errno.ENOSPC:
             raise
         told = UserError(
             "Files that a command needs can be read, and those that it makes can be written.",
             seen=error.strerror,
-            where=f"{error.filename!s:.200}",
+            where="what it prints" if error.filename is None else f"{error.filename!s:.200}",
             fix="give another path, or make room and permission there",
         )
         print(f"trellis: {told}", file=sys.stderr)

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -84,9 +85,9 @@ def execute(args: argparse.Namespace) -> int:
                 if is_first():
                     _report(folder)
         if code == 0 and is_first() and args.until is not None and done() < run.steps:
-            print(f"paused   after step {done()}; `{called()} train {folder}` goes on")
+            print(f"paused   after step {done()}; `{called()} train {shlex.quote(str(folder))}` goes on")
         elif code == 0 and is_first():
-            print(_NEXT.format(trellis=called(), folder=folder))
+            print(_NEXT.format(trellis=called(), folder=shlex.quote(str(folder))))
         return code
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import shlex
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -60,7 +61,7 @@ def claim(folder: Path, run: Run, *, done: int = 0, write: bool = True) -> None:
                 "A run folder holds one run, and the command that started it resumes it.",
                 seen="; ".join(seen),
                 where=str(path),
-                fix=f"use another --run-dir, or resume what is there: trellis train {folder}",
+                fix=f"use another --run-dir, or resume what is there: trellis train {shlex.quote(str(folder))}",
             )
     if run.steps < done:
         raise UserError(

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,6 +87,8 @@ def initialize(
     found = detect(os.environ, coordinator=coordinator, processes=processes, process=process)
     if found is None:
         return False
+    if found.get("process_id") == 0:
+        _check_port(found["coordinator_address"])
     try:
         jax.distributed.initialize(
             **found, heartbeat_timeout_seconds=heartbeat_seconds, initialization_timeout=timeout_seconds
@@ -100,6 +103,28 @@ def initialize(
             fix="check that process 0 runs, that its port is open, and that all were started alike",
         ) from error
     return True  # how many processes there are is known once JAX looks at its devices, which is not to happen here
+
+
+def _check_port(address: str) -> None:
+    """Refuses a port that is in use where the first process is to wait at it; JAX 0.10.2 ends in a segmentation fault.
+
+    Raises:
+        UserError: it is.
+    """
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was used a moment ago is free
+        if family == socket.AF_INET6:
+            tried.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            tried.bind(("", int(address.rpartition(":")[2])))
+        except (OSError, OverflowError) as error:
+            raise UserError(
+                "The first process of a run waits for the others at a port of its own.",
+                seen=str(error),
+                where=f"--distributed.coordinator {address}",
+                fix="give all of them another port",
+            ) from None
 
 
 def is_first() -> bool:

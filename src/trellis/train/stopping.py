@@ -142,7 +142,7 @@ def leave_at_once(error: BaseException) -> NoReturn:
     The interpreter's ordinary exit would wait for the other processes, and those wait for this one.
     """
     if isinstance(error, UserError):
-        print(error, file=sys.stderr)
+        print(f"trellis: {error}", file=sys.stderr)
     elif not isinstance(error, KeyboardInterrupt):
         traceback.print_exception(error)
     sys.stdout.flush()
