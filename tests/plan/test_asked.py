@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.plan.small import small
 from trellis.commands.line import main
 from trellis.errors import UserError
 from trellis.hardware.chips import target
@@ -11,17 +12,6 @@ from trellis.plan.adapt import adapt
 from trellis.plan.quick import quick_plan
 from trellis.plan.search import search
 from trellis.plan.text import as_json, text
-from trellis.recipes import load_run
-
-SMALL = {
-    "model.embed": "256", "model.layers": "2", "model.heads": "4", "model.kv_heads": "2", "model.head_dim": "64",
-    "model.mlp": "512", "model.vocab": "1024", "data.sequence_length": "256", "microbatches": "1", "batch_size": "32",
-    "remat.policy": "full",
-}  # fmt: skip
-
-
-def small(**options):
-    return load_run("llama_8b", SMALL | {name.replace("__", "."): value for name, value in options.items()})
 
 
 def test_what_is_offloaded_takes_the_hosts_memory_and_its_time():

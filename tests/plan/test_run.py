@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+from tests.plan.small import small
 from trellis.commands.line import main
 from trellis.errors import UserError
 from trellis.frozen import FrozenMap
@@ -26,16 +27,6 @@ from trellis.plan.text import as_json, text
 from trellis.plan.verdict import judge, verdict_text
 from trellis.recipes import load_run
 from trellis.run.config import Remat
-
-SMALL = {
-    "model.embed": "256", "model.layers": "2", "model.heads": "4", "model.kv_heads": "2", "model.head_dim": "64",
-    "model.mlp": "512", "model.vocab": "1024", "data.sequence_length": "256", "microbatches": "1", "batch_size": "32",
-    "remat.policy": "full",
-}  # fmt: skip
-
-
-def small(**options):
-    return load_run("llama_8b", SMALL | {name.replace("__", "."): value for name, value in options.items()})
 
 
 @pytest.mark.slow(but=2)

@@ -239,8 +239,8 @@ class Run:
     seed: int = 0
     """Of the initial parameters and of dropout. Change it to see how much of a difference is chance."""
     devices: int | None = None
-    """On a CPU: devices that each process is split into; null picks one a core where the batch can be divided so. Set it
-    to rehearse a larger mesh on a CPU, or to leave processors to others."""
+    """On a CPU: devices of each process; null picks one a core where the batch can be divided so. Set it to rehearse a
+    larger mesh on a CPU, or to leave processors to others."""
     distributed: Distributed = Distributed()
     """How several processes find each other."""
 
