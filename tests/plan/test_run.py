@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from tests.plan.small import small
+from tests.plan.small import SMALL, small
 from trellis.commands.line import main
 from trellis.errors import UserError
 from trellis.frozen import FrozenMap
