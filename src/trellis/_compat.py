@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import re
 import traceback
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from typing import Any
 
 import jax
@@ -51,6 +52,21 @@ def maps_no_copies(error: BaseException) -> bool:
         return False
     last = traceback.extract_tb(error.__traceback__)[-1]
     return in_a_library(last.filename) or not (last.line or "").startswith("raise ")
+
+
+def unknown_axis(error: BaseException, axes: Collection[str]) -> str | None:
+    """The name that a collective of JAX was given and that is none of these mesh axes; None if an error says none.
+
+    Some say it (`unbound axis name`), others end in an assertion without words, in JAX 0.10.2 to 0.12.0: of these it is
+    read from the line of the call.
+    """
+    if isinstance(error, NameError):
+        return said[1] if (said := re.search(r"unbound axis name: (\w+)", str(error))) else None
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not in_a_library(frame.filename)]
+    line = (frames[-1].line or "") if frames and not str(error) else ""
+    if not re.search(r"\b(p(sum|mean|max|min|permute|shuffle|cast|vary)|psum_scatter|all_to_all)\(", line):
+        return None
+    return next((name for name in re.findall(r"""["'](\w+)["']""", line) if name not in axes), None)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

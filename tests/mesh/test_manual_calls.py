@@ -11,6 +11,7 @@ from trellis.mesh import make_mesh, reshard
 from trellis.mesh.manual.einsum import einsum_plain as einsum
 from trellis.mesh.manual.reshard import TransitionError
 from trellis.mesh.manual.shard_map import shard_map
+from trellis.mesh.meshes import MeshError
 from trellis.notation import NotationError, TypeMismatch, f32, parse
 
 MESH = make_mesh(d=4, m=2)
@@ -104,3 +105,33 @@ def test_what_each_device_multiplies_by_itself_is_no_partial_sum():
         "pending along m, for 'batch/d out +m', in reshard('batch/d out +m -> batch/d out'): write no +m there; if "
         "these are partial sums, make them by einsum('... -> ... +m', ...)"
     )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: jax.lax.psum(x, "dd"),
+        lambda x: jax.lax.pmax(x, ("d", "dd")),
+        lambda x: jax.lax.ppermute(x, "dd", [(0, 1)]),
+        lambda x: jax.lax.all_gather(x, "dd", tiled=True),
+        lambda x: x * jax.lax.axis_index("dd"),
+    ],
+)
+def test_a_collective_over_an_axis_that_is_none(call):
+    @shard_map
+    def apart(x: f32["b/d e"]) -> f32["b/d e"]:
+        return call(x)
+
+    with pytest.raises(MeshError) as error:
+        apart(put((4, 4), "b/d e"))
+    assert told(error) == "a collective goes along axes of the mesh (d=4, m=2), got 'dd', in `apart`: did you mean `d`?"
+
+
+def test_an_assertion_of_ones_own_stays():
+    @shard_map
+    def apart(x: f32["b/d e"]) -> f32["b/d e"]:
+        assert x.shape == "dd"
+        return x
+
+    with pytest.raises(AssertionError):
+        apart(put((4, 4), "b/d e"))

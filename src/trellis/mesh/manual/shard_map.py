@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from trellis._compat import maps_no_copies
+from trellis._compat import maps_no_copies, unknown_axis
+from trellis.errors import did_you_mean
 from trellis.mesh.manual.check import check_pending, met_line
 from trellis.mesh.manual.refusals import raise_in_notation
 from trellis.mesh.manual.reshard import TransitionError, check_slice
@@ -143,6 +144,13 @@ class _Call:
             raise TypeMismatch(
                 f"a manual function takes its arrays as arguments, got one from outside of it, in `{self.name}`: "
                 f"pass it as an annotated argument ({str(error).split('Got input with ')[-1]})"
+            ) from error
+        except (NameError, AssertionError) as error:
+            if (name := unknown_axis(error, self.shape.axis_names)) is None:
+                raise
+            raise MeshError(
+                f"a collective goes along axes of the mesh ({mesh_text(self.shape)}), got {name!r}, in `{self.name}`: "
+                f"{did_you_mean(name, self.shape.axis_names)}"
             ) from error
         except TypeError as error:
             if "incompatible shapes for broadcasting" not in str(error):
