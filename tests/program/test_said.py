@@ -53,7 +53,7 @@ def test_attention_kernels_say_theirs(on):
     found = {way: sum(p.flops * p.times for p in pieces if p.kind == "attention" and p.direction == way)
              for way in ("forward", "backward")}  # fmt: skip
     model, length = run.model, run.data.sequence_length
-    pairs = length * (length + 1) / 2 if on.startswith("v5e") else length * length / 2  # tiles count their diagonal
+    pairs = length * (length + 1) / 2
     causal = 4 * 2 * model.layers * model.heads * model.head_dim * pairs  # two sequences on each device
     assert found == {"forward": causal, "backward": 2.5 * causal}
 
