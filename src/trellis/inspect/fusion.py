@@ -77,10 +77,8 @@ def moves_nothing(operation: Operation) -> bool:
 def stored_bytes(operation: Operation, value: Value) -> int:
     """Bytes of a device's memory that an operand or result takes: none in the host's. A Pallas kernel's last dimension
     fills whole lanes, so that heads of 64 take twice their size."""
-    if value.on_host:
-        return 0
     if operation.name != "pallas_call":
-        return value.num_bytes
+        return value.device_bytes
     last = value.local_shape[-1] if value.local_shape else LANES
     return value.num_bytes * (-(-last // LANES) * LANES) // max(last, 1)
 

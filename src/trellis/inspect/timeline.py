@@ -114,11 +114,11 @@ def highest_point(program: Program, held: bool = False) -> HighestPoint:
     walk = _Walk(program, of_parameters(program), held)
     for value, argument in zip(program.inputs, program.arguments, strict=True):
         kind = argument.kind if argument.kind in KINDS else "other"
-        walk.enter(value, _Held(_Room(kind, 0 if value.on_host else value.num_bytes, value), pinned=True))
+        walk.enter(value, _Held(_Room(kind, value.device_bytes, value), pinned=True))
     walk.mark(0, (), "")
     walk.run()
     walk.keep_results([a.donated for a in program.arguments])
-    arguments = sum(value.num_bytes for value in program.inputs if not value.on_host)
+    arguments = sum(value.device_bytes for value in program.inputs)
     host = walk.host + sum(value.num_bytes for value in program.inputs if value.on_host)
     lost = int(FRAGMENTATION * (walk.peak - arguments)) + walk.lost_to_loops()
     between = Buffer(kind="fragmentation", name="between buffers", what="", num_bytes=lost)

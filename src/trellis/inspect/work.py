@@ -32,6 +32,8 @@ UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 PRODUCTS = ("dot_general", "scaled_matmul_wrapper", "ragged_dot", "ragged_dot_general")
 # Pieces of which libtpu's schedule has no estimate: they are kernels.
 UNSCHEDULED = ("attention", "kernel", "grouped")
+# The kind of those that copy between a device's memory and the host's.
+HOST_COPY = "host copy"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ def _crossings(operation: Operation) -> Iterator[Piece]:
     for before, after in zip(operation.operands, operation.results, strict=True):
         if before.on_host != after.on_host:
             what = f"{_show(after)} {'to' if after.on_host else 'from'} the host"
-            yield _piece(operation, "host copy", what, num_bytes=float(after.num_bytes))
+            yield _piece(operation, HOST_COPY, what, num_bytes=float(after.num_bytes))
 
 
 def _product(operation: Operation, load: float) -> Piece:

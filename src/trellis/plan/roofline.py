@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from trellis.hardware.chips import Chip
 from trellis.inspect.rows import Ledger, Row
-from trellis.inspect.work import Piece
+from trellis.inspect.work import HOST_COPY, Piece
 from trellis.plan.links import Links
 
 # Elementwise work that the compiler fuses into the products around it, so that its bytes are not read again. Fitted
@@ -32,9 +32,6 @@ HIDING_OPTIONS = {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "reductions",
     "xla_enable_async_all_reduce": "reductions",
 }
-
-# The kind of a piece of work that copies between a device's memory and the host's.
-HOST_COPY = "host copy"
 
 K = TypeVar("K", bound=Hashable)
 
@@ -265,6 +262,7 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
         room[_pass(line)] += line.seconds
         if line.kind != "elementwise":
             beside[line.where, line.source] += line.seconds
+    free = room.copy()  # beside copies to and from the host: what moves between devices moves at once with them
     moves = collective_lines(ledger, links)
     lines = list(computed)
     for row, line in sorted(moves, key=lambda pair: (not pair[0].ring, -pair[1].seconds)):
@@ -279,13 +277,9 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
             hidden = min(line.seconds * (1 - 1 / row.parts), room[where])
         room[where] -= hidden
         lines.append(dataclasses.replace(line, hidden=hidden))
-    # Both directions at once, beside computation and what moves between devices.
-    room = collections.defaultdict(float)
-    for line in computed:
-        room[_pass(line)] += line.seconds
     for line in copies:
-        hidden = min(line.seconds, room[_pass(line)])
-        room[_pass(line)] -= hidden
+        hidden = min(line.seconds, free[_pass(line)])
+        free[_pass(line)] -= hidden
         lines.append(dataclasses.replace(line, hidden=hidden))
     computation = sum(line.seconds for line in computed)
     moved = sum(line.seconds for line in (*copies, *(line for _, line in moves)))

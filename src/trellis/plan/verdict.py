@@ -9,11 +9,11 @@ from trellis.inspect.compiled import Comparison, compare
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.rows import Ledger, Row
 from trellis.inspect.structure import Structure, structure_of
+from trellis.inspect.work import HOST_COPY
 from trellis.plan.compile import Compiled
 from trellis.plan.estimates import estimates, kernel_seconds
 from trellis.plan.prepared import Prepared
 from trellis.plan.quick import Plan
-from trellis.plan.roofline import HOST_COPY
 
 
 @dataclasses.dataclass(frozen=True)

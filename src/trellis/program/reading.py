@@ -82,6 +82,11 @@ class Value:
         return getattr(self.aval, "memory_space", None) is jax.memory.Space.Host
 
     @property
+    def device_bytes(self) -> int:
+        """Bytes of a device's memory: none of what lies in the host's."""
+        return 0 if self.on_host else self.num_bytes
+
+    @property
     def num_elements(self) -> int:
         """Elements on one device."""
         return math.prod(self.local_shape) if hasattr(self.aval, "shape") else 0

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import shlex
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,10 @@ def claim(folder: Path, run: Run, *, done: int = 0, write: bool = True) -> None:
     path = folder / "run.yaml"
     if path.exists() and has_begun(folder):
         before, now = _learned(read_run(path)), _learned(run)
-        differ = [name for name in now if before[name] != now[name]]
-        if differ:
-            told = lambda value: shortened("null" if value is None else str(value), 80)
-            fields = [each for name in differ for each in fields_apart(name, before[name], now[name])]
-            seen = [f"{field}: {told(there)} there, {told(asked)} asked for" for field, there, asked in fields]
+        if before != now:
             raise UserError(
                 "A run folder holds one run, and the command that started it resumes it.",
-                seen="; ".join(seen),
+                seen=told_apart(before, now, "there", "asked for"),
                 where=str(path),
                 fix=f"use another --run-dir, or resume what is there: trellis train {shlex.quote(str(folder))}",
             )
@@ -75,13 +71,20 @@ def claim(folder: Path, run: Run, *, done: int = 0, write: bool = True) -> None:
         write_run(dataclasses.replace(run, distributed=Distributed()), path)  # that is of one start, of one process
 
 
-def fields_apart(name: str, there: Any, asked: Any) -> list[tuple[str, Any, Any]]:
+def told_apart(one: Mapping[str, Any], other: Mapping[str, Any], of_one: str, of_other: str) -> str:
+    """The options in which two runs, as plain values, differ, with both values and words for whose they are."""
+    told = lambda value: shortened("null" if value is None else str(value), 80)
+    apart = _fields_apart("", one, other)
+    return "; ".join(f"{field}: {told(a)} {of_one}, {told(b)} {of_other}" for field, a, b in apart)
+
+
+def _fields_apart(name: str, there: Any, asked: Any) -> list[tuple[str, Any, Any]]:
     """The options in which two values of a field differ, with both."""
     if not isinstance(there, dict) or not isinstance(asked, dict):
         return [(name, there, asked)]
     keys = [key for key in {**there, **asked} if there.get(key) != asked.get(key)]
     inner = f"{name}." if name else ""
-    return [each for key in keys for each in fields_apart(f"{inner}{key}", there.get(key), asked.get(key))]
+    return [each for key in keys for each in _fields_apart(f"{inner}{key}", there.get(key), asked.get(key))]
 
 
 @contextlib.contextmanager

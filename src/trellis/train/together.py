@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from trellis.errors import UserError, shortened
+from trellis.errors import UserError
 from trellis.run.config import Distributed, Run
-from trellis.run.folder import fields_apart
+from trellis.run.folder import told_apart
 from trellis.run.schema import plain
 from trellis.train.distributed import is_first
 
@@ -47,10 +47,12 @@ def check_folder(folder: Path, *, wait: float = _SEEN_AFTER, clock: Callable[[],
     """
     if jax.process_count() == 1:
         return
+    from jax.experimental import multihost_utils
+
     name = gathered(f".seen-{secrets.token_hex(8)}")[0]
     if is_first():
         (folder / name).touch()
-    gathered(None)  # it is written
+    multihost_utils.sync_global_devices(name)  # it is written
     until = clock() + wait
     while not (seen := folder.is_dir() and name in {path.name for path in folder.iterdir()}) and clock() < until:
         time.sleep(0.5)
@@ -80,12 +82,10 @@ def check_alike(run: Run) -> None:
     mine["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     first, *others = gathered(mine)
     for number, other in enumerate(others, 1):
-        if apart := fields_apart("", first, other):
-            told = lambda value: shortened("null" if value is None else str(value), 80)
-            seen = [f"{field}: {told(a)} in process 0, {told(b)} in process {number}" for field, a, b in apart]
+        if other != first:
             raise UserError(
                 "All processes of a run are started with the same options.",
-                seen="; ".join(seen),
+                seen=told_apart(first, other, "in process 0", f"in process {number}"),
                 where=f"process {number}",
                 fix="start all with one recipe, the same options and the same versions",
             )
