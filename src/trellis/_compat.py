@@ -58,12 +58,16 @@ def unknown_axis(error: BaseException, axes: Collection[str]) -> str | None:
     """The name that a collective of JAX was given and that is none of these mesh axes; None if an error says none.
 
     Some say it (`unbound axis name`), others end in an assertion without words, in JAX 0.10.2 to 0.12.0: of these it is
-    read from the line of the call.
+    read from the line of the call. JAX 0.12.0's `pmax` counts it among the axes along which a value is alike.
     """
     if isinstance(error, NameError):
         return said[1] if (said := re.search(r"unbound axis name: (\w+)", str(error))) else None
+    if mixed := re.search(r"can only accept axis_name .*axes: \(([^)]*)\) and", str(error)):
+        return next((name for name in re.findall(r"\w+", mixed[1]) if name not in axes), None)
+    if not isinstance(error, AssertionError) or str(error):
+        return None
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not in_a_library(frame.filename)]
-    line = (frames[-1].line or "") if frames and not str(error) else ""
+    line = (frames[-1].line or "") if frames else ""
     if not re.search(r"\b(p(sum|mean|max|min|permute|shuffle|cast|vary)|psum_scatter|all_to_all)\(", line):
         return None
     return next((name for name in re.findall(r"""["'](\w+)["']""", line) if name not in axes), None)

@@ -8,7 +8,11 @@ from tests.plan.small import small
 from trellis.commands.line import main
 from trellis.errors import UserError
 from trellis.hardware.chips import target
+from trellis.pages.plan import page
+from trellis.pages.plan_pictures import timeline_picture
 from trellis.plan.adapt import adapt
+from trellis.plan.advice import advice
+from trellis.plan.frontier import why_lost
 from trellis.plan.quick import quick_plan
 from trellis.plan.search import search
 from trellis.plan.text import as_json, text
@@ -31,6 +35,22 @@ def test_what_is_offloaded_takes_the_hosts_memory_and_its_time():
     assert 0 < sum(line.hidden for line in copies) < sum(line.seconds for line in copies)
     assert found.times.seconds == pytest.approx(found.times.computation + found.times.exposed)
     assert "in the host's memory:" in text(found) and as_json(found)["memory"]["host"] == found.memory.host
+
+
+def test_copies_to_the_host_are_moves():
+    """On the page, in what a search says of a variant, and in what a plan advises."""
+    run, on = small(remat__policy="offload", batch_size="256"), target("8xH100")
+    plan = quick_plan(run, on)
+    waited = sum(line.seconds - line.hidden for line in plan.times.copies)
+    (advised,) = [words for words in advice(plan) if "the host's memory" in words]
+    assert advised.startswith(f"{waited / plan.seconds:.0%} of the step waits for the host's memory: keep fewer")
+    kept, moved = str(timeline_picture(quick_plan(small(batch_size="256"), on))), str(timeline_picture(plan))
+    assert "host copy, Llama layers: " in moved and "that nothing hides" in moved and "host copy" not in kept
+
+    found = search(run, on, most=4)
+    (lost,) = {why_lost(c, found.winner, on) for c in found.candidates if c.keeps == "offload" and c.parts == 1}
+    assert lost.endswith("more copying to and from the host's memory")
+    assert "host copy" in str(page(plan, found=found))
 
 
 @pytest.mark.parametrize("on", ["8xH100", "v5p:2x2x2"])

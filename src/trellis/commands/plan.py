@@ -200,6 +200,7 @@ def _compiled_json(verdict) -> dict:
         "kernel_seconds": verdict.kernels,
         "exposed_seconds": verdict.exposed,
         "hidden_seconds": verdict.hidden,
+        "copy_seconds": verdict.copies,
         "step_seconds": verdict.seconds,
         "mfu": verdict.mfu,
         "structure": verdict.structure and verdict.structure.as_dict(),

@@ -170,8 +170,8 @@ def timeline_picture(plan: Plan) -> Markup:
         parts.append(_text(left - 10, y + 22, name, anchor="end", size=13))
         parts.append(_quiet(left - 10, y + 54, "moves", anchor="end", size=11))
         lines = [line for line in plan.times.lines if line.where in where and line.times]
-        moves = [line for line in lines if line.axes and line.times % depth == 0]
-        work = sorted((line for line in lines if not line.axes and line.times == depth), key=lambda line: line.order)
+        moves = [line for line in lines if line.moves and line.times % depth == 0]
+        work = sorted((line for line in lines if not line.moves and line.times == depth), key=lambda line: line.order)
         alone: dict[str, list[Line]] = {}
         for move in moves:
             if move.seconds - move.hidden > 0.02 * move.seconds:
@@ -228,7 +228,8 @@ def _alone(moves: list[Line], x: float, y: float, scale: float, depth: int) -> t
 
 
 def _moved(move: Line) -> str:
-    return f"{move.kind} over {','.join(move.axes)}, {move.label}"
+    over = f" over {','.join(move.axes)}" if move.axes else ""
+    return f"{move.kind}{over}, {move.label}"
 
 
 def _depth(plan: Plan) -> int:
@@ -245,7 +246,7 @@ def _pass_seconds(plan: Plan, where: tuple[str, ...], depth: int) -> float:
     if not depth:
         return 0.0
     lines = [line for line in plan.times.lines if line.where in where and line.times and line.times % depth == 0]
-    return sum((line.seconds - line.hidden) / depth for line in lines if line.axes or line.times == depth)
+    return sum((line.seconds - line.hidden) / depth for line in lines if line.moves or line.times == depth)
 
 
 def _frame(left: float, top: float, width: float, height: float) -> Markup:

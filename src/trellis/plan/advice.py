@@ -18,12 +18,17 @@ def advice(plan: Plan) -> list[str]:
     for axes, seconds in plan.times.by_axes().items():
         if seconds / total > 0.1:
             found += _links(plan, axes, seconds / total)
-    recomputed = sum(line.seconds for line in plan.times.lines if line.where == "recomputed" and not line.axes)
+    recomputed = sum(line.seconds for line in plan.times.lines if line.where == "recomputed" and not line.moves)
     free = plan.target.chip.hbm_bytes - plan.memory.peak
     if plan.fits and recomputed > 0.1 * total and free > 0.2 * plan.target.chip.hbm_bytes:
         found.append(
             f"recomputation takes {recomputed / total:.0%} of the step and {numbers.size(free)} are free: keep more "
             "for the backward pass (--remat.policy saved or dots)"
+        )
+    if (waits := sum(line.seconds - line.hidden for line in plan.times.copies)) > 0.1 * total:
+        found.append(
+            f"{waits / total:.0%} of the step waits for the host's memory: keep fewer activations there "
+            "(--remat.names), or compute them again (--remat.policy full)"
         )
     if bound.get("memory", 0.0) / total > 0.3:
         found.append(

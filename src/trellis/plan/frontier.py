@@ -45,12 +45,14 @@ def why_won(found: Found) -> str:
 def _causes(candidate: Candidate) -> dict[str, float]:
     """Seconds of a step by what takes them."""
     found = dict.fromkeys(
-        ("moving weights and gradients", "moving activations", "computing activations again", "in products",
-         "in attention", "in elementwise work"), 0.0,
+        ("moving weights and gradients", "moving activations", "copying to and from the host's memory",
+         "computing activations again", "in products", "in attention", "in elementwise work"), 0.0,
     )  # fmt: skip
     for line in candidate.plan.times.lines:
         if line.axes:
             key = "moving activations" if line.role == "activations" else "moving weights and gradients"
+        elif line.moves:
+            key = "copying to and from the host's memory"
         elif line.where == "recomputed":
             key = "computing activations again"
         else:

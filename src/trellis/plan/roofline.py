@@ -75,6 +75,11 @@ class Line:
     order: int = 0
     rate: float = 0.0
 
+    @property
+    def moves(self) -> bool:
+        """Whether it moves something, between devices or to and from the host, and computes nothing."""
+        return bool(self.axes) or self.kind == HOST_COPY
+
 
 @dataclasses.dataclass(frozen=True)
 class Times:
@@ -84,8 +89,8 @@ class Times:
         lines: longest first.
         seconds: the whole step.
         computation: seconds of products, attention and elementwise work.
-        exposed: seconds of communication that nothing hides.
-        hidden: seconds of communication under computation.
+        exposed: seconds of communication, and of copies to and from the host, that nothing hides.
+        hidden: seconds of these under computation.
         flops: FLOPs of products and attention, recomputation included.
     """
 
@@ -103,6 +108,11 @@ class Times:
     def by_axes(self) -> dict[tuple[str, ...], float]:
         """Exposed seconds of communication by the mesh axes that it is over, longest first."""
         return _exposed((line.axes, line) for line in self.lines if line.axes)
+
+    @property
+    def copies(self) -> tuple[Line, ...]:
+        """Those to and from the host's memory."""
+        return tuple(line for line in self.lines if line.kind == HOST_COPY)
 
     @property
     def binding(self) -> str:
@@ -254,8 +264,8 @@ def times(work: Sequence[Piece], ledger: Ledger, links: Links, hides: Sequence[s
     chip = links.target.chip
     covers = {*chip.overlap, *hides}
     work_lines = _merged([work_line(piece, chip) for piece in work])
-    computed = [line for line in work_lines if line.kind != HOST_COPY]
-    copies = [line for line in work_lines if line.kind == HOST_COPY]
+    computed = [line for line in work_lines if not line.moves]
+    copies = [line for line in work_lines if line.moves]
     room: dict[str, float] = collections.defaultdict(float)
     beside: dict[tuple[str, str], float] = collections.defaultdict(float)  # what is on a line of the program
     for line in computed:

@@ -9,7 +9,6 @@ from trellis.inspect.compiled import Comparison, compare
 from trellis.inspect.ledger import ledger_of
 from trellis.inspect.rows import Ledger, Row
 from trellis.inspect.structure import Structure, structure_of
-from trellis.inspect.work import HOST_COPY
 from trellis.plan.compile import Compiled
 from trellis.plan.estimates import estimates, kernel_seconds
 from trellis.plan.prepared import Prepared
@@ -70,7 +69,7 @@ def judge(plan: Plan, prepared: Prepared, compiled: Compiled) -> Verdict:
     exposed = sum(of_rows)
     hidden = max(0.0, sum(known.sending[c.name].seconds * row.times for c, row in known.found) - exposed)
     others = plan.times.computation - known.kernels if known.scheduled is None else known.scheduled
-    copies = sum(line.seconds - line.hidden for line in plan.times.lines if line.kind == HOST_COPY)
+    copies = sum(line.seconds - line.hidden for line in plan.times.copies)
     seconds = others + known.kernels + exposed + copies
     mfu = plan.model_flops / (seconds * plan.target.num_devices * plan.target.chip.bf16_flops)
     # All that may run: loops whose number of turns the program does not say count by one.

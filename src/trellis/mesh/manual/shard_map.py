@@ -145,13 +145,6 @@ class _Call:
                 f"a manual function takes its arrays as arguments, got one from outside of it, in `{self.name}`: "
                 f"pass it as an annotated argument ({str(error).split('Got input with ')[-1]})"
             ) from error
-        except (NameError, AssertionError) as error:
-            if (name := unknown_axis(error, self.shape.axis_names)) is None:
-                raise
-            raise MeshError(
-                f"a collective goes along axes of the mesh ({mesh_text(self.shape)}), got {name!r}, in `{self.name}`: "
-                f"{did_you_mean(name, self.shape.axis_names)}"
-            ) from error
         except TypeError as error:
             if "incompatible shapes for broadcasting" not in str(error):
                 raise
@@ -367,6 +360,11 @@ class _Call:
             try:
                 traced = jax.make_jaxpr(program)(*slices)
             except Exception as error:
+                if (name := unknown_axis(error, self.shape.axis_names)) is not None:
+                    raise MeshError(
+                        f"a collective goes along axes of the mesh ({mesh_text(self.shape)}), got {name!r}, in "
+                        f"`{self.name}`: {did_you_mean(name, self.shape.axis_names)}"
+                    ) from error
                 raise_in_notation(error, self.bindings)
                 raise
             read = Program(traced.jaxpr)
