@@ -44,7 +44,7 @@ def test_every_name_parses_and_prints_back():
 def test_several_slices_are_numbered():
     found = slice_devices("v5e:2x4", num_slices=2)
     assert [device.slice_index for device in found] == [0] * 8 + [1] * 8
-    assert len(target_devices("2*v5e:2x4")) == 16
+    assert len(target_devices("2*v5e:2x4")) == len(target_devices("2xv5e:2x4")) == 16
 
 
 def test_the_same_slice_twice_is_the_same_devices():
@@ -113,9 +113,12 @@ def test_gpu_counts(monkeypatch):
     target_devices("h100:8")
     target_devices("a100-40gb:4x8")
     assert asked == [("h100", 1, 8), ("a100-40gb", 4, 8)]
-    with pytest.raises(TopologyError, match="'h100' is not a GPU target: write 'h100:8' for one node"):
+    target_devices("8xH100")
+    target_devices("4x8xA100-40GB")
+    assert asked[2:] == asked[:2]
+    with pytest.raises(TopologyError, match="'h100' is not a GPU target: write '8xh100' for one node"):
         target_devices("h100")
-    with pytest.raises(TopologyError, match=r"'x\*v5e:2x4' is not a target: write '2\*v5e:16x16'"):
+    with pytest.raises(TopologyError, match=r"'x\*v5e:2x4' is not a target: write '2xv5e:16x16'"):
         target_devices("x*v5e:2x4")
 
 

@@ -1,5 +1,6 @@
 """Plans of what is asked for by hand: what is kept and where, loads, meshes that do not divide; and what is refused."""
 
+import json
 import re
 
 import pytest
@@ -94,6 +95,24 @@ def test_a_search_says_why_no_mesh_divides():
         search(small(model__mlp="511", layout__params__mlp="data", layout__params__embed=""), target("8xH100"), most=4)
 
 
+def test_what_narrow_products_bring(tmp_path, capsys):
+    """Of each alone; A100s have no units for fp8, and gain by int8 what rounding does not take."""
+    page = tmp_path / "plan.html"
+    narrow = ["--precision.products", "{mlp: fp8, heads: int8}", "--model.layers", "1"]
+    found = {}
+    for on in ("8xa100", "8xh100"):
+        assert main(["plan", "llama_8b", "--on", on, *narrow, "--json"]) == 0
+        said = json.loads(capsys.readouterr().out)
+        found[on] = {each["part"]: each["without"] / said["plan"]["step_seconds"] for each in said["narrow"]}
+    assert found["8xa100"]["mlp"] < 0.99 and found["8xh100"]["mlp"] > 1.02
+    assert main(["plan", "llama_8b", "--on", "8xa100", *narrow, "--page", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^mlp +fp8 .* more time.*: leave --precision.products.mlp out$", out, re.M)
+    assert "leave --precision.products.mlp out" in page.read_text(encoding="utf-8")
+    assert main(["plan", "tiny", "--on", "8xa100"]) == 0
+    assert "narrow products" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "words, seen, where, fix",
     [
@@ -101,9 +120,15 @@ def test_a_search_says_why_no_mesh_divides():
         ("--load inf", "inf", "--load", "use 1 for an even load, 1.5 for half as many more"),
         ("--load 2", "2, no experts", "--load", "leave it out, or use --mesh.expert 8"),
         ("--compile --against x --bound nan", "nan", "--bound", "use --bound 2"),
+        ("--compile --bound 1", "no --against", "--bound", "use --compile --against FILE"),
+        ("--search --top 2", "--top 2 without --search --compile", "--top", "use --search --compile --top 3"),
+        ("--search --compile --top 0", "--top 0", "--top", "use --search --compile --top 3"),
+        ("--precision.products {mlp:int8}", "null", "--precision.products", "write a space after the colon"),
+        ("--devices 2", "2 devices on v5e:2x2", "--devices", "leave it out"),
+        ("--on 8xH100 --devices 4", "4 devices on 8xH100", "--devices", "leave it out, or use --on 4xH100"),
     ],
 )
-def test_numbers_that_are_none(words, seen, where, fix, capsys):
+def test_numbers_that_mean_nothing(words, seen, where, fix, capsys):
     assert main(["plan", "tiny", "--on", "v5e:2x2", *words.split()]) == 2
     found = re.findall(r"(?:seen|where|fix): +(.*)", capsys.readouterr().err)
     assert found == [seen, where, fix]

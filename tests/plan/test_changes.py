@@ -105,7 +105,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, text, seen):
     [
         (["--save", "plan.json"], "--save without --compile"),
         (["--against", "plan.json", "--compile", "--search"], "--against with --search"),
-        (["--bound", "-1"], "-1.0"),
+        (["--against", "plan.json", "--compile", "--bound", "-1"], "-1.0"),
         (["--against", "none.json", "--compile"], "No such file"),
     ],
 )

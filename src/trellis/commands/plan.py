@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from trellis.hardware.chips import Target
     from trellis.run.config import Run
 
+# Where they are not given: how many a search compiles, and by how many percent a plan may be worse.
+_TOP, _BOUND = 3, 2.0
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `trellis plan`."""
@@ -27,7 +30,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--search", action="store_true", help="try meshes, layouts, microbatches and checkpoint policies"
     )
-    parser.add_argument("--top", type=int, default=3, metavar="N", help="with --search --compile: how many to compile")
+    parser.add_argument(
+        "--top", type=int, metavar="N", help="with --search --compile: how many to compile; 3 if not given"
+    )
     parser.add_argument(
         "--price", type=float, metavar="DOLLARS", help="for one device and hour: adds the price of tokens"
     )
@@ -48,7 +53,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--against", metavar="FILE", help="with --compile: what is slower or larger or moves more than in a saved plan"
     )
     parser.add_argument(
-        "--bound", type=float, default=2.0, metavar="PERCENT",
+        "--bound", type=float, metavar="PERCENT",
         help="with --against: worse by more ends with exit code 3; 2 if not given",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="everything as JSON on stdout")
@@ -61,6 +66,7 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.plan.adapt import adapt
     from trellis.plan.changes import changes_text
     from trellis.plan.costs import check_takes_costs, costs_said, schedule_by_costs
+    from trellis.plan.narrow import brought, brought_text
     from trellis.plan.phases import fullest, phases_json, phases_text, plan_phases
     from trellis.plan.quick import quick_plan
     from trellis.plan.text import as_json, text
@@ -73,7 +79,7 @@ def execute(args: argparse.Namespace) -> int:
     run, changed = adapt(args.run, where, args.given)
     assumed = {"price": _price(args.price), "load": _load(args.load, run, where, args.search)}
     out: dict[str, Any] = {"fitted": changed}
-    plan, more, written = None, [], args.run
+    plan, more, narrow, written = None, [], [], args.run
     try:
         plans = plan_phases(run, lambda r: quick_plan(r, where, **assumed))
         if run.lengths:  # the rest is about the phase that decides whether the run fits
@@ -94,6 +100,10 @@ def execute(args: argparse.Namespace) -> int:
         more = [] if plan.fits else excess_lines(plan, ways)
         if not args.json:
             print(text(plan, formulas=args.formulas, fitted=changed, ways=more))
+        narrow = brought(run, plan, lambda r: quick_plan(r, where, **assumed))
+        out["narrow"] = [dataclasses.asdict(each) for each in narrow]
+        if narrow and not args.json:
+            print("\n" + brought_text(narrow))
     verdict = found = None
     if args.compile and not args.search:
         from trellis.plan.compile import compile_run
@@ -117,7 +127,7 @@ def execute(args: argparse.Namespace) -> int:
         from trellis.plan.frontier import frontier_text, search_json
         from trellis.plan.search import search
 
-        best = args.top if args.compile else 0
+        best = (args.top or _TOP) if args.compile else 0
         found = search(run, where, written=written, compile_best=best, progress=sys.stderr.isatty(), **assumed)
         out["search"] = search_json(found)
         if not args.json:
@@ -126,7 +136,9 @@ def execute(args: argparse.Namespace) -> int:
         from trellis.pages.plan import page
 
         plan = plan or next(c.plan for c in found.candidates if c.plan)
-        Path(args.page).write_text(page(plan, verdict, found, fitted=changed, ways=more), encoding="utf-8")
+        Path(args.page).write_text(
+            page(plan, verdict, found, fitted=changed, ways=more, narrow=narrow), encoding="utf-8"
+        )
         print(f"page written to {args.page}", file=sys.stderr)
     if args.json:
         print(json.dumps(out, indent=1))
@@ -143,7 +155,14 @@ def _before(args: argparse.Namespace) -> Any:
             rule = "Plans that were compiled are saved, held against each other, and scheduled anew."
             seen = f"--{option} with --search" if args.search else f"--{option} without --compile"
             raise UserError(rule, seen=seen, where=f"--{option}", fix="use --compile, without --search")
-    if not 0 <= args.bound < math.inf:
+    if args.bound is not None and not args.against:
+        rule = "A bound is of what differs from a saved plan."
+        raise UserError(rule, seen="no --against", where="--bound", fix="use --compile --against FILE")
+    if args.top is not None and not (args.search and args.compile and args.top > 0):
+        rule = "A search compiles the best that it found, one or more."
+        seen = f"--top {args.top}" + ("" if args.search and args.compile else " without --search --compile")
+        raise UserError(rule, seen=seen, where="--top", fix="use --search --compile --top 3")
+    if args.bound is not None and not 0 <= args.bound < math.inf:
         raise UserError("A bound is a percentage.", seen=args.bound, where="--bound", fix="use --bound 2")
     return read_plan(Path(args.against)) if args.against else None
 
@@ -159,7 +178,7 @@ def _held(args: argparse.Namespace, run: Any, plan: Any, verdict: Any, before: A
     if args.save:
         after.write(Path(args.save))
         print(f"plan written to {args.save}", file=sys.stderr)
-    return changes(before, after, args.bound) if before is not None else None
+    return changes(before, after, _BOUND if args.bound is None else args.bound) if before is not None else None
 
 
 def _price(price: float | None) -> float | None:

@@ -370,21 +370,23 @@ def _cuda_devices(name: str, hosts: int, per_host: int, module: str) -> tuple[ja
 
 
 def target_devices(name: str) -> list[jax.Device]:
-    """The devices of any target, by one name.
+    """The devices of any target, by the name that `trellis plan --on` has for it.
 
-    `v5e:4x4` is a slice, `2*v5e:16x16` two of them joined by a network, `h100:8` a node of eight GPUs, `h100:4x8`
-    four such nodes.
+    `v5e:4x4` is a slice, `2xv5e:16x16` (or `2*v5e:16x16`) two of them joined by a network, `8xH100` (or `h100:8`) a
+    node of eight GPUs, `4x8xH100` (or `h100:4x8`) four such nodes.
 
     Raises:
         TopologyError: no such target, or its compiler is not installed.
     """
-    count, star, rest = name.rpartition("*")
+    if (nodes := re.fullmatch(r"(?:(\d+)x)?(\d+)x([a-z].*)", name.lower())) and not nodes[3].startswith("v"):
+        return gpu_devices(nodes[3], int(nodes[1] or 1), int(nodes[2]))
+    count, star, rest = re.sub(r"^(\d+)x(?=v)", r"\1*", name).rpartition("*")
     kind, _, shape = rest.partition(":")
     if kind in _GPUS:
         sizes = re.fullmatch(r"(?:(\d+)x)?(\d+)", shape)
         if star or not sizes:
-            raise TopologyError(f"'{name}' is not a GPU target: write '{kind}:8' for one node or '{kind}:4x8' for four")
+            raise TopologyError(f"'{name}' is not a GPU target: write '8x{kind}' for one node or '4x8x{kind}' for four")
         return gpu_devices(kind, int(sizes[1] or 1), int(sizes[2]))
     if star and not count.isdigit():
-        raise TopologyError(f"'{name}' is not a target: write '2*v5e:16x16' for two slices")
+        raise TopologyError(f"'{name}' is not a target: write '2xv5e:16x16' for two slices")
     return slice_devices(rest, num_slices=int(count or 1))

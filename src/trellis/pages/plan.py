@@ -13,6 +13,7 @@ from trellis.pages.plan_pictures import (
 )
 from trellis.plan.advice import advice
 from trellis.plan.frontier import frontier_rows
+from trellis.plan.narrow import HEADER, Brought
 from trellis.plan.quick import Plan
 from trellis.plan.search import Found
 from trellis.plan.text import CAVEAT
@@ -52,6 +53,7 @@ def page(
     *,
     fitted: Sequence[str] = (),
     ways: Sequence[str] = (),
+    narrow: Sequence[Brought] = (),
 ) -> str:
     """The page of a plan.
 
@@ -61,6 +63,7 @@ def page(
         found: what a search found.
         fitted: how the recipe was changed for the target.
         ways: what makes it fit, where it does not.
+        narrow: what narrow products bring.
     """
     mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     title = f"{plan.name} on {plan.target.name}"
@@ -76,6 +79,7 @@ def page(
         None if plan.fits else tag("p", "By the prediction this does not fit.", class_="bad"),
         _cards(plan, verdict),
         _part("What to change", tag("ul", *(tag("li", line) for line in changes))) if changes else None,
+        _part("Narrow products", table([b.row() for b in narrow], HEADER, right=(2,))) if narrow else None,
         _part("The devices and the mesh", _wide(slice_picture(plan))),
         _part("Memory of a device", *_memory(plan, verdict)),
         _part("One layer", _wide(timeline_picture(plan))),

@@ -55,6 +55,7 @@ def _current(folder: Path, every: int) -> str:
     try:
         run = read_folder(folder)
     except UserError:
-        return f"<!doctype html><html><head>{again}</head><body>{tag('p', 'no step yet')}</body></html>"
+        said = "no step yet" if folder.is_dir() else f"{folder} is no folder any more"
+        return f"<!doctype html><html><head>{again}</head><body>{tag('p', said)}</body></html>"
     text = page(run)
     return text.replace("<head>", f"<head>{again}", 1) if state(run) == "training" else text

@@ -29,7 +29,16 @@ def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[s
 
     Returns:
         The run, and a sentence for each change.
+
+    Raises:
+        UserError: the user set the number of devices, which the target says.
     """
+    if "devices" in given:
+        fix = "leave it out"
+        if target.chip.kind == "gpu" and target.shape[0] == 1:
+            fix += f", or use --on {run.devices}x{target.name.rpartition('x')[2]}"
+        seen = f"{run.devices} devices on {target.name}"
+        raise UserError("The target says how many devices there are.", seen=seen, where="--devices", fix=fix)
     notes = []
     if not any(name.startswith("mesh") for name in given):
         fitted = fitted_mesh(run.mesh, target)

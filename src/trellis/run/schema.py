@@ -213,6 +213,8 @@ def _wrong(kind: Any, data: Any, path: str, origin: Callable[[str], str], fix: s
     rule = f"`{path}` is {'one of' if typing.get_origin(kind) is Literal else 'of type'} {show(kind)}."
     if isinstance(data, str) and variants(kind):
         fix = did_you_mean(data, variants(kind))
+    if data is None and ":" in path.rpartition(".")[2]:
+        fix = "write a space after the colon"
     choices = [example for member in members(kind) if (example := _EXAMPLES.get(member))]
     return UserError(rule, seen=seen, where=origin(path), fix=fix or " or ".join(choices) or f"write {show(kind)}")
 
