@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from trellis.recipes import tiny
 from trellis.run.config import Evaluation
 from trellis.run.data import Data, MixturePart, MixtureSource, PartWeight, StoreSource
 from trellis.run.folder import alone, claim, new_folder, open_run, unchanged_if_refused
+from trellis.train.assemble import layout_of
 from trellis.train.corpus import open_corpus
 
 
@@ -63,6 +65,16 @@ def test_going_on_that_is_refused_leaves_the_run_as_it_was(tmp_path):
         (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')  # it went on for a step
         raise UserError("A rule.", seen=1, where="steps", fix="use 2")
     assert open_run(tmp_path) == longer
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_batch_that_does_not_divide_is_mended_by_the_mesh_where_a_run_goes_on(begun, tmp_path):
+    claim(tmp_path, tiny())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' if begun else "")
+    with pytest.raises(UserError, match="split evenly") as error, unchanged_if_refused(tmp_path):
+        layout_of(tiny(), jax.devices()[:3])
+    going_on = "use --devices or --mesh sizes that divide it: a run that goes on keeps its batch_size"
+    assert error.value.fix == (going_on if begun else "use --batch_size 6 or 9")
 
 
 def test_a_new_folder_has_the_name_and_the_date(tmp_path):

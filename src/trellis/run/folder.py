@@ -13,6 +13,8 @@ from trellis.run.config import Distributed, Run
 from trellis.run.run_file import read_run, write_run
 from trellis.run.schema import plain
 
+# What the sizes of a mesh have to divide, and what stays when a run is resumed.
+_STAYS = ("batch_size", "data.sequence_length")
 # What may differ when a run is resumed: how long and where it trains, and what is written about it; not the model, its
 # data or its optimizer.
 _MAY_CHANGE = (
@@ -89,15 +91,22 @@ def _fields_apart(name: str, there: Any, asked: Any) -> list[tuple[str, Any, Any
 
 @contextlib.contextmanager
 def unchanged_if_refused(folder: Path) -> Generator[None]:
-    """Puts the `run.yaml` of a run that has begun back as it was where going on was refused before a step."""
+    """Puts the `run.yaml` of a run that has begun back as it was where going on was refused before a step.
+
+    What must stay when a run goes on is no way to mend it: an error that names another value for it names the mesh.
+    """
     path, made = folder / "run.yaml", lambda: (has_begun(folder), _size(folder / "metrics.jsonl"))
     before = made()
     text = path.read_bytes() if before[0] and path.exists() else None
     try:
         yield
-    except TrellisError:
-        if text is not None and made() == before:
-            path.write_bytes(text)
+    except TrellisError as error:
+        if text is None or made() != before:
+            raise
+        path.write_bytes(text)
+        if isinstance(error, UserError) and error.where in _STAYS and error.fix.startswith(f"use --{error.where} "):
+            fix = f"use --devices or --mesh sizes that divide it: a run that goes on keeps its {error.where}"
+            raise UserError(error.rule, seen=error.seen, where=error.where, fix=fix) from error
         raise
 
 
