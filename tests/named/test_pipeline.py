@@ -152,10 +152,13 @@ class Noise(eqx.Module):
 def noise(stacked: Stacked, x: NamedArray, of: str) -> NamedArray:
     if of == "a layer":
         return stacked.fold(x, each=(random.split(jax.random.key(3), stacked.axis),))
-    return stacked.fold(x, jax.random.key(4))
+    key = jax.random.key(4)
+    if of == "no layer":
+        return stacked.fold(x, call=lambda layer, x: layer(x, key), policy=Keep())
+    return stacked.fold(x, key)
 
 
-@pytest.mark.parametrize("data, of", [(1, "a layer"), (4, "a layer"), (2, "all layers")])
+@pytest.mark.parametrize("data, of", [(1, "a layer"), (4, "a layer"), (2, "all layers"), (2, "no layer")])
 def test_random_keys_differ_between_parts(data, of):
     """Rows of different microbatches, and of different slices of the batch, get different noise."""
     with layout(2, data, pipeline_microbatches=8 // data):

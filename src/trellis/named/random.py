@@ -9,13 +9,15 @@ Each sampler takes a key (plain, or a named array of no names), the axes, the di
 `at`: "compute", or "params" for what will rest as a parameter, the layout's other map.
 """
 
+import contextlib
+import contextvars
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import jax
 import jax.numpy as jnp
 
-from trellis.mesh.layout import POSITIONS, is_dealt
+from trellis.mesh.layout import POSITIONS, current_layout, is_dealt
 from trellis.named.along import apply_along
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import Axes, Axis, Name, NamesError, axes_of, name_of
@@ -164,7 +166,7 @@ def _sample(sampler: Callable, key, axes: Axes, at: str, **how) -> NamedArray:
     names, sizes = tuple(a.name for a in axes), tuple(a.size for a in axes)
     how = {k: _number(v, k, what) for k, v in how.items()}
     spec = layout_spec(names, sizes, at)
-    key = plain_key(key, what)
+    key = _of_part(plain_key(key, what), names)
     if spec is None:
         return NamedArray(sampler(key, shape=sizes, **how), names)
     if "out_sharding" in inspect.signature(sampler).parameters:
@@ -172,6 +174,28 @@ def _sample(sampler: Callable, key, axes: Axes, at: str, **how) -> NamedArray:
     else:
         made = NamedArray(jax.reshard(sampler(key, shape=sizes, **how), spec), names)
     return deal(made) if is_dealt(POSITIONS) and POSITIONS in names else made
+
+
+# The number of the part of the batch that is computed, within a pipeline.
+_part: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("part", default=None)
+
+
+@contextlib.contextmanager
+def for_part(number: jax.Array) -> Generator[None]:
+    """Within it, what is drawn along a name of which the program sees a part is this part's own, also from a key that
+    is the same for all parts."""
+    token = _part.set(number)
+    try:
+        yield
+    finally:
+        _part.reset(token)
+
+
+def _of_part(key: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    part, layout = _part.get(), current_layout()
+    if part is None or layout is None or not set(names) & set(layout.cut):
+        return key
+    return jax.random.fold_in(key, part)
 
 
 def _number(value, word: str, what: str):

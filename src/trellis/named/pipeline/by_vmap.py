@@ -31,6 +31,7 @@ from trellis.named.create import arange
 from trellis.named.elementwise import where
 from trellis.named.pipeline.parts import BATCH, Parts, spread
 from trellis.named.placing import move, settle
+from trellis.named.random import for_part
 from trellis.named.reshape import broadcast_to, merge_axes, split_axis, transpose
 from trellis.named.scan import scan
 from trellis.named.vmap import map_as_it_is
@@ -89,7 +90,7 @@ def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each
         block: the stacked layers, their name anywhere in an array; one without it is every layer's. Their gradients
             are added up over the ticks in float32.
         each: a tree of arrays with the layers' name. Into random keys, here and in `args`, the number of each slice's
-            microbatch is folded.
+            microbatch is folded; into those that a layer closes over, where it draws along `batch`.
 
     Raises:
         NamesError: `x` has no batch, or one that cannot be cut.
@@ -119,7 +120,7 @@ def fold_pipeline(stage: Callable, layers: Axis, axis: str, x, args, block, each
         x, args = jax.tree.unflatten(structure, slots)
         block = jax.tree.unflatten(form, [p.astype(kind) for p, kind in zip(copied, kinds, strict=True)])
         args, each = jax.tree.map(lambda e: _with_part(e, part.array), (args, each), is_leaf=is_named)
-        with plan.inside:
+        with plan.inside, for_part(part.array):
             x = stage(x, args, *_renamed((block, each), layers.name))
         return [*flat(x), *travelling[carried:]]
 
