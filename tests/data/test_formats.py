@@ -328,6 +328,36 @@ def test_a_gz_that_is_none(tmp_path):
         tokens_of(tmp_path / "in.jsonl.gz", tmp_path / "out")
 
 
+def test_a_row_of_a_csv_with_more_fields_than_columns(tmp_path):
+    """A comma that nobody quoted would cut its text."""
+    (tmp_path / "in.csv").write_text('text\ngood\nhello, world, all\n"one, two"\n')
+    with pytest.raises(UserError, match="Every document can be read") as raised:
+        tokens_of(tmp_path / "in.csv", tmp_path / "out")
+    assert raised.value.seen == "2 more fields than columns: [' world', ' all']"
+    assert raised.value.where.endswith("in.csv, record 2")
+    store = tokens_of(tmp_path / "in.csv", tmp_path / "out", on_error="skip", restart=True)
+    assert np.array_equal(store.tokens(0, store.num_tokens), stream(["good", "one, two"]))
+    assert store.about["skipped"] == 1
+
+
+@pytest.mark.parametrize(
+    "name, text", [("in.csv", 'text,label\n"open,1\nplain,2\n'), ("in.tsv", 'text\n"Who" is it?\n')]
+)
+@pytest.mark.parametrize("on_error", ["fail", "skip"])
+def test_a_quote_of_a_csv_that_is_not_closed(name, text, on_error, tmp_path):
+    """What follows would be one document."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match="a quote that opens is closed, where the field ends"):
+        tokens_of(tmp_path / name, tmp_path / "out", on_error=on_error)
+
+
+def test_columns_of_a_csv_with_one_name(tmp_path):
+    (tmp_path / "in.csv").write_text("text,text\na,b\n")
+    with pytest.raises(UserError, match="names of their own") as raised:
+        tokens_of(tmp_path / "in.csv", tmp_path / "out")
+    assert raised.value.seen == "'text' twice" and raised.value.where.endswith("in.csv, line 1")
+
+
 def test_csv_that_is_not_utf8(tmp_path):
     (tmp_path / "in.csv").write_bytes(b"text\ngood\nbad \xff\n")
     with pytest.raises(UserError, match="A CSV file is UTF-8") as raised:

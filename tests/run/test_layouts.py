@@ -330,7 +330,7 @@ def test_devices_are_those_asked_for():
         find_devices(dataclasses.replace(tiny(), devices=16))
     assert str(error.value) == (
         "A run uses devices that are there.\n  seen:  devices=16 where JAX has 8 (cpu)\n  where: --devices\n"
-        "  fix:   use 8 or fewer; JAX_PLATFORMS=cpu rehearses more on a CPU"
+        "  fix:   use 8 or fewer"
     )
 
 

@@ -6,7 +6,9 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from trellis.data import FileSource, find_files, open_store, tokenize
@@ -15,7 +17,7 @@ from trellis.errors import UserError
 from trellis.optim import AdamW
 from trellis.recipes import tiny
 from trellis.train.distributed import initialize
-from trellis.train.together import check_alike, check_folder, check_text
+from trellis.train.together import check_alike, check_devices, check_folder, check_text
 
 
 def checks(process: int, folder: Path) -> list:
@@ -67,6 +69,49 @@ def test_all_processes_are_told_what_differs(tmp_path):
     ]
     assert found == [told, told]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0"] and not any((tmp_path / "0").iterdir())
+
+
+def test_processes_have_as_many_devices(monkeypatch):
+    devices = lambda *counts: [SimpleNamespace(process_index=i) for i, n in enumerate(counts) for _ in range(n)]
+    monkeypatch.setattr(jax, "devices", lambda: devices(2, 2, 2))
+    check_devices()
+    monkeypatch.setattr(jax, "devices", lambda: devices(1, 2, 2))
+    with pytest.raises(UserError, match="All processes of a run have as many devices.") as error:
+        check_devices()
+    assert error.value.seen == "1 in process 0, 2 in process 1, 2 in process 2"
+    assert error.value.fix == "start all with --devices 1, or with as many accelerators"
+
+
+@pytest.mark.slow
+def test_a_process_that_is_lost_before_the_first_step_ends_the_others(tmp_path):
+    """By one message, and at once: nothing waits for it."""
+    store_of("a line of text\n" * 2000, tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    options = {
+        "devices": 1, "batch_size": 2, "evaluation.batches": 1, "cpu.measure": "false", "distributed.coordinator": address,
+        "distributed.processes": 2, "data.source": f"{{kind: store, path: {tmp_path / 'store'}}}",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "trellis", "train", "tiny", "--run-dir", str(tmp_path / "run")]
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    first, second = (
+        subprocess.Popen(
+            [*command, "--distributed.process", str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for i in (0, 1)
+    )
+    said = []
+    for line in first.stdout:
+        said.append(line)
+        if line.startswith("folder"):
+            second.kill()
+            break
+    _, error = first.communicate(timeout=100)
+    second.communicate(timeout=60)
+    assert first.returncode == 3, "".join(said) + error
+    assert "A run goes on while all its processes do." in error and "Traceback" not in error
+    assert "where: no checkpoint was written yet" in error
 
 
 def store_of(text: str, folder: Path):

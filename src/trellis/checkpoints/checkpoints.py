@@ -54,6 +54,18 @@ def finished_steps(folder: Path) -> list[int]:
     return sorted(int(m[1]) for m in found if m and (folder / m[0] / MANIFEST).exists())
 
 
+def told_of_last_good(folder: Path) -> str:
+    """Words that name the newest finished checkpoint in a folder, for the message of what ended a run."""
+    if not folder.is_dir():
+        return f"the checkpoints in {folder}, which is not there now"
+    steps = finished_steps(folder)
+    return f"last good checkpoint: {folder / _folder_of(steps[-1])}" if steps else "no checkpoint was written yet"
+
+
+def _folder_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -119,7 +131,7 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """The folder of the checkpoint of `step`."""
-        return self.folder / f"step-{step:08d}"
+        return self.folder / _folder_of(step)
 
     def save(self, step: int, state: Any, *, data: Mapping | None = None) -> bool:
         """Starts to write a checkpoint and returns once the state may be donated.

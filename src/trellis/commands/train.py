@@ -34,13 +34,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """`trellis train`."""
-    from trellis.checkpoints.checkpoints import finished_steps
+    from trellis.checkpoints.checkpoints import finished_steps, told_of_last_good
     from trellis.run.folder import alone, claim, has_begun, new_folder, unchanged_if_refused
     from trellis.train.choices import as_it_began, choose
     from trellis.train.compilation import use_persistent_cache
     from trellis.train.devices import find_devices
     from trellis.train.distributed import initialize, is_first
-    from trellis.train.together import check_alike, check_folder
+    from trellis.train.stopping import left_alone
+    from trellis.train.together import check_alike, check_devices, check_folder
 
     run: Run = args.run
     several = run.distributed
@@ -69,7 +70,11 @@ def execute(args: argparse.Namespace) -> int:
         raise UserError("A run pauses after some steps, or none.", seen=args.until, where="--until", fix=fix)
     folder = Path(args.run_dir) if args.run_dir else resumed or new_folder(run)
     done = lambda: max(finished_steps(folder / "checkpoints"), default=0)
-    with alone(folder) if is_first() else contextlib.nullcontext():
+    with (
+        alone(folder) if is_first() else contextlib.nullcontext(),
+        left_alone(lambda: told_of_last_good(folder / "checkpoints")),
+    ):
+        check_devices()
         check_folder(folder)
         check_alike(run)
         if not has_begun(folder):

@@ -40,7 +40,8 @@ def find_devices(run: Run) -> list[Any]:
             "A run uses devices that are there.",
             seen=f"devices={wanted} where JAX has {len(devices)} ({devices[0].device_kind})",
             where="--devices",
-            fix=f"use {len(devices)} or fewer; JAX_PLATFORMS=cpu rehearses more on a CPU",
+            fix=f"use {len(devices)} or fewer"
+            + ("" if are_cpus(devices) else "; JAX_PLATFORMS=cpu rehearses more on a CPU"),
         )
     return devices[:wanted]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from trellis.checkpoints.checkpoints import Checkpoints
+from trellis.checkpoints.checkpoints import Checkpoints, told_of_last_good
 from trellis.errors import UserError
 from trellis.figures.numbers import duration
 from trellis.run.schema import plain
@@ -404,7 +404,4 @@ def _last_good(saved: Checkpoints, others_live: bool) -> str:
     if others_live:
         with contextlib.suppress(Exception):
             saved.wait()
-    if not saved.folder.is_dir():
-        return f"the checkpoints in {saved.folder}, which is not there now"
-    step = saved.latest()
-    return "no checkpoint was written yet" if step is None else f"last good checkpoint: {saved.path(step)}"
+    return told_of_last_good(saved.folder)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trellis.checkpoints.checkpoints import Checkpoints
+from trellis.checkpoints.checkpoints import Checkpoints, finished_steps
 from trellis.data import Tokenizer, load_tokenizer
 from trellis.errors import UserError
 from trellis.hub.folder import At
@@ -36,8 +36,8 @@ def open_checkpoint(folder: Path, step: int | None = None) -> tuple[Run, int | N
     run = open_run(folder)
     if not run.lengths:
         return run, step
-    with Checkpoints(folder / "checkpoints", read_only=True) as saved:
-        step = saved.latest() if step is None else step
+    if step is None:  # without a look at the devices, which `find_devices` is to be the first to take
+        step = max(finished_steps(folder / "checkpoints"), default=None)
     return run.at(max((step or 0) - 1, 0)), step
 
 

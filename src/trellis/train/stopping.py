@@ -136,6 +136,22 @@ def explained_abort(last_good: Callable[[], str]) -> Generator[None]:
         set_handler(signal.SIGABRT, ctypes.cast(before, handler_type))
 
 
+@contextlib.contextmanager
+def left_alone(last_good: Callable[[], str]) -> Generator[None]:
+    """Within it, a process of several that waits for one that is gone ends, and says so, before the loop has begun too.
+
+    Args:
+        last_good: gives words that name the last good checkpoint.
+    """
+    with explained_abort(last_good):
+        try:
+            yield
+        except Exception as error:
+            if jax.process_count() > 1 and isinstance(told := explain(error, last_good()), RunStopped):
+                leave_at_once(told)
+            raise
+
+
 def leave_at_once(error: BaseException) -> NoReturn:
     """Says what happened and ends this process of several without the runtime's goodbye.
 

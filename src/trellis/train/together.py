@@ -1,5 +1,6 @@
 """Several processes as one run: that they were started alike, see one folder, and read the same text."""
 
+import collections
 import importlib.metadata
 import json
 import secrets
@@ -67,6 +68,23 @@ def check_folder(folder: Path, *, wait: float = _SEEN_AFTER, clock: Callable[[],
             seen=f"process {number} does not see in {path} what process 0 writes in {found[0][0]}",
             where="--run-dir",
             fix="give all of them one folder that they share, by its whole path",
+        )
+
+
+def check_devices() -> None:
+    """Refuses processes that have other numbers of devices than the first.
+
+    Raises:
+        UserError: a process differs, in all processes, each of which sees the devices of all.
+    """
+    counts = collections.Counter(device.process_index for device in jax.devices())
+    if len(set(counts.values())) > 1:
+        told = ", ".join(f"{count} in process {number}" for number, count in sorted(counts.items()))
+        raise UserError(
+            "All processes of a run have as many devices.",
+            seen=told,
+            where="--devices",
+            fix=f"start all with --devices {min(counts.values())}, or with as many accelerators",
         )
 
 

@@ -1,6 +1,7 @@
 """Readers of one source file each: from a position on, blocks of whole documents."""
 
 import codecs
+import collections
 import io
 import json
 import os
@@ -104,6 +105,8 @@ def json_array(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
     with Stream(url) as stream:
         data = stream.read(-1)
         raw = stream.raw_position
+    if not data.strip():
+        return  # a blank file is no document
     try:
         value = json.loads(data)
     except ValueError as error:
@@ -139,20 +142,30 @@ def in_blocks(records, name, position, raw):
 
 
 def csv_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
-    """Rows of a CSV (or, by its name, TSV) file whose first row names the columns."""
+    """Rows of a CSV (or, by its name, TSV) file whose first row names the columns.
+
+    What a row has past them is under None, a name that no column has: such a row cannot be read.
+    """
     import csv
     import sys
 
     csv.field_size_limit(sys.maxsize)
     with Stream(url) as stream:
         text = io.TextIOWrapper(io.BufferedReader(_Raw(stream)), encoding="utf-8-sig", newline="")
-        rows = csv.DictReader(text, delimiter="\t" if plain_name(name).endswith(".tsv") else ",")
+        rows = csv.DictReader(text, delimiter="\t" if plain_name(name).endswith(".tsv") else ",", strict=True)
 
         def records():
             try:
+                columns = rows.fieldnames or ()
+                if twice := [column for column, count in collections.Counter(columns).items() if count > 1]:
+                    raise UserError(
+                        "A CSV file's columns have names of their own.",
+                        seen=f"{twice[0]!r} twice",
+                        where=f"{name}, line 1",
+                        fix="rename one of them",
+                    )
                 for number, row in enumerate(rows):
                     if number >= start[0]:
-                        row.pop(None, None)
                         yield row
             except UnicodeDecodeError as error:
                 raise UserError(
@@ -163,7 +176,10 @@ def csv_records(url: str, name: str, start: tuple[int, int]) -> Iterator[Block]:
                 ) from error
             except csv.Error as error:
                 raise UserError(
-                    "A CSV file is well formed.", seen=error, where=f"{name}, line {rows.line_num}", fix="mend the line"
+                    "A CSV file is well formed: a quote that opens is closed, where the field ends.",
+                    seen=error,
+                    where=f"{name}, line {rows.line_num}",
+                    fix="close the quote; one that is part of a text is written twice, in a field between quotes",
                 ) from error
 
         yield from in_blocks(records(), name, start[0], lambda: stream.raw_position)

@@ -83,7 +83,11 @@ class Encoder:
 
     def _records(self, block, errors):
         if block.kind == "records":
-            return range(block.first, block.first + len(block.payload)), block.payload
+            numbered = [(block.first + i, record) for i, record in enumerate(block.payload)]
+            long = {number: record[None] for number, record in numbered if isinstance(record, dict) and None in record}
+            errors += [(number, f"{len(rest)} more fields than columns: {rest}") for number, rest in long.items()]
+            kept = [(number, record) for number, record in numbered if number not in long]
+            return [number for number, _ in kept], [record for _, record in kept]
         if block.kind == "piece":
             pieces = [(block.first, block.payload)]
         else:
