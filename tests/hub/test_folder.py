@@ -1,5 +1,6 @@
 """Folders without torch: the format, slices, memory, and what is refused."""
 
+import dataclasses
 import json
 import math
 import tracemalloc
@@ -245,6 +246,45 @@ def test_refused_folders(good, tmp_path):
     refused("Weights are read from safetensors, never from pickles.")
     (good / "config.json").write_text("{")
     refused("A folder's .json files are JSON.")
+
+
+def test_tensors_that_no_parameter_takes(good):
+    """Buffers that are made from the configuration, a copy of what is tied, and layers for further tokens may be there;
+    what else there is would change what the model computes."""
+    target = jax.eval_shape(lambda: CONFIGS["llama"].init(key=jax.random.key(0)))
+    weights, hub = good / "model.safetensors", json.loads((good / "config.json").read_text())
+    arrays, one = load_file(weights), np.ones(4, np.float32)
+
+    def load(more, **fields):
+        save_file(arrays | dict.fromkeys(more, one), weights)
+        (good / "config.json").write_text(json.dumps(hub | fields))
+        folder = Folder(good, FAMILIES)
+        folder.load(target)
+        return folder.left_out
+
+    assert load(["model.layers.0.self_attn.rotary_emb.inv_freq"]) == 0
+    further = [f"model.layers.{hub['num_hidden_layers']}.{name}" for name in ("eh_proj.weight", "mlp.up_proj.weight")]
+    assert load(further, num_nextn_predict_layers=1) == 2
+    for more, seen in (
+        (further, ", ".join(further)),
+        (["model.layers.0.self_attn.q_proj.bias"], "model.layers.0.self_attn.q_proj.bias"),
+        (["a", "b", "c", "d"], "a, b, c and 1 more"),
+    ):
+        with pytest.raises(UserError, match="Every tensor of a folder is a parameter of its model") as error:
+            load(more)
+        assert error.value.seen == seen
+
+
+def test_an_unembedding_beside_a_tied_one(good):
+    config = dataclasses.replace(CONFIGS["llama"], tie_embeddings=True)
+    target = jax.eval_shape(lambda: config.init(key=jax.random.key(0)))
+    change(good, tie_word_embeddings=True)
+    arrays = load_file(good / "model.safetensors")
+    with pytest.raises(UserError, match="A model whose unembedding is tied has one table of tokens") as error:
+        Folder(good, FAMILIES).load(target)
+    assert error.value.seen == "lm_head.weight is another than model.embed_tokens.weight"
+    save_file(arrays | {"lm_head.weight": arrays["model.embed_tokens.weight"]}, good / "model.safetensors")
+    assert Folder(good, FAMILIES).load(target).head is None
 
 
 def test_refused_exports(tmp_path):

@@ -90,8 +90,9 @@ def test_a_process_that_is_lost_before_the_first_step_ends_the_others(tmp_path):
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     options = {
-        "devices": 1, "batch_size": 2, "evaluation.batches": 1, "cpu.measure": "false", "distributed.coordinator": address,
-        "distributed.processes": 2, "data.source": f"{{kind: store, path: {tmp_path / 'store'}}}",
+        "devices": 1, "batch_size": 2, "evaluation.batches": 1, "cpu.measure": "false",
+        "distributed.coordinator": address, "distributed.processes": 2,
+        "data.source": f"{{kind: store, path: {tmp_path / 'store'}}}",
     }  # fmt: skip
     command = [sys.executable, "-m", "trellis", "train", "tiny", "--run-dir", str(tmp_path / "run")]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]

@@ -47,6 +47,8 @@ def execute(args: argparse.Namespace) -> int:
         saved.save(0, state, data={"tokens": 0})
     count = sum(leaf.size for leaf in jax.tree.leaves(state.model))
     print(f"{source.hub['model_type']} of {count:,} parameters\nfolder   {folder}")
+    if source.left_out:
+        print(f"left out {source.left_out} tensors of layers that predict further tokens than the next")
     if run.data.tokenizer is None:
         print("without a tokenizer: there is no tokenizer.json")
     return 0

@@ -2,8 +2,9 @@
 
 import functools
 import json
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
+# Buffers that older versions of `transformers` wrote beside the parameters: causal masks, rotary frequencies.
+_MADE = re.compile(r"(^|\.)attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|\.embed_positions$")
+_UNEMBEDDING = "lm_head.weight"
 # Positions along the names that a tensor's key counts: (layer,), (layer, expert), or () for a whole parameter.
 At = tuple[int, ...]
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -47,6 +51,7 @@ class Folder:
         path: the folder.
         family: that of its model.
         config: our configuration of its model.
+        left_out: once it is loaded, how many tensors it has for further tokens than the next, which are not read.
 
     Raises:
         UserError: it is not there, or of a kind that is not known here.
@@ -65,6 +70,7 @@ class Folder:
         self.hub = _json(config)
         self.family = family_in(families, self.hub, str(config))
         self.config: Any = self.family.from_config_json(self.hub, str(config))
+        self.left_out = 0
         self._files: dict[str, TensorFile] = {}
         self._place = self._weight_map()
 
@@ -81,10 +87,12 @@ class Folder:
             model: the model as `jax.ShapeDtypeStruct`s with shardings, or as arrays.
 
         Raises:
-            UserError: a parameter is not in the folder, or has another shape there.
+            UserError: a parameter is not in the folder, or has another shape there; or the folder has tensors that are
+                no parameter's.
         """
 
         keys = self.family.keys_of(self.config)
+        self._check_taken([(p, key_of(keys, p)) for p in parameters(model)], keys)
 
         def load(parameter: Parameter) -> NamedArray:
             return NamedArray(self._load(parameter, key_of(keys, parameter)), parameter.names)
@@ -126,13 +134,59 @@ class Folder:
                     held[d] = _put(held[d], one, place) if d in held else _begin(one, sizes_here)
         return jax.make_array_from_single_device_arrays(leaf.shape, sharding_of(leaf), [held[d] for d in parts])
 
-    def _tensor(self, text: str, shape: tuple[int, ...]) -> np.ndarray:
+    def _check_taken(self, keyed: Sequence[tuple[Parameter, Key]], keys: Mapping[str, Key]) -> None:
+        """Refuses tensors that no parameter takes, before any is read.
+
+        Buffers that are made from the configuration may be there; a copy of the table of tokens under the name of an
+        unembedding too, where the two are tied; and the layers for further tokens that `config.json` counts, which
+        have no part in predicting the next (`left_out` has their number).
+        """
+        taken = set()
+        for parameter, key in keyed:
+            for at in np.ndindex(*parameter.leaf.array.shape[: key.counts]):
+                taken.add(self._find(key.name(at))[0])
+        left = [name for name in self._place if name not in taken and not _MADE.search(name)]
+        last = self.hub.get("num_hidden_layers", 0)
+        further = tuple(f"model.layers.{last + i}." for i in range(self.hub.get("num_nextn_predict_layers") or 0))
+        self.left_out = sum(name.startswith(further) for name in left)
+        left = [name for name in left if not name.startswith(further)]
+        table = self._find(keys["embedding"].text)[0]
+        if _UNEMBEDDING in left and table is not None:
+            if not np.array_equal(self._read(_UNEMBEDDING), self._read(table)):
+                raise UserError(
+                    "A model whose unembedding is tied has one table of tokens.",
+                    seen=f"{_UNEMBEDDING} is another than {table}",
+                    where=str(self.path),
+                    fix='set "tie_word_embeddings": false in config.json, if the family has an unembedding of its own',
+                )
+            left.remove(_UNEMBEDDING)
+        if left:
+            raise UserError(
+                "Every tensor of a folder is a parameter of its model.",
+                seen=", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else ""),
+                where=str(self.path),
+                fix="take config.json and weights from one model, without adapters, biases or layers that config.json "
+                "does not tell of",
+            )
+
+    def _find(self, text: str) -> tuple[str | None, Callable]:
+        """Which tensor of the folder has what is called so, and what to take of it."""
         # Some folders leave out the name that the model has within `...ForCausalLM`.
-        name = next((n for n in (text, text.partition(".")[2]) if n in self._place), None)
-        take: Callable = lambda tensor: tensor
-        if name is None and (elsewhere := self.family.elsewhere) is not None:
-            other, take = elsewhere(text)
-            name = other if other in self._place else None
+        if (name := next((n for n in (text, text.partition(".")[2]) if n in self._place), None)) is not None:
+            return name, lambda tensor: tensor
+        if self.family.elsewhere is None:
+            return None, lambda tensor: tensor
+        other, take = self.family.elsewhere(text)
+        return (other if other in self._place else None), take
+
+    def _read(self, name: str) -> np.ndarray:
+        file = self._place[name]
+        if file not in self._files:
+            self._files[file] = TensorFile(self.path / file)
+        return self._files[file].tensor(name)
+
+    def _tensor(self, text: str, shape: tuple[int, ...]) -> np.ndarray:
+        name, take = self._find(text)
         if name is None:
             raise UserError(
                 "A folder has every parameter of its model.",
@@ -140,15 +194,12 @@ class Folder:
                 where=str(self.path),
                 fix=did_you_mean(text, self._place) if len(self._place) < 50 else "download or export it again",
             )
-        file = self._place[name]
-        if file not in self._files:
-            self._files[file] = TensorFile(self.path / file)
-        tensor = take(self._files[file].tensor(name))
+        tensor = take(self._read(name))
         if tensor.shape != shape:
             raise UserError(
                 "Weights have the shapes that config.json says.",
                 seen=f"{name} of shape {tensor.shape}, where the configuration makes it {shape}",
-                where=str(self.path / file),
+                where=str(self.path / self._place[name]),
                 fix="take config.json and weights from one model",
             )
         return tensor
