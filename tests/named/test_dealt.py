@@ -51,6 +51,16 @@ def layout():
         yield layout
 
 
+def test_what_comes_from_the_host_is_dealt_out(layout):
+    """Each device gets the positions that attention and `arange` take its slice for."""
+    with layout.with_dealt(("c",)):
+        x = tr.from_numpy(X, "batch pos embed")
+        total = tr.named_jit(lambda x: (x * tr.arange(POS).astype("float32")).sum())(x)
+    assert float(total) == (X * np.arange(16)[:, None]).sum()
+    np.testing.assert_array_equal(undeal(x.array, 4), X)
+    assert tr.from_numpy(X, "batch pos embed").array.tolist() == X.tolist()
+
+
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("kind", RIGHT)
 def test_it_is_right(layout, kind, jit):

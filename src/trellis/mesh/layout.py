@@ -96,7 +96,8 @@ class Layout:
         uneven: names of layers of which the stages of a pipeline have not all as many: their entry in `compute` is for
             the pipeline alone, which deals them out, and elsewhere they are whole.
         dealt: mesh axes over whose slices positions are dealt out, so that each has as much to do under a causal mask
-            (see `trellis.mesh.dealing`); what is in natural order is dealt out in attention.
+            (see `trellis.mesh.dealing`). What comes in by `from_numpy` is dealt out there; where positions are in
+            natural order, attention deals them out by itself, and gathers them again.
         pipeline_microbatches: where `compute` spreads layers over a mesh axis,
             into how many parts the batch is cut that follow each other through
             its stages; None: the most that divide it, at most 4 a stage.

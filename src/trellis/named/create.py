@@ -191,6 +191,8 @@ def _range_like(x: NamedArray, name: Name) -> NamedArray:
 def from_numpy(array: np.ndarray, names: Names) -> NamedArray:
     """A host array put where the layout in force says, each device receiving only its part.
 
+    Its positions are in natural order, and are dealt out where the layout deals them out.
+
     Names: the given ones.
     Gradient: none.
     Moves: nothing between devices; each is sent its slice.
@@ -200,4 +202,8 @@ def from_numpy(array: np.ndarray, names: Names) -> NamedArray:
     if layout is None:
         return NamedArray(jnp.asarray(x.array), x.names)
     layout.check(x.names, x.array.shape)
-    return NamedArray(jax.device_put(x.array, layout.sharding(x.names)), x.names)
+    values = x.array
+    for dim, (name, size) in enumerate(zip(x.names, values.shape)):
+        if slices := slices_dealt(name, size, "from_numpy"):
+            values = np.take(values, np.asarray(deal(jnp.arange(size), slices, 0)), dim)
+    return NamedArray(jax.device_put(values, layout.sharding(x.names)), x.names)
