@@ -1,5 +1,7 @@
 """Layers as a pipeline: the same values and gradients, one permute a tick, and one error for each mistake."""
 
+import math
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from trellis.named import (
     save,
     shard,
     tanh,
+    zeros,
 )
 
 EMBED, BATCH, LAYERS = 8, 16, 4
@@ -183,6 +186,52 @@ def test_numbers_of_rows_are_not_made_in_a_layer():
         "within a pipeline a layer computes each row of 'batch' on its own, got arange along 'batch', of which it sees "
         "a microbatch: move it out of the layers, or take the layers out of the layout's compute"
     )
+
+
+class Sized(eqx.Module):
+    w: NamedArray
+    what: str = eqx.field(static=True)
+
+    def __call__(self, x):
+        return SIZES[self.what](x) * self.w
+
+
+SIZES = {
+    "a quotient": lambda x: x / x.shape["batch"],
+    "an axis": lambda x: x * x.axis("batch").size,
+    "one of the axes": lambda x: x * x.axes[0].size,
+    "a root": lambda x: x * math.sqrt(x.shape["batch"]),
+    "an array": lambda x: x * jnp.float32(x.shape["batch"]),
+    "a number": lambda x: x * int(x.shape["batch"]),
+    "of all": lambda x: x / math.prod(x.shape.values()),
+}
+MADE = {
+    "zeros": lambda x: x + zeros({"batch": x.shape["batch"], "embed": EMBED}),
+    "of a shape": lambda x: x + zeros(x.shape),
+    "of axes": lambda x: x + zeros(x.axes),
+    "of an axis": lambda x: x + zeros([x.axis("batch")]),
+    "by JAX": lambda x: x + named(jnp.zeros(tuple(x.shape.values())), tuple(x.shape)),
+    "reshaped": lambda x: named(x.array.reshape(x.shape["batch"], -1), "batch embed"),
+    "where it is so": lambda x: x if x.shape["batch"] == x.axis("batch").size else zeros(x.shape),
+}
+SIZES |= MADE
+
+
+@pytest.mark.parametrize("what", SIZES)
+def test_how_many_rows_there_are_is_no_number_in_a_layer(what):
+    """It would be that of a part; what is made of that size is right."""
+    stacked = Stacked(Sized(named(jnp.full((2, EMBED), 0.5), "layers embed"), what), Axis("layers", 2))
+    if what not in MADE:
+        assert mistake(layout(2, 2), stacked, inputs()[0]) == (
+            "within a pipeline a layer computes each row of 'batch' on its own, got a number made of how many there "
+            "are, of which it sees 1: pass the whole number to the layers as an argument, or take the layers out of "
+            "the layout's compute"
+        )
+        return
+    x = inputs()[0]
+    with layout(2, 2):
+        found = named_jit(lambda stacked, x: stacked.fold(x))(shard(stacked), shard(x, "compute"))
+    np.testing.assert_allclose(found.array, x.array / 4, rtol=1e-6)
 
 
 @pytest.mark.slow

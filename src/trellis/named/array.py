@@ -14,6 +14,7 @@ from trellis.mesh.layout import POSITIONS, current_layout, is_dealt
 from trellis.mesh.manual.ops import vary
 from trellis.named.axis import Axis, Name, Names, NamesError, once
 from trellis.named.methods import Methods
+from trellis.named.part_size import as_seen
 from trellis.notation import Dim, PendingSumError, Shape, TypeMismatch, parse, typeof
 from trellis.notation.state import mode_of, state_of
 from trellis.notation.typeof import is_array
@@ -78,14 +79,14 @@ class NamedArray(Methods):
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes, with their whole sizes."""
-        return tuple(Axis(name, size) for name, size in self.shape.items())
+        return tuple(Axis(name, size) for name, size in as_seen(self.shape).items())
 
     @property
     def shape(self) -> dict[str, int]:
         """Names to whole sizes, in order."""
         check_rank(self, "its shape")
         if not self.slices:
-            return dict(zip(self.names, self.array.shape, strict=True))
+            return as_seen(dict(zip(self.names, self.array.shape, strict=True)))
         mesh = jax.sharding.get_abstract_mesh()
         # Over axes that are left to the surrounding program the array seen here is whole.
         parts = [math.prod(mesh.shape[a] for a in axes if a in mesh.manual_axes) for axes in self.slices]
@@ -123,7 +124,8 @@ class NamedArray(Methods):
             NamesError: there is none.
         """
         i = self.index(name)
-        return Axis(self.names[i], self.shape[self.names[i]])
+        ((name, size),) = as_seen({self.names[i]: self.shape[self.names[i]]}).items()
+        return Axis(name, size)
 
     def index(self, name: Name) -> int:
         """The position of a name. An `Axis` must have the dimension's size.

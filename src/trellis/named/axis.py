@@ -70,9 +70,9 @@ def axes_of(axes: Axes, what: str = "an operation") -> tuple[Axis, ...]:
         NamesError: something else, or a name twice.
     """
     if isinstance(axes, Axis):
-        return (axes,)
+        axes = (axes,)
     if isinstance(axes, Mapping):
-        return tuple(Axis(name, size) for name, size in axes.items())
+        return tuple(Axis(name, _plain(size)) for name, size in axes.items())
     found = () if isinstance(axes, str) or not isinstance(axes, Iterable) else tuple(axes)
     if (not found and not isinstance(axes, tuple | list)) or not all(isinstance(a, Axis) for a in found):
         raise NamesError(
@@ -80,7 +80,12 @@ def axes_of(axes: Axes, what: str = "an operation") -> tuple[Axis, ...]:
             f"(Axis('batch', 4), Axis('embed', 8))"
         )
     once(tuple(a.name for a in found), what)
-    return found
+    return tuple(a if type(a.size) is int else Axis(a.name, _plain(a.size)) for a in found)
+
+
+def _plain(size):
+    """A size that is none of a part, and no scalar of NumPy's: what is wrong with others is said where it is used."""
+    return operator.index(size) if hasattr(size, "__index__") else size
 
 
 def name_of(name: Name, what: str) -> str:

@@ -21,6 +21,7 @@ from trellis.mesh.meshes import MeshError, mesh_text, same_mesh
 from trellis.mesh.reshard import place, scope_name
 from trellis.named.array import NamedArray, check_rank
 from trellis.named.axis import NamesError
+from trellis.named.part_size import PartSize
 from trellis.notation import Dim, PendingSumError, Shape, spec_of, typeof
 from trellis.notation.state import mode_of, state_of
 
@@ -70,6 +71,8 @@ def refuse_others(args, what: str) -> None:
         NamesError: another object.
     """
     for a in args:
+        if isinstance(a, PartSize):
+            a.refuse()
         if not hasattr(a, "dtype") and not isinstance(a, numbers.Number):
             raise NamesError(
                 f"an operation by name takes named arrays and numbers, got {type(a).__name__} in {what}: pass an array "

@@ -1,0 +1,69 @@
+"""The size of a part of a name, where a program sees a part: good for making arrays of it, and for nothing else."""
+
+import functools
+import operator
+import os
+import sys
+from typing import Any, NoReturn
+
+from trellis.mesh.layout import current_layout
+from trellis.named.axis import NamesError
+
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def as_seen(sizes: dict[str, int]) -> "dict[str, Any]":
+    """The sizes of names as whoever asks the caller for them sees them: in a user's layer of a pipeline that of a name
+    that is cut is a `PartSize`; Trellis itself knows what it does with it."""
+    layout = current_layout()
+    if layout is None or not layout.cut or sys._getframe(2).f_code.co_filename.startswith(_HERE):
+        return sizes
+    return {name: PartSize(name, size) if name in layout.cut else size for name, size in sizes.items()}
+
+
+@functools.total_ordering
+class PartSize:
+    """How many positions of a name a layer of a pipeline sees: a size, but no number that it may compute with.
+
+    The same program has all of them on one device, so whatever it made of their number would be another.
+
+    Args:
+        name: the name.
+        size: how many positions there are here.
+    """
+
+    __slots__ = ("_name", "_size")
+
+    def __init__(self, name: str, size: int):
+        self._name, self._size = name, size
+
+    def __index__(self) -> int:
+        return self._size
+
+    def __eq__(self, other: object) -> bool:
+        return self._size == (other._size if isinstance(other, PartSize) else other)
+
+    def __lt__(self, other: Any) -> bool:
+        return self._size < operator.index(other)
+
+    def __hash__(self) -> int:
+        return hash(self._size)
+
+    def __repr__(self) -> str:
+        return str(self._size)
+
+    def refuse(self, *_: object) -> NoReturn:
+        """Says that it is no number.
+
+        Raises:
+            NamesError: always.
+        """
+        raise NamesError(
+            f"within a pipeline a layer computes each row of '{self._name}' on its own, got a number made of how many "
+            f"there are, of which it sees {self._size}: pass the whole number to the layers as an argument, or take "
+            "the layers out of the layout's compute"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = refuse
+    __neg__ = __pos__ = __abs__ = __float__ = __int__ = __array__ = __jax_array__ = refuse
