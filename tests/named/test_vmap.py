@@ -101,6 +101,33 @@ def test_over_a_bare_axis():
         tr.vmap(lambda x: x, three)(tr.ones({"k": 4}))
 
 
+UPDATES = {
+    "add": lambda x, ids: x.at["e", ids].add(x["e", ids] * 2),
+    "add along a slice": lambda x, ids: x.at["o", ids].add(x["o", ids] * 2),
+    "set": lambda x, ids: x.at["e", ids].set(tr.tanh(x["o", 0]["e", ids])),
+    "number": lambda x, ids: x.at["e", 3].multiply(3.0),
+    "slice": lambda x, ids: x.at["e", 2:5].add(1.0),
+}
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("compute", [{"b": "data", "o": "model"}, {"b": ("data", "model"), "o": "model"}, {"o": "data"}])
+@pytest.mark.parametrize("what", UPDATES)
+def test_updates_have_gradients(what, compute):
+    """JAX has none of a `shard_map` that is mapped over slices; what comes out is sliced as the layout says."""
+    given, ids = np.linspace(-1, 1, 1024, dtype=np.float32).reshape(8, 16, 8), tr.named([[1, 5, 1]] * 8, "b k")
+
+    def loss(x, ids):
+        made = tr.vmap(UPDATES[what], "b")(x, ids)
+        return (made**2 * tr.arange(tr.Axis("e", 16), dtype="float32")).sum()
+
+    expected = tr.grad(loss)(tr.named(given, "b e o"), ids)
+    with tr.Layout(tr.make_mesh(data=4, model=2), compute=compute):
+        x = tr.from_numpy(given, "b e o")
+        np.testing.assert_allclose(tr.named_jit(tr.grad(loss))(x, ids), expected, rtol=1e-5, atol=1e-5)
+        assert tr.typeof(tr.named_jit(tr.vmap(UPDATES[what], "b"))(x, ids)) == tr.typeof(x)
+
+
 def test_in_manual_mode():
     @tr.shard_map
     def losses(w: tr.f32["e o"], x: tr.f32["b/data e"]) -> tr.f32["b/data"]:

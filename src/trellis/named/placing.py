@@ -232,14 +232,17 @@ def settle_selected(x: NamedArray, names: tuple[str, ...]) -> NamedArray:
     return NamedArray(place(x.array, tuple(axes), names=x.names), x.names)
 
 
-def whole(x: NamedArray, names: tuple[str, ...], what: str) -> NamedArray:
+def whole(x: NamedArray, names: tuple[str, ...], what: str, by_order: tuple[str, ...] | None = None) -> NamedArray:
     """Gathers the given axes, for operations that JAX refuses on a sliced dimension.
+
+    Args:
+        by_order: those of them along which the operation goes by the order, all where not given.
 
     Raises:
         NamesError: the layout is strict, or has positions dealt out and the operation goes by their order.
     """
     state, layout = state_of(x.array), current_layout()
-    refuse_dealt(names, what, x)
+    refuse_dealt(names if by_order is None else by_order, what, x)
     sliced = [n for n, axes in zip(x.names, x.slices or state.axes, strict=True) if axes and n in names]
     if not sliced:
         return x

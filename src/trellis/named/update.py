@@ -23,7 +23,7 @@ def at(x: NamedArray) -> "At":
     Names: those of `x`.
     Gradient: to the array where it was kept, to the values where they were put; an all-gather where an indexed name is
         sliced.
-    Moves: an all-gather along indexed names that are sliced.
+    Moves: an all-gather along indexed names that are sliced; along all names in a `vmap` over slices.
     """
     return At(operand(x, "an update"))
 
@@ -100,7 +100,11 @@ class Place:
         arrays = dict(zip(arrays, rest, strict=False))
         value = rest[-1] if given else value
         updated = (*arrays, *numbers, *slices)
-        x = _one_piece(whole(x, updated, what), updated)
+        layout = current_layout()
+        # JAX 0.10.2 to 0.12.0 has no gradient of a `shard_map` that is mapped over slices, and XLA's own partition of
+        # an update has been wrong: one piece.
+        mapped = layout is not None and layout.mapped
+        x = _one_piece(whole(x, x.names if mapped else updated, what, by_order=updated), updated)
         return settle(_one_piece(_Update(x, arrays, numbers, slices, what).run(method, value), updated))
 
 
