@@ -111,7 +111,9 @@ UPDATES = {
 
 
 @pytest.mark.slow(but=2)
-@pytest.mark.parametrize("compute", [{"b": "data", "o": "model"}, {"b": ("data", "model"), "o": "model"}, {"o": "data"}])
+@pytest.mark.parametrize(
+    "compute", [{"b": "data", "o": "model"}, {"b": ("data", "model"), "o": "model"}, {"o": "data"}]
+)
 @pytest.mark.parametrize("what", UPDATES)
 def test_updates_have_gradients(what, compute):
     """JAX has none of a `shard_map` that is mapped over slices; what comes out is sliced as the layout says."""

@@ -1,12 +1,17 @@
+import re
+from pathlib import Path
+
 import pytest
+import yaml
 
 from trellis.errors import UserError
 from trellis.optim import WSD, Lion
 from trellis.recipes import tiny
 from trellis.run.config import BatchSize, Profile, Run
-from trellis.run.data import MixtureSource, StoreSource
+from trellis.run.data import MixturePart, MixtureSource, StoreSource
 from trellis.run.help import help_text
 from trellis.run.overrides import resolve
+from trellis.run.schema import fields_of, show
 
 
 def over(**options: str) -> Run:
@@ -196,7 +201,7 @@ def test_help_has_every_field_with_its_value_and_doc():
     assert (
         "  --optimizer.kind  <adamw | lion | muon | adafactor>  [adamw]\n      lion has learning_rate, beta1," in text
     )
-    assert "  --profile  <Profile or null>  [null]\n      A trace of some steps; null takes none. Set it where " in text
+    assert "  --profile  <{start, steps} or null>  [null]\n      A trace of some steps; null takes none. Set it" in text
     assert "mesh: Devices along each mesh axis.\n  --mesh.replica  <int>  [1]\n" in text
     undocumented = [
         a
@@ -204,3 +209,30 @@ def test_help_has_every_field_with_its_value_and_doc():
         if a.startswith("  --") and b.startswith("  --")
     ]
     assert not undocumented
+
+
+def test_help_has_the_fields_of_a_lists_entries():
+    source = {"kind": "mixture", "parts": [{"name": "web", "path": "stores/web", "weight": 1.0}]}
+    text = " ".join(help_text(resolve(Run, tiny(), patch={"data": {"source": source}}, source="f.yaml")).split())
+    assert "--data.source.parts <list of {name, path, weight, epochs, validation}> [{name: web, " in text
+    for name, field in fields_of(MixturePart).items():
+        assert f" {name} <{show(field.type)}>: " in text, name
+    assert " size <int>: Sequences in a step." in text
+
+
+def test_what_is_no_list_is_told_how_one_is_written():
+    with pytest.raises(UserError) as error:
+        resolve(Run, tiny(), patch={"data": {"source": {"kind": "mixture", "parts": {"a": 1}}}}, source="f.yaml")
+    assert error.value.rule == "`data.source.parts` is of type list of {name, path, weight, epochs, validation}."
+    assert error.value.fix == (
+        "write [{name: str, path: str, weight: float or [{step: int, weight: float}, ...]}, ...]"
+    )
+
+
+def test_the_mixture_of_the_manual_is_a_run():
+    (text,) = re.findall(
+        r"```yaml\n(# mixture.yaml.*?)```", (Path(__file__).parents[2] / "docs" / "data.md").read_text(), re.DOTALL
+    )
+    run = resolve(Run, tiny(), patch={"data": yaml.safe_load(text)["data"]}, source="mixture.yaml")
+    assert [part.name for part in run.data.source.parts] == ["web", "code"]
+    assert run.data.source.parts[1].weight[1].weight == 0.5

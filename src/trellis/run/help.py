@@ -2,10 +2,11 @@
 
 import dataclasses
 import textwrap
+import typing
 from typing import Any
 
 from trellis.run.overrides import leaves
-from trellis.run.schema import fields_of, plain, show, tag_field, variants
+from trellis.run.schema import fields_of, members, plain, show, tag_field, variants
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ def entries(value: Any) -> list[Entry]:
                 section=name.partition(".")[0] if parent else "",
                 kind=" | ".join(kinds) if picks else show(kind),
                 now=now if picks else text_of(now),
-                doc=tuple(_others(kinds, now)) if picks else (doc,),
+                doc=tuple(_others(kinds, now)) if picks else (doc, *_each(_type_at(type(value), name))),
             )
         )
     return found
@@ -76,6 +77,17 @@ def text_of(now: Any) -> str:
     if isinstance(now, dict):
         return "{" + ", ".join(f"{key}: {text_of(item)}" for key, item in now.items()) + "}"
     return "null" if now is None else str(now).lower() if isinstance(now, bool) else str(now)
+
+
+def _each(kind: Any) -> list[str]:
+    """Of a list whose entries have fields, each of these."""
+    listed = [args[0] for member in members(kind) if (args := typing.get_args(member)) and len(args) == 2]
+    return [
+        f"{name} <{show(field.type)}>: {field.doc}"
+        for cls in listed
+        if dataclasses.is_dataclass(cls)
+        for name, field in fields_of(cls).items()
+    ]
 
 
 def _others(kinds: dict[str, type], now: str) -> list[str]:

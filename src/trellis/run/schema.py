@@ -117,7 +117,7 @@ def show(kind: Any) -> str:
         return f"list of {show(args[0])}"
     if origin and issubclass(origin, Mapping):
         return f"map to {show(args[1])}"
-    return kind.__name__
+    return "{" + ", ".join(fields_of(kind)) + "}" if dataclasses.is_dataclass(kind) else kind.__name__
 
 
 def _written(kind: Any) -> str:
@@ -216,7 +216,7 @@ def _wrong(kind: Any, data: Any, path: str, origin: Callable[[str], str], fix: s
     if data is None and ":" in path.rpartition(".")[2]:
         fix = "write a space after the colon"
     choices = [example for member in members(kind) if (example := _EXAMPLES.get(member))]
-    return UserError(rule, seen=seen, where=origin(path), fix=fix or " or ".join(choices) or f"write {show(kind)}")
+    return UserError(rule, seen=seen, where=origin(path), fix=fix or " or ".join(choices) or f"write {_written(kind)}")
 
 
 def _build_union(kind: Any, data: Any, path: str, origin: Callable[[str], str]) -> Any:
