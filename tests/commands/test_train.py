@@ -209,8 +209,21 @@ def test_a_step_that_is_too_large_is_refused_before_it_is_compiled(run_file, tmp
     code, _, err = trellis(capsys, "train", run_file, *options)
     assert code == 2 and "A run's state and its step fit into the memory that there is." in err
     assert "at least on 1 x cpu, which have 3.00 MiB together" in err
+    grows = [*options[:4], "--batch_size", "[{step: 0, size: 8}, {step: 4, size: 512}]", "--microbatches", 1]
+    code, _, err = trellis(capsys, "train", run_file, *grows)
+    assert code == 2 and "at least on 1 x cpu, which have 3.00 MiB together" in err, "before it has grown"
     code, _, err = trellis(capsys, "train", run_file, *options, "--microbatches", 128, "--until", 1)
     assert code == 0, "and may then be corrected"
+
+
+def test_the_memory_of_a_batch_that_grows_is_that_of_its_largest(run_file, tmp_path, capsys):
+    told = []
+    for sizes in ("[{step: 0, size: 4}, {step: 3, size: 16}]", "16"):
+        words = ("--layout.preset", "data", "--devices", 2, "--batch_size", sizes, "--until", 0)
+        code, out, err = trellis(capsys, "train", run_file, "--run-dir", tmp_path / str(len(told)), *words)
+        assert code == 0, err
+        told += re.findall("^memory .*", out, re.MULTILINE)
+    assert len(told) == 2 and told[0] == told[1]
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_each_length_is_planned_and_the_fullest_decides():
     with pytest.raises(UserError, match="A batch is split evenly") as error:
         plan_phases(load_run("tiny", {"lengths": "[{step: 8, length: 128, batch_size: 9}]", "batch_size": "16"}),
                     lambda r: quick_plan(r, where))  # fmt: skip
-    assert error.value.where == "lengths" and error.value.fix == "use a batch_size of 8 or 16"
+    assert error.value.where == "lengths" and error.value.fix == "give this length a batch_size of 8 or 16"
 
 
 @pytest.mark.slow

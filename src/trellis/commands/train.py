@@ -153,7 +153,8 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         with as_of_phase(step):
             programs[step] = step_program(made)
             check_marks(run, programs[step])
-            memory[step] = memory_of(programs[step]).per_kind()
+            largest = step_program(made, made.largest) if made.largest else programs[step]
+            memory[step] = memory_of(largest).per_kind()
             check_step(memory[step], made)
             check_guard(memory[step], made)
     ledgers = {step: ledger_of(program) for step, program in programs.items()}

@@ -64,7 +64,6 @@ def prepare(run: Run, target: Target, devices: Sequence[Any], *, chunk_bytes: in
     if -1 not in given.values():
         check_tiles(given or {"data": 1}, target)
     made = assemble(run, devices, chunk_bytes=chunk_bytes)
-    last = max(run.batch_sizes(), key=lambda entry: entry.size)
-    batch = made.abstract_batch(last.step)
-    tokens = last.size * run.data.sequence_length
+    batch = made.abstract_batch(made.largest)
+    tokens = batch.tokens.size
     return Prepared(run, made.layout, made.step, made.abstract, batch, tokens, made.options.microbatches)

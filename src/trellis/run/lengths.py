@@ -83,7 +83,8 @@ def as_of_phase(start: int) -> Generator[None]:
     except UserError as error:
         if not start:
             raise
-        fix = error.fix.replace("--data.sequence_length", "a length of").replace("--batch_size", "a batch_size of")
+        fix = error.fix.replace("--data.sequence_length", "a length of")
+        fix = fix.replace("use --batch_size", "give this length a batch_size of")
         seen = f"{error.seen}, from step {start} on"
         raise UserError(error.rule, seen=seen, where="lengths", fix=fix) from None
 

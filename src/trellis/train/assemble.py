@@ -86,6 +86,12 @@ class Assembled:
         mesh = self.layout.mesh
         return options_for(platform_of_devices(mesh), self.run.compiler_options, mesh.size)
 
+    @property
+    def largest(self) -> int:
+        """The first step with the most sequences: of a batch that grows the one that takes the most memory. Of several
+        lengths of sequences it is one of the first length."""
+        return max(self.run.at(0).batch_sizes(), key=lambda entry: entry.size).step
+
     def abstract_batch(self, step: int = 0) -> Batch:
         """The batch of a step as `jax.ShapeDtypeStruct`s with shardings."""
         run = self.run.at(step)

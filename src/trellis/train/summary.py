@@ -116,17 +116,21 @@ def ledger_sums(ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def lengths(assembled: Assembled, memory: Mapping[int, Mapping[str, int]]) -> list[dict[str, int]]:
+def lengths(assembled: Assembled, memory: Mapping[int, Mapping[str, int]]) -> list[dict[str, Any]]:
     """Of each phase of a run whose sequences become longer: its first step, its sequences, and a device's memory.
+
+    Where a phase's batch grows, `later` has the steps from which it has more sequences, and how many.
 
     Args:
         assembled: the run.
         memory: bytes of a step of each phase on a device, by kind, by its first step.
     """
-    found: list[dict[str, int]] = []
+    found: list[dict[str, Any]] = []
     for step, made in assembled.phases().items():
         size, length = made.abstract_batch(step).shape
-        found.append({"step": step, "length": length, "batch_size": size, "memory": sum(memory[step].values())})
+        more = [[entry.step, entry.size] for entry in made.run.at(step).batch_sizes() if entry.step > step]
+        held = sum(memory[step].values())
+        found.append({"step": step, "length": length, "batch_size": size, "later": more, "memory": held})
     return found if assembled.later else []
 
 
@@ -156,7 +160,9 @@ def describe(found: Mapping[str, Any]) -> str:
     }
     if found.get("lengths"):
         lines["lengths"] = ", then ".join(
-            f"{p['batch_size']:,} x {p['length']:,} tokens from step {p['step'] + 1} on ({size(p['memory'])})"
+            f"{p['batch_size']:,} x {p['length']:,} tokens from step {p['step'] + 1} on"
+            + "".join(f", {rows:,} x {p['length']:,} from step {step + 1} on" for step, rows in p["later"])
+            + f" ({size(p['memory'])})"
             for p in found["lengths"]
         )
     return "\n".join(f"{name:<8} {line}" for name, line in lines.items())
