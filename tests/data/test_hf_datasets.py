@@ -63,6 +63,25 @@ def test_filters_see_every_field(tmp_path, stored):
     assert np.array_equal(store.tokens(0, store.num_tokens), stream(TEXTS[:5]))
 
 
+@pytest.mark.parametrize(
+    ("spec", "seen", "fix"),
+    [
+        ("several@nope", "nope, where it has test, train", "several@test"),
+        ("several", "train, where it has test, validation", "several@test"),
+        ("one@nope", "nope, where it has one without a name", "one"),
+    ],
+)
+def test_a_split_that_is_not_there(tmp_path, stored, spec, seen, fix):
+    """Not the only one there is, without a word."""
+    stored.save_to_disk(str(tmp_path / "one"))
+    other = "train" if "@" in spec else "validation"
+    datasets.DatasetDict({"test": stored, other: stored}).save_to_disk(str(tmp_path / "several"))
+    with pytest.raises(UserError) as raised:
+        dataset_source(f"{tmp_path}/{spec}")
+    assert (raised.value.rule, raised.value.seen) == ("A split is one that the dataset has.", seen)
+    assert raised.value.fix == f"use dataset:{tmp_path}/{fix}"
+
+
 def test_a_dataset_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)

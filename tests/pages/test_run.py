@@ -184,10 +184,10 @@ def test_the_command_writes_the_page_and_refuses_what_is_no_run(folder, tmp_path
     assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
     assert main(["report", str(tmp_path / "absent")]) == 2
     assert capsys.readouterr().err == (
-        "trellis: A report is about a run that has begun.\n"
+        "trellis: A run that has begun has a folder with its metrics.\n"
         "  seen:  no such folder\n"
         f"  where: {tmp_path / 'absent'}\n"
-        "  fix:   give the folder of a run, as in `trellis report runs/NAME-DATE`\n"
+        "  fix:   give the folder of a run, as in runs/NAME-DATE\n"
     )
 
 

@@ -106,6 +106,14 @@ def test_what_cannot_be_proven_says_why(four):
     with pytest.raises(UserError, match="A seed is 0 or more"):
         tr.prove(jnp.sin, given(four)[0], on="v5e:2x2", seed=-1)
 
+    def noisy(w):
+        return w + jax.random.normal(jax.random.key(0, impl="rbg"), w.shape)
+
+    with pytest.raises(UserError, match="executed by an interpreter that knows all of its operations") as error:
+        tr.prove(noisy, given(four)[0], on="v5e:2x2")
+    assert error.value.seen.startswith("the operation rng-bit-generator, as ")
+    assert error.value.where == "`noisy` for v5e:2x2" and error.value.fix == "leave out what has it, or report it"
+
 
 RUN = {"mesh.data": "2", "mesh.model": "2", "layout.preset": "auto", "microbatches": "2"}
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trellis.commands.command import Command
-from trellis.errors import UserError
 
 if TYPE_CHECKING:
     from trellis.proof.proof import Proof
@@ -34,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Proves the step of `args.run` on `args.on`; 0 if it is right, 3 if not."""
     from trellis.hardware.chips import target
-    from trellis.proof.interpreter import Failed, NotInterpreted
+    from trellis.proof.proof import interpreted
     from trellis.proof.report import as_json, text
     from trellis.proof.runs import prove_run
     from trellis.train.compilation import use_persistent_cache
@@ -42,15 +41,9 @@ def execute(args: argparse.Namespace) -> int:
     where = target(args.on, args.hardware)
     use_persistent_cache()
     how = {"explain": not args.no_reason, "progress": True, "seed": args.seed}
-    try:
+    program = f"the program of {args.run.name} for {args.on}"
+    with interpreted(program, "report it, with the recipe and the target; the run can be trained without a proof"):
         proofs = [prove_run(phase.run, where, args.given, **how) for phase in args.run.phases()]
-    except (NotInterpreted, Failed) as error:
-        raise UserError(
-            "A compiled program is executed by an interpreter that knows all of its operations.",
-            seen=str(error),
-            where=f"the program of {args.run.name} for {args.on}",
-            fix="report it, with the recipe and the target; the run can be trained without a proof",
-        ) from error
     starts = [phase.start for phase in args.run.phases()]
     if args.programs:
         for start, proof in zip(starts, proofs, strict=True):

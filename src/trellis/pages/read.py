@@ -40,10 +40,10 @@ def read_folder(folder: Path) -> RunFolder:
     """
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(
-            "A report is about a run that has begun.",
+            "A run that has begun has a folder with its metrics.",
             seen="no metrics.jsonl" if folder.is_dir() else "no such folder",
             where=str(folder),
-            fix="give the folder of a run, as in `trellis report runs/NAME-DATE`",
+            fix="give the folder of a run, as in runs/NAME-DATE",
         )
     about = _text(folder / "about.json")
     return RunFolder(

@@ -42,8 +42,8 @@ def prove(
         seed: of the numbers at random.
 
     Raises:
-        UserError: the mesh does not fill the target, its compiler is not installed or refuses the program.
-        NotInterpreted: the compiled program has something that the interpreter does not know.
+        UserError: the mesh does not fill the target, its compiler is not installed or refuses the program, or the
+            compiled program has something that the interpreter does not know.
 
     >>> import jax, jax.numpy as jnp
     >>> from jax.sharding import NamedSharding, PartitionSpec as P
@@ -52,8 +52,10 @@ def prove(
     >>> prove(lambda x: jnp.sum(x * x, axis=1), x, on="v5e:2x2").proven
     True
     """
-    from trellis.proof.programs import proof_of  # the planner and the models, which `import trellis` does without
+    # The planner and the models, which `import trellis` does without.
+    from trellis.proof.programs import proof_of
+    from trellis.proof.proof import interpreted
 
-    return proof_of(
-        fn, *args, on=on, reference=reference, options=options or {}, bound=bound, explain=explain, seed=seed
-    )
+    how = dict(on=on, reference=reference, options=options or {}, bound=bound, explain=explain, seed=seed)
+    with interpreted(f"`{getattr(fn, '__name__', 'the function')}` for {on}", "leave out what has it, or report it"):
+        return proof_of(fn, *args, **how)

@@ -1,9 +1,10 @@
 """A compiled program, executed here and held against what it should compute."""
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,27 @@ from trellis.inspect import Ledger, Structure, structure_of
 from trellis.plan.compile import Compiled, compile_lowered
 from trellis.proof.comparing import BOUND, Output, compare
 from trellis.proof.finding import Finding, Suspect, find
-from trellis.proof.interpreter import Faulty, Interpreter, most_bytes
+from trellis.proof.interpreter import Failed, Faulty, Interpreter, NotInterpreted, most_bytes
 from trellis.proof.placing import cut, sharding_of
+
+
+@contextlib.contextmanager
+def interpreted(where: str, fix: str) -> Generator[None]:
+    """Within it, what the interpreter does not know of a program is an error as others are.
+
+    Args:
+        where: which program, for the message.
+        fix: what else can be done.
+    """
+    try:
+        yield
+    except (NotInterpreted, Failed) as error:
+        raise UserError(
+            "A compiled program is executed by an interpreter that knows all of its operations.",
+            seen=str(error),
+            where=where,
+            fix=fix,
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,10 +73,22 @@ def dataset_source(spec: str, *, field: str | None = None) -> DatasetSource:
     try:
         if os.path.isdir(name) and any(os.path.exists(os.path.join(name, f)) for f in _STORED):
             stored = datasets.load_from_disk(name)
-            dataset = stored[split] if isinstance(stored, datasets.DatasetDict) else stored
+            several = isinstance(stored, datasets.DatasetDict)
+            named: list[str] = [] if several or stored.split is None else [str(stored.split)]
+            splits: list[str] = sorted(map(str, stored)) if several else named
+            if split not in splits and (several or "@" in spec):
+                raise UserError(
+                    "A split is one that the dataset has.",
+                    seen=f"{split}, where it has {', '.join(splits) or 'one without a name'}",
+                    where=f"dataset:{spec}",
+                    fix=f"use dataset:{'@'.join((name, *splits[:1]))}",
+                )
+            dataset = stored[split] if several else stored
         else:
             path, _, config = name.partition(":")
             dataset = datasets.load_dataset(path, config or None, split=split, streaming=True)
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(
             "A dataset is a folder of save_to_disk or a dataset of the Hugging Face hub.",
