@@ -9,6 +9,7 @@ import pytest
 from trellis.commands.line import main
 from trellis.pages.charts import Chart, Series, draw, nice_ticks, thin
 from trellis.pages.run import write_report
+from trellis.train.timeline import Timeline, read_events
 
 ABOUT = {
     "machine": {
@@ -218,3 +219,26 @@ def test_a_logarithmic_scale_leaves_out_what_it_cannot_show():
     chart = Chart("Gradient norm", (Series("norm", [100.0, 0.0, 1.0]),), log=True)
     path = re.search(r'<path d="([^"]*)" class="curve s0"', draw(chart, [1, 2, 3], 0))[1]
     assert len(re.findall("[ML]", path)) == 2
+
+
+def test_files_that_a_machine_that_went_down_left_damaged(folder, capsys):
+    """Bytes that are no text, and lines cut off: what can be read is shown, what cannot be left out is told."""
+    assert main(["report", str(folder)]) == 0
+    whole = (folder / "report.html").read_text()
+    for name in ("metrics.jsonl", "samples.jsonl", "timeline.jsonl"):
+        with open(folder / name, "ab") as file:
+            file.write(b'{"step": 2\xff\0\0')
+    timeline = Timeline(folder / "timeline.jsonl")
+    timeline.add("resumed", 20)
+    assert main(["report", str(folder)]) == 0
+    assert read_events(folder / "timeline.jsonl")[-1]["event"] == "resumed"
+    assert whole.count("<section") == (folder / "report.html").read_text().count("<section")
+    capsys.readouterr()
+    (folder / "about.json").write_text('{"machine": {')
+    assert main(["report", str(folder)]) == 2
+    assert capsys.readouterr().err == (
+        "trellis: What a run's page shows beside its metrics is JSON.\n"
+        "  seen:  Expecting property name enclosed in double quotes: line 1 column 14 (char 13)\n"
+        f"  where: {folder / 'about.json'}\n"
+        "  fix:   remove the file: the page leaves that out, and a run that goes on writes it again\n"
+    )

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ import jax
 
 from trellis.commands.command import Command, called
 from trellis.errors import UserError
+from trellis.files import write_json
 
 if TYPE_CHECKING:
     from trellis.inspect import Ledger
@@ -234,7 +234,7 @@ def _first(ledger: "Ledger") -> str | None:
 
 def write_sections(folder: Path, found: dict[str, Any]) -> None:
     """Keeps what the page of a run shows beside its metrics, as `about.json`."""
-    (folder / "about.json").write_text(json.dumps(found, indent=1))
+    write_json(folder / "about.json", found)
 
 
 COMMAND = Command(

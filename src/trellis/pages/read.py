@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trellis.errors import UserError
+from trellis.train.timeline import read_events
 from trellis.train.trackers import read_lines
 
 
@@ -36,7 +37,7 @@ def read_folder(folder: Path) -> RunFolder:
     """Reads a run's folder.
 
     Raises:
-        UserError: it holds no metrics.
+        UserError: it holds no metrics, or what is damaged.
     """
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(
@@ -45,17 +46,29 @@ def read_folder(folder: Path) -> RunFolder:
             where=str(folder),
             fix="give the folder of a run, as in runs/NAME-DATE",
         )
-    about = _text(folder / "about.json")
     return RunFolder(
         name=folder.absolute().name,
         run=_text(folder / "run.yaml"),
         lines=read_lines(folder / "metrics.jsonl"),
-        about=json.loads(about) if about else {},
+        about=_about(folder / "about.json"),
         ledger=_text(folder / "ledger.txt"),
         samples=read_lines(folder / "samples.jsonl"),
-        events=[json.loads(line) for line in _text(folder / "timeline.jsonl").splitlines() if line.endswith("}")],
+        events=read_events(folder / "timeline.jsonl"),
     )
 
 
 def _text(path: Path) -> str:
-    return path.read_text() if path.is_file() else ""
+    return path.read_text("utf-8", errors="replace") if path.is_file() else ""
+
+
+def _about(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads(_text(path) or "{}")
+    except ValueError as error:
+        raise UserError(
+            "What a run's page shows beside its metrics is JSON.",
+            seen=error,
+            where=str(path),
+            fix="remove the file: the page leaves that out, and a run that goes on writes it again",
+        ) from error
+    return about

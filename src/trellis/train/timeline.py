@@ -4,6 +4,7 @@ import contextlib
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 
 class Timeline:
@@ -17,6 +18,10 @@ class Timeline:
         self._path = path
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(OSError), open(path, "a+b") as file:
+                file.seek(max(0, file.tell() - 1))
+                if file.read() not in (b"", b"\n"):  # a note that was cut off: the next one gets a line of its own
+                    file.write(b"\n")
 
     def add(self, event: str, step: int | None, **more: object) -> None:
         """Notes an event: started, resumed, compiled, length, evaluation, checkpoint, interrupted, stopped, finished or
@@ -25,3 +30,13 @@ class Timeline:
             # A run does not end for want of a note; what it needs to write tells why.
             with contextlib.suppress(OSError), open(self._path, "a") as file:
                 file.write(json.dumps({"time": time.time(), "event": event, "step": step, **more}) + "\n")
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a `timeline.jsonl`, oldest first, without notes that were cut off."""
+    found = []
+    for line in path.read_text("utf-8", errors="replace").splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            event = json.loads(line)
+            found += [event] if isinstance(event, dict) and {"time", "event", "step"} <= event.keys() else []
+    return found

@@ -61,7 +61,7 @@ def _cut(path: Path, step: int) -> None:
 def read_lines(path: Path) -> list[dict]:
     """The lines of a `metrics.jsonl`, oldest first. A last line that a killed run left half written is skipped."""
     lines = []
-    texts = path.read_text().splitlines() if path.exists() else []
+    texts = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []
     for number, text in enumerate(texts, start=1):
         try:
             line = json.loads(text)
