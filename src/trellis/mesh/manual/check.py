@@ -206,6 +206,12 @@ def varying(value: Value) -> Axes:
     return mat.varying if mat is not None else _NONE
 
 
+def copied(value: Value) -> Axes:
+    """The axes along which a value is a copy, by its JAX type."""
+    mat = getattr(value.aval, "mat", None)
+    return mat.reduced if mat is not None else _NONE
+
+
 def line_of(operation: Operation) -> str:
     """Where the user's code made an operation, as ` (file.py:12: the line)`."""
     equation, frame = operation.equation, operation.frame

@@ -436,7 +436,7 @@ class _Call:
             raise TypeMismatch(
                 f"a result is what its annotation says, got one that differs along {', '.join(along)} for {leaf.kind}, "
                 f"in {leaf.place}: gather it before the function ends, or correct the annotation (to JAX's types what "
-                "argsort gives is the same on all devices)"
+                "argsort gives, or a branch or a loop that each device chooses for itself, is the same on all devices)"
             )
 
     def leave(self, leaf: Leaf, array, pending: frozenset[str], met: Callable):

@@ -7,11 +7,11 @@ operation. What a collective of JAX's own does to slices is not known, and is no
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax.numpy as jnp
 
-from trellis.mesh.manual.check import line_of, varying
+from trellis.mesh.manual.check import copied, line_of, varying
 from trellis.mesh.manual.reshard import TransitionError
 from trellis.notation import Dim, Shape
 from trellis.notation.binding import Bindings, TypeMismatch
@@ -73,8 +73,11 @@ class _Check:
     def __init__(self, bindings: Bindings):
         self.bindings = bindings
         # To JAX (0.10.2, 0.12.0) what a `sort` gives beside its keys, as `argsort` does, is the same on all devices if
-        # it was before it was sorted. Along which axes it, and what is made of it, differs:
+        # it was before it was sorted; and so is what a branch or a loop gives that each device chooses, or repeats, for
+        # itself. Along which axes it, and what is made of it, differs:
         self.untold: dict[Value, frozenset[str]] = {}
+        # The mesh axes along which devices choose for themselves whether the operations of a body run.
+        self.chosen: frozenset[str] = frozenset()
 
     def differs(self, value: Value) -> frozenset[str]:
         return self.untold.get(value, frozenset())
@@ -100,28 +103,52 @@ class _Check:
         """Keeps what JAX's types do not say of an operation's results.
 
         Raises:
-            TypeMismatch: numbers that have a gradient are sorted by keys of each device's own: JAX would not sum it.
+            TypeMismatch: numbers that have a gradient are sorted by keys of each device's own, or go into a branch that
+                each device chooses for itself: JAX would not sum it.
         """
         along = frozenset().union(*map(self.differs, operation.operands))
         if operation.name == "sort":
             along = along.union(*map(varying, operation.operands))
-            for value in operation.operands:
-                if jnp.issubdtype(value.aval.dtype, jnp.inexact) and (lacks := sorted(along - varying(value))):
-                    raise TypeMismatch(
-                        f"numbers are sorted by keys that differ as they do, got some that are the same along "
-                        f"{', '.join(lacks)} and keys that are not, in `{self.bindings.function}`{line_of(operation)}: "
-                        f"write jax.lax.pcast(values, {tuple(lacks)}, to='varying') before"
-                    )
+            rule = "numbers are sorted by keys that differ as they do"
+            self.refuse_unlike(operation, operation.operands, along, f"{rule}, got some that are the same along {{}}")
+        elif operation.name == "cond":
+            rule = "a branch that each device chooses for itself takes numbers that differ as the choice does"
+            values = [value for value in operation.operands[1:] if not copied(value)]  # whose gradients stay parts
+            self.refuse_unlike(
+                operation, values, self.choice(operation), f"{rule}, got some that are the same along {{}}"
+            )
         elif operation.name in COLLECTIVES:
             along -= set(axes_over(operation))
         for i, value in enumerate(operation.results):
             inner = [b.results[i] for b in operation.bodies if len(b.results) == len(operation.results)]
             found = frozenset().union(*map(self.differs, inner)) if operation.bodies else along
-            if axes := found - varying(value):
+            if axes := (found | self.choice(operation)) - varying(value):
                 self.untold[value] = axes
+
+    def choice(self, operation: Operation) -> frozenset[str]:
+        """The mesh axes along which a branch is chosen, or a loop ends, otherwise on each device."""
+        if operation.name not in ("cond", "while"):
+            return frozenset()
+        value = operation.operands[0] if operation.name == "cond" else operation.bodies[0].results[0]
+        return varying(value) | self.differs(value)
+
+    def refuse_unlike(self, operation: Operation, values: Iterable[Value], along: frozenset[str], rule: str) -> None:
+        """Numbers that are the same on devices of which each makes something else: JAX would not sum their gradient."""
+        for value in values:
+            if jnp.issubdtype(value.aval.dtype, jnp.inexact) and (lacks := sorted(along - varying(value))):
+                raise TypeMismatch(
+                    f"{rule.format(', '.join(lacks))}, in `{self.bindings.function}`{line_of(operation)}: "
+                    f"write jax.lax.pcast(values, {tuple(lacks)}, to='varying') before"
+                )
 
     def operation(self, operation: Operation, operands: list[Dims]) -> list[Dims]:
         unknown = [_unknown(value) for value in operation.results]
+        if waits := sorted(self.chosen.intersection(axes_over(operation) if operation.name in COLLECTIVES else ())):
+            raise TypeMismatch(
+                f"a collective runs on all devices along its mesh axes or on none, got one over {', '.join(waits)} in "
+                f"a branch or a loop that each of them chooses for itself, in `{self.bindings.function}`"
+                f"{line_of(operation)}: share the choice first, as jax.lax.pmax does, or take the collective out"
+            )
         if "reshard[" in operation.scope and (texts := transition_in(operation.scope)):
             return self.text(operation, operands, texts)
         if operation.bodies:
@@ -180,8 +207,14 @@ class _Check:
             body: [known[outer] for _, outer in operation.entering(body)] or [_unknown(v) for v in body.inputs]
             for body in operation.bodies
         }
-        if operation.is_loop:
-            return self.loop(operation, given, known)
+        before = self.chosen
+        try:
+            return self.loop(operation, given, known) if operation.is_loop else self.branches(operation, given)
+        finally:
+            self.chosen = before
+
+    def branches(self, operation: Operation, given: dict[Body, list[Dims]]) -> list[Dims]:
+        self.chosen |= self.choice(operation)
         outs: list[Dims] = []
         for body, dims in given.items():
             got = self.body(body, dims)
@@ -198,20 +231,34 @@ class _Check:
         dims = given[body]
         dims[first + count :] = [each[1:] for each in dims[first + count :]]  # a turn's slice of what is scanned
         while True:
-            got = self.body(body, dims)
             before = dims[first : first + count]
+            for condition in operation.bodies[:-1]:
+                self.body(condition, [*given[condition][: len(condition.inputs) - count], *before])
+            self.chosen |= self.choice(operation)
+            got = self.body(body, dims)
             for one, other in zip(before, got):
                 self.refuse_other(one, other, "a loop carries slices that lie alike in every turn", operation)
             # What a turn leaves unknown is unknown in the next.
             dims[first : first + count] = [a if a == b else ((),) * len(a) for a, b in zip(before, got)]
-            if dims[first : first + count] == before:
+            if not self.carried(operation) and dims[first : first + count] == before:
                 break
-        for condition in operation.bodies[:-1]:
-            self.body(condition, [*given[condition][: len(condition.inputs) - count], *before])
         # Turns follow each other through the slices that they are taken from, and so does what is stacked of them.
         scanned = {operation.operands[at] for at in range(first + count, len(operation.operands))}
         turns = max((known[v][0] for v in scanned if known[v]), key=len, default=())
         return [*got[:count], *((turns, *each) for each in got[count:])]
+
+    def carried(self, operation: Operation) -> bool:
+        """Keeps for the next turn what types do not say of what a loop carries; whether that is more than before."""
+        more = False
+        first, count = operation.carries
+        after = operation.bodies[-1].results[:count]
+        for each in operation.bodies:
+            begin = first if each is operation.bodies[-1] else len(each.inputs) - count
+            for value, made in zip(each.inputs[begin : begin + count], after, strict=True):
+                if self.differs(made) - self.differs(value) - varying(value):
+                    self.untold[value] = self.differs(value) | self.differs(made)
+                    more = True
+        return more
 
     def refuse_other(self, one: Dims, other: Dims, rule: str, operation: Operation) -> None:
         if otherwise(one, other):
