@@ -176,6 +176,90 @@ def test_dimensions_that_were_joined_are_no_slice():
     np.testing.assert_array_equal(again, 2 * a)
 
 
+def test_dimensions_that_are_joined_and_cut_at_once_are_no_slices():
+    a = numbers(8, 4)
+    cut = lambda rows: lambda a: a.reshape(rows, -1)
+    why = "(of what was joined to 'd' not the first alone is sliced: it is no slice of that)"
+    for way in (cut(4), lambda a: cut(4)(a.reshape(-1))):
+        with pytest.raises(TypeMismatch) as caught:
+            program(way, "t b/x", "t/x d")(a)
+        assert told(caught) == (
+            f"a result is what its annotation says, got a slice 't d/x' for f32[t/x d] {why}, in result of `program`: "
+            "reshard it before they are joined, or correct the annotation"
+        )
+    with pytest.raises(TypeMismatch, match="got dimension 1 of one and dimension 0 of another sliced over 'x'"):
+        program(lambda a, b: a.reshape(b.shape) + b, "t b/x", "t/x d", "t/x d")(a, numbers(8, 4))
+    again = program(lambda a: cut(8)(cut(4)(a)), "t b/x", "t b/x")(a)
+    np.testing.assert_array_equal(again, a)
+
+
+@pytest.mark.parametrize("says", ["t kv/x g", "t one h/x"])
+def test_a_dimension_of_one_may_be_what_is_sliced(says):
+    """Of four heads on two devices, either one group of two heads a device, or one dimension more."""
+    made = program(lambda a: a.reshape(a.shape[0], 1, -1), "t h/x", says)(numbers(3, 4))
+    assert made.shape == ((3, 2, 2) if "kv" in says else (3, 1, 4))
+
+
+CHOSEN = {
+    "a branch": lambda a, w: jax.lax.cond(a[0, 0] > 5, lambda: jnp.ones(3), lambda: jnp.zeros(3)),
+    "one of several": lambda a, w: jax.lax.switch(jnp.argmax(a[0]), [lambda i=i: jnp.full(3, 1.0 * i) for i in (0, 1)]),
+    "turns": lambda a, w: jax.lax.while_loop(lambda c: c[0] < a[0, 0], lambda c: c + 1, jnp.zeros(3)),
+    "turns of a body": lambda a, w: jax.lax.fori_loop(0, jnp.argmax(a[0]), lambda i, c: c * 2, w),
+    "in a loop": lambda a, w: jax.lax.scan(
+        lambda c, _: ((jax.lax.cond(a[0, 0] > 5, lambda: jnp.ones(3), lambda: jnp.zeros(3)), c[0]), None),
+        (w, w),
+        length=3,
+    )[0][1],
+}
+
+
+@pytest.mark.parametrize("what", CHOSEN)
+def test_what_each_device_chooses_for_itself_is_not_the_same(what):
+    """JAX types what a branch or a loop gives as the same on all devices, also where their choice is not."""
+    a, w = numbers(4, 2), numbers(3)
+    with pytest.raises(
+        TypeMismatch, match="got one that differs along x for f32.d., in result of `program`: gather it"
+    ):
+        program(CHOSEN[what], "a/x b", "d", "d")(a, w)
+    alike = lambda a, w: CHOSEN[what](jax.lax.pmax(a, "x"), w)
+    assert program(alike, "a/x b", "d", "d")(a, w).shape == (3,)
+
+
+def test_a_branch_that_each_device_chooses_takes_what_differs_as_its_choice():
+    a, w = numbers(4, 2), numbers(2, 2)
+    chosen = lambda a, w: jax.lax.cond(a[0, 0] > 3, lambda a: a @ w, lambda a: a, a)
+    with pytest.raises(TypeMismatch) as caught:
+        program(chosen, "a/x b", "a/x c", "b c")(a, w)
+    assert told(caught, by_line=True) == (
+        "a branch that each device chooses for itself takes numbers that differ as the choice does, got some that are "
+        "the same along x, in `program`: write jax.lax.pcast(values, ('x',), to='varying') before"
+    )
+    cast = program(lambda a, w: chosen(a, jax.lax.pcast(w, ("x",), to="varying")), "a/x b", "a/x c", "b c")
+    expected = lambda a, w: jnp.concatenate([a[:2], a[2:] @ w])
+    np.testing.assert_allclose(cast(a, w), expected(a, w))
+    found = jax.jit(jax.grad(lambda a, w: (cast(a, w) ** 2).sum(), argnums=(0, 1)))(a, w)
+    for one, other in zip(found, jax.grad(lambda a, w: (expected(a, w) ** 2).sum(), argnums=(0, 1))(a, w)):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_a_collective_is_not_in_a_branch_or_a_loop_that_each_device_chooses():
+    """Some devices would wait for others for ever."""
+    a, ring = numbers(4, 2), [(0, 1), (1, 0)]
+    branch = lambda a: jax.lax.cond(a[0, 0] > 3, lambda a: a + jax.lax.psum(a, "x"), lambda a: a, a)
+    turns = lambda a: jax.lax.while_loop(lambda c: c[0, 0] < a[0, 0], lambda c: jax.lax.ppermute(c, "x", ring), a)
+    for way in (branch, turns):
+        with pytest.raises(TypeMismatch) as caught:
+            program(way, "a/x b", "a/x b")(a)
+        assert told(caught, by_line=True) == (
+            "a collective runs on all devices along its mesh axes or on none, got one over x in a branch or a loop "
+            "that each of them chooses for itself, in `program`: share the choice first, as jax.lax.pmax does, or take "
+            "the collective out"
+        )
+    shared = lambda a: jax.lax.pmax(a[0, 0], "y") > 3
+    along_y = lambda a: jax.lax.cond(shared(a), lambda a: a + jax.lax.pmax(a, "y"), lambda a: a, a)
+    assert program(along_y, "a/x b/y", "a/x b/y")(numbers(4, 4)).shape == (4, 4)
+
+
 def test_an_order_that_devices_have_of_their_own_is_not_the_same():
     """JAX types what `argsort` gives as if it were."""
     a = numbers(8, 4)[::-1].copy()
@@ -184,8 +268,8 @@ def test_an_order_that_devices_have_of_their_own_is_not_the_same():
         program(some, "a/x b", "b")(a)
     assert told(caught) == (
         "a result is what its annotation says, got one that differs along x for f32[b], in result of `program`: gather "
-        "it before the function ends, or correct the annotation (to JAX's types what argsort gives is the same on all "
-        "devices)"
+        "it before the function ends, or correct the annotation (to JAX's types what argsort gives, or a branch or a "
+        "loop that each device chooses for itself, is the same on all devices)"
     )
     carried = lambda a: jax.lax.scan(lambda c, _: (c + some(a), None), jnp.zeros(4), length=2)[0]
     with pytest.raises(TypeMismatch, match="got one that differs along x"):
@@ -198,8 +282,8 @@ def test_numbers_are_sorted_by_keys_that_differ_as_they_do():
     with pytest.raises(TypeMismatch) as caught:
         program(by_keys, "a/x", "b/x", "c")(numbers(4), numbers(2))
     assert told(caught, by_line=True) == (
-        "numbers are sorted by keys that differ as they do, got some that are the same along x and keys that are not, "
-        "in `program`: write jax.lax.pcast(values, ('x',), to='varying') before"
+        "numbers are sorted by keys that differ as they do, got some that are the same along x, in `program`: write "
+        "jax.lax.pcast(values, ('x',), to='varying') before"
     )
     cast = lambda a, b: by_keys(a, jax.lax.pcast(b, ("x",), to="varying"))
     assert program(cast, "a/x", "b/x", "c")(numbers(4), numbers(2)).shape == (4,)
@@ -250,16 +334,22 @@ def test_what_jax_moves_is_what_the_next_text_says():
 @pytest.mark.parametrize(
     ("before", "after", "dims", "kept"),
     [
-        ((4,), (1, 4), "x", ["", "x"]),
+        ((4,), (1, 4), "x", ["", ""]),
+        ((1, 4), (1, 2, 2), "-x", ["", "", ""]),
+        ((3, 4), (3, 1, 4), "x-", ["x", "", ""]),
         ((4, 6), (24,), "x-", ["x"]),
-        ((4, 6), (24,), "-x", ["*x"]),
-        ((4, 6), (24,), "xy", ["*x*y"]),
-        ((2, 12), (4, 6), "-x", ["", ""]),
+        ((4, 6), (24,), "-x", ["*6.1.x"]),
+        ((4, 6), (24,), "xy", ["*4.6.x*6.1.y"]),
+        ((2, 12), (4, 6), "-x", ["*2.1.x", ""]),
         ((24,), (4, 6), "x", ["x", ""]),
         ((1, 4), (4, 1), "xy", ["y", ""]),
         ((2, 3, 4), (2, 12), "xy-", ["x", "y"]),
         ((2, 6), (3, 4), "x-", ["x", ""]),
         ((0, 3), (3, 0), "xy", ["", ""]),
+        ((8, 2), (2, 8), "-x", ["", "*2.1.x"]),
+        ((3, 4), (2, 6), "-x", ["", "*4.1.x"]),
+        ((3, 4), (2, 6), "x-", ["x", ""]),
+        ((2, 3, 4), (6, 2, 2), "-x-", ["*3.1.x", "", ""]),
     ],
 )
 def test_reshapes_keep_what_they_do_not_cut(before, after, dims, kept):

@@ -115,6 +115,16 @@ def test_what_cannot_be_proven_says_why(four):
     assert error.value.where == "`noisy` for v5e:2x2" and error.value.fix == "leave out what has it, or report it"
 
 
+def test_devices_that_wait_for_each_other_for_ever_are_told(four):
+    @jax.shard_map(mesh=four, in_specs=P("x"), out_specs=P("x"))
+    def waiting(a):
+        return jax.lax.cond(a[0] > 1, lambda a: a + jax.lax.psum(a, "x"), lambda a: a, a)
+
+    with pytest.raises(UserError, match="Devices meet in the collectives of a program") as error:
+        tr.prove(waiting, jax.device_put(jnp.arange(4.0), NamedSharding(four, P("x"))), on="v5e:2x2")
+    assert "wait for device" in error.value.seen and error.value.where == "`waiting` for v5e:2x2"
+
+
 RUN = {"mesh.data": "2", "mesh.model": "2", "layout.preset": "auto", "microbatches": "2"}
 
 

@@ -393,29 +393,58 @@ def _regrouped(before: tuple[int, ...], after: tuple[int, ...], dims: tuple) -> 
     several the first has them, and of several that are joined the result has those of the first, if it alone has any;
     else they are `JOINED` in it.
 
-    Dimensions of size 1 come and go anywhere: of a slice of that size nothing is known.
+    Dimensions of size 1 come and go anywhere: of a slice of that size nothing is known, nor of one that has a new
+    dimension of that size before it, which may be what is sliced.
     """
     out: list[tuple[str, ...]] = [()] * len(after)
-    if 0 in before:
-        return tuple(out)
-    old = [i for i, size in enumerate(before) if size != 1 or before == after]
-    new = [i for i, size in enumerate(after) if size != 1 or before == after]
-    while old and new:
-        first, target = old.pop(0), new.pop(0)
-        one, other, joined, cut = before[first], after[target], [], False
-        while one != other:
-            if one < other:
-                joined.append(old.pop(0))
-                one *= before[joined[-1]]
-            else:
-                other *= after[new.pop(0)]
-                cut = True
-        mine = [axis for i in (first, *joined) for axis in dims[i]]
-        if not any(dims[i] for i in joined):
-            out[target] = () if cut and any(axis.startswith(JOINED) for axis in mine) else dims[first]
-        elif not cut:
-            out[target] = tuple(JOINED + axis.removeprefix(JOINED) for axis in mine)
+    if 0 in before or before == after:
+        return tuple(out) if 0 in before else dims
+    # A block of elements that mesh axes slice lies between two strides: to the next element of it, and past all of it.
+    sliced: dict[tuple[int, int], list[str]] = {}
+    for size, stride, axes in zip(before, _strides(before), dims, strict=True):
+        for axis in axes if size != 1 else ():
+            block, within = joined_of(axis) or (size, 1)
+            if size % (block * within) == 0:
+                sliced.setdefault((stride * within, stride * within * block), []).append(bare_axis(axis))
+    strides = _strides(after)
+    places = {
+        block: next(i for i, stride in enumerate(strides) if after[i] != 1 and stride < block[1]) for block in sliced
+    }
+    for (low, top), axes in sliced.items():
+        i = places[low, top]
+        alone = sum(place == i for place in places.values()) == 1
+        if not (alone and top == strides[i] * after[i]):
+            within = max(1, low // strides[i])
+            out[i] += tuple(_joined(axis, max(1, top // strides[i] // within), within) for axis in axes)
+        elif not (i and after[i - 1] == 1):
+            out[i] += tuple(axes)
     return tuple(out)
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
+def _joined(axis: str, size: int, stride: int) -> str:
+    """A mesh axis of a dimension of which it slices a block of `size` elements that lie `stride` apart."""
+    return f"{JOINED}{size}.{stride}.{axis}"
+
+
+def joined_of(axis: str) -> tuple[int, int] | None:
+    """The block of a `JOINED` axis, as its size and stride; None of another axis."""
+    if not axis.startswith(JOINED):
+        return None
+    size, stride, _ = axis.removeprefix(JOINED).split(".", 2)
+    return int(size), int(stride)
+
+
+def bare_axis(axis: str) -> str:
+    """A mesh axis, `JOINED` or not, by its name.
+
+    >>> bare_axis("x"), bare_axis("*8.1.x")
+    ('x', 'x')
+    """
+    return axis.split(".", 2)[-1] if axis.startswith(JOINED) else axis
 
 
 def windows(operation: Operation) -> list[tuple[int, int]]:

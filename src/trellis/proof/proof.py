@@ -23,7 +23,8 @@ from trellis.proof.placing import cut, sharding_of
 
 @contextlib.contextmanager
 def interpreted(where: str, fix: str) -> Generator[None]:
-    """Within it, what the interpreter does not know of a program is an error as others are.
+    """Within it, what the interpreter does not know of a program is an error as others are, and so is a program that
+    no device would come to the end of.
 
     Args:
         where: which program, for the message.
@@ -37,6 +38,14 @@ def interpreted(where: str, fix: str) -> Generator[None]:
             seen=str(error),
             where=where,
             fix=fix,
+        ) from error
+    except Faulty as error:
+        raise UserError(
+            "Devices meet in the collectives of a program, each of them in all that its groups have.",
+            seen=str(error),
+            where=where,
+            fix="take collectives, and what has one in its gradient, out of branches and loops that devices choose for "
+            "themselves",
         ) from error
 
 

@@ -17,7 +17,7 @@ from trellis.notation import Dim, Shape
 from trellis.notation.binding import Bindings, TypeMismatch
 from trellis.program.manual import COLLECTIVES, axes_over
 from trellis.program.reading import Body, Operation, Program, Value
-from trellis.program.rules import JOINED, slices_kept, windows
+from trellis.program.rules import JOINED, bare_axis, slices_kept, windows
 from trellis.program.scopes import transition_in
 
 # Whose operands meet otherwise than place by place.
@@ -47,7 +47,7 @@ def check_slices(program: Program, given: list[Dims], bindings: Bindings) -> lis
 
 def sliced_as(shape: Shape, dims: Dims) -> Shape:
     """A shape with its dimensions sliced otherwise, for messages."""
-    plain = lambda axes: tuple(axis.removeprefix(JOINED) for axis in axes)
+    plain = lambda axes: tuple(bare_axis(axis) for axis in axes)
     named = tuple(Dim(dim.name, plain(axes)) for dim, axes in zip(shape.dims, dims, strict=True))
     return Shape(named, shape.pending, shape.copied)
 
@@ -57,7 +57,7 @@ def otherwise(known: Dims, said: Dims) -> bool:
 
     Over others it cannot: JAX's types refuse that. And what is known of a part of them may be known of another value.
     """
-    axes = [sorted(a.removeprefix(JOINED) for axes in dims for a in axes) for dims in (known, said)]
+    axes = [sorted(bare_axis(a) for axes in dims for a in axes) for dims in (known, said)]
     return len(known) == len(said) and known != said and axes[0] == axes[1]
 
 
@@ -88,7 +88,7 @@ class _Check:
         def of(value: Value) -> Dims:
             known = held.get(value, _unknown(value))
             along = varying(value) | self.differs(value)
-            return tuple(tuple(a for a in axes if a.removeprefix(JOINED) in along) for axes in known)
+            return tuple(tuple(a for a in axes if bare_axis(a) in along) for axes in known)
 
         for operation in body.operations:
             for inner, outer in (pair for mine in operation.bodies for pair in operation.entering(mine)):
@@ -155,7 +155,7 @@ class _Check:
             return self.inner(operation, operands)
         if operation.name in COLLECTIVES:
             over = set(axes_over(operation))
-            moved = any(over.intersection(axes) for dims in operands for axes in dims)
+            moved = any(over.intersection(map(bare_axis, axes)) for dims in operands for axes in dims)
             # Around a ring of one mesh axis slices keep their order.
             if moved and not (operation.name == "ppermute" and len(over) == 1):
                 return unknown
@@ -173,7 +173,8 @@ class _Check:
         """Arrays that are added element by element, of which a mesh axis slices different dimensions."""
         if operation.name in _NOT_ELEMENTWISE or not operation.results:
             return
-        alike = [dims for value, dims in zip(operation.operands, operands) if value.shape == _shape(operation)]
+        named = [tuple(tuple(map(bare_axis, axes)) for axes in dims) for dims in operands]
+        alike = [dims for value, dims in zip(operation.operands, named) if value.shape == _shape(operation)]
         for one, other in itertools.combinations(alike, 2):
             for axis in {a for axes in one for a in axes}:
                 # Of a block of products both dimensions are slices over one mesh axis.
@@ -181,7 +182,7 @@ class _Check:
                 if its and not set(mine) & set(its):
                     raise TypeMismatch(
                         f"slices that meet are slices of one dimension, got dimension {mine[0]} of one and dimension "
-                        f"{its[0]} of another sliced over '{axis.removeprefix(JOINED)}', in "
+                        f"{its[0]} of another sliced over '{axis}', in "
                         f"`{self.bindings.function}`{line_of(operation)}: transpose one of them, or reshard it"
                     )
 
@@ -292,7 +293,7 @@ def _meeting(operation: Operation, operands: list[Dims]) -> Iterator[tuple[Axes,
 
 def _over(axes: Axes) -> str:
     """The mesh axes of a slice, for messages."""
-    text = "'" + "/".join(axis.removeprefix(JOINED) for axis in axes) + "'"
+    text = "'" + "/".join(bare_axis(axis) for axis in axes) + "'"
     return text + " (of which dimensions were joined)" if any(axis.startswith(JOINED) for axis in axes) else text
 
 
