@@ -101,6 +101,19 @@ def test_over_a_bare_axis():
         tr.vmap(lambda x: x, three)(tr.ones({"k": 4}))
 
 
+def test_a_loop_that_ends_otherwise_for_each_row():
+    """JAX maps it where its whole carry is mapped."""
+    more = lambda x: (x**2).sum().array > 0.6
+    alone = lambda x: jax.lax.while_loop(more, lambda x: x * 0.9, x)
+    counted = lambda x: jax.lax.while_loop(lambda c: more(c[1]), lambda c: (c[0] + 1, c[1] * 0.9), (jnp.int32(0), x))[1]
+    expected = tr.vmap(counted, "b")(tr.named(X, "b e"))
+    with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}):
+        np.testing.assert_allclose(tr.named_jit(tr.vmap(alone, "b"))(tr.from_numpy(X, "b e")), expected, rtol=1e-6)
+        with pytest.raises(MeshError, match="got a while_loop over slices that carries something else too") as error:
+            tr.named_jit(tr.vmap(counted, "b"))(tr.from_numpy(X, "b e"))
+        assert "use a scan of a fixed length and where" in str(error.value)
+
+
 UPDATES = {
     "add": lambda x, ids: x.at["e", ids].add(x["e", ids] * 2),
     "add along a slice": lambda x, ids: x.at["o", ids].add(x["o", ids] * 2),

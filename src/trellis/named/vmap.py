@@ -127,6 +127,12 @@ def _in_our_words(error: Exception) -> str | None:
             "JAX maps an operation over slices that are no copies (`~`), got one inside of a cond, a loop or a jit, in "
             "vmap: use where(...) instead of cond, or let the layout's compute slice the mapped name"
         )
+    if text.startswith("Resource axis:") and text.rstrip(".").endswith("is not found in mesh: ()"):
+        return (
+            "JAX maps a loop that ends otherwise for each row where what it carries is mapped from the first turn on, "
+            "got a while_loop over slices that carries something else too (a counter, say), in vmap: use a scan of a "
+            "fixed length and where(...), or take the name out of the layout's compute"
+        )
     if "pvary is a invariant->variant" in text:  # so it is in JAX 0.10.2 to 0.12.0
         return (
             "in manual mode JAX maps a cond whose branches read what is mapped, got a branch that reads an array which "
