@@ -92,3 +92,19 @@ def test_what_no_device_does_by_itself_is_refused_in_four_parts(fn, parts):
     rule, fix = parts
     assert rule in str(caught.value) and f"fix:   {fix}" in str(caught.value)
     assert "where: test_device_view.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [{"stage": 2}, {"stage": 2, "data": 2}])
+def test_how_a_scatter_combines_numbers_names_no_other_mesh(sizes):
+    """XLA ends the process where it does; the gradient of `top_k` is a scatter."""
+    mesh = make_mesh(jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
+    inner, x = without_axis(mesh, "stage"), jnp.array([3.0, 1.0, 2.0, 5.0])
+    largest = jax.grad(lambda x: (jax.lax.top_k(x, 2)[0] * jnp.array([2.0, 3.0])).sum())
+    with on_another(inner):
+        whole = NamedSharding(inner.abstract_mesh, P(None))
+        closed = jax.make_jaxpr(largest)(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole))
+    view = View(dict(mesh.shape))
+    with jax.set_mesh(mesh):
+        run = jax.jit(jax.shard_map(lambda x: view.run(closed, x)[0], in_specs=P(), out_specs=P(), check_vma=False))
+        assert run.lower(x).as_text().count("sdy.mesh ") == 1
+        np.testing.assert_array_equal(run(x), [3, 0, 0, 2])

@@ -12,6 +12,7 @@ No gradient is taken of it. Take the gradient first, of the program of whole arr
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -168,8 +169,18 @@ def _bound(equation: JaxprEqn, args: list) -> list:
     params = rules.without_sharding(equation.primitive.get_bind_params(equation.params))
     if "out_avals" in params:  # a kernel's, which say on which mesh they are
         params["out_avals"] = tuple(ShapedArray(x.shape, x.dtype) for x in params["out_avals"])
+    if params.get("update_jaxpr") is not None:  # how a scatter combines two numbers
+        params["update_jaxpr"] = _without_mesh(params["update_jaxpr"], params["update_consts"])
     out = bind(equation.primitive, args, params)
     return list(out) if equation.primitive.multiple_results else [out]
+
+
+def _without_mesh(jaxpr: Jaxpr, consts: Sequence) -> Jaxpr:
+    """How two numbers are combined, without the mesh that it was traced on: another one ends XLA's process."""
+    avals: list[Any] = [v.aval for v in jaxpr.invars]
+    numbers = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return jax.make_jaxpr(lambda *args: View({}).jaxpr(jaxpr, consts, args))(*numbers).jaxpr
 
 
 # Control flow: the same, of parts.
