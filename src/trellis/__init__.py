@@ -61,6 +61,7 @@ from trellis.named import (
     checkpoint,
     clip,
     concatenate,
+    cond,
     conj,
     copysign,
     cos,
@@ -209,6 +210,7 @@ from trellis.named import (
     var,
     vmap,
     where,
+    while_loop,
     zeros,
 )
 from trellis.notation import (
@@ -287,6 +289,7 @@ __all__ = [
     "checkpoint",
     "clip",
     "concatenate",
+    "cond",
     "conj",
     "copysign",
     "cos",
@@ -456,5 +459,6 @@ __all__ = [
     "var",
     "vmap",
     "where",
+    "while_loop",
     "zeros",
 ]

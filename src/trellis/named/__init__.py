@@ -82,6 +82,10 @@ from trellis.named.contract import (
     dot_each,
     einsum,
 )
+from trellis.named.control import (
+    cond,
+    while_loop,
+)
 from trellis.named.create import (
     arange,
     from_numpy,
@@ -260,6 +264,7 @@ __all__ = [
     "checkpoint",
     "clip",
     "concatenate",
+    "cond",
     "conj",
     "copysign",
     "cos",
@@ -410,5 +415,6 @@ __all__ = [
     "var",
     "vmap",
     "where",
+    "while_loop",
     "zeros",
 ]

@@ -5,16 +5,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from trellis.mesh.reshard import place
 from trellis.named.array import is_named
 from trellis.named.axis import Name, name_of
+from trellis.named.carry import Elsewhere, check_carry, pinned
 from trellis.named.index import positions
 from trellis.named.mapped import entered, front, inside, is_mapped, length_of, named_leaves, restore
 from trellis.named.operand import refuse_cut, refuse_pending
 from trellis.named.placing import whole
 from trellis.named.saving import Keep, checkpoint
-from trellis.notation import TypeMismatch, spec_of, typeof
-from trellis.notation.state import State, mode_of, sharding_on, state_of
+from trellis.notation import spec_of
+from trellis.notation.state import sharding_on, state_of
 
 
 def scan(
@@ -61,12 +61,12 @@ def loop(fn: Callable, axis: Name, reverse: bool, unroll: int, policy, *, once: 
 
         def body(carry, moving, *mine):
             slots = [s if m is None else m for m, s in zip(moving, still, strict=True)]
-            carry = _pinned(carry)
+            carry = pinned(carry)
             new, y = fn(carry, *mine, *inside(jax.tree.unflatten(structure, slots)))
-            _check_carry(carry, new, name, body)
+            check_carry(carry, new, f"a loop over '{name}'", body)
             for each in named_leaves(y):
                 refuse_pending(each, "stacking the results of a loop")
-            return _pinned(new), entered(y, "scan", copies=False)  # JAX cannot take a stack of partial sums apart
+            return pinned(new), entered(y, "scan", copies=False)  # JAX cannot take a stack of partial sums apart
 
         def run(carry):
             one = checkpoint(body, policy)
@@ -78,34 +78,13 @@ def loop(fn: Callable, axis: Name, reverse: bool, unroll: int, policy, *, once: 
 
         try:
             carry, ys = run(carry)
-        except _Elsewhere as elsewhere:
+        except Elsewhere as elsewhere:
             if elsewhere.body is not body:  # of another loop, inside this one
                 raise
             carry, ys = run(elsewhere.moved(carry))
         return carry, restore(ys, name, "scan")
 
     return scanned
-
-
-class _Elsewhere(TypeMismatch):
-    """A body gives its carry the names and sizes that it takes, but elsewhere on the mesh: the loop starts there."""
-
-    def __init__(self, message: str, body: Callable, states: list[State]):
-        super().__init__(message)
-        self.body, self.states = body, states
-
-    def moved(self, carry):
-        """The carry where the body puts it."""
-        leaves, structure = jax.tree.flatten(carry, is_leaf=is_named)
-        return structure.unflatten([self._move(x, s) for x, s in zip(leaves, self.states, strict=True)])
-
-    def _move(self, x, state: State):
-        array = x.array if is_named(x) else x
-        if state.mode != "explicit" or state == state_of(array):
-            return x
-        names = x.names if is_named(x) else None
-        moved = place(array, state.axes, state.pending, state.copied, names=names)
-        return x.with_array(moved) if is_named(x) else moved
 
 
 def _written_out(one, carry, moving, length: int, reverse: bool, own: tuple = ()):
@@ -143,59 +122,6 @@ def _folded(x, count: int, sizes: tuple[int, ...]):
     spec = spec_of([*[()] * len(sizes), *state.axes[count:]], state.pending, state.copied)
     out = sharding_on(x, spec) if state.mode == "explicit" else None
     return jax.lax.reshape(x, (*sizes, *x.shape[count:]), out_sharding=out)
-
-
-def _check_carry(before, after, name: str, body: Callable) -> None:
-    """A body gives what it takes, in a compiled loop and written out alike.
-
-    Raises:
-        TypeMismatch: the trees differ, or the names, sizes, dtype or sharding of a value.
-    """
-    flat = lambda tree: jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)
-    (old, _), (new, _) = flat(before), flat(after)
-    bare = lambda tree: jax.tree.structure(jax.tree.map(lambda x: 0, tree, is_leaf=is_named))
-    if bare(before) != bare(after):
-        raise TypeMismatch(
-            f"a loop's body gives a carry like the one it takes, got {bare(after)} for {bare(before)}, in a loop over "
-            f"'{name}': return the same structure"
-        )
-    moved = []
-    for (path, x), (_, y) in zip(old, new, strict=True):
-        at = jax.tree_util.keystr(path)
-        message = (
-            f"a loop's body gives a carry like the one it takes, got {typeof(y)} for {typeof(x)}, in a loop over "
-            f"'{name}'{f' at {at}' if at else ''}: rename, cast or reshard what the body gives, or start from that"
-        )
-        if not _alike(x, y):
-            raise TypeMismatch(message)
-        states = [state_of(z.array if is_named(z) else z) for z in (x, y)]
-        if states[0] != states[1] and {s.mode for s in states} == {"explicit"}:
-            moved.append(message)
-    if moved:
-        raise _Elsewhere(moved[0], body, [state_of(y.array if is_named(y) else y) for _, y in new])
-
-
-def _alike(x, y) -> bool:
-    names = [(a.names, a.slices) if is_named(a) else None for a in (x, y)]
-    first, second = (jax.typeof(z.array if is_named(z) else z) for z in (x, y))
-    if names[0] != names[1] or first.shape != second.shape:
-        return False
-    return first.dtype == second.dtype or getattr(first, "weak_type", False)
-
-
-def _pinned(tree):
-    """The same values with their shardings written down once more, for the compiler; so are their gradients.
-
-    Arguments of a loop's body carry no sharding in what JAX 0.10.2 to 0.12.0 hands to XLA. Where one is summed to
-    partial sums (the gradient of a bias on sliced positions) and gathered too, XLA gathers it first and then sums
-    whole values over devices: twice the gradient on two devices, without an error.
-    """
-
-    def pin(x):
-        sharding = jax.typeof(x).sharding
-        return jax.reshard(x, sharding) if mode_of(sharding.mesh) == "explicit" else x
-
-    return jax.tree.map(pin, tree)
 
 
 def fold(
