@@ -17,8 +17,8 @@ KINDS = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|permute")
 SECTIONS = re.compile(r"^Names: (.+)\nGradient: (.+)\nMoves: (.+?)(?:\n\n|\Z)", re.MULTILINE | re.DOTALL)
 # What takes a function or a text in place of arrays, and moves what that moves.
 TRANSFORMATIONS = """
-    abstract checkpoint fold grad in_order lift lift_along lift_reduction map named named_jit scan shard
-    value_and_grad vmap
+    abstract checkpoint cond fold grad in_order lift lift_along lift_reduction map named named_jit scan shard
+    value_and_grad vmap while_loop
 """.split()
 # Of `trellis.nn`, what takes plain arrays, or gives none.
 PLAIN = "decode_attention dot_product_attention frequencies linear_cross_entropy parameters".split()

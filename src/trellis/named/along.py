@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from trellis.named.arguments import count_of
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError
 from trellis.named.operand import operand
@@ -200,6 +201,7 @@ def top_k(x: NamedArray, along: Name, k: int, *, new_name: Name | None = None) -
     """
     x = operand(x, "top_k", copies=False)
     name = _one(x, along, "top_k")
+    k = count_of(k, "top_k", f"write top_k(x, '{name}', 2)")
     if not 0 <= k <= x.shape[name]:
         raise NamesError(f"top_k picks at most all of an axis, got k={k} for {typeof(x)} along '{name}': lower k")
     if isinstance(new_name, Axis) and new_name.size != k:

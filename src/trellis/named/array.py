@@ -12,6 +12,8 @@ from jax.core import Tracer
 from trellis._compat import is_tracer
 from trellis.mesh.layout import POSITIONS, current_layout, is_dealt
 from trellis.mesh.manual.ops import vary
+from trellis.named.arguments import names_of
+from trellis.named.arguments import shown as argument
 from trellis.named.axis import Axis, Name, Names, NamesError, once
 from trellis.named.methods import Methods
 from trellis.named.part_size import as_seen
@@ -231,14 +233,15 @@ def named(array, names: Names) -> NamedArray:
     """
     if isinstance(array, NamedArray):
         raise NamesError(f"an array is named once, got {typeof(array)}, in named: use rename")
+    fix = "write named(array, 'batch embed')"
     if not hasattr(array, "dtype"):
+        if isinstance(array, str) or array is None:
+            raise NamesError(f"named takes an array, got {argument(array)}, in named: {fix}")
         array = jnp.asarray(array)
     dims = parse(names).dims if isinstance(names, str) else ()
     if isinstance(names, str) and parse(names) != Shape(dims):
         raise NamesError(f"names say what the dimensions are, got '{names}', in named: leave states and '...' out")
-    entries = (
-        (names,) if isinstance(names, Axis) else [d.name for d in dims] if isinstance(names, str) else tuple(names)
-    )
+    entries = [d.name for d in dims] if isinstance(names, str) else names_of(names, "named", fix)
     words = tuple(e.name if isinstance(e, Axis) else e for e in entries)
     if wrong := [w for w in words if not isinstance(w, str)]:
         raise NamesError(f"a dimension has a name, got {wrong[0]!r}, in named: write a word")

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Sequence
 
 from trellis.mesh.manual.einsum import einsum_plain
+from trellis.named.arguments import text_of
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Names, NamesError, once
 from trellis.named.narrow import Narrow, marked
@@ -49,6 +50,7 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
         NamesError: a name is absent, left out, or has two sizes.
         PendingSumError: an operand holds partial sums.
     """
+    text_of(equation, "einsum", "write einsum('batch embed, embed mlp -> batch mlp', x, w)")
     if operands and not any(isinstance(x, NamedArray | Narrow) for x in operands):
         return einsum_plain(equation, *operands, preferred_element_type=preferred_element_type)
     what = f"einsum('{equation}')"

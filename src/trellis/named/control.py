@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis.mesh.reshard import place
+from trellis.named.arguments import function_of
 from trellis.named.array import is_named
 from trellis.named.axis import NamesError
 from trellis.named.carry import Elsewhere, check_carry, pinned
@@ -38,6 +39,8 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init):
         PendingSumError: the condition is a partial sum.
         TypeMismatch: the body gives another carry than it takes.
     """
+    for fn in (cond_fun, body_fun):
+        function_of(fn, "while_loop", "write while_loop(lambda x: x.sum() < 1.0, lambda x: 2 * x, x)")
     where = f"the while_loop of `{getattr(body_fun, '__name__', 'the body')}`"
 
     def body(carry):
@@ -79,6 +82,8 @@ def cond(pred, true_fun: Callable, false_fun: Callable, *operands):
         PendingSumError: it is a partial sum.
         TypeMismatch: the functions give other structures, names, sizes or dtypes.
     """
+    for fn in (true_fun, false_fun):
+        function_of(fn, "cond", "write cond(x.sum() > 0, lambda x: x, lambda x: -x, x)")
     first: list[tuple] = []  # the structure of what the function that is traced first gives, and of what kind
 
     def branch(fn: Callable) -> Callable:

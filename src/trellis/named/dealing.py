@@ -8,6 +8,7 @@ from collections.abc import Callable
 from trellis.mesh import dealing
 from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import POSITIONS, Layout, current_layout
+from trellis.named.arguments import function_of
 from trellis.named.array import NamedArray
 from trellis.named.placing import move
 from trellis.notation import spec_of
@@ -21,6 +22,7 @@ def in_order(function: Callable[[NamedArray], NamedArray], x: NamedArray) -> Nam
         function: to an array with the same names; it may go by the order of `pos`, along which its argument is whole.
         x: has the name `pos`.
     """
+    function_of(function, "in_order", "write in_order(lambda x: ..., x)")
     layout = current_layout()
     if layout is None or not layout.dealt:
         return function(x)

@@ -1,6 +1,7 @@
 """Elementwise operations: how a function of arrays becomes one of named arrays, and the linear ones."""
 
 import functools
+import re
 from collections.abc import Callable
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from trellis._compat import is_tracer
 from trellis.mesh.reshard import place
 from trellis.named import backend
+from trellis.named.arguments import dtype_of, function_of, shown
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.operand import (
@@ -58,7 +60,15 @@ def by_name(fn: Callable, *args, name: str | None = None, **kwargs) -> NamedArra
         return fn(*args, **kwargs)
     arrays, names, slices = together(args, what)
     fn = _met(functools.partial(fn, **kwargs) if kwargs else fn, arrays)
-    return NamedArray(fn(*arrays), names, slices)
+    try:
+        return NamedArray(fn(*arrays), names, slices)
+    except (TypeError, ValueError) as error:
+        if not (said := re.search("[^.]*(does not accept|must be integers|requires ndarray)[^.]*", str(error))):
+            raise
+        raise NamesError(
+            f"an elementwise operation takes the dtypes of JAX's, got {' and '.join(map(shown, args))} in {what} "
+            f"({said[0].strip()}): cast with .astype"
+        ) from error
 
 
 def together(args, what: str):
@@ -190,6 +200,7 @@ def outer(fn: Callable, *operands: NamedArray) -> NamedArray:
     Raises:
         NamesError: a name with two sizes.
     """
+    function_of(fn, "outer", "write outer(greater_equal, x, y)")
     what = f"outer({getattr(fn, '__name__', 'the function')}, ...)"
     operands = tuple(on_one_mesh([operand(x, what) for x in operands], what))
     check_sizes(list(operands), what)
@@ -295,9 +306,10 @@ def astype(x, dtype) -> NamedArray:
     Raises:
         PendingSumError: partial sums as whole numbers: each would be rounded on its own.
     """
+    dtype = dtype_of(dtype, "astype")
     if not isinstance(x, NamedArray):
         return x.astype(dtype)
-    x = operand(x, f"astype({jnp.dtype(dtype).name})", pending=jnp.issubdtype(dtype, jnp.inexact))
+    x = operand(x, f"astype({dtype.name})", pending=jnp.issubdtype(dtype, jnp.inexact))
     return x.with_array(x.array.astype(dtype))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from trellis.named.arguments import count_of, mapping_of, names_of
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, NamesError, name_of
 from trellis.named.index import positions, single
@@ -44,8 +45,11 @@ def split(x: NamedArray, name: Name, sizes: int | Sequence[int]) -> tuple[NamedA
     name = x.names[x.index(name)]
     refuse_cut((name,), "split")
     size = x.shape[name]
-    count = sizes if isinstance(sizes, int) else None
-    pieces = list(sizes) if count is None else [size // count] * count if count > 0 else []
+    fix = f"write split(x, '{name}', 2) or split(x, '{name}', [1, {size - 1}])"
+    several = isinstance(sizes, Sequence) and not isinstance(sizes, str)
+    count = None if several else count_of(sizes, "split", fix)
+    equal = [size // count] * count if count else []
+    pieces = [count_of(s, "split", fix) for s in sizes] if several else equal
     if sum(pieces) != size or any(piece < 0 for piece in pieces):
         shown = f"{count} equal pieces" if count is not None else pieces
         raise NamesError(
@@ -135,18 +139,20 @@ def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> Na
     """
     zero = isinstance(value, int | float) and value == 0
     x = operand(x, "pad with another value than 0", pending=zero)
-    widths = {x.names[x.index(name)]: tuple(width) for name, width in widths.items()}
-    refuse_cut(widths, "pad")
-    if wrong := [n for n, w in widths.items() if len(w) != 2 or min(w) < 0]:
+    fix = "write pad(x, {'pos': (1, 0)})"
+    asked = mapping_of(widths, "pad", fix).items()
+    along = {x.names[x.index(n)]: [count_of(s, "pad", fix) for s in names_of(width, "pad", fix)] for n, width in asked}
+    refuse_cut(along, "pad")
+    if wrong := [n for n, w in along.items() if len(w) != 2 or min(w) < 0]:
         raise NamesError(
-            f"padding adds elements before and after, got {wrong[0]}: {widths[wrong[0]]} for {typeof(x)}, in pad: "
-            f"write {{'{wrong[0]}': (1, 0)}}"
+            f"padding adds elements before and after, got {wrong[0]}: {tuple(along[wrong[0]])} for {typeof(x)}, "
+            f"in pad: write {{'{wrong[0]}': (1, 0)}}"
         )
-    x = whole(x, tuple(widths), "pad")
+    x = whole(x, tuple(along), "pad")
     fill = jnp.asarray(value, x.dtype)
-    out = jax.lax.pad(x.array, fill, [(*widths.get(n, (0, 0)), 0) for n in x.names])
+    out = jax.lax.pad(x.array, fill, [(*along.get(n, (0, 0)), 0) for n in x.names])
     padded = x.with_array(out)
-    return padded if state_of(out).pending else settle_selected(padded, tuple(widths))
+    return padded if state_of(out).pending else settle_selected(padded, tuple(along))
 
 
 def roll(x: NamedArray, shift: int, name: Name) -> NamedArray:
@@ -157,6 +163,8 @@ def roll(x: NamedArray, shift: int, name: Name) -> NamedArray:
     Moves: an all-gather along the name where it is sliced.
     """
     x = operand(x, "roll")
+    if not isinstance(shift, jax.Array) or shift.ndim:
+        shift = count_of(shift, "roll", "write roll(x, 1, 'pos')")
     name = x.names[x.index(name)]
     refuse_cut((name,), "roll")
     x = whole(x, (name,), "roll")

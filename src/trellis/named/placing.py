@@ -23,6 +23,7 @@ from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import MeshError
 from trellis.mesh.reshard import place
+from trellis.named.arguments import shown
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.operand import refuse_dealt, types_of
@@ -209,6 +210,8 @@ def settle(x: NamedArray) -> NamedArray:
     Gradient: an all-gather where a sum was scattered, else nothing moves.
     Moves: an all-reduce of a pending sum, a reduce-scatter where the layout slices the result over that mesh axis.
     """
+    if not isinstance(x, NamedArray):
+        raise NamesError(f"settle takes a named array, got {shown(x)}, in settle: name its dimensions with named(...)")
     layout = current_layout()
     state = state_of(x.array)
     if state.mode in ("none", "manual"):

@@ -2,6 +2,7 @@
 
 import re
 
+from trellis.named.arguments import text_of
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.operand import operand
@@ -25,6 +26,7 @@ def rearrange(x: NamedArray, pattern: str, **sizes: int) -> NamedArray:
     Raises:
         NamesError: sizes that do not multiply to the dimension's, or absent names.
     """
+    text_of(pattern, "rearrange", "write rearrange(x, 'a b -> b a')")
     left, arrow, right = pattern.partition("->")
     if not arrow:
         raise NotationError(f"a rearrangement has one '->', got none, in '{pattern}': write 'before -> after'")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis.mesh.layout import KEY_POSITIONS, POSITIONS, current_layout
+from trellis.named.arguments import count_of, mapping_of, names_of
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axes, Axis, Name, Names, NamesError, axes_of, name_of, once
 from trellis.named.operand import operand, refuse_cut, refuse_dealt
@@ -26,7 +27,8 @@ def rename(x: NamedArray, names: Mapping[Name, Name] | None = None, **more: Name
         NamesError: an old name is absent, an axis has another size, or two dimensions would have one name.
     """
     x = operand(x, "rename", pending=True)
-    new = {x.names[x.index(old)]: name for old, name in {**(names or {}), **more}.items()}
+    names = {} if names is None else mapping_of(names, "rename", "write rename(x, old='new') or {'old': 'new'}")
+    new = {x.names[x.index(old)]: name for old, name in {**names, **more}.items()}
     refuse_cut(new, "rename")
     kept = (POSITIONS, KEY_POSITIONS)  # a name under which positions stay dealt out, where they are
     refuse_dealt([n for old, name in new.items() for n in (old, str(name)) if {old, str(name)} != {*kept}], "rename", x)
@@ -50,7 +52,7 @@ def transpose(x: NamedArray, names: Names) -> NamedArray:
     Moves: nothing.
     """
     x = operand(x, "transpose", pending=True)
-    words = names.split() if isinstance(names, str) else [names] if isinstance(names, Axis) else list(names)
+    words = names_of(names, "transpose", "write transpose(x, '... embed') or a tuple of names")
     if words and words[0] == "...":
         named = {w.name if isinstance(w, Axis) else w for w in words[1:]}
         words = [n for n in x.names if n not in named] + words[1:]
@@ -83,7 +85,8 @@ def split_axis(x: NamedArray, name: Name, into: Mapping[str, int] | Sequence[Axi
     refuse_dealt((name,), "split_axis", x)
     size = x.shape[name]
     parts_of = dict(into) if isinstance(into, Mapping) else {a.name: a.size for a in axes_of(into, "split_axis")}
-    into = {name_of(n, "split_axis"): s for n, s in parts_of.items()}
+    fix = "write {'heads': 4, 'head_dim': -1}"
+    into = {name_of(n, "split_axis"): count_of(s, "split_axis", fix) for n, s in parts_of.items()}
     known = math.prod(s for s in into.values() if s != -1)
     unknown = [n for n, s in into.items() if s == -1]
     divides = size % known == 0 if known else size == 0
@@ -127,7 +130,8 @@ def merge_axes(x: NamedArray, names: Sequence[Name], into: Name) -> NamedArray:
         NamesError: a name is absent, or `into` is the name of another dimension or an axis of another size.
     """
     x = operand(x, "merge_axes", pending=True)
-    words = [x.names[x.index(n)] for n in ((names,) if isinstance(names, str | Axis) else names)]
+    names = (names,) if isinstance(names, str) else names_of(names, "merge_axes", "write ('heads', 'head_dim')")
+    words = [x.names[x.index(n)] for n in names]
     if not words:
         raise NamesError(f"merging takes one dimension or several, got none for {typeof(x)}, in merge_axes: name them")
     once(tuple(words), "merge_axes")

@@ -10,6 +10,7 @@ This file parses and prints; it knows no mesh and no array.
 import dataclasses
 import functools
 import re
+from collections.abc import Callable
 
 from jax.sharding import PartitionSpec
 
@@ -89,7 +90,23 @@ def _fail(text: str, what: str, fix: str) -> NotationError:
     return NotationError(f"{what}, in '{text}': {fix}")
 
 
-@functools.lru_cache(maxsize=4096)
+def _read_once(read: Callable) -> Callable:
+    """A function of a text, which remembers what it has read and refuses what is no text."""
+    known = functools.lru_cache(maxsize=4096)(read)
+
+    @functools.wraps(read)
+    def reading(text: str):
+        if not isinstance(text, str):
+            raise NotationError(
+                f"the notation is a text, got a {type(text).__name__} in its place: put the text first, as in "
+                "parse('batch/data embed') and reshard('embed/data -> embed', x)"
+            )
+        return known(text)
+
+    return reading
+
+
+@_read_once
 def parse(text: str) -> Shape:
     """Reads a shape.
 
@@ -154,7 +171,7 @@ def parse(text: str) -> Shape:
     return shape
 
 
-@functools.lru_cache(maxsize=4096)
+@_read_once
 def parse_transition(text: str) -> tuple[Shape, Shape]:
     """Reads `before -> after`: the same dimensions in the same order, elsewhere on the mesh.
 

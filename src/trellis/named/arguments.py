@@ -1,0 +1,95 @@
+"""What operations by name ask of arguments that are no arrays: texts, counts, several names, functions."""
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from trellis.errors import shortened
+from trellis.named.axis import Axis, NamesError
+from trellis.notation import typeof
+
+
+def text_of(value: Any, what: str, fix: str) -> str:
+    """An argument that is a text.
+
+    Raises:
+        NamesError: it is none, as where an array stands in its place.
+    """
+    if not isinstance(value, str):
+        raise NamesError(f"{what} takes a text, got {shown(value)}, in {what}: {fix}")
+    return value
+
+
+def count_of(value: Any, what: str, fix: str) -> int:
+    """An argument that is a whole number.
+
+    Raises:
+        NamesError: it is none, or one that is not known while the program is traced.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError as error:
+        raise NamesError(f"{what} takes a whole number, got {shown(value)}, in {what}: {fix}") from error
+
+
+def mapping_of(value: Any, what: str, fix: str) -> Mapping:
+    """An argument that is a dict.
+
+    Raises:
+        NamesError: it is none.
+    """
+    if not isinstance(value, Mapping):
+        raise NamesError(f"{what} takes a dict from names, got {shown(value)}, in {what}: {fix}")
+    return value
+
+
+def names_of(value: Any, what: str, fix: str) -> list:
+    """An argument that is a name, names in a text, or several names; what they are is not looked at.
+
+    Raises:
+        NamesError: it is none of these.
+    """
+    if isinstance(value, str):
+        return value.split()
+    if isinstance(value, Axis):
+        return [value]
+    if not isinstance(value, Iterable) or hasattr(value, "dtype"):
+        raise NamesError(f"{what} takes names, got {shown(value)}, in {what}: {fix}")
+    return list(value)
+
+
+def function_of(value: Any, what: str, fix: str):
+    """An argument that is a function.
+
+    Raises:
+        NamesError: it is none.
+    """
+    if not callable(value):
+        raise NamesError(f"{what} takes a function, got {shown(value)}, in {what}: {fix}")
+    return value
+
+
+def dtype_of(value: Any, what: str):
+    """An argument that is a dtype which arrays of JAX have.
+
+    Raises:
+        NamesError: it is none.
+    """
+    try:
+        dtype = jnp.dtype(value)
+        if value is None or not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
+            raise TypeError
+    except (TypeError, ValueError) as error:
+        raise NamesError(
+            f"{what} takes a dtype, got {shown(value)}, in {what}: write jnp.bfloat16, or 'bfloat16'"
+        ) from error
+    return dtype
+
+
+def shown(value: Any) -> str:
+    """How an error shows an argument: arrays by their type, others as they are written."""
+    return typeof(value) if hasattr(value, "dtype") and hasattr(value, "ndim") else shortened(repr(value), 80)
