@@ -4,12 +4,13 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from trellis.mesh import make_mesh, reshard
 from trellis.mesh.manual.einsum import einsum_plain as einsum
 from trellis.mesh.manual.shard_map import shard_map
-from trellis.notation import NotationError, PendingSumError, f32, struct_shapes
+from trellis.notation import NotationError, PendingSumError, TypeMismatch, f32, struct_shapes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,6 +71,16 @@ NONLINEAR = {
     "reduce": lambda y: jax.lax.reduce(y, jnp.float32(1), lambda a, b: a * b + a, (0,)),
     "scatter": lambda y: y.at[:, 0].set(1.0),
     "convert_element_type": lambda y: y.astype(jnp.int32),
+    # ... and where it counts once for each device what another operand holds whole.
+    "stack": lambda y: jnp.stack([y, jnp.ones_like(y) + 1])[0],
+}
+JOINED = {
+    "select_n": lambda y, other: jnp.where(np.arange(6) % 2 == 0, y, other),
+    "a select of its own": lambda y, other: jax.lax.select(np.ones(y.shape) > 0, y, other),
+    "several": lambda y, other: jnp.select([np.arange(6) % 2 == 0], [y], other),
+    "stack": lambda y, other: jnp.stack([y, other]).sum(0),
+    "stack in a call": lambda y, other: jax.jit(lambda a, b: jnp.stack([a, b]).sum(0))(y, other),
+    "concatenate": lambda y, other: jnp.concatenate([y, other], 1)[:, :6],
 }
 INSIDE = {
     "plain": lambda fn: fn,
@@ -102,6 +113,23 @@ def test_a_pending_sum_is_only_added(operation, axes):
     )
     with pytest.raises(PendingSumError, match=message):
         product(NONLINEAR[operation], axes=axes)
+
+
+@pytest.mark.parametrize("join", JOINED)
+def test_a_pending_sum_is_joined_with_sums_pending_alike(join):
+    """JAX's types (0.10.2) carry the sum over an operand that all devices hold whole, which would be counted twice."""
+    settle = lambda y: reshard("batch/d out +m -> batch/d out", y)
+    for whole in (lambda: np.ones((2, 6), np.float32), lambda: jnp.full((2, 6), 2.0)):
+        # Where JAX's types carry no sum on, its settling is refused.
+        words = "may only be added to sums pending alike, re|pending there, settle it b"
+        with pytest.raises(TypeMismatch, match=words):
+            product(lambda y, whole=whole: settle(JOINED[join](y, whole())))
+    if join.startswith("stack"):
+        got = product(lambda y: settle(JOINED[join](y, jnp.zeros_like(y))))
+        want = JOINED[join](jnp.full((8, 6), 4.0), jnp.zeros((8, 6)))
+        assert jax.device_get(got).tolist() == want.tolist()
+    got = product(lambda y: settle(JOINED[join](y, y + y)))
+    assert jax.device_get(got).tolist() == JOINED[join](jnp.full((8, 6), 4.0), jnp.full((8, 6), 8.0)).tolist()
 
 
 @pytest.mark.parametrize("axes", [None, {"m"}], ids=["all", "partial"])

@@ -1,9 +1,12 @@
 """Which dimension a mesh axis slices, and which of two is the major one: JAX's types do not say, the texts do."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 import trellis as tr
 from tests.mesh.told import told
@@ -71,6 +74,8 @@ UNARY = {
     "one of each row": lambda a: jax.nn.one_hot(a.argmax(1), a.shape[1]),
     "tiles": lambda a: jnp.tile(a, (1, 2))[:, : a.shape[1]],
     "a gradient": lambda a: jax.grad(lambda a: (a * a).sum())(a),
+    "rows of a row": lambda a: a * a[:, :1],
+    "rows cut and joined": lambda a: jnp.concatenate([a[:1], a[1:]]),
 }
 
 
@@ -114,6 +119,33 @@ def test_slices_that_lie_otherwise_do_not_meet(meet, other, seen):
     with pytest.raises(TypeMismatch) as caught:
         program(meet, "a/x/y b", "a/x/y b", f"{other}".replace("a/z", "c/z"))(numbers(8, 4), numbers(rows, 4))
     assert told(caught, by_line=True).startswith(f"slices that meet are slices of one dimension, cut alike, got {seen}")
+
+
+BROADCAST = {
+    "rows by a column": ("a/x/y", lambda a, b: a * b[:, None]),
+    "rows by what is made of rows": ("a/x/y b", lambda a, b: a / jnp.linalg.norm(b, axis=1, keepdims=True)),
+    "a column and a row of each": ("a/x/y b", lambda a, b: (a[:, :, None] + b[:, None, :]).sum(2)),
+    "chosen by a column": ("a/x/y", lambda a, b: jnp.where(b[:, None] > 3, a, 0.0)),
+    "one row of each": ("a/x/y b", lambda a, b: a + b[:1] * b[1:]),
+}
+
+
+@pytest.mark.parametrize("way", BROADCAST)
+def test_slices_meet_through_dimensions_of_one(way):
+    """An elementwise operation takes operands of which a dimension of size 1 is repeated."""
+    other, meet = BROADCAST[way]
+    a, b = numbers(8, 4) + 1, numbers(8, 4)[:, 0] + 1 if " " not in other else numbers(8, 4) + 1
+    made = program(meet, "a/x/y b", "a/x/y b", other)(a, b)
+    if "one row" not in way:
+        np.testing.assert_allclose(made, meet(a, b), rtol=1e-6)
+    with pytest.raises(TypeMismatch) as caught:
+        program(meet, "a/x/y b", "a/x/y b", other.replace("x/y", "y/x"))(a, b)
+    seen = " and ".join(f"one over '{axes}'" for axes in (("y/x", "x/y") if "chosen" in way else ("x/y", "y/x")))
+    assert told(caught, by_line=True) == (
+        f"slices that meet are slices of one dimension, cut alike, got {seen}, in `program`: reshard one of them"
+    )
+    with pytest.raises(TypeMismatch, match="got a slice 'a/x/y b' for f32.a/y/x b."):
+        program(meet, "a/x/y b", "a/y/x b", other)(a, b)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +255,23 @@ def test_what_each_device_chooses_for_itself_is_not_the_same(what):
         program(CHOSEN[what], "a/x b", "d", "d")(a, w)
     alike = lambda a, w: CHOSEN[what](jax.lax.pmax(a, "x"), w)
     assert program(alike, "a/x b", "d", "d")(a, w).shape == (3,)
+
+
+CALLS = {
+    "of its slice": lambda a: jax.pure_callback(np.sum, jax.ShapeDtypeStruct((), a.dtype), a),
+    "of nothing": lambda a: io_callback(lambda: np.float32(next(COUNT)), jax.ShapeDtypeStruct((), a.dtype)),
+}
+COUNT = itertools.count()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_each_device_calls_for_is_not_the_same(call):
+    """JAX types what a callback gives as the same on all devices."""
+    a = numbers(4, 2)
+    with pytest.raises(TypeMismatch, match="got one that differs along x(, y, z)? for f32.., in result of `program`"):
+        program(CALLS[call], "a/x b", "")(a)
+    alike = lambda a: jax.pure_callback(np.sum, jax.ShapeDtypeStruct((), a.dtype), jax.lax.psum(a, "x"))
+    assert program(alike, "a/x b", "")(a) == a.sum()
 
 
 def test_a_branch_that_each_device_chooses_takes_what_differs_as_its_choice():

@@ -47,6 +47,7 @@ class Value:
         frame: where it is made.
         readers: the operations that read it, each once.
         literal: a number that is written in place; None if it is not one.
+        number: the same, also of an argument of a call that is given one.
         outer: of a body's input, the operand of the loop or branch that it has in the first turn.
     """
 
@@ -54,6 +55,7 @@ class Value:
         self.aval, self.frame, self.maker, self.position = aval, frame, maker, position
         self.readers: list[Operation] = []
         self.literal: Literal | None = None
+        self.number: Literal | None = None
         self.outer: Value | None = None
 
     @functools.cached_property
@@ -309,7 +311,7 @@ class _Reader:
             if not isinstance(atom, Literal):
                 return known[atom]
             value = Value(atom.aval, frame)
-            value.literal = atom
+            value.literal = value.number = atom
             return value
 
         for equation in jaxpr.eqns:
@@ -348,7 +350,10 @@ class _Reader:
         for variable, operand in zip(inner.invars, operands, strict=True):
             if mapped:
                 operand = self.add(ENTER, equation, [operand], [variable.aval], body, frame, times).results[0]
-            inputs.append(operand if operand.literal is None else Value(variable.aval, own))
+            if operand.literal is not None:
+                number, operand = operand.number, Value(variable.aval, own)
+                operand.number = number
+            inputs.append(operand)
         results = self.write(inner, inputs, body, own, times)
         own.last = self.number - 1
         if mapped:

@@ -346,10 +346,10 @@ _RULES: dict[str, Callable[[Operation, list[State]], State]] = {
 }
 
 
-# Along dimensions of one size elements stay where they are: of those that work along one, and those that broadcast.
-_ALONG = frozenset(
-    "slice pad concatenate dynamic_slice dynamic_update_slice split tile eq ne lt le gt ge select_n".split()
-)
+# What takes, adds or repeats elements along dimensions.
+_ALONG = frozenset("slice pad concatenate dynamic_slice dynamic_update_slice split tile".split())
+# Some elements of a slice are a slice of as many elements fewer, over the same mesh axes in the same order.
+_CUT = frozenset("slice dynamic_slice split".split())
 
 
 # What stands before the name of a mesh axis along which a dimension differs without being sliced: `h d/y` joined is one
@@ -380,12 +380,27 @@ def slices_kept(operation: Operation, operands: list[tuple], shape: tuple[int, .
     alike = [
         (value.shape, dims)
         for value, dims in zip(operation.operands, operands)
-        if value.shape == shape or (name in _ALONG and len(value.shape) == len(shape))
+        if broadcasts(value.shape, shape) or (name in _ALONG and len(value.shape) == len(shape))
     ]
-    return tuple(
+    if name in _CUT:
+        return alike[0][1]
+    kept = [
         max((dims[i] for before, dims in alike if before[i] == size), key=len, default=())
         for i, size in enumerate(shape)
-    )
+    ]
+    if name == "concatenate":
+        joined = {dims[operation.params["dimension"]] for dims in operands}
+        kept[operation.params["dimension"]] = joined.pop() if len(joined) == 1 else ()
+    return tuple(kept)
+
+
+def broadcasts(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Whether an elementwise operation takes an operand of one shape to a result of another, dimension by dimension.
+
+    >>> broadcasts((2, 1), (2, 8)), broadcasts((8,), (2, 8))
+    (True, False)
+    """
+    return len(before) == len(after) and all(size in (1, made) for size, made in zip(before, after))
 
 
 def _regrouped(before: tuple[int, ...], after: tuple[int, ...], dims: tuple) -> tuple[tuple[str, ...], ...]:

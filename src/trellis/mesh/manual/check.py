@@ -3,8 +3,9 @@
 JAX refuses most nonlinear operations on a pending sum on its own. Some it lets through: it carries the sum on in the
 type of a `pad` with ones, a `sort` or a cast to whole numbers, which each device would do to its own part, and loses
 it in others (0.10.2 and 0.12: cumsum, argmax, `where` with a constant; 0.10.2 also max over a dimension and lookups by
-index). And it knows nothing of pending sums where some mesh axes are left to the surrounding program. So the check has
-its own list of what is linear. It also follows which values were settled, and refuses to sum one of these again.
+index). Of a `stack` and a choice between two arrays it carries the sum of one over what the other holds whole. And it
+knows nothing of pending sums where some mesh axes are left to the surrounding program. So the check has its own list of
+what is linear. It also follows which values were settled, and refuses to sum one of these again.
 """
 
 import dataclasses
@@ -34,8 +35,20 @@ _LINEAR = {
 }  # fmt: skip
 # What holds for each operand as it is.
 _ALIKE = {"optimization_barrier", ENTER, LEAVE}
-# What is not linear, though JAX's types carry the sum on.
-_CARRIED_IN_VAIN = {"sort", "top_k"}
+# What is linear besides where JAX's types carry the sum on: they refuse products of two sums, and ask for a copy.
+_CARRIED = _LINEAR | SUMS | _MOVES | {
+    "mul", "div", "dot_general", "stack", "select_n", "dynamic_slice", "preduced", "vary_unreduced_cast_p",
+    "reduced_vary_cast_p",
+}  # fmt: skip
+# The operands of which a result holds elements, each as it is: these are sums of as many terms.
+_JOINED = {
+    "concatenate": slice(None),
+    "stack": slice(None),
+    "select_n": slice(1, None),
+    "dynamic_update_slice": slice(2),
+}
+# What makes of zeros nothing else.
+_KEEPS_ZEROS = {"broadcast_in_dim", "convert_element_type", "reshape", "pvary", "copy", "transpose", "squeeze"}
 # Calls of jitted functions, whose programs are traced once: lines inside may be an earlier call's.
 _SHARED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "linear"}
 
@@ -76,7 +89,7 @@ class _Check:
 
         def of(value: Value) -> Held:
             known = held.get(value, Held())
-            return Held(known.pending | _typed(value), known.settled)
+            return Held(known.pending | summed(value), known.settled)
 
         for operation in body.operations:
             operands = [of(value) for value in operation.operands]
@@ -96,7 +109,7 @@ class _Check:
             self.refuse_second_sum(operation, operands)
         pending = self.pending(operation, [held.pending for held in operands])
         settled = _same_sum(operation, operands) | (set(axes_over(operation)) if name in SUMS else _NONE)
-        return [Held(pending, settled - pending - _typed(value)) for value in operation.results]
+        return [Held(pending, settled - pending - summed(value)) for value in operation.results]
 
     def pending(self, operation: Operation, operands: list[Axes]) -> Axes:
         """The axes along which the results are pending, where JAX's types do not say so."""
@@ -105,10 +118,10 @@ class _Check:
             return _NONE
         name = operation.name
         rest = axes - set(axes_over(operation)) if name in SUMS else axes
-        if any(map(_typed, operation.operands)):
+        if any(map(summed, operation.operands)):
             # Where JAX's types carried the sum into the operation and not out of it, it was lost.
-            carried = all(rest <= _typed(value) for value in operation.results)
-            if carried and name not in _CARRIED_IN_VAIN and _alike(operation, operands):
+            carried = all(rest <= summed(value) for value in operation.results)
+            if carried and name in _CARRIED and _alike(operation, operands):
                 return _NONE
         elif _linear(operation, operands, axes):
             return rest
@@ -130,7 +143,7 @@ class _Check:
         """Through the bodies of a loop, of branches, or of a call that does not take its operands as they are."""
         name, outs = operation.name, None
         known = dict(zip(operation.operands, operands, strict=True))
-        loop, typed = operation.is_loop, any(map(_typed, operation.operands))
+        loop, typed = operation.is_loop, any(map(summed, operation.operands))
         for body in operation.bodies:
             entering = operation.entering(body)
             given = [known[outer] for _, outer in entering] or [Held()] * len(body.inputs)
@@ -164,7 +177,9 @@ def _alike(operation: Operation, operands: list[Axes]) -> bool:
         return bool(jax.numpy.issubdtype(operation.params["new_dtype"], jax.numpy.inexact))
     if operation.name == "pad":
         return operands[0] == operands[1] or (bool(operands[0]) and _is_zero(operation.operands[1]))
-    return operation.name != "concatenate" or all(part == operands[0] for part in operands)
+    joined = _JOINED.get(operation.name, slice(0))
+    axes = _NONE.union(*operands[joined])
+    return all(part == axes or _is_zero(value) for value, part in zip(operation.operands[joined], operands[joined]))
 
 
 def _linear(operation: Operation, operands: list[Axes], axes: Axes) -> bool:
@@ -191,10 +206,13 @@ def _same_sum(operation: Operation, operands: list[Held]) -> Axes:
 
 
 def _is_zero(value: Value) -> bool:
-    return value.literal is not None and not np.any(np.asarray(value.literal.val))  # jnp would trace it, under jit
+    """Whether a value is known to be zero everywhere, which is a sum of any number of terms."""
+    while value.maker is not None and value.maker.name in _KEEPS_ZEROS:
+        value = value.maker.operands[0]
+    return value.number is not None and not np.any(np.asarray(value.number.val))  # jnp would trace it, under jit
 
 
-def _typed(value: Value) -> Axes:
+def summed(value: Value) -> Axes:
     """The axes along which a value is pending by its JAX type."""
     mat = getattr(value.aval, "mat", None)
     return mat.unreduced if mat is not None else _NONE

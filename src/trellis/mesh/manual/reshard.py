@@ -5,6 +5,7 @@ import math
 import jax
 
 from trellis.mesh.manual import ops
+from trellis.mesh.manual.refusals import settled
 from trellis.notation import Shape, TypeMismatch, typeof
 from trellis.notation.binding import bind_shape, live, partly_manual, real_axes
 from trellis.notation.state import state_of
@@ -35,11 +36,12 @@ def manual_reshard(before: Shape, after: Shape, x):
     _check_manual((before, after), mesh, where)
     bindings = live()
     bind_shape(before, x, where, bindings)
-    if bindings is not None and before.pending and before in bindings.pending:
-        bindings.pending.remove(before)
+    written = before
     before, after = real_axes(before, mesh), real_axes(after, mesh)
     mentioned = {a for s in (before, after) for a in (*s.mesh_axes, *s.pending, *s.copied)}
     x = check_slice(x, before, where, mentioned=mentioned)
+    if bindings is not None and written.pending and written in bindings.pending:
+        bindings.pending.remove(written)
     for dim, size in zip(after.dims, _whole(before, x, mesh), strict=True):
         check_divides(dim.name, size, dim.axes, mesh.shape, where)
     for step in plan(before, after):
@@ -94,6 +96,12 @@ def check_slice(x, shape: Shape, where: str, rule: str = _LEFT, mentioned: set[s
         if sign == "+" and said - held and said - held <= state.varying:
             # What each device multiplies or sums by itself is to JAX's types no part of a sum.
             fix += f"; if these are partial sums, make them by einsum('... -> ... +{sorted(said - held)[0]}', ...)"
+        elif sign == "+" and (
+            lost := [s for s in (bindings.pending if bindings else ()) if (said - held) & set(s.pending)]
+        ):
+            # JAX lets some operations through that are not linear, and takes their result for the whole one.
+            before = " or ".join(f'reshard("{s} -> {settled(s, said - held)}", ...)' for s in lost[-3:])
+            fix += f"; if an operation took a sum that is pending there, settle it before that: {before}"
         raise TransitionError(f"{rule}, got {typeof(x)}, which is {seen}, for '{shape}', in {where}: {fix}")
     if extra := extra if mentioned is None else extra & mentioned:
         raise TransitionError(

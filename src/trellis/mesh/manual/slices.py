@@ -9,15 +9,16 @@ operation. What a collective of JAX's own does to slices is not known, and is no
 import itertools
 from collections.abc import Iterable, Iterator
 
+import jax
 import jax.numpy as jnp
 
-from trellis.mesh.manual.check import copied, line_of, varying
+from trellis.mesh.manual.check import copied, line_of, summed, varying
 from trellis.mesh.manual.reshard import TransitionError
 from trellis.notation import Dim, Shape
 from trellis.notation.binding import Bindings, TypeMismatch
 from trellis.program.manual import COLLECTIVES, axes_over
 from trellis.program.reading import Body, Operation, Program, Value
-from trellis.program.rules import JOINED, bare_axis, slices_kept, windows
+from trellis.program.rules import JOINED, bare_axis, broadcasts, slices_kept, windows
 from trellis.program.scopes import transition_in
 
 # Whose operands meet otherwise than place by place.
@@ -73,8 +74,8 @@ class _Check:
     def __init__(self, bindings: Bindings):
         self.bindings = bindings
         # To JAX (0.10.2, 0.12.0) what a `sort` gives beside its keys, as `argsort` does, is the same on all devices if
-        # it was before it was sorted; and so is what a branch or a loop gives that each device chooses, or repeats, for
-        # itself. Along which axes it, and what is made of it, differs:
+        # it was before it was sorted; so is what a branch or a loop gives that each device chooses, or repeats, for
+        # itself; and what a callback gives. Along which axes it, and what is made of it, differs:
         self.untold: dict[Value, frozenset[str]] = {}
         # The mesh axes along which devices choose for themselves whether the operations of a body run.
         self.chosen: frozenset[str] = frozenset()
@@ -119,10 +120,14 @@ class _Check:
             )
         elif operation.name in COLLECTIVES:
             along -= set(axes_over(operation))
+        elif operation.name == "io_callback":  # each device calls it for itself
+            along = along.union(jax.sharding.get_abstract_mesh().manual_axes)
+        else:
+            along = along.union(*map(varying, operation.operands))
         for i, value in enumerate(operation.results):
             inner = [b.results[i] for b in operation.bodies if len(b.results) == len(operation.results)]
             found = frozenset().union(*map(self.differs, inner)) if operation.bodies else along
-            if axes := (found | self.choice(operation)) - varying(value):
+            if axes := (found | self.choice(operation)) - varying(value) - summed(value):
                 self.untold[value] = axes
 
     def choice(self, operation: Operation) -> frozenset[str]:
@@ -283,12 +288,17 @@ def _meeting(operation: Operation, operands: list[Dims]) -> Iterator[tuple[Axes,
         whole, update = (value.shape for value in operation.operands[:2])
         yield from ((operands[0][i], operands[1][i]) for i in range(len(whole)) if whole[i] == update[i])
         return
-    joins = operation.name in ("stack", "concatenate")
     shapes = [value.shape for value in operation.operands]
-    for i, dims in enumerate(operands if operation.results else ()):
-        for j in range(i) if joins or shapes[i] == _shape(operation) else ():
-            if shapes[j] == shapes[i]:
-                yield from zip(operands[j], dims)
+    if operation.name in ("stack", "concatenate"):
+        met = [pair for pair in itertools.combinations(range(len(shapes)), 2) if shapes[pair[0]] == shapes[pair[1]]]
+    elif len(operation.results) == 1 or operation.name == "sort":
+        met = itertools.combinations([i for i, shape in enumerate(shapes) if broadcasts(shape, _shape(operation))], 2)
+    else:
+        met = ()
+    for i, j in met:
+        for one, other, size, its in zip(operands[i], operands[j], shapes[i], shapes[j]):
+            if size == its or set(one) & set(other):  # one row of a slice may be added to each of another
+                yield one, other
 
 
 def _over(axes: Axes) -> str:
