@@ -244,6 +244,15 @@ def test_the_end_of_the_data(folder):
         ),
         ({"batch_size": 0}, "Batch sizes are one number, or (first step, rows) from step 0 in rising order."),
         ({"batch_size": [(5, 4)]}, "Batch sizes are one number, or (first step, rows) from step 0 in rising order."),
+        ({"batch_size": 4.5}, "Batch sizes are one number, or (first step, rows) from step 0 in rising order."),
+        (
+            {"sequence_length": 8.5},
+            "Sequence lengths are one number, or (first step, tokens) from step 0 in rising order.",
+        ),
+        (
+            {"sequence_length": [8, 16]},
+            "Sequence lengths are one number, or (first step, tokens) from step 0 in rising order.",
+        ),
         ({"max_epochs": 0}, "Data is read at least once."),
     ],
 )
@@ -252,6 +261,14 @@ def test_wrong_options(folder, options, rule):
     with pytest.raises(UserError) as raised:
         Batches(store, **({"sequence_length": 8, "batch_size": 4} | options))
     assert raised.value.rule == rule
+
+
+def test_a_step_is_a_whole_number(folder):
+    store, _ = store_of(folder, 1, 20)
+    batches = Batches(store, sequence_length=8, batch_size=np.int64(2))
+    assert batches.batch(np.int64(1)).tokens.tolist() == batches.batch(1).tokens.tolist()
+    with pytest.raises(UserError, match="Steps are counted in whole numbers"):
+        batches.batch(1.5)
 
 
 def test_without_document_masks_a_row_is_one_text(folder):

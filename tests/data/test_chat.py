@@ -51,6 +51,11 @@ def test_the_loss_is_on_the_answers(path, workers):
     )
 
 
+def test_conversations_are_looked_for_under_messages(path):
+    options = {"tokenizer": chat_tokenizer(), "workers": 0, "chat": True}
+    assert tokenize(path, path.parent / "other", **options).num_documents == 2
+
+
 def test_a_marker_inside_a_message_is_text(path):
     store = chat_store(path)
     end = store.tokenizer()._inner.token_to_id("<|im_end|>")

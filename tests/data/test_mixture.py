@@ -13,6 +13,8 @@ from trellis.data import Batches, Mixture
 from trellis.data.sizes import BatchSizes
 from trellis.errors import UserError
 
+ALL = {"big": 1, "middle": 0, "small": 1}
+KNOWN = "Weights are numbers for known sources, none negative, not all zero."
 SIZES = {"big": 120, "middle": 40, "small": 10}
 
 
@@ -55,7 +57,7 @@ def test_sources_lie_mixed_within_a_block(stores):
 
 
 def test_weights_change_at_steps(stores):
-    weights = [(0, {"big": 1}), (10, {"small": 1}), (20, {"big": 1, "small": 1})]
+    weights = [(0, {"big": 1}), (10, {"small": 1}), (20, {"big": 1, "middle": 0, "small": 1})]
     mixture = Mixture(stores=stores, weights=weights, block=16)
     source, _ = rows_of(mixture, batch_size=[(0, 4), (10, 8)]).locate(np.arange(40 + 80 + 160))
     assert (source[:40] == 0).all() and (source[40:120] == 2).all()
@@ -93,7 +95,7 @@ def test_limits_of_epochs_are_exact(stores, limits, weights, change):
 
 
 def test_a_source_with_a_limit_leaves_its_share_to_the_others(stores):
-    mixture = Mixture(stores=stores, weights={"big": 1, "small": 1}, max_epochs={"small": 1}, block=16)
+    mixture = Mixture(stores=stores, weights=ALL, max_epochs={"small": 1}, block=16)
     rows = rows_of(mixture)
     small = -(-stores["small"].num_tokens // 16)
     source, _ = rows.locate(np.arange(1000))
@@ -150,7 +152,9 @@ def test_the_order_is_the_documented_one(stores):
 
 
 def test_validation_sets_come_whole(stores, texts):
-    mixture = Mixture(stores=stores, weights={"big": 1}, validation={"code/small": stores["small"]})
+    mixture = Mixture(
+        stores=stores, weights={"big": 1, "middle": 1, "small": 1}, validation={"code/small": stores["small"]}
+    )
     batches = mixture.validation_batches(sequence_length=16, batch_size=8)["code/small"]
     found = [
         t
@@ -164,11 +168,15 @@ def test_validation_sets_come_whole(stores, texts):
     ("options", "rule"),
     [
         ({"weights": [(3, {"big": 1})]}, "Weights are given from step 0 on, in rising order of steps."),
-        ({"weights": {"huge": 1}}, "Weights are for known sources, none negative, not all zero."),
-        ({"weights": {"big": -1, "small": 2}}, "Weights are for known sources, none negative, not all zero."),
-        ({"weights": {"big": 0}}, "Weights are for known sources, none negative, not all zero."),
-        ({"weights": {"big": 1}, "max_epochs": {"huge": 1}}, "Limits are for known sources."),
-        ({"weights": {"big": 1}, "block": 8},
+        ({"weights": {"huge": 1}}, KNOWN),
+        ({"weights": {"big": -1, "small": 2}}, KNOWN),
+        ({"weights": {"big": 0}}, KNOWN),
+        ({"weights": {"big": 1, "small": math.nan}}, KNOWN),
+        ({"weights": {"big": math.inf, "small": 1}}, KNOWN),
+        ({"weights": {"big": "1"}}, KNOWN),
+        ({"weights": {"big": 1, "small": 1}}, "Every source of a mixture has a weight at some step."),
+        ({"weights": ALL, "max_epochs": {"huge": 1}}, "Limits are for known sources."),
+        ({"weights": ALL, "block": 8},
          "A block of a mixture has at least the square of the number of sources in rows."),
     ],
 )  # fmt: skip
@@ -181,7 +189,7 @@ def test_wrong_mixtures(stores, options, rule):
 def test_stores_of_two_tokenizers(stores, tmp_path):
     other = make_store(tmp_path, ["a b c"], use_bytes=False, train_bpe=300)
     with pytest.raises(UserError) as raised:
-        Mixture(stores={"big": stores["big"], "other": other}, weights={"big": 1})
+        Mixture(stores={"big": stores["big"], "other": other}, weights={"big": 1, "other": 1})
     assert raised.value.rule == "The stores of a mixture were made by one tokenizer."
     assert raised.value.seen.startswith("big: sha256 ") and ", other: sha256 " in raised.value.seen
     with pytest.raises(UserError, match="made by one tokenizer"):

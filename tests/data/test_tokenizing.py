@@ -423,3 +423,17 @@ def test_the_filter_functions_are_found():
 
 def test_end_of_document_ids():
     assert END == 256
+
+
+def test_a_tokenizer_without_the_token_that_it_uses_for_unknown_words(tmp_path):
+    """The library raises an exception of no class of its own, when it first meets a word that it does not know."""
+    import tokenizers
+
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="[UNK]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "in.txt").write_text("a b a")
+    for workers in (0, 1):
+        with pytest.raises(UserError) as raised:
+            tokenize(tmp_path / "in.txt", tmp_path / "out", tokenizer=tmp_path / "tokenizer.json", workers=workers)
+        assert raised.value.rule == "A tokenizer encodes any text." and "[UNK]" in raised.value.seen

@@ -135,3 +135,28 @@ def test_an_assertion_of_ones_own_stays():
 
     with pytest.raises(AssertionError):
         apart(put((4, 4), "b/d e"))
+
+
+def test_a_mesh_axis_becomes_manual_once():
+    def twice(x: f32["batch/d"]) -> f32["batch/d"]:
+        return 2 * x
+
+    x = put((8,), "batch/d")
+    for inner, seen, fix in (
+        (shard_map(twice), "a call where all of (d=4, m=2) are manual", "take @shard_map off it, or call its `__w"),
+        (shard_map(twice, axes={"d"}), "'d', which is manual around this call", "take it out of axes"),
+    ):
+
+        @shard_map
+        def outer(x: f32["batch/d"]) -> f32["batch/d"]:
+            return inner(x)  # noqa: B023
+
+        with pytest.raises(NotationError) as caught:
+            outer(x)
+        assert seen in told(caught) and fix in told(caught)
+
+    @shard_map
+    def around(x: f32["batch/d"]) -> f32["batch/d"]:
+        return shard_map(twice).__wrapped__(x)
+
+    assert around(x).tolist() == [2.0] * 8

@@ -96,8 +96,6 @@ def _source(args):
     from trellis.data.tokenizing.hf_datasets import dataset_source
     from trellis.data.tokenizing.sources import FileSource, embedded_corpus, find_files
 
-    if args.chat and args.field is None:
-        args.field = "messages"
     separator = args.separator.encode().decode("unicode_escape") if args.separator is not None else None
     if not args.files:
         return embedded_corpus("train")

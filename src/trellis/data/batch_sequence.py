@@ -121,6 +121,10 @@ class Batches:
         Raises:
             UserError: the data ends before.
         """
+        if not isinstance(step, (int, np.integer)):
+            raise UserError(
+                "Steps are counted in whole numbers.", seen=repr(step), where="batch", fix="use int(step), from 0 on"
+            )
         last = self.num_steps
         if step < 0 or (last is not None and step >= last):
             raise UserError(

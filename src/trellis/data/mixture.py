@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
@@ -51,13 +52,21 @@ class Mixture:
                 fix="begin with (0, weights)",
             )
         for step, weights in self.schedule:
-            if set(weights) - set(self.stores) or any(w < 0 for w in weights.values()) or not sum(weights.values()):
+            known = not set(weights) - set(self.stores)
+            if not (known and all(map(_is_weight, weights.values())) and sum(weights.values())):
                 raise UserError(
-                    "Weights are for known sources, none negative, not all zero.",
+                    "Weights are numbers for known sources, none negative, not all zero.",
                     seen=f"{dict(weights)} of {', '.join(self.stores)}",
                     where=f"Mixture.weights from step {step}",
                     fix="name each source of `stores` with a weight",
                 )
+        if unread := [name for name in self.stores if not any(name in weights for _, weights in self.schedule)]:
+            raise UserError(
+                "Every source of a mixture has a weight at some step.",
+                seen=f"none for {', '.join(unread)}",
+                where="Mixture.weights",
+                fix="give it one, or leave it out of `stores`; a weight of 0 reads nothing of it",
+            )
         if set(self.max_epochs) - set(self.stores):
             raise UserError(
                 "Limits are for known sources.",
@@ -134,6 +143,10 @@ class Mixture:
             )
             for name, store in self.validation.items()
         }
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, int | float | Fraction) and math.isfinite(value) and value >= 0
 
 
 @dataclasses.dataclass(frozen=True)

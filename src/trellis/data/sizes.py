@@ -2,6 +2,7 @@
 
 import bisect
 import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -119,13 +120,18 @@ def _near(length: int, longest: int) -> str:
 
 def _schedule(given: Schedule, where: str, rule: str) -> list[tuple[int, int]]:
     """A schedule as a list, from step 0 in rising order."""
-    entries = [(0, given)] if isinstance(given, int) else [(step, value) for step, value in given]
+    wrong = UserError(
+        f"{rule} from step 0 in rising order.",
+        seen=given,
+        where=where,
+        fix="for example 512, or [(0, 256), (1000, 512)]",
+    )
+    try:
+        pairs = given if isinstance(given, Sequence) else [(0, given)]
+        entries = [(operator.index(step), operator.index(value)) for step, value in pairs]
+    except (TypeError, ValueError):
+        raise wrong from None
     steps = [step for step, _ in entries]
     if not entries or steps[0] != 0 or steps != sorted(set(steps)) or any(value < 1 for _, value in entries):
-        raise UserError(
-            f"{rule} from step 0 in rising order.",
-            seen=given,
-            where=where,
-            fix="for example 512, or [(0, 256), (1000, 512)]",
-        )
+        raise wrong
     return entries

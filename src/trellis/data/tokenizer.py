@@ -1,5 +1,6 @@
 """Tokenizers: any Hugging Face `tokenizer.json`, one trained here, or bytes; all as one `tokenizers.Tokenizer`."""
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -42,7 +43,7 @@ class Tokenizer:
         self._inner.no_truncation()
         self._inner.no_padding()
         self._inner.encode_special_tokens = True
-        self.json = serialized
+        self.json, self._where = serialized, where
         self.end_of_document_text = self._end_text(end_of_document, where)
         self.end_of_document = self._inner.token_to_id(self.end_of_document_text)
         self.is_bytes = _is_bytes(serialized)
@@ -70,11 +71,13 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of one text, without any special token: `i64["tokens"]`."""
-        return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, np.int64)
+        with self._encoding():
+            return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, np.int64)
 
     def encode_markup(self, text: str) -> np.ndarray:
         """The ids of one text in which special tokens that are written out are recognized: `i64["tokens"]`."""
-        return np.asarray(self._markup.encode(text, add_special_tokens=False).ids, np.int64)
+        with self._encoding():
+            return np.asarray(self._markup.encode(text, add_special_tokens=False).ids, np.int64)
 
     @functools.cached_property
     def _markup(self):
@@ -87,7 +90,23 @@ class Tokenizer:
         if self.is_bytes:
             return [np.frombuffer(text.encode(), np.uint8).astype(dtype) for text in texts]
         encode = getattr(self._inner, "encode_batch_fast", self._inner.encode_batch)
-        return [np.array(e.ids, dtype) for e in encode(texts, add_special_tokens=False)]
+        with self._encoding():
+            return [np.array(e.ids, dtype) for e in encode(texts, add_special_tokens=False)]
+
+    @contextlib.contextmanager
+    def _encoding(self):
+        """Tells what the library raises, an exception of no class of its own."""
+        try:
+            yield
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            raise UserError(
+                "A tokenizer encodes any text.",
+                seen=error,
+                where=self._where,
+                fix="add the token to its vocabulary, or name one that is there as its unk_token",
+            ) from error
 
     def decode(self, ids, *, special: bool = True) -> str:
         """The text of some ids; special tokens are written out unless `special` is False."""

@@ -16,6 +16,7 @@ from trellis.data.storage import open_folder
 from trellis.data.store.store import Store
 from trellis.data.store.writer import StoreWriter, writer_lock
 from trellis.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from trellis.data.tokenizing.hf_datasets import DatasetSource
 from trellis.data.tokenizing.pool import LocalPool
 from trellis.data.tokenizing.progress import TokenizingProgress
 from trellis.data.tokenizing.sources import FileSource, find_files
@@ -61,7 +62,8 @@ def tokenize(
         end_of_document: the text of the token that ends a document, where the tokenizer has another than usual.
         filter: called with every record (a dict; texts have `text`); a false result leaves the document out. A
             function of an importable module or script, or its name "module:function" or "path.py:function".
-        chat: the text field holds conversations; the loss counts only the assistant's turns.
+        chat: the text field, `messages` if the source names none, holds conversations; the loss counts only the
+            assistant's turns.
         on_error: "fail" stops at the first document that cannot be read; "skip" leaves it out and counts it.
         workers: worker processes; 0 encodes in this process; "ray" uses the connected Ray cluster. By default one
             process a core.
@@ -97,6 +99,8 @@ def tokenize(
         )
     if not hasattr(source, "blocks"):
         source = FileSource(files=find_files(source))
+    if chat and isinstance(source, FileSource | DatasetSource) and source.field is None:
+        source = dataclasses.replace(source, field="messages")
     if isinstance(tokenizer, str | os.PathLike):
         tokenizer = load_tokenizer(os.fspath(tokenizer), end_of_document=end_of_document)
     elif use_bytes:

@@ -210,6 +210,11 @@ class _Call:
                 f"a mesh axis becomes manual once, got '{sorted(asked & taken)[0]}', which is manual around this call, "
                 f"in `{self.name}`: take it out of axes"
             )
+        if not asked - taken:
+            raise NotationError(
+                f"a mesh axis becomes manual once, got a call where all of ({mesh_text(shown)}) are manual, in "
+                f"`{self.name}`: take @shard_map off it, or call its `__wrapped__`"
+            )
         single = {axis for axis, size in shown.shape.items() if size == 1}
         self.shape = shown
         self.manual = tuple(a for a in shown.axis_names if a in (asked | single) - taken)
