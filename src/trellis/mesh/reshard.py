@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 
 from trellis._compat import move
 from trellis.errors import TrellisError
+from trellis.mesh.landing import on_mesh_in_force
 from trellis.mesh.manual.reshard import manual_reshard
 from trellis.mesh.meshes import mesh_text, same_mesh
 from trellis.mesh.route import route
@@ -126,6 +127,12 @@ def _reshard(before: Shape, after: Shape, x, transition: str):
     array = x.array if named else x
     if named:
         _check_names(before, x, transition)
+    if not hasattr(array, "dtype"):
+        raise ReshardError(
+            f"a transition moves an array, got {type(array).__name__}, in reshard('{transition}'): pass one, or "
+            "make it one by jnp.asarray(x)"
+        )
+    array = on_mesh_in_force(array)
     if before.ellipsis:
         before, after = _fill(before, after, array, x.names if named else None)
     state = state_of(array)

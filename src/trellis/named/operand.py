@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import concrete_or_error
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from trellis._compat import is_tracer
 from trellis.mesh.dealing import deal
+from trellis.mesh.landing import on_one_device, placed
 from trellis.mesh.layout import KEY_POSITIONS, POSITIONS, current_layout, is_dealt
 from trellis.mesh.meshes import MeshError, mesh_text, same_mesh
 from trellis.mesh.reshard import place, scope_name
@@ -181,9 +182,8 @@ def _placed(array, names: tuple[str, ...], here, mode: str) -> jax.Array:
     if layout is not None:
         layout.check(names, array.shape)
         array = _in_this_order(array, names)
-    if isinstance(array, jax.Array) and not is_tracer(array) and array.committed:
-        mesh = jax.sharding.get_mesh() if layout is None else layout.mesh
-        array = jax.device_put(array, NamedSharding(mesh, PartitionSpec()))  # it was on one device
+    if on_one_device(array):
+        array = placed(array, spec_of([() for _ in axes]), None if layout is None else layout.mesh)
     if mode == "auto":
         array = jnp.asarray(array)
         return array if layout is None else jax.lax.with_sharding_constraint(array, layout.sharding(names))

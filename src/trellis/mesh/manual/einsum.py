@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from trellis.mesh.landing import on_mesh_in_force
 from trellis.mesh.manual.ops import mark_pending, vary
 from trellis.mesh.manual.reshard import check_slice, known_axes
 from trellis.notation import Dim, NotationError, Shape, TypeMismatch, parse, typeof
@@ -38,6 +39,7 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
             f"an einsum has one array for each shape on its left, got {len(arrays)} arrays for {len(lefts)} shapes, "
             f"in {where}: add or remove one"
         )
+    arrays = [on_mesh_in_force(x) for x in arrays]
     mesh = jax.sharding.get_abstract_mesh()
     mesh = None if mesh.empty else mesh
     bindings = live()

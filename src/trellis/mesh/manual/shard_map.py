@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer, eval_jaxpr
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.core import eval_jaxpr
+from jax.sharding import PartitionSpec
 
 from trellis._compat import maps_no_copies, unknown_axis
 from trellis.errors import did_you_mean
+from trellis.mesh.landing import placed
 from trellis.mesh.manual.check import check_pending, met_line
 from trellis.mesh.manual.refusals import raise_in_notation
 from trellis.mesh.manual.reshard import TransitionError, check_slice
@@ -299,10 +300,7 @@ class _Call:
                 f"an array that is on no mesh is whole on every device, got {typeof(leaf.value)} for {leaf.kind}, in "
                 f"{leaf.place}: take '+{sorted(spec.unreduced)[0]}' out of the annotation"
             )
-        whole = spec_of([()] * len(array.shape))
-        place = lambda spec: spec if self.mesh is None else NamedSharding(self.mesh, spec)
-        array = jax.reshard(array, place(whole)) if isinstance(array, Tracer) else array
-        return jax.reshard(array, place(spec))
+        return placed(array, spec, self.mesh)
 
     def without_single_axes(self, array):
         """JAX's types may mention mesh axes of size 1, ours do not."""

@@ -10,7 +10,7 @@ from trellis.mesh.manual.ops import mark_pending, vary
 from trellis.mesh.manual.reshard import check_slice, known_axes
 from trellis.notation import NotationError, Shape
 from trellis.notation.binding import bind_shape, live, real_axes
-from trellis.notation.state import state_of
+from trellis.notation.state import mode_of, state_of
 
 Names = tuple[str, ...]
 
@@ -69,6 +69,11 @@ def take_plain(text: str, table, ids):
             f"'{result}' on the right, in {where}: write '-> {right}'"
         )
     one_axis_one_name(lefts, where)
+    if name.axes and mode_of(mesh) == "explicit":
+        raise NotationError(
+            f"a lookup in slices is one device's, in manual mode, got '{rows}' outside of it, in {where}: call it in "
+            f"a function under @shard_map, or name the arrays, as in take(named(table, '{rows.bare()}'), ...)"
+        )
     if mesh is not None and state_of(table).mode == "manual":
         mentioned = {a for s in (*lefts, result) for a in (*s.mesh_axes, *s.pending, *s.copied)}
         table, ids = (check_slice(x, s, where, mentioned=mentioned) for x, s in zip((table, ids), lefts, strict=True))
@@ -78,7 +83,7 @@ def take_plain(text: str, table, ids):
     if aligned:
         words = rows.names, positions.names, right.names
         lookup = lambda table, ids: aligned_rows(table, [_wide(ids)], (name.name,), words)
-    if not name.axes:
+    if not name.axes or mode_of(mesh) != "manual":
         return lookup(table, ids)
     return mark_pending(rows_here(table, ids, i, name.axes, lookup), name.axes, result)
 
