@@ -10,7 +10,7 @@ from trellis.mesh.manual.einsum import einsum_plain as einsum
 from trellis.mesh.manual.reshard import TransitionError
 from trellis.mesh.manual.shard_map import shard_map
 from trellis.mesh.manual.shift import shift
-from trellis.named import named
+from trellis.named import grad, named
 from trellis.notation import NotationError, TypeMismatch, bf16, f32, struct_shapes
 
 
@@ -423,6 +423,18 @@ def test_a_named_array_under_other_names_and_one_returned_elsewhere():
         x,
     )
     refuses(NotationError, "in result of `moved`", moved, x)
+
+
+@pytest.mark.parametrize("what", [lambda w: w / jnp.linalg.norm(w), jnp.tanh, lambda w: w[::-1] + 0.0])
+def test_gradients_of_what_is_made_of_a_copy(what):
+    @shard_map
+    def program(x: f32["batch/d in"], w: f32["in out"]) -> f32["batch/d out"]:
+        return x @ what(reshard("in out -> in out ~d", w))
+
+    x, w = put((8, 4), "batch/d in"), put((4, 6), "in out")
+    assert program(x, w).shape == (8, 6)
+    words = "JAX differentiates products and sums of a copy '~x', got something else that is made of one"
+    refuses(TypeMismatch, words, grad(lambda w: (program(x, w) ** 2).sum()), w)
 
 
 def test_axes_left_to_the_program_are_not_moved_inside():

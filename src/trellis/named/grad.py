@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 
+from trellis.mesh.manual.refusals import raise_of_gradient
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import NamesError
 from trellis.named.operand import no_copies
@@ -28,6 +29,7 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
 
     Raises:
         NamesError: the value has names left.
+        TypeMismatch: JAX does not differentiate what a manual function makes of a copy.
     """
     names: list[bool] = []
 
@@ -46,7 +48,11 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
     differentiated = jax.value_and_grad(plain, argnums, has_aux=True)
 
     def call(*args, **kwargs):
-        (value, aux), gradients = differentiated(*args, **kwargs)
+        try:
+            (value, aux), gradients = differentiated(*args, **kwargs)
+        except (ValueError, NotImplementedError) as error:
+            raise_of_gradient(error, getattr(fn, "__name__", "the function"))
+            raise
         value = NamedArray(value, ()) if names.pop() else value
         return ((value, aux) if has_aux else value), gradients
 

@@ -6,11 +6,18 @@ import re
 import traceback
 
 from trellis._compat import maps_no_copies
+from trellis.errors import TrellisError
 from trellis.frames import in_a_library
+from trellis.mesh.meshes import MeshError, mesh_text
 from trellis.notation import NotationError, PendingSumError, Shape, TypeMismatch
 from trellis.notation.binding import Bindings
 
 _REFUSED = re.compile(r"unreduced|reduced")
+# What it says (0.10.2 and 0.12) where it differentiates other operations on a copy than products and sums.
+_OF_A_COPY = re.compile(
+    "another input is reduced on|only accepts inputs that are reduced|cannot accept args which are reduced"
+    "|reduced rule for .* not implemented"
+)
 # How JAX 0.10 to 0.12 name the operation that they refuse.
 _OPERATION = (r"rule for (\w+)", r"(\w+) is a non-linear operation", r"`(\w+)`", r"passed to (\w+)")
 
@@ -70,6 +77,55 @@ def raise_in_notation(error: Exception, bindings: Bindings) -> None:
         found.group(1) if found else "mul" if "bilinear" in text or "should be reduced" in text else "an operation"
     )
     raise PendingSumError(refusal(operation, axes, line, bindings)) from error
+
+
+def raise_of_call(error: Exception, name: str, mesh) -> None:
+    """Turns what JAX says of a whole call, after its body was traced, into our words; passes by any other error.
+
+    Args:
+        error: from `jax.shard_map`, also where the call is differentiated or mapped.
+        name: of the function.
+        mesh: that it runs on.
+    """
+    if isinstance(error, TrellisError):
+        return
+    text = str(error)
+    if isinstance(error, NotImplementedError) and maps_no_copies(error):
+        raise NotationError(
+            "JAX cannot map over a manual function that begins or ends a pending sum or a copy, got one under vmap, in "
+            f"`{name}`: write the mapped dimension in its annotations and texts, or use jax.lax.map"
+        ) from error
+    if isinstance(error, NotImplementedError) and "Closing over" in text:
+        raise TypeMismatch(
+            f"a manual function takes its arrays as arguments, got one from outside of it, in `{name}`: pass it as an "
+            f"annotated argument ({text.split('Got input with ')[-1]})"
+        ) from error
+    if isinstance(error, TypeError) and "incompatible shapes for broadcasting" in text:
+        raise TypeMismatch(
+            "slices on a device broadcast by their own sizes, got "
+            f"{text.splitlines()[0].split('broadcasting: ')[-1].rstrip('.')}, in `{name}`: reshard one of them, or "
+            "correct the annotation that says how it is sliced"
+        ) from error
+    if isinstance(error, ValueError) and "of type `Explicit`" in text:  # JAX 0.10: all of type; 0.12: that is of type
+        raise MeshError(
+            f"JAX's types carry pending sums and copies on explicit mesh axes only, got ({mesh_text(mesh)}) with auto "
+            f"ones, in `{name}`: make the mesh without axis_type, or use jax.lax.psum inside"
+        ) from error
+    if _OF_A_COPY.search(text):
+        raise _of_a_copy(name) from error
+
+
+def raise_of_gradient(error: Exception, name: str) -> None:
+    """Turns what JAX says where it goes back through a manual function into our words; passes by any other error."""
+    if re.search(r"Expected cotangent type .*\{[UR]:|reduced rule for .* not implemented", str(error)):
+        raise _of_a_copy(name) from error
+
+
+def _of_a_copy(name: str) -> TypeMismatch:
+    return TypeMismatch(
+        "JAX differentiates products and sums of a copy '~x', got something else that is made of one (a norm, `where`, "
+        f"flip, tanh), in `{name}`: do it before the reshard to '~'"
+    )
 
 
 def refusal(operation: str, axes, line: str, bindings: Bindings) -> str:

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.sharding import PartitionSpec
 
-from trellis._compat import maps_no_copies, unknown_axis
+from trellis._compat import unknown_axis
 from trellis.errors import did_you_mean
 from trellis.mesh.landing import placed
 from trellis.mesh.manual.check import check_pending, met_line
-from trellis.mesh.manual.refusals import raise_in_notation
+from trellis.mesh.manual.refusals import raise_in_notation, raise_of_call
 from trellis.mesh.manual.reshard import TransitionError, check_slice
 from trellis.mesh.manual.slices import check_slices, joined_in, otherwise, sliced_as
 from trellis.mesh.meshes import MeshError, mesh_text, same_mesh
@@ -133,34 +133,9 @@ class _Call:
         )
         try:
             grouped = mapped(*arrays)
-        except NotImplementedError as error:
-            if maps_no_copies(error):
-                raise NotationError(
-                    "JAX cannot map over a manual function that begins or ends a pending sum or a copy, got one under "
-                    f"vmap, in `{self.name}`: write the mapped dimension in its annotations and texts, or use "
-                    "jax.lax.map"
-                ) from error
-            if "Closing over" not in str(error):
-                raise
-            raise TypeMismatch(
-                f"a manual function takes its arrays as arguments, got one from outside of it, in `{self.name}`: "
-                f"pass it as an annotated argument ({str(error).split('Got input with ')[-1]})"
-            ) from error
-        except TypeError as error:
-            if "incompatible shapes for broadcasting" not in str(error):
-                raise
-            raise TypeMismatch(
-                "slices on a device broadcast by their own sizes, got "
-                f"{str(error).splitlines()[0].split('broadcasting: ')[-1].rstrip('.')}, in `{self.name}`: reshard one "
-                "of them, or correct the annotation that says how it is sliced"
-            ) from error
-        except ValueError as error:
-            if "of type `Explicit`" not in str(error):  # JAX 0.10: all of type; 0.12: that is of type
-                raise
-            raise MeshError(
-                f"JAX's types carry pending sums and copies on explicit mesh axes only, got ({mesh_text(self.shape)}) "
-                f"with auto ones, in `{self.name}`: make the mesh without axis_type, or use jax.lax.psum inside"
-            ) from error
+        except Exception as error:
+            raise_of_call(error, self.name, self.shape)
+            raise
         assert self.rebuild is not None  # the body has been traced
         return self.rebuild(grouped)
 
