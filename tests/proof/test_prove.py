@@ -103,6 +103,8 @@ def test_what_cannot_be_proven_says_why(four):
         tr.prove(jnp.sin, given(four)[0], on="v5e:2x2", reference=jnp.sum)
     shape = given(four)[0].shape
     assert error.value.seen == f"shape () for result, where `sin` returns {shape}"
+    with pytest.raises(UserError, match="A function that is proven returns arrays"):
+        tr.prove(lambda w: (), given(four)[0], on="v5e:2x2")
     with pytest.raises(UserError, match="A seed is 0 or more"):
         tr.prove(jnp.sin, given(four)[0], on="v5e:2x2", seed=-1)
 

@@ -103,6 +103,13 @@ def _subject(fn: Callable, args: tuple, on: str, options: dict[str, str], seed: 
                 traced = jax.jit(exported).trace(*shapes)
                 lowered = traced.lower(lowering_platforms=(platform,))
     results = jax.tree_util.tree_leaves_with_path(traced.out_info, is_leaf=lambda x: hasattr(x, "names"))
+    if not results:
+        raise UserError(
+            "A function that is proven returns arrays.",
+            seen="none",
+            where=f"`{getattr(fn, '__name__', type(fn).__name__)}`",
+            fix="return what is to be compared",
+        )
     empty = np.zeros(0)
     wanted = [
         Wanted(jax.tree_util.keystr(path, simple=True, separator=".") or "result", empty, typeof(leaf))
