@@ -106,6 +106,12 @@ def test_sizes_that_do_not_divide_name_the_nearest():
         layout.check(("batch", "pos"), (6, 32))
 
 
+def test_dealt_over_what_is_no_mesh_axis():
+    assert Layout(make_mesh(data=8), dealt="data").dealt == ("data",)
+    with pytest.raises(MeshError, match="dealt out over axes of the mesh, got dealt 'pos' where the mesh has data"):
+        Layout(make_mesh(data=8), dealt=("pos",))
+
+
 def test_unknown_gather():
     with pytest.raises(MeshError, match="'joint' or 'per_axis', got gather='twice'"):
         Layout(make_mesh(data=8), gather="twice")

@@ -8,11 +8,13 @@ import pytest
 
 import trellis as tr
 from trellis.mesh.dealing import undeal
+from trellis.mesh.reshard import ReshardError
 from trellis.named.axis import NamesError
 from trellis.named.dealing import deal
 
 X = np.arange(2 * 16 * 3, dtype=np.float32).reshape(2, 16, 3)
 POS = tr.Axis("pos", 16)
+TABLE = lambda: tr.named(np.linspace(0, 1, 16).astype(np.float32), "pos")
 MASK = lambda: tr.outer(tr.greater_equal, tr.arange(POS), tr.arange(POS).rename(pos="key_pos")).astype("float32")
 RIGHT = {
     "arange": lambda x: x * tr.arange(POS).astype("float32"),
@@ -20,6 +22,9 @@ RIGHT = {
     "linspace": lambda x: x + tr.linspace(POS),
     "one_hot": lambda x: x + tr.dot(tr.one_hot(tr.named(np.int32(12), ()), POS), x, over="pos"),
     "a table from outside": lambda x: x + tr.named(np.linspace(0, 1, 16).astype(np.float32), "pos"),
+    "a table that is put there": lambda x: x + tr.shard(TABLE(), "compute"),
+    "a table at rest": lambda x: x + tr.shard(TABLE()),
+    "a table that is settled": lambda x: x + tr.settle(TABLE()),
     "a mask by hand": lambda x: tr.dot(MASK(), x.rename(pos="key_pos"), over="key_pos"),
     "in order": lambda x: tr.in_order(lambda x: tr.cumsum(x, "pos"), x),
 }
@@ -102,6 +107,15 @@ def test_what_it_says(layout):
             "positions are dealt out over 4 slices here, two pieces each, got 'pos=12', in arange: use a length that 8 "
             "divides"
         )
+
+
+def test_a_table_from_outside_is_not_moved_by_a_text(layout):
+    with layout.with_dealt(("c",)), pytest.raises(ReshardError) as error:
+        tr.reshard("pos -> pos/c", TABLE())
+    assert str(error.value) == (
+        "positions are dealt out where an array comes to the mesh, got 'pos' of one that is on none, in "
+        "reshard('pos -> pos/c'): write shard(x, 'compute') before"
+    )
 
 
 def test_numbers_of_positions_are_made_where_they_are(layout):

@@ -136,11 +136,17 @@ class Layout:
             "compute": _read(self.compute, self.mesh, "compute"),
             "overlap": (self.overlap,) if isinstance(self.overlap, str) else tuple(self.overlap),
             "context": tuple(self.context.items() if isinstance(self.context, Mapping) else self.context),
+            "dealt": (self.dealt,) if isinstance(self.dealt, str) else tuple(self.dealt),
         }
         for field, value in read.items():
             object.__setattr__(self, field, value)  # the one place where a frozen value is still being made
         self._check_overlap()
         self._check_context()
+        if unknown := [axis for axis in read["dealt"] if axis not in self.mesh.axis_names]:
+            raise MeshError(
+                f"positions are dealt out over axes of the mesh, got dealt '{unknown[0]}' where the mesh has "
+                f"{', '.join(self.mesh.axis_names)}, in Layout: use these"
+            )
 
     def _check_context(self) -> None:
         kinds = ("gather", "ring", "exchange")

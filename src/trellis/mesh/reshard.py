@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from trellis._compat import move
 from trellis.errors import TrellisError
 from trellis.mesh.landing import on_mesh_in_force
+from trellis.mesh.layout import is_dealt
 from trellis.mesh.manual.reshard import manual_reshard
 from trellis.mesh.meshes import mesh_text, same_mesh
 from trellis.mesh.route import route
@@ -132,7 +133,13 @@ def _reshard(before: Shape, after: Shape, x, transition: str):
             f"a transition moves an array, got {type(array).__name__}, in reshard('{transition}'): pass one, or "
             "make it one by jnp.asarray(x)"
         )
-    array = on_mesh_in_force(array)
+    if (moved := on_mesh_in_force(array)) is not array:
+        if named and (dealt := [name for name in x.names if is_dealt(name)]):
+            raise ReshardError(
+                f"positions are dealt out where an array comes to the mesh, got '{dealt[0]}' of one that is on none, "
+                f"in reshard('{transition}'): write shard(x, 'compute') before"
+            )
+        array = moved
     if before.ellipsis:
         before, after = _fill(before, after, array, x.names if named else None)
     state = state_of(array)

@@ -12,7 +12,7 @@ from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.reshard import place
 from trellis.named.array import NamedArray, check_rank, is_named
 from trellis.named.axis import NamesError
-from trellis.named.operand import on_mesh
+from trellis.named.operand import in_order_here, on_mesh
 from trellis.notation import typeof
 from trellis.notation.state import state_of
 
@@ -59,7 +59,7 @@ def shard(tree, which="params"):
             )
         layout.check(x.names, tuple(x.shape.values()))
         if not is_tracer(x.array) and not state_of(x.array).pending:
-            return NamedArray(jax.device_put(x.array, layout.sharding(x.names)), x.names)
+            return NamedArray(jax.device_put(in_order_here(x.array, x.names), layout.sharding(x.names)), x.names)
         with layout:
             entered = on_mesh(x.array, x.names, "shard")
         return NamedArray(place(entered, layout.assign(x.names), names=x.names), x.names)

@@ -181,7 +181,7 @@ def _placed(array, names: tuple[str, ...], here, mode: str) -> jax.Array:
     axes = ((),) * len(names) if layout is None else layout.assign(names)
     if layout is not None:
         layout.check(names, array.shape)
-        array = _in_this_order(array, names)
+        array = in_order_here(array, names)
     if on_one_device(array):
         array = placed(array, spec_of([() for _ in axes]), None if layout is None else layout.mesh)
     if mode == "auto":
@@ -194,12 +194,15 @@ def _placed(array, names: tuple[str, ...], here, mode: str) -> jax.Array:
         return jax.reshard(array, spec_of(axes))
 
 
-def _in_this_order(array, names: tuple[str, ...]):
-    """An array from outside, whose positions are in their own order, with these dealt out where those of others are.
+def in_order_here(array, names: tuple[str, ...]):
+    """An array that lies on no mesh, whose positions are in their own order, with these dealt out where those of others
+    are; one that lies on a mesh as it is.
 
     Raises:
         NamesError: as `slices_dealt`.
     """
+    if not jax.typeof(array).sharding.mesh.empty:
+        return array
     for dim, (name, size) in enumerate(zip(names, array.shape)):
         if slices := slices_dealt(name, size, "an array from outside"):
             array = deal(jnp.asarray(array), slices, dim)

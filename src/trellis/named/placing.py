@@ -26,7 +26,7 @@ from trellis.mesh.reshard import place
 from trellis.named.arguments import shown
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
-from trellis.named.operand import refuse_dealt, types_of
+from trellis.named.operand import on_mesh, refuse_dealt, types_of
 from trellis.notation import spec_of, typeof
 from trellis.notation.state import sharding_on, state_of
 
@@ -213,6 +213,8 @@ def settle(x: NamedArray) -> NamedArray:
     if not isinstance(x, NamedArray):
         raise NamesError(f"settle takes a named array, got {shown(x)}, in settle: name its dimensions with named(...)")
     layout = current_layout()
+    if layout is not None:
+        x = x.with_array(on_mesh(x.array, x.names, "settle"))
     state = state_of(x.array)
     if state.mode in ("none", "manual"):
         return x
