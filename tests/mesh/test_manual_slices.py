@@ -13,7 +13,7 @@ from tests.mesh.told import told
 from trellis import f32
 from trellis.mesh.manual.reshard import TransitionError
 from trellis.notation import TypeMismatch
-from trellis.program.rules import _regrouped
+from trellis.program.slices import _regrouped
 
 
 @pytest.fixture(scope="module", autouse=True)

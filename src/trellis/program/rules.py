@@ -63,7 +63,7 @@ class States:
         if name == "reshard" and is_auto(out.aval):
             self.known[out] = states[0]
             return
-        rule = _RULES.get(name)
+        rule = RULES.get(name)
         if rule is None and not any(state.sliced or state.pending for state in states):
             return
         if name in _RESHAPING:
@@ -197,7 +197,8 @@ class States:
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
 
-def _placed(axes, pending=frozenset(), copied=frozenset()) -> State:
+def placed(axes, pending=frozenset(), copied=frozenset()) -> State:
+    """Where an array of whole programs lies."""
     return State("explicit", tuple(axes), pending, copied)
 
 
@@ -210,13 +211,13 @@ def _sliced(state: State, after: State) -> State:
     """A scatter's result: each device adds only to the rows it will hold."""
     taken = set(state.sliced) | state.pending
     dims = (mine or tuple(a for a in axes if a not in taken) for mine, axes in zip(state.axes, after.axes))
-    return _placed(dims, state.pending, state.copied)
+    return placed(dims, state.pending, state.copied)
 
 
 def _elementwise(operation: Operation, states: list[State]) -> State:
     shape = operation.results[0].shape
     same = [state for state, v in zip(states, operation.operands) if getattr(v.aval, "shape", None) == shape]
-    return max(same, key=lambda state: len(state.sliced), default=_placed([()] * len(shape)))
+    return max(same, key=lambda state: len(state.sliced), default=placed([()] * len(shape)))
 
 
 def _same(operation: Operation, states: list[State]) -> State:
@@ -230,7 +231,7 @@ def _dot_general(operation: Operation, states: list[State]) -> State:
     dims += [axes for i, axes in enumerate(left.axes) if i not in left_sum and i not in left_batch]
     dims += [axes for i, axes in enumerate(right.axes) if i not in right_sum and i not in right_batch]
     summed = {axis for i in left_sum for axis in left.axes[i]} | {axis for i in right_sum for axis in right.axes[i]}
-    return _placed(dims, left.pending | right.pending | summed)
+    return placed(dims, left.pending | right.pending | summed)
 
 
 def _convolution(operation: Operation, states: list[State]) -> State:
@@ -244,35 +245,35 @@ def _convolution(operation: Operation, states: list[State]) -> State:
     for at, axes in zip(numbers.out_spec, (left.axes[batch], right.axes[made], *along)):
         dims[at] = axes
     summed = frozenset((*left.axes[channels], *right.axes[given], *(a for j in window for a in right.axes[j])))
-    return _placed(dims, (left.pending | right.pending | summed) - {a for axes in dims for a in axes})
+    return placed(dims, (left.pending | right.pending | summed) - {a for axes in dims for a in axes})
 
 
 def _reduction(operation: Operation, states: list[State]) -> State:
     axes, state = operation.params["axes"], states[0]
     dims = (mine for i, mine in enumerate(state.axes) if i not in axes)
-    return _placed(dims, state.pending | {axis for i in axes for axis in state.axes[i]})
+    return placed(dims, state.pending | {axis for i in axes for axis in state.axes[i]})
 
 
 def _transpose(operation: Operation, states: list[State]) -> State:
     state = states[0]
-    return _placed((state.axes[i] for i in operation.params["permutation"]), state.pending, state.copied)
+    return placed((state.axes[i] for i in operation.params["permutation"]), state.pending, state.copied)
 
 
 def _broadcast_in_dim(operation: Operation, states: list[State]) -> State:
     dims: list[tuple[str, ...]] = [()] * len(operation.results[0].shape)
     for source, target in enumerate(operation.params["broadcast_dimensions"]):
         dims[target] = states[0].axes[source]
-    return _placed(dims, states[0].pending, states[0].copied)
+    return placed(dims, states[0].pending, states[0].copied)
 
 
 def _stack(operation: Operation, states: list[State]) -> State:
     state, axis = max(states, key=lambda state: len(state.sliced)), operation.params["axis"]
-    return _placed((*state.axes[:axis], (), *state.axes[axis:]), state.pending, state.copied)
+    return placed((*state.axes[:axis], (), *state.axes[axis:]), state.pending, state.copied)
 
 
 def _squeeze(operation: Operation, states: list[State]) -> State:
     gone, state = operation.params["dimensions"], states[0]
-    return _placed((axes for i, axes in enumerate(state.axes) if i not in gone), state.pending, state.copied)
+    return placed((axes for i, axes in enumerate(state.axes) if i not in gone), state.pending, state.copied)
 
 
 def _reshape(operation: Operation, states: list[State]) -> State:
@@ -281,13 +282,13 @@ def _reshape(operation: Operation, states: list[State]) -> State:
     if is_auto(out.aval):
         before, shape = operation.operands[0].shape, out.shape
         if before[: len(shape)] != shape[: len(before)]:
-            return _placed([()] * len(shape))
-        return _placed((*state.axes, *[()] * len(shape))[: len(shape)], state.pending, state.copied)
+            return placed([()] * len(shape))
+        return placed((*state.axes, *[()] * len(shape))[: len(shape)], state.pending, state.copied)
     dims = list(out.state.axes)
     lost = tuple(axis for axis in state.sliced if axis not in out.state.sliced)
     if lost and dims:
         dims[0] = (*dims[0], *lost)
-    return _placed(dims, state.pending, state.copied)
+    return placed(dims, state.pending, state.copied)
 
 
 def _gather(operation: Operation, states: list[State]) -> State:
@@ -312,7 +313,7 @@ def _gather(operation: Operation, states: list[State]) -> State:
     for axes in dims:
         unique.append(tuple(axis for axis in axes if axis not in used))
         used.update(axes)
-    return _placed(unique, frozenset(looked_up - used))
+    return placed(unique, frozenset(looked_up - used))
 
 
 def _scatter(operation: Operation, states: list[State]) -> State:
@@ -320,15 +321,16 @@ def _scatter(operation: Operation, states: list[State]) -> State:
     numbers = operation.params["dimension_numbers"]
     updates = states[2]
     dims = list(states[0].axes)
-    for index, target in _updated_dims(operation):
+    for index, target in updated_dims(operation):
         dims[target] = updates.axes[index]
     summed = {a for i, axes in enumerate(updates.axes) if i not in numbers.update_window_dims for a in axes}
     batching = {axis for i in numbers.operand_batching_dims for axis in dims[i]}
     held = {axis for axes in dims for axis in axes}
-    return _placed(dims, frozenset(summed - batching - held))
+    return placed(dims, frozenset(summed - batching - held))
 
 
-_RULES: dict[str, Callable[[Operation, list[State]], State]] = {
+# By primitives; where others leave their results, elementwise operations do.
+RULES: dict[str, Callable[[Operation, list[State]], State]] = {
     "reshard": _same,
     "dot_general": _dot_general,
     "conv_general_dilated": _convolution,
@@ -346,129 +348,7 @@ _RULES: dict[str, Callable[[Operation, list[State]], State]] = {
 }
 
 
-# What takes, adds or repeats elements along dimensions.
-_ALONG = frozenset("slice pad concatenate dynamic_slice dynamic_update_slice split tile".split())
-# Some elements of a slice are a slice of as many elements fewer, over the same mesh axes in the same order.
-_CUT = frozenset("slice dynamic_slice split".split())
-
-
-# What stands before the name of a mesh axis along which a dimension differs without being sliced: `h d/y` joined is one
-# dimension, of which no device has a slice. Joined alike, two of them may meet.
-JOINED = "*"
-
-
-def slices_kept(operation: Operation, operands: list[tuple], shape: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
-    """How a result of each device's own work is sliced, as far as this is known: no axes where it is not.
-
-    Args:
-        operands: for each operand, for each dimension, the mesh axes that slice it, or that are `JOINED` in it.
-        shape: of one device's slice of the result.
-    """
-    name = operation.name
-    if name == "reshape":
-        return _regrouped(operation.operands[0].shape, shape, operands[0])
-    if name.startswith("scatter"):
-        dims = list(operands[0])
-        for index, target in windows(operation):
-            dims[target] = max(dims[target], operands[2][index], key=len)
-        return tuple(dims)
-    if name == "broadcast_in_dim":  # of one slice of size 1 every element is the same
-        sizes = zip(operation.operands[0].shape, operation.params["broadcast_dimensions"], operands[0])
-        operands = [tuple(axes if size == shape[target] else () for size, target, axes in sizes)]
-    if name in _RULES and name != "reshard":
-        return _RULES[name](operation, [_placed(dims) for dims in operands]).axes
-    alike = [
-        (value.shape, dims)
-        for value, dims in zip(operation.operands, operands)
-        if broadcasts(value.shape, shape) or (name in _ALONG and len(value.shape) == len(shape))
-    ]
-    if name in _CUT:
-        return alike[0][1]
-    kept = [
-        max((dims[i] for before, dims in alike if before[i] == size), key=len, default=())
-        for i, size in enumerate(shape)
-    ]
-    if name == "concatenate":
-        joined = {dims[operation.params["dimension"]] for dims in operands}
-        kept[operation.params["dimension"]] = joined.pop() if len(joined) == 1 else ()
-    return tuple(kept)
-
-
-def broadcasts(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Whether an elementwise operation takes an operand of one shape to a result of another, dimension by dimension.
-
-    >>> broadcasts((2, 1), (2, 8)), broadcasts((8,), (2, 8))
-    (True, False)
-    """
-    return len(before) == len(after) and all(size in (1, made) for size, made in zip(before, after))
-
-
-def _regrouped(before: tuple[int, ...], after: tuple[int, ...], dims: tuple) -> tuple[tuple[str, ...], ...]:
-    """A reshape keeps the slices of a dimension that keeps its size and what stands before it. Of one that is cut into
-    several the first has them, and of several that are joined the result has those of the first, if it alone has any;
-    else they are `JOINED` in it.
-
-    Dimensions of size 1 come and go anywhere: of a slice of that size nothing is known, nor of one that has a new
-    dimension of that size before it, which may be what is sliced.
-    """
-    out: list[tuple[str, ...]] = [()] * len(after)
-    if 0 in before or before == after:
-        return tuple(out) if 0 in before else dims
-    # A block of elements that mesh axes slice lies between two strides: to the next element of it, and past all of it.
-    sliced: dict[tuple[int, int], list[str]] = {}
-    for size, stride, axes in zip(before, _strides(before), dims, strict=True):
-        for axis in axes if size != 1 else ():
-            block, within = joined_of(axis) or (size, 1)
-            if size % (block * within) == 0:
-                sliced.setdefault((stride * within, stride * within * block), []).append(bare_axis(axis))
-    strides = _strides(after)
-    places = {
-        block: next(i for i, stride in enumerate(strides) if after[i] != 1 and stride < block[1]) for block in sliced
-    }
-    for (low, top), axes in sliced.items():
-        i = places[low, top]
-        alone = sum(place == i for place in places.values()) == 1
-        if not (alone and top == strides[i] * after[i]):
-            within = max(1, low // strides[i])
-            out[i] += tuple(_joined(axis, max(1, top // strides[i] // within), within) for axis in axes)
-        elif not (i and after[i - 1] == 1):
-            out[i] += tuple(axes)
-    return tuple(out)
-
-
-def _strides(shape: tuple[int, ...]) -> list[int]:
-    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-
-
-def _joined(axis: str, size: int, stride: int) -> str:
-    """A mesh axis of a dimension of which it slices a block of `size` elements that lie `stride` apart."""
-    return f"{JOINED}{size}.{stride}.{axis}"
-
-
-def joined_of(axis: str) -> tuple[int, int] | None:
-    """The block of a `JOINED` axis, as its size and stride; None of another axis."""
-    if not axis.startswith(JOINED):
-        return None
-    size, stride, _ = axis.removeprefix(JOINED).split(".", 2)
-    return int(size), int(stride)
-
-
-def bare_axis(axis: str) -> str:
-    """A mesh axis, `JOINED` or not, by its name.
-
-    >>> bare_axis("x"), bare_axis("*8.1.x")
-    ('x', 'x')
-    """
-    return axis.split(".", 2)[-1] if axis.startswith(JOINED) else axis
-
-
-def windows(operation: Operation) -> list[tuple[int, int]]:
-    """Of a scatter, the dimensions of the updates that cover a dimension of the array from end to end, with these."""
-    array, _, updates = (value.shape for value in operation.operands[:3])
-    return [(i, j) for i, j in _updated_dims(operation) if updates[i] == array[j]]
-
-
-def _updated_dims(operation: Operation) -> list[tuple[int, int]]:
+def updated_dims(operation: Operation) -> list[tuple[int, int]]:
     """Of a scatter, the dimensions of the updates that are dimensions of the array, with these."""
     numbers = operation.params["dimension_numbers"]
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)

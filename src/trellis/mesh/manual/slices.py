@@ -18,8 +18,8 @@ from trellis.notation import Dim, Shape
 from trellis.notation.binding import Bindings, TypeMismatch
 from trellis.program.manual import COLLECTIVES, axes_over
 from trellis.program.reading import Body, Operation, Program, Value
-from trellis.program.rules import JOINED, bare_axis, broadcasts, slices_kept, windows
 from trellis.program.scopes import transition_in
+from trellis.program.slices import JOINED, bare_axis, broadcasts, slices_kept, windows
 
 # Whose operands meet otherwise than place by place.
 _NOT_ELEMENTWISE = frozenset("dot_general ragged_dot_general sort gather triangular_solve conv_general_dilated".split())

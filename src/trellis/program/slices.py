@@ -1,0 +1,127 @@
+"""How slices lie in what is made of them, as far as that is known: of manual programs, where types do not say it."""
+
+import math
+
+from trellis.program.reading import Operation
+from trellis.program.rules import RULES, placed, updated_dims
+
+# What takes, adds or repeats elements along dimensions.
+_ALONG = frozenset("slice pad concatenate dynamic_slice dynamic_update_slice split tile".split())
+# Some elements of a slice are a slice of as many elements fewer, over the same mesh axes in the same order.
+_CUT = frozenset("slice dynamic_slice split".split())
+
+
+# What stands before the name of a mesh axis along which a dimension differs without being sliced: `h d/y` joined is one
+# dimension, of which no device has a slice. Joined alike, two of them may meet.
+JOINED = "*"
+
+
+def slices_kept(operation: Operation, operands: list[tuple], shape: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
+    """How a result of each device's own work is sliced, as far as this is known: no axes where it is not.
+
+    Args:
+        operands: for each operand, for each dimension, the mesh axes that slice it, or that are `JOINED` in it.
+        shape: of one device's slice of the result.
+    """
+    name = operation.name
+    if name == "reshape":
+        return _regrouped(operation.operands[0].shape, shape, operands[0])
+    if name.startswith("scatter"):
+        dims = list(operands[0])
+        for index, target in windows(operation):
+            dims[target] = max(dims[target], operands[2][index], key=len)
+        return tuple(dims)
+    if name == "broadcast_in_dim":  # of one slice of size 1 every element is the same
+        sizes = zip(operation.operands[0].shape, operation.params["broadcast_dimensions"], operands[0])
+        operands = [tuple(axes if size == shape[target] else () for size, target, axes in sizes)]
+    if name in RULES and name != "reshard":
+        return RULES[name](operation, [placed(dims) for dims in operands]).axes
+    alike = [
+        (value.shape, dims)
+        for value, dims in zip(operation.operands, operands)
+        if broadcasts(value.shape, shape) or (name in _ALONG and len(value.shape) == len(shape))
+    ]
+    if name in _CUT:
+        return alike[0][1]
+    kept = [
+        max((dims[i] for before, dims in alike if before[i] == size), key=len, default=())
+        for i, size in enumerate(shape)
+    ]
+    if name == "concatenate":
+        joined = {dims[operation.params["dimension"]] for dims in operands}
+        kept[operation.params["dimension"]] = joined.pop() if len(joined) == 1 else ()
+    return tuple(kept)
+
+
+def broadcasts(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Whether an elementwise operation takes an operand of one shape to a result of another, dimension by dimension.
+
+    >>> broadcasts((2, 1), (2, 8)), broadcasts((8,), (2, 8))
+    (True, False)
+    """
+    return len(before) == len(after) and all(size in (1, made) for size, made in zip(before, after))
+
+
+def _regrouped(before: tuple[int, ...], after: tuple[int, ...], dims: tuple) -> tuple[tuple[str, ...], ...]:
+    """A reshape keeps the slices of a dimension that keeps its size and what stands before it. Of one that is cut into
+    several the first has them, and of several that are joined the result has those of the first, if it alone has any;
+    else they are `JOINED` in it.
+
+    Dimensions of size 1 come and go anywhere: of a slice of that size nothing is known, nor of one that has a new
+    dimension of that size before it, which may be what is sliced.
+    """
+    out: list[tuple[str, ...]] = [()] * len(after)
+    if 0 in before or before == after:
+        return tuple(out) if 0 in before else dims
+    # A block of elements that mesh axes slice lies between two strides: to the next element of it, and past all of it.
+    sliced: dict[tuple[int, int], list[str]] = {}
+    for size, stride, axes in zip(before, _strides(before), dims, strict=True):
+        for axis in axes if size != 1 else ():
+            block, within = joined_of(axis) or (size, 1)
+            if size % (block * within) == 0:
+                sliced.setdefault((stride * within, stride * within * block), []).append(bare_axis(axis))
+    strides = _strides(after)
+    places = {
+        block: next(i for i, stride in enumerate(strides) if after[i] != 1 and stride < block[1]) for block in sliced
+    }
+    for (low, top), axes in sliced.items():
+        i = places[low, top]
+        alone = sum(place == i for place in places.values()) == 1
+        if not (alone and top == strides[i] * after[i]):
+            within = max(1, low // strides[i])
+            out[i] += tuple(_joined(axis, max(1, top // strides[i] // within), within) for axis in axes)
+        elif not (i and after[i - 1] == 1):
+            out[i] += tuple(axes)
+    return tuple(out)
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
+def _joined(axis: str, size: int, stride: int) -> str:
+    """A mesh axis of a dimension of which it slices a block of `size` elements that lie `stride` apart."""
+    return f"{JOINED}{size}.{stride}.{axis}"
+
+
+def joined_of(axis: str) -> tuple[int, int] | None:
+    """The block of a `JOINED` axis, as its size and stride; None of another axis."""
+    if not axis.startswith(JOINED):
+        return None
+    size, stride, _ = axis.removeprefix(JOINED).split(".", 2)
+    return int(size), int(stride)
+
+
+def bare_axis(axis: str) -> str:
+    """A mesh axis, `JOINED` or not, by its name.
+
+    >>> bare_axis("x"), bare_axis("*8.1.x")
+    ('x', 'x')
+    """
+    return axis.split(".", 2)[-1] if axis.startswith(JOINED) else axis
+
+
+def windows(operation: Operation) -> list[tuple[int, int]]:
+    """Of a scatter, the dimensions of the updates that cover a dimension of the array from end to end, with these."""
+    array, _, updates = (value.shape for value in operation.operands[:3])
+    return [(i, j) for i, j in updated_dims(operation) if updates[i] == array[j]]
