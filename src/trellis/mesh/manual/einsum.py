@@ -52,22 +52,50 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
     pending = _check(lefts, result, where)
     letters = _letters(tuple(lefts), result)
     product = functools.partial(jnp.einsum, letters, precision=precision, preferred_element_type=preferred_element_type)
-    mode = state_of(arrays[0]).mode
-    if mode == "manual":
+    modes = {state_of(x).mode for x in arrays}
+    if "manual" in modes:
         manual = tuple(a for a in mesh.axis_names if a in mesh.manual_axes)
         mentioned = {a for s in (*lefts, result) for a in (*s.mesh_axes, *s.pending, *s.copied)}
         out = product(*(_local(x, shape, lefts, where, mentioned) for shape, x in zip(lefts, arrays, strict=True)))
         out = mark_pending(out, tuple(a for a in manual if a in pending), result)
         return out if bindings is None else bindings.made(out, result)
-    if mode == "explicit":
+    if "explicit" in modes:
         for shape, x in zip(lefts, arrays, strict=True):
             if (held := held_shape(shape, x)) != shape:
                 raise TypeMismatch(
                     f"the left side of an einsum is what its arrays are, got {typeof(x)} for '{shape}', in {where}: "
                     f'write reshard("{held} -> {shape}", ...) before, or correct the text'
                 )
-        return product(*arrays, out_sharding=NamedSharding(mesh_of(arrays[0]), result.spec))
+        whole = mesh_of(arrays[0])
+        if not _is_jaxs(lefts, result):
+            each = functools.partial(einsum_plain, f"{', '.join(map(str, lefts))} -> {result}")
+            how = dict(precision=precision, preferred_element_type=preferred_element_type)
+            return jax.shard_map(
+                functools.partial(each, **how),
+                mesh=whole if mesh is None else None,
+                in_specs=tuple(shape.spec for shape in lefts),
+                out_specs=result.spec,
+            )(*arrays)
+        return product(*arrays, out_sharding=NamedSharding(whole, result.spec))
     return product(*arrays)
+
+
+def _is_jaxs(lefts: list[Shape], result: Shape) -> bool:
+    """Whether JAX's own rules for whole arrays (0.10.2 to 0.12) give a product, and its gradients, as the text says.
+
+    Of more than two factors it settles sums between two of them, and counts the result once for each device. A partial
+    sum is to be one over names of both factors, and a copy one along the mesh axes that its gradient is summed over.
+    """
+    if any(shape.ellipsis for shape in lefts) or not any((*s.mesh_axes, *s.copied) for s in lefts):
+        return True
+    if len(lefts) > 2:
+        return False
+    axes = {dim.name: dim.axes for shape in lefts for dim in shape.dims}
+    summed = [name for name in axes if name not in result.names and axes[name]]
+    if any(name not in shape.names for name in summed for shape in lefts) or (summed and len(lefts) < 2):
+        return False
+    missing = lambda shape: {a for name in axes if name not in shape.names for a in axes[name]}
+    return all(not shape.copied or missing(shape) == set(shape.copied) for shape in lefts)
 
 
 @functools.lru_cache(maxsize=4096)
