@@ -213,7 +213,7 @@ def settle(x: NamedArray) -> NamedArray:
     if not isinstance(x, NamedArray):
         raise NamesError(f"settle takes a named array, got {shown(x)}, in settle: name its dimensions with named(...)")
     layout = current_layout()
-    if layout is not None:
+    if layout is not None and state_of(x.array).mode == "none":
         x = x.with_array(on_mesh(x.array, x.names, "settle"))
     state = state_of(x.array)
     if state.mode in ("none", "manual"):
