@@ -165,6 +165,14 @@ def test_sums_of_pending_sums_are_pending_sums(axes):
     assert jax.device_get(product(then, axes=axes)).tolist() == [[12.0] * 6] * 8
 
 
+@pytest.mark.parametrize("axes", [None, {"m"}], ids=["all", "partial"])
+def test_a_stack_of_sums_pending_alike_is_one(axes):
+    def then(y):
+        return jnp.sum(reshard("k batch/d out +m -> k batch/d out", jnp.stack([y, y + y])), 0)
+
+    assert jax.device_get(product(then, axes=axes)).tolist() == [[12.0] * 6] * 8
+
+
 def test_a_carry_that_becomes_pending_with_axes_left():
     def then(y):
         start = jax.lax.pcast(jnp.zeros((8, 6), out_sharding=jax.typeof(y).sharding), "m", to="varying")

@@ -30,14 +30,14 @@ _MOVES = set(COLLECTIVES) - SUMS - {"pmax", "pmin"}
 # What keeps a sum of terms a sum of terms, in its one operand or alike in all.
 _LINEAR = {
     "add", "add_any", "sub", "neg", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice",
-    "split", "concatenate", "pad", "reduce_sum", "copy", "copy_p", "reduce_precision", "pvary", "convert_element_type",
-    "layout_constraint",
+    "split", "concatenate", "stack", "pad", "reduce_sum", "copy", "copy_p", "reduce_precision", "pvary",
+    "convert_element_type", "layout_constraint",
 }  # fmt: skip
 # What holds for each operand as it is.
 _ALIKE = {"optimization_barrier", ENTER, LEAVE}
 # What is linear besides where JAX's types carry the sum on: they refuse products of two sums, and ask for a copy.
 _CARRIED = _LINEAR | SUMS | _MOVES | {
-    "mul", "div", "dot_general", "stack", "select_n", "dynamic_slice", "preduced", "vary_unreduced_cast_p",
+    "mul", "div", "dot_general", "select_n", "dynamic_slice", "preduced", "vary_unreduced_cast_p",
     "reduced_vary_cast_p",
 }  # fmt: skip
 # The operands of which a result holds elements, each as it is: these are sums of as many terms.

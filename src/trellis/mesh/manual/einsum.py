@@ -66,7 +66,7 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
                     f"the left side of an einsum is what its arrays are, got {typeof(x)} for '{shape}', in {where}: "
                     f'write reshard("{held} -> {shape}", ...) before, or correct the text'
                 )
-        whole = mesh_of(arrays[0])
+        whole = mesh_of(next(x for x in arrays if state_of(x).mode == "explicit"))
         if not _is_jaxs(lefts, result):
             each = functools.partial(einsum_plain, f"{', '.join(map(str, lefts))} -> {result}")
             how = dict(precision=precision, preferred_element_type=preferred_element_type)
