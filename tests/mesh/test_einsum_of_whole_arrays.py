@@ -97,6 +97,13 @@ def test_nothing_moves(text, total):
         np.testing.assert_array_equal(made, total)
 
 
+def test_under_vmap_it_is_told():
+    with jax.set_mesh(MESH):
+        a, b = tr.reshard("k a -> k a/x", np.ones((3, 8), np.float32)), np.ones((3, 16), np.float32)
+        with pytest.raises(NotationError, match="JAX cannot map over .* in `einsum.'a/x, b -> b .x'.`: write the map"):
+            jax.vmap(lambda a, b: tr.einsum("a/x, b -> b +x", a, b))(a, b)
+
+
 def test_what_jax_makes_of_three_factors():
     """Why they are each device's own products here. When this fails, JAX has learned it: take it out of the docs."""
     spec = jax.P(None, None, unreduced={"x", "z"})

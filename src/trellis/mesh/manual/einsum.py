@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 
 from trellis.mesh.landing import on_mesh_in_force
 from trellis.mesh.manual.ops import mark_pending, vary
+from trellis.mesh.manual.refusals import raise_of_call
 from trellis.mesh.manual.reshard import check_slice, known_axes
 from trellis.notation import Dim, NotationError, Shape, TypeMismatch, parse, typeof
 from trellis.notation.binding import bind_shape, held_shape, live, real_axes
@@ -70,12 +71,17 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
         if not _is_jaxs(lefts, result):
             each = functools.partial(einsum_plain, f"{', '.join(map(str, lefts))} -> {result}")
             how = dict(precision=precision, preferred_element_type=preferred_element_type)
-            return jax.shard_map(
+            run = jax.shard_map(
                 functools.partial(each, **how),
                 mesh=whole if mesh is None else None,
                 in_specs=tuple(shape.spec for shape in lefts),
                 out_specs=result.spec,
-            )(*arrays)
+            )
+            try:
+                return run(*arrays)
+            except NotImplementedError as error:
+                raise_of_call(error, where, whole)
+                raise
         return product(*arrays, out_sharding=NamedSharding(whole, result.spec))
     return product(*arrays)
 
