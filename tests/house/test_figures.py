@@ -39,8 +39,9 @@ def test_speed_beside_others():
     assert f"| {llama[0]}, {llama[1]} and {llama[2]} times |" in README
     assert f"| {of_both('train_speed.json', 'bfloat16')} |" in README
     assert f"| {of_both('train_speed_family25.json', 'float32')} |" in README
-    for dtype in ("float32", "bfloat16"):
-        assert f"| {of_both('train_speed_family25_model17.json', dtype)} |" in README
+    for name in ("train_speed_family25_model17.json", "train_speed_intel.json"):
+        for dtype in ("float32", "bfloat16"):
+            assert f"| {of_both(name, dtype)} |" in README
 
 
 def test_tracing_and_tokenizing():

@@ -172,3 +172,41 @@ def test_a_call_reads_an_argument_that_it_gets_twice_once():
     program = trace(lambda x: jax.jit(lambda a, b: jnp.sin(a) * jnp.cos(b))(x, x), jnp.ones(1024))
     (piece,) = work(program)
     assert piece.num_bytes == 2 * 4 * 1024
+
+
+def test_what_is_the_same_in_all_turns_of_a_loop():
+    def turns(x, w):
+        x = lax.fori_loop(0, x[0, 0].astype(int), lambda _, x: x * w, x)  # a `while` loop: its end is not known
+        return lax.scan(lambda x, s: (lax.cond(s > 0, lambda x: x * w, lambda x: x, x), None), x, jnp.ones(3))
+
+    program = trace(turns, jnp.ones((4, 4)), jnp.ones((4, 4)))
+    w = program.inputs[1]
+    for loop in named(program, "while", "scan"):
+        for body in loop.bodies:
+            assert [value.fixed for value in body.inputs] == [value.outer is w for value in body.inputs]
+        assert [value.outer for value in loop.bodies[-1].inputs if value.fixed] == [w]
+    (choice,) = named(program, "cond")
+    assert all(value.fixed for branch in choice.bodies for value in branch.inputs)
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_what_repeats_a_number_is_not_read_from_memory(looped):
+    """Zeros that a mask selects: JAX makes them outside of a loop that reads them, compilers where they are read."""
+
+    def masked(x):
+        zeros, where = jnp.zeros_like(x), x > 0
+        once = lambda x: lax.select(where, x * 2, zeros)
+        return lax.scan(lambda x, _: (once(x), None), x, length=5)[0] if looped else once(x)
+
+    size, times = 4 * 64 * 64, 5 if looped else 1
+    found = [piece for piece in work(trace(masked, jnp.ones((64, 64)))) if piece.times == times]
+    mask = 64 * 64 * looped  # a byte each, made before the loop
+    assert sum(piece.num_bytes for piece in found) == 2 * size + mask
+
+
+def test_a_sum_that_is_repeated_for_another_pass_is_written_once():
+    def loss(x):
+        return (x / x.sum(1, keepdims=True)).sum()
+
+    found = work(trace(jax.grad(loss), jnp.ones((64, 64))))
+    assert sum(piece.num_bytes for piece in found) < 8 * 4 * 64 * 64

@@ -27,6 +27,8 @@ FREE = {
     "reshard", "sharding_constraint", "pvary", "pcast", "copy", "mesh_cast", "bitcast_convert_type", "iota", "split",
     "random_wrap", "random_unwrap", "layout_constraint",
 }  # fmt: skip
+# They repeat their operand, or hand it on.
+_SPREADS = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "pcast", "pvary", ENTER, LEAVE}
 # Operations that write a part of their first operand, and which operand they write there.
 UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 PRODUCTS = ("dot_general", "scaled_matmul_wrapper", "ragged_dot", "ragged_dot_general")
@@ -244,18 +246,33 @@ def _group(group: list[Operation], outputs: set[Value]) -> Iterator[Piece]:
             continue
         if name.startswith("reduce_") or name in ("argmax", "cumsum"):
             reads += sum(v.num_bytes for v in operation.inputs if v.num_elements > operation.results[0].num_elements)
-        for value in operation.inputs:
-            if value not in made and value not in seen:
+        for value in map(_spread, operation.inputs):
+            if value not in made and value not in seen and value.literal is None:
                 seen.add(value)
                 reads += value.num_bytes
-    for value in made - updated:
-        if value in outputs or not inside.issuperset(value.readers):
-            writes += value.num_bytes
+    written = {value for value in made if value in outputs}
+    written |= {_spread(value) for value in made - outputs if not inside.issuperset(value.readers)}
+    writes += sum(value.num_bytes for value in written - updated if value.literal is None)
     if (vector == 0 and reads + writes == 0) or all(map(_free, group)):
         return
     what = f"{len(group)} fused, {_show(heaviest.results[0])}"
     first = min(operation.number for operation in group)
     yield _piece(heaviest, "elementwise", what, vector=vector, num_bytes=reads + writes, number=first)
+
+
+def _spread(value: Value) -> Value:
+    """What is in memory of a value: where it repeats a smaller one, that, since compilers repeat it where it is read.
+
+    JAX moves constants, as the zeros that a mask selects, out of loops; compilers move them back.
+    """
+    while True:
+        if value.maker is None:
+            before = value.outer if value.fixed else None
+        else:
+            before = value.maker.operands[0] if value.maker.name in _SPREADS else None
+        if before is None or before.num_bytes > value.num_bytes:
+            return value
+        value = before
 
 
 def _elements(operation: Operation) -> int:

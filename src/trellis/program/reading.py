@@ -49,6 +49,7 @@ class Value:
         literal: a number that is written in place; None if it is not one.
         number: the same, also of an argument of a call that is given one.
         outer: of a body's input, the operand of the loop or branch that it has in the first turn.
+        fixed: whether it has that in all turns.
     """
 
     def __init__(self, aval: Any, frame: "Frame", maker: "Operation | None" = None, position: int = 0):
@@ -57,6 +58,7 @@ class Value:
         self.literal: Literal | None = None
         self.number: Literal | None = None
         self.outer: Value | None = None
+        self.fixed = False
 
     @functools.cached_property
     def state(self) -> State:
@@ -223,6 +225,13 @@ class Operation:
             return scan_counts(self.params)
         return (self.params["body_nconsts"], len(self.results)) if self.is_loop else (0, 0)
 
+    def constants(self, body: "Body") -> int:
+        """How many of a body's first inputs are the same in all turns: all of a branch's."""
+        if not self.is_loop:
+            return len(body.inputs)
+        of_condition = self.name == "while" and body is self.bodies[0]
+        return self.params["cond_nconsts"] if of_condition else self.carries[0]
+
     def __repr__(self) -> str:
         return f"<{self.name} at {self.source or 'an unknown line'}>"
 
@@ -338,8 +347,9 @@ class _Reader:
             self.body(Body(Frame(frame, equation, is_body=True)), one, times * turns * runs // of) for one in inner
         )
         for one in operation.bodies:
-            for value, operand in operation.entering(one):
-                value.outer = operand
+            constants = operation.constants(one)
+            for index, (value, operand) in enumerate(operation.entering(one)):
+                value.outer, value.fixed = operand, index < constants
         return list(operation.results)
 
     def call(self, equation, inner: Jaxpr, operands: list[Value], body: Body, frame: Frame, times: int) -> list[Value]:
