@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from trellis import Layout, MeshError, NotationError, current_layout, make_mesh
+from trellis import Layout, MeshError, NamesError, NotationError, current_layout, make_mesh, shard
 from trellis.mesh.meshes import arrange
 
 
@@ -115,3 +115,29 @@ def test_dealt_over_what_is_no_mesh_axis():
 def test_unknown_gather():
     with pytest.raises(MeshError, match="'joint' or 'per_axis', got gather='twice'"):
         Layout(make_mesh(data=8), gather="twice")
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: make_mesh(data=2.0, model=4), r"a whole positive size, .* got data=2.0 model=4, in make_mesh"),
+        (lambda: make_mesh(**{"a/b": 8}), r"a name that types can say, got 'a/b', in make_mesh"),
+        (lambda: Layout(None), r"a layout has a mesh, got None, in Layout"),
+        (
+            lambda: Layout(make_mesh(data=8), "batch"),
+            r"got params='batch', in Layout: write params=\{'batch': 'data'\}",
+        ),
+        (lambda: Layout(make_mesh(data=8), compute=3), r"got compute=3, in Layout"),
+        (lambda: Layout(make_mesh(data=8), {"embed": 3}), r"got 'embed': 3 in params, in Layout: write a name, and"),
+        (lambda: Layout(make_mesh(data=8), {"embed": ["data", None]}), r"got 'embed': \['data', None\] in params"),
+        (lambda: Layout(make_mesh(data=8), {"a b": "data"}), r"got 'a b': 'data' in params"),
+    ],
+)
+def test_what_is_no_mesh_and_no_map_is_told(make, message):
+    with pytest.raises(MeshError, match=message):
+        make()
+
+
+def test_a_tree_goes_where_a_map_says():
+    with Layout(make_mesh(data=8)), pytest.raises(NamesError, match="got 'compuet', in shard: write 'params', 'comp"):
+        shard({}, "compuet")

@@ -103,6 +103,14 @@ def test_left_side_has_every_dimension():
         tr.reshard("a/data -> a", put((8, 8), P("data", None)))
 
 
+def test_a_number_on_the_left_is_the_size():
+    with jax.set_mesh(MESH):
+        x = tr.reshard("a b -> a/data b", jnp.ones((8, 8)))
+        assert tr.reshard("8/data b -> 8 b", x).shape == (8, 8)
+        with pytest.raises(tr.ReshardError, match=r"got 7 for an array of shape \(8, 8\), .*: write 8, or a name"):
+            tr.reshard("8/data 7 -> 8 7/model", x)
+
+
 def test_ellipsis_keeps_leading_dimensions():
     x = put((8, 4, 2), P("data", None, "model"))
     assert tr.typeof(tr.reshard("... b/model -> ... b", x)) == "f32[8/data 4 2]"

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from trellis._compat import mapped_over
 from trellis.mesh.meshes import MeshError
 from trellis.notation import spec_of
+from trellis.notation.shape import is_name
 from trellis.notation.state import mode_of
 from trellis.notation.struct import check_divides
 
@@ -47,8 +48,13 @@ def with_slashes(axes: str, known: Collection[str]) -> str | None:
 
 
 def _read(entries: "Mapping[str, str | Sequence[str] | None] | Entries", mesh: Mesh, which: str) -> Entries:
+    if not isinstance(entries, Mapping | tuple):
+        raise MeshError(
+            f"a layout maps names to axes of its mesh, got {which}={entries!r}, in Layout: write {which}="
+            "{'batch': 'data'}"
+        )
     items = entries.items() if isinstance(entries, Mapping) else entries
-    read = tuple((str(getattr(name, "name", name)), read_axes(axes)) for name, axes in items)
+    read = tuple((str(getattr(name, "name", name)), _read_entry(name, axes, which)) for name, axes in items)
     for name, axes in read:
         for axis in axes:
             if axis not in mesh.axis_names:
@@ -64,6 +70,16 @@ def _read(entries: "Mapping[str, str | Sequence[str] | None] | Entries", mesh: M
                 f"take one '{repeated[0]}' out"
             )
     return read
+
+
+def _read_entry(name, axes, which: str) -> Axes:
+    several = isinstance(axes, Sequence) and all(isinstance(axis, str) for axis in axes)
+    if not is_name(str(getattr(name, "name", name))) or not (axes is None or several):
+        raise MeshError(
+            f"a layout maps names to axes of its mesh, got {name!r}: {axes!r} in {which}, in Layout: write a name, and "
+            "'data', 'data/model' or None"
+        )
+    return read_axes(axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +143,8 @@ class Layout:
     cut: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
 
     def __post_init__(self):
+        if not isinstance(self.mesh, Mesh | AbstractMesh):
+            raise MeshError(f"a layout has a mesh, got {self.mesh!r}, in Layout: pass make_mesh(data=-1)")
         if self.gather not in ("joint", "per_axis"):
             raise MeshError(
                 f"a layout gathers 'joint' or 'per_axis', got gather={self.gather!r}, in Layout: pass one of the two"

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, Sharding, SingleDeviceSharding
 
 from trellis.errors import TrellisError
 from trellis.mesh.platform import are_cpus, platform_of_devices
+from trellis.notation.shape import is_name
 
 # From rarely to often talking: gradients once a step, activations of a stage
 # once a microbatch, weights once a layer, then what moves several times a layer.
@@ -97,9 +98,15 @@ def _resolve(sizes: dict[str, int], count: int) -> dict[str, int]:
     shown = " ".join(f"{name}={size}" for name, size in sizes.items())
     if not sizes:
         raise MeshError("a mesh has at least one axis, got none, in make_mesh: write make_mesh(data=-1)")
-    if bad := [n for n, s in sizes.items() if s < 1 and s != -1]:
+    if bad := [n for n in sizes if not is_name(n)]:
         raise MeshError(
-            f"a mesh axis has a positive size, or -1 for what is left, got {shown}, in make_mesh: correct '{bad[0]}'"
+            f"a mesh axis has a name that types can say, got {bad[0]!r}, in make_mesh: use letters, digits and "
+            "underscores"
+        )
+    if bad := [n for n, s in sizes.items() if not isinstance(s, int | np.integer) or s < 1 and s != -1]:
+        raise MeshError(
+            f"a mesh axis has a whole positive size, or -1 for what is left, got {shown}, in make_mesh: "
+            f"correct '{bad[0]}'"
         )
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:

@@ -189,6 +189,12 @@ def _check_state(before: Shape, state: State, array, transition: str) -> None:
             f"a transition has one name for each dimension, got {len(before.dims)} names for an array of shape "
             f"{array.shape}, in reshard('{transition}'): write all dimensions, or '...' for leading ones"
         )
+    for dim, size in zip(before.dims, array.shape, strict=True):
+        if isinstance(dim.name, int) and dim.name != size:
+            raise ReshardError(
+                f"a literal dimension has that size, got {dim.name} for an array of shape {array.shape}, in "
+                f"reshard('{transition}'): write {size}, or a name"
+            )
     if state.mode == "auto":
         return
     mesh = jax.typeof(array).sharding.mesh

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from trellis.named.arguments import count_of
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError
-from trellis.named.operand import operand
+from trellis.named.operand import operand, refuse_dealt
 from trellis.named.placing import locally, settle, settle_selected, whole
 from trellis.named.reduce import masked, names_of
 from trellis.notation import typeof
@@ -213,6 +213,7 @@ def top_k(x: NamedArray, along: Name, k: int, *, new_name: Name | None = None) -
         return tuple(jnp.moveaxis(a, -1, i) for a in jax.lax.top_k(jnp.moveaxis(array, i, -1), k))
 
     short = new_name.name if isinstance(new_name, Axis) else new_name or name
+    refuse_dealt((short,), "top_k", x)
     names = tuple(short if n == name else n for n in x.names)
     values, places = (settle_selected(NamedArray(a, names, x.slices), (short,)) for a in locally(largest, x.array))
     return values, places

@@ -205,5 +205,7 @@ def from_numpy(array: np.ndarray, names: Names) -> NamedArray:
     values = x.array
     for dim, (name, size) in enumerate(zip(x.names, values.shape)):
         if slices := slices_dealt(name, size, "from_numpy"):
-            values = np.take(values, np.asarray(deal(jnp.arange(size), slices, 0)), dim)
+            with jax.ensure_compile_time_eval():
+                order = np.asarray(deal(jnp.arange(size), slices, 0))
+            values = np.take(values, order, dim)
     return NamedArray(jax.device_put(values, layout.sharding(x.names)), x.names)

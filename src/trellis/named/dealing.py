@@ -29,7 +29,7 @@ def in_order(function: Callable[[NamedArray], NamedArray], x: NamedArray) -> Nam
     held, all_of_it = state_of(x.array).axes, _whole(x)
     with layout.with_dealt(()):
         made = function(all_of_it.with_array(dealing.undeal(all_of_it.array, layout.slices_dealt, x.index(POSITIONS))))
-    return _dealt(made.transpose(x.names), held, layout)
+    return _dealt(_whole(made.transpose(x.names)), held, layout)
 
 
 def deal(x: NamedArray) -> NamedArray:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -28,6 +28,11 @@ def _mapped(layout: Layout, which) -> Layout:
     """A layout whose `compute` is the given map: "params", "compute", or a dict."""
     if which == "compute":
         return layout
+    if which != "params" and not isinstance(which, Mapping):
+        raise NamesError(
+            f"a tree goes where one of the layout's maps says, or a map of one's own, got {which!r}, in shard: write "
+            "'params', 'compute' or {'embed': 'data'}"
+        )
     entries = layout.params if which == "params" else which
     return dataclasses.replace(layout, compute=entries, overlap=())
 
@@ -36,7 +41,7 @@ def shard(tree, which="params"):
     """Puts every named array of a tree where the layout in force says.
 
     Inside a program this is a reshard, outside a transfer to the devices.
-    Arrays without names are copied to every device.
+    JAX's arrays without names are copied to every device; anything else stays as it is.
 
     Args:
         tree: any tree.

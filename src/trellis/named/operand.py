@@ -201,10 +201,22 @@ def in_order_here(array, names: tuple[str, ...]):
     Raises:
         NamesError: as `slices_dealt`.
     """
-    if not jax.typeof(array).sharding.mesh.empty:
-        return array
+    return _dealt_out(array, names, "an array from outside") if jax.typeof(array).sharding.mesh.empty else array
+
+
+def made_in_order(array, names: tuple[str, ...], what: str):
+    """An array that was made here with positions in their own order, for `operand`, which deals out what lies on no
+    mesh: one that lies on a mesh, whole, is dealt out here.
+
+    Raises:
+        NamesError: as `slices_dealt`.
+    """
+    return array if jax.typeof(array).sharding.mesh.empty else _dealt_out(array, names, what)
+
+
+def _dealt_out(array, names: tuple[str, ...], what: str):
     for dim, (name, size) in enumerate(zip(names, array.shape)):
-        if slices := slices_dealt(name, size, "an array from outside"):
+        if slices := slices_dealt(name, size, what):
             array = deal(jnp.asarray(array), slices, dim)
     return array
 

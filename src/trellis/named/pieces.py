@@ -9,7 +9,16 @@ from trellis.named.arguments import count_of, mapping_of, names_of
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, NamesError, name_of
 from trellis.named.index import positions, single
-from trellis.named.operand import check_contained, check_sizes, on_one_mesh, operand, refuse_cut, types_of, union
+from trellis.named.operand import (
+    check_contained,
+    check_sizes,
+    on_one_mesh,
+    operand,
+    refuse_cut,
+    refuse_dealt,
+    types_of,
+    union,
+)
 from trellis.named.placing import assign, bring, settle, settle_selected, spread, whole
 from trellis.named.reshape import rename
 from trellis.notation import TypeMismatch, typeof
@@ -121,6 +130,7 @@ def stack(arrays: Sequence[NamedArray], name: Name) -> NamedArray:
         raise NamesError(
             f"stack makes a new dimension, got '{name}' in {typeof(arrays[0])}: choose another name, or concatenate"
         )
+    refuse_dealt((name,), "stack", arrays[0])
     plain, names, slices = _joined(name, arrays, "stack", False)
     return settle(NamedArray(jnp.stack(plain), (name, *names), ((), *slices) if slices else ()))
 

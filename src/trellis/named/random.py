@@ -24,7 +24,7 @@ from trellis.named.axis import Axes, Axis, Name, NamesError, axes_of, name_of
 from trellis.named.create import layout_spec
 from trellis.named.dealing import deal
 from trellis.named.elementwise import divide, where
-from trellis.named.operand import operand
+from trellis.named.operand import made_in_order, operand, slices_dealt
 from trellis.named.reduce import argmax
 from trellis.notation import typeof
 from trellis.notation.state import state_of
@@ -167,9 +167,11 @@ def _sample(sampler: Callable, key, axes: Axes, at: str, **how) -> NamedArray:
     how = {k: _number(v, k, what) for k, v in how.items()}
     spec = layout_spec(names, sizes, at)
     key = _of_part(plain_key(key, what), names)
+    for name, size in zip(names, sizes, strict=True):
+        slices_dealt(name, size, what)
     if spec is None:
-        return NamedArray(sampler(key, shape=sizes, **how), names)
-    if "out_sharding" in inspect.signature(sampler).parameters:
+        made = NamedArray(sampler(key, shape=sizes, **how), names)
+    elif "out_sharding" in inspect.signature(sampler).parameters:
         made = NamedArray(sampler(key, shape=sizes, out_sharding=spec, **how), names)
     else:
         made = NamedArray(jax.reshard(sampler(key, shape=sizes, **how), spec), names)
@@ -248,6 +250,7 @@ def permutation(key, axis: Axis) -> NamedArray:
     """
     (axis,) = axes_of(axis, "random.permutation")
     order = jax.random.permutation(plain_key(key, "random.permutation"), axis.size).astype(jnp.int32)
+    order = made_in_order(order, (axis.name,), "random.permutation")
     return operand(NamedArray(order, (axis.name,)), "random.permutation")
 
 
@@ -289,8 +292,9 @@ def split(key, name: Name, count: int | None = None) -> NamedArray:
             f"a split makes as many keys as its axis has positions, got {name} and count={count}, in random.split: "
             "pass a name and a count, or an axis"
         )
-    keys = jax.random.split(plain_key(key, "random.split"), size)
-    return operand(NamedArray(keys, (name_of(name, "random.split"),)), "random.split")
+    names = (name_of(name, "random.split"),)
+    keys = made_in_order(jax.random.split(plain_key(key, "random.split"), size), names, "random.split")
+    return operand(NamedArray(keys, names), "random.split")
 
 
 def fold_in(key, data) -> jax.Array:

@@ -82,11 +82,11 @@ def split_axis(x: NamedArray, name: Name, into: Mapping[str, int] | Sequence[Axi
     i = x.index(name)
     name = x.names[i]
     refuse_cut((name,), "split_axis")
-    refuse_dealt((name,), "split_axis", x)
     size = x.shape[name]
     parts_of = dict(into) if isinstance(into, Mapping) else {a.name: a.size for a in axes_of(into, "split_axis")}
     fix = "write {'heads': 4, 'head_dim': -1}"
     into = {name_of(n, "split_axis"): count_of(s, "split_axis", fix) for n, s in parts_of.items()}
+    refuse_dealt((name, *into), "split_axis", x)
     known = math.prod(s for s in into.values() if s != -1)
     unknown = [n for n, s in into.items() if s == -1]
     divides = size % known == 0 if known else size == 0

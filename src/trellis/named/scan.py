@@ -10,7 +10,7 @@ from trellis.named.axis import Name, name_of
 from trellis.named.carry import Elsewhere, check_carry, pinned
 from trellis.named.index import positions
 from trellis.named.mapped import entered, front, inside, is_mapped, length_of, named_leaves, restore
-from trellis.named.operand import refuse_cut, refuse_pending
+from trellis.named.operand import refuse_cut, refuse_dealt, refuse_pending
 from trellis.named.placing import whole
 from trellis.named.saving import Keep, checkpoint
 from trellis.notation import spec_of
@@ -53,6 +53,7 @@ def loop(fn: Callable, axis: Name, reverse: bool, unroll: int, policy, *, once: 
         carry, xs = entered(carry, "scan"), entered(xs, "scan")
         length = length_of(xs, axis, "scan")
         refuse_cut((name,), "scan")
+        refuse_dealt((name,), "scan")
         gathered = lambda x: whole(x, (name,), "scan") if is_named(x) and name in x.names else x
         tree = front(jax.tree.map(gathered, xs, is_leaf=is_named), name)
         leaves, structure = jax.tree.flatten(tree, is_leaf=is_mapped)

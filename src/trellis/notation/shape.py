@@ -20,6 +20,11 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _INTEGER = re.compile(r"[0-9]+\Z")
 
 
+def is_name(text: str) -> bool:
+    """Whether a text can stand for a dimension or a mesh axis: letters, digits and underscores, no digit first."""
+    return _NAME.match(text) is not None
+
+
 class NotationError(TrellisError, ValueError):
     """A text that is not in the notation. The message says the rule, the text, the place and the fix."""
 

@@ -8,7 +8,7 @@ import jax
 
 from trellis.cores import usable_cores
 from trellis.errors import UserError
-from trellis.hardware.platform import choose_platform, claim_gpu_memory
+from trellis.hardware.platform import choose_platform, claim_gpu_memory, leave_threads
 from trellis.mesh.platform import are_cpus
 from trellis.run.config import Run
 
@@ -27,6 +27,8 @@ def find_devices(run: Run) -> list[Any]:
     choose_platform()
     claim_gpu_memory()
     count = run.devices or default_count(run, usable_cores())
+    if run.mesh.stage > 1 or count > usable_cores():
+        leave_threads(count)
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # the backend is there already: what counts is how many devices it has

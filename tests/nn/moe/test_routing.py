@@ -8,7 +8,7 @@ import pytest
 from trellis.errors import UserError
 from trellis.models import MixtralConfig, Routing
 from trellis.named import named
-from trellis.nn.moe import Choices, ExpertsError, choose, limit, measure, shift
+from trellis.nn.moe import Choices, ExpertsError, Routed, choose, limit, measure, shift
 
 BATCH, POS, EXPERTS, CHOICES = 3, 7, 5, 2
 SCORES = named(2 * jax.random.normal(jax.random.key(0), (BATCH, POS, EXPERTS)), "batch pos routes")
@@ -246,3 +246,14 @@ def test_refused_configurations(make, message):
     with pytest.raises(UserError) as error:
         make()
     assert str(error.value) == message
+
+
+def test_a_balance_that_weighs_nothing_is_told_where_no_part_of_a_batch_changes_it():
+    """Shares of the whole batch are counted ahead only for a loss; the mean over parts would be another number."""
+    sums = measure(SCORES, choose(SCORES, CHOICES), COUNTED)
+    told = {
+        routing: set(Routed(sums.load, sums.balance, sums.z, routing).metrics(COUNTED.sum().array))
+        for routing in (Routing(), Routing(balance=0.1), Routing(balance_over="sequence"))
+    }
+    always = {"router_z", "router_load_max", "router_load_min"}
+    assert list(told.values()) == [always, always | {"router_balance"}, always | {"router_balance"}]

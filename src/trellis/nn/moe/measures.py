@@ -45,14 +45,16 @@ class Routed(eqx.Module):
 
         `router_balance` (the load-balancing loss, 1 where the load is even) and `router_z`, means over tokens and
         layers; `router_load_max` and `router_load_min`, the loads of the fullest and the emptiest expert of any layer,
-        in mean loads.
+        in mean loads. A load-balancing loss that weighs nothing is left out where its shares are the whole batch's: of
+        microbatches and stages these are counted ahead for a loss alone, and of their parts it is another number.
 
         Args:
             tokens: how many tokens were counted.
         """
         load = self.load / self.load.mean("routes")
+        known = self.routing.balance > 0 or self.routing.balance_over == "sequence"
         return {
-            "router_balance": self.balance / tokens,
+            **({"router_balance": self.balance / tokens} if known else {}),
             "router_z": self.z / tokens,
             "router_load_max": load.max().array,
             "router_load_min": load.min().array,
