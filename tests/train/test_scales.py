@@ -78,7 +78,9 @@ def alone():
 
 def assert_near(one, other):
     loss, gradients, met = zip(one, other, strict=True)
-    np.testing.assert_allclose(*loss, rtol=2e-6)
+    # A last bit may round a number to another one, as it does on Intel's processors: 4e-5. Scales of today, which each
+    # microbatch has for itself, differ by 2e-4 and more.
+    np.testing.assert_allclose(*loss, rtol=1e-4)
     for a, b in zip(*map(jax.tree.leaves, met), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
     for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):  # a last bit may round a number to another one

@@ -48,7 +48,7 @@ def with_slashes(axes: str, known: Collection[str]) -> str | None:
 
 
 def _read(entries: "Mapping[str, str | Sequence[str] | None] | Entries", mesh: Mesh, which: str) -> Entries:
-    if not isinstance(entries, Mapping | tuple):
+    if not isinstance(entries, Mapping | tuple | list):
         raise MeshError(
             f"a layout maps names to axes of its mesh, got {which}={entries!r}, in Layout: write {which}="
             "{'batch': 'data'}"

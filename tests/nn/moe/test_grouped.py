@@ -212,7 +212,7 @@ def test_gpus_have_kernels_and_no_dense_product(name, node, outer):
     sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
     all_three = lambda rows, weights, d, sizes: (
         triton.multiply(rows, weights, sizes, outer=outer),
-        triton.rows_gradient((d,), (weights,), sizes, outer=(outer,)),
+        triton.rows_gradient((d, d), (weights, weights), sizes, outer=(outer, 0)),  # one kernel sums both
         triton.weights_gradient(rows, d, sizes, jnp.bfloat16, outer=outer),
     )
     mesh = jax.sharding.Mesh(described_devices(target(node))[:1], "x", axis_types=(AxisType.Explicit,))

@@ -6,7 +6,6 @@ rows that there are, and what completes the last tile of each group.
 
 import functools
 import math
-import operator
 from collections.abc import Sequence
 
 import jax
@@ -44,55 +43,7 @@ def multiply(
         swapped: see `weights`.
         interpret: runs the kernel on any backend, slowly.
     """
-    count, inner = rows.shape
-    groups, columns = weights.shape[0], weights.shape[1 if swapped else 2]
-    across, summed = _side(columns, COLUMNS), _side(inner, SUMMED * 2 // rows.dtype.itemsize)
-    down = min(-(-count // ROWS) + groups, count)  # tiles of rows, at most
-    tiles = tiles_of(sizes, ROWS)
-    number = jnp.arange(down, dtype=jnp.int32)
-    group = jnp.minimum(tiles.group(number), groups - 1)
-    first, end = (jnp.where(number < tiles.count, x, 0) for x in (tiles.first(number), tiles.ends[group]))
-    kernel = functools.partial(_product, across=across, summed=summed, down=down, swapped=swapped, outer=outer)
-    with as_it_lies():
-        weights = jnp.moveaxis(weights, outer, 0)
-    shape, given = shaped((count, columns), rows.dtype, group, first, end, rows, weights)
-    call = pl.pallas_call(
-        kernel,
-        name=f"grouped_product{'_swapped' if swapped else ''}{_suffix(outer)}",
-        grid=(down * -(-columns // across),),
-        out_shape=shape,
-        compiler_params=LAUNCH,
-        interpret=interpret,
-    )
-    with grouped_work(count, inner, columns, groups=groups, tile=ROWS):
-        return call(*given)
-
-
-def _product(group, first, end, rows, weights, out, *, across: int, summed: int, down: int, swapped: bool, outer: int):
-    inner, columns = rows.shape[1], out.shape[1]
-    row, column = _walk(pl.program_id(0), down, -(-columns // across))
-    begin, past = first[row], end[row]
-    columns_here, column_first = column * across + jnp.arange(across), column * across
-
-    @pl.when(begin < past)
-    def _():
-        own = begin + jnp.arange(ROWS) < past
-        shown = columns_here < columns
-        mine = group[row]
-
-        def add(i, total):
-            terms = i * summed + jnp.arange(summed) < inner
-            x = _load(rows.at[pl.ds(begin, ROWS), pl.ds(i * summed, summed)], own[:, None] & terms[None])
-            of_terms, of_columns = pl.ds(i * summed, summed), pl.ds(column_first, across)
-            sides = (of_columns, of_terms) if swapped else (of_terms, of_columns)
-            y = weights.at[_lying(outer, mine, *sides)]
-            if swapped == (outer == 2):
-                return total + _dot(x, _load(y, terms[:, None] & shown[None]), (1, 0))
-            return total + _dot(x, _load(y, shown[:, None] & terms[None]), (1, 1))
-
-        total = lax.fori_loop(0, -(-inner // summed), add, jnp.zeros((ROWS, across), jnp.float32))
-        place = out.at[pl.ds(begin, ROWS), pl.ds(column_first, across)]
-        plgpu.store(place, total.astype(out.dtype), mask=own[:, None] & shown[None])
+    return _multiplied([(rows, weights, outer)], sizes, swapped=swapped, interpret=interpret)
 
 
 def rows_gradient(
@@ -103,7 +54,9 @@ def rows_gradient(
     outer: Sequence[int] = (),
     interpret: bool = False,
 ) -> jax.Array:
-    """Of rows that went into several products, the gradient of all of them: `rows in`.
+    """Of rows that went into several products, the gradient of all of them, summed in float32: `rows in`.
+
+    One kernel makes it: a sum of arrays, made by one kernel each, would read and write all of them once more.
 
     Args:
         d: of each product's result the gradient, `rows out`.
@@ -112,9 +65,72 @@ def rows_gradient(
         outer: see `grouped_products`; none is 0 for all.
         interpret: runs the kernel on any backend, slowly.
     """
-    products = zip(d, weights, outer or (0,) * len(d), strict=True)
-    made = [multiply(x, w, sizes, outer=o, swapped=True, interpret=interpret) for x, w, o in products]
-    return functools.reduce(operator.add, made)
+    products = list(zip(d, weights, outer or (0,) * len(d), strict=True))
+    return _multiplied(products, sizes, swapped=True, interpret=interpret)
+
+
+def _multiplied(
+    products: Sequence[tuple[jax.Array, jax.Array, int]], sizes: jax.Array, *, swapped: bool, interpret: bool
+) -> jax.Array:
+    """The sum of several products of as many rows, each by weights of its own, whose outermost dimension is said."""
+    (count, _), dtype = products[0][0].shape, products[0][0].dtype
+    groups, columns = sizes.shape[0], products[0][1].shape[1 if swapped else 2]
+    across, summed = _side(columns, COLUMNS), [_side(x.shape[1], SUMMED * 2 // dtype.itemsize) for x, *_ in products]
+    down = min(-(-count // ROWS) + groups, count)  # tiles of rows, at most
+    tiles = tiles_of(sizes, ROWS)
+    number = jnp.arange(down, dtype=jnp.int32)
+    group = jnp.minimum(tiles.group(number), groups - 1)
+    first, end = (jnp.where(number < tiles.count, x, 0) for x in (tiles.first(number), tiles.ends[group]))
+    outer = [o for *_, o in products]
+    with as_it_lies():
+        pairs = [x for rows, weights, o in products for x in (rows, jnp.moveaxis(weights, o, 0))]
+    shape, given = shaped((count, columns), dtype, group, first, end, *pairs)
+    call = pl.pallas_call(
+        functools.partial(_product, across=across, summed=summed, down=down, swapped=swapped, outer=outer),
+        name=f"grouped_product{'_swapped' if swapped else ''}{_suffix(*outer)}",
+        grid=(down * -(-columns // across),),
+        out_shape=shape,
+        compiler_params=LAUNCH,
+        interpret=interpret,
+    )
+    inner = sum(rows.shape[1] for rows, *_ in products)
+    with grouped_work(count, inner, columns, groups=groups, tile=ROWS):
+        return call(*given)
+
+
+def _product(
+    group, first, end, *given, across: int, summed: Sequence[int], down: int, swapped: bool, outer: Sequence[int]
+):
+    *pairs, out = given
+    columns = out.shape[1]
+    row, column = _walk(pl.program_id(0), down, -(-columns // across))
+    begin, past = first[row], end[row]
+    columns_here, column_first = column * across + jnp.arange(across), column * across
+
+    @pl.when(begin < past)
+    def _():
+        own = begin + jnp.arange(ROWS) < past
+        shown = columns_here < columns
+        mine = group[row]
+
+        def added(total, rows, weights, most: int, outer: int):
+            def add(i, total):
+                terms = i * most + jnp.arange(most) < rows.shape[1]
+                x = _load(rows.at[pl.ds(begin, ROWS), pl.ds(i * most, most)], own[:, None] & terms[None])
+                of_terms, of_columns = pl.ds(i * most, most), pl.ds(column_first, across)
+                sides = (of_columns, of_terms) if swapped else (of_terms, of_columns)
+                y = weights.at[_lying(outer, mine, *sides)]
+                if swapped == (outer == 2):
+                    return total + _dot(x, _load(y, terms[:, None] & shown[None]), (1, 0))
+                return total + _dot(x, _load(y, shown[:, None] & terms[None]), (1, 1))
+
+            return lax.fori_loop(0, -(-rows.shape[1] // most), add, total)
+
+        total = jnp.zeros((ROWS, across), jnp.float32)
+        for each in zip(pairs[::2], pairs[1::2], summed, outer, strict=True):
+            total = added(total, *each)
+        place = out.at[pl.ds(begin, ROWS), pl.ds(column_first, across)]
+        plgpu.store(place, total.astype(out.dtype), mask=own[:, None] & shown[None])
 
 
 def weights_gradient(
@@ -175,9 +191,9 @@ def _lying(outer: int, *sides):
     return sides[outer], *sides[:outer], *sides[outer + 1 :]
 
 
-def _suffix(outer: int) -> str:
-    """Of a kernel's name, by which one who reads the compiled program knows how weights lie."""
-    return f"_outer_{outer}" if outer else ""
+def _suffix(*outer: int) -> str:
+    """Of a kernel's name, by which one who reads the compiled program knows how weights lie, each of them."""
+    return "_outer_" + "_".join(map(str, outer)) if any(outer) else ""
 
 
 def _walk(number, down: int, across: int):

@@ -59,15 +59,17 @@ def _product(name: str, instruction: Instruction, machine) -> Callable:
 
 
 def _our_product(name: str, instruction: Instruction, machine) -> Callable:
-    """Tiles of rows, of each its group, its first row and where the group's end, on GPUs. Weights may be swapped, and
-    lie with another dimension than that of groups outermost."""
-    kind, swapped, outer = machine.type(instruction), name.startswith("grouped_product_swapped"), _outer(name)
+    """Tiles of rows, of each its group, its first row and where the group's end, on GPUs; then rows and weights of each
+    product that is summed. Weights may be swapped, and lie with another dimension than that of groups outermost."""
+    kind, swapped, outers = machine.type(instruction), name.startswith("grouped_product_swapped"), _outers(name)
 
     def one(*values: np.ndarray) -> np.ndarray:
-        groups, first, end, rows, weights = values
-        weights = np.moveaxis(weights, 0, outer)
-        weights = weights.swapaxes(1, 2) if swapped else weights
-        return _written(kind.shape, rows, weights, zip(groups, zip(first, end)))
+        groups, first, end, *pairs = values
+        parts, sums = [*zip(groups, zip(first, end))], []
+        for rows, weights, outer in zip(pairs[::2], pairs[1::2], outers or [0] * len(pairs)):
+            weights = np.moveaxis(weights, 0, outer)
+            sums.append(_written(kind.shape, rows, weights.swapaxes(1, 2) if swapped else weights, parts))
+        return sum(sums[1:], sums[0])
 
     return lambda values, team: each(one, values, team)
 
@@ -87,7 +89,7 @@ def _our_rows_gradient(name: str, instruction: Instruction, machine) -> Callable
 
 def _our_gradient(name: str, instruction: Instruction, machine) -> Callable:
     """Where each group's rows begin and end, the rows, and their gradients; before them what a TPU walks by."""
-    kind, outer = machine.type(instruction), _outer(name)
+    kind, (outer,) = machine.type(instruction), _outers(name) or [0]
 
     def one(*values: np.ndarray) -> np.ndarray:
         begins, ends, rows, d = values[-4:]
@@ -97,10 +99,10 @@ def _our_gradient(name: str, instruction: Instruction, machine) -> Callable:
     return lambda values, team: each(one, values, team)
 
 
-def _outer(name: str) -> int:
-    """Which dimension of weights lies outermost, by the kernel's name."""
-    found = re.search(r"_outer_(\d)", name)
-    return int(found[1]) if found else 0
+def _outers(name: str) -> list[int]:
+    """Which dimension of each product's weights lies outermost, by the kernel's name; nothing where it is the first."""
+    found = re.search(r"_outer_(\d(?:_\d)*)", name)
+    return [int(outer) for outer in found[1].split("_")] if found else []
 
 
 def _written(shape, rows, weights, parts) -> np.ndarray:
