@@ -45,7 +45,9 @@ def test_scales_are_made_from_what_is_given_and_the_gradient_is_what_was_met():
 
 
 def batch():
-    ids = jax.random.randint(jax.random.key(1), (32, 9), 0, 32)
+    """Drawn so that no number lies at the edge of two narrow ones: with key 1 one did on an Intel processor, whose last
+    bits are others, and rounded to the other in one of these programs."""
+    ids = jax.random.randint(jax.random.key(2), (32, 9), 0, 32)
     return Batch(tokens=ids[:, :-1], targets=ids[:, 1:], loss_mask=jnp.ones((32, 8))).named()
 
 
@@ -78,9 +80,7 @@ def alone():
 
 def assert_near(one, other):
     loss, gradients, met = zip(one, other, strict=True)
-    # A last bit may round a number to another one, as it does on Intel's processors: 4e-5. Scales of today, which each
-    # microbatch has for itself, differ by 2e-4 and more.
-    np.testing.assert_allclose(*loss, rtol=1e-4)
+    np.testing.assert_allclose(*loss, rtol=2e-6)
     for a, b in zip(*map(jax.tree.leaves, met), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
     for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):  # a last bit may round a number to another one
