@@ -251,8 +251,8 @@ def _group(group: list[Operation], outputs: set[Value]) -> Iterator[Piece]:
                 seen.add(value)
                 reads += value.num_bytes
     written = {value for value in made if value in outputs}
-    written |= {_spread(value) for value in made - outputs if not inside.issuperset(value.readers)}
-    writes += sum(value.num_bytes for value in written - updated if value.literal is None)
+    written |= {_spread(value) for value in made - outputs if not inside.issuperset(value.readers)} & made
+    writes += sum(value.num_bytes for value in written - updated)
     if (vector == 0 and reads + writes == 0) or all(map(_free, group)):
         return
     what = f"{len(group)} fused, {_show(heaviest.results[0])}"
