@@ -1,73 +1,126 @@
-"""Positions dealt out over devices (`Layout.dealt`): arrays that are made with them are in their order, or refused."""
+"""What goes by the order of `pos` where context parallelism deals positions out (`Layout.dealt`): it is right, or
+refused, never that of other positions."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import trellis as tr
+from trellis.mesh.dealing import undeal
+from trellis.mesh.reshard import ReshardError
+from trellis.named.axis import NamesError
+from trellis.named.dealing import deal
 
-KEY, POS = jax.random.key(1), tr.Axis("pos", 16)
-WEIGHTS = np.arange(16, dtype=np.float32)
-LAYOUTS = {
-    "ring": dict(compute={"pos": "ring"}, dealt=("ring",)),
-    "over both": dict(compute={"pos": "b/ring"}, dealt=("b", "ring")),
-    "over one of both": dict(compute={"pos": "ring/b"}, dealt=("ring",)),
-    "whole in use": dict(compute={"batch": "b"}, dealt=("ring",)),
-}
-MADE = {
-    "normal": lambda: tr.random.normal(KEY, {"pos": 16}),
-    "normal at rest": lambda: tr.random.normal(KEY, {"pos": 16}, at="params"),
-    "randint": lambda: tr.random.randint(KEY, {"pos": 16}, 0, 100),
-    "permutation": lambda: tr.random.permutation(KEY, POS),
-    "split": lambda: tr.vmap(lambda k: tr.random.normal(k, {}), "pos")(tr.random.split(KEY, POS)),
-    "from_numpy": lambda: tr.from_numpy(WEIGHTS * 3, "pos"),
-    "in_order": lambda: tr.in_order(lambda x: x.cumsum("pos"), tr.from_numpy(WEIGHTS, "pos")),
+X = np.arange(2 * 16 * 3, dtype=np.float32).reshape(2, 16, 3)
+POS = tr.Axis("pos", 16)
+TABLE = lambda: tr.named(np.linspace(0, 1, 16).astype(np.float32), "pos")
+MASK = lambda: tr.outer(tr.greater_equal, tr.arange(POS), tr.arange(POS).rename(pos="key_pos")).astype("float32")
+RIGHT = {
+    "arange": lambda x: x * tr.arange(POS).astype("float32"),
+    "a range of its own": lambda x: x * tr.arange(POS, start=3, step=2).astype("float32"),
+    "linspace": lambda x: x + tr.linspace(POS),
+    "one_hot": lambda x: x + tr.dot(tr.one_hot(tr.named(np.int32(12), ()), POS), x, over="pos"),
+    "a table from outside": lambda x: x + tr.named(np.linspace(0, 1, 16).astype(np.float32), "pos"),
+    "a table that is put there": lambda x: x + tr.shard(TABLE(), "compute"),
+    "a table at rest": lambda x: x + tr.shard(TABLE()),
+    "a table that is settled": lambda x: x + tr.settle(TABLE()),
+    "a mask by hand": lambda x: tr.dot(MASK(), x.rename(pos="key_pos"), over="key_pos"),
+    "in order": lambda x: tr.in_order(lambda x: tr.cumsum(x, "pos"), x),
 }
 REFUSED = {
-    "stack": lambda: tr.stack([tr.full({}, float(i)) for i in range(16)], "pos"),
-    "split_axis": lambda: tr.arange(tr.Axis("t", 32)).split_axis("t", {"pos": 16, "d": 2}),
-    "rearrange": lambda: tr.arange(tr.Axis("t", 32)).rearrange("(pos d) -> pos d", pos=16, d=2),
-    "top_k": lambda: tr.arange(tr.Axis("t", 16)).top_k("t", 16, new_name="pos")[0],
-    "scan": lambda: tr.scan(lambda c, _: (c + 1.0, c), POS)(tr.full({}, 0.0), None)[1],
-    "split of keys": lambda: tr.random.split(KEY, "key_pos", 16),
-    "normal of keys": lambda: tr.random.normal(KEY, {"key_pos": 16}),
+    "indexing": lambda x: x["pos", tr.named(np.array([3]), "some")],
+    "one index": lambda x: x["pos", 3],
+    "take": lambda x: tr.take(x, "pos", jnp.int32(3)),
+    "take_along": lambda x: tr.take_along(x, "pos", tr.named(np.zeros((2, 2), np.int32), "batch some")),
+    "an update": lambda x: x.at["pos", jnp.int32(3)].set(0.0),
+    "rename": lambda x: x.rename(pos="other"),
+    "rename to it": lambda x: tr.named(np.ones(16, np.float32), "other").rename(other="pos"),
+    "split_axis": lambda x: x.split_axis("pos", {"chunk": 4, "i": 4}),
+    "rearrange": lambda x: tr.rearrange(x, "batch pos=(chunk i) embed -> batch chunk i embed", i=4),
+    "merge_axes": lambda x: x.merge_axes(("batch", "pos"), "row"),
+    "argmax": lambda x: tr.argmax(x, "pos"),
+    "cumsum": lambda x: tr.cumsum(x, "pos"),
+    "roll": lambda x: tr.roll(x, 1, "pos"),
+    "arange of keys": lambda x: tr.arange(tr.Axis("key_pos", 16)),
+    "tril": lambda x: tr.tril(tr.ones({"pos": 16, "key_pos": 16}), "pos", "key_pos"),
+    "an array that JAX made": lambda x: x + tr.named(jnp.arange(16.0), "pos"),
+    "a table of keys": lambda x: x.rename(pos="key_pos") + tr.named(np.ones(16, np.float32), "key_pos"),
 }
 
 
-def layout(name):
-    return tr.Layout(tr.make_mesh(ring=4, b=2), **LAYOUTS[name])
+@pytest.fixture
+def layout():
+    layout = tr.Layout(tr.make_mesh(jax.devices()[:4], c=4), compute={"pos": "c"})
+    with layout:
+        yield layout
 
 
-def weighed(make):
-    """A number that another order of positions changes."""
-    return (tr.named(WEIGHTS, "pos") * make().astype(np.float32)).sum().array
+def test_what_comes_from_the_host_is_dealt_out(layout):
+    """Each device gets the positions that attention and `arange` take its slice for."""
+    with layout.with_dealt(("c",)):
+        x = tr.from_numpy(X, "batch pos embed")
+        total = tr.named_jit(lambda x: (x * tr.arange(POS).astype("float32")).sum())(x)
+    assert float(total) == (X * np.arange(16)[:, None]).sum()
+    np.testing.assert_array_equal(undeal(x.array, 4), X)
+    assert tr.from_numpy(X, "batch pos embed").array.tolist() == X.tolist()
 
 
-@pytest.mark.parametrize("where", LAYOUTS)
-def test_what_is_made_of_positions_is_dealt_out(where):
-    want = {name: weighed(make) for name, make in MADE.items()}
-    with layout(where):
-        for name, make in MADE.items():
-            np.testing.assert_allclose(weighed(make), want[name], rtol=1e-5, err_msg=name)
-            np.testing.assert_allclose(jax.jit(lambda make=make: weighed(make))(), want[name], rtol=1e-5, err_msg=name)
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("kind", RIGHT)
+def test_it_is_right(layout, kind, jit):
+    fn = tr.named_jit(RIGHT[kind]) if jit else RIGHT[kind]
+    x = tr.shard(tr.named(X, "batch pos embed"), "compute")
+    wanted = RIGHT[kind](x).transpose("batch pos embed")
+    with layout.with_dealt(("c",)):
+        found = fn(deal(x)).transpose("batch pos embed")
+    np.testing.assert_allclose(undeal(np.asarray(found.array), 4, 1), wanted.array, rtol=1e-6)
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_would_name_another_order_positions_is_refused(what):
-    REFUSED[what]()
-    with layout("ring"), pytest.raises(tr.NamesError, match="dealt out"):
-        REFUSED[what]()
+@pytest.mark.parametrize("kind", REFUSED)
+def test_it_is_refused(layout, kind):
+    x = tr.shard(tr.named(X, "batch pos embed"), "compute")
+    REFUSED[kind](x)
+    with layout.with_dealt(("c",)), pytest.raises(NamesError, match="dealt out"):
+        REFUSED[kind](deal(x))
 
 
-def test_gradients_of_what_is_drawn_for_dealt_positions():
-    values = np.random.default_rng(0).standard_normal((4, 16)).astype(np.float32)
+def test_what_it_says(layout):
+    x = tr.shard(tr.named(X, "batch pos embed"), "compute")
+    with layout.with_dealt(("c",)):
+        with pytest.raises(NamesError) as error:
+            deal(x).rename(pos="p")
+        assert str(error.value) == (
+            "rename goes by the order of 'pos', which is dealt out over devices here, got "
+            "f32[batch=2 pos/c=16 embed=3]: write it as trellis.in_order(f, x), or train with layout.context exchange, "
+            "which leaves positions in their order"
+        )
+        with pytest.raises(NamesError) as error:
+            tr.arange(tr.Axis("key_pos", 16))
+        assert str(error.value) == (
+            "positions of keys are those of queries where they are dealt out, got 'key_pos=16', in arange: make it "
+            "of 'pos' and write .rename(pos='key_pos')"
+        )
+        with pytest.raises(NamesError) as error:
+            tr.arange(tr.Axis("pos", 12))
+        assert str(error.value) == (
+            "positions are dealt out over 4 slices here, two pieces each, got 'pos=12', in arange: use a length that 8 "
+            "divides"
+        )
 
-    def gradient():
-        x = tr.from_numpy(values, "batch pos")
-        found = tr.grad(lambda x: (x * x * tr.random.normal(KEY, {"pos": 16})).sum())(x)
-        return (found * tr.from_numpy(values * WEIGHTS, "batch pos")).sum().array
 
-    want = gradient()
-    for where in LAYOUTS:
-        with layout(where):
-            np.testing.assert_allclose(gradient(), want, rtol=1e-5, err_msg=where)
+def test_a_table_from_outside_is_not_moved_by_a_text(layout):
+    with layout.with_dealt(("c",)), pytest.raises(ReshardError) as error:
+        tr.reshard("pos -> pos/c", TABLE())
+    assert str(error.value) == (
+        "positions are dealt out where an array comes to the mesh, got 'pos' of one that is on none, in "
+        "reshard('pos -> pos/c'): write shard(x, 'compute') before"
+    )
+
+
+def test_numbers_of_positions_are_made_where_they_are(layout):
+    """Nothing is moved to deal them out."""
+    with layout.with_dealt(("c",)):
+        made = tr.named_jit(lambda: (tr.arange(POS), tr.linspace(POS), tr.named(np.arange(16), "pos") + 1))
+        assert not tr.ledger(made).rows
+        assert tr.typeof(made()[0]) == "i32[pos/c=16]"
