@@ -31,7 +31,7 @@ from trellis.run.lengths import as_of_phase
 from trellis.run.on_mesh import check_on_mesh
 from trellis.run.tiles import check_tiles
 from trellis.train.compilation import options_for
-from trellis.train.state import TrainState, abstract_state, new_state
+from trellis.train.state import TrainState, new_state
 from trellis.train.step import StepOptions, make_step
 
 # Bytes that one channel of a microbatch takes on a CPU device, about.
@@ -146,7 +146,8 @@ def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes
 
     with layout:
         kept = dict(average=run.ema is not None, precision=run.precision)
-        shapes = abstract_state(make_model, optimizer, **kept)
+        make = lambda: new_state(make_model, optimizer, run.seed, **kept)
+        shapes = jax.eval_shape(make)  # traced once, for its types and to be run
         _check_parts_of_names(run, shapes.model)
         _check_narrow_products(run, shapes.model)
         _check_four_bits(run, layout)
@@ -169,7 +170,6 @@ def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes
         gathered_first = several and options.accumulation == "pending"
         check_tiles(run, layout, shapes.model, at_rest=not gathered_first)
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
-        make = lambda: new_state(make_model, optimizer, run.seed, **kept)
         init = jax.jit(make, out_shardings=shardings)
         rates = learning_rates(run.schedule, run.optimizer.learning_rate, run.steps)
         step = make_step(optimizer, options, rates)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from trellis.data import Batch, Batches, Loader, TokenStore, count_bytes
 from trellis.nn.loss import TokenLoss
@@ -51,8 +52,9 @@ class Evaluator:
         sharding: where a batch's arrays lie.
     """
 
-    def __init__(self, sets: Mapping[str, ValidationSet], options: StepOptions, sharding: jax.sharding.Sharding):
+    def __init__(self, sets: Mapping[str, ValidationSet], options: StepOptions, sharding: NamedSharding):
         self._sets, self._sharding = dict(sets), sharding
+        self._whole = NamedSharding(sharding.mesh, PartitionSpec())
         self._bytes: dict[str, float] = {}
         plain = dataclasses.replace(options, z_loss=0.0, policy=None)
 
@@ -88,8 +90,12 @@ class Evaluator:
             self._bytes[name] = sum(count_bytes(chosen.store, batch) for batch in batches)
         return self._bytes[name]
 
+    def _zero(self) -> jax.Array:
+        """Where the sums lie that the program gives, so that it is compiled once for the first batch and the others."""
+        return jax.make_array_from_callback((), self._whole, lambda _: np.zeros((), np.float32))
+
     def _sums(self, model: Any, chosen: ValidationSet) -> TokenLoss:
-        sums = TokenLoss(*(np.float32(0) for _ in TokenLoss._fields))
+        sums = TokenLoss(*(self._zero() for _ in TokenLoss._fields))
         ahead: deque[jax.Array] = deque()
         with Loader(chosen.batches, self._sharding) as loader:
             for (_, batch), _ in zip(loader, range(chosen.num_batches)):

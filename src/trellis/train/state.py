@@ -58,22 +58,7 @@ def new_state(
         average: whether a moving average of the parameters is kept.
         precision: says of which products scales are kept; None for none.
     """
-    return named_jit(_make(init, optimizer, average, precision))(jax.random.key(seed))
 
-
-def abstract_state(
-    init: Callable,
-    optimizer: optax.GradientTransformation,
-    *,
-    average: bool = False,
-    precision: Precision | None = None,
-) -> TrainState:
-    """The state as `jax.ShapeDtypeStruct`s with shardings; nothing is computed, and no device is needed."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(_make(init, optimizer, average, precision), key)
-
-
-def _make(init, optimizer, average: bool, precision: Precision | None):
     def make(key) -> TrainState:
         model_key, run_key = jax.random.split(key)
         model = init(model_key)
@@ -86,4 +71,4 @@ def _make(init, optimizer, average: bool, precision: Precision | None):
             scales=no_scales(model, precision) if precision else {},
         )
 
-    return make
+    return named_jit(make)(jax.random.key(seed))
