@@ -279,7 +279,7 @@ def _added_up(function, *args):
     while total.primitive.name == "convert_element_type":
         total = makes[total.invars[0]]
     if total.primitive.name != "reduce_sum" or total.params["axes"] != (0,):
-        d_q, *others = function(*args)
+        d_q, *others = eval_jaxpr(jaxpr, closed.consts, *jax.tree.leaves(args))
         return d_q.astype(jnp.float32), *others
     parts = makes[total.invars[0]]
     parts = parts.invars[0] if parts.primitive.name == "convert_element_type" else total.invars[0]

@@ -13,12 +13,12 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     gather = lambda x: lax.all_gather(x, axis_name, axis=0)
     operands, offsets, sizes, lands = map(gather, (operand, input_offsets, send_sizes, output_offsets))
     agreed = (sizes[:, me] == recv_sizes).all()
+    first, count, begin = offsets[:, me], sizes[:, me], lands[:, me]
     place = jnp.arange(output.shape[0])
-    for sender in range(operands.shape[0]):
-        first, count, begin = offsets[sender, me], sizes[sender, me], lands[sender, me]
-        inside = (place >= begin) & (place < begin + count)
-        rows = jnp.take(operands[sender], jnp.clip(first + place - begin, 0, operand.shape[0] - 1), axis=0)
-        output = jnp.where(inside.reshape(-1, *[1] * (output.ndim - 1)), rows, output)
+    inside = (place[None] >= begin[:, None]) & (place[None] < (begin + count)[:, None])  # "senders rows"
+    sender = inside.argmax(axis=0)
+    row = jnp.clip(first[sender] + place - begin[sender], 0, operand.shape[0] - 1)
+    output = jnp.where(inside.any(axis=0).reshape(-1, *[1] * (output.ndim - 1)), operands[sender, row], output)
     return jnp.where(
         agreed, output, jnp.nan if jnp.issubdtype(output.dtype, jnp.floating) else jnp.iinfo(output.dtype).max
     )

@@ -1,6 +1,7 @@
 """Rows that go to experts in eight bits: what they are, what it makes of values and gradients, and what moves."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.step import StepOptions, batch_loss
 
 BATCH, POS, EMBED, MLP, EXPERTS, CHOICES = 4, 4, 64, 8, 8, 2
+ONE_ROUND = 16.0  # room for all tokens, whomever they choose
 
 
 def rounded(x):
@@ -79,29 +81,34 @@ def test_what_stays_is_rounded_where_compilers_keep_more_than_is_asked_for():
 
 
 def arrays():
-    keys = jax.random.split(jax.random.key(0), 5)
+    random = np.random.default_rng(0)
     sizes = {"batch": BATCH, "pos": POS, "embed": EMBED, "mlp": MLP, "experts": EXPERTS, "routes": EXPERTS}
-    draw = lambda key, names: named(jax.random.normal(key, [sizes[n] for n in names.split()]) / 3, names)
+    draw = lambda names: named(
+        jnp.asarray(random.normal(0, 1 / 3, [sizes[n] for n in names.split()]), jnp.float32), names
+    )
     names = ("batch pos embed", "embed routes", "experts embed mlp", "experts embed mlp", "experts mlp embed")
-    return [draw(*each) for each in zip(keys, names, strict=True)]
+    return [draw(each) for each in names]
 
 
 def test_rows_are_rounded_and_gradients_of_what_is_made_of_them():
     """By two calls of the whole: of rounded tokens, and backward of a rounded gradient."""
     x, router, *weights = arrays()
-    choices = choose(score(x, router), CHOICES)
-    d = x.with_array(jax.random.normal(jax.random.key(1), x.array.shape))
+    choices = jax.jit(lambda x, router: choose(score(x, router), CHOICES))(x, router)
+    d = np.random.default_rng(1).normal(size=x.array.shape).astype(np.float32)
 
-    def made(x, counts, *weights, **how):
-        return mix(x, Choices(choices.ids, counts), *weights, way="grouped", **how).array
+    @functools.partial(jax.jit, static_argnames="dispatch")
+    def made(d, x, counts, *weights, dispatch=None):
+        how = dict(way="grouped", dispatch=dispatch)
+        run = lambda x, counts, *weights: mix(x, Choices(choices.ids, counts), *weights, **how).array
+        out, pull = jax.vjp(run, x, counts, *weights)
+        return out, pull(d)
 
-    sent = x.with_array(jnp.asarray(rounded(x.array), jnp.float32))
-    wanted, whole = jax.vjp(made, sent, choices.weights, *weights)
-    found, rounding = jax.vjp(lambda *given: made(*given, dispatch="mxfp8"), x, choices.weights, *weights)
+    as_float32 = lambda x: jnp.asarray(rounded(x), jnp.float32)
+    wanted, whole = made(as_float32(d), x.with_array(as_float32(x.array)), choices.weights, *weights)
+    found, rounding = made(d, x, choices.weights, *weights, dispatch="mxfp8")
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    assert not np.allclose(found, made(x, choices.weights, *weights), rtol=1e-4)
-    returned = jnp.asarray(rounded(d.array), jnp.float32)
-    for a, b in zip(jax.tree.leaves(rounding(d.array)), jax.tree.leaves(whole(returned)), strict=True):
+    assert not np.allclose(found, made(d, x, choices.weights, *weights)[0], rtol=1e-4)
+    for a, b in zip(jax.tree.leaves(rounding), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -121,7 +128,8 @@ def test_what_goes_there_takes_a_quarter_of_float32(way, sizes, there):
 
         def moved(how):
             def loss(x, router, *weights):
-                return mix(x, choose(score(x, router), CHOICES), *weights, way=way, dispatch=how).sum().array
+                choices = choose(score(x, router), CHOICES)
+                return mix(x, choices, *weights, way=way, slack=ONE_ROUND, dispatch=how).sum().array
 
             rows = ledger(named_jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4))), x, *weights).rows
             row = (f" {EMBED}", f" {words // 2}")
@@ -144,12 +152,12 @@ def test_blocks_that_are_cut_are_refused():
             mix(x, choose(score(x, weights[0]), CHOICES), *weights[1:], way="dense", dispatch="mxfp8")
 
 
-def exchanged_again(dispatch, *keep):
+def exchanged_again(dispatch, slack, *keep):
     """Over which axes rows travel once more in the backward pass of a layer, and in which type."""
-    routing = dataclasses.replace(CONFIG.routing, way="hierarchical", dispatch=dispatch)
+    routing = dataclasses.replace(CONFIG.routing, way="hierarchical", dispatch=dispatch, slack=slack)
     config = dataclasses.replace(CONFIG, routing=routing, embed=64, layers=2)
     with make_layout(MeshSizes(data=1, expert=2, expert_y=2), LayoutChoice(preset="fsdp"), jax.devices()[:4]):
-        model = shard(config.init(key=jax.random.key(0), vocab_multiple=8), "params")
+        model = jax.eval_shape(lambda: shard(config.init(key=jax.random.key(0), vocab_multiple=8), "params"))
         given = shard(Batch(**batch()).named(), "compute")
         options = StepOptions(policy=only("attention", *keep))
         loss = lambda model: batch_loss(model, given, options)[0].total
@@ -159,10 +167,11 @@ def exchanged_again(dispatch, *keep):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatch", [None, "mxfp8"])
-def test_rows_that_are_kept_do_not_travel_again(dispatch):
+@pytest.mark.parametrize(("dispatch", "slack"), [(None, ONE_ROUND), ("mxfp8", ONE_ROUND), ("mxfp8", 1.5)])
+def test_rows_that_are_kept_do_not_travel_again(dispatch, slack):
     """In eight bits what is kept of them is what travelled."""
     kind = "u16" if dispatch else "f32"
-    assert exchanged_again(dispatch) == [("expert", kind), ("expert_y", kind)]
-    assert exchanged_again(dispatch, "far_rows") == [("expert", kind)]
-    assert exchanged_again(dispatch, "mlp_rows") == []
+    if slack == ONE_ROUND:
+        assert exchanged_again(dispatch, slack) == [("expert", kind), ("expert_y", kind)]
+        assert exchanged_again(dispatch, slack, "mlp_rows") == []
+    assert exchanged_again(dispatch, slack, "far_rows") == [("expert", kind)]
