@@ -2,20 +2,21 @@
 
 import dataclasses
 import json
-import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from tests.train.forks import Forked, Server
 from tests.train.small import make_run
 from trellis.train.trackers import read_lines
 
 STEPS, EVERY = 40, 4
+# What a run logs that is the same whatever happens to it.
+MEASURES = ("loss", "grad_norm", "validation_loss", "tokens")
 # Seconds after which a command is taken to hang.
 LIMIT = 240.0
 
@@ -38,64 +39,25 @@ class End:
         return self.err[self.err.rindex("trellis: ") :] if "trellis: " in self.err else ""
 
 
-class Server:
-    """The process that starts commands."""
-
-    def __init__(self, cache: Path):
-        env = {**os.environ, "XDG_CACHE_HOME": str(cache), "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.chaos.server"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-
-    def ask(self, request: dict[str, Any]) -> Any:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    def close(self) -> None:
-        self._process.communicate(timeout=60)
-
-
-class Started:
+class Started(Forked):
     """A command that runs."""
-
-    def __init__(self, server: Server, words: list[str], folder: Path, world: dict[str, Any]):
-        self._server, self._files = (
-            server,
-            {name: str(folder / f"{time.monotonic_ns()}.{name}") for name in ("out", "err")},
-        )
-        self.pid = server.ask({"words": words, "world": world, **self._files})
-        self._code: int | None = None
-
-    def poll(self) -> int | None:
-        if self._code is None:
-            self._code = self._server.ask({"pid": self.pid})
-        return self._code
-
-    def signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
 
     def end(self) -> End:
         """Waits for it."""
-        deadline = time.monotonic() + LIMIT
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                self.signal(signal.SIGUSR1)
-                time.sleep(1)
-                self.signal(signal.SIGKILL)
-                raise Wrong(f"a command hung for {LIMIT:.0f} s: {self._read('err')}")
-            time.sleep(0.01)
-        return End(self._code or 0, self._read("out"), self._read("err"))
-
-    def _read(self, name: str) -> str:
-        path = Path(self._files[name])
-        return path.read_text(errors="replace") if path.exists() else ""
+        try:
+            out, err = self.communicate(LIMIT)
+        except subprocess.TimeoutExpired:
+            self.send_signal(signal.SIGUSR1)
+            time.sleep(1)
+            self.kill()
+            raise Wrong(f"a command hung for {LIMIT:.0f} s: {self.said('err')}") from None
+        return End(self.returncode or 0, out, err)
 
 
-def losses(run: Path) -> dict[int, float]:
-    """The loss of every step that a run logged."""
-    return {line["step"]: line["loss"] for line in read_lines(run / "metrics.jsonl")}
+def measured(run: Path) -> dict[int, list[float | None]]:
+    """What a run logged of every step that does not depend on time."""
+    lines = read_lines(run / "metrics.jsonl")
+    return {line["step"]: [line.get(name) for name in MEASURES] for line in lines}
 
 
 class Bench:
@@ -105,13 +67,13 @@ class Bench:
         self.folder = folder
         (folder / "stores").mkdir(parents=True)
         self.run_file = make_run(folder / "stores")
-        self.server = Server(folder / "cache")
+        self.server = Server({"XDG_CACHE_HOME": str(folder / "cache")})
         self.whole = Case(self, random.Random(0), "whole")
         self.whole.expect(self.whole.start().end(), (0,))  # compiles what the others find compiled
         begun = time.monotonic()
         self.whole.expect(self.whole.start().end(), (0,))  # restores, and starts no step
         self.seconds = time.monotonic() - begun
-        self.losses = losses(self.whole.run)
+        self.measured = measured(self.whole.run)
 
     def close(self) -> None:
         self.server.close()
@@ -149,7 +111,7 @@ class Case:
             str(STEPS),
         ]
         words += ["--checkpoints.every", str(EVERY), "--checkpoints.keep_latest", "3", "--guard.every", "5", *more]
-        return Started(self.bench.server, words, self.folder, world)
+        return Started(self.bench.server, "tests.chaos.spoilt", [json.dumps(world), *words], self.folder)
 
     def part(self) -> tuple[str, str]:
         """Options for some more steps, so that something is left for what happens next."""
@@ -199,11 +161,11 @@ class Case:
     def finish(self) -> None:
         """Goes on to the end, undisturbed, and holds the run against the one that nothing happened to."""
         self.expect(self.start().end(), (0,))
-        found, wanted = losses(self.run), self.bench.losses
+        found, wanted = measured(self.run), self.bench.measured
         if self.torn:
             wanted = {step: wanted.get(step) for step in found}
         if found != wanted:
-            raise Wrong(f"other losses: {found} where undisturbed {wanted}")
+            raise Wrong(f"other measures: {found} where undisturbed {wanted}")
         if [path.name for path in self.checkpoints()][-1:] != [f"step-{STEPS:08d}"]:
             raise Wrong(f"no checkpoint of the last step, but {self.checkpoints()}")
         shutil.rmtree(self.folder)

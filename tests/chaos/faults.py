@@ -23,7 +23,7 @@ DONE, WRONG, STOPPED = 0, 2, 3
 def killed(case: Case) -> str:
     started = case.start()
     case.moment(started)
-    started.signal(signal.SIGKILL)
+    started.send_signal(signal.SIGKILL)
     return "had ended" if case.expect(started.end(), (DONE, -signal.SIGKILL)).code == 0 else "killed"
 
 
@@ -31,7 +31,7 @@ def _signalled(case: Case, number: int, times: int) -> str:
     started = case.start()
     case.moment(started)
     for _ in range(times):
-        started.signal(number)
+        started.send_signal(number)
         time.sleep(case.random.uniform(0, 0.2))
     end = case.expect(started.end(), (DONE, 128 + number, -number))
     if end.code == 128 + number and times == 1 and case.lines() and not case.checkpoints():
@@ -59,9 +59,9 @@ def paused(case: Case) -> str:
     """Ctrl-Z, and `fg` later."""
     started = case.start(*case.part())
     case.moment(started)
-    started.signal(signal.SIGSTOP)
+    started.send_signal(signal.SIGSTOP)
     time.sleep(case.random.uniform(0.2, 2))
-    started.signal(signal.SIGCONT)
+    started.send_signal(signal.SIGCONT)
     case.expect(started.end(), (DONE,))
     return "went on"
 

@@ -1,10 +1,9 @@
 """A run of the real trainer that takes seconds: bytes of a made-up text, on a model of 33 thousand parameters."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.train.forks import Forked, start
 from trellis.commands import line
 from trellis.data import FileSource, find_files, tokenize
 from trellis.train.trackers import read_lines
@@ -46,10 +45,9 @@ def trellis(capsys, *arguments) -> tuple[int, str, str]:
     return code, out, err
 
 
-def started(*arguments) -> subprocess.Popen:
-    """A command as a process of its own."""
-    command = [sys.executable, "-m", "trellis_start", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def started(*arguments) -> Forked:
+    """A command in a process of its own."""
+    return start("trellis.commands.line", *arguments)
 
 
 def curve(folder: Path) -> list[float]:

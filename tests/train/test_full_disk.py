@@ -4,6 +4,7 @@ The disk is a tmpfs in a mount namespace of its own, where that is allowed; else
 files stands in.
 """
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -12,33 +13,49 @@ import jax.numpy as jnp
 import pytest
 
 from tests.data.test_full_disk import available_wrapper
+from tests.train import forks
+from tests.train.conftest import assembled_once, assembling
 from tests.train.small import curve
 from trellis.checkpoints import checkpoints
 from trellis.commands import line
 from trellis.files import no_room
+from trellis.models import generate
 from trellis.train.stopping import RunStopped, explain
 
-SCRIPT = """
-import pathlib, resource, sys
-from trellis.commands.line import main
 
-disk, run, out, kind = sys.argv[1:]
-disk, out = pathlib.Path(disk), pathlib.Path(out)
-words = ["train", run, "--run-dir", str(disk / "run"), "--checkpoints.every", "1", "--layout.preset", "single"]
-if kind == "disk":
-    (disk / "filler").write_bytes(bytes(2_000_000))  # what is left has room for two checkpoints
-    codes = [main(words)]
-    (disk / "filler").unlink()
-else:
-    codes = [main([*words, "--until", "2"])]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-    codes = [main(words)]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-left = sorted(path.name for path in (disk / "run" / "checkpoints").iterdir())
-codes.append(main(words))
-(out / "metrics.jsonl").write_text((disk / "run" / "metrics.jsonl").read_text())
-print("codes", *codes, "left", *left)
-"""
+def main() -> int:
+    """In a process of its own: a run on a disk that has no room, and again when it has."""
+    disk, run, out, kind = sys.argv[1:]
+    disk, out = Path(disk), Path(out)
+    assembling.assemble, generate.sample = assembled_once, lambda *_, **__: ["a sample"]
+    words = ["train", run, "--run-dir", str(disk / "run"), "--checkpoints.every", "1", "--layout.preset", "single"]
+    if kind == "disk":
+        (disk / "filler").write_bytes(bytes(2_000_000))  # what is left has room for two checkpoints
+        codes = [line.main(words)]
+        (disk / "filler").unlink()
+    else:
+        codes = [line.main([*words, "--until", "2"])]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        codes = [line.main(words)]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    left = sorted(path.name for path in (disk / "run" / "checkpoints").iterdir())
+    codes.append(line.main(words))
+    (out / "metrics.jsonl").write_text((disk / "run" / "metrics.jsonl").read_text())
+    print("codes", *codes, "left", *left)
+    return 0
+
+
+def ended(wrapper, disk, *words):
+    """`main` with words, inside a wrapper that may mount a small disk: its exit code, and what it printed."""
+    if not wrapper:
+        process = forks.start("tests.train.test_full_disk", disk, *words)
+        out, err = process.communicate(timeout=300)
+        return process.returncode, out, err
+    mounted = f'mount -t tmpfs -o size=3200k tmpfs "{disk}" && exec "$@"'
+    command = [sys.executable, "-c", "from tests.train.test_full_disk import main; main()", disk, *words]
+    command = [*wrapper, "sh", "-c", mounted, "sh", *map(str, command)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=300)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.slow
@@ -49,14 +66,11 @@ def test_a_run_whose_disk_is_full_loses_nothing(kind, run_file, tmp_path, capsys
     disk.mkdir(), out.mkdir()
     wrapper = available_wrapper(disk) if kind == "disk" else []
     kind = "disk" if wrapper else "limit"
-    command = [sys.executable, "-c", SCRIPT, str(disk), str(run_file), str(out), kind]
-    if wrapper:
-        command = [*wrapper, "sh", "-c", f'mount -t tmpfs -o size=3200k tmpfs "{disk}" && exec "$@"', "sh", *command]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "codes 3 0 left step-" in done.stdout
-    assert "Traceback" not in done.stderr
-    told = done.stderr[done.stderr.index("trellis: ") :]
+    code, printed, err = ended(wrapper, disk, run_file, out, kind)
+    assert code == 0, err[-2000:]
+    assert "codes 3 0 left step-" in printed
+    assert "Traceback" not in err
+    told = err[err.index("trellis: ") :]
     assert told.startswith("trellis: The disk of a run has room for what it writes.\n  seen:  ")
     assert ("No space left on device" if kind == "disk" else "File too large") in told
     assert f"\n  where: last good checkpoint: {disk}/run/checkpoints/step-0000000" in told

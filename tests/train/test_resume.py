@@ -5,9 +5,7 @@ mesh: the losses of these few steps stay within 1e-4 of one device's.
 """
 
 import json
-import random
 import socket
-import time
 
 import jax
 import numpy as np
@@ -109,30 +107,3 @@ def test_two_processes_to_one(run_file, one_device, tmp_path, capsys):
     assert manifest["processes"] == 2 and manifest["entries"]["model/embedding"]["shape"][0] == 258
     parts(capsys, run_file, tmp_path, (8, SINGLE))
     assert curve(tmp_path) == pytest.approx(curve(one_device), rel=1e-4)
-
-
-@pytest.mark.slow(first=True)
-def test_killed_five_times_a_run_ends_with_the_same_loss_to_the_bit(run_file, tmp_path):
-    """A save takes longer than the steps between two: most kills fall into one."""
-    steps = 300
-    options = ("--steps", steps, "--devices", 2, "--checkpoints.every", 10, "--evaluation.every", 150)
-    words = lambda name: ("train", run_file, "--run-dir", tmp_path / name, *options)
-    finish(*words("whole"))
-    folder, chance = tmp_path / "killed", random.Random(11)
-    metrics = folder / "metrics.jsonl"
-    lines = lambda: metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-    for kill in range(5):
-        process, target, deadline = started(*words("killed")), lines() + chance.randrange(60), time.monotonic() + 120
-        while lines() < target and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.005)
-        time.sleep(chance.uniform(0, 0.05))
-        process.kill()
-        process.communicate(timeout=60)
-        assert process.returncode == -9, f"kill {kill} came after the end"
-    finish(*words("killed"))
-    killed, wanted = last_line(folder), last_line(tmp_path / "whole")
-    assert killed["step"] == wanted["step"] == steps
-    for measure in ("loss", "grad_norm", "validation_loss", "tokens"):
-        assert killed[measure] == wanted[measure], measure
-    events = [json.loads(line)["event"] for line in (folder / "timeline.jsonl").read_text().splitlines()]
-    assert events.count("resumed") >= 3

@@ -3,14 +3,16 @@
 import dataclasses
 import json
 import socket
-import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
 
+from tests.train import forks
+from tests.train.small import started
 from trellis.data import FileSource, find_files, open_store, tokenize
 from trellis.data.store.identity import check_identities, identity
 from trellis.errors import UserError
@@ -48,8 +50,7 @@ def test_all_processes_are_told_what_differs(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "tests.train.test_together", address, str(tmp_path)]
-    processes = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in (0, 1)]
+    processes = [forks.start("tests.train.test_together", address, tmp_path, i) for i in (0, 1)]
     found = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
     told = [
         None,
@@ -94,23 +95,15 @@ def test_a_process_that_is_lost_before_the_first_step_ends_the_others(tmp_path):
         "distributed.coordinator": address, "distributed.processes": 2,
         "data.source": f"{{kind: store, path: {tmp_path / 'store'}}}",
     }  # fmt: skip
-    command = [sys.executable, "-m", "trellis", "train", "tiny", "--run-dir", str(tmp_path / "run")]
-    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    first, second = (
-        subprocess.Popen(
-            [*command, "--distributed.process", str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for i in (0, 1)
-    )
-    said = []
-    for line in first.stdout:
-        said.append(line)
-        if line.startswith("folder"):
-            second.kill()
-            break
-    _, error = first.communicate(timeout=100)
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    words = ["train", "tiny", "--run-dir", tmp_path / "run", *words, "--distributed.process"]
+    first, second = (started(*words, i) for i in (0, 1))
+    while "\nfolder" not in first.said("out") and first.poll() is None:
+        time.sleep(0.005)
+    second.kill()
+    said, error = first.communicate(timeout=100)
     second.communicate(timeout=60)
-    assert first.returncode == 3, "".join(said) + error
+    assert first.returncode == 3, said + error
     assert "A run goes on while all its processes do." in error and "Traceback" not in error
     assert "where: no checkpoint was written yet" in error
 
@@ -139,6 +132,8 @@ def test_a_run_goes_on_with_the_text_that_it_began_with(tmp_path):
         assert (error.value.seen, error.value.where) == (seen, "store")
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """One of two processes: prints what it is told."""
     initialize(coordinator=sys.argv[1], processes=2, process=int(sys.argv[3]))
     print("\n" + json.dumps(checks(int(sys.argv[3]), Path(sys.argv[2]))))
+    return 0
