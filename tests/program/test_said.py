@@ -113,10 +113,15 @@ def grouped_flops(even: int, rows: int, groups: int, load: float, mesh=None) -> 
 
 def test_grouped_products_count_the_rows_that_are_filled():
     least = BLOCKS[-1]
-    rows, even = 8 * least, 6 * least
-    for load, filled in ((1.0, even), (7 / 6, 7 * least + least), (4.0, rows)):  # whole blocks of each group
-        # Of both operands; nobody reads the result. By the weights a group's first block is its share of all rows.
-        assert grouped_flops(even, rows, 2, load) == [2 * filled * 16 * 8, 2 * rows * 16 * 8]
+    rows, even = 40 * least, 30 * least
+    for load, filled in ((1.0, even), (31 / 30, 31 * least + least), (4.0, rows)):  # whole blocks of each group
+        # Of both operands; nobody reads the result. By the weights a group's first block is counted as whole.
+        by_rows, *by_weights = grouped_flops(even, rows, 2, load)
+        assert by_rows == 2 * filled * 16 * 8
+        assert len(by_weights) == 2 and by_rows <= sum(by_weights) <= 2 * rows * 16 * 8
+    few, even = 8 * least, 6 * least  # which have no such block
+    for load, filled in ((1.0, even), (7 / 6, 7 * least + least), (4.0, few)):
+        assert grouped_flops(even, few, 2, load) == [2 * filled * 16 * 8] * 2
 
 
 @pytest.mark.parametrize("on", ["v5e:2x2", "4xH100"])

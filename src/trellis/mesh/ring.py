@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from trellis.mesh.parts import part_of, with_part
 from trellis.notation import NotationError
 
 
@@ -180,7 +181,7 @@ class _Result:
             shape = [size * count if i == dim else n for i, n in enumerate(product.shape)]
             # Everything is written once: zeros would be, too, at the cost of a product.
             self.held = lax.empty(tuple(shape), self.dtype)
-        self.held = lax.dynamic_update_slice_in_dim(self.held, product, start, dim)
+        self.held = with_part(self.held, product, start, dim)
 
     def whole(self) -> jax.Array:
         return self.held.astype(self.dtype)
@@ -221,7 +222,7 @@ def _place(ring: Ring, moved: Moved, offset: int, part: int):
 def _cut(ring: Ring, moved: Moved, names: Names, x, offset: int, part: int) -> jax.Array:
     if moved.name not in names:
         return x
-    return lax.dynamic_slice_in_dim(x, *_place(ring, moved, offset, part), names.index(moved.name))
+    return part_of(x, *_place(ring, moved, offset, part), names.index(moved.name))
 
 
 def local_product(a_names: Names, a, b_names: Names, b, names: Names) -> jax.Array:

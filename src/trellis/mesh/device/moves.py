@@ -6,6 +6,7 @@ import math
 import jax
 from jax import lax
 
+from trellis.mesh.parts import part_of
 from trellis.mesh.permute import renumbered
 from trellis.notation import Dim, Shape
 from trellis.notation.state import State
@@ -67,7 +68,7 @@ def _cast(step: Step, x: jax.Array) -> jax.Array:
 def own(x: jax.Array, dim: int, axes: Axes) -> jax.Array:
     """This device's slice of a dimension that it holds whole."""
     size = x.shape[dim] // lax.axis_size(axes)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
+    return part_of(x, lax.axis_index(axes) * size, size, dim)
 
 
 def _permuted(x: jax.Array, before: Axes, after: Axes, sizes) -> jax.Array:

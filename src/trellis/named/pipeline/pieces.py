@@ -12,6 +12,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.meshes import on_another
+from trellis.mesh.parts import part_of
 from trellis.named.array import is_named
 from trellis.named.axis import NamesError
 from trellis.named.backend import written_out
@@ -249,7 +250,7 @@ class Pieces:
     def _row(self, each, number):
         """What one layer gets of what each layer gets."""
         name = self.fold.stack.axis.name
-        pick = lambda x: jax.lax.dynamic_slice_in_dim(x.array, number, 1, x.index(name))
+        pick = lambda x: part_of(x.array, number, 1, x.index(name))
         has = lambda x: is_named(x) and name in x.names
         return jax.tree.map(lambda x: x.with_array(pick(x)) if has(x) else x, each, is_leaf=is_named)
 

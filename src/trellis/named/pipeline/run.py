@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trellis.mesh.device.view import View
+from trellis.mesh.parts import one_of, part_of, with_one, with_part
 from trellis.mesh.permute import permute
 from trellis.named.pipeline.onto import onto
 from trellis.named.pipeline.pieces import Pieces, put
@@ -159,12 +160,12 @@ class _Program:
         def layer(state, row, there):
             x, made, kept = state
             number = self._number(unit, row)
-            own = lambda: jax.tree.map(lambda all_: lax.dynamic_slice_in_dim(all_, number, 1), made)
+            own = lambda: jax.tree.map(lambda all_: part_of(all_, number, 1), made)
             given = self._block(unit, row), x, args, self._call("row", each, number)
             no_layer = lambda: ((x, own()), jax.tree.map(self._zeros, self.pieces.layer.out[1]))
             (out, y), more = _where(there, lambda: self._call("layer", *given), no_layer)
-            kept = jax.tree.map(lambda all_, one: _put(all_, one, place, row), kept, (x, more))
-            put = lambda all_, one: lax.dynamic_update_slice_in_dim(all_, one.astype(all_.dtype), number, 0)
+            kept = jax.tree.map(lambda all_, one: with_one(all_, one, (place, row)), kept, (x, more))
+            put = lambda all_, one: with_part(all_, one, number)
             return out, jax.tree.map(put, made, y), kept
 
         *out, kept = self._layers(unit, layer, (entered, made, carry.kept))
@@ -211,8 +212,8 @@ class _Program:
         def layer(state, row, there):
             d_x, d_layers = state
             number = self._number(unit, row)
-            x, kept = jax.tree.map(lambda all_: all_[place, row], carry.kept)
-            d_y = jax.tree.map(lambda d: lax.dynamic_slice_in_dim(d, number, 1), d_made)
+            x, kept = jax.tree.map(lambda all_: one_of(all_, (place, row)), carry.kept)
+            d_y = jax.tree.map(lambda d: part_of(d, number, 1), d_made)
             given = self._block(unit, row), x, args, self._call("row", each, number), kept
             no_layer = lambda: (jax.tree.map(self._zeros, self.pieces.layer_back.out[0]), d_x)
             d_block, d_x = _where(there, lambda: self._call("layer_back", *given, d_x, d_y), no_layer)
@@ -271,7 +272,8 @@ class _Program:
         return jnp.asarray(self.all.firsts)[self._group(unit)] + row
 
     def _block(self, unit: Unit, row) -> list[jax.Array]:
-        return [lax.dynamic_slice_in_dim(x, self._place(unit, row), 1) for x in self.layers]
+        place = self._place(unit, row)
+        return [part_of(x, place, 1) for x in self.layers]
 
     def _local(self, x) -> tuple[int, ...]:
         return self.view.local(x.shape, state_of(x).axes)
@@ -283,7 +285,7 @@ class _Program:
         return jnp.zeros(self._local(x), x.dtype)
 
     def _part(self, microbatch):
-        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, 0, keepdims=False), self.parts)
+        return jax.tree.map(lambda x: one_of(x, (microbatch,)), self.parts)
 
     def _sent(self, tree, by: int):
         """To the next stage, or the one before."""
@@ -301,11 +303,6 @@ def _added(total, more):
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
 
 
-def _put(all_, one, place, row):
-    """Into a row of a place."""
-    return lax.dynamic_update_slice(all_, one.astype(all_.dtype)[None, None], (place, row, *[0] * one.ndim))
-
-
 def _add(total, more, at):
     """Onto a row: in place, by the product that makes it."""
-    return lax.dynamic_update_slice_in_dim(total, _added(lax.dynamic_slice_in_dim(total, at, 1), more), at, 0)
+    return with_part(total, _added(part_of(total, at, 1), more), at)

@@ -13,6 +13,7 @@ from trellis.errors import TrellisError
 from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.manual.ops import Axes, vary
+from trellis.mesh.parts import part_of
 from trellis.notation import spec_of
 from trellis.notation.state import state_of
 
@@ -95,7 +96,7 @@ class Placement:
             return x
         groups = local_heads * self.shards(more) // x.shape[2]
         first = lax.axis_index(more) * local_heads // groups
-        return lax.dynamic_slice_in_dim(x, first, max(1, local_heads // groups), axis=2)
+        return part_of(x, first, max(1, local_heads // groups), 2)
 
 
 def meeting_slices(q, k, v, sinks) -> tuple:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trellis.mesh.manual.ops import Axes, vary, varying_axes
+from trellis.mesh.parts import with_one
 from trellis.named.narrow import Rounded
 from trellis.nn.loss.formulas import Settings, capped, weighed
 from trellis.nn.loss.products import Factor, NarrowFactors, gradient_factor, to_logits, to_unembed, to_x
@@ -145,7 +146,7 @@ def _all_chunks(
         place, index, mine = part
         chunk = lax.all_gather(mine, chunks.axes, axis=chunks.dim, tiled=True)
         sums, powers = _one_chunk(sums, factor, opened(chunk), index, targets, settings, chunks, x.dtype)
-        return (sums, lax.dynamic_update_index_in_dim(kept, powers, place, 0) if keep else None), sums.largest
+        return (sums, with_one(kept, powers, (place,)) if keep else None), sums.largest
 
     found, half = [], -(-chunks.number // 2)
     for first, last in ((0, half), (half, chunks.number)):

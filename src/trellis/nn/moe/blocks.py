@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trellis.mesh.manual.ops import vary, varying_axes
+from trellis.mesh.parts import one_of, part_of, with_one, with_part
 from trellis.named.backend import copied_turned
 from trellis.program.said import loop_turns
 
@@ -23,6 +24,9 @@ from trellis.program.said import loop_turns
 # for each of 8 or 48 rows as of 512; with a turned one, or in bfloat16, it takes as long as 10 rows besides, and where
 # it is added to a sum as 10 more. So a block that is filled but for 32 rows, or a quarter, is taken as full.
 BLOCKS, FINE_BLOCKS, VACANT = (512, 128, 64, 32, 16), (512, 48, 8), 32
+# Of so few rows all blocks are of the smallest size: each size is a loop of its own, which takes longer to compile than
+# they take to multiply.
+FEW = 256
 
 
 def multiply(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: bool = False) -> jax.Array:
@@ -34,13 +38,13 @@ def multiply(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, swapped: 
 
     def group(i, out):
         # Behind a barrier it is copied once, not for each block.
-        weight = lax.optimization_barrier(lax.dynamic_index_in_dim(weights, i, 0, False))
+        weight = lax.optimization_barrier(one_of(weights, (i,)))
 
         def block(out, first, size):
             start, own = _own(first, size, count, ends[i] - sizes[i], ends[i])
-            mine, theirs = (lax.dynamic_slice_in_dim(x, start, size) for x in (rows, out))
+            mine, theirs = (part_of(x, start, size) for x in (rows, out))
             made = _product(_floats(mine, dtype), _floats(weight, dtype), over).astype(dtype)
-            return lax.dynamic_update_slice_in_dim(out, jnp.where(own, _bits(made), theirs), start, 0)
+            return with_part(out, jnp.where(own, _bits(made), theirs), start)
 
         return _in_blocks(block, out, ends[i] - sizes[i], sizes[i], -(-count // sizes.shape[0]), blocks)
 
@@ -84,19 +88,23 @@ def weights_gradient(rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp
         def product(first, size):
             # Not rows of others, nor of nobody: they may be no numbers.
             start, own = _own(first, size, count, first, end)
-            parts = (lax.dynamic_slice_in_dim(a, start, size) for a in (rows, d))
+            parts = (part_of(a, start, size) for a in (rows, d))
             x, y = (jnp.where(own, a, jnp.zeros((), a.dtype)) for a in parts)
             x = copied_turned(x, (1, 0))
             return _product(_floats(x, given), _floats(y, given), (((1,), (0,)), ((), ())))
 
         # Of a sum of two arrays and nothing else XLA's CPU compiler makes a loop that takes four times as long.
         block = lambda total, first, size: jnp.where(first < end, total + product(first, size), total)
-        filled = sizes[i] >= most - _vacant(most)
-        total = lax.cond(filled, lambda: product(begin, most), lambda: _like(jnp.zeros(out.shape[1:]), rows, d, sizes))
-        done = jnp.where(filled, most, 0)
-        left = jnp.maximum(sizes[i] - done, 0)
-        total = _in_blocks(block, total, begin + done, left, max(even - most, 0), blocks)
-        return lax.dynamic_update_index_in_dim(out, _bits(total.astype(dtype)), i, 0)
+        zeros = lambda: _like(jnp.zeros(out.shape[1:]), rows, d, sizes)
+        if count <= FEW:
+            total = _in_blocks(block, zeros(), begin, sizes[i], even, blocks)
+        else:
+            filled = sizes[i] >= most - _vacant(most)
+            total = lax.cond(filled, lambda: product(begin, most), zeros)
+            done = jnp.where(filled, most, 0)
+            left = jnp.maximum(sizes[i] - done, 0)
+            total = _in_blocks(block, total, begin + done, left, max(even - most, 0), blocks)
+        return with_one(out, _bits(total.astype(dtype)), (i,))
 
     out = _like(lax.empty((groups, rows.shape[1], d.shape[1]), kept), rows, d, sizes)
     return _floats(lax.fori_loop(0, groups, group, out), dtype)
@@ -148,7 +156,7 @@ def _vacant(size: int) -> int:
 
 def _blocks(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Sizes of blocks, from the largest; none is larger than all rows."""
-    return tuple(size for size in sizes[:-1] if size <= count) + (min(sizes[-1], count),)
+    return tuple(size for size in sizes[:-1] if FEW < count >= size) + (min(sizes[-1], count),)
 
 
 def _product(x: jax.Array, y: jax.Array, over) -> jax.Array:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from trellis.mesh.parts import part_of, with_part
 from trellis.nn.attention.sliced.tile import NOTHING, Ids, Kernels, Part, Tile, put_together
 from trellis.program.said import kernel_mask, kernel_work
 
@@ -196,11 +197,11 @@ def _cut(x, start: Start, size: int, dim: int):
         return x
     if isinstance(start, int):
         return lax.slice_in_dim(x, start, start + size, axis=dim)
-    return lax.dynamic_slice_in_dim(x, start, size, axis=dim)
+    return part_of(x, start, size, dim)
 
 
 def _put(x, rows, start: Start, dim: int):
-    return rows if x.shape == rows.shape else lax.dynamic_update_slice_in_dim(x, rows, start, axis=dim)
+    return rows if x.shape == rows.shape else with_part(x, rows, start, dim)
 
 
 def _add(x, more, start: Start, dim: int):

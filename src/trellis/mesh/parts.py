@@ -1,0 +1,33 @@
+"""Parts of arrays that begin at a number which the program computes.
+
+`jax.lax` takes a negative start from the end, and makes four operations of each dimension for that, of the dimensions
+too that are whole: half of what a pipeline of mixtures is, traced. Starts here are none.
+"""
+
+from collections.abc import Sequence
+
+import jax
+from jax import lax
+
+
+def part_of(x: jax.Array, start, size: int, dim: int = 0) -> jax.Array:
+    """`size` places of a dimension from `start` on, which is not negative."""
+    return lax.dynamic_slice_in_dim(x, start, size, dim, allow_negative_indices=False)
+
+
+def one_of(x: jax.Array, at: Sequence) -> jax.Array:
+    """What lies at an index for each of the first dimensions, none of them negative."""
+    rest = x.shape[len(at) :]
+    starts = (*at, *(0,) * len(rest))
+    return lax.dynamic_slice(x, starts, (*(1,) * len(at), *rest), allow_negative_indices=False).reshape(rest)
+
+
+def with_part(x: jax.Array, part: jax.Array, start, dim: int = 0) -> jax.Array:
+    """`x` with another part, in its dtype, from `start` on, which is not negative."""
+    return lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), start, dim, allow_negative_indices=False)
+
+
+def with_one(x: jax.Array, one: jax.Array, at: Sequence) -> jax.Array:
+    """`x` with another array, in its dtype, at an index for each of its first dimensions, none of them negative."""
+    one = one.astype(x.dtype).reshape(*(1,) * len(at), *one.shape)
+    return lax.dynamic_update_slice(x, one, (*at, *(0,) * (x.ndim - len(at))), allow_negative_indices=False)
