@@ -28,8 +28,8 @@ PACKAGES = (
 QUERY = ("driver_version", "memory.total", "power.limit", "clocks.max.sm", "clocks.sm", "temperature.gpu")
 
 
-def machine(findings: Any, *, size: int, megabytes: int, cpu_too: bool) -> None:
-    """What the device is, and what products and copies alone reach on it."""
+def machine(findings: Any, *, size: int, megabytes: int, cpu_too: bool, at_least: float) -> None:
+    """What the device is, and what products and copies alone reach on it, each measured for so many seconds."""
     device = jax.devices()[0]
     if device.platform == "cpu" and not cpu_too:
         raise Missing("JAX finds no accelerator here; `trellis doctor` says more, and --toy rehearses on a CPU")
@@ -42,9 +42,9 @@ def machine(findings: Any, *, size: int, megabytes: int, cpu_too: bool) -> None:
     products = {}
     for dtype in ("bfloat16", "float32"):
         a, b = (jax.random.normal(jax.random.key(n), (size, size)).astype(dtype) for n in range(2))
-        products[dtype] = 2.0 * size**3 / seconds_of(square, a, b)
+        products[dtype] = 2.0 * size**3 / seconds_of(square, a, b, at_least=at_least)
     x = jnp.ones((megabytes * 2**18,), jnp.float32)
-    copies = 2.0 * x.nbytes / seconds_of(jax.jit(lambda x: x + 1.0), x)
+    copies = 2.0 * x.nbytes / seconds_of(jax.jit(lambda x: x + 1.0), x, at_least=at_least)
     chip = _chip()
     findings.tell(products=products, copies=copies)
     with contextlib.suppress(TypeError, KeyError):
@@ -67,8 +67,8 @@ def _driver() -> dict[str, str]:
     return dict(zip(QUERY, (value.strip() for value in told.split(","))))
 
 
-def attention_alone(findings: Any, *, shapes: list[tuple[int, ...]]) -> None:
-    """Causal attention in bfloat16, forward, and forward and backward."""
+def attention_alone(findings: Any, *, shapes: list[tuple[int, ...]], at_least: float) -> None:
+    """Causal attention in bfloat16, forward, and forward and backward, each measured for so many seconds."""
     rows = []
     for batch, pos, heads, kv_heads, head_dim in shapes:
         sizes = [(batch, pos, count, head_dim) for count in (heads, kv_heads, kv_heads)]
@@ -81,15 +81,16 @@ def attention_alone(findings: Any, *, shapes: list[tuple[int, ...]]) -> None:
         moved = 2.0 * (q.nbytes + k.nbytes)
         programs = {"forward": (dot_product_attention, 1.0, 1.0), "both": (jax.grad(weighted, (0, 1, 2)), 3.5, 3.0)}
         for which, (fn, times, reads) in programs.items():  # backward: five products more, scores anew
-            seconds = seconds_of(jax.jit(fn), q, k, v)
+            seconds = seconds_of(jax.jit(fn), q, k, v, at_least=at_least)
             what = f"{batch} x {pos}, {heads} heads, {kv_heads} kv heads, head_dim {head_dim}, {which}"
             rows.append({"what": what, **_bound(forward * times, moved * reads, seconds)})
             findings.tell(rows=rows)
     _say(findings)
 
 
-def loss_alone(findings: Any, *, shapes: list[tuple[int, int, int]]) -> None:
-    """The product with the unembedding and the cross entropy in bfloat16, with both gradients."""
+def loss_alone(findings: Any, *, shapes: list[tuple[int, int, int]], at_least: float) -> None:
+    """The product with the unembedding and the cross entropy in bfloat16, with both gradients, measured for so many
+    seconds."""
     rows = []
     for tokens, embed, vocab in shapes:
         x = jax.random.normal(jax.random.key(0), (1, tokens, embed), products_dtype())
@@ -99,7 +100,8 @@ def loss_alone(findings: Any, *, shapes: list[tuple[int, int, int]]) -> None:
         def loss(x, table, targets):
             return linear_cross_entropy(x, table, targets, vocab_first=True).total
 
-        seconds = seconds_of(jax.jit(jax.value_and_grad(loss, (0, 1))), x, table, targets)
+        measured = jax.jit(jax.value_and_grad(loss, (0, 1)))
+        seconds = seconds_of(measured, x, table, targets, at_least=at_least)
         moved = 2.0 * (x.nbytes + table.nbytes)
         what = f"{tokens:,} tokens, embed {embed}, vocabulary {vocab:,}"
         rows.append({"what": what, **_bound(6.0 * tokens * embed * vocab, moved, seconds)})
