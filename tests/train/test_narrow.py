@@ -2,11 +2,14 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
 from tests.train.small import curve, trellis
 
+WIDE = ("--model.embed", "64")  # tiles of 32 lie on one device of two
+MESH = ("--layout.preset", "fsdp_tensor", "--devices", "4", "--mesh.model", "2")
 NARROW = (
     "--precision.products.attention",
     "int8",
@@ -31,8 +34,7 @@ def test_a_narrow_run_is_the_same_on_every_layout_and_when_resumed(run_file, tmp
     assert trained(capsys, run_file, tmp_path / "parts", *one, "--until", "3") == whole[:3]
     assert trained(capsys, run_file, tmp_path / "parts", *one) == whole
 
-    layout = ("--devices", "8", "--mesh.model", "2", "--layout.preset", "fsdp_tensor", *NARROW)
-    many = trained(capsys, run_file, tmp_path / "many", *layout)
+    many = trained(capsys, run_file, tmp_path / "many", *MESH, *NARROW)
     plain = trained(capsys, run_file, tmp_path / "plain", "--layout.preset", "single")
     assert many[:2] == pytest.approx(whole[:2], rel=1e-5)
     assert many == pytest.approx(whole, rel=5e-3)  # a last bit that sums in another order may round to another number
@@ -43,13 +45,13 @@ def test_a_narrow_run_is_the_same_on_every_layout_and_when_resumed(run_file, tmp
 @pytest.mark.slow
 def test_a_run_in_four_bits_is_the_same_on_every_layout_and_when_resumed(run_file, tmp_path, capsys):
     # Blocks of 16 positions, and of 16 numbers of a head, lie on one device.
-    four = ("--precision.products.attention", "nvfp4", "--precision.products.mlp", "nvfp4", "--model.embed", "128")
-    four = (*four, "--model.layers", "1", "--steps", "4", "--layout.preset")
-    whole = trained(capsys, run_file, tmp_path / "one", *four, "single")
-    assert trained(capsys, run_file, tmp_path / "parts", *four, "single", "--until", "2") == whole[:2]
-    assert trained(capsys, run_file, tmp_path / "parts", *four, "single") == whole
-    devices = ("--devices", "8", "--mesh.model", "2")
-    many = trained(capsys, run_file, tmp_path / "many", *four, "fsdp_tensor", *devices)
+    four = ("--precision.products.attention", "nvfp4", "--precision.products.mlp", "nvfp4", *WIDE)
+    four = (*four, "--model.layers", "1", "--steps", "4")
+    one = ("--layout.preset", "single", *four)
+    whole = trained(capsys, run_file, tmp_path / "one", *one)
+    assert trained(capsys, run_file, tmp_path / "parts", *one, "--until", "2") == whole[:2]
+    assert trained(capsys, run_file, tmp_path / "parts", *one) == whole
+    many = trained(capsys, run_file, tmp_path / "many", *MESH, *four)
     assert many[0] == pytest.approx(whole[0], rel=1e-5)
     assert many[:3] == pytest.approx(whole[:3], rel=5e-3)  # a last bit may round a number to another one
 
@@ -97,14 +99,13 @@ def test_layouts_that_cut_a_tile_are_refused_before_anything_is_traced(part, opt
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.slow
 def test_moments_in_eight_bits_are_checkpointed_sharded_and_resumed(run_file, tmp_path, capsys):
-    wide = ("--model.embed", "128")
-    narrow = (*wide, "--precision.moments.layers", "mxfp8", "--precision.moments.embedding", "mxfp8")
+    narrow = (*WIDE, "--precision.moments.layers", "mxfp8", "--precision.moments.embedding", "mxfp8")
     one = ("--layout.preset", "single", *narrow)
     whole = trained(capsys, run_file, tmp_path / "one", *one)
     assert trained(capsys, run_file, tmp_path / "parts", *one, "--until", "3") == whole[:3]
+    shutil.copytree(tmp_path / "parts", tmp_path / "many")
     assert trained(capsys, run_file, tmp_path / "parts", *one) == whole
-    many = ("--devices", "8", "--mesh.model", "2", "--layout.preset", "fsdp_tensor", *narrow)
-    trained(capsys, run_file, tmp_path / "many", *one, "--until", "3")
+    many = (*MESH, *narrow)
     found = trained(capsys, run_file, tmp_path / "many", *many)
     assert found[3] == pytest.approx(whole[3], rel=1e-6)  # from the same bits, on another mesh
     assert found == pytest.approx(whole, rel=5e-3)
@@ -112,7 +113,7 @@ def test_moments_in_eight_bits_are_checkpointed_sharded_and_resumed(run_file, tm
     up = {name.rsplit("/", 1)[1]: line for name, line in lines.items() if "/mu/layers/" in name and "/up/" in name}
     assert up["values"]["dtype"] == "float8_e4m3fn" and up["values"]["names"] == ["layers", "embed", "mlp"]
     assert up["scales"]["dtype"] == "float8_e8m0fnu" and up["scales"]["names"] == ["layers", "embed", "mlp_block"]
-    plain = trained(capsys, run_file, tmp_path / "plain", "--layout.preset", "single", *wide)
+    plain = trained(capsys, run_file, tmp_path / "plain", "--layout.preset", "single", *WIDE)
     assert 1e-6 < abs(whole[-1] / plain[-1] - 1) < 0.02
 
 

@@ -52,9 +52,14 @@ def batch():
 @functools.cache
 def model_of(routing):
     """Skewed: some experts have several times the load of others."""
-    model = config_of(routing).init(key=jax.random.key(0))
-    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(model))))
-    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), model)
+
+    @jax.jit
+    def made(first, second):
+        model = config_of(routing).init(key=first)
+        keys = iter(jax.random.split(second, len(jax.tree.leaves(model))))
+        return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), model)
+
+    return made(jax.random.key(0), jax.random.key(1))
 
 
 @functools.cache
@@ -157,7 +162,7 @@ def test_no_optimizer_moves_a_bias(rule):
 def test_biases_even_the_load():
     """With the learning rate at zero only the biases move, and the fullest expert's load falls towards the mean."""
     config = dataclasses.replace(CONFIGS["mixtral"], routing=Routing(bias_rate=0.01))
-    model = config.init(key=jax.random.key(0))
+    model = jax.jit(lambda key: config.init(key=key))(jax.random.key(0))
     router = model.layers.block.mlp.router
     skewed = router.with_array(router.array.at[:, :, 0].multiply(4.0))
     model = jax.tree.map(lambda x: skewed if x is router else x, model, is_leaf=lambda x: x is router)
