@@ -24,11 +24,12 @@ from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.state import TrainState
 from trellis.train.step import StepOptions, loss_and_gradients, make_step
 
+ONE_ROUND = 16.0  # room for all tokens, whomever they choose
 CONFIG = dataclasses.replace(CONFIGS["mixtral"], routing=Routing(balance=0.5, z_loss=0.1))
 MESHES = {
     "experts and tensor": MeshSizes(data=1, expert=2, model=2),
     "experts and context": MeshSizes(data=1, expert=2, context=2),
-    "experts alone": MeshSizes(data=1, expert=4),
+    "experts alone": MeshSizes(data=1, expert=4),  # tokens go to them in several rounds
 }
 
 
@@ -43,7 +44,7 @@ def batch():
 
 @functools.cache
 def model():
-    return CONFIG.init(key=jax.random.key(0), vocab_multiple=4)
+    return jax.jit(lambda key: CONFIG.init(key=key, vocab_multiple=4))(jax.random.key(0))
 
 
 def run(jit, model, data):
@@ -59,6 +60,9 @@ def one_device():
 @functools.cache
 def on_mesh(mesh):
     whole = model()
+    if mesh != "experts alone":
+        routing = dataclasses.replace(CONFIG.routing, slack=ONE_ROUND)
+        whole = dataclasses.replace(whole, config=dataclasses.replace(CONFIG, routing=routing))
     with make_layout(MESHES[mesh], LayoutChoice(preset="hybrid"), jax.devices()[:4]):
         return run(named_jit, shard(whole, "params"), shard(batch(), "compute"))
 

@@ -21,14 +21,15 @@ CASES = list(itertools.product([0.0, 0.1], [None, 2.0], [None, 29], [False, True
 
 @pytest.fixture(scope="module")
 def arrays():
-    keys = jax.random.split(jax.random.key(0), 4)
-    x = jax.random.normal(keys[0], (BATCH, POS, EMBED))
-    unembed = jax.random.normal(keys[1], (EMBED, VOCAB))
-    targets = jax.random.randint(keys[2], (BATCH, POS), 0, 29)
+    random = np.random.default_rng(0)
+    x, unembed = random.normal(size=(BATCH, POS, EMBED)), random.normal(size=(EMBED, VOCAB))
+    targets = random.integers(0, 29, (BATCH, POS))
     # Some tokens that are predicted right, so that accuracy is neither 0 nor all.
-    targets = targets.at[0].set(jnp.argmax(x[0] @ unembed[:, :29], axis=-1))
-    weights = jax.random.uniform(keys[3], (BATCH, POS)).at[:, 2].set(0.0)
-    return x, unembed, targets, weights
+    targets[0] = np.argmax(x[0] @ unembed[:, :29], axis=-1)
+    weights = random.random((BATCH, POS))
+    weights[:, 2] = 0
+    in_float32 = lambda x: jnp.asarray(x, jnp.float32)
+    return in_float32(x), in_float32(unembed), jnp.asarray(targets, jnp.int32), in_float32(weights)
 
 
 def plain(x, unembed, targets, weights, *, z_loss, logit_softcap, vocab_size, vocab_first):
@@ -43,13 +44,17 @@ def plain(x, unembed, targets, weights, *, z_loss, logit_softcap, vocab_size, vo
     return entropy + z_sum, entropy, z_sum, correct, jnp.sum(weights)
 
 
-def with_gradients(function, x, unembed, *rest, **settings):
+def gradients(function, x, unembed, *rest, **settings):
     def mean(x, unembed):
         sums = function(x, unembed, *rest, **settings)
         return sums[0] / sums[4], tuple(sums)
 
-    (_, sums), gradients = jax.jit(jax.value_and_grad(mean, (0, 1), has_aux=True))(x, unembed)
-    return sums, gradients
+    (_, sums), found = jax.value_and_grad(mean, (0, 1), has_aux=True)(x, unembed)
+    return sums, found
+
+
+def with_gradients(function, x, unembed, *rest, **settings):
+    return jax.jit(lambda x, unembed: gradients(function, x, unembed, *rest, **settings))(x, unembed)
 
 
 def assert_near(seen, wanted):
@@ -63,11 +68,17 @@ def test_chunks_equal_the_formula(arrays, z_loss, logit_softcap, vocab_size, voc
     x, unembed, targets, weights = arrays
     unembed = unembed.T if vocab_first else unembed
     settings = dict(z_loss=z_loss, logit_softcap=logit_softcap, vocab_size=vocab_size, vocab_first=vocab_first)
-    wanted = with_gradients(plain, x, unembed, targets, weights, **settings)
-    for chunk in (None, 8, 7):
-        assert_near(with_gradients(cross_entropy, x, unembed, targets, weights, chunk=chunk, **settings), wanted)
-        only_values = jax.jit(functools.partial(cross_entropy, chunk=chunk, **settings))(x, unembed, targets, weights)
-        assert_near(tuple(only_values), wanted[0])
+
+    @jax.jit
+    def found(*given):
+        chunked = [functools.partial(cross_entropy, chunk=chunk, **settings) for chunk in (None, 8, 7)]
+        values = [tuple(function(*given)) for function in chunked]
+        return gradients(plain, *given, **settings), [gradients(function, *given) for function in chunked], values
+
+    wanted, each, values = found(x, unembed, targets, weights)
+    for chunks, only_values in zip(each, values, strict=True):
+        assert_near(chunks, wanted)
+        assert_near(only_values, wanted[0])
     assert 0 < wanted[0][3] < wanted[0][4]
 
 
@@ -90,11 +101,15 @@ def test_few_tokens_keep_the_gradient_of_their_logits(vocab_first, with_bias):
         return plain(x, unembed, *rest, **settings)
 
     unembed = unembed.T if vocab_first else unembed
-    wanted = with_gradients(reference, x, unembed, targets, weights, **settings)
-    for chunk in (None, 4, 5):
-        assert_near(
-            with_gradients(cross_entropy, x, unembed, targets, weights, chunk=chunk, **settings, **bias), wanted
-        )
+
+    @jax.jit
+    def found(*given):
+        chunked = [functools.partial(cross_entropy, chunk=chunk, **settings, **bias) for chunk in (None, 4, 5)]
+        return gradients(reference, *given, **settings), [gradients(function, *given) for function in chunked]
+
+    wanted, each = found(x, unembed, targets, weights)
+    for chunks in each:
+        assert_near(chunks, wanted)
     grad = jax.grad(lambda u: cross_entropy(x, u, targets, weights, chunk=4, **settings).total)
     products = [line for line in str(jax.make_jaxpr(grad)(unembed)).splitlines() if "dot_general" in line]
     shape = f"f32[{VOCAB},16]" if vocab_first else f"f32[16,{VOCAB}]"
