@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import trellis as tr
-from tests.named.test_narrow import LAYOUTS, drawn, layout_of, to_numpy
+from tests.named.test_narrow import MESHES, drawn, layout_of, to_numpy
 from trellis.named import scaled
 from trellis.named.hadamard import matrix
 
@@ -83,7 +83,7 @@ def one_device(rounded):
 def test_every_layout_gives_one_device_s_numbers(axis_type, rounded):
     (up, down, x), wanted = arrays(), one_device(rounded)
     step = jax.value_and_grad(loss_of(KEY if rounded == "random" else None), (0, 1))
-    for name in list(LAYOUTS)[1:]:
+    for name in MESHES[axis_type]:
         with layout_of(name, axis_type):
             found = to_numpy(tr.named_jit(step)(tr.shard((up, down)), tr.shard(x, "compute")))
         assert found[0] == pytest.approx(wanted[0], rel=1e-5)

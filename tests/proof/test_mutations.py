@@ -6,7 +6,7 @@ import pytest
 from tests.proof.cases import Case
 from tests.proof.mutations import outcomes
 
-CASE = Case("tiny", "", "v5e:2x2", ("--mesh.data=2", "--mesh.model=2", "--layout.preset=auto"))
+CASE = Case("tiny", "", "v5e:2x2", ("--mesh.data=2", "--mesh.model=2", "--layout.preset=auto", "--batch_size=4"))
 
 
 @pytest.mark.slow

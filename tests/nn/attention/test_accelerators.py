@@ -65,18 +65,25 @@ def test_a_long_tiles_gradient_in_pieces_of_its_keys(monkeypatch, causal, ahead,
     Where a tile is seen whole a block has twice as many keys, in two halves, and the tile is one piece.
     """
     tile = Tile(384, 384 + ahead if causal else 256, Pattern(causal=causal), ahead)
-    made = jax.random.split(jax.random.key(0), 4)
-    q, d_out = (0.5 * jax.random.normal(key, (2, HEADS, tile.queries, HEAD_DIM)) for key in made[:2])
-    k, v = (0.5 * jax.random.normal(key, (2, KV_HEADS, tile.keys, HEAD_DIM)) for key in made[2:])
-    ids = tuple(jnp.tile((jnp.arange(size) + first) // 200, (2, 1)) for size, first in ((384, ahead), (tile.keys, 0)))
+    random = np.random.default_rng(0)
+    draw = lambda heads, size: random.normal(0, 0.5, (2, heads, size, HEAD_DIM)).astype(np.float32)
+    q, d_out = draw(HEADS, tile.queries), draw(HEADS, tile.queries)
+    k, v = draw(KV_HEADS, tile.keys), draw(KV_HEADS, tile.keys)
+    ids = tuple(
+        np.tile((np.arange(size, dtype=np.int32) + first) // 200, (2, 1))
+        for size, first in ((384, ahead), (tile.keys, 0))
+    )
     kernels = SplashTiles(scale=HEAD_DIM**-0.5, widest=(128, 128 if causal else 256), interpret=True)
 
     def gradients():
         splash._table.cache_clear()
-        pair = ids if documents else None
-        out, log_sum = kernels.forward(tile, q, k, v, pair)
-        gradients = kernels.backward(tile, q, k, v, pair, kernels.known(out, d_out), log_sum, d_out)
-        return len(splash._pieces(tile, 512, kernels.widest)), gradients
+
+        @jax.jit
+        def run(q, k, v, d_out, pair):
+            out, log_sum = kernels.forward(tile, q, k, v, pair)
+            return kernels.backward(tile, q, k, v, pair, kernels.known(out, d_out), log_sum, d_out)
+
+        return len(splash._pieces(tile, 512, kernels.widest)), run(q, k, v, d_out, ids if documents else None)
 
     whole, wanted = gradients()
     for name, value in (("BLOCK", 128), ("LARGE_BLOCK", 128), ("MANY", 1), ("WIDE_ROW", 512)):
