@@ -99,7 +99,7 @@ def test_layouts_that_cut_a_tile_are_refused_before_anything_is_traced(part, opt
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.slow
 def test_moments_in_eight_bits_are_checkpointed_sharded_and_resumed(run_file, tmp_path, capsys):
-    narrow = (*WIDE, "--precision.moments.layers", "mxfp8", "--precision.moments.embedding", "mxfp8")
+    narrow = (*WIDE, "--precision.moments", "{attention.o: mxfp8, mlp.up: mxfp8, mlp.down: mxfp8, embedding: mxfp8}")
     one = ("--layout.preset", "single", *narrow)
     whole = trained(capsys, run_file, tmp_path / "one", *one)
     assert trained(capsys, run_file, tmp_path / "parts", *one, "--until", "3") == whole[:3]
