@@ -43,11 +43,12 @@ def test_a_loss_per_example(layout, kind):
         x = tr.shard(x, "compute") if batch == "sharded" else x
         losses = tr.vmap(_loss, "b")
         mean = lambda w, x: losses(x, w).sum().array
-        for use in (lambda f: f, jax.jit):
-            np.testing.assert_allclose(use(losses)(x, w), each, rtol=1e-5)
-            gradient = use(jax.grad(mean))(w, x)
+        both = lambda x, w: (losses(x, w), jax.grad(mean)(w, x))
+        of_each = tr.vmap(lambda x, w: jax.grad(lambda w: _loss(x, w).array)(w), "b")
+        *compiled, per_example = jax.jit(lambda x, w: (*both(x, w), of_each(x, w)))(x, w)
+        for found, gradient in (both(x, w), compiled):
+            np.testing.assert_allclose(found, each, rtol=1e-5)
             np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
-        per_example = jax.jit(tr.vmap(lambda x, w: jax.grad(lambda w: _loss(x, w).array)(w), "b"))(x, w)
         assert per_example.shape == {"b": 8, "e": 16, "o": 8}
         np.testing.assert_allclose(per_example.sum("b"), expected, rtol=1e-4, atol=1e-5)
 
