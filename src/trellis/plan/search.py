@@ -28,6 +28,7 @@ from trellis.plan.quick import Plan, quick_plan
 from trellis.plan.sketch import Sketch, sketch
 from trellis.plan.ways_to_fit import POLICIES, some_names
 from trellis.run.config import Run
+from trellis.run.layouts import MeshSizes
 from trellis.train.assemble import layout_of
 
 # How attention reaches keys of other slices, along a mesh axis of positions.
@@ -182,24 +183,24 @@ def _through(stages: int, run: Run, target: Target, written: Run) -> Iterator[tu
             if (copies := _fewest_copies(ways, run.model.embed)) > 1:
                 kinds = [*kinds, (copies, "hybrid")]
             schedules, policies = list(_schedules(run, stages)), _policies(run, stages)
-            for (replica, preset), schedule, (policy, names) in itertools.product(kinds, schedules, policies):
+            for (replica, preset), schedule in itertools.product(kinds, schedules):
                 if size % (ways * expert * schedule.parts):
                     continue
-                mesh = data_sizes(ways // replica, target)
-                sizes = {"replica": replica, **{axis: mesh.get(axis, 1) for axis in DATA_AXES}}
+                data = data_sizes(ways // replica, target)
+                sizes = {"replica": replica, **{axis: data.get(axis, 1) for axis in DATA_AXES}}
                 sizes |= {"stage": stages, "context": context, "context_y": 1, "model": model}
                 sizes |= {"expert": near, "expert_y": expert_y}
-                changed = dataclasses.replace(
-                    run,
-                    mesh=dataclasses.replace(run.mesh, **sizes),
-                    layout=dataclasses.replace(
-                        run.layout, preset=preset, mode="explicit", context=kind, context_y=None, **schedule.stages
-                    ),
-                    microbatches=run.microbatches if schedule.microbatches == run.parts else schedule.microbatches,
-                    accumulation=schedule.accumulation,
-                    remat=dataclasses.replace(run.remat, policy=policy, names=names),
+                mesh = dataclasses.replace(run.mesh, **sizes)
+                layout = dataclasses.replace(
+                    run.layout, preset=preset, mode="explicit", context=kind, context_y=None, **schedule.stages
                 )
-                yield changed, _options(written, changed)
+                microbatches = run.microbatches if schedule.microbatches == run.parts else schedule.microbatches
+                for policy, names in policies:
+                    changed = dataclasses.replace(
+                        run, mesh=mesh, layout=layout, microbatches=microbatches, accumulation=schedule.accumulation,
+                        remat=dataclasses.replace(run.remat, policy=policy, names=names),
+                    )  # fmt: skip
+                    yield changed, _options(written, changed)
 
 
 def _expert_sizes(most: int, target: Target) -> list[tuple[int, int]]:
@@ -285,11 +286,17 @@ def _blocks(length: int, context: int, kind: str) -> int:
     return keys * (keys if kind == "exchange" else keys // context)
 
 
+@functools.lru_cache(maxsize=1024)
+def _sizes(mesh: MeshSizes) -> Mapping[str, int]:
+    """The sizes of a mesh by their axes: thousands of variants have a few meshes."""
+    return dataclasses.asdict(mesh)
+
+
 def _options(before: Run, after: Run) -> dict[str, str]:
     """What differs, by the dotted names of the command line."""
     found = {}
-    was = dataclasses.asdict(before.mesh)
-    found |= {f"mesh.{axis}": str(size) for axis, size in dataclasses.asdict(after.mesh).items() if was[axis] != size}
+    was = _sizes(before.mesh)
+    found |= {f"mesh.{axis}": str(size) for axis, size in _sizes(after.mesh).items() if was[axis] != size}
     for name in ("layout.preset", "layout.mode", "layout.context", "remat.policy"):
         get = operator.attrgetter(name)
         if get(before) != get(after):
@@ -387,7 +394,7 @@ def _refused(devices: Sequence[Any], run: Run, mesh, layout, microbatches: int |
 
 
 def _sketched(run: Run, options: dict[str, str], target: Target) -> Candidate:
-    sizes = {name: size for name, size in dataclasses.asdict(run.mesh).items() if size > 1}
+    sizes = {name: size for name, size in _sizes(run.mesh).items() if size > 1}
     return Candidate(run, options, sketch(run, target, sizes))
 
 

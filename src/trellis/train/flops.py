@@ -1,5 +1,6 @@
 """What a token costs: the FLOPs that utilisation (MFU) is counted with."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -45,6 +46,7 @@ def flops_per_token(model: LanguageModel, length: int, *, causal: bool = True) -
     return 6 * matmul_parameters(model) + 6 * attention_width(model.config) * keys
 
 
+@functools.lru_cache(maxsize=64)
 def keys_seen(config: FamilyConfig, length: int) -> float:
     """How many keys a query sees in all layers together, in the mean over a sequence.
 
