@@ -140,7 +140,7 @@ def _in_blocks(block: Callable, carry, first: jax.Array, count: jax.Array, even:
     """
     for size in blocks:
         last = size == blocks[-1]
-        turns = (count + (size - 1 if last else _vacant(size))) // size
+        turns = lax.div(count + (size - 1 if last else _vacant(size)), jnp.int32(size))  # neither is negative
         turn = lambda i, carry, first=first, size=size: block(carry, first + i * size, size)
         # Rows are the same however they are cut: counted as if all went in the smallest blocks.
         with loop_turns(even if last else 0, size):
