@@ -31,12 +31,10 @@ def small_chunks(monkeypatch):
 
 @pytest.fixture(scope="module")
 def arrays():
-    keys = jax.random.split(jax.random.key(0), 4)
-    shape = (BATCH, POS, HEADS, HEAD_DIM)
-    kv_shape = (BATCH, POS, KV_HEADS, HEAD_DIM)
-    q, k, v, g = (jax.random.normal(key, s) for key, s in zip(keys, (shape, kv_shape, kv_shape, shape), strict=True))
-    ids = jnp.cumsum(jax.random.bernoulli(jax.random.key(5), 0.2, (BATCH, POS)), axis=1)
-    return q, k, v, g, ids
+    random = np.random.default_rng(0)
+    shapes = ((BATCH, POS, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS))
+    ids = np.cumsum(random.random((BATCH, POS)) < 0.2, axis=1, dtype=np.int32)
+    return *(jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes), jnp.asarray(ids)
 
 
 def value_and_gradients(q, k, v, g, **settings):
@@ -68,12 +66,17 @@ def by_hand(q, k, v, visible):
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
 def test_the_masks_mean_what_they_say(arrays, implementation):
     q, k, v, _, ids = arrays
-    numbers = [np.asarray(x) for x in (q, k, v)]
-    seen = attention(q, k, v, causal=True, window=5, segment_ids=(ids, ids), implementation=implementation)
-    wanted = by_hand(*numbers, lambda b, i, j: j <= i and i - j < 5 and ids[b, i] == ids[b, j])
-    np.testing.assert_allclose(np.asarray(seen), wanted, atol=1e-5)
-    seen = attention(q, k, v, causal=False, window=3, implementation=implementation)
-    np.testing.assert_allclose(np.asarray(seen), by_hand(*numbers, lambda b, i, j: abs(i - j) < 3), atol=1e-5)
+    *numbers, documents = (np.asarray(x) for x in (q, k, v, ids))
+
+    @jax.jit
+    def both(q, k, v, ids):
+        near = attention(q, k, v, causal=True, window=5, segment_ids=(ids, ids), implementation=implementation)
+        return near, attention(q, k, v, causal=False, window=3, implementation=implementation)
+
+    near, both_ways = both(q, k, v, ids)
+    wanted = by_hand(*numbers, lambda b, i, j: j <= i and i - j < 5 and documents[b, i] == documents[b, j])
+    np.testing.assert_allclose(np.asarray(near), wanted, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(both_ways), by_hand(*numbers, lambda b, i, j: abs(i - j) < 3), atol=1e-5)
 
 
 @pytest.mark.slow(but=4)
@@ -149,12 +152,16 @@ def test_masked_blocks_are_not_computed(arrays):
 @pytest.mark.slow
 def test_a_traced_scale_and_a_low_precision(arrays):
     q, k, v, *_ = arrays
-    wanted = attention(q, k, v, scale=0.25, implementation="reference")
-    seen = jax.jit(lambda s: attention(q, k, v, scale=s))(jnp.float32(0.25))
+
+    @jax.jit
+    def found(q, k, v, scale):
+        half = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+        low = [attention(*half, scale=0.25, upcast=upcast) for upcast in (True, False)]
+        return attention(q, k, v, scale=scale), attention(q, k, v, scale=0.25, implementation="reference"), low
+
+    seen, wanted, halves = found(q, k, v, jnp.float32(0.25))
     assert_near(seen, wanted)
-    half = [x.astype(jnp.bfloat16) for x in (q, k, v)]
-    for upcast in (True, False):
-        low = attention(*half, scale=0.25, upcast=upcast)
+    for low in halves:
         assert low.dtype == jnp.bfloat16
         assert_near(low.astype(jnp.float32), wanted, tolerance=0.06)
 
@@ -289,8 +296,9 @@ def test_one_example_has_no_batch():
     q, k, v = draw(0, pos=4, heads=4), draw(1, key_pos=4, kv_heads=2), draw(2, key_pos=4, kv_heads=2)
     documents = tr.named(jnp.arange(32, dtype=jnp.int32).reshape(8, 4) // 3, "batch pos")
     attend = lambda q, k, v, d: nn.attend(q, k, v, segment_ids=d)
-    alone = attend(*(x["batch", 3] for x in (q, k, v, documents)))
-    np.testing.assert_allclose(alone, attend(q, k, v, documents)["batch", 3], rtol=1e-5, atol=1e-6)
+    given = q, k, v, documents
+    alone, many = jax.jit(lambda *given: (attend(*(x["batch", 3] for x in given)), attend(*given)["batch", 3]))(*given)
+    np.testing.assert_allclose(alone, many, rtol=1e-5, atol=1e-6)
 
     def gradients(fn):
         square = lambda q, k, v, d: (fn(q, k, v, d) ** 2.0).sum()

@@ -56,9 +56,9 @@ def test_products_are_those_of_each_group(platform):
     for sizes in LOADS:
         rows, d, weights = drawn(sizes)
         other, more = 2 * d[:, :16], weights[:, :, :16] + 1  # of a second product, which is narrower
-        made = multiply(rows, weights, jnp.array(sizes))
-        alone = back((d,), (weights,), jnp.array(sizes))
-        both = back((d, other), (weights, more), jnp.array(sizes))
+        made = np.asarray(multiply(rows, weights, jnp.array(sizes)))
+        alone = np.asarray(back((d,), (weights,), jnp.array(sizes)))
+        both = np.asarray(back((d, other), (weights, more), jnp.array(sizes)))
         for group, mine in parts(sizes):
             first, second = d[mine] @ weights[group].T, other[mine] @ more[group].T
             np.testing.assert_allclose(made[mine], rows[mine] @ weights[group], rtol=1e-4, atol=1e-4)
@@ -73,7 +73,7 @@ def test_a_sum_in_parts(monkeypatch):
     random = np.random.default_rng(0)
     shapes = (160, 384), (4, 200, 384), (160, 256), (4, 200, 256)  # in three parts, and in two
     d, weights, other, more = (random.standard_normal(shape, np.float32) for shape in shapes)
-    made = mosaic.rows_gradient((d, other), (weights, more), jnp.array(sizes), interpret=True)
+    made = np.asarray(mosaic.rows_gradient((d, other), (weights, more), jnp.array(sizes), interpret=True))
     for group, mine in parts(sizes):
         wanted = d[mine] @ weights[group].T + other[mine] @ more[group].T
         np.testing.assert_allclose(made[mine], wanted, rtol=1e-4, atol=1e-4)
@@ -99,7 +99,7 @@ def test_gradients_are_those_of_each_group(platform):
     gradient = jax.jit(GRADIENTS[platform], static_argnums=3)
     for sizes in LOADS:
         rows, d, _ = drawn(sizes)
-        made = gradient(rows, d, jnp.array(sizes), jnp.float32)
+        made = np.asarray(gradient(rows, d, jnp.array(sizes), jnp.float32))
         for group, mine in parts(sizes):
             np.testing.assert_allclose(made[group], rows[mine].T @ d[mine], rtol=1e-4, atol=1e-4)
 
@@ -114,6 +114,7 @@ def test_weights_are_read_and_written_as_they_lie(outer):
     summed = triton.rows_gradient((d, d), (weights, further), jnp.array(sizes), outer=(outer, 0), interpret=True)
     gradient = triton.weights_gradient(rows, d, jnp.array(sizes), jnp.float32, outer=outer, interpret=True)
     assert gradient.shape == weights.shape
+    made, summed, gradient = map(np.asarray, (made, summed, gradient))
     for group, mine in parts(sizes):
         np.testing.assert_allclose(made[mine], rows[mine] @ weights[group], rtol=1e-4, atol=1e-4)
         wanted = d[mine] @ (weights[group] + further[group]).T
