@@ -51,6 +51,24 @@ def test_bytes_per_mesh_axis(name):
     assert structure.right, f"\n{predicted}\n{found}\n{structure}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("held", ["a/q b", "a b/q"])
+def test_a_sum_settles_before_other_slices_move(held):
+    """Both at once is more than XLA's partitioner finds a way for: it sends the whole array."""
+    mesh = tr.make_mesh(q=2, w=4)
+    like = jax.ShapeDtypeStruct((8, 8, 8), np.float32, sharding=NamedSharding(mesh, P("w", *_spec(held))))
+    with jax.set_mesh(mesh):
+        for to in ("a/w b", "a b/w", "a/w b/q", "a/q b/w", "a/w/q b", "a b/w/q", "a/q/w b", "a b/q/w"):
+            program = lambda x, to=to: tr.reshard(f"{held} +w -> {to}", tr.einsum(f"z/w {held} -> {held} +w", x))
+            found = collectives(jax.jit(program).lower(like).compile(), mesh)
+            comparison = compare(ledger(program, like), found, scatter_as_reduce=True)
+            assert comparison.agrees(), f"{to}\n{comparison}"
+
+
+def _spec(text: str) -> list[tuple[str, ...]]:
+    return [tuple(dim.split("/")[1:]) for dim in text.split()]
+
+
 def test_halves_that_become_thirds_are_gathered():
     mesh = mesh_of(jax.devices()[:6], (2, 3))
     predicted, found, structure = _both(

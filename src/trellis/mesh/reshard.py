@@ -268,7 +268,7 @@ def place(array, axes, pending=(), copied=(), *, names=None):
         state = state_of(array)
     settled = _settled(state, axes, pending, array.shape, mesh)
     way = route(settled.axes, axes, array.shape, mesh.shape)
-    if state.mode == "explicit" and len(way) > 1:
+    if state.mode == "explicit" and (len(way) > 1 or way and settled.axes != state.axes):
         for between in (settled.axes, *way[:-1]):
             array = _move(array, names, _between(state, between, settled.pending, copied), mesh)
     return _move(array, names, State("explicit", axes, pending, copied), mesh)
