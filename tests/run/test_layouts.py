@@ -182,6 +182,15 @@ def test_overlap_drops_out_with_its_mesh_axis():
             ],
         ),
         (
+            lambda: make_layout(MeshSizes(), LayoutChoice(preset="fsdp", compute={"batch": ""}), jax.devices()),
+            [
+                "Every mesh axis slices something: devices along an axis that slices nothing repeat each other's work.",
+                "data=8 with the preset fsdp, which slices parameters over it, and nothing in use",
+                "mesh.data",
+                "use --mesh.data 1, --layout.preset auto, or an entry such as --layout.compute.batch data",
+            ],
+        ),
+        (
             lambda: MeshSizes(model=0),
             ["A mesh axis has a size, or -1.", "model=0", "model", "use 1 or more"],
         ),

@@ -286,11 +286,12 @@ def make_layout(
     if choice.preset == "auto" and list(sizes) == ["data"] and _are_halves_of_a_cpu(devices):
         choice = dataclasses.replace(choice, preset="data")
     params, compute = choice.maps()
-    used = {axis for axes in (*params.values(), *compute.values()) for axis in axes}
+    used, kept = ({axis for axes in maps.values() for axis in axes} for maps in (compute, params))
     if idle := [name for name, size in sizes.items() if size > 1 and name not in used]:
+        at_rest = ", which slices parameters over it, and nothing in use" if idle[0] in kept else ""
         raise UserError(
             "Every mesh axis slices something: devices along an axis that slices nothing repeat each other's work.",
-            seen=f"{idle[0]}={sizes[idle[0]]} with the preset {choice.preset}",
+            seen=f"{idle[0]}={sizes[idle[0]]} with the preset {choice.preset}{at_rest}",
             where=f"mesh.{idle[0]}",
             fix=f"use --mesh.{idle[0]} 1, --layout.preset auto, or an entry such as --layout.compute.batch {idle[0]}",
         )
