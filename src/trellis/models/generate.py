@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 
 from trellis import Layout, NamedArray, Stacked, UserError, current_layout, einsum, full, named, named_jit, shard, take
-from trellis.mesh.parts import with_part
 from trellis.models.protocol import LanguageModel
 from trellis.nn import attend, attend_cached
 
@@ -197,7 +196,7 @@ def _run(model: LanguageModel, rows, length, key, new_tokens: int, sampling: Sam
         if stop is not None:
             token = jnp.where(done, jnp.int32(stop), token)
             done = done | (token == stop)
-        out = with_part(out, token[:, None], i, 1)
+        out = lax.dynamic_update_slice_in_dim(out, token[:, None], i, 1)
         return i + 1, token, out, cache, key, done
 
     done = token == stop if stop is not None else jnp.zeros(batch, jnp.bool_)
@@ -265,7 +264,7 @@ def _with_room(x: NamedArray, total: int) -> NamedArray:
 def _written(cache: NamedArray, x: NamedArray, at) -> NamedArray:
     """The cache with `x` from position `at` on."""
     x = x.transpose(cache.names)
-    return cache.with_array(with_part(cache.array, x.array, at, cache.index("key_pos")))
+    return cache.with_array(lax.dynamic_update_slice_in_dim(cache.array, x.array, at, cache.index("key_pos")))
 
 
 def _choose(model: LanguageModel, hidden: NamedArray, key, sampling: Sampling, allowed=None) -> jax.Array:
