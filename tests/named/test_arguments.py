@@ -1,6 +1,8 @@
 """Arguments that are no arrays, of another kind than an operation takes: one clear error, with what to write."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import trellis as tr
@@ -31,6 +33,19 @@ WRONG = {
     "fractions as bits": (lambda: X & 1, r"takes the dtypes of JAX's, got f32\[batch=4 embed=6\] and 1 .*astype"),
     "whole numbers": (lambda: tr.sigmoid(WHOLE), r"takes the dtypes of JAX's, got i32\[batch=4\] .*cast"),
     "names and no array": (lambda: tr.named("batch", X), r"named takes an array, got 'batch', in named"),
+    "a number and no array": (lambda: tr.einsum("a b -> a", 3), r"an einsum multiplies arrays, got int, in einsum"),
+    "settled or not": (lambda: tr.einsum("batch embed -> batch", X, settle="x"), r"got settle='x', in einsum: write"),
+    "no condition": (lambda: tr.cond(None, abs, abs, X), r"follows from one boolean, got None, in cond: compare it"),
+    "a number for a condition": (lambda: tr.cond(1.5, abs, abs, X), r"follows from one boolean, got 1\.5, in cond"),
+    "several conditions": (lambda: tr.cond(jnp.ones(3, bool), abs, abs, X), r"got bool_\[3\], in cond: take \.all"),
+    "no end": (lambda: tr.while_loop(lambda x: x.sum(), abs, X), r"one boolean, got f32\[\], in while_loop: compare"),
+    "no program": (lambda: tr.ledger(3, X), r"a program is that of a function, got int, in trace: give the function"),
+    "no class": (lambda: tr.struct(3), r"a struct is a class, got int, in struct: write @struct"),
+    "no manual function": (lambda: tr.shard_map(3), r"a manual function is a function, got int, in shard_map: write"),
+    "nothing to keep": (lambda: tr.Keep(3), r"what is kept is named by texts, .* got names=3, in Keep: write"),
+    "no map": (lambda: tr.named_jit(abs, inputs="compuet"), r"got 'compuet', in named_jit\(inputs=\.\.\.\): write"),
+    "nothing to compile": (lambda: tr.named_jit(3), r"named_jit takes a function, got 3, in named_jit"),
+    "nothing to draw": (lambda: tr.show(3), r"show draws arrays and layouts, got int, in show: pass an array"),
     "an array without names": (lambda: tr.named(jnp.zeros(3), None), r"named takes names, got None, in named"),
 }
 
@@ -45,3 +60,15 @@ def test_an_argument_of_another_kind_is_refused(case):
 def test_scalars_of_numpy_are_whole_numbers():
     assert tr.top_k(X, "embed", jnp.int32(2))[0].shape == {"batch": 4, "embed": 2}
     assert [x.shape["embed"] for x in tr.split(X, "embed", jnp.int32(3))] == [2, 2, 2]
+
+
+def test_random_keys_are_no_sums():
+    keys = jax.random.split(jax.random.key(0), 8)
+    with jax.set_mesh(tr.make_mesh(jax.devices()[:2], x=2)):
+        for state in "+~":
+            with pytest.raises(tr.ReshardError, match=rf"numbers, got key<fry> as '\{state}x', in reshard: leave out"):
+                tr.reshard(f"a -> a {state}x", keys)
+
+
+def test_an_array_of_numpy_s_is_drawn():
+    assert "dim0 whole" in str(tr.show(np.ones(3, np.float32)))

@@ -14,10 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from trellis.figures import svg
 from trellis.figures.html import Markup
+from trellis.notation import TypeMismatch
 from trellis.notation.typeof import short_dtype
 from trellis.program.sizes import state_at, typed
 
@@ -107,22 +109,31 @@ def show(x, names: str | Sequence[str] | None = None) -> Picture:
         A picture: `print` it, or `save` it as SVG.
 
     Raises:
-        TypeError: `x` is neither an array nor a layout.
+        TypeMismatch: `x` is neither an array nor a layout, or has another number of dimensions than there are names.
     """
     if hasattr(x, "params") and hasattr(x, "compute") and hasattr(x, "mesh"):
         return Picture(tuple(_layout_panel(x.mesh, dict(getattr(x, which)), which) for which in ("params", "compute")))
     array = getattr(x, "array", x)
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-        raise TypeError(f"show draws arrays and layouts, got {type(x).__name__}: pass an array, or a Layout")
+        raise TypeMismatch(
+            f"show draws arrays and layouts, got {type(x).__name__}, in show: pass an array, or a Layout"
+        )
     names = names.split() if isinstance(names, str) else names
     names = tuple(names or getattr(x, "names", ()) or (f"dim{i}" for i in range(len(array.shape))))
     if len(names) != len(array.shape):
-        raise TypeError(f"an array has one name for each dimension, got {len(names)} names for shape {array.shape}")
+        raise TypeMismatch(
+            f"an array has one name for each dimension, got {len(names)} names for shape {array.shape}, in show: write "
+            "as many"
+        )
     return Picture((_array_panel(array, names),))
 
 
+def _sharding(array):
+    return getattr(array, "sharding", None) or jax.typeof(array).sharding
+
+
 def _array_panel(array, names: tuple[str, ...]) -> Panel:
-    sharding = getattr(array, "sharding", None) or jax.typeof(array).sharding
+    sharding = None if isinstance(array, np.ndarray | np.generic) else _sharding(array)
     if not isinstance(sharding, NamedSharding) or not sharding.mesh.shape:
         devices = sorted(getattr(sharding, "device_set", ()), key=lambda device: device.id)
         box = Box(f"device {devices[0].id}" if devices else "one device", _bars(names, array.shape, {}, {}, ()), 0)

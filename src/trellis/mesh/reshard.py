@@ -254,6 +254,12 @@ def place(array, axes, pending=(), copied=(), *, names=None):
     pending, copied = _real(pending, mesh), _real(copied, mesh)
     if state.mode == "explicit" and (axes, pending, copied) == (state.axes, state.pending, state.copied):
         return array
+    if (pending or copied) and jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+        raise ReshardError(
+            f"what is added up are numbers, got {array.dtype} as '{'+' if pending else '~'}"
+            f"{sorted(pending or copied)[0]}', in reshard: leave out '+' and '~', random keys have neither sums nor "
+            "gradients"
+        )
     names = names or tuple(f"_{i}" for i in range(array.ndim))
     for name, size, mine in zip(names, array.shape, axes, strict=True):
         check_divides(name, size, mine, mesh.shape, f"'{'/'.join((str(name), *mine))}'")

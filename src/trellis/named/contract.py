@@ -51,6 +51,8 @@ def einsum(equation: str, *operands: NamedArray, settle: bool = True, preferred_
         PendingSumError: an operand holds partial sums.
     """
     text_of(equation, "einsum", "write einsum('batch embed, embed mlp -> batch mlp', x, w)")
+    if not isinstance(settle, bool):
+        raise NamesError(f"einsum settles sums or leaves them, got settle={settle!r}, in einsum: write settle=False")
     if operands and not any(isinstance(x, NamedArray | Narrow) for x in operands):
         return einsum_plain(equation, *operands, preferred_element_type=preferred_element_type)
     what = f"einsum('{equation}')"

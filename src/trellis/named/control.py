@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis.mesh.reshard import place
-from trellis.named.arguments import function_of
+from trellis.named.arguments import function_of, shown
 from trellis.named.array import is_named
 from trellis.named.axis import NamesError
 from trellis.named.carry import Elsewhere, check_carry, pinned
@@ -35,7 +35,7 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init):
         init: what is carried first.
 
     Raises:
-        NamesError: the condition has names left.
+        NamesError: the condition is no boolean, or more than one.
         PendingSumError: the condition is a partial sum.
         TypeMismatch: the body gives another carry than it takes.
     """
@@ -78,7 +78,7 @@ def cond(pred, true_fun: Callable, false_fun: Callable, *operands):
         operands: trees of arrays.
 
     Raises:
-        NamesError: the boolean has names left.
+        NamesError: it is no boolean, or more than one.
         PendingSumError: it is a partial sum.
         TypeMismatch: the functions give other structures, names, sizes or dtypes.
     """
@@ -102,15 +102,20 @@ def cond(pred, true_fun: Callable, false_fun: Callable, *operands):
 
 def _choice(pred, what: str):
     """One boolean, as JAX wants it."""
-    if not is_named(pred):
-        return pred
-    pred = operand(pred, what)
-    if pred.names:
+    array = pred
+    if is_named(pred):
+        pred = operand(pred, what)
+        array = pred.array
+    if getattr(array, "ndim", 0):
         raise NamesError(
             f"what is computed next follows from one boolean, got {typeof(pred)}, in {what}: take .all() or .any() of "
             "it, or choose for each element, with where(...)"
         )
-    return pred.array
+    if not isinstance(array, bool) and getattr(array, "dtype", None) != jnp.bool_:
+        raise NamesError(
+            f"what is computed next follows from one boolean, got {shown(pred)}, in {what}: compare it, as in x > 0"
+        )
+    return array
 
 
 def _placed(x, axes):

@@ -10,6 +10,7 @@ import numpy as np
 from trellis._compat import is_tracer
 from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.reshard import place
+from trellis.named.arguments import function_of
 from trellis.named.array import NamedArray, check_rank, is_named
 from trellis.named.axis import NamesError
 from trellis.named.operand import in_order_here, on_mesh
@@ -26,15 +27,19 @@ def _require() -> Layout:
 
 def _mapped(layout: Layout, which) -> Layout:
     """A layout whose `compute` is the given map: "params", "compute", or a dict."""
+    _check_map(which, "shard")
     if which == "compute":
         return layout
-    if which != "params" and not isinstance(which, Mapping):
-        raise NamesError(
-            f"a tree goes where one of the layout's maps says, or a map of one's own, got {which!r}, in shard: write "
-            "'params', 'compute' or {'embed': 'data'}"
-        )
     entries = layout.params if which == "params" else which
     return dataclasses.replace(layout, compute=entries, overlap=())
+
+
+def _check_map(which, where: str) -> None:
+    if not isinstance(which, Mapping) and which not in ("params", "compute"):
+        raise NamesError(
+            f"a tree goes where one of the layout's maps says, or a map of one's own, got {which!r}, in {where}: write "
+            "'params', 'compute' or {'embed': 'data'}"
+        )
 
 
 def shard(tree, which="params"):
@@ -111,6 +116,10 @@ def named_jit(
     """
     if fn is None:
         return functools.partial(named_jit, donate=donate, inputs=inputs, outputs=outputs, static=static, **options)
+    function_of(fn, "named_jit", "write named_jit(lambda x: 2 * x)")
+    for what, which in (("inputs", inputs), ("outputs", outputs)):
+        if which is not None:
+            _check_map(which, f"named_jit({what}=...)")
 
     @functools.wraps(fn)
     def run(*args, **kwargs):

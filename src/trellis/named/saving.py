@@ -6,6 +6,8 @@ from collections.abc import Callable
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from trellis.named.arguments import shown
+from trellis.named.axis import NamesError
 from trellis.notation import TypeMismatch
 from trellis.program.reading import IF_NAMED, OWN_MARK
 
@@ -48,6 +50,11 @@ class Keep:
         for field in ("names", "offload"):
             if isinstance(value := getattr(self, field), str):
                 object.__setattr__(self, field, (value,))
+            elif value is not None and not (isinstance(value, tuple | list) and all(isinstance(n, str) for n in value)):
+                raise NamesError(
+                    f"what is kept is named by texts, or None for all that is marked, got {field}={shown(value)}, in "
+                    "Keep: write Keep(names=('attn_out', 'mlp_out'))"
+                )
 
     def policy(self):
         """The same as a `jax.checkpoint` policy."""

@@ -34,6 +34,8 @@ def struct(cls):
     >>> struct_specs(Weights).layers.up
     P(None, 'data', 'model')
     """
+    if not isinstance(cls, type):
+        raise NotationError(f"a struct is a class, got {type(cls).__name__}, in struct: write @struct above a class")
     cls = dataclasses.dataclass(frozen=True)(cls)
     names = [field.name for field in dataclasses.fields(cls) if field.init]
     # Texts (`from __future__ import annotations`) may name classes that come later, so they count as children.

@@ -11,6 +11,7 @@ from jax.extend.core.primitives import closed_call_p, custom_jvp_call_p
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from trellis.notation.binding import TypeMismatch
 from trellis.notation.typeof import is_named
 from trellis.program.reading import Argument, Program, jaxprs_in
 from trellis.program.sizes import typed
@@ -54,7 +55,15 @@ def trace(fn: Callable, *args, kind_of: Callable[[Words, Any], str] = kind_of, *
         *args, **kwargs: its arguments: arrays, named arrays, trees of them, or `jax.ShapeDtypeStruct`s with
             shardings. Leaves that are not arrays are passed as they are.
         kind_of: tells what an argument is, from the names on the way to it and the array.
+
+    Raises:
+        TypeMismatch: it is no function.
     """
+    if not callable(fn):
+        raise TypeMismatch(
+            f"a program is that of a function, got {type(fn).__name__}, in trace: give the function and then its "
+            "arguments, as in ledger(loss, model, batch)"
+        )
     leaves, tree = jax.tree.flatten((args, kwargs))
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
 

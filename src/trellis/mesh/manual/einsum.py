@@ -40,6 +40,10 @@ def einsum_plain(text: str, *arrays, precision=None, preferred_element_type=None
             f"an einsum has one array for each shape on its left, got {len(arrays)} arrays for {len(lefts)} shapes, "
             f"in {where}: add or remove one"
         )
+    if other := [x for x in arrays if not hasattr(x, "dtype")]:
+        raise TypeMismatch(
+            f"an einsum multiplies arrays, got {type(other[0]).__name__}, in {where}: make it one by jnp.asarray(x)"
+        )
     arrays = [on_mesh_in_force(x) for x in arrays]
     mesh = jax.sharding.get_abstract_mesh()
     mesh = None if mesh.empty else mesh

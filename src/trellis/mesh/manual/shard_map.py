@@ -76,6 +76,10 @@ def shard_map(fn: Callable | None = None, *, mesh=None, axes: "typing.Collection
     """
     if fn is None:
         return functools.partial(shard_map, mesh=mesh, axes=axes)
+    if not callable(fn):
+        raise NotationError(
+            f"a manual function is a function, got {type(fn).__name__}, in shard_map: write @shard_map above one"
+        )
     signature = inspect.signature(fn)
     name = getattr(_written(fn), "__qualname__", repr(fn)).rsplit("<locals>.", 1)[-1]
     for parameter in signature.parameters.values():
