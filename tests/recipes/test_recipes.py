@@ -10,6 +10,7 @@ import yaml
 from tests.benchmarks.script import load as script_of
 from trellis.errors import UserError
 from trellis.hardware.chips import target
+from trellis.plan.advice import advice
 from trellis.plan.quick import quick_plan
 from trellis.plan.search import search
 from trellis.recipes import RECIPES, hardware_of, load_run, starter, tiny
@@ -151,6 +152,13 @@ def test_compilers_find_room_too(table):
     assert not [name for name, row in compiled.items() if script.has_no_room(row) or not script.has_settings(row)]
 
 
+# What is advised where tokens wait on their way to experts: between hosts, and along the sides of a torus.
+WAITING = {
+    "deepseek_v3": "over expert_y: fewer hosts that share experts",
+    "deepseek_v3_v5p_512": "a smaller --mesh.expert",
+}
+
+
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", sorted(RENTED, key=lambda name: RECIPES[name]().model.experts))
 def test_fits_with_room_and_the_table_has_todays_plan(name, table):
@@ -160,6 +168,9 @@ def test_fits_with_room_and_the_table_has_todays_plan(name, table):
     assert plan.memory.peak <= ROOM * plan.target.chip.hbm_bytes
     if jax.__version__ == ROWS_JAX:
         assert script.is_plan(rows[name], plan), (plan.seconds, plan.memory.peak / 2**30)
+    if name in WAITING:
+        (found,) = (line for line in advice(plan) if "tokens on their way to experts" in line)
+        assert WAITING[name] in found
 
 
 @pytest.mark.parametrize("family", ["mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_20b", "deepseek_v3"])
