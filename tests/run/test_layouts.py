@@ -243,6 +243,15 @@ def test_overlap_drops_out_with_its_mesh_axis():
             lambda: check_names(LayoutChoice(compute={"embd": "data"}), ["embed", "mlp"]),
             ["A layout names axes of the model.", "`embd`", "layout.compute.embd", "did you mean `embed`?"],
         ),
+        (
+            lambda: check_names(LayoutChoice(params={"batch": "data"}), ["embed", "mlp"], ["batch"]),
+            [
+                "A layout names axes of the model.",
+                "`batch`",
+                "layout.params.batch",
+                "no parameter has it: use --layout.compute.batch",
+            ],
+        ),
     ],
 )
 def test_errors(make, message):

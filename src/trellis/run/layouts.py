@@ -278,7 +278,7 @@ def make_layout(
             for an axis that the model does not have, or the compiler is to place what it gets wrong.
     """
     if axes is not None:
-        check_names(choice, [*axes, *_ACTIVATIONS])
+        check_names(choice, axes, _ACTIVATIONS)
     if choice.preset == "hybrid" and mesh.replica == 1:
         hosts = len({(getattr(d, "slice_index", 0), d.process_index) for d in devices})
         mesh = dataclasses.replace(mesh, replica=hosts)
@@ -362,23 +362,25 @@ def _are_halves_of_a_cpu(devices: Sequence[Any]) -> bool:
     return here and len(devices) == 2 <= usable_cores() and are_cpus(devices)
 
 
-def check_names(choice: LayoutChoice, names: Iterable[str]) -> None:
+def check_names(choice: LayoutChoice, names: Iterable[str], activations: Iterable[str] = ()) -> None:
     """Refuses entries of a layout for axes that a model does not have.
 
     Args:
         choice: the layout.
-        names: the names of all axes of the model's parameters and activations.
+        names: the names of all axes of the model's parameters.
+        activations: those that only activations have.
 
     Raises:
-        UserError: an entry's name is not among them.
+        UserError: an entry's name is not among them, or no parameter's at rest.
     """
-    known = set(names)
-    for which in ("params", "compute"):
+    at_rest, in_use = {*names}, {*names, *activations}
+    for which, known in (("params", at_rest), ("compute", in_use)):
         for name in getattr(choice, which):
             if name not in known:
+                elsewhere = f"no parameter has it: use --layout.compute.{name}"
                 raise UserError(
                     "A layout names axes of the model.",
                     seen=f"`{name}`",
                     where=f"layout.{which}.{name}",
-                    fix=did_you_mean(name, known),
+                    fix=elsewhere if name in in_use else did_you_mean(name, known),
                 )
