@@ -99,12 +99,10 @@ def test_what_narrow_products_bring(tmp_path, capsys):
     """Of each alone; A100s have no units for fp8, and gain by int8 what rounding does not take."""
     page = tmp_path / "plan.html"
     narrow = ["--precision.products", "{mlp: fp8, heads: int8}", "--model.layers", "1"]
-    found = {}
-    for on in ("8xa100", "8xh100"):
-        assert main(["plan", "llama_8b", "--on", on, *narrow, "--json"]) == 0
-        said = json.loads(capsys.readouterr().out)
-        found[on] = {each["part"]: each["without"] / said["plan"]["step_seconds"] for each in said["narrow"]}
-    assert found["8xa100"]["mlp"] < 0.99 and found["8xh100"]["mlp"] > 1.02
+    assert main(["plan", "llama_8b", "--on", "8xh100", *narrow, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    found = {each["part"]: each["without"] / said["plan"]["step_seconds"] for each in said["narrow"]}
+    assert found["mlp"] > 1.02
     assert main(["plan", "llama_8b", "--on", "8xa100", *narrow, "--page", str(page)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^mlp +fp8 .* more time.*: leave --precision.products.mlp out$", out, re.M)
