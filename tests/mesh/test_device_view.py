@@ -65,6 +65,18 @@ def test_what_is_put_elsewhere_on_the_mesh_is_moved_there(fn, spec, out):
     np.testing.assert_array_equal(on_a_device(fn, spec, out), np.arange(8.0))
 
 
+def _there_and_back(x, parts):
+    """Through whole numbers of the same width, or of a half or a quarter of it."""
+    bits = jax.lax.bitcast_convert_type(x, parts)
+    return jax.lax.bitcast_convert_type(bits + jnp.zeros((), parts), x.dtype)
+
+
+@pytest.mark.parametrize("spec", [P("data"), P()])
+@pytest.mark.parametrize("parts", [jnp.uint32, jnp.uint16, jnp.uint8])
+def test_bits_of_slices(parts, spec):
+    np.testing.assert_array_equal(on_a_device(lambda x, _: _there_and_back(x, parts), spec, spec), np.arange(8.0))
+
+
 @pytest.mark.parametrize(
     ("fn", "parts"),
     [

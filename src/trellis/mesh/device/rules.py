@@ -83,6 +83,16 @@ def elementwise(view, equation, args, states) -> Result:
     return _bind(equation, args), [_at(_out(view, equation, i), axes) for i in range(len(outs))]
 
 
+def _bitcast(view, equation, args, states) -> Result:
+    """Of types of one width each element by itself; the parts of a wider one are a last dimension, which is whole."""
+    (x,), (state,) = args, states
+    before, after = (len(v.aval.shape) for v in (equation.invars[0], equation.outvars[0]))
+    if before > after:
+        x, state = _gathered(view, x, state, (after,))
+    axes = [*state.axes, ()][:after]
+    return _bind(equation, [x]), [_at(_out(view, equation), axes)]
+
+
 def _dot_general(view, equation, args, states) -> Result:
     ((left_sum, right_sum), (left_batch, right_batch)) = equation.params["dimension_numbers"]
     sides, axes = list(args), [list(s.axes) for s in states]
@@ -273,6 +283,7 @@ _axis = lambda equation: (equation.params["axis"],)
 RULES: dict[str, Callable] = {
     "argmax": _argument,
     "argmin": _argument,
+    "bitcast_convert_type": _bitcast,
     "broadcast_in_dim": _broadcast_in_dim,
     "concatenate": _concatenate,
     "cumlogsumexp": _along(_axis),
