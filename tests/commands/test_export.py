@@ -131,6 +131,9 @@ def test_refusals(run_folder, tmp_path, capsys):
     assert "A Hugging Face folder has a config.json." in refused(capsys, "import", str(tmp_path))
     assert "A count is 1 or more." in refused(capsys, "generate", str(run_folder), "--tokens", "0")
     assert "A temperature is 0 or more." in refused(capsys, "generate", str(run_folder), "--temperature", "-1")
+    assert "fix:   use --devices 1, or a number that divides it" in refused(
+        capsys, "generate", str(run_folder), "--devices", "3"
+    )
     main(["export", str(run_folder), "--to", str(tmp_path / "hf")])
     there = refused(capsys, "import", str(tmp_path / "hf"), "--to", str(run_folder))
     assert "An import makes a new run." in there

@@ -143,6 +143,16 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
                 "or mxfp8, which reach down to small chances.",
                 "int8 for `embedding`",
                 "precision.products",
+                "use fp8 or mxfp8 for it",
+            ],
+        ),
+        (
+            ("--precision.products.norm", "int8"),
+            [
+                "Narrow products are those of layers' weights, experts' in fp8 or int8, and the unembedding's in fp8 "
+                "or mxfp8, which reach down to small chances.",
+                "`norm`, of which no part is a weight that multiplies",
+                "precision.products",
                 "name parts of `block.attention.q`, `block.attention.k`, `block.attention.v`, `block.attention.out`, "
                 "`block.mlp.gate`, `block.mlp.up`, `block.mlp.down`, or `vocab`",
             ],

@@ -210,3 +210,16 @@ def test_a_length_that_mesh_axes_do_not_divide_is_whole_for_a_while(longer, plai
     np.testing.assert_allclose(
         gradient.array, jax.grad(lambda x: jnp.square(by_hand(x)).sum())(x.array), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"context": "exchange"}, r"context names .*, got context='exchange', in Layout: write context=\{'context'"),
+        ({"dealt": True}, r"dealt names .*, got dealt=True, in Layout: write dealt='context'"),
+        ({"overlap": 3}, r"overlap names .*, got overlap=3, in Layout: write overlap=\('mlp', 'heads'\)"),
+    ],
+)
+def test_what_a_layout_has_besides_its_maps_is_of_its_kind(given, message):
+    with pytest.raises(tr.MeshError, match=message):
+        tr.Layout(tr.make_mesh(context=8), compute={"pos": "context"}, **given)

@@ -25,6 +25,14 @@ MADE = {
     "from_numpy": lambda: tr.from_numpy(WEIGHTS * 3, "pos"),
     "in_order": lambda: tr.in_order(lambda x: x.cumsum("pos"), tr.from_numpy(WEIGHTS, "pos")),
 }
+IN_ORDER = {
+    "a name is summed": lambda x, w: tr.in_order(lambda x: x.cumsum("pos").sum("batch"), x),
+    "another order of names": lambda x, w: tr.in_order(lambda x: x.cumsum("pos").transpose("pos batch"), x),
+    "a new name": lambda x, w: tr.in_order(lambda x: tr.outer(tr.add, x.cumsum("pos"), tr.ones({"embed": 3})), x),
+    "two arrays": lambda x, w: tr.in_order(lambda both: both[0].cumsum("pos") * both[1], (x, w)),
+    "two results": lambda x, w: sum(tr.in_order(lambda x: {"a": x, "b": x.flip("pos")}, x).values()),
+    "no positions": lambda x, w: tr.outer(tr.multiply, tr.in_order(lambda x: x["pos", -1], x), w),
+}
 REFUSED = {
     "stack": lambda: tr.stack([tr.full({}, float(i)) for i in range(16)], "pos"),
     "split_axis": lambda: tr.arange(tr.Axis("t", 32)).split_axis("t", {"pos": 16, "d": 2}),
@@ -61,6 +69,31 @@ def test_what_is_made_of_positions_is_dealt_out(where):
         for found in (all_weighed(), jax.jit(all_weighed)()):
             for name in MADE:
                 np.testing.assert_allclose(found[name], want[name], rtol=1e-5, err_msg=name)
+
+
+def weighed_in_order():
+    """Numbers that another order of positions changes: of each value, and of its gradient."""
+    values = np.random.default_rng(0).standard_normal((2, 16)).astype(np.float32)
+    x, weights = tr.from_numpy(values, "batch pos"), tr.from_numpy(WEIGHTS, "pos")
+    found = {}
+    for name, make in IN_ORDER.items():
+        value, d_x = tr.value_and_grad(lambda x, make=make: (tr.sin(make(x, weights)) * weights).sum())(x)
+        found[name] = value.array, (d_x * tr.from_numpy(values * WEIGHTS, "batch pos")).sum().array
+    return found
+
+
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_what_goes_by_order_may_take_and_give_any_tree(where):
+    want = jax.jit(weighed_in_order)()
+    with layout(where):
+        found = jax.jit(weighed_in_order)()
+    for name in IN_ORDER:
+        np.testing.assert_allclose(found[name], want[name], rtol=1e-4, err_msg=name)
+
+
+def test_what_goes_by_order_has_positions():
+    with pytest.raises(tr.NamesError, match=r"has the name 'pos', got f32\[embed=4\], in in_order: call the function"):
+        tr.in_order(lambda x: x, tr.zeros({"embed": 4}))
 
 
 @pytest.mark.parametrize("what", REFUSED)

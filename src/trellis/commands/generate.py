@@ -42,7 +42,13 @@ def execute(args: argparse.Namespace) -> int:
     run, step = open_checkpoint(folder, args.step)
     run = for_use(run, args.devices)
     use_persistent_cache()
-    assembled = assemble(run, find_devices(run))
+    try:
+        assembled = assemble(run, find_devices(run))
+    except UserError as error:
+        if args.devices == 1 or not error.where.startswith("model."):
+            raise
+        fix = "use --devices 1, or a number that divides it"  # the model is trained, and what it is stays
+        raise UserError(error.rule, seen=error.seen, where="--devices", fix=fix) from None
     tokenizer = tokenizer_of(run)
     if tokenizer is None:
         raise UserError(

@@ -149,6 +149,16 @@ class Layout:
             raise MeshError(
                 f"a layout gathers 'joint' or 'per_axis', got gather={self.gather!r}, in Layout: pass one of the two"
             )
+        for field, kinds, example in (
+            ("context", (Mapping, tuple, list), "context={'context': 'exchange'}"),
+            ("dealt", (str, tuple, list), "dealt='context'"),
+            ("overlap", (str, tuple, list), "overlap=('mlp', 'heads')"),
+        ):
+            if not isinstance(getattr(self, field), kinds):
+                raise MeshError(
+                    f"a layout's {field} names mesh axes or dimensions, got {field}={getattr(self, field)!r}, in "
+                    f"Layout: write {example}"
+                )
         read = {
             "params": _read(self.params, self.mesh, "params"),
             "compute": _read(self.compute, self.mesh, "compute"),

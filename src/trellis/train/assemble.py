@@ -250,18 +250,22 @@ def _check_narrow_products(run: Run, model: Any) -> None:
     for p, kind in marked:
         layer = p.is_stacked
         able = ("fp8", "mxfp8") if not layer else ("fp8", "int8") if "experts" in p.names else (kind,)
-        if kind not in able or not layer and p.path != head.path:
+        if not layer and p.path != head.path:
             raise _no_narrow_product(f"{kind} for `{p.path}`", model)
+        if kind not in able:
+            kinds = " or ".join(able)
+            fix = f"use {kinds} for it, or name parts that it has not" if layer else f"use {kinds} for it"
+            raise _no_narrow_product(f"{kind} for `{p.path}`", model, fix)
 
 
-def _no_narrow_product(seen: str, model: Any) -> UserError:
+def _no_narrow_product(seen: str, model: Any, fix: str = "") -> UserError:
     able = [p.path.removeprefix("layers.") for p in parameters(model) if p.role == Role.WEIGHT and p.is_stacked]
     return UserError(
         "Narrow products are those of layers' weights, experts' in fp8 or int8, and the unembedding's in fp8 or mxfp8, "
         "which reach down to small chances.",
         seen=seen,
         where="precision.products",
-        fix=f"name parts of {', '.join(f'`{path}`' for path in able)}, or `vocab`",
+        fix=fix or f"name parts of {', '.join(f'`{path}`' for path in able)}, or `vocab`",
     )
 
 
