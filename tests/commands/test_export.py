@@ -63,7 +63,9 @@ def test_out_and_in(run_folder, tmp_path, capsys):
     back = tmp_path / "back"
     words = ["import", str(tmp_path / "hf"), "--to", str(back), "--devices", "2", "--layout.preset", "fsdp"]
     assert main(words) == 0
-    assert re.match(r"llama of [\d,]+ parameters\nfolder   ", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert re.match(r"llama of [\d,]+ parameters\nfolder   ", out)
+    assert "without text: the recipe's has 4,096 token ids, and the model 257\n" in out
     assert open_run(back).model == MODEL
     before, after = (jax.device_get(model_of(folder)) for folder in (run_folder, back))
     for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):

@@ -51,6 +51,10 @@ def execute(args: argparse.Namespace) -> int:
         print(f"left out {source.left_out} tensors of layers that predict further tokens than the next")
     if run.data.tokenizer is None:
         print("without a tokenizer: there is no tokenizer.json")
+    ids = getattr(run.data.source, "vocab", 0)
+    if ids > run.model.vocab:
+        print(f"without text: the recipe's has {ids:,} token ids, and the model {run.model.vocab:,}")
+        print("to train or evaluate it, import with --data.source store --data.source.path STORE")
     return 0
 
 
