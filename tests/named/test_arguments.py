@@ -70,5 +70,8 @@ def test_random_keys_are_no_sums():
                 tr.reshard(f"a -> a {state}x", keys)
 
 
-def test_an_array_of_numpy_s_is_drawn():
-    assert "dim0 whole" in str(tr.show(np.ones(3, np.float32)))
+def test_what_is_on_no_device_is_drawn():
+    x, drawn = np.ones(3, np.float32), []
+    jax.eval_shape(lambda x: drawn.append(tr.show(x)), jnp.asarray(x))
+    for picture in (tr.show(x), *drawn):
+        assert "| one device |" in str(picture) and "dim0 whole" in str(picture)

@@ -17,6 +17,7 @@ from trellis.hub.family import Family, family_in
 from trellis.hub.keys import Key, key_of
 from trellis.hub.tensors import DTYPES, Tensor, TensorFile, in_shards, write_tensors
 from trellis.mesh.meshes import sharding_of
+from trellis.mesh.parts import with_one
 from trellis.named import NamedArray, is_named
 from trellis.nn.parameters import Parameter, parameters
 
@@ -354,8 +355,7 @@ def _begin(first: jax.Array, counts: tuple[int, ...]) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(stacked: jax.Array, one: jax.Array, at: At) -> jax.Array:
-    lead = (1,) * len(at)
-    return jax.lax.dynamic_update_slice(stacked, one.reshape(*lead, *one.shape), (*at, *(0,) * one.ndim))
+    return with_one(stacked, one, at)
 
 
 def _slices(names: tuple[str, ...], shape: tuple[int, ...], index: tuple) -> dict[str, slice]:

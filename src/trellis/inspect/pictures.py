@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from trellis.figures import svg
 from trellis.figures.html import Markup
@@ -128,14 +127,11 @@ def show(x, names: str | Sequence[str] | None = None) -> Picture:
     return Picture((_array_panel(array, names),))
 
 
-def _sharding(array):
-    return getattr(array, "sharding", None) or jax.typeof(array).sharding
-
-
 def _array_panel(array, names: tuple[str, ...]) -> Panel:
-    sharding = None if isinstance(array, np.ndarray | np.generic) else _sharding(array)
+    sharding = getattr(array, "sharding", None) or jax.typeof(array).sharding
     if not isinstance(sharding, NamedSharding) or not sharding.mesh.shape:
-        devices = sorted(getattr(sharding, "device_set", ()), key=lambda device: device.id)
+        placed = not isinstance(getattr(sharding, "mesh", None), AbstractMesh)  # a type, or NumPy's, is on no device
+        devices = sorted(sharding.device_set if placed else (), key=lambda device: device.id)
         box = Box(f"device {devices[0].id}" if devices else "one device", _bars(names, array.shape, {}, {}, ()), 0)
         return Panel(f"{short_dtype(array.dtype)}[{' '.join(names)}]", ("",), ("",), ((box,),), ("not on a mesh",))
     mesh, aval = sharding.mesh, array if hasattr(array, "sharding") else jax.typeof(array)

@@ -15,6 +15,12 @@ def part_of(x: jax.Array, start, size: int, dim: int = 0) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, start, size, dim, allow_negative_indices=False)
 
 
+def own_part(x: jax.Array, dim: int, axes: str | Sequence[str]) -> jax.Array:
+    """This device's slice of a dimension that it holds whole, over some mesh axes."""
+    size = x.shape[dim] // lax.axis_size(axes)
+    return part_of(x, lax.axis_index(axes) * size, size, dim)
+
+
 def one_of(x: jax.Array, at: Sequence) -> jax.Array:
     """What lies at an index for each of the first dimensions, none of them negative."""
     rest = x.shape[len(at) :]

@@ -117,7 +117,7 @@ def run_file(target: str) -> Path:
 def _using(loaded: Loaded, named: set[str]) -> Loaded:
     """A run whose layout uses the mesh axes that the user named, where the recipe's own leaves one without work."""
     run, sizes = loaded.run, dataclasses.asdict(loaded.run.mesh)
-    used = {axis for entries in run.layout.maps() for axes in entries.values() for axis in axes}
+    used = run.layout.used()
     idle = [axis for axis in AXES if axis in named and sizes[axis] != 1 and axis not in used]
     if not idle:
         return loaded

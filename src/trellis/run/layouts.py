@@ -249,6 +249,10 @@ class LayoutChoice:
                     fix=f"use --layout.preset fsdp_tensor_sequence, or --layout.compute.pos {'/'.join(mine)}",
                 )
 
+    def used(self) -> set[str]:
+        """The mesh axes that slice something in use: devices along another repeat each other's work."""
+        return {axis for axes in self.maps()[1].values() for axis in axes}
+
     def maps(self) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
         """The preset's maps with this choice's entries in them: for parameters at rest, and in use.
 
@@ -286,9 +290,9 @@ def make_layout(
     if choice.preset == "auto" and list(sizes) == ["data"] and _are_halves_of_a_cpu(devices):
         choice = dataclasses.replace(choice, preset="data")
     params, compute = choice.maps()
-    used, kept = ({axis for axes in maps.values() for axis in axes} for maps in (compute, params))
-    if idle := [name for name, size in sizes.items() if size > 1 and name not in used]:
-        at_rest = ", which slices parameters over it, and nothing in use" if idle[0] in kept else ""
+    if idle := [name for name, size in sizes.items() if size > 1 and name not in choice.used()]:
+        kept = any(idle[0] in axes for axes in params.values())
+        at_rest = ", which slices parameters over it, and nothing in use" if kept else ""
         raise UserError(
             "Every mesh axis slices something: devices along an axis that slices nothing repeat each other's work.",
             seen=f"{idle[0]}={sizes[idle[0]]} with the preset {choice.preset}{at_rest}",

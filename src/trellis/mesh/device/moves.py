@@ -6,7 +6,7 @@ import math
 import jax
 from jax import lax
 
-from trellis.mesh.parts import part_of
+from trellis.mesh.parts import own_part
 from trellis.mesh.permute import renumbered
 from trellis.notation import Dim, Shape
 from trellis.notation.state import State
@@ -52,7 +52,7 @@ def _perform(step: Step, x: jax.Array, sizes) -> jax.Array:
             before, after = (s.dims[step.dim].axes[-len(step.axes) :] for s in (step.before, step.after))
             return _permuted(x, before, after, sizes)
         case "slice":
-            return own(x, step.dim, step.axes)
+            return own_part(x, step.dim, step.axes)
     return _cast(step, x)
 
 
@@ -63,12 +63,6 @@ def _cast(step: Step, x: jax.Array) -> jax.Array:
         return x
     first = lax.axis_index(made) == 0
     return lax.select(lax.broadcast(first, x.shape), x, lax.full_like(x, 0))
-
-
-def own(x: jax.Array, dim: int, axes: Axes) -> jax.Array:
-    """This device's slice of a dimension that it holds whole."""
-    size = x.shape[dim] // lax.axis_size(axes)
-    return part_of(x, lax.axis_index(axes) * size, size, dim)
 
 
 def _permuted(x: jax.Array, before: Axes, after: Axes, sizes) -> jax.Array:

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trellis.mesh import permute as _permute
 from trellis.mesh.linear import linear
-from trellis.mesh.parts import part_of
+from trellis.mesh.parts import own_part
 from trellis.notation import Shape
 from trellis.notation.binding import live, partly_manual
 from trellis.program.reading import OWN_MARK
@@ -134,10 +134,10 @@ def _product(sizes) -> int:
 
 def _take(x, dim: int, axes: Axes):
     """This device's slice of a value that it holds whole."""
+    if not _has_states(x):
+        return own_part(x, dim, axes)
     count, index = _product(lax.axis_size(a) for a in axes), lax.axis_index(axes)
     size = x.shape[dim] // count
-    if not _has_states(x):
-        return part_of(x, index * size, size, dim)
     # JAX has no dynamic_slice of pending sums: choose one slice of all, as a sum of it and zeros.
     parts = x.reshape(*x.shape[:dim], count, size, *x.shape[dim + 1 :])
     return jnp.sum(_only(index, parts, dim), dim, dtype=x.dtype)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trellis.mesh.dealing import deal_slices, gather_slices, undeal
-from trellis.mesh.parts import part_of
+from trellis.mesh.parts import own_part
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.attention.sliced.neighbours import Neighbours
 from trellis.nn.attention.sliced.rotation import Rotation
@@ -133,8 +133,7 @@ class Sliced:
 
     def _own(self, x, dim: int):
         """A device's own slice of keys that its group holds whole."""
-        size = x.shape[dim] // self._members
-        return part_of(x, lax.axis_index(self.whole) * size, size, dim) if self.whole else x
+        return own_part(x, dim, self.whole) if self.whole else x
 
     # Keys go around.
 
