@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import os
+import pathlib
 import subprocess
 import sys
 import tempfile
@@ -14,17 +15,24 @@ from trellis.errors import UserError
 
 IN_FLIGHT = 3  # blocks under way for each worker: one being encoded, two waiting
 
-# Workers import this folder without the rest of the package, so they start in a fraction of a second.
-_BOOTSTRAP = """
-import sys, types
-for name, path in (("trellis", {package!r}), ("trellis.data", {data!r})):
+# Workers import this folder without the rest of the package, which lies at `package`: they start in a fraction of a
+# second.
+ALONE = """
+import os, sys, types
+for name, path in (("trellis", package), ("trellis.data", os.path.join(package, "data"))):
     module = types.ModuleType(name)
     module.__path__ = [path]
     sys.modules[name] = module
+"""
+_BOOTSTRAP = (
+    "package = {package!r}"
+    + ALONE
+    + """
 sys.path[:] = {path!r}
 from trellis.data.tokenizing.worker import main
 main()
 """
+)
 
 
 class LocalPool:
@@ -86,8 +94,8 @@ class _Process:
     """One worker process and the pipe to it."""
 
     def __init__(self, job: Job):
-        data = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        code = _BOOTSTRAP.format(package=os.path.dirname(data), data=data, path=sys.path)
+        package = pathlib.Path(__file__).resolve().parents[2]
+        code = _BOOTSTRAP.format(package=str(package), path=sys.path)
         self._log = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],

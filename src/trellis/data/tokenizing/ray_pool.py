@@ -1,12 +1,14 @@
 """Tokenizing on a Ray cluster: one worker a core, on every machine of it."""
 
+import importlib.util
 import itertools
+import pickle
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from trellis.data.blocks import Block, Encoded, Job
-from trellis.data.tokenizing.pool import IN_FLIGHT, in_order
-from trellis.data.tokenizing.worker import Encoder
+from trellis.data.tokenizing.pool import ALONE, IN_FLIGHT, in_order
 from trellis.errors import UserError
 
 
@@ -22,6 +24,7 @@ class RayPool:
     def __init__(self, job: Job, workers: int | None = None):
         try:
             import ray
+            import ray.cloudpickle
             import ray.exceptions
         except ImportError as error:
             raise UserError(
@@ -35,9 +38,13 @@ class RayPool:
         if self._started:
             ray.init(log_to_driver=False, include_dashboard=False)
         self.workers = workers or int(ray.cluster_resources().get("CPU", 1))
-        job_reference = ray.put(job)
+        told = ray.put(pickle.dumps(job))
         remote = ray.remote(num_cpus=1)(_RayEncoder)
-        self._actors: list[Any] = [remote.remote(job_reference) for _ in range(self.workers)]
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        try:
+            self._actors: list[Any] = [remote.remote(ALONE, told) for _ in range(self.workers)]
+        finally:
+            ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
         self._turns = itertools.cycle(self._actors)
 
     def encode(self, blocks: Iterable[Block]) -> Iterator[tuple[Block, Encoded]]:
@@ -77,8 +84,17 @@ class RayPool:
 
 
 class _RayEncoder:
-    def __init__(self, job):
-        self._encoder = Encoder(job)
+    """A worker. Ray sends it as it is written here, so that a machine need not import it with the rest of Trellis and
+    JAX: only what `Encoder` needs is imported there."""
+
+    def __init__(self, alone: str, job: bytes):
+        found = importlib.util.find_spec("trellis")
+        if found is None or not found.submodule_search_locations:
+            raise ModuleNotFoundError("Trellis is installed on every machine of the cluster; on this one it is not.")
+        exec(alone, {"package": found.submodule_search_locations[0]})
+        from trellis.data.tokenizing.worker import Encoder
+
+        self._encoder = Encoder(pickle.loads(job))
 
     def encode(self, block):
         return self._encoder(block)
