@@ -130,7 +130,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--precision.exceptions.noorm", "float32"),
             [
-                "A part of a parameter's name is part of the name of at least one.",
+                "A part of a parameter's name is part of the name of at least one, or names one of its axes.",
                 "`noorm`",
                 "precision.exceptions",
                 "did you mean `norm` or `mlp_norm`?",
@@ -160,7 +160,7 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
         (
             ("--weight_decay_exclude", "norm,bias,vocabulary"),
             [
-                "A part of a parameter's name is part of the name of at least one.",
+                "A part of a parameter's name is part of the name of at least one, or names one of its axes.",
                 "`vocabulary`",
                 "weight_decay_exclude",
                 "did you mean `vocab`?",

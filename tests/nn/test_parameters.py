@@ -5,12 +5,15 @@ from __future__ import annotations
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import trellis as tr
 from tests.models.small import CONFIGS
+from trellis.nn import Precision
 from trellis.nn.parameters import Bias, Role, Scale, Weight, parameters
 from trellis.optim import decayed
+from trellis.optim.narrow import in_eight_bits, narrow_parts
 from trellis.train.flops import matmul_parameters
 
 
@@ -90,3 +93,13 @@ def test_roles_are_found_in_optional_fields_lists_and_strings():
 def test_layers_and_experts_do_not_make_a_weight():
     both = {"a": tr.ones({"layers": 2, "experts": 3, "embed": 4}), "b": tr.ones({"layers": 2, "embed": 3, "mlp": 4})}
     assert [p.role.value for p in parameters(both)] == ["bias", "weight"]
+
+
+def test_precision_and_moments_go_by_parts_of_names_and_by_axes():
+    policy = Precision(exceptions={"experts": "float32", "u": "float16"}, moments={"experts": "mxfp8"})
+    model = {"gate": tr.ones({"experts": 2, "embed": 4, "mlp": 4}), "up": tr.ones({"embed": 4, "mlp": 4})}
+    assert {name: str(x.dtype) for name, x in policy.in_use(model).items()} == {"gate": "float32", "up": "float16"}
+    assert [policy.moments_of(p) for p in parameters(model)] == ["mxfp8", None]
+    rule = in_eight_bits(optax.scale_by_adam(), lambda p: policy.moments_of(p) is not None)
+    kept = jax.eval_shape(rule.init, model)
+    assert narrow_parts(kept, {"experts": "mxfp8", "gate": "mxfp8", "up": "mxfp8"}) == {"experts", "gate"}

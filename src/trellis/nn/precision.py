@@ -44,8 +44,8 @@ class Precision:
     """Activations, and parameters in use. Choose float32 on CPUs without bfloat16 products, and to see whether rounding
     is at fault."""
     exceptions: Mapping[str, DType] = dataclasses.field(default_factory=FrozenMap)
-    """Computed in another type: a part of a parameter's name, and the type, as in norm: float32. Name parts that are
-    sensitive, such as a router."""
+    """Computed in another type: a part of a parameter's name or one of its axes, and the type, as in norm: float32.
+    Name parts that are sensitive, such as a router."""
 
     products: Mapping[str, ProductKind] = dataclasses.field(default_factory=FrozenMap)
     """Products in eight or four bits: a part of a weight's name or one of its axes (mlp, heads, experts; vocab, of the
@@ -59,8 +59,9 @@ class Precision:
     has larger than those before is clipped."""
 
     moments: Mapping[str, Literal["mxfp8"]] = dataclasses.field(default_factory=FrozenMap)
-    """What the optimizer keeps of weights and tables, in eight bits: a part of a parameter's name, and mxfp8, e4m3 in
-    blocks of 32 numbers, as in mlp: mxfp8. Choose it where parameters and optimizer do not fit otherwise."""
+    """What the optimizer keeps of weights and tables, in eight bits: a part of a parameter's name or one of its axes
+    (mlp, heads, experts), and mxfp8, e4m3 in blocks of 32 numbers, as in mlp: mxfp8. Choose it where parameters and
+    optimizer do not fit otherwise."""
 
     def __post_init__(self):
         object.__setattr__(self, "moments", FrozenMap(self.moments))
@@ -107,21 +108,18 @@ class Precision:
         """
         if parameter.role != Role.WEIGHT or {"routes", "vocab"} & {*parameter.names}:
             return None
-        return self._asked(parameter)
+        return _first_of(self.products, parameter)
 
     def loss_product(self, model: Any) -> ProductKind | None:
         """The kind of the loss's products with a model's unembedding, which may be its table."""
-        return self._asked(unembedding_of(model)) if self.products else None
-
-    def _asked(self, parameter: Parameter) -> ProductKind | None:
-        return next((kind for part, kind in self.products.items() if parameter.matches((part,))), None)
+        return _first_of(self.products, unembedding_of(model)) if self.products else None
 
     def moments_of(self, parameter: Parameter) -> Literal["mxfp8"] | None:
         """In which eight bits the optimizer keeps its averages of a parameter, where they are: those of weights and
         tables, by the first part that fits."""
         if parameter.role not in (Role.WEIGHT, Role.TABLE):
             return None
-        return next((kind for part, kind in self.moments.items() if part in parameter.path), None)
+        return _first_of(self.moments, parameter)
 
     def _marked(self, model: Any) -> Any:
         kinds = [self.product_of(p) for p in parameters(model)] if self.products else []
@@ -173,11 +171,16 @@ def with_keys(model: Any, key: jax.Array | None) -> Any:
     return jax.tree.map(leaf, model, is_leaf=lambda x: isinstance(x, Narrow) or is_named(x))
 
 
+def _first_of(asked: Mapping[str, Any], parameter: Parameter) -> Any:
+    """What is asked for a parameter, by the first part of its name or of its axes that is listed; or None."""
+    return next((kind for part, kind in asked.items() if parameter.matches((part,))), None)
+
+
 def _cast(model: Any, dtype: str, exceptions: Mapping[str, str]) -> Any:
     def leaf(path, x):
         if not is_named(x) or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        return x.astype(next((other for part, other in exceptions.items() if part in name), dtype))
+        return x.astype(_first_of(exceptions, Parameter(name, x)) or dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, model, is_leaf=is_named)

@@ -67,11 +67,12 @@ def narrow_parts(state: Any, parts: dict[str, str]) -> set[str]:
 
     Args:
         state: the optimizer's, or its types.
-        parts: parts of parameters' names.
+        parts: parts of parameters' names, or names of their axes.
     """
-    blocks = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, Blocks) or is_named(x))
-    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, x in blocks if isinstance(x, Blocks)]
-    return {part for part in parts if any(part in _dotted(path) for path in paths)}
+    found = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_whole)
+    paths = [(_dotted(jax.tree_util.keystr(path, simple=True, separator=".")), x) for path, x in found]
+    blocks = [Parameter(path, x.values) for path, x in paths if isinstance(x, Blocks)]
+    return {part for part in parts if any(p.matches((part,)) for p in blocks)}
 
 
 def _closed(state: Any, count: jax.Array, choose: Callable[[Parameter], bool]) -> Any:

@@ -226,11 +226,10 @@ def _check_parts_of_names(run: Run, model: Any) -> None:
     asked["precision.moments"] = {*run.precision.moments}
     for field, parts in asked.items():
         for part in sorted(parts):
-            in_path = field in ("precision.exceptions", "precision.moments")
-            if not part or not any(part in p.path if in_path else p.matches((part,)) for p in known):
-                words = {word for p in known for word in (*p.path.split("."), *(() if in_path else p.names))}
+            if not part or not any(p.matches((part,)) for p in known):
+                words = {word for p in known for word in (*p.path.split("."), *p.names)}
                 raise UserError(
-                    "A part of a parameter's name is part of the name of at least one.",
+                    "A part of a parameter's name is part of the name of at least one, or names one of its axes.",
                     seen=f"`{part}`",
                     where=field,
                     fix=did_you_mean(part, words),
