@@ -24,9 +24,11 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.plan.quick import plan_of
     from trellis.plan.text import as_json, headline, kept_table, memory_table
     from trellis.plan.ways_to_fit import excess_text, ways_to_fit
+    from trellis.run.unheeded import check_given
 
     where, devices = _hardware(args)
     run, changed = adapt(args.run, where, args.given) if args.on else (args.run, [])
+    check_given(run, args.given)
     planned = lambda run: plan_of(prepare(run, where, devices), where)
     plans = plan_phases(run, planned)
     phase, plan = fullest(plans)

@@ -71,12 +71,15 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.plan.quick import quick_plan
     from trellis.plan.text import as_json, text
     from trellis.plan.ways_to_fit import excess_lines, ways_to_fit
+    from trellis.run.unheeded import check_given
 
     before = _before(args)
     where = target(args.on, args.hardware)
     if args.costs:
         check_takes_costs(where)
     run, changed = adapt(args.run, where, args.given)
+    if not args.search:  # which looks at other meshes
+        check_given(run, args.given)
     assumed = {"price": _price(args.price), "load": _load(args.load, run, where, args.search)}
     out: dict[str, Any] = {"fitted": changed}
     plan, more, narrow, written = None, [], [], args.run

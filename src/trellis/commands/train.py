@@ -36,6 +36,7 @@ def execute(args: argparse.Namespace) -> int:
     """`trellis train`."""
     from trellis.checkpoints.checkpoints import finished_steps, told_of_last_good
     from trellis.run.folder import alone, claim, has_begun, new_folder, unchanged_if_refused
+    from trellis.run.unheeded import check_given
     from trellis.train.choices import as_it_began, choose
     from trellis.train.compilation import use_persistent_cache
     from trellis.train.devices import find_devices
@@ -44,6 +45,7 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.train.together import check_alike, check_devices, check_folder
 
     run: Run = args.run
+    check_given(run, args.given)
     several = run.distributed
     use_persistent_cache()
     initialize(coordinator=several.coordinator, processes=several.processes, process=several.process)

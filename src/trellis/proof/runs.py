@@ -21,6 +21,7 @@ from trellis.proof.proof import Proof, Subject, Wanted, Watch
 from trellis.proof.shrinking import shrunk
 from trellis.run.config import Run
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
+from trellis.run.unheeded import check_given
 from trellis.train.assemble import assemble, model_axes, vocab_multiple
 from trellis.train.compilation import options_for
 
@@ -162,8 +163,9 @@ def small_trial(run: Run, target: Target, given: Collection[str] = ()) -> Trial:
         target: the hardware.
         given: dotted names of the fields that the user set, which are not fitted to the target.
     """
-    devices = compiler_devices(target)
     run, fitted = adapt(run, target, given)
+    check_given(run, given)
+    devices = compiler_devices(target)
     small = shrunk(run, make_layout(run.mesh, run.layout, devices, model_axes(run.model)))
     prepared = prepare(small.run, target, devices, chunk_bytes=small.chunk_bytes)
     return Trial(prepared, target, vocab_multiple(prepared.layout), small.chunk_bytes, tuple(fitted))

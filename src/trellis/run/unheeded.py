@@ -1,0 +1,99 @@
+"""What a user gave and nothing in the run heeds: it is refused, where the same in a recipe is left.
+
+A recipe is for many meshes, and says what holds on each of them. Who writes an option means this run.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+
+from trellis.errors import UserError
+from trellis.nn.moe import Routing
+from trellis.nn.moe.mixing import EXCHANGES
+from trellis.run.config import Run
+
+
+def check_given(run: Run, given: Collection[str]) -> None:
+    """Refuses options of a command that would have no effect.
+
+    A mesh axis that takes what is left counts as one of several devices, as it may have on another machine.
+
+    Args:
+        run: the run, with its mesh as it will be.
+        given: names of the fields that the user set, dotted.
+
+    Raises:
+        UserError: nothing in the run heeds one of them.
+    """
+    for name, error in _unheeded(run):
+        if name in given:
+            raise error
+
+
+def _unheeded(run: Run) -> Iterator[tuple[str, UserError]]:
+    """Fields that have no effect in a run, and what to say to who gives them a value."""
+    at_rest, in_use = (_over_several(run, entries) for entries in run.layout.maps())
+    yield from _of_layout(run, at_rest, in_use)
+    if isinstance(routing := getattr(run.model, "routing", None), Routing):
+        yield from _of_routing(run, routing, in_use.get("experts", ()))
+    if run.guard.every is None and not run.guard.replay:
+        rule = "Steps are made twice where copies are compared every few steps."
+        fix = "use --guard.every 100 with it, or leave it out"
+        yield _told("guard.replay", rule, "replay=false, guard.every=null", fix)
+    if run.checkpoints.every is None and (keep := run.checkpoints.keep_every) is not None:
+        rule = "Checkpoints are kept of those that are written every few steps."
+        fix = f"use --checkpoints.every {keep} with it, or leave it out"
+        yield _told("checkpoints.keep_every", rule, f"keep_every={keep}, checkpoints.every=null", fix)
+    if run.deadline.factor is None:
+        rule = "The least deadline is one of steps that have a deadline."
+        seen = f"seconds={run.deadline.seconds:g}, deadline.factor=null"
+        yield _told("deadline.seconds", rule, seen, "use a --deadline.factor, as 20, or leave it out")
+
+
+def _of_layout(run: Run, at_rest: Mapping[str, list], in_use: Mapping[str, list]) -> Iterator[tuple[str, UserError]]:
+    layout, pos = run.layout, in_use.get("pos", [])
+    if layout.mode == "auto":
+        for name in ("context", "context_y", "gather"):
+            rule = "How keys are reached and parameters gathered is said where the types place communication."
+            seen = f"{name}={getattr(layout, name)} with mode=auto, where the compiler places it"
+            yield _told(f"layout.{name}", rule, seen, "use --layout.mode explicit, or leave it out")
+        return
+    rule = "Attention reaches keys of other slices where a mesh axis of this name slices positions."
+    heeding = {"context": ["context", "context_y"], "context_y": ["context_y"]}
+    for name, axes in heeding.items():
+        of = [axis for axis in axes if axis == name or layout.context_y is None]
+        if (kind := getattr(layout, name)) is not None and not {*of} & {*pos}:
+            one = [axis for axis in of if getattr(run.mesh, axis) == 1]
+            seen = f"{name}={kind}, " + (f"mesh.{name}=1" if name in one else f"pos over {'/'.join(pos) or 'nothing'}")
+            fix = f"use --mesh.{name} 2 or more" if name in one else f"use --layout.compute.pos {name}"
+            yield _told(f"layout.{name}", rule, seen, f"{fix}, or leave it out")
+    if layout.gather == "per_axis" and len({axis for axes in at_rest.values() for axis in axes}) < 2:
+        rule = "Parameters that several mesh axes slice are gathered over one after the other."
+        seen = f"gather=per_axis, parameters over {next((a for axes in at_rest.values() for a in axes), 'nothing')}"
+        yield _told("layout.gather", rule, seen, "use --mesh.data_y 2 or more with it, or leave it out")
+    if layout.overlap and not any(in_use.get(name) for name in layout.overlap):
+        axes = sorted({axis for name in layout.overlap for axis in layout.maps()[1].get(name, ())})
+        rule = "Overlapped products hide the communication of a mesh axis that slices their name."
+        seen = f"overlap={', '.join(layout.overlap)}, {', '.join(f'mesh.{axis}=1' for axis in axes)}"
+        yield _told("layout.overlap", rule, seen, f"use --mesh.{axes[0]} 2 or more, or leave it out")
+
+
+def _of_routing(run: Run, routing: Routing, experts: list[str]) -> Iterator[tuple[str, UserError]]:
+    auto = run.layout.mode == "auto"
+    where = "layout.mode=auto" if auto else "experts over no mesh axis"
+    fix = "use --layout.mode explicit" if auto else "use --mesh.expert 2 or more"
+    if (auto or not experts) and routing.way in ("gather", *EXCHANGES):
+        rule = "Tokens and experts come together where mesh axes slice the experts, as the types say."
+        yield _told("model.routing.way", rule, f"way={routing.way}, {where}", f"{fix}, or leave it out")
+    if auto or not experts or routing.way not in ("auto", *EXCHANGES):
+        seen = f"slack={routing.slack:g}, " + (where if auto or not experts else f"way={routing.way}")
+        rule = "Buffers have room for tokens that go to their experts over mesh axes."
+        other = fix if auto or not experts else "use --model.routing.way auto"
+        yield _told("model.routing.slack", rule, seen, f"{other}, or leave it out")
+
+
+def _told(name: str, rule: str, seen: str, fix: str) -> tuple[str, UserError]:
+    return name, UserError(rule, seen=f"{seen}: it has no effect", where=f"--{name}", fix=fix)
+
+
+def _over_several(run: Run, entries: Mapping[str, tuple[str, ...]]) -> dict[str, list[str]]:
+    """A map of a layout with the mesh axes that have, or may have, several devices."""
+    return {name: [axis for axis in axes if getattr(run.mesh, axis) != 1] for name, axes in entries.items()}
