@@ -117,7 +117,7 @@ def fields_page() -> str:
         if section:
             parts.append(f"## {section}\n\n{fields[section].doc}")
             shown |= {type(value) for value in parts_of(getattr(run, section))}
-        parts += [defined(e.name, e.kind, e.now, "<br>".join(e.doc)) for e in mine]
+        parts += [defined(e.name, e.kind, e.now, "\n".join(e.doc)) for e in mine]
         for name in [section] if section else [entry.name for entry in mine]:
             for cls in kinds_in(fields[name].type):
                 if cls not in shown:
@@ -131,8 +131,8 @@ def fields_page() -> str:
 
 def defined(name: str, kind: str, now: str, doc: str) -> str:
     """A field as an entry of a list of definitions."""
-    value = f" &ensp;`{now}`" if now else ""
-    return f"`{name}` &ensp;*{kind}*{value}\n:   {doc}"
+    value, shown = f" &ensp;`{now}`" if now else "", doc.replace("<", "&lt;").replace("\n", "<br>")
+    return f"`{name}` &ensp;*{kind}*{value}\n:   {shown}"
 
 
 def default_of(field) -> str:

@@ -41,6 +41,8 @@ def test_the_site_builds_without_a_warning(tmp_path):
         assert not [path for path in documented if not any(f'id="{path}"' in page for page in reference.values())]
     fields = (tmp_path / "reference/fields.html").read_text()
     assert {"batch_size", "optimizer.beta1", "iterations", "rotary_dim"} <= {*re.findall(r"<dt><code>([\w.]+)", fields)}
+    assert "<br>step &lt;int&gt;: The first step with this size." in fields
+    assert 'href="../site.css"' in (tmp_path / "notebooks/by_hand.html").read_text()
     scripts = re.findall(r'<(?:script|link)[^>]* (?:src|href)="(.*?)"', (tmp_path / "index.html").read_text())
     assert "iframe-worker.js" in scripts and not [found for found in scripts if "://" in found]
 
