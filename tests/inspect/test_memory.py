@@ -237,6 +237,17 @@ def test_areas_of_the_picture_are_in_proportion():
     assert areas["c"] == pytest.approx(4 * areas["b"], rel=0.01)
 
 
+def test_what_colors_of_the_picture_are_is_within_it():
+    kinds = ("parameters", "optimizer", "gradients", "activations", "gathered weights", "batch", "temporaries")
+    found = Memory(tuple(Buffer(kind=kind, name=kind, what="", num_bytes=1 << 20) for kind in kinds))
+    root = ElementTree.fromstring(found.svg())
+    words = [text for text in root.iter("{http://www.w3.org/2000/svg}text") if text.text.endswith("1.00 MiB")]
+    ends = {text.text: float(text.get("x")) + 6 * len(text.text) for text in words if text.text != "1.00 MiB"}
+    assert {f"{kind} 1.00 MiB" for kind in kinds} == {*ends} and max(ends.values()) <= float(root.get("width"))
+    legend = max(float(text.get("y")) for text in words if text.text in ends)
+    assert legend < min(float(rect.get("y")) for rect in root.iter("{http://www.w3.org/2000/svg}rect") if len(rect))
+
+
 def test_live_buffers():
     gc.collect()
     before = live_memory().per_kind().get("other", 0)

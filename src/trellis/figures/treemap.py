@@ -53,21 +53,30 @@ def treemap(items: Sequence[Item], kinds: Sequence[str]) -> str:
     order = sorted(grouped, key=lambda kind: -sum(item[3] for item in grouped[kind]))
     sizes = [sum(item[3] for item in grouped[kind]) for kind in order]
     colors = dict(zip(kinds, itertools.cycle(_COLORS)))
-    width, height, legend, at = 960, 540, 26, 150.0
-    parts: list[Markup] = []
+    width, height = 960, 540
+    parts, legend = _legend(f"one device {numbers.size(total)}", dict(zip(order, sizes)), colors, width)
     for kind, area in zip(order, squarified(sizes, 0, legend, width, height - legend)):
         group = sorted(grouped[kind], key=lambda item: -item[3])
         for (_, name, what, size), rect in zip(group, squarified([item[3] for item in group], *area)):
             parts += _tile(name, what, size, rect, colors[kind])
         parts.append(svg.box(*map(float, area), fill="none", stroke="#222"))
-    parts.append(svg.text(6, 17, f"one device {numbers.size(total)}", class_="head"))
-    for kind, size in zip(order, sizes):
-        words = f"{kind} {numbers.size(size)}"
-        parts.append(svg.box(at, 8, 10, 10, fill=colors[kind], stroke="#222", stroke_width=0.5))
-        parts.append(svg.text(at + 14, 17, words))
-        at += 26 + 5.7 * len(words)
     style = "text{font:11px ui-sans-serif,system-ui,sans-serif;fill:#222}.head{font-size:13px;font-weight:600}"
     return svg.document(width, height, parts, style)
+
+
+def _legend(title: str, sizes: dict[str, int], colors: dict[str, str], width: int) -> tuple[list[Markup], int]:
+    """A title and what each color is, in as many lines as they take, and the height of these."""
+    begin = at = 20 + 8.5 * len(title)
+    y, parts = 17, [svg.text(6, 17, title, class_="head")]
+    for kind, size in sizes.items():
+        words = f"{kind} {numbers.size(size)}"
+        wide = 26 + 6.0 * len(words)
+        if at > begin and at + wide > width:
+            at, y = begin, y + 18
+        parts.append(svg.box(at, y - 9, 10, 10, fill=colors[kind], stroke="#222", stroke_width=0.5))
+        parts.append(svg.text(at + 14, y, words))
+        at += wide
+    return parts, y + 9
 
 
 def _merged(items: Sequence[Item], total: int) -> list[Item]:
