@@ -67,9 +67,13 @@ def test_nothing_there(tmp_path):
     with pytest.raises(UserError) as raised:
         open_store(tmp_path / "none")
     assert str(raised.value) == (
-        f"A token store is a Zarr group.\n  seen:  no zarr.json\n  where: {tmp_path / 'none'}\n"
+        f"A token store is a Zarr group.\n  seen:  no such folder\n  where: {tmp_path / 'none'}\n"
         "  fix:   give the path that `trellis tokenize --out` was given"
     )
+    (tmp_path / "texts").mkdir()
+    with pytest.raises(UserError, match="no zarr.json") as raised:
+        open_store(tmp_path / "texts")
+    assert f"text is tokenized first: trellis tokenize {tmp_path / 'texts'} --out" in raised.value.fix
 
 
 def test_another_zarr_group(tmp_path):

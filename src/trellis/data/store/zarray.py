@@ -7,6 +7,7 @@ range of bytes, one read or one request away, and any Zarr reader still opens an
 import collections
 import concurrent.futures
 import json
+import os
 import threading
 
 import numpy as np
@@ -62,11 +63,13 @@ def read_metadata(folder: Folder, name: str) -> dict:
             raise ValueError("not a JSON object")
         return value
     except (FileNotFoundError, NotADirectoryError) as error:
+        texts = not folder.remote and os.path.isdir(folder.url)
+        fix = f"; text is tokenized first: trellis tokenize {folder.url} --out stores/mine --train-bpe 512"
         raise UserError(
             "A token store is a Zarr group.",
-            seen="no zarr.json",
+            seen="no zarr.json" if texts or folder.remote else "no such folder",
             where=folder.url,
-            fix="give the path that `trellis tokenize --out` was given",
+            fix="give the path that `trellis tokenize --out` was given" + fix * texts,
         ) from error
     except ValueError as error:
         raise UserError(
