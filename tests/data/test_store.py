@@ -71,6 +71,9 @@ def test_nothing_there(tmp_path):
         "  fix:   give the path that `trellis tokenize --out` was given"
     )
     (tmp_path / "texts").mkdir()
+    with pytest.raises(UserError, match="no zarr.json\n.*\n.*was given$"):
+        open_store(tmp_path / "texts")
+    (tmp_path / "texts" / "1.txt").touch()
     with pytest.raises(UserError, match="no zarr.json") as raised:
         open_store(tmp_path / "texts")
     assert f"text is tokenized first: trellis tokenize {tmp_path / 'texts'} --out" in raised.value.fix

@@ -63,11 +63,12 @@ def read_metadata(folder: Folder, name: str) -> dict:
             raise ValueError("not a JSON object")
         return value
     except (FileNotFoundError, NotADirectoryError) as error:
-        texts = not folder.remote and os.path.isdir(folder.url)
+        there = folder.remote or os.path.isdir(folder.url)
+        texts = there and not folder.remote and bool(os.listdir(folder.url))
         fix = f"; text is tokenized first: trellis tokenize {folder.url} --out stores/mine --train-bpe 512"
         raise UserError(
             "A token store is a Zarr group.",
-            seen="no zarr.json" if texts or folder.remote else "no such folder",
+            seen="no zarr.json" if there else "no such folder",
             where=folder.url,
             fix="give the path that `trellis tokenize --out` was given" + fix * texts,
         ) from error
