@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.train.small import trellis
+from trellis.commands import train
 from trellis.train import checks
 from trellis.train.trackers import read_lines
 
@@ -243,6 +244,7 @@ def test_a_run_is_paused_before_its_first_step_and_resumed_by_its_folder(run_fil
     assert code == 0, err
     assert (folder / "checkpoints" / "step-00000000" / "manifest.json").exists()
     assert not read_lines(folder / "metrics.jsonl")
+    assert read_lines(folder / "timeline.jsonl")[-1]["event"] == "paused"
     code, out, err = trellis(capsys, "train", folder, "--until", 2)
     assert code == 0, err
     assert f"folder   {folder}" in out and "paused   after step 2; `trellis train" in out
@@ -254,6 +256,13 @@ def test_a_run_is_paused_before_its_first_step_and_resumed_by_its_folder(run_fil
     line = f"{found['rows']} of {found['rows']} rows of the ledger are in the {found['collectives']} collectives"
     assert f"matched  {line}" in err and line in (folder / "ledger.txt").read_text()
     assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_that_a_signal_stopped_says_how_it_goes_on(run_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train, "train_run", lambda *_, **__: 143)
+    options = ("--layout.preset", "single", "--microbatches", 1, "--cpu.measure", "false")
+    code, out, _ = trellis(capsys, "train", run_file, "--run-dir", tmp_path / "run", *options)
+    assert code == 143 and re.search(rf"stopped  after step 0; `.*trellis train {tmp_path / 'run'}` goes on", out), out
 
 
 @pytest.mark.slow

@@ -61,7 +61,9 @@ def folder(tmp_path):
         {"time": 5.0, "event": "compiled", "step": 0, "seconds": 4.0},
         {"time": 8.0, "event": "checkpoint", "step": 10},
         {"time": 9.0, "event": "interrupted", "step": 10},
-        {"time": 60.0, "event": "resumed", "step": 10},
+        {"time": 50.0, "event": "resumed", "step": 10},
+        {"time": 55.0, "event": "paused", "step": 15},
+        {"time": 60.0, "event": "resumed", "step": 15},
         {"time": 70.0, "event": "finished", "step": 20},
     ]
     write(folder / "timeline.jsonl", events)
@@ -127,7 +129,8 @@ def test_the_page_shows_the_run_and_needs_nothing_else(folder):
         "vocab : 512",
         "</script><b>x & y",
         "steps 0 to 10, interrupted, 9 s",
-        "19 s in 2 starts",
+        "steps 10 to 15, paused, 5 s",
+        "24 s in 3 starts",
         "node-1, Linux x86_64",
     ):
         assert expected in words, expected

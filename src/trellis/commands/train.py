@@ -91,8 +91,9 @@ def execute(args: argparse.Namespace) -> int:
             finally:
                 if is_first():
                     _report(folder)
-        if code == 0 and is_first() and args.until is not None and done() < run.steps:
-            print(f"paused   after step {done()}; `{called()} train {shlex.quote(str(folder))}` goes on")
+        if is_first() and (code or args.until is not None) and done() < run.steps:
+            word = "stopped" if code else "paused"  # by a signal, or as it was asked to
+            print(f"{word:<8} after step {done()}; `{called()} train {shlex.quote(str(folder))}` goes on")
         elif code == 0 and is_first():
             print(_NEXT.format(trellis=called(), folder=shlex.quote(str(folder))))
         return code

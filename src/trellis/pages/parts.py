@@ -8,6 +8,7 @@ from typing import Any
 
 from trellis.figures.html import Markup, join, section, table, tag
 from trellis.figures.numbers import count, duration, size
+from trellis.train.timeline import ENDS
 
 # The colour of each kind of memory stays the same, whichever kinds there are.
 _KINDS = ("parameters", "optimizer", "gradients", "activations", "gathered weights", "batch", "temporaries",
@@ -165,7 +166,7 @@ def _start(run: list[dict[str, Any]], longest: float) -> Markup:
             colour = "k4" if event["event"] == "evaluation" else "k1"
             pieces.append(tag("u", class_=colour, style=f"left:{where:.2f}%", title=hint))
     steps = [event["step"] for event in run if event.get("step") is not None]
-    word = run[-1]["event"] if run[-1]["event"] in ("finished", "interrupted", "stopped") else "ended without a word"
+    word = run[-1]["event"] if run[-1]["event"] in ENDS else "ended without a word"
     words = f"steps {min(steps):,} to {max(steps):,}, {word}, {duration(end - begin)}"
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(begin))
     why = run[-1].get("why")

@@ -13,6 +13,7 @@ from trellis.pages.charts import Chart, Series, draw, script_data, thin
 from trellis.pages.read import RunFolder, read_folder
 from trellis.pages.script import JS
 from trellis.pages.style import CSS
+from trellis.train.timeline import ENDS
 
 
 def write_report(folder: str | Path) -> Path:
@@ -136,9 +137,9 @@ def _mfu_name(noncausal: float | None) -> str:
 
 
 def state(run: RunFolder) -> str:
-    """How the run stands: finished, interrupted, stopped, or training."""
+    """How the run stands: finished, paused, interrupted, stopped, or training."""
     last = run.events[-1]["event"] if run.events else ""
-    return last if last in ("finished", "interrupted", "stopped") else "training"
+    return last if last in ENDS else "training"
 
 
 def _thin_steps(steps: list[int]) -> list[int]:

@@ -203,7 +203,7 @@ class _Loop:
                 self._watch.close()
                 if made >= run.steps:
                     self._sample(state, made)
-            self._timeline.add("finished" if made >= run.steps else "interrupted", made)
+            self._timeline.add("finished" if made >= run.steps else "interrupted" if exit_code else "paused", made)
         except Exception as error:
             self._timeline.add("stopped", None, why=str(error).splitlines()[0] if str(error) else type(error).__name__)
             raise

@@ -6,6 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+# How a start of a run ends: at its last step; at the step that it was asked for; by a signal; by an error.
+ENDS = ("finished", "paused", "interrupted", "stopped")
+
 
 class Timeline:
     """`timeline.jsonl`: one object an event, `time` (Unix seconds), `event`, `step`, and what else there is to say.
@@ -24,8 +27,7 @@ class Timeline:
                     file.write(b"\n")
 
     def add(self, event: str, step: int | None, **more: object) -> None:
-        """Notes an event: started, resumed, compiled, length, evaluation, checkpoint, interrupted, stopped, finished or
-        slow."""
+        """Notes an event: started, resumed, compiled, length, evaluation, checkpoint, slow, or an end (`ENDS`)."""
         if self._path is not None:
             # A run does not end for want of a note; what it needs to write tells why.
             with contextlib.suppress(OSError), open(self._path, "a") as file:
