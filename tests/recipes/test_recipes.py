@@ -113,6 +113,14 @@ def test_a_folder_of_texts_is_tokenized_first(tmp_path):
     with pytest.raises(UserError) as error:
         load_run(str(tmp_path))
     assert error.value.fix == f"text is tokenized first: trellis tokenize {tmp_path} --out stores/mine --train-bpe 512"
+    copy = tmp_path / "checkpoints" / "step-00000004" / "run.yaml"
+    copy.parent.mkdir(parents=True)
+    write_run(tiny(), copy)
+    for damaged in (False, True):
+        with pytest.raises(UserError) as error:
+            load_run(str(tmp_path))
+        assert error.value.fix == f"copy it from a checkpoint: cp {copy} {tmp_path}"
+        (tmp_path / "run.yaml").write_text("steps: [")
 
 
 def test_a_file_that_is_no_yaml(tmp_path):

@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ def load(target: str, options: Mapping[str, str]) -> Loaded:
         path = run_file(target)
         if path.suffix not in (".yaml", ".yml"):
             texts = f"text is tokenized first: trellis tokenize {target} --out stores/mine --train-bpe 512"
-            fix = texts if path.is_dir() else did_you_mean(target, RECIPES)
+            fix = (_from_checkpoint(path) or texts) if path.is_dir() else did_you_mean(target, RECIPES)
             rule = "A run is a recipe, a YAML file or a run's folder."
             raise UserError(rule, seen=f"`{target}`", where="the first word", fix=fix)
         patch = read_yaml(path)
@@ -112,6 +113,12 @@ def run_file(target: str) -> Path:
     """The YAML file that a word names: itself, or the `run.yaml` of a run's folder."""
     inside = Path(target) / "run.yaml"
     return inside if inside.is_file() else Path(target)
+
+
+def _from_checkpoint(folder: Path) -> str:
+    """How to bring back the run.yaml of a run's folder; "" where no checkpoint has a copy of it."""
+    copies = sorted(folder.glob("checkpoints/*/run.yaml"))
+    return f"copy it from a checkpoint: cp {shlex.quote(str(copies[-1]))} {shlex.quote(str(folder))}" if copies else ""
 
 
 def _using(loaded: Loaded, named: set[str]) -> Loaded:
@@ -141,7 +148,8 @@ def read_yaml(path: Path) -> dict:
         raise UserError("A run's file can be read.", seen=error.strerror, where=str(path), fix=fix) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         seen = " ".join(str(error).split())
-        raise UserError("A run's file is YAML.", seen=seen, where=str(path), fix="correct that line") from None
+        fix = _from_checkpoint(path.parent) or "correct that line"
+        raise UserError("A run's file is YAML.", seen=seen, where=str(path), fix=fix) from None
     if not isinstance(found, dict):
         fix = "write fields, as in steps: 100"
         raise UserError("A run's file holds fields.", seen=f"{type(found).__name__}", where=str(path), fix=fix)
