@@ -266,13 +266,15 @@ def test_a_run_that_a_signal_stopped_says_how_it_goes_on(run_file, tmp_path, cap
 
 
 @pytest.mark.slow
-def test_a_run_that_has_no_validation_text_says_so(run_file, tmp_path, capsys):
+def test_a_run_that_has_no_validation_text_or_no_tokenizer_says_so(run_file, tmp_path, capsys, monkeypatch):
     """The first step is not made: it is before anything is compiled that this is of use."""
     base = ("train", run_file, "--layout.preset", "single", "--until", 0, "--run-dir")
     code, out, err = trellis(capsys, *base, tmp_path / "with")
-    assert code == 0 and "is not measured" not in out, err
+    assert code == 0 and "is not measured" not in out and "samples" not in out, err
+    monkeypatch.setattr("trellis.train.corpus._tokenizer_of", lambda store: None)  # as of other projects' formats
     code, out, err = trellis(capsys, *base, tmp_path / "without", "--data.source.validation", "null")
     assert code == 0, err
     assert "text     all is trained on: whether the model learns more than its text is not measured" in out
+    assert "samples  none: the text's store has no tokenizer; --data.tokenizer tokenizer.json names one" in out
     code, _, err = trellis(capsys, "evaluate", tmp_path / "without")
     assert code == 2 and "An evaluation needs validation text." in err

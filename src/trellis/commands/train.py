@@ -108,6 +108,8 @@ _WITHOUT_VALIDATION = """text     all is trained on: whether the model learns mo
          For that tokenize a part of it by itself, and name that store in the run's data, as validation:
          trellis tokenize HELD_OUT --out stores/validation --tokenizer STORE"""
 
+_WITHOUT_TOKENIZER = "samples  none: the text's store has no tokenizer; --data.tokenizer tokenizer.json names one"
+
 
 def _report(folder: Path) -> None:
     """Writes the page of a run, whichever way it ended."""
@@ -169,6 +171,8 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         print(f"{describe(found)}\nfolder   {folder}", flush=True)
         if not corpus.validation:
             print(_WITHOUT_VALIDATION, flush=True)
+        if corpus.tokenizer is None:
+            print(_WITHOUT_TOKENIZER, flush=True)
 
     def sampled(state: TrainState) -> str:
         how = Sampling(temperature=0.8, top_k=50)
