@@ -32,6 +32,20 @@ def test_every_listed_command_explains_itself(name, capsys):
     assert (code, err) == (0, "") and out.startswith(f"usage: trellis {name}")
 
 
+def test_help_on_fields_is_of_the_recipe_and_of_the_options_on_the_line(capsys):
+    shown = {
+        ("train", "--run-dir", "runs/a"): "starter:",  # an option's value is no recipe
+        ("plan", "--on", "v5e:2x2", "tiny"): "tiny:",
+        ("import", "folder"): "starter:",
+        ("train", "tiny", "--model.family", "gpt_oss"): "tiny and of these options:",
+        ("train", "tiny", "--model.family"): "tiny:",  # one that cannot be read changes nothing
+    }
+    for words, values in shown.items():
+        code, out, err = run(capsys, *words, "--help")
+        assert (code, err) == (0, "") and f"\nfields of the run, with the values of {values}\n" in out, words
+        assert ("--model.window" in out) == ("gpt_oss" in words)
+
+
 @pytest.mark.slow
 def test_overview_loads_nothing_heavy():
     loaded = "sorted({'yaml', 'optax', 'orbax'} & set(sys.modules))"

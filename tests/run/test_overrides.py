@@ -211,6 +211,14 @@ def test_help_has_every_field_with_its_value_and_doc():
     assert not undocumented
 
 
+def test_help_has_the_fields_of_the_kind_that_an_option_picks():
+    text = help_text(tiny(), {"model.family": "deepseek_v3", "model.heads": "6"})
+    assert "  --model.q_latent  <int>  [required]\n      Width that a token's queries are made from." in text
+    assert "  --model.layers  <int>  [2]\n" in text and "  --model.heads  <int>  [6]\n" in text
+    assert "  --model.routing.scores  <softmax | sigmoid>  [sigmoid]\n" in text and "--model.kv_heads" not in text
+    assert "      llama has vocab, embed, layers," in text and "deepseek_v3 has" not in text
+
+
 def test_help_has_the_fields_of_a_lists_entries():
     source = {"kind": "mixture", "parts": [{"name": "web", "path": "stores/web", "weight": 1.0}]}
     text = " ".join(help_text(resolve(Run, tiny(), patch={"data": {"source": source}}, source="f.yaml")).split())

@@ -115,7 +115,7 @@ def _run(name: str, arguments: list[str]) -> int:
     if command.recipe is not None:
         arguments, overrides = _split_overrides(parser, arguments)
         if "--help" in arguments or "-h" in arguments:
-            print(parser.format_help(), _fields(arguments, command.recipe), sep="\n")
+            print(parser.format_help(), _fields(parser, arguments, overrides), sep="\n")
             return 0
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -189,13 +189,23 @@ def _load(target: str, overrides: dict[str, str], prog: str) -> "Loaded":
     return load(target, overrides)
 
 
-def _fields(arguments: list[str], default: str) -> str:
+def _fields(parser: _Parser, arguments: list[str], overrides: dict[str, str]) -> str:
+    """Help on a run's fields: those of the recipe in the arguments, with the options beside it if they can be read."""
     from trellis.recipes import load_run
     from trellis.run.help import help_text
 
-    words = [a for a in arguments if not a.startswith("-")]
-    target = words[0] if words else default or "starter"
-    return f"fields of the run, with the values of {target}:\n{help_text(load_run(target))}"
+    for option in parser.options().values():
+        option.required = False
+    try:
+        target = parser.parse_known_args([a for a in arguments if a not in ("-h", "--help")])[0].recipe
+    except UserError:  # a word is missing
+        target = parser.get_default("recipe")
+    run = load_run(target or "starter")
+    shown = f"fields of the run, with the values of {target or 'starter'}"
+    try:
+        return f"{shown}{' and of these options' if overrides else ''}:\n{help_text(run, overrides)}"
+    except UserError:
+        return f"{shown}:\n{help_text(run)}"
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 import dataclasses
 import textwrap
 import typing
+from collections.abc import Mapping
 from typing import Any
 
-from trellis.run.overrides import leaves
-from trellis.run.schema import fields_of, members, plain, show, tag_field, variants
+from trellis.run.overrides import leaves, overridden
+from trellis.run.schema import REQUIRED, fields_of, members, plain, show, tag_field, variants
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +29,11 @@ class Entry:
     doc: tuple[str, ...]
 
 
-def entries(value: Any) -> list[Entry]:
-    """Every field of a configuration that can be set by itself, single ones first."""
+def entries(value: Any, options: Mapping[str, str]) -> list[Entry]:
+    """Every field of a configuration with options that can be set by itself, single ones first."""
     found = []
-    for name, kind, now, doc in sorted(leaves(type(value), plain(value)), key=lambda leaf: "." in leaf[0]):
+    data = overridden(type(value), plain(value), options)
+    for name, kind, now, doc in sorted(leaves(type(value), data), key=lambda leaf: "." in leaf[0]):
         parent, _, last = name.rpartition(".")
         kinds = variants(_type_at(type(value), parent)) if parent else {}
         picks = bool(kinds) and last == tag_field(kinds)
@@ -47,13 +49,22 @@ def entries(value: Any) -> list[Entry]:
     return found
 
 
-def help_text(value: Any, width: int = 110) -> str:
+def help_text(value: Any, options: Mapping[str, str] | None = None, width: int = 110) -> str:
     """Every option of a configuration, with the value that it has now.
 
     A field that takes one of several kinds lists the other kinds with their fields.
+
+    Args:
+        value: the configuration.
+        options: texts by dotted name that replace parts of it. Where they pick another kind, its fields are told, also
+            those that nothing has a value for yet.
+        width: of a line.
+
+    Raises:
+        UserError: an option is not known, or its text is no value of its type.
     """
     lines, section = [], ""
-    for entry in entries(value):
+    for entry in entries(value, options or {}):
         if entry.section != section:
             section = entry.section
             lines += ["", f"{section}: {fields_of(type(value))[section].doc}"]
@@ -71,7 +82,9 @@ def _type_at(kind: Any, path: str) -> Any:
 
 
 def text_of(now: Any) -> str:
-    """A field's plain value, as it is written on the command line."""
+    """A field's plain value, as it is written on the command line; "required" where it has none."""
+    if now is REQUIRED:
+        return "required"
     if isinstance(now, list):
         return ",".join(map(text_of, now))
     if isinstance(now, dict):

@@ -27,16 +27,25 @@ def resolve(
         UserError: something does not fit the types or is not known; the message has a suggestion.
     """
     options = dict(options or {})
-    data = merge(kind, plain(base) if base is not None else {}, patch or {})
-    tags_first = sorted(options, key=lambda name: (not _chooses(kind, data, name.split(".")), name.count(".")))
-    for name in tags_first:
-        data = _put(kind, data, name.split("."), options[name], name, kind)
+    data = overridden(kind, merge(kind, plain(base) if base is not None else {}, patch or {}), options)
 
     def origin(path: str) -> str:
         option = next((o for o in options if path == o or path.startswith(f"{o}.")), None)
         return f"--{option}" if option else f"`{path}` in {source}" if source else f"`{path}`"
 
     return build(kind, data, origin=origin)
+
+
+def overridden(kind: type, data: Any, options: Mapping) -> Any:
+    """Plain data of the dataclass `kind` with the parts that options name; it may lack what has no default.
+
+    Raises:
+        UserError: an option is not known, or its text is no value of its type.
+    """
+    tags_first = sorted(options, key=lambda name: (not _chooses(kind, data, name.split(".")), name.count(".")))
+    for name in tags_first:
+        data = _put(kind, data, name.split("."), options[name], name, kind)
+    return data
 
 
 def merge(kind: Any, base: Any, patch: Any) -> Any:
@@ -61,10 +70,14 @@ def merge(kind: Any, base: Any, patch: Any) -> Any:
 
 
 def leaves(kind: Any, data: Any, path: str = "") -> Iterator[tuple[str, Any, Any, str]]:
-    """Dotted name, type, value and doc of every field that can be set by itself, as the data stands."""
+    """Dotted name, type, value and doc of every field that can be set by itself, as the data stands.
+
+    What the data does not have is its default, or `REQUIRED`.
+    """
     cls = variant_in(kind, data)
     for name, field in fields_of(cls).items() if cls else ():
-        inner, dotted = (data or {}).get(name), f"{path}.{name}" if path else name
+        default = field.default if field.default is REQUIRED else plain(field.default)
+        inner, dotted = (data or {}).get(name, default), f"{path}.{name}" if path else name
         if variant_in(field.type, inner) and inner is not None:
             yield from leaves(field.type, inner, dotted)
         else:
@@ -90,6 +103,8 @@ def _put(kind: Any, data: Any, names: list[str], text: str, option: str, root: A
     head, *rest = names
     if tagged := variants(kind):
         if [head] == names and head == tag_field(tagged):
+            if text not in tagged:  # said here: what other options mean depends on it
+                build(kind, {head: text}, option.rpartition(".")[0], origin=lambda _: f"--{option}")
             return merge(kind, data, {head: text})
     if cls := variant_in(kind, data if isinstance(data, Mapping) else {}):
         if head not in (fields := fields_of(cls)):
