@@ -40,6 +40,7 @@ _AHEAD = 4
 _PACED, _OFF = 3, 0.2
 # Seconds. Runs that are shorter spend their time elsewhere.
 _WORTH_TELLING = 20.0
+_UNKNOWN = "takes    not known before its first steps: no such step was measured on this machine"
 # Of so many of the newest steps the median is kept for later runs.
 _REMEMBERED = 100
 
@@ -341,7 +342,11 @@ class _Loop:
         evaluated = self._feed.evaluate is not None and rule.batches is not None
         times = sum(_due(step, rule.every) or step == self._run.steps for step in left) if evaluated else 0
         batches = times * (rule.batches or 0)
-        if self._pace.seconds(self._run, start, stop, batches) >= _WORTH_TELLING:
+        if self._pace.seconds(self._run, start, stop, batches) < _WORTH_TELLING:
+            return
+        if not self._pace.measured:
+            self._note(_UNKNOWN)
+        else:
             told = self._pace.tell(self._run, start, stop, evaluations=times, validation_batches=batches)
             more = f"; from step {stop + 1} on sequences are longer" if stop < self._stop else ""
             self._note(f"takes    {told}{more}")
@@ -359,7 +364,7 @@ class _Loop:
         if self._made != 1 + _PACED or (found := self._measured()) is None:
             return
         told, self._pace = self._pace, Pace(token_seconds=found, basis="as the first steps did", measured=True)
-        if told is None or abs(found / told.token_seconds - 1) > _OFF:
+        if told is None or not told.measured or abs(found / told.token_seconds - 1) > _OFF:
             self._foretell(record.step)
 
     def _measured(self) -> float | None:

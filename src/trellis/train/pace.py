@@ -1,4 +1,4 @@
-"""How long a run takes, before it begins: from earlier runs on this machine, the peak of products, or a trial."""
+"""How long a run takes, before it begins: from earlier runs of its step on this machine, or a trial."""
 
 import math
 import time
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trellis.figures.numbers import duration, flop_rate, seconds
+from trellis.figures.numbers import duration, seconds
 from trellis.hardware.remembered import devices_here, digest_of, recall, remember, today
 from trellis.mesh.platform import are_cpus
 from trellis.run.config import Run
@@ -25,6 +25,8 @@ _STEP = (
 )  # fmt: skip
 # Of the peak in products, where nothing better is known: between what small and large models reach.
 _USUAL = 0.5
+# Log of the largest ratio of two models' FLOPs a token at which they reach a like share of the peak.
+_COMPARABLE = math.log(4)
 # Seconds of a step at least, however few its FLOPs: it has hundreds of operations.
 _LEAST_STEP = 5e-3
 # Seconds of a run that is worth a trial, and of a step that is short enough for one.
@@ -38,8 +40,9 @@ class Pace:
 
     Attributes:
         token_seconds: of a step, divided by its tokens.
-        basis: how that is known, in words.
-        measured: whether it was these very steps that were measured.
+        basis: how that is known, in words; "" of a guess.
+        measured: whether it was these very steps that were measured. A guess may be off by many times: it decides what
+            is worth a trial, and is not told.
     """
 
     token_seconds: float
@@ -82,8 +85,9 @@ def tokens_of(run: Run, start: int, stop: int) -> int:
 def expected_pace(assembled: Assembled, work: Work) -> Pace | None:
     """The pace of a run that has not begun, as far as this machine's cache and the peak of products tell it.
 
-    Best is what the same step took in an earlier run. Else it is as large a share of the peak as the run reached whose
-    tokens cost most nearly as much; where nothing ran before, half of the peak. None where no peak is known.
+    Best is what the same step took in an earlier run. Else it is a guess: as large a share of the peak as the run
+    reached whose tokens cost most nearly as much, up to four times as much or as little; where none is known, half of
+    the peak. None where no peak is known.
 
     Args:
         assembled: the run.
@@ -96,17 +100,12 @@ def expected_pace(assembled: Assembled, work: Work) -> Pace | None:
         return Pace(token_seconds=known[key]["token_seconds"], basis=basis, measured=True)
     if not work.peak_flops:
         return None
-    products = f"the {flop_rate(work.peak_flops)} that products reach here"
-    near = [kept for name, kept in known.items() if name.startswith(place)]
-    if near:
-        best = min(near, key=lambda kept: abs(math.log(kept["token_flops"] / work.flops_per_token)))
-        rate = best["token_flops"] / best["token_seconds"]
-        basis = f"at {rate / work.peak_flops:.0%} of {products}, as in the run of {best['name']} on this machine"
-    else:
-        rate = _USUAL * work.peak_flops
-        basis = f"at {_USUAL:.0%} of {products}, a guess: nothing like it has run on this machine"
+    ratio = lambda kept: abs(math.log(kept["token_flops"] / work.flops_per_token))
+    near = [kept for name, kept in known.items() if name.startswith(place) and ratio(kept) <= _COMPARABLE]
+    best = min(near, key=ratio, default=None)
+    rate = best["token_flops"] / best["token_seconds"] if best else _USUAL * work.peak_flops
     tokens = tokens_of(assembled.run, 0, 1)
-    return Pace(token_seconds=max(work.flops_per_token / rate, _LEAST_STEP / tokens), basis=basis, measured=False)
+    return Pace(token_seconds=max(work.flops_per_token / rate, _LEAST_STEP / tokens), basis="", measured=False)
 
 
 def worth_a_trial(assembled: Assembled, guess: Pace | None, steps: int) -> bool:
@@ -137,7 +136,7 @@ def tried_pace(assembled: Assembled, clock: Callable[[], float] = time.perf_coun
             state, metrics = step(state, batch)
             jax.block_until_ready((state, metrics))
             taken.append(clock() - started)
-    basis = f"as the faster of {_TRIED} trial steps did"
+    basis = f"as the fastest of {_TRIED} trial steps did"
     return Pace(token_seconds=min(taken[1:]) / tokens_of(assembled.run, 0, 1), basis=basis, measured=True)
 
 
