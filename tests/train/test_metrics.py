@@ -222,6 +222,17 @@ def test_a_run_that_pauses_shows_its_last_step():
     assert [line.split("  ")[0] for line in stream.getvalue().splitlines()] == ["step 20/100", "step 30/100"]
 
 
+def test_time_left_is_that_to_a_pause(monkeypatch):
+    clock = iter([0.0, 10.0, 20.0])
+    monkeypatch.setattr("trellis.train.progress.time.monotonic", lambda: next(clock))
+    progress = Progress(100, stop=40, stream=(stream := io.StringIO()))
+    for step in (20, 30, 40):
+        progress.update({**LINE, "step": step})
+    _, before, last = stream.getvalue().splitlines()
+    assert before.startswith("step 30/100") and before.endswith("left 10 s")
+    assert last.startswith("step 40/100") and "left" not in last
+
+
 def test_progress_on_a_terminal_rewrites_its_line(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()

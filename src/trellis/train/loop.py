@@ -180,7 +180,7 @@ class _Loop:
         if restored is not None:
             self._feed.check_text(restored.data.get("text", {}))
         del restored  # the step is about to donate its arrays
-        self._progress = progress or Progress(run.steps)
+        self._progress = progress or Progress(run.steps, stop=self._stop)
         self._note(f"resuming after step {start}, from {self._saved.path(start)}" if start else "")
         self._timeline.add("resumed" if start else "started", start)
         self._foretell(start)

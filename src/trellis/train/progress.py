@@ -16,13 +16,15 @@ class Progress:
 
     Args:
         total: the run's number of steps.
+        stop: the step that it pauses after, if not the last.
         stream: where to write; the default is stderr.
         every: where the stream is no terminal, seconds between two lines. Evaluations and the last step always show,
             also where a run ends early.
     """
 
-    def __init__(self, total: int, *, stream: TextIO | None = None, every: float = 10.0):
+    def __init__(self, total: int, *, stop: int | None = None, stream: TextIO | None = None, every: float = 10.0):
         self._total, self._stream, self._every = total, stream or sys.stderr, every
+        self._stop = total if stop is None else stop
         self._tty = self._stream.isatty()
         # Time left follows the last hundred lines, from the first on: compiling is not part of the pace.
         self._times: deque[tuple[int, float]] = deque(maxlen=100)
@@ -41,7 +43,7 @@ class Progress:
             self._stream.write("\r\x1b[K" + self._bar)
             self._stream.flush()
         due = self._shown is None or now - self._shown >= self._every
-        if not self._tty and (due or "validation_loss" in line or int(line["step"]) >= self._total):
+        if not self._tty and (due or "validation_loss" in line or int(line["step"]) >= self._stop):
             self._shown, self._unshown = now, ""
             self._stream.write(text + "\n")
             self._stream.flush()
@@ -86,9 +88,9 @@ class Progress:
 
     def _left(self, step: int) -> float | None:
         (first, start), (last, end) = self._times[0], self._times[-1]
-        if last <= first or step >= self._total:
+        if last <= first or step >= self._stop:
             return None
-        return (self._total - step) * (end - start) / (last - first)
+        return (self._stop - step) * (end - start) / (last - first)
 
     def _draw(self, text: str) -> str:
         """The line, and before it the curve of the loss so far, as far as there is room."""
