@@ -1,5 +1,6 @@
 """Plans of what is asked for by hand: what is kept and where, loads, meshes that do not divide; and what is refused."""
 
+import dataclasses
 import json
 import re
 
@@ -17,6 +18,7 @@ from trellis.plan.frontier import why_lost
 from trellis.plan.quick import quick_plan
 from trellis.plan.search import search
 from trellis.plan.text import as_json, text
+from trellis.recipes import load_run
 
 
 def test_what_is_offloaded_takes_the_hosts_memory_and_its_time():
@@ -148,3 +150,19 @@ def test_the_fullest_device_has_all_rows_at_most(capsys):
     assert main([*mixture, "--load", "9"]) == 2
     assert "seen:  9, experts over 8 devices" in capsys.readouterr().err
     assert main([*mixture, "--load", "8"]) == 0
+
+
+def test_advice_on_products_and_on_activations_can_be_followed():
+    """Products in float32 are slow at any width, and positions that are sliced already are not to be sliced again."""
+    sizes = {"batch_size": "256", "mesh.model": "2", "model.embed": "256", "layout.preset": "fsdp_tensor_sequence"}
+    plan = quick_plan(load_run("tiny", sizes), target("v5e:2x4"))
+    found = "\n".join(advice(plan))
+    assert "are products in float32, at 17% of bfloat16's rate: --precision.compute bfloat16" in found
+    assert "too small to fill" not in found
+    assert "over model: use less of it (--mesh.model 1), or --layout.overlap mlp,heads\n" in found
+    wide = dataclasses.replace(plan, work=tuple(dataclasses.replace(p, dtype="bfloat16") for p in plan.work))
+    assert "in float32" not in "\n".join(advice(wide))
+    small = [dataclasses.replace(piece, dtype="bfloat16", dims=(8, 8, 8)) for piece in plan.work if any(piece.dims)]
+    found = "\n".join(advice(dataclasses.replace(plan, work=tuple(small))))
+    assert "too small to fill the matrix units, most of it " in found
+    assert found.endswith(": a wider model, or wider heads, or less tensor parallelism (--mesh.model 1)")

@@ -30,6 +30,15 @@ def flop_rate(per_second: float) -> str:
     return _scaled(per_second, 1000.0, (" ", " k", " M", " G", " T", " P")) + "FLOP/s"
 
 
+def dollars(value: float) -> str:
+    """A price, with cents where they are a part of it that matters.
+
+    >>> dollars(1.164), dollars(99.5), dollars(1234.5)
+    ('$1.16', '$99.50', '$1,234')
+    """
+    return f"${value:,.0f}" if value >= 100 else f"${value:.2f}"
+
+
 def seconds(value: float) -> str:
     """A time that was measured or predicted, with three digits.
 

@@ -127,7 +127,7 @@ def _cards(plan: Plan, verdict: Verdict | None) -> Markup:
         cards.insert(1, (numbers.seconds(verdict.seconds), "a step, from the compiler's schedule"))
         cards.insert(5, (numbers.size(verdict.compiled.peak), "a device, by the compiler"))
     if plan.dollars_per_billion_tokens is not None:
-        cards.append((f"${plan.dollars_per_billion_tokens:,.0f}", "for a billion tokens"))
+        cards.append((numbers.dollars(plan.dollars_per_billion_tokens), "for a billion tokens"))
     return tag("div", *(tag("div", tag("b", a), tag("span", b), class_="card") for a, b in cards), class_="cards")
 
 

@@ -41,16 +41,31 @@ def advice(plan: Plan) -> list[str]:
             f"{anew / total:.0%} of the step lays experts out anew, slices of whose widths are gathered in another "
             "order: slice them by number (--layout.params.experts, over mesh axes that divide it)"
         )
-    large = plan.target.chip.bf16_flops * plan.target.chip.matmul_efficiency  # what large products reach
-    narrow = sum(
-        line.seconds
-        for line in plan.times.lines
-        if line.kind in ("product", "grouped") and 0 < line.rate < 0.67 * large
-    )
-    if narrow > 0.1 * total:
+    return found + _products(plan, total)
+
+
+def _products(plan: Plan, total: float) -> list[str]:
+    """What to do about products that matrix units are slow at: those in float32, and those too small to fill them."""
+    chip, model = plan.target.chip, plan.mesh.get("model", 1)
+    slow: dict[bool, dict[str, float]] = {True: {}, False: {}}
+    for piece in plan.work:
+        line = work_line(piece, chip)
+        if piece.kind in ("product", "grouped") and 0 < line.rate < 0.67 * chip.bf16_flops * chip.matmul_efficiency:
+            of = slow[piece.dtype == "float32"]
+            of[line.label] = of.get(line.label, 0.0) + line.seconds
+    whole, small = (sum(of.values()) / total for of in (slow[True], slow[False]))
+    found = []
+    if whole > 0.1:
         found.append(
-            f"{narrow / total:.0%} of the step are products narrower than the matrix units' {plan.target.chip.tile}: "
-            "use less tensor parallelism, or wider heads"
+            f"{whole:.0%} of the step are products in float32, at {chip.float32_share:.0%} of bfloat16's rate: "
+            "--precision.compute bfloat16"
+        )
+    if small > 0.1:
+        most = max(slow[False], key=lambda label: slow[False][label])
+        less = f", or less tensor parallelism (--mesh.model {model // 2})" if model > 1 else ""
+        found.append(
+            f"{small:.0%} of the step are products that are too small to fill the matrix units, most of it {most}: a "
+            f"wider model, or wider heads{less}"
         )
     return found
 
@@ -95,9 +110,12 @@ def _links(plan: Plan, axes: tuple[str, ...], share: float) -> list[str]:
             "(--layout.preset hybrid), or give each device more tokens a step"
         ]
     if "model" in axes:
+        kinds = {line.kind for line in plan.times.lines if "model" in line.axes and line.role == "activations"}
+        sliced, rings = "reduce-scatter" in kinds, "permute" in kinds
+        more = ", or --layout.overlap mlp,heads" if sliced else ", or --layout.preset fsdp_tensor_sequence"
         return [
             f"{share:.0%} of the step waits for activations over {axis}: use less of it (--mesh.model "
-            f"{max(plan.mesh.get('model', 1) // 2, 1)}), or --layout.preset fsdp_tensor_sequence"
+            f"{max(plan.mesh.get('model', 1) // 2, 1)}){'' if rings else more}"
         ]
     return [
         f"{share:.0%} of the step waits for weights and gradients over {axis}: more tokens a device (a larger "

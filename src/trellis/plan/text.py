@@ -43,8 +43,9 @@ def headline(plan: Plan, fitted: Sequence[str] = ()) -> str:
         lines.append(f"  layers      {', '.join(map(str, plan.layers))}: a tick takes as long as the most of them")
     if plan.load != 1.0:
         lines.append(f"  load        the fullest device has {plan.load:g} times the rows of an even load")
-    if (price := plan.dollars_per_billion_tokens) is not None:
-        lines.append(f"  price       ${price:,.0f} for a billion tokens at ${plan.price:g} a device and hour")
+    if plan.price is not None and (price := plan.dollars_per_billion_tokens) is not None:
+        each = numbers.dollars(plan.price)
+        lines.append(f"  price       {numbers.dollars(price)} for a billion tokens at {each} a device and hour")
     return "\n".join(lines)
 
 
