@@ -10,7 +10,9 @@ from trellis.plan.quick import quick_plan
 from trellis.plan.text import text
 from trellis.plan.ways_to_fit import excess_lines, least, ways_to_fit
 from trellis.recipes import load_run
+from trellis.recipes.load import load
 from trellis.run.config import MeshSizes
+from trellis.run.run_file import write_run
 
 TENSOR = {"mesh.model": "8", "layout.preset": "fsdp_tensor_sequence", "remat.policy": "full", "remat.names": ""}
 # Recipe, target, mesh, batch, and whether it fits.
@@ -136,3 +138,20 @@ def test_the_command_tells_what_it_fitted(capsys, tmp_path):
 def test_axes_of_data_that_fill_the_sides_of_a_torus_stay(sizes, on, fitted):
     found = fitted_mesh(MeshSizes(**dict(zip(DATA_AXES, sizes))), target(on))
     assert tuple(getattr(found, axis) for axis in DATA_AXES) == fitted
+
+
+def test_a_runs_folder_is_fitted_as_a_recipe_is(tmp_path):
+    """Its file has every field, the devices of a CPU among them, which nobody gave."""
+    run = load_run("tiny", {"devices": "8", "mesh.data": "4", "mesh.model": "2"})
+    write_run(run, tmp_path / "run.yaml")
+    (tmp_path / "mine.yaml").write_text("base: tiny\ndevices: 8\n")
+    for name in ("", "run.yaml"):
+        loaded = load(str(tmp_path / name), {"batch_size": "16"})
+        fitted, notes = adapt(loaded.run, target("v5e:4x4"), loaded.given)
+        assert loaded.given == {"batch_size"} and (fitted.mesh.data, fitted.mesh.model) == (8, 2)
+        assert notes[0].startswith("mesh data=4 model=2 -> data=8 model=2 so that it fills v5e:4x4; ")
+    mine = load(str(tmp_path / "mine.yaml"), {})
+    with pytest.raises(UserError, match="The target says how many devices there are"):
+        adapt(mine.run, target("v5e:4x4"), mine.given)
+    without = load(str(tmp_path / "mine.yaml"), {"devices": "null"})
+    assert adapt(without.run, target("v5e:4x4"), without.given)[0].devices is None

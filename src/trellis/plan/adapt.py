@@ -33,7 +33,7 @@ def adapt(run: Run, target: Target, given: Collection[str]) -> tuple[Run, list[s
     Raises:
         UserError: the user set the number of devices, which the target says.
     """
-    if "devices" in given:
+    if "devices" in given and run.devices is not None:
         fix = "leave it out"
         if target.chip.kind == "gpu" and target.shape[0] == 1:
             fix += f", or use --on {run.devices}x{target.name.rpartition('x')[2]}"

@@ -17,6 +17,7 @@ from trellis.models import FAMILIES
 from trellis.run.config import Run
 from trellis.run.layouts import AXES
 from trellis.run.overrides import resolve
+from trellis.run.schema import fields_of
 
 # Every public function without arguments that one of these modules defines is a recipe. A family's own lie beside its
 # model, in `recipes.py` or in the files of `recipes/`.
@@ -58,7 +59,8 @@ class Loaded:
 
     Attributes:
         run: the run.
-        given: names of the fields that the user set: dotted from the command line, outermost from a YAML file.
+        given: names of the fields that the user set: dotted from the command line, outermost from a YAML file. What a
+            run has written into its folder, which is every field, nobody set.
         notes: a sentence for what follows from them and was not asked for.
     """
 
@@ -100,7 +102,8 @@ def load(target: str, options: Mapping[str, str]) -> Loaded:
             raise UserError("A file is based on a recipe.", seen=f"base: {recipe}", where=target, fix=fix)
         base = RECIPES[recipe]() if recipe else None
     run = resolve(Run, base, patch=patch, source=target if patch else "", options=options)
-    given = frozenset(options) | frozenset(patch)
+    whole = Path(target).is_dir() or patch.keys() >= fields_of(Run).keys()
+    given = frozenset(options) | (frozenset() if whole else frozenset(patch))
     layout = patch.get("layout")
     if base is None or "layout.preset" in options or (isinstance(layout, Mapping) and "preset" in layout):
         return Loaded(run=run, given=given, notes=())
