@@ -49,6 +49,23 @@ def test_what_the_terminal_shows(two):
     assert "optimizer.learning_rate  0.1   0.2" in said and "batch_size" not in said
 
 
+def test_time_is_that_of_each_step_counted_once(tmp_path):
+    """Means of steps are over a second at least, so that a step of 0.9 s is in those of several lines."""
+    runs = [make(tmp_path / name, rate=0.1, steps=3, tokens=10, seconds=0.4) for name in ("a", "b")]
+    lines = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
+    new = [line | {"seconds": seconds} for line, seconds in zip(lines, (0.0, 0.9, 0.1), strict=True)]
+    (runs[0] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in new))
+    assert [curve.seconds[-1] for curve in curves([read_folder(run) for run in runs])] == pytest.approx([1.0, 1.2])
+
+
+def test_losses_over_tokens_of_different_tokenizers_are_not_held_against_each_other(two):
+    (two[0] / "run.yaml").write_text("name: slow\nmodel: {vocab: 512}\n")
+    (two[1] / "run.yaml").write_text("name: fast\nmodel: {vocab: 4096}\n")
+    runs = [read_folder(folder) for folder in two]
+    for said in (text(runs), page(runs)):
+        assert "loss after" not in said and "bits/byte can be compared, and losses cannot" in said
+
+
 def test_differences_name_what_one_run_lacks(two):
     (two[0] / "run.yaml").write_text("name: slow\noptimizer: {learning_rate: 0.2, beta: true}\nbatch_size: 8\n")
     assert differences([read_folder(folder) for folder in two]) == [("optimizer.beta", ["true", "-"])]

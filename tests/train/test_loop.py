@@ -73,7 +73,8 @@ def test_a_run_writes_its_folder(tmp_path, mesh):
     assert lines == outcome.lines
     assert [line["step"] for line in lines] == list(range(1, 13))
     expected = (
-        "step tokens loss learning_rate grad_norm tokens_per_second mfu step_seconds data_wait_seconds memory_bytes"
+        "step tokens loss learning_rate grad_norm tokens_per_second mfu seconds step_seconds data_wait_seconds "
+        "memory_bytes"
     )
     assert list(lines[0]) == expected.split()
     assert lines[-1]["tokens"] == 12 * 16

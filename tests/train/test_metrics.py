@@ -68,12 +68,17 @@ def test_rates_are_over_the_steps_since_the_line_before():
         "tokens_per_second": 50.0,
         "mfu": 0.125,
         "mfu_noncausal": 0.15,
+        "seconds": 4.0,
         "step_seconds": 2.0,
         "data_wait_seconds": 0.25,
     }
     assert memory == pytest.approx(memory_bytes(), rel=0.5)
     meter.add(record(7, 4.0, 5.0), 100)
     assert meter.line(record(7, 4.0, 5.0))["tokens_per_second"] == 100.0
+    # Over a second at least: rates are over steps of lines before, too, and the time is not.
+    meter.add(record(8, 5.0, 5.25), 100)
+    line = meter.line(record(8, 5.0, 5.25))
+    assert (line["seconds"], line["step_seconds"]) == (0.25, 0.625)
 
 
 def test_rates_begin_anew_where_a_token_costs_something_else():

@@ -54,7 +54,8 @@ def curves(runs: Sequence[RunFolder]) -> list[Curve]:
         name = run.name if [r.name for r in runs].count(run.name) == 1 else f"{run.name} ({number})"
         spent, before, seconds = 0.0, 0, []
         for line in run.lines:
-            spent += (line["step"] - before) * (line.get("step_seconds") or 0.0)
+            mean = line.get("step_seconds") or 0.0  # over more steps where a line's are short; of older runs
+            spent += line.get("seconds", (line["step"] - before) * mean)
             before = line["step"]
             seconds.append(spent)
         steps, tokens = ([float(line.get(key) or 0) for line in run.lines] for key in ("step", "tokens"))
@@ -86,10 +87,10 @@ def text(runs: Sequence[RunFolder]) -> str:
     found = curves(runs)
     rows = [(*_ends(curve), sparkline([line.get("loss") for line in curve.lines])) for curve in found]
     lines = [aligned((*_ENDS, "training loss"), rows, right=range(1, 8))]
-    reached = _together(found)
+    differ = differences(runs)
+    reached = _together(found, differ)
     if reached:
         lines += ["", reached]
-    differ = differences(runs)
     if not differ:
         return "\n".join([*lines, "", "their run.yaml files differ only in the name"])
     shown = [(name, *(_short(value) for value in values)) for name, values in differ]
@@ -112,8 +113,14 @@ def _ends(curve: Curve) -> tuple[str, ...]:
     )
 
 
-def _together(found: Sequence[Curve]) -> str:
+# Fields that say which tokens a loss is counted over.
+_VOCABULARY = {"model.vocab", "data.tokenizer", "data.source.vocab"}
+
+
+def _together(found: Sequence[Curve], differ: Sequence[tuple[str, list[str]]]) -> str:
     """The losses where all runs were: at the last number of tokens that each of them has read."""
+    if _VOCABULARY.intersection(name for name, _ in differ):
+        return "their tokens are of different vocabularies: bits/byte can be compared, and losses cannot"
     tokens = min(curve.tokens[-1] for curve in found)
     at = [_at(curve.tokens, [line.get("loss") for line in curve.lines], tokens) for curve in found]
     if any(value is None for value in at):
@@ -141,7 +148,7 @@ def page(runs: Sequence[RunFolder]) -> str:
         if differ
         else tag("p", "Their run.yaml files differ only in the name.", class_="note")
     )
-    ends = join(table([_ends(curve) for curve in found], head=_ENDS), tag("p", _together(found), class_="note"))
+    ends = join(table([_ends(curve) for curve in found], head=_ENDS), tag("p", _together(found, differ), class_="note"))
     body = join(
         tag("header", tag("h1", " · ".join(curve.name for curve in found))),
         tag("div", section("Where they ended", ends, wide=True), class_="grid2"),

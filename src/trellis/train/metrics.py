@@ -56,13 +56,14 @@ class Meter:
         self.tokens = tokens
         self._work = work
         self._steps: deque[tuple[int, float, float]] = deque()  # tokens, seconds, seconds without a batch
-        self._new = 0
+        self._new, self._spent = 0, 0.0  # steps since the line before, and their seconds
 
     def add(self, record: Record, tokens: int) -> None:
         """Counts a step over `tokens` tokens."""
         self.tokens += tokens
         self._steps.append((tokens, record.seconds, record.data_wait))
         self._new += 1
+        self._spent += record.seconds
 
     @property
     def work(self) -> Work | None:
@@ -78,7 +79,8 @@ class Meter:
     def line(self, record: Record) -> dict[str, float | int | None]:
         """The line of the step that was added last. A value that is no finite number becomes None.
 
-        Keys: `step`, `tokens` (so far), the step's metrics, and of the steps that the rates are over:
+        Keys: `step`, `tokens` (so far), the step's metrics, `seconds` (of the steps since the line before, waiting
+        included), and of the steps that the rates are over:
         `tokens_per_second`, `mfu` and `mfu_noncausal` (0 to 1), `step_seconds` (waiting included),
         `data_wait_seconds` (a step's share of the time that the device had no batch); `memory_bytes` is what the
         fullest device of this process holds, or this process where the devices do not say.
@@ -93,11 +95,12 @@ class Meter:
         line.update(
             tokens_per_second=rate,
             **(self._work.utilisation(rate) if self._work else {"mfu": None}),
-            step_seconds=seconds / len(self._steps),
+            seconds=self._spent,
+            step_seconds=seconds / len(self._steps) or None,
             data_wait_seconds=sum(step[2] for step in self._steps) / len(self._steps),
             memory_bytes=memory_bytes(),
         )
-        self._new = 0
+        self._new, self._spent = 0, 0.0
         return {name: value if value is None or math.isfinite(value) else None for name, value in line.items()}
 
     def corrected(self, line: dict, settle: Callable[[], object]) -> tuple[dict, str]:
