@@ -11,7 +11,7 @@ from trellis.run.config import BatchSize, Profile, Run
 from trellis.run.data import MixturePart, MixtureSource, StoreSource
 from trellis.run.help import help_text
 from trellis.run.overrides import resolve
-from trellis.run.schema import fields_of, show
+from trellis.run.schema import fields_of, plain, show
 
 
 def over(**options: str) -> Run:
@@ -209,6 +209,22 @@ def test_help_has_every_field_with_its_value_and_doc():
         if a.startswith("  --") and b.startswith("  --")
     ]
     assert not undocumented
+
+
+def test_what_is_inside_of_a_new_kinds_field_is_as_the_kind_has_it():
+    """DeepSeek-V3 picks experts by sigmoids, also where an option or a file says something else about its routing."""
+    needed = "dense_layers q_latent kv_latent nope_dim rope_dim value_dim dense_mlp shared_mlp experts_per_token"
+    sizes = {"family": "deepseek_v3", "layers": 3, "experts": 4} | dict.fromkeys(needed.split(), 2)
+    options = {f"model.{name}": str(size) for name, size in sizes.items()}
+    patch = {"model": sizes | {"routing": {"balance": 0.01}}}
+    alone = {**plain(tiny()), "model": {"vocab": 512, "embed": 64, "heads": 4, "mlp": 64} | patch["model"]}
+    alone["model"] |= {"rope_theta": 1e4, "tie_embeddings": True}
+    for run in (
+        resolve(Run, tiny(), options=options | {"model.routing.balance": "0.01"}),
+        resolve(Run, tiny(), patch=patch, source="f.yaml"),
+        resolve(Run, patch=alone, source="f.yaml"),
+    ):
+        assert (run.model.routing.scores, run.model.routing.balance) == ("sigmoid", 0.01)
 
 
 def test_help_has_the_fields_of_the_kind_that_an_option_picks():

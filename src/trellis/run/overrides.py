@@ -52,11 +52,12 @@ def merge(kind: Any, base: Any, patch: Any) -> Any:
     """Plain data with parts replaced.
 
     Where the tag changes, what the new variant has no default for is kept, as a learning rate; the rest is the new
-    variant's own.
+    variant's own, down to what a field of it has inside.
     """
     tagged = variants(kind)
     if isinstance(patch, str) and patch in tagged:  # `schedule: cosine` is short for `schedule: {kind: cosine}`
         patch = {tag_field(tagged): patch}
+    base = {} if base is None else base
     if not (isinstance(base, Mapping) and isinstance(patch, Mapping)):
         return patch
     before, after = variant_in(kind, base), variant_in(kind, {**base, **patch})
@@ -65,8 +66,13 @@ def merge(kind: Any, base: Any, patch: Any) -> Any:
     fields = fields_of(after)
     kept = {k: v for k, v in base.items() if before is after or (k in fields and fields[k].default is REQUIRED)}
     for key, value in patch.items():
-        kept[key] = merge(fields[key].type, kept.get(key), value) if key in fields else value
+        kept[key] = merge(fields[key].type, kept.get(key, _default(fields[key])), value) if key in fields else value
     return kept
+
+
+def _default(field: Field) -> Any:
+    """A field's default as plain data, None where it has none."""
+    return None if field.default is REQUIRED else plain(field.default)
 
 
 def leaves(kind: Any, data: Any, path: str = "") -> Iterator[tuple[str, Any, Any, str]]:
@@ -76,8 +82,8 @@ def leaves(kind: Any, data: Any, path: str = "") -> Iterator[tuple[str, Any, Any
     """
     cls = variant_in(kind, data)
     for name, field in fields_of(cls).items() if cls else ():
-        default = field.default if field.default is REQUIRED else plain(field.default)
-        inner, dotted = (data or {}).get(name, default), f"{path}.{name}" if path else name
+        inner = (data or {}).get(name, REQUIRED if field.default is REQUIRED else _default(field))
+        dotted = f"{path}.{name}" if path else name
         if variant_in(field.type, inner) and inner is not None:
             yield from leaves(field.type, inner, dotted)
         else:
@@ -110,7 +116,8 @@ def _put(kind: Any, data: Any, names: list[str], text: str, option: str, root: A
         if head not in (fields := fields_of(cls)):
             raise _unknown(option, head, cls, tagged, root)
         old = dict(data or {})
-        return {**old, head: _put(fields[head].type, old.get(head), rest, text, option, root)}
+        before = old.get(head, _default(fields[head]))
+        return {**old, head: _put(fields[head].type, before, rest, text, option, root)}
     for member in members(kind):
         container, args = typing.get_origin(member), typing.get_args(member)
         if container is tuple and isinstance(data, list) and head.isdigit() and int(head) < len(data):
