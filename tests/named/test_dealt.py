@@ -26,6 +26,7 @@ RIGHT = {
     "a table at rest": lambda x: x + tr.shard(TABLE()),
     "a table that is settled": lambda x: x + tr.settle(TABLE()),
     "a mask by hand": lambda x: tr.dot(MASK(), x.rename(pos="key_pos"), over="key_pos"),
+    "one position after the other": lambda x: tr.map(lambda x, at: x * at.astype("float32"), "pos")(x, tr.arange(POS)),
     "in order": lambda x: tr.in_order(lambda x: tr.cumsum(x, "pos"), x),
 }
 REFUSED = {

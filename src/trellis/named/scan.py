@@ -40,21 +40,33 @@ def scan(
     return loop(fn, axis, reverse, unroll, policy, once=jax.jit)
 
 
-def loop(fn: Callable, axis: Name, reverse: bool, unroll: int, policy, *, once: Callable, own: tuple = ()) -> Callable:
+def loop(
+    fn: Callable,
+    axis: Name,
+    reverse: bool,
+    unroll: int,
+    policy,
+    *,
+    once: Callable,
+    own: tuple = (),
+    by_order: bool = True,
+) -> Callable:
     """`scan`.
 
     Args:
         once: what is done to the body where the loop is written out: `jax.jit`, so that it is traced once, or nothing.
         own: a tree for each position, which `fn` gets after the carry; the loop is written out.
+        by_order: whether what is made of a position follows from those before it.
     """
     name = name_of(axis, "scan")
+    ordered = (name,) if by_order else ()
 
     def scanned(carry, *xs):
         carry, xs = entered(carry, "scan"), entered(xs, "scan")
         length = length_of(xs, axis, "scan")
         refuse_cut((name,), "scan")
-        refuse_dealt((name,), "scan")
-        gathered = lambda x: whole(x, (name,), "scan") if is_named(x) and name in x.names else x
+        refuse_dealt(ordered, "scan")
+        gathered = lambda x: whole(x, (name,), "scan", ordered) if is_named(x) and name in x.names else x
         tree = front(jax.tree.map(gathered, xs, is_leaf=is_named), name)
         leaves, structure = jax.tree.flatten(tree, is_leaf=is_mapped)
         moving = [x.x if is_mapped(x) else None for x in leaves]
@@ -140,6 +152,7 @@ def map(fn: Callable, axis: Name, *, policy: Keep | Callable | None = None) -> C
     """One position after the other, without a carried value (where `vmap` would need too much memory)."""
 
     def mapped(*xs):
-        return scan(lambda _, *x: (None, fn(*x)), axis, policy=policy)(None, *xs)[1]
+        one = lambda _, *x: (None, fn(*x))
+        return loop(one, axis, False, 1, policy, once=jax.jit, by_order=False)(None, *xs)[1]
 
     return mapped
