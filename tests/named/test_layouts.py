@@ -217,6 +217,8 @@ def test_a_length_that_mesh_axes_do_not_divide_is_whole_for_a_while(longer, plai
     [
         ({"context": "exchange"}, r"context names .*, got context='exchange', in Layout: write context=\{'context'"),
         ({"dealt": True}, r"dealt names .*, got dealt=True, in Layout: write dealt='context'"),
+        ({"context": ("ring",)}, r"context is a map, got 'ring' in it, in Layout: write context=\{'context'"),
+        ({"params": ("embed",)}, r"params is a map, got 'embed' in it, in Layout: write params=\{'batch'"),
         ({"overlap": 3}, r"overlap names .*, got overlap=3, in Layout: write overlap=\('mlp', 'heads'\)"),
     ],
 )

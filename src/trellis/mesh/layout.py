@@ -53,7 +53,7 @@ def _read(entries: "Mapping[str, str | Sequence[str] | None] | Entries", mesh: M
             f"a layout maps names to axes of its mesh, got {which}={entries!r}, in Layout: write {which}="
             "{'batch': 'data'}"
         )
-    items = entries.items() if isinstance(entries, Mapping) else entries
+    items = _pairs(entries, which, "{'batch': 'data'}")
     read = tuple((str(getattr(name, "name", name)), _read_entry(name, axes, which)) for name, axes in items)
     for name, axes in read:
         for axis in axes:
@@ -70,6 +70,14 @@ def _read(entries: "Mapping[str, str | Sequence[str] | None] | Entries", mesh: M
                 f"take one '{repeated[0]}' out"
             )
     return read
+
+
+def _pairs(entries: "Mapping | Sequence", which: str, example: str) -> tuple[tuple, ...]:
+    """The entries of a map, or of one that is written as pairs."""
+    items = tuple(entries.items() if isinstance(entries, Mapping) else entries)
+    if other := [item for item in items if not (isinstance(item, tuple | list) and len(item) == 2)]:
+        raise MeshError(f"a layout's {which} is a map, got {other[0]!r} in it, in Layout: write {which}={example}")
+    return items
 
 
 def _read_entry(name, axes, which: str) -> Axes:
@@ -163,7 +171,7 @@ class Layout:
             "params": _read(self.params, self.mesh, "params"),
             "compute": _read(self.compute, self.mesh, "compute"),
             "overlap": (self.overlap,) if isinstance(self.overlap, str) else tuple(self.overlap),
-            "context": tuple(self.context.items() if isinstance(self.context, Mapping) else self.context),
+            "context": _pairs(self.context, "context", "{'context': 'exchange'}"),
             "dealt": (self.dealt,) if isinstance(self.dealt, str) else tuple(self.dealt),
         }
         for field, value in read.items():
