@@ -176,3 +176,13 @@ def test_an_array_of_another_mesh_is_refused():
         tr.reshard("a/x -> a", x)
     with jax.set_mesh(there):
         np.testing.assert_array_equal(tr.reshard("a/x -> a", x), np.ones(8))
+
+
+def test_what_is_mapped_over_an_axis_is_not_cut_along_it():
+    inside = lambda row: tr.reshard("b -> b/data", row)
+    said = r"got reshard\[b -> b/data\] in a vmap over data: leave 'data' out of the text, or move what vmap gives"
+    with tr.Layout(MESH, compute={"a": "data"}):
+        x = put((8, 8), P("data", None))
+        for mapped, given in ((jax.vmap(inside), x), (tr.vmap(inside, "a"), tr.named(x, "a b"))):
+            with pytest.raises(ReshardError, match=said):
+                mapped(given)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import jax
 from jax.sharding import NamedSharding
 
-from trellis._compat import move
+from trellis._compat import mapped_over, move
 from trellis.errors import TrellisError
 from trellis.mesh.landing import on_mesh_in_force
 from trellis.mesh.layout import is_dealt
@@ -285,8 +285,17 @@ def _move(array, names, after: State, mesh):
     if before == after:
         return array
     for state in (*_one_by_one(before, after), after):
-        with jax.named_scope(_scope(names, state_of(array), state)):
-            array = move(array, NamedSharding(mesh, spec_of(state.axes, state.pending, state.copied)))
+        with jax.named_scope(text := _scope(names, state_of(array), state)):
+            try:
+                array = move(array, NamedSharding(mesh, spec_of(state.axes, state.pending, state.copied)))
+            except Exception as error:  # the class has no public name
+                if "has duplicate entries" not in str(error):
+                    raise
+                over = ", ".join(sorted(mapped_over()))
+                raise ReshardError(
+                    f"a mapped function cuts nothing along the mesh axes that slice what it is mapped over, got {text} "
+                    f"in a vmap over {over}: leave '{over}' out of the text, or move what vmap gives, after it"
+                ) from error
     return array
 
 
