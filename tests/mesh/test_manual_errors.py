@@ -7,11 +7,12 @@ import pytest
 from tests.mesh.told import told
 from trellis.mesh import ReshardError, all_gather, make_mesh, reduce_scatter, reshard
 from trellis.mesh.manual.einsum import einsum_plain as einsum
+from trellis.mesh.manual.pending import pending
 from trellis.mesh.manual.reshard import TransitionError
 from trellis.mesh.manual.shard_map import shard_map
 from trellis.mesh.manual.shift import shift
 from trellis.named import grad, named
-from trellis.notation import NotationError, TypeMismatch, bf16, f32, struct_shapes
+from trellis.notation import NotationError, TypeMismatch, bf16, bool_, f32, struct_shapes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -460,4 +461,17 @@ def test_axes_left_to_the_program_are_not_moved_inside():
         "the mesh axes that are left to the surrounding program",
         forgets,
         put(*X),
+    )
+
+
+def test_truths_are_no_numbers_to_add_up():
+    @shard_map
+    def some(x: bool_["batch/d in"]) -> bool_["in"]:
+        return reshard("in +d -> in", pending("in +d", x.any(0)))
+
+    refuses(
+        TransitionError,
+        "what is added up over devices are numbers, got bool_[3 +d], in reshard('in +d -> in'): cast to "
+        "int32 what is summed, and compare the sum with 0",
+        lambda: some(put((8, 3), "batch/d in") > 0),
     )

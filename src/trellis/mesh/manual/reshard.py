@@ -40,6 +40,11 @@ def manual_reshard(before: Shape, after: Shape, x):
     before, after = real_axes(before, mesh), real_axes(after, mesh)
     mentioned = {a for s in (before, after) for a in (*s.mesh_axes, *s.pending, *s.copied)}
     x = check_slice(x, before, where, mentioned=mentioned)
+    if x.dtype == bool and set(before.pending) - set(after.pending):
+        raise TransitionError(
+            f"what is added up over devices are numbers, got {typeof(x)}, in {where}: cast to int32 what is summed, "
+            "and compare the sum with 0"
+        )
     if bindings is not None and written.pending and written in bindings.pending:
         bindings.pending.remove(written)
     for dim, size in zip(after.dims, _whole(before, x, mesh), strict=True):
