@@ -31,6 +31,23 @@ WRONG = {
     "no dtype": (lambda: X.astype("floaty"), r"astype takes a dtype, got 'floaty', in astype: write jnp\.bfloat16"),
     "a dtype of none": (lambda: X.astype(None), r"astype takes a dtype, got None"),
     "fractions as bits": (lambda: X & 1, r"takes the dtypes of JAX's, got f32\[batch=4 embed=6\] and 1 .*astype"),
+    "truths made probabilities": (
+        lambda: tr.softmax(X > 0, "embed"),
+        r"takes the dtypes of JAX's, got bool_\[batch=4 embed=6\] in softmax \(sub does not accept .*cast",
+    ),
+    "truths to round": (lambda: tr.round(X > 0), r"got bool_\[batch=4 embed=6\] in round .* not inexact\): cast"),
+    "the largest of complex numbers": (
+        lambda: tr.argmax(X.astype("complex64"), "embed"),
+        r"got c64\[batch=4 embed=6\] in argmax \(gt does not accept dtype complex64 .*: cast",
+    ),
+    "the largest complex numbers": (
+        lambda: tr.top_k(X.astype("complex64"), "embed", 2),
+        r"in top_k \(top_k is not compatible with complex inputs\): cast",
+    ),
+    "bounds of complex numbers": (
+        lambda: tr.clip(X.astype("complex64"), 0, 1),
+        r"in clip \(Clip received a complex value .*: cast",
+    ),
     "whole numbers": (lambda: tr.sigmoid(WHOLE), r"takes the dtypes of JAX's, got i32\[batch=4\] .*cast"),
     "names and no array": (lambda: tr.named("batch", X), r"named takes an array, got 'batch', in named"),
     "a number and no array": (lambda: tr.einsum("a b -> a", 3), r"an einsum multiplies arrays, got int, in einsum"),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from trellis.named.arguments import count_of
+from trellis.named.arguments import count_of, dtypes_of_jax
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError
 from trellis.named.operand import operand, refuse_dealt
@@ -61,7 +61,9 @@ def apply_along(
         here = jax.NamedSharding(jax.typeof(x.array).sharding.mesh, spec)
         made = run(jax.lax.with_sharding_constraint(x.array, here))
         return settle(x.with_array(jax.lax.with_sharding_constraint(made, here)))
-    return settle(x.with_array(locally(run, x.array) if local else run(x.array)))
+    with dtypes_of_jax((x,), what):
+        array = locally(run, x.array) if local else run(x.array)
+    return settle(x.with_array(array))
 
 
 def _one(x: NamedArray, along: Name, what: str) -> str:
@@ -180,7 +182,8 @@ def _normalized(fn: Callable, what: str, x: NamedArray, over: Names, where: Name
     mask = None
     if where is not None:
         x, mask = masked(x, where, what)
-    return x.with_array(fn(x.array, axis=tuple(x.index(n) for n in names), where=mask))
+    with dtypes_of_jax((x,), what):
+        return x.with_array(fn(x.array, axis=tuple(x.index(n) for n in names), where=mask))
 
 
 def top_k(x: NamedArray, along: Name, k: int, *, new_name: Name | None = None) -> tuple[NamedArray, NamedArray]:
@@ -215,5 +218,7 @@ def top_k(x: NamedArray, along: Name, k: int, *, new_name: Name | None = None) -
     short = new_name.name if isinstance(new_name, Axis) else new_name or name
     refuse_dealt((short,), "top_k", x)
     names = tuple(short if n == name else n for n in x.names)
-    values, places = (settle_selected(NamedArray(a, names, x.slices), (short,)) for a in locally(largest, x.array))
+    with dtypes_of_jax((x,), "top_k"):
+        found = locally(largest, x.array)
+    values, places = (settle_selected(NamedArray(a, names, x.slices), (short,)) for a in found)
     return values, places

@@ -1,7 +1,9 @@
 """What operations by name ask of arguments that are no arrays: texts, counts, several names, functions."""
 
+import contextlib
 import operator
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,6 +36,29 @@ def count_of(value: Any, what: str, fix: str) -> int:
         return operator.index(value)
     except TypeError as error:
         raise NamesError(f"{what} takes a whole number, got {shown(value)}, in {what}: {fix}") from error
+
+
+_WORDS = r"(?:[^.]|\.\S)*"
+_REFUSALS = r"does not accept|must be integers|requires ndarray|not inexact|complex value|complex(?:-valued)? inputs"
+_OF_A_DTYPE = re.compile(f"{_WORDS}(?:{_REFUSALS}){_WORDS}")
+
+
+@contextlib.contextmanager
+def dtypes_of_jax(args, what: str) -> Iterator[None]:
+    """Says what JAX's own operation says of a dtype that it does not take.
+
+    Raises:
+        NamesError: it takes none of that dtype.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not (said := _OF_A_DTYPE.search(str(error))):
+            raise
+        raise NamesError(
+            f"an operation takes the dtypes of JAX's, got {' and '.join(map(shown, args))} in {what} "
+            f"({said[0].strip()}): cast with .astype"
+        ) from error
 
 
 def mapping_of(value: Any, what: str, fix: str) -> Mapping:

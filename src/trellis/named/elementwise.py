@@ -1,7 +1,6 @@
 """Elementwise operations: how a function of arrays becomes one of named arrays, and the linear ones."""
 
 import functools
-import re
 from collections.abc import Callable
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from trellis._compat import is_tracer
 from trellis.mesh.reshard import place
 from trellis.named import backend
-from trellis.named.arguments import dtype_of, function_of, shown
+from trellis.named.arguments import dtype_of, dtypes_of_jax, function_of
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.operand import (
@@ -60,15 +59,8 @@ def by_name(fn: Callable, *args, name: str | None = None, **kwargs) -> NamedArra
         return fn(*args, **kwargs)
     arrays, names, slices = together(args, what)
     fn = _met(functools.partial(fn, **kwargs) if kwargs else fn, arrays)
-    try:
+    with dtypes_of_jax(args, what):
         return NamedArray(fn(*arrays), names, slices)
-    except (TypeError, ValueError) as error:
-        if not (said := re.search("[^.]*(does not accept|must be integers|requires ndarray)[^.]*", str(error))):
-            raise
-        raise NamesError(
-            f"an elementwise operation takes the dtypes of JAX's, got {' and '.join(map(shown, args))} in {what} "
-            f"({said[0].strip()}): cast with .astype"
-        ) from error
 
 
 def together(args, what: str):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis.mesh.manual.ops import mark_pending
+from trellis.named.arguments import dtypes_of_jax
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError, once
 from trellis.named.operand import check_sizes, on_one_mesh, operand, refuse_cut, refuse_dealt, refuse_others
@@ -73,7 +74,8 @@ def reduction(
         x = whole(x, gone, what)
     if where is not None:
         x, kwargs["where"] = masked(x, where, what)
-    array = fn(x.array, axis=tuple(x.index(n) for n in gone), **kwargs)
+    with dtypes_of_jax((x,), what):
+        array = fn(x.array, axis=tuple(x.index(n) for n in gone), **kwargs)
     return settle(without(x, array, gone))
 
 
@@ -319,4 +321,6 @@ def _position(fn: Callable, what: str, x: NamedArray, over: Name) -> NamedArray:
     (name,) = names_of(x, over if isinstance(over, str | Axis) else (over,), what)
     refuse_dealt((name,), what, x)
     x = whole(x, (name,), what) if state_of(x.array).mode == "manual" else x
-    return settle(without(x, fn(x.array, axis=x.index(name)), (name,)))
+    with dtypes_of_jax((x,), what):
+        array = fn(x.array, axis=x.index(name))
+    return settle(without(x, array, (name,)))
