@@ -3,7 +3,7 @@
 import contextlib
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ _OF_A_DTYPE = re.compile(f"{_WORDS}(?:{_REFUSALS}){_WORDS}")
 
 
 @contextlib.contextmanager
-def dtypes_of_jax(args, what: str) -> Iterator[None]:
+def dtypes_of_jax(args, what: str) -> Generator[None]:
     """Says what JAX's own operation says of a dtype that it does not take.
 
     Raises:
