@@ -73,6 +73,24 @@ def test_reductions_over_one_several_and_all_names(name):
     assert x.mean("b").names == ("a", "c")
 
 
+@pytest.mark.parametrize("axis_type", ["explicit", "auto"])
+def test_the_largest_value_is_nan_where_one_is_on_any_device(axis_type):
+    """XLA's all-reduce on CPUs gives the largest of the numbers."""
+    x, counted = np.ones((8, 2), np.float32), np.ones((8, 2), bool)
+    x[6, 0], x[5, 1], counted[5, 1] = np.nan, np.nan, False
+    largest = lambda x, counted: (x.max("a"), x.min("a"), x.max("a", where=counted), abs(x).max())
+    with tr.Layout(tr.make_mesh(d=8, axis_type=axis_type), compute={"a": "d"}):
+        found = tr.named_jit(largest)(named(x, "a b"), named(counted, "a b"))
+    for value, wanted in zip(found, ([np.nan, np.nan], [np.nan, np.nan], [np.nan, 1], np.nan), strict=True):
+        np.testing.assert_array_equal(value, wanted)
+
+
+def test_the_largest_of_no_values():
+    nothing = named(jnp.zeros((0, 2), jnp.int8), "a b")
+    assert nothing.max("a").array.tolist() == [-128, -128] and nothing.min().array.tolist() == 127
+    assert nothing.astype("float32").max("a", initial=3.0).array.tolist() == [3, 3]
+
+
 def test_reduction_with_a_mask_by_name():
     x, mask = rand(a=2, b=3), named(jnp.array([True, False, True]), "b")
     np.testing.assert_allclose(x.sum("b", where=mask).array, x.array[:, [0, 2]].sum(1), rtol=1e-6)

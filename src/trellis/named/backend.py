@@ -3,7 +3,8 @@
 `product`, `broadcast`, `rounded_once`, `by_itself`, `loop_over` and `written_out` are what `contract`, `elementwise`,
 gates and loops call for. On accelerators they are plain JAX. On a CPU they are written so that XLA's CPU compiler
 makes fast programs; each says what it found there. Layers ask `on_accelerator`, `fences_gradients`, `made_again`,
-`swaps_by_product` and `multiplies_blocks`, and which kernel a platform has is said where kernels are chosen.
+`swaps_by_product` and `multiplies_blocks`, reductions `loses_nan`, and which kernel a platform has is said where
+kernels are chosen.
 """
 
 import functools
@@ -96,6 +97,14 @@ def swaps_by_product(a: jax.Array) -> bool:
 
 
 RAGGED = ("tpu", "cuda")  # platforms whose devices can send each other slices of different lengths
+
+
+def loses_nan(a: jax.Array, dims: tuple[int, ...]) -> bool:
+    """Whether the largest of these floats over dimensions may not be NaN where one is: of what all devices have XLA's
+    all-reduce on CPUs, and NCCL's, give the largest that is a number. A TPU's does not."""
+    state = state_of(a)
+    over_devices = state.mode == "auto" or any(state.axes[d] for d in dims)
+    return over_devices and jnp.issubdtype(a.dtype, jnp.floating) and platform_of(a) != "tpu"
 
 
 def multiplies_blocks(a: jax.Array) -> bool:

@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trellis.mesh.manual.ops import mark_pending
+from trellis.named import backend
 from trellis.named.arguments import dtypes_of_jax
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError, once
@@ -166,9 +168,10 @@ def max(x, over: Names | None = None, *, where: NamedArray | None = None, initia
     Names: those of `x` that are not in `over`.
     Gradient: shared equally by the positions that attain it; an all-reduce, to count these, where a name in `over` is
         sliced.
-    Moves: an all-reduce where a name in `over` is sliced.
+    Moves: an all-reduce where a name in `over` is sliced, and one of booleans of floats, which says where one is NaN.
     """
-    return reduction(jnp.max, x, over, where=where, initial=_least(x, where, initial, -1))
+    fn = functools.partial(_attained, jnp.max)
+    return reduction(fn, x, over, where=where, name="max", initial=_least(x, where, initial, -1))
 
 
 def min(x, over: Names | None = None, *, where: NamedArray | None = None, initial=None) -> NamedArray:
@@ -177,9 +180,19 @@ def min(x, over: Names | None = None, *, where: NamedArray | None = None, initia
     Names: those of `x` that are not in `over`.
     Gradient: shared equally by the positions that attain it; an all-reduce, to count these, where a name in `over` is
         sliced.
-    Moves: an all-reduce where a name in `over` is sliced.
+    Moves: an all-reduce where a name in `over` is sliced, and one of booleans of floats, which says where one is NaN.
     """
-    return reduction(jnp.min, x, over, where=where, initial=_least(x, where, initial, 1))
+    fn = functools.partial(_attained, jnp.min)
+    return reduction(fn, x, over, where=where, name="min", initial=_least(x, where, initial, 1))
+
+
+def _attained(fn: Callable, array, axis: tuple[int, ...] | None = None, where=None, initial=None):
+    """`jnp.max` or `jnp.min`, which is NaN where one of the values is, also on another device."""
+    made = fn(array, axis=axis, where=where, initial=initial)
+    if axis is None or not backend.loses_nan(array, axis):
+        return made
+    lost = jnp.any(jnp.isnan(array), axis=axis, where=where)
+    return made * jnp.where(lost, jnp.asarray(jnp.nan, made.dtype), jnp.asarray(1, made.dtype))
 
 
 def all(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
@@ -285,8 +298,8 @@ def count_nonzero(x, over: Names | None = None) -> NamedArray:
 
 
 def _least(x, where, initial, sign: int):
-    """What a largest or smallest value starts from where a mask may leave nothing."""
-    if where is None or initial is not None:
+    """What a largest or smallest value starts from where there may be none, by a mask or a size of 0."""
+    if initial is not None or (where is None and 0 not in np.shape(getattr(x, "array", x))):
         return initial
     if jnp.issubdtype(x.dtype, jnp.floating):
         return sign * jnp.inf

@@ -15,6 +15,7 @@ from trellis.named.backend import on_accelerator
 from trellis.named.narrow import TYPES, Kind, Narrow
 from trellis.named.pair import moved
 from trellis.named.placing import move, whole
+from trellis.named.reduce import reduction
 from trellis.nn.loss.formulas import capped, weighed
 from trellis.nn.loss.linear import LossError, TokenLoss, linear_cross_entropy
 from trellis.nn.loss.products import ABLE, NarrowFactors, limit_of, narrow_factor
@@ -124,7 +125,7 @@ def _mapped(
     columns = arange(logits.axis("vocab"))
     if vocab_size is not None:
         logits = where(columns < vocab_size, logits, -jnp.inf)
-    largest = stop_gradient(logits.max("vocab"))
+    largest = stop_gradient(reduction(jnp.max, logits, "vocab"))  # where it is to be NaN, the sum below is
     total = exp(logits - largest).sum("vocab")
     hit = where(outer(equal, targets, columns), logits, 0.0).sum("vocab")
     counted = jnp.ones_like(hit.array) if weights is None else weights.astype(jnp.float32).array
