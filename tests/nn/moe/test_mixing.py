@@ -9,7 +9,8 @@ import pytest
 
 from tests.nn.moe.emulated import ragged_all_to_all
 from trellis.mesh import Layout, make_mesh
-from trellis.named import named, named_jit, shard
+from trellis.named import map as loop
+from trellis.named import named, named_jit, shard, vmap
 from trellis.nn import ClampedSwiGLU
 from trellis.nn.moe import Biases, Choices, ExpertsError, choose, grouped_matmul, mix, mixing, score
 
@@ -237,4 +238,31 @@ def test_refused():
         "  seen:  slots: experts/model, tokens/data\n"
         "  where: model.routing.way\n"
         "  fix:   use gather or auto, or slice the batch over these axes too"
+    )
+
+
+def test_tokens_that_are_on_no_mesh_are_put_there():
+    x, *weights = arrays()
+    mesh, params, compute = LAYOUTS["expert"]
+    with Layout(make_mesh(jax.devices()[:4], **mesh), params, compute):
+        _, out = jax.eval_shape(functools.partial(loss, {}), x, *weights)
+    assert out.array.sharding.spec[0] == ("data", "expert")
+
+
+def test_a_map_over_mixtures_is_refused():
+    """Whether the mesh slices what is mapped, as the layers of a pipeline, or not; one after the other it runs."""
+    x, *weights = arrays()
+    many = [named(jnp.stack([w.array, w.array]), ("members", *w.names)) for w in weights]
+    for members in (None, "data"):
+        with Layout(make_mesh(jax.devices()[:4], data=2, expert=2), {}, {"members": members, "batch": "expert"}):
+            each = lambda *w: loss({}, x, *w)[1]
+            with pytest.raises(ExpertsError) as error:
+                jax.eval_shape(vmap(each, "members"), *many)
+            assert jax.eval_shape(loop(each, "members"), *many).names == ("members", "batch", "pos", "embed")
+    assert str(error.value) == (
+        "A mixture is mapped over nothing on a mesh, neither by vmap nor by a fold over layers that are a pipeline.\n"
+        "  seen:  the way grouped\n"
+        "  where: model.routing.way\n"
+        "  fix:   use the way dense, or tr.map in place of vmap, or take the layers out of the layout's compute; the "
+        "trainer makes pipelines of mixtures"
     )

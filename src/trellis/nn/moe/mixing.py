@@ -8,11 +8,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from trellis._compat import mapped_over, refuses_copies
 from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.manual.ops import Axes, mark_pending, vary
 from trellis.named import Axis, NamedArray, dot_each, einsum, one_hot, save, settle, silu
 from trellis.named.backend import RAGGED, platform_of
+from trellis.named.operand import operand
 from trellis.named.placing import move
 from trellis.nn.gate import ClampedSwiGLU
 from trellis.nn.initializers import constant
@@ -166,6 +168,7 @@ def mix_each(
         given: tokens and choices of each, all of the same sizes.
         gate, up, down, biases, gated, way, slack, groups, dispatch: as there.
     """
+    given = [(operand(x, "mix", pending=True), choices) for x, choices in given]
     made = _mixed(given, gate, up, down, biases, gated, way, slack, groups, dispatch)
     if biases is None:
         return made
@@ -243,6 +246,8 @@ def _mixed(
     if state_of(first.array).mode != "explicit":
         made = body((), *(a.array for a in (*arrays, *narrow)))
         return [x.with_array(out) for x, out in zip(of_tokens[::3], made, strict=True)]
+    if mapped_over():
+        raise _mapped(chosen)
     tokens, partial = (places.batch, places.pos, ()), frozenset(places.partial)
     slices: list[tuple[tuple[str, ...], ...]] = (
         [tokens] * tokens_end + [(places.experts, (), places.mlp)] * 2 + [(places.experts, places.mlp, ())]
@@ -277,7 +282,23 @@ def _mixed(
         in_specs=specs,
         out_specs=[spec_of(tokens, partial)] * len(given),
     )
-    return [settle(NamedArray(out, TOKENS)) for out in mix(*moved)]
+    try:
+        return [settle(NamedArray(out, TOKENS)) for out in mix(*moved)]
+    except Exception as error:
+        if not refuses_copies(error):
+            raise
+        raise _mapped(chosen) from error
+
+
+def _mapped(way: str) -> ExpertsError:
+    """Why JAX does not map what each device does with its tokens."""
+    return ExpertsError(
+        "A mixture is mapped over nothing on a mesh, neither by vmap nor by a fold over layers that are a pipeline.",
+        seen=f"the way {way}",
+        where="model.routing.way",
+        fix="use the way dense, or tr.map in place of vmap, or take the layers out of the layout's compute; the "
+        "trainer makes pipelines of mixtures",
+    )
 
 
 def _gathered(before: NamedArray, after: jax.Array) -> tuple[int, int]:
