@@ -70,7 +70,7 @@ def read_metadata(folder: Folder, name: str) -> dict:
             "A token store is a Zarr group.",
             seen="no zarr.json" if there else "no such folder",
             where=folder.url,
-            fix="give the path that `trellis tokenize --out` was given" + fix * texts,
+            fix="give the path that `trellis tokenize --out` was given" + (fix if texts else ""),
         ) from error
     except ValueError as error:
         raise UserError(
