@@ -225,3 +225,11 @@ def test_a_length_that_mesh_axes_do_not_divide_is_whole_for_a_while(longer, plai
 def test_what_a_layout_has_besides_its_maps_is_of_its_kind(given, message):
     with pytest.raises(tr.MeshError, match=message):
         tr.Layout(tr.make_mesh(context=8), compute={"pos": "context"}, **given)
+
+
+def test_on_another_mesh_everything_else_stays():
+    """As a proof does that moves a program onto its target: rings would be proven there of what exchanges tokens."""
+    here, there = (tr.make_mesh(data=2, context=2, devices=jax.devices()[n : n + 4]) for n in (0, 4))
+    how = dict(context={"context": "exchange"}, dealt="context", cut=("batch",), gather="per_axis", overlap=("pos",))
+    made = lambda mesh: tr.Layout(mesh, params={"embed": "data"}, compute={"batch": "data", "pos": "context"}, **how)
+    assert made(here).on(there) == made(there)

@@ -210,18 +210,8 @@ class Layout:
         return _assign(self, tuple(names), which)
 
     def on(self, mesh: Mesh) -> "Layout":
-        """The same maps on another mesh with these axes."""
-        return Layout(
-            mesh,
-            self.params,
-            self.compute,
-            strict=self.strict,
-            gather=self.gather,
-            overlap=self.overlap,
-            pipeline_microbatches=self.pipeline_microbatches,
-            pipeline_groups=self.pipeline_groups,
-            uneven=self.uneven,
-        )
+        """The same layout on another mesh with these axes."""
+        return dataclasses.replace(self, mesh=mesh)
 
     def even(self) -> "Layout":
         """The same for layers that have been dealt out to stages, with as many rows for each."""
