@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(items):
 
 # Bytes that a process of the tests has before it lets go of compiled programs, and by which it grows before it does so
 # again.
-ROOM, GROWTH = 1.7e9, 0.3e9
+ROOM, GROWTH = 1.5e9, 0.3e9
 
 # Seconds of processor from which on a test that is not marked `slow` is named at the end.
 QUICK = 1.0

@@ -110,7 +110,7 @@ def fields_page() -> str:
     from trellis.run.schema import fields_of, show, tag_of
 
     run = RECIPES["starter"]()
-    found, fields, shown = entries(run), fields_of(type(run)), {type(run)}
+    found, fields, shown = entries(run, {}), fields_of(type(run)), {type(run)}
     parts = [FIELDS]
     for section in dict.fromkeys(entry.section for entry in found):
         mine = [entry for entry in found if entry.section == section]
