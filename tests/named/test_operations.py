@@ -265,3 +265,28 @@ def test_errors_show_full_types(call, message):
     message = message.replace(X, r"f32\[batch=2 embed=3\]")
     with pytest.raises((NamesError, TypeError, tr.NotationError), match=message):
         call(rand(batch=2, embed=3))
+
+
+@pytest.mark.parametrize("sliced", [{}, {"batch": "data", "embed": "model"}])
+@pytest.mark.parametrize("over", ["embed", "batch"])
+def test_the_largest_of_what_is_computed_has_a_gradient(over, sliced):
+    """XLA's CPU compiler computes the values twice and rounds them in two ways: plain JAX finds the largest nowhere
+    among them then, and its gradient is no number."""
+
+    def values(x, y):
+        apart = x - x.mean("batch")
+        return 2 - apart * tr.rsqrt(tr.square(apart).mean("batch") + 1e-5) * y
+
+    x, y = np.random.default_rng(0).standard_normal((2, 16, 32), np.float32)
+    with tr.Layout(tr.make_mesh(data=4, model=2), compute=sliced):
+        x, y = (tr.shard(named(a, "batch embed"), "compute") for a in (x, y))
+        found = tr.named_jit(tr.grad(lambda y: values(x, y).max(over).mean()))(y)
+    of, slope = (np.asarray(a.array) for a in (values(x, y), values(x, named(jnp.ones((16, 32)), "batch embed")) - 2))
+    hit = of == of.max(of.ndim - 1 if over == "embed" else 0, keepdims=True)
+    np.testing.assert_allclose(found.array, hit / hit.sum() * slope, rtol=1e-4, atol=1e-7)
+
+
+def test_the_largest_starts_from_what_has_a_gradient_too():
+    x = named(jnp.array([1.0, 2.0, 3.0]), "n")
+    gradient = jax.grad(lambda first: tr.max(x, "n", initial=first).array)
+    assert (float(gradient(5.0)), float(gradient(1.0))) == (1.0, 0.0)

@@ -188,11 +188,26 @@ def min(x, over: Names | None = None, *, where: NamedArray | None = None, initia
 
 def _attained(fn: Callable, array, axis: tuple[int, ...] | None = None, where=None, initial=None):
     """`jnp.max` or `jnp.min`, which is NaN where one of the values is, also on another device."""
-    made = fn(array, axis=axis, where=where, initial=initial)
+    made = _extreme(fn, axis, array, where, initial)
     if axis is None or not backend.loses_nan(array, axis):
         return made
     lost = jnp.any(jnp.isnan(array), axis=axis, where=where)
     return made * jnp.where(lost, jnp.asarray(jnp.nan, made.dtype), jnp.asarray(1, made.dtype))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _extreme(fn: Callable, axis: tuple[int, ...] | None, array, where, initial):
+    return fn(array, axis=axis, where=where, initial=initial)
+
+
+@_extreme.defjvp
+def _extreme_jvp(fn, axis, primals, tangents):
+    """Of values that are found in memory: XLA's CPU compiler makes values twice where that is cheap, and rounds them
+    otherwise the second time, so that the largest is found nowhere among them."""
+    array, where, initial = primals
+    given, moving = ((array,), tangents[:1]) if initial is None else ((array, initial), tangents[::2])
+    alone = backend.by_itself(lambda x, first=None: fn(x, axis=axis, where=where, initial=first))
+    return jax.jvp(alone, given, moving)
 
 
 def all(x, over: Names | None = None, *, where: NamedArray | None = None) -> NamedArray:
