@@ -39,7 +39,10 @@ def count_of(value: Any, what: str, fix: str) -> int:
 
 
 _WORDS = r"(?:[^.]|\.\S)*"
-_REFUSALS = r"does not accept|must be integers|requires ndarray|not inexact|complex value|complex(?:-valued)? inputs"
+_REFUSALS = (
+    r"does not accept|must be integers|requires ndarray|not inexact|not compatible with finfo|complex value|"
+    r"complex(?:-valued)? inputs"
+)
 _OF_A_DTYPE = re.compile(f"{_WORDS}(?:{_REFUSALS}){_WORDS}")
 
 
