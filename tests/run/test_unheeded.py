@@ -20,6 +20,8 @@ CASES = [
     ("layout.context=exchange", {"mesh.context_y": "2"}, ""),
     ("layout.context=exchange", {"mesh.data": "1", "mesh.context": "-1"}, ""),
     ("layout.gather=per_axis", {"mesh.model": "1"}, "mesh.data_y=2"),
+    ("layout.gather=per_axis", {"mesh.data": "2", "mesh.stage": "2", "mesh.model": "2"}, "mesh.data_y=2"),
+    ("layout.gather=per_axis", {"mesh.data": "2", "mesh.context": "2"}, ""),
     ("layout.gather=joint", {}, ""),
     ("layout.overlap=mlp,heads", {"layout.preset": "fsdp_tensor_sequence"}, "mesh.model=2"),
     ("model.routing.way=ragged", MOE, "mesh.expert=2"),
@@ -50,6 +52,13 @@ def test_an_option_without_an_effect_is_refused_to_who_gave_it_and_its_fix_can_b
         check_given(mended.run, mended.given)
 
 
+def test_options_that_set_several_fields_at_once_are_held_likewise():
+    loaded = load("tiny", {"layout": "{context: exchange, compute: {pos: context}}"})
+    assert loaded.given == {"layout", "layout.context", "layout.compute", "layout.compute.pos"}
+    with pytest.raises(UserError, match="mesh.context=1: it has no effect"):
+        check_given(loaded.run, loaded.given)
+
+
 def test_commands_refuse_it_on_the_mesh_that_they_take(capsys, tmp_path):
     for words in (("train", "--run-dir", tmp_path), ("memory", "--on", "8xH100"), ("prove", "--on", "8xH100")):
         code, _, said = trellis(capsys, *words[:1], "tiny", *words[1:], "--layout.context", "exchange")
@@ -57,4 +66,4 @@ def test_commands_refuse_it_on_the_mesh_that_they_take(capsys, tmp_path):
     plan = ("plan", "tiny", "--on", "v5e:4x4", "--layout.gather", "per_axis")  # whose mesh gets two axes of data
     assert trellis(capsys, *plan)[0] == 0
     code, _, said = trellis(capsys, *plan, "--mesh.data", 16)
-    assert code == 2 and "gather=per_axis, parameters over data: it has no effect" in said
+    assert code == 2 and "gather=per_axis, parameters gathered over data: it has no effect" in said

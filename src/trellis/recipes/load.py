@@ -16,7 +16,7 @@ from trellis.files import load_yaml
 from trellis.models import FAMILIES
 from trellis.run.config import Run
 from trellis.run.layouts import AXES
-from trellis.run.overrides import resolve
+from trellis.run.overrides import named_in, resolve
 from trellis.run.schema import fields_of
 
 # Every public function without arguments that one of these modules defines is a recipe. A family's own lie beside its
@@ -103,7 +103,7 @@ def load(target: str, options: Mapping[str, str]) -> Loaded:
         base = RECIPES[recipe]() if recipe else None
     run = resolve(Run, base, patch=patch, source=target if patch else "", options=options)
     whole = Path(target).is_dir() or patch.keys() >= fields_of(Run).keys()
-    given = frozenset(options) | (frozenset() if whole else frozenset(patch))
+    given = frozenset(named_in(Run, options)) | (frozenset() if whole else frozenset(patch))
     layout = patch.get("layout")
     if base is None or "layout.preset" in options or (isinstance(layout, Mapping) and "preset" in layout):
         return Loaded(run=run, given=given, notes=())

@@ -75,6 +75,24 @@ def _default(field: Field) -> Any:
     return None if field.default is REQUIRED else plain(field.default)
 
 
+def named_in(kind: type, options: Mapping[str, str]) -> Iterator[str]:
+    """The dotted names that options set: their own, and those of the parts that `{...}` in their text names.
+
+    >>> from trellis.run.config import Run
+    >>> list(named_in(Run, {"layout": "{context: exchange, compute: {pos: data}}", "steps": "3"}))
+    ['layout', 'layout.context', 'layout.compute', 'layout.compute.pos', 'steps']
+    """
+
+    def inside(name: str, value: Any) -> Iterator[str]:
+        yield name
+        for part, inner in value.items() if isinstance(value, Mapping) else ():
+            yield from inside(f"{name}.{part}", inner)
+
+    types = dict(every_field(kind))
+    for name, text in options.items():
+        yield from inside(name, read(types[name].type, text) if name in types else text)
+
+
 def leaves(kind: Any, data: Any, path: str = "") -> Iterator[tuple[str, Any, Any, str]]:
     """Dotted name, type, value and doc of every field that can be set by itself, as the data stands.
 

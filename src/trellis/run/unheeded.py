@@ -65,9 +65,10 @@ def _of_layout(run: Run, at_rest: Mapping[str, list], in_use: Mapping[str, list]
             seen = f"{name}={kind}, " + (f"mesh.{name}=1" if name in one else f"pos over {'/'.join(pos) or 'nothing'}")
             fix = f"use --mesh.{name} 2 or more" if name in one else f"use --layout.compute.pos {name}"
             yield _told(f"layout.{name}", rule, seen, f"{fix}, or leave it out")
-    if layout.gather == "per_axis" and len({axis for axes in at_rest.values() for axis in axes}) < 2:
-        rule = "Parameters that several mesh axes slice are gathered over one after the other."
-        seen = f"gather=per_axis, parameters over {next((a for axes in at_rest.values() for a in axes), 'nothing')}"
+    gathered = [axis for name, axes in at_rest.items() for axis in axes if axis not in in_use.get(name, ())]
+    if layout.gather == "per_axis" and len({*gathered}) < 2:
+        rule = "Parameters that several mesh axes slice at rest, and not in use, are gathered over one after the other."
+        seen = f"gather=per_axis, parameters gathered over {next(iter(gathered), 'nothing')}"
         yield _told("layout.gather", rule, seen, "use --mesh.data_y 2 or more with it, or leave it out")
     if layout.overlap and not any(in_use.get(name) for name in layout.overlap):
         axes = sorted({axis for name in layout.overlap for axis in layout.maps()[1].get(name, ())})
