@@ -136,6 +136,13 @@ def test_refusals(run_folder, tmp_path, capsys):
     assert "fix:   use --devices 1, or a number that divides it" in refused(
         capsys, "generate", str(run_folder), "--devices", "3"
     )
+    for own, seen in ((run_folder, "run.yaml"), (run_folder / "checkpoints" / "step-00000007", "manifest.json")):
+        there = refused(capsys, "export", str(run_folder), "--to", str(own))
+        assert f"An export goes to a folder of its own.\n  seen:  {seen}" in there and "remove" not in there
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    there = refused(capsys, "export", str(run_folder), "--to", str(tmp_path / "theirs"))
+    assert "seen:  tokenizer.json" in there and "or remove what is there" in there
     main(["export", str(run_folder), "--to", str(tmp_path / "hf")])
     there = refused(capsys, "import", str(tmp_path / "hf"), "--to", str(run_folder))
     assert "An import makes a new run." in there

@@ -148,6 +148,15 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
             ],
         ),
         (
+            ("--precision.products.mlp", "fp8", "--precision.products.up", "int8"),
+            [
+                "Of several parts of a parameter's name the first that is listed counts.",
+                "`up: int8`, after `mlp: fp8`, which has its parameters",
+                "precision.products",
+                "list `up` before `mlp`, or leave it out",
+            ],
+        ),
+        (
             ("--precision.products.norm", "int8"),
             [
                 "Narrow products are those of layers' weights, experts' in fp8 or int8, and the unembedding's in fp8 "

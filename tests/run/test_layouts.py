@@ -352,6 +352,14 @@ def test_devices_are_those_asked_for():
     )
 
 
+def test_processes_of_several_use_all_their_devices(monkeypatch):
+    assert len(jax.devices()) == 8  # likewise
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert find_devices(tiny()) == find_devices(dataclasses.replace(tiny(), devices=8)) == jax.devices()
+    with pytest.raises(UserError, match=r"devices=4 where each process has 8 \(cpu\)"):
+        find_devices(dataclasses.replace(tiny(), devices=4))
+
+
 @pytest.mark.parametrize("kind", ["ring", "exchange"])
 def test_a_table_in_the_order_of_positions_is_looked_up(kind):
     """Where positions are dealt out over devices: added as it is, it would be that of others."""

@@ -246,6 +246,27 @@ def test_out_of_memory_stops_the_run_with_advice(tmp_path, mesh):
     assert "`trellis memory`" in error.value.fix
 
 
+@pytest.mark.parametrize("gone", [0, 4])
+def test_data_that_go_away_are_told_with_the_last_good_checkpoint_once_there_are_steps(tmp_path, mesh, gone):
+    assembled, feed = toy(mesh, EVERY)
+
+    def batches(start):
+        for index, batch in feed.batches(start):
+            if index == gone:
+                raise UserError("A store exists.", seen="no such file", where="stores/mine", fix="put it back")
+            yield index, batch
+
+    with pytest.raises(UserError, match="A store exists") as error:
+        train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet())
+    told = (error.value.exit_code, error.value.seen, error.value.where, error.value.fix)
+    if gone:
+        good = f"last good checkpoint: {tmp_path}/checkpoints/step-00000003"
+        fix = "put it back; then run the same command again, which continues after that checkpoint"
+        assert told == (3, "no such file, at stores/mine", good, fix)
+    else:
+        assert told == (2, "no such file", "stores/mine", "put it back")
+
+
 def test_data_that_ends_early_is_an_error(tmp_path, mesh):
     assembled, feed = toy(mesh, EVERY)
 

@@ -33,6 +33,9 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
+# What a folder of something else has: an export would write over it, or be removed with it.
+_OF_RUNS = ("run.yaml", "checkpoints", "manifest.json")
+_OTHERS = (*_OF_RUNS, "*.safetensors", "config.json", *TOKENIZER_FILES)
 # Buffers that older versions of `transformers` wrote beside the parameters: causal masks, rotary frequencies.
 _MADE = re.compile(r"(^|\.)attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|\.embed_positions$")
 _UNEMBEDDING = "lm_head.weight"
@@ -249,14 +252,14 @@ def write_folder(
         The files.
 
     Raises:
-        UserError: this model has no form at Hugging Face, or the folder holds weights already.
+        UserError: this model has no form at Hugging Face, or the folder holds a model, a tokenizer or a run already.
     """
     to = Path(to)
-    to.mkdir(parents=True, exist_ok=True)
-    if there := sorted(to.glob("*.safetensors")):
-        fix = "give another folder, or remove what is there"
+    if there := [path for name in _OTHERS for path in sorted(to.glob(name))]:
+        fix = "give another folder" + ("" if there[0].name in _OF_RUNS else ", or remove what is there")
         raise UserError("An export goes to a folder of its own.", seen=there[0].name, where=str(to), fix=fix)
     contents = family.to_config_json(config, positions=positions, dtype=dtype) | dict(more or {})
+    to.mkdir(parents=True, exist_ok=True)
     kind = np.dtype(DTYPES[DTYPE_NAMES[dtype]])
     keys = family.keys_of(config)
     made = [t for p in parameters(model) for t in _tensors(p, key_of(keys, p), config.vocab, kind, read)]

@@ -20,7 +20,7 @@ from trellis.models import LanguageModel, ModelConfig
 from trellis.named import is_named
 from trellis.named.backend import has_block_units
 from trellis.named.saving import Keep, nothing, products, saved
-from trellis.nn.parameters import Role, parameters
+from trellis.nn.parameters import Parameter, Role, parameters
 from trellis.nn.precision import unembedding_of
 from trellis.notation.state import mode_of
 from trellis.optim import learning_rates, make_optimizer
@@ -234,6 +234,23 @@ def _check_parts_of_names(run: Run, model: Any) -> None:
                     where=field,
                     fix=did_you_mean(part, words),
                 )
+    multiplying = [p for p in known if run.precision.product_of(p)] + [unembedding_of(model)]
+    _check_heeded("precision.products", run.precision.products, multiplying)
+    _check_heeded("precision.exceptions", run.precision.exceptions, known)
+
+
+def _check_heeded(field: str, asked: Mapping[str, str], known: Sequence[Parameter]) -> None:
+    """Refuses a part of names that asks for something else than earlier parts, which name all that it does."""
+    for part, wanted in asked.items():
+        firsts = [next(e for e in asked if p.matches((e,))) for p in known if p.matches((part,))]
+        others = [first for first in firsts if asked[first] != wanted]
+        if others and part not in firsts:
+            raise UserError(
+                "Of several parts of a parameter's name the first that is listed counts.",
+                seen=f"`{part}: {wanted}`, after `{others[0]}: {asked[others[0]]}`, which has its parameters",
+                where=field,
+                fix=f"list `{part}` before `{others[0]}`, or leave it out",
+            )
 
 
 def _check_narrow_products(run: Run, model: Any) -> None:

@@ -36,6 +36,13 @@ def find_devices(run: Run) -> list[Any]:
     devices = jax.devices()
     wanted = run.devices or (count if are_cpus(devices) or run.layout.preset == "single" else len(devices))
     if jax.process_count() > 1:
+        if run.devices not in (None, here := jax.local_device_count()):
+            raise UserError(
+                "Each process of several uses all devices that it has.",
+                seen=f"devices={run.devices} where each process has {here} ({devices[0].device_kind})",
+                where="--devices",
+                fix="leave it out; what starts the processes says which devices each of them has",
+            )
         return devices
     if wanted > len(devices):
         raise UserError(

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,15 @@ from trellis.train.out_of_range import named_tensor
 from trellis.train.pace import Pace, tokens_of
 from trellis.train.profile import Profiler
 from trellis.train.progress import Progress
-from trellis.train.stopping import LossNotFinite, Signals, StoppedTogether, explain, explained_abort, leave_at_once
+from trellis.train.stopping import (
+    LossNotFinite,
+    RunStopped,
+    Signals,
+    StoppedTogether,
+    explain,
+    explained_abort,
+    leave_at_once,
+)
 from trellis.train.timeline import Timeline
 from trellis.train.trackers import Tracker, open_trackers
 from trellis.train.watchdog import Watchdog
@@ -242,7 +250,7 @@ class _Loop:
                 self._save(state, start)
                 self._saved.wait()
             return state, start, 0
-        batches = self._open.enter_context(contextlib.closing(self._feed.batches(start)))
+        batches = self._open.enter_context(contextlib.closing(self._batches(start)))
         asked, phase = time.perf_counter(), None
         for index, batch in batches:
             waited = (asked, time.perf_counter())
@@ -302,6 +310,21 @@ class _Loop:
             where=str(self._folder),
             fix="repeat the data, or make fewer steps",
         )
+
+    def _batches(self, start: int) -> Iterator[tuple[int, Any]]:
+        """The batches from a step on. Of data that go away under the run the message says what was saved."""
+        with contextlib.closing(self._feed.batches(start)) as batches:
+            try:
+                yield from batches
+            except UserError as error:
+                if self._newest is None:  # no step was made of them: the input is wrong
+                    raise
+                raise RunStopped(
+                    error.rule,
+                    seen=f"{error.seen}, at {error.where}",
+                    where=_last_good(self._saved, others_live=jax.process_count() == 1),
+                    fix=f"{error.fix}; then run the same command again, which continues after that checkpoint",
+                ) from error
 
     def _save(self, state: Any, made: int) -> None:
         with self._watch.excused(f"saves after step {made}"):
