@@ -8,6 +8,7 @@ import weakref
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from trellis.checkpoints.checkpoints import Checkpoints
 from trellis.commands.line import main
@@ -31,6 +32,8 @@ def run_folder(tmp_path_factory):
     home = tmp_path_factory.mktemp("exchange")
     tokenizer = byte_tokenizer()
     write_tokenizer(tokenizer.json, tokenizer.end_of_document_text, home / "bytes", positions=64)
+    (home / "bytes" / "more").mkdir()
+    (home / "bytes" / "model.safetensors").write_text("the weights of the model that the tokenizer came with")
     base = tiny()
     data = dataclasses.replace(base.data, tokenizer=str(home / "bytes"))
     layout = LayoutChoice(params={"vocab": "data"})
@@ -143,6 +146,7 @@ def test_refusals(run_folder, tmp_path, capsys):
     (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
     there = refused(capsys, "export", str(run_folder), "--to", str(tmp_path / "theirs"))
     assert "seen:  tokenizer.json" in there and "or remove what is there" in there
-    main(["export", str(run_folder), "--to", str(tmp_path / "hf")])
+    main(["export", str(run_folder), "--to", str(tmp_path / "hf"), "--dtype", "float32"])
+    assert load_file(tmp_path / "hf" / "model.safetensors")["lm_head.weight"].shape == (257, 16)
     there = refused(capsys, "import", str(tmp_path / "hf"), "--to", str(run_folder))
     assert "An import makes a new run." in there

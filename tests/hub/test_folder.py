@@ -172,7 +172,10 @@ def test_names_without_the_models_prefix(tmp_path):
 def test_tokenizers_go_along(tmp_path):
     files = write_tokenizer("{}", "<end>", tmp_path / "a", positions=8)
     assert json.loads(files[1].read_text())["eos_token"] == "<end>"
-    assert [f.name for f in copy_tokenizer(files, tmp_path / "b")] == ["tokenizer.json", "tokenizer_config.json"]
+    assert [f.name for f in copy_tokenizer(tmp_path / "a", tmp_path / "b")] == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     assert (tmp_path / "b" / "tokenizer.json").read_text() == "{}"
 
 

@@ -45,7 +45,7 @@ def execute(args: argparse.Namespace) -> int:
         to, FAMILIES[run.model.family], run.model, model, read, dtype=args.dtype, positions=positions, more=more
     )
     if chosen is not None and Path(chosen).is_dir():
-        files += copy_tokenizer(sorted(Path(chosen).iterdir()), to)
+        files += copy_tokenizer(Path(chosen), to)
     elif tokenizer is not None:
         files += write_tokenizer(tokenizer.json, tokenizer.end_of_document_text, to, positions=positions)
     print(f"step {step} of {folder}")

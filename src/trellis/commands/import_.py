@@ -27,11 +27,10 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.train.devices import find_devices
 
     source = Folder(args.source, FAMILIES)
-    files = source.tokenizer_files()
     name = source.path.resolve().name
     run = dataclasses.replace(args.run, name=name, model=source.config)
     folder = Path(args.to) if args.to else new_folder(run)
-    if any(file.name == "tokenizer.json" for file in files):
+    if (source.path / "tokenizer.json").is_file():
         tokenizer = str((folder / "tokenizer").resolve())
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=tokenizer))
     devices = find_devices(run)
@@ -41,7 +40,7 @@ def execute(args: argparse.Namespace) -> int:
     assembled = assemble(run, devices)
     state = _first_state(assembled, source)
     claim(folder, run)
-    copy_tokenizer(files, folder / "tokenizer")
+    copy_tokenizer(source.path, folder / "tokenizer")
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(state.model))
     with Checkpoints(folder / "checkpoints", copy=(folder / "run.yaml",), host_bytes=largest) as saved:
         saved.save(0, state, data={"tokens": 0})

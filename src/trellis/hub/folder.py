@@ -78,10 +78,6 @@ class Folder:
         self._files: dict[str, TensorFile] = {}
         self._place = self._weight_map()
 
-    def tokenizer_files(self) -> list[Path]:
-        """The files of the tokenizer that the folder has."""
-        return [self.path / name for name in TOKENIZER_FILES if (self.path / name).is_file()]
-
     def load(self, model):
         """The model's parameters, each device reading what it holds of them, a layer at a time.
 
@@ -282,10 +278,10 @@ def write_folder(
     return [*files, _write(to / "config.json", contents)]
 
 
-def copy_tokenizer(files: list[Path], to: Path) -> list[Path]:
-    """Copies a tokenizer's files into a folder."""
+def copy_tokenizer(folder: Path, to: Path) -> list[Path]:
+    """Copies the files of the tokenizer that a folder has into another: these alone, since it may have a model too."""
     to.mkdir(parents=True, exist_ok=True)
-    return [Path(shutil.copy(file, to / file.name)) for file in files]
+    return [Path(shutil.copy(folder / name, to / name)) for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
 def write_tokenizer(serialized: str, end_of_document: str, to: Path, *, positions: int) -> list[Path]:
