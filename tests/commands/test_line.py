@@ -161,6 +161,13 @@ def test_exit_codes(monkeypatch, capsys):
     with pytest.raises(ValueError, match="a mistake of ours"):
         line.main(["train"])
 
+    def fill(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
+
+    monkeypatch.setattr(line, "_run", fill)
+    code, _, said = run(capsys, "generate")
+    assert code == 2 and "seen:  RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\n  where: trellis gen" in said
+
 
 def test_python_runs_the_package_as_the_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["trellis", "--version"])

@@ -89,6 +89,17 @@ def _main(arguments: list[str]) -> int:
         return told.exit_code
     except KeyboardInterrupt:
         return 130
+    except RuntimeError as error:  # XLA's, which only commands that compute have loaded
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        told = UserError(
+            "What a command computes fits into the memory of its devices.",
+            seen=f"{str(error).splitlines()[0]:.300}",
+            where=f"trellis {arguments[0]}",
+            fix="ask for less at a time, a smaller batch or fewer tokens and samples, or use more --devices",
+        )
+        print(f"trellis: {told}", file=sys.stderr)
+        return told.exit_code
 
 
 def _overview() -> str:
