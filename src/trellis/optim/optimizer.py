@@ -95,3 +95,14 @@ def _scale_by(rates: optax.Schedule) -> optax.GradientTransformation:
 def learning_rate(state: Any) -> jax.Array:
     """The learning rate of the last step, from an optimizer's state."""
     return optax.tree.get(state, "learning_rate")
+
+
+def left_out(new: Any, old: Any) -> Any:
+    """An optimizer's state after a step that changes nothing: the old one, but the schedule goes by the run's steps.
+
+    Args:
+        new: the state with the step.
+        old: the state before it.
+    """
+    is_rate = lambda x: isinstance(x, RateState)
+    return jax.tree.map(lambda n, o: n if is_rate(n) else o, new, old, is_leaf=is_rate)

@@ -29,6 +29,7 @@ from trellis.notation import spec_of
 from trellis.notation.state import mode_of, state_of
 from trellis.optim import all_finite, select
 from trellis.optim.averaging import average as moving_average
+from trellis.optim.optimizer import left_out
 from trellis.optim.updated import updated
 from trellis.train.out_of_range import first_out_of_range
 from trellis.train.scales import Scales, largest_of, rolled
@@ -165,7 +166,8 @@ def make_step(
         new = model, optimizer_state, average, rolled(state.scales, met)
         if options.skip_nonfinite:
             good = all_finite(metrics["loss"], metrics["grad_norm"])
-            new = select(good, new, (state.model, state.optimizer, state.average, state.scales))
+            kept = left_out(optimizer_state, state.optimizer)
+            new = select(good, new, (state.model, kept, state.average, state.scales))
         *new, scales = new
         return TrainState(state.step + 1, *new, state.key, scales), metrics
 
