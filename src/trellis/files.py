@@ -1,6 +1,7 @@
 """The user's cache folder, and files that are there whole or not at all."""
 
 import errno
+import functools
 import json
 import os
 import re
@@ -36,20 +37,39 @@ def load_yaml(text: str) -> Any:
     """Plain data from YAML, by libyaml where PyYAML has it: eight times as fast.
 
     Raises:
-        yaml.YAMLError: it is no YAML. The words are of PyYAML's own parser, which show the line.
+        yaml.YAMLError: it is no YAML, or names something twice. The words are of PyYAML's own parser, which show the
+            line.
     """
     import yaml
 
     fast = getattr(yaml, "CSafeLoader", None)
     if fast is not None and text.count("[") + text.count("{") < _NESTED:  # libyaml recurses, without a limit
         try:
-            return yaml.load(text, Loader=fast)
+            return yaml.load(text, Loader=_each_once(fast))
         except yaml.YAMLError:
             pass
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_each_once(yaml.SafeLoader))
     except RecursionError:
         raise yaml.YAMLError("too many lists or mappings within each other") from None
+
+
+@functools.cache
+def _each_once(loader: Any) -> Any:
+    """A loader that refuses a key which stands twice in a mapping; PyYAML's own would take the last."""
+    import yaml
+
+    class EachOnce(loader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen = set()
+            pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+            for key in [key for key, _ in pairs if isinstance(key, yaml.ScalarNode)]:
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"`{key.value}` stands twice", key.start_mark)
+                seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    return EachOnce
 
 
 # Lists and mappings in one text from which on it is read by the slower parser.

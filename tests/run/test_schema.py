@@ -119,7 +119,12 @@ def test_numbers_as_yaml_writes_them():
         ),
         (
             {"name": None, "shape": {"kind": "circle", "radius": 1}},
-            ["`name` is of type str.", "null", "`name`", "write str"],
+            [
+                "`name` is of type str.",
+                "null",
+                "`name`",
+                "write text, in quotes where YAML reads it as something else",
+            ],
         ),
         (
             {"name": "x", "shape": {"kind": "circle", "radius": 1}, "more": [{"kind": "square", "side": "a"}]},

@@ -5,7 +5,7 @@ import yaml
 
 from trellis.files import load_yaml
 
-GOOD = ("a: [1, 2.5, null]\nb: {c: .inf}", "[]", "", "9" * 500, "a: 2000-01-01", '["\\0"]', "٣: 1", "a: 1\na: 2")
+GOOD = ("a: [1, 2.5, null]\nb: {c: .inf}", "[]", "", "9" * 500, "a: 2000-01-01", '["\\0"]', "٣: 1", "a: &x {b: 1}\nc: {<<: *x, b: 2}")
 WRONG = ("[", "steps: 1\n  x: 2", "\0", "[!!python/name:os.system ]", "a:\n\t- b", "? [a]\n: b")
 
 
@@ -30,3 +30,9 @@ def test_lists_within_lists_are_refused(levels):
     """By whichever parser: libyaml's would take the first, and end the process with the second."""
     with pytest.raises(yaml.YAMLError, match="too many lists or mappings within each other"):
         load_yaml("[" * levels + "]" * levels)
+
+
+def test_what_stands_twice_is_refused_with_its_line():
+    with pytest.raises(yaml.YAMLError, match="`steps` stands twice") as error:
+        load_yaml("mesh: {data: 2}\nsteps: 3\nsteps: 5\n")
+    assert "line 3, column 1" in str(error.value)

@@ -127,6 +127,8 @@ def _written(kind: Any) -> str:
         return "{" + ", ".join(f"{name}: {_written(field.type)}" for name, field in needed.items()) + "}"
     if typing.get_origin(kind) is tuple:
         return f"[{_written(typing.get_args(kind)[0])}, ...]"
+    if typing.get_origin(kind) is Mapping:
+        return f"{{name: {_written(typing.get_args(kind)[1])}}}"
     if len(members(kind)) > 1 and not variants(kind):
         return " or ".join(map(_written, members(kind)))
     return show(kind)
@@ -205,7 +207,12 @@ def _within_range(data: Any, path: str, origin: Callable[[str], str]) -> Any:
     raise UserError(rule, seen=shortened(repr(data), 80), where=origin(path), fix=fix)
 
 
-_EXAMPLES = {int: "write a whole number, as in 8", float: "write a number, as in 0.001", bool: "write true or false"}
+_EXAMPLES = {
+    int: "write a whole number, as in 8",
+    float: "write a number, as in 0.001",
+    bool: "write true or false",
+    str: "write text, in quotes where YAML reads it as something else",
+}
 
 
 def _wrong(kind: Any, data: Any, path: str, origin: Callable[[str], str], fix: str = "") -> UserError:
