@@ -28,6 +28,8 @@ from trellis.run.data import EmbeddedSource, MixturePart, MixtureSource, PartWei
 from trellis.run.overrides import every_field
 from trellis.run.schema import fields_of, members, tag_of
 
+LATE = (PartWeight(step=0, weight=1.0), PartWeight(step=20, weight=0.0))
+
 
 def change(**fields):
     return dataclasses.replace(tiny(), **fields)
@@ -126,6 +128,19 @@ def change(**fields):
                 "start=20, steps=20",
                 "profile.start",
                 "use --profile.start 19 or less",
+            ],
+        ),
+        (
+            lambda: change(
+                data=Data(
+                    source=MixtureSource(parts=(MixturePart(name="a", path="x", weight=LATE),)), sequence_length=8
+                )
+            ),
+            [
+                "Each weight is for steps that the run has.",
+                "a weight of a from step 20 on, steps=20",
+                "data.source.parts",
+                "use --steps 21 or more, or leave that weight out",
             ],
         ),
         (

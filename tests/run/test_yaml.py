@@ -5,7 +5,16 @@ import yaml
 
 from trellis.files import load_yaml
 
-GOOD = ("a: [1, 2.5, null]\nb: {c: .inf}", "[]", "", "9" * 500, "a: 2000-01-01", '["\\0"]', "٣: 1", "a: &x {b: 1}\nc: {<<: *x, b: 2}")
+GOOD = (
+    "a: [1, 2.5, null]\nb: {c: .inf}",
+    "[]",
+    "",
+    "9" * 500,
+    "a: 2000-01-01",
+    '["\\0"]',
+    "٣: 1",
+    "a: &x {b: 1}\nc: {<<: *x, b: 2}",
+)
 WRONG = ("[", "steps: 1\n  x: 2", "\0", "[!!python/name:os.system ]", "a:\n\t- b", "? [a]\n: b")
 
 

@@ -11,7 +11,7 @@ from trellis.models.protocol import stacked
 from trellis.nn import Precision
 from trellis.optim.config import WSD, Constant, InverseSqrt, Optimizer, Schedule
 from trellis.run.cpu import Cpu
-from trellis.run.data import Data
+from trellis.run.data import Data, MixtureSource
 from trellis.run.layouts import AXES, PRESETS, LayoutChoice, MeshSizes
 from trellis.run.lengths import Phase, SequenceLength, phases
 from trellis.run.schema import at_least
@@ -259,6 +259,7 @@ class Run:
                 "The decay of a moving average is between 0 and 1.", seen=self.ema, where="ema", fix="0.999"
             )
         self._check_batch()
+        self._check_weights()
         self._check_schedule()
         self._check_sequence()
         self._check_profile()
@@ -373,6 +374,18 @@ class Run:
                     seen=f"batch_size={size}, microbatches={parts}",
                     where="batch_size",
                     fix=f"use a multiple of {parts}, as in {-(-max(size, 1) // parts) * parts}",
+                )
+
+    def _check_weights(self) -> None:
+        parts = self.data.source.parts if isinstance(self.data.source, MixtureSource) else ()
+        for part in parts:
+            last = 0 if isinstance(part.weight, int | float) else part.weight[-1].step
+            if last >= self.steps:
+                raise UserError(
+                    "Each weight is for steps that the run has.",
+                    seen=f"a weight of {part.name} from step {last} on, steps={self.steps}",
+                    where="data.source.parts",
+                    fix=f"use --steps {last + 1} or more, or leave that weight out",
                 )
 
     def _check_schedule(self) -> None:
