@@ -36,10 +36,10 @@ def test_tokenize(tmp_path, corpus, capsys):
 
 
 def test_options_of_tokenize(tmp_path, capsys):
-    (tmp_path / "in.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "in.txt").write_text("one—\n\n—\ntwo")
     (tmp_path / "rules.py").write_text("def keep(record):\n    return record['text'] != 'two'\n")
     out = str(tmp_path / "store")
-    words = ["tokenize", str(tmp_path / "in.txt"), "--out", out, "--bytes", "--separator", r"\n", "--workers", "0"]
+    words = ["tokenize", str(tmp_path / "in.txt"), "--out", out, "--bytes", "--separator", r"—\n", "--workers", "0"]
     assert main([*words, "--filter", f"{tmp_path}/rules.py:keep", "--chunk-tokens", "64"]) == 0
     assert "left out: 1 by the filter, 0 that could not be read" in capsys.readouterr().out
     assert open_store(out).num_documents == 1 and open_store(out).about["chunk_tokens"] == 64
@@ -84,6 +84,11 @@ def test_chat(tmp_path):
         (["--out", "x", "--bytes", "--workers", "many"], "many"),
         (["--out", "x", "--tokenizer", "none.json"], "No such file or directory: 'none.json'"),
         (["--out", "x", "--bytes", "dataset:a", "b.txt"], "dataset:a b.txt"),
+        (["--out", "x", "--bytes", "a.txt", "--separator", "\\"], "`\\`: \\ at end of string"),
+        (["--out", "x", "--bytes", "dataset:a", "--format", "json"], "json, of dataset:a: it has no effect"),
+        (["--out", "x", "--bytes", "--field", "a"], "a, of the sources of Python's standard library: it has no effect"),
+        (["--out", "x", "--bytes", "--train-bytes", "9"], "9, of a tokenizer that is there: it has no effect"),
+        (["--out", "x", "--bytes", "--end-of-document", "</s>"], "</s>, of a tokenizer that is made here"),
     ],
 )
 def test_wrong_words(words, seen, capsys):

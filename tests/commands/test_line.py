@@ -114,6 +114,15 @@ def test_overview_loads_nothing_heavy():
             ["`steps` is of type int.", "'many' (str)", "--steps", "write a whole number, as in 8"],
         ),
         (
+            ["memory", "tiny", "--hardware", "chips.yaml"],
+            [
+                "Chips are described for a target.",
+                "--hardware chips.yaml without --on",
+                "--hardware",
+                "name one with --on, or leave it out",
+            ],
+        ),
+        (
             ["train", "tiny", "--mesh.model", "-2"],
             ["A mesh axis has a size, or -1.", "model=-2", "--mesh.model", "use 1 or more"],
         ),

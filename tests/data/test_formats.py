@@ -380,6 +380,7 @@ def test_members_of_a_tar_that_are_not_texts(tmp_path):
     [
         ({"format": "docx"}, "A format is one that Trellis reads."),
         ({"separator": ""}, "A separator of documents is not empty."),
+        ({"separator": "\n", "format": "jsonl"}, "A separator divides the documents of text files."),
     ],
 )
 def test_wrong_options(options, rule):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from trellis.commands.command import Command
+from trellis.errors import UserError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +60,9 @@ def _hardware(args: argparse.Namespace):
     from trellis.hardware.local import local_target
     from trellis.train.devices import find_devices
 
+    if args.hardware:
+        rule, fix = "Chips are described for a target.", "name one with --on, or leave it out"
+        raise UserError(rule, seen=f"--hardware {args.hardware} without --on", where="--hardware", fix=fix)
     devices = find_devices(args.run)
     return local_target(devices), devices
 

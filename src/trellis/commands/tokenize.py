@@ -26,7 +26,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--train-bytes",
         type=int,
-        default=1 << 28,
         metavar="N",
         help="train the BPE on about N bytes of documents, spread evenly (default: 256 MiB)",
     )
@@ -62,14 +61,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """`trellis tokenize`."""
-    from trellis.data.tokenizing.tokenize import tokenize
+    from trellis.data.tokenizing.tokenize import TRAIN_BYTES, tokenize
 
+    if args.train_bytes is not None and args.train_bpe is None:
+        raise _unheeded("train-bytes", args.train_bytes, "a tokenizer that is there", "use --train-bpe N")
     store = tokenize(
         _source(args),
         args.out,
         tokenizer=args.tokenizer,
         train_bpe=args.train_bpe,
-        train_bytes=args.train_bytes,
+        train_bytes=TRAIN_BYTES if args.train_bytes is None else args.train_bytes,
         use_bytes=args.bytes,
         end_of_document=args.end_of_document,
         filter=args.filter,
@@ -96,7 +97,12 @@ def _source(args):
     from trellis.data.tokenizing.hf_datasets import dataset_source
     from trellis.data.tokenizing.sources import FileSource, embedded_corpus, find_files
 
-    separator = args.separator.encode().decode("unicode_escape") if args.separator is not None else None
+    separator = None if args.separator is None else _unescaped(args.separator)
+    dataset = [file for file in args.files if file.startswith("dataset:")]
+    for name in ("format", "separator") + ("field",) * (not args.files):
+        if getattr(args, name) is not None and (dataset or not args.files):
+            of = dataset[0] if dataset else "the sources of Python's standard library"
+            raise _unheeded(name, getattr(args, name), of, "name files")
     if not args.files:
         return embedded_corpus("train")
     if any(file.startswith("dataset:") for file in args.files):
@@ -109,6 +115,24 @@ def _source(args):
             )
         return dataset_source(args.files[0].removeprefix("dataset:"), field=args.field)
     return FileSource(files=find_files(args.files), format=args.format, field=args.field, separator=separator)
+
+
+def _unescaped(text: str) -> str:
+    r"""A text with its escapes read, and all other characters as they are.
+
+    >>> _unescaped(r"—\n")
+    '—\n'
+    """
+    try:
+        return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
+    except UnicodeDecodeError as error:
+        rule, fix = "A separator is text with escapes as in Python.", r"write \\ for a backslash"
+        raise UserError(rule, seen=f"`{text}`: {error.reason}", where="--separator", fix=fix) from None
+
+
+def _unheeded(name: str, value: object, of: str, fix: str) -> UserError:
+    rule = "An option of `trellis tokenize` is for what it reads."
+    return UserError(rule, seen=f"{value}, of {of}: it has no effect", where=f"--{name}", fix=f"{fix}, or leave it out")
 
 
 def _workers(text):

@@ -59,6 +59,14 @@ class FileSource:
                 fix="leave it out to make each file one document",
             )
 
+        if self.separator is not None and not any(self._format(file) == "text" for file in self.files):
+            raise UserError(
+                "A separator divides the documents of text files.",
+                seen=f"{self.separator!r}, and no text file among {len(self.files)}",
+                where="--separator",
+                fix="leave it out, or use --format text",
+            )
+
     @property
     def text_field(self) -> str:
         """The field that holds the text."""

@@ -83,6 +83,13 @@ def tokenize(
             where="trellis tokenize",
             fix="give one of --tokenizer PATH, --train-bpe N, --bytes",
         )
+    if end_of_document is not None and not isinstance(tokenizer, str | os.PathLike):
+        raise UserError(
+            "The token that ends a document is chosen where a tokenizer is read that has several such.",
+            seen=f"{end_of_document}, of a tokenizer that is {'given' if tokenizer else 'made here'}",
+            where="--end-of-document",
+            fix="leave it out, or use --tokenizer PATH",
+        )
     if on_error not in ("fail", "skip"):
         raise UserError(
             "A document that cannot be read stops the run or is skipped.",
