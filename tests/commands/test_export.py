@@ -150,3 +150,20 @@ def test_refusals(run_folder, tmp_path, capsys):
     assert load_file(tmp_path / "hf" / "model.safetensors")["lm_head.weight"].shape == (257, 16)
     there = refused(capsys, "import", str(tmp_path / "hf"), "--to", str(run_folder))
     assert "An import makes a new run." in there
+    there = refused(capsys, "import", str(tmp_path / "hf"), "--model.layers", "3")
+    assert "A model that is imported is its folder's." in there and "where: --model.layers" in there
+    there = refused(capsys, "import", str(tmp_path / "hf"), "--data.tokenizer", "other")
+    assert "A model that is imported has the tokenizer of its folder." in there and "seen:  other, beside" in there
+
+
+def test_a_model_without_a_tokenizer_has_not_the_recipes(run_folder, tmp_path, capsys):
+    main(["export", str(run_folder), "--to", str(tmp_path / "hf"), "--dtype", "float32"])
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    assert main(["import", str(tmp_path / "hf"), "--to", str(tmp_path / "run"), "--devices", "1"]) == 0
+    assert f"no tokenizer.json; the model's own is to lie in {tmp_path}/run/tokenizer" in capsys.readouterr().out
+    there = refused(capsys, "generate", str(tmp_path / "run"))
+    assert f"seen:  none in {tmp_path}/run/tokenizer" in there and "put the model's own into that folder" in there
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "back"), "--dtype", "float32"]) == 0
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
+    assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
+    assert not (tmp_path / "back" / "tokenizer.json").exists()

@@ -53,9 +53,10 @@ def execute(args: argparse.Namespace) -> int:
     if tokenizer is None:
         raise UserError(
             "Text needs a tokenizer.",
-            seen="a token store without one",
+            seen="a token store without one" if run.data.tokenizer is None else f"none in {run.data.tokenizer}",
             where=str(folder / "run.yaml"),
-            fix="name a tokenizer.json there, at data.tokenizer",
+            fix="name a tokenizer.json there, at data.tokenizer"
+            + ("" if run.data.tokenizer is None else ", or put the model's own into that folder"),
         )
     state, _ = restore_model(assembled, folder, step=step)
     how = {"new_tokens": args.tokens, "sampling": sampling, "seed": args.seed, "count": args.samples}

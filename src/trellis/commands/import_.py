@@ -22,17 +22,21 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.checkpoints.checkpoints import Checkpoints
     from trellis.hub import Folder, copy_tokenizer
     from trellis.models import FAMILIES
+    from trellis.run.data import EmbeddedSource
     from trellis.run.folder import claim, new_folder
     from trellis.train.assemble import assemble
     from trellis.train.devices import find_devices
 
     source = Folder(args.source, FAMILIES)
-    name = source.path.resolve().name
+    whole = (source.path / "tokenizer.json").is_file()
+    _check_options(args, whole)
+    name = args.run.name if "name" in args.given else source.path.resolve().name
     run = dataclasses.replace(args.run, name=name, model=source.config)
     folder = Path(args.to) if args.to else new_folder(run)
-    if (source.path / "tokenizer.json").is_file():
-        tokenizer = str((folder / "tokenizer").resolve())
-        run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=tokenizer))
+    theirs = folder / "tokenizer"
+    unknown = run.data.tokenizer is None and isinstance(run.data.source, EmbeddedSource)
+    if whole or unknown:  # the recipe's text has another tokenizer than the model: without its own it has none
+        run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=str(theirs.resolve())))
     devices = find_devices(run)
     if (folder / "run.yaml").exists():
         fix = "give another --to, or remove what is there"
@@ -40,7 +44,7 @@ def execute(args: argparse.Namespace) -> int:
     assembled = assemble(run, devices)
     state = _first_state(assembled, source)
     claim(folder, run)
-    copy_tokenizer(source.path, folder / "tokenizer")
+    copy_tokenizer(source.path, theirs)
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(state.model))
     with Checkpoints(folder / "checkpoints", copy=(folder / "run.yaml",), host_bytes=largest) as saved:
         saved.save(0, state, data={"tokens": 0})
@@ -48,13 +52,24 @@ def execute(args: argparse.Namespace) -> int:
     print(f"{source.hub['model_type']} of {count:,} parameters\nfolder   {folder}")
     if source.left_out:
         print(f"left out {source.left_out} tensors of layers that predict further tokens than the next")
-    if run.data.tokenizer is None:
-        print("without a tokenizer: there is no tokenizer.json")
+    if unknown and not whole:
+        print(f"without a tokenizer: there is no tokenizer.json; the model's own is to lie in {theirs}")
     ids = getattr(run.data.source, "vocab", 0)
     if ids > run.model.vocab:
         print(f"without text: the recipe's has {ids:,} token ids, and the model {run.model.vocab:,}")
         print("to train or evaluate it, import with --data.source store --data.source.path STORE")
     return 0
+
+
+def _check_options(args: argparse.Namespace, whole: bool) -> None:
+    """Refuses options for what the folder says: the model, and its tokenizer where it has one."""
+    fix = "leave it out"
+    for name in sorted(name for name in args.given if name.startswith("model.")):
+        rule = "A model that is imported is its folder's."
+        raise UserError(rule, seen=f"{args.source}: it has no effect", where=f"--{name}", fix=fix)
+    if whole and (other := args.run.data.tokenizer) is not None:
+        rule = "A model that is imported has the tokenizer of its folder."
+        raise UserError(rule, seen=f"{other}, beside {args.source}/tokenizer.json", where="data.tokenizer", fix=fix)
 
 
 def _first_state(assembled: Any, source: Any) -> Any:

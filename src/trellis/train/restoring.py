@@ -108,8 +108,11 @@ def for_use(run: Run, devices: int) -> Run:
 
 
 def tokenizer_of(run: Run) -> Tokenizer | None:
-    """The tokenizer that a run names, or the one of its data."""
-    return load_tokenizer(run.data.tokenizer) if run.data.tokenizer is not None else open_corpus(run).tokenizer
+    """The tokenizer that a run names, or the one of its data; None where there is none, as of a model that was imported
+    without its own."""
+    if (named := run.data.tokenizer) is None:
+        return open_corpus(run).tokenizer
+    return None if Path(named).is_dir() and not (Path(named) / "tokenizer.json").exists() else load_tokenizer(named)
 
 
 def checkpoint_reader(
