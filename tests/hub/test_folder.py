@@ -19,7 +19,7 @@ from trellis.hub.family import family_in
 from trellis.hub.keys import Key, key_of
 from trellis.hub.tensors import Tensor, TensorFile, write_tensors
 from trellis.mesh import Layout, make_mesh
-from trellis.models import FAMILIES, GPTJConfig, LlamaConfig
+from trellis.models import FAMILIES, GPTJConfig, LlamaConfig, YarnScaling
 from trellis.named import NamesError, abstract
 from trellis.nn.parameters import parameters
 
@@ -145,6 +145,9 @@ def test_configurations_come_back(name):
     hub = json.loads(json.dumps(family.to_config_json(config, positions=POSITIONS, dtype="float32")))
     assert family_in(FAMILIES, hub, "config.json") is family
     assert family.from_config_json(hub, "config.json") == config
+    if isinstance(scaling := getattr(config, "rope_scaling", None), YarnScaling):  # whose factor transformers 4 divides
+        short = family.to_config_json(config, positions=8, dtype="float32")
+        assert short["max_position_embeddings"] == scaling.factor * scaling.original_context
     old = {k: v for k, v in hub.items() if k != "rope_parameters"}  # as transformers 4 writes it
     assert family.from_config_json(old, "config.json") == config
 

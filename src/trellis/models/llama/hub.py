@@ -47,6 +47,8 @@ def to_hub(config, positions: int) -> dict:
                 "truncate": s.truncate,
                 "original_max_position_embeddings": s.original_context,
             }
+            # Versions of transformers before 5 take the factor from these two lengths.
+            positions = round(s.factor * s.original_context)
             if s.mscale_all_dim:
                 rope |= {"mscale": s.mscale, "mscale_all_dim": s.mscale_all_dim}
             else:
