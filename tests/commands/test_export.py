@@ -136,6 +136,8 @@ def test_refusals(run_folder, tmp_path, capsys):
     assert "A Hugging Face folder has a config.json." in refused(capsys, "import", str(tmp_path))
     assert "A count is 1 or more." in refused(capsys, "generate", str(run_folder), "--tokens", "0")
     assert "A temperature is 0 or more." in refused(capsys, "generate", str(run_folder), "--temperature", "-1")
+    there = refused(capsys, "evaluate", str(run_folder), "--devices", "3")
+    assert "batch_size=8 over data=3\n  where: --devices\n  fix:   use --devices 1, or as many as divide it" in there
     assert "fix:   use --devices 1, or a number that divides it" in refused(
         capsys, "generate", str(run_folder), "--devices", "3"
     )

@@ -198,3 +198,5 @@ def test_refused_prompts():
         UserError, match=r"learned positions\.\n  seen:  7 tokens of prompt and 58 new ones, positions=64"
     ):
         generate(model, PROMPTS, new_tokens=58, sampling=GREEDY, key=jax.random.key(0))
+    with pytest.raises(UserError, match=r"fix:   give a prompt of 63 tokens or fewer"):
+        generate(model, [[1] * 64], new_tokens=1, sampling=GREEDY, key=jax.random.key(0))

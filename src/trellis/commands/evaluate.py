@@ -37,7 +37,13 @@ def execute(args: argparse.Namespace) -> int:
     reported = run.evaluation
     run = dataclasses.replace(run, evaluation=dataclasses.replace(reported, batches=args.batches))
     use_persistent_cache()
-    assembled = assemble(run, find_devices(run))
+    devices = find_devices(run)
+    try:
+        assembled = assemble(run, devices)
+    except UserError as error:  # the run is trained, and what it is stays
+        fix = "use --devices 1, or as many as divide it"
+        where = error.where if args.devices is None else "--devices"
+        raise UserError(error.rule, seen=error.seen, where=where, fix=fix) from None
     state, step = restore_model(assembled, folder, step=chosen)
     corpus = open_corpus(run)
     if not corpus.validation:

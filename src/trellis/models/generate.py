@@ -148,7 +148,9 @@ def generate(
             "A text is no longer than the model's learned positions.",
             seen=f"{length} tokens of prompt and {new_tokens} new ones, positions={positions}",
             where="generate",
-            fix=f"make {max(0, positions - length)} tokens or fewer",
+            fix=f"make {positions - length} tokens or fewer"
+            if length < positions
+            else f"give a prompt of {positions - 1} tokens or fewer",
         )
     padded = -(-length // _BUCKET) * _BUCKET
     padded = padded if positions is None else min(padded, positions)
