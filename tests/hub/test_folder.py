@@ -52,6 +52,10 @@ def test_the_format_is_the_packages(tmp_path):
         for y in (found[name], read.tensor(name)):
             assert y.dtype == x.dtype
             np.testing.assert_array_equal(y, x)
+    large = Tensor("e", (2,), np.dtype(np.float16), lambda: np.array([np.inf, -7e4], np.float32))
+    with pytest.raises(UserError, match=r"written in\.\n  seen:  7e\+04 in e, where float16 ends at 65,504"):
+        write_tensors(tmp_path / "large.safetensors", [large])
+    assert not (tmp_path / "large.safetensors").exists()
 
 
 def test_a_key_reads_any_part():
@@ -243,6 +247,16 @@ def test_refused_folders(good, tmp_path):
     refused("A folder has every parameter of its model.\n  seen:  no lm_head.weight")
     save_file(arrays | {"lm_head.weight": np.zeros((8, 32), np.float32)}, weights)
     refused("Weights have the shapes that config.json says.\n  seen:  lm_head.weight of shape (8, 32)")
+    save_file(arrays | {"lm_head.weight": arrays["lm_head.weight"].astype(np.int8)}, weights)
+    refused("Weights that are imported are stored in bfloat16, float16 or float32.\n  seen:  lm_head.weight in I8")
+    index = good / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(arrays, weights.name)}))
+    save_file({k: v for k, v in arrays.items() if k != "lm_head.weight"}, weights)
+    refused("A file of weights has the tensors that the index says.\n  seen:  no lm_head.weight")
+    index.write_text("{}")
+    refused("An index of weight files has a weight_map.")
+    save_file(arrays, weights)
+    index.unlink()
     data = weights.read_bytes()
     weights.write_bytes(data[:-10])
     refused(f"A weight file is whole.\n  seen:  {len(data) - 10} of {len(data)} bytes")

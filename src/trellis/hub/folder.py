@@ -15,7 +15,7 @@ import numpy as np
 from trellis.errors import UserError, did_you_mean
 from trellis.hub.family import Family, family_in
 from trellis.hub.keys import Key, key_of
-from trellis.hub.tensors import DTYPES, Tensor, TensorFile, in_shards, write_tensors
+from trellis.hub.tensors import DTYPES, WEIGHT_DTYPES, Tensor, TensorFile, in_shards, write_tensors
 from trellis.mesh.meshes import sharding_of
 from trellis.mesh.parts import with_one
 from trellis.named import NamedArray, is_named
@@ -183,6 +183,13 @@ class Folder:
         file = self._place[name]
         if file not in self._files:
             self._files[file] = TensorFile(self.path / file)
+        found, where = self._files[file].entries.get(name), str(self.path / file)
+        if found is None:
+            rule, fix = "A file of weights has the tensors that the index says.", "download or export it again"
+            raise UserError(rule, seen=f"no {name}", where=where, fix=fix)
+        if found[0] not in WEIGHT_DTYPES:
+            rule, fix = "Weights that are imported are stored in bfloat16, float16 or float32.", "convert them first"
+            raise UserError(rule, seen=f"{name} in {found[0]}", where=where, fix=fix)
         return self._files[file].tensor(name)
 
     def _tensor(self, text: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -206,7 +213,10 @@ class Folder:
 
     def _weight_map(self) -> dict[str, str]:
         if (self.path / INDEX).is_file():
-            return _json(self.path / INDEX)["weight_map"]
+            if isinstance(found := _json(self.path / INDEX).get("weight_map"), dict):
+                return found
+            rule, fix = "An index of weight files has a weight_map.", "download or export it again"
+            raise UserError(rule, seen="none", where=str(self.path / INDEX), fix=fix)
         if not (self.path / WEIGHTS).is_file():
             raise UserError(
                 "Weights are read from safetensors, never from pickles.",

@@ -21,6 +21,8 @@ DTYPES = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
 }  # fmt: skip
+# What a model's weights may be stored in.
+WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
@@ -84,7 +86,11 @@ META = "__metadata__"
 
 
 def write_tensors(path: Path, tensors: Sequence[Tensor]) -> None:
-    """Writes one file, holding one tensor at a time."""
+    """Writes one file, holding one tensor at a time.
+
+    Raises:
+        UserError: a number is too large for the type that it is written in.
+    """
     header: dict = {META: {"format": "pt"}}  # what `transformers` asks for, whoever wrote the tensors
     place = 0
     for t in tensors:
@@ -96,8 +102,18 @@ def write_tensors(path: Path, tensors: Sequence[Tensor]) -> None:
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for t in tensors:
-            array = np.asarray(t.make(), dtype=t.dtype)
+            made = t.make()
+            with np.errstate(over="ignore"):
+                array = np.asarray(made, dtype=t.dtype)
             assert array.shape == t.shape, (t.name, array.shape, t.shape)
+            if t.dtype == np.float16 and (lost := np.isinf(array) & np.isfinite(made)).any():
+                path.unlink()
+                raise UserError(
+                    "Weights fit into the type that they are written in.",
+                    seen=f"{float(np.abs(made[lost]).max()):.3g} in {t.name}, where float16 ends at 65,504",
+                    where=str(path),
+                    fix="use --dtype bfloat16 or float32",
+                )
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
