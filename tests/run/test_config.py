@@ -252,6 +252,15 @@ def change(**fields):
             ],
         ),
         (
+            lambda: MixtureSource(parts=tuple(MixturePart(name=n, path="x", weight=1.0) for n in ("a/b", "a"))),
+            [
+                "A part of a mixture has a name of its own: what stands before a slash in another is a group's.",
+                "`a/b`, `a`",
+                "parts",
+                "write web/c4 and web/news, with nothing called web",
+            ],
+        ),
+        (
             lambda: MixtureSource(
                 parts=(MixturePart(name="a", path="x", weight=1.0), MixturePart(name="a", path="y", weight=1.0))
             ),

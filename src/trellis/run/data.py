@@ -99,6 +99,14 @@ class MixtureSource:
                 where="parts",
                 fix="write [{name: web, path: ..., weight: 0.7}, {name: code, path: ..., weight: 0.3}]",
             )
+        for name in names:
+            if not all(name.split("/")) or any(other.startswith(f"{name}/") for other in names):
+                raise UserError(
+                    "A part of a mixture has a name of its own: what stands before a slash in another is a group's.",
+                    seen=", ".join(f"`{name}`" for name in names),
+                    where="parts",
+                    fix="write web/c4 and web/news, with nothing called web",
+                )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
