@@ -91,6 +91,14 @@ def test_a_value_between_two_points_of_the_grid_is_shown(tmp_path):
     assert len(drawn) == 1 and all(f'class="dots s{i}"' in drawn[0] for i in (0, 1)), drawn
 
 
+def test_a_file_that_is_no_yaml_is_refused(two):
+    for text_of, seen in (("steps: [", "while parsing a flow node"), ("many", "many")):
+        (two[1] / "run.yaml").write_text(text_of)
+        with pytest.raises(UserError, match=f"A run's file is YAML, of fields.\n  seen:  {seen}") as error:
+            differences([read_folder(folder) for folder in two])
+        assert error.value.where == "fast/run.yaml"
+
+
 def test_too_few_and_too_many_are_refused(two):
     run = read_folder(two[0])
     for count in (1, MOST_RUNS + 1):

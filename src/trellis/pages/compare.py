@@ -55,7 +55,8 @@ def curves(runs: Sequence[RunFolder]) -> list[Curve]:
         spent, before, seconds = 0.0, 0, []
         for line in run.lines:
             mean = line.get("step_seconds") or 0.0  # over more steps where a line's are short; of older runs
-            spent += line.get("seconds", (line["step"] - before) * mean)
+            took = line.get("seconds")
+            spent += (line["step"] - before) * mean if took is None else took
             before = line["step"]
             seconds.append(spent)
         steps, tokens = ([float(line.get(key) or 0) for line in run.lines] for key in ("step", "tokens"))
@@ -68,10 +69,23 @@ def differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
 
     A run's name is left out.
     """
-    flat = [dict(_flat(load_yaml(run.run) or {})) for run in runs]
+    flat = [dict(_flat(_fields(run))) for run in runs]
     names = list(dict.fromkeys(name for fields in flat for name in fields))
     rows = [(name, [fields.get(name, "-") for fields in flat]) for name in names if name != "name"]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
+
+
+def _fields(run: RunFolder) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        found = load_yaml(run.run) or {}
+    except yaml.YAMLError as error:
+        found = " ".join(str(error).split())
+    if not isinstance(found, Mapping):
+        fix = "use the copy of it that lies in each checkpoint"
+        raise UserError("A run's file is YAML, of fields.", seen=found, where=f"{run.name}/run.yaml", fix=fix)
+    return found
 
 
 def _flat(value: Any, path: str = ""):
