@@ -11,6 +11,7 @@ from trellis.proof.one_device import on_one_device
 from trellis.proof.shrinking import shrunk
 from trellis.recipes import load_run
 from trellis.run.layouts import make_layout
+from trellis.train.assemble import assemble
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,21 @@ def test_routers_of_shrunk_runs_choose(recipe, experts, chosen):
     assert model.experts // routing.groups * routing.groups_per_token == experts
     assert model.experts_per_token == chosen
     assert routing.dispatch == ("bits" if recipe == "deepseek_v3" else None)
+
+
+@pytest.mark.parametrize(
+    "precision", ["{}", "{products: {mlp: fp8}, amax_history: 2}", "{moments: {mlp: mxfp8}}", "{compute: float16}"]
+)
+def test_the_plain_step_has_the_results_of_the_runs(monkeypatch, precision):
+    """A run of narrow numbers keeps largest elements and names what is not finite."""
+    run = _small("tiny", {"mesh.data": "1", "precision": precision})
+    results = lambda made: jax.eval_shape(made.step, made.abstract, made.abstract_batch())
+    zeros = lambda tree: jax.tree.map(lambda x: np.zeros(x.shape, np.float32), tree)
+    monkeypatch.setattr(one_device, "_step", lambda made, state, batch: zeros(results(made)))
+    made = assemble(run, jax.devices()[:1])
+    with made.layout:
+        names = [one_device._name(path) for path, _ in jax.tree_util.tree_leaves_with_path(results(made))]
+    assert on_one_device(run, padding=1).names == names
 
 
 def _small(recipe, options):

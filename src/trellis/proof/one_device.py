@@ -65,7 +65,9 @@ def on_one_device(run: Run, *, padding: int, seed: int = 0) -> Reference:
     random = numbers_of(seed)
     mixture = run.model.experts > 1
     with jax.default_device(jax.devices("cpu")[0]):
-        made = assemble(plainly, jax.devices("cpu")[:1], padding=padding)
+        # Its metrics are those of the run's step.
+        names = run.precision.is_narrow
+        made = assemble(plainly, jax.devices("cpu")[:1], padding=padding, names_tensors=names)
         with made.layout:
             state = _moved_model(jax.tree.map(plain, made.init()), random)
             first, _ = _step(made, state, _batch(made, random))

@@ -132,7 +132,7 @@ class Subject:
                 outliers=wanted.outliers,
                 bound=bound * wanted.within,
             )
-            for wanted, result, place in zip(self.wanted, found, places)
+            for wanted, result, place in zip(self.wanted, found, places, strict=True)
         )
 
     def execute(self, compiled: Compiled, *, text: str | None = None, bound: float = BOUND) -> "Proof":

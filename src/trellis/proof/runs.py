@@ -139,7 +139,9 @@ class Trial:
         types = [*map(typeof, leaves), *[""] * (len(reference.names) - len(leaves))]
         wanted = [
             Wanted(name, value, type, before, _OUTLIERS if name.startswith(("model.", "average.")) else 0.0)
-            for name, value, type, before in zip(reference.names, reference.results, types, reference.before)
+            for name, value, type, before in zip(
+                reference.names, reference.results, types, reference.before, strict=True
+            )
         ]
         wanted[len(leaves) :] = [dataclasses.replace(metric, within=_METRICS) for metric in wanted[len(leaves) :]]
         return Subject(

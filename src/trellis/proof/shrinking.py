@@ -40,6 +40,7 @@ def shrunk(run: Run, layout: Layout) -> Shrunk:
 
     Nothing is rounded where a last bit would show as a thousand of them: what the optimizer keeps is whole, updates go
     to the nearest number, and tokens that go to experts in eight bits go as words of all their bits, the same way.
+    Scales are those of the step's own numbers, which no earlier ones clip.
 
     Args:
         run: the run; its mesh fits the layout's devices.
@@ -58,7 +59,7 @@ def shrunk(run: Run, layout: Layout) -> Shrunk:
         data=dataclasses.replace(run.data, sequence_length=pos),
         batch_size=rows * ways("batch") * parts,
         microbatches=parts,
-        precision=dataclasses.replace(run.precision, moments={}, updates="nearest"),
+        precision=dataclasses.replace(run.precision, moments={}, updates="nearest", amax_history=0),
     )
     return Shrunk(small, _chunk_bytes(run, small, ways, few=few))
 

@@ -105,7 +105,12 @@ class Assembled:
 
 
 def assemble(
-    run: Run, devices: Sequence[Any], *, padding: int | None = None, chunk_bytes: int | None = None
+    run: Run,
+    devices: Sequence[Any],
+    *,
+    padding: int | None = None,
+    chunk_bytes: int | None = None,
+    names_tensors: bool | None = None,
 ) -> Assembled:
     """Everything that a run trains with, on devices: real, simulated or only described.
 
@@ -114,21 +119,25 @@ def assemble(
         devices: where it trains.
         padding: what the vocabulary is padded to a multiple of; None for what the layout asks.
         chunk_bytes: what the float32 logits of a chunk of the loss take; None for what suits the devices.
+        names_tensors: whether a step finds its first weight or gradient that is not finite; None for those of numbers
+            with a small range.
 
     Raises:
         UserError: the mesh does not fit the devices, or the run the mesh.
     """
     if not run.lengths:
-        return _assemble(run, devices, padding, chunk_bytes)
+        return _assemble(run, devices, padding, chunk_bytes, names_tensors)
     made = {}
     for phase in run.phases():
         with as_of_phase(phase.start):
-            made[phase.start] = _assemble(phase.run, devices, padding, chunk_bytes)
+            made[phase.start] = _assemble(phase.run, devices, padding, chunk_bytes, names_tensors)
     first = made.pop(0)
     return dataclasses.replace(first, run=run, later=FrozenMap(made))
 
 
-def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes: int | None) -> Assembled:
+def _assemble(
+    run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes: int | None, names_tensors: bool | None
+) -> Assembled:
     """The same for a run of one length."""
     layout = layout_of(run, devices)
     optimizer = make_optimizer(
@@ -164,7 +173,7 @@ def _assemble(run: Run, devices: Sequence[Any], padding: int | None, chunk_bytes
             tuned=run.cpu.tuned,
             chunk_bytes=chunk_bytes,
             skip_nonfinite=run.skip_nonfinite > 0,
-            names_tensors=run.precision.is_narrow,
+            names_tensors=run.precision.is_narrow if names_tensors is None else names_tensors,
         )
         several = options.microbatches > 1 or run.mesh.stage > 1
         gathered_first = several and options.accumulation == "pending"
