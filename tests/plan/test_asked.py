@@ -118,7 +118,8 @@ def test_what_narrow_products_bring(tmp_path, capsys):
     [
         ("--price nan", "nan", "--price", "use --price 1.20"),
         ("--load inf", "inf", "--load", "use 1 for an even load, 1.5 for half as many more"),
-        ("--load 2", "2, no experts", "--load", "leave it out, or use --mesh.expert 8"),
+        ("--load 2", "2, no experts", "--load", "leave it out"),
+        ("--load 2 --search", "2, no experts", "--load", "leave it out"),
         ("--compile --against x --bound nan", "nan", "--bound", "use --bound 2"),
         ("--compile --bound 1", "no --against", "--bound", "use --compile --against FILE"),
         ("--search --top 2", "--top 2 without --search --compile", "--top", "use --search --compile --top 3"),

@@ -195,13 +195,14 @@ def _load(load: float, run: "Run", where: "Target", search: bool) -> float:
     if not 1 <= load < math.inf:
         rule = "The fullest device has at least the rows of an even load."
         raise UserError(rule, seen=load, where="--load", fix="use 1 for an even load, 1.5 for half as many more")
-    if load == 1 or search:
+    if load == 1 or (search and run.model.experts > 1):
         return load
     sizes, (_, compute) = run.mesh.resolve(where.num_devices), run.layout.maps()
     devices = math.prod(sizes[axis] for axis in compute.get("experts", ())) if run.model.experts > 1 else 1
     if load > devices:
         rule = "The fullest of the devices that experts are sliced over has all rows at most."
-        fix = f"use --load {devices} or less" if devices > 1 else "leave it out, or use --mesh.expert 8"
+        fix = f"use --load {devices} or less" if devices > 1 else "leave it out"
+        fix += ", or use --mesh.expert 8" if devices == 1 < run.model.experts else ""
         experts = "no experts" if run.model.experts == 1 else f"experts over {devices} device{'s' * (devices > 1)}"
         raise UserError(rule, seen=f"{load:g}, {experts}", where="--load", fix=fix)
     return load
