@@ -152,6 +152,10 @@ def test_an_update_that_is_not_finite_changes_nothing_but_the_count(assembled):
         assert np.isfinite(float(metrics["loss"])) and int(third.step) == 2
         assert learning_rate(third.optimizer) == metrics["learning_rate"] == np.float32(0.005)  # 2 of 4 of warmup
         assert any((old != new).any() for old, new in zip(before, copy((third.model,))))
+        made = int(third.optimizer[1].count)
+        fourth, metrics = assembled.step(third, put(batch | {"loss_mask": 0 * batch["loss_mask"]}))
+        assert np.isnan(float(metrics["loss"])) and float(metrics["grad_norm"]) == 0.0
+        assert int(fourth.optimizer[1].count) == made + 1  # a step over no tokens is one, as without skipping
 
 
 @pytest.mark.slow

@@ -222,6 +222,15 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
     assert last["event"] == "stopped" and last["why"].startswith("A run goes on")
 
 
+def test_a_step_of_which_no_token_counts_is_no_loss_that_is_no_number(tmp_path, mesh):
+    shown = Progress(12, stream=io.StringIO())
+    assert train(*toy(mesh, EVERY, prompt_at=7), tmp_path, progress=shown).step == 12
+    assert shown.describe({"step": 8, "loss": None, "grad_norm": 0.0}).startswith("step 8/12  no token counts")
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["loss"] is None] == [8]
+    assert lines[7]["tokens"] == lines[6]["tokens"] and lines[8]["tokens"] > lines[7]["tokens"]
+
+
 def test_some_steps_in_a_row_may_be_skipped(tmp_path, mesh):
     with pytest.raises(LossNotFinite, match=r"3 in a row \(allowed: 2\)") as error:
         train(*toy(mesh, dataclasses.replace(EVERY, skip_nonfinite=2), spoil_at=7), tmp_path, progress=quiet())

@@ -50,6 +50,7 @@ def toy(
     spoil_at: int | None = None,
     whole: bool = False,
     stick_at: int | None = None,
+    prompt_at: int | None = None,
 ) -> tuple[Assembled, Feed]:
     """Fits a two-layer network to a fixed function.
 
@@ -58,6 +59,7 @@ def toy(
         spoil_at: the step of this index has a loss that is no number.
         whole: every device keeps all parameters.
         stick_at: the batch of this index does not come.
+        prompt_at: no token of the step of this index counts.
     """
     specs = {"w1": P(), "w2": P()} if whole else {"w1": P("data", "model"), "w2": P("model", "data")}
     at = lambda spec: NamedSharding(mesh, spec)
@@ -89,7 +91,9 @@ def toy(
         params = jax.tree.map(lambda p, v: p - 0.05 * v, state["params"], velocity)
         if spoil_at is not None:
             loss = jnp.where(state["step"] >= spoil_at, jnp.nan, loss)
-        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": jnp.float32(0.05), "tokens": jnp.float32(ROWS)}
+        tokens = jnp.where(state["step"] == (-1 if prompt_at is None else prompt_at), 0.0, ROWS)
+        loss = jnp.where(tokens == 0, jnp.nan, loss)
+        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": jnp.float32(0.05), "tokens": tokens}
         return {"params": params, "velocity": velocity, "key": state["key"], "step": state["step"] + 1}, metrics
 
     def batch(index):

@@ -19,6 +19,7 @@ class Record:
         step: how many steps had been made after this one.
         values: the metrics, those that were added for the same step (an evaluation) among them.
         arrays: of what was added, that which is no scalar.
+        counts: whether a token of its batch counted: without one a step has no loss, and no gradient.
         first: words for the step's first weight or gradient that was not finite; empty where none is known.
         dispatched: when the step was handed to the device.
         done: when the device had finished it.
@@ -35,6 +36,7 @@ class Record:
     idle_from: float | None = None
     released: float = 0.0
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    counts: bool = True
     first: str = ""
 
     @property

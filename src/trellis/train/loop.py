@@ -339,7 +339,9 @@ class _Loop:
         these may stop the run, so that all processes stop at the same step.
         """
         for record in records:
-            self._meter.add(record, int(record.values.pop("tokens")))
+            tokens = int(record.values.pop("tokens"))
+            record.counts = tokens > 0
+            self._meter.add(record, tokens)
             if "out_of_range" in record.values:
                 record.first = named_tensor(self._assembled.abstract.model, record.values.pop("out_of_range"))
             self._learn(record)
@@ -397,7 +399,8 @@ class _Loop:
         """Stops the run when copies differ, or the loss was not finite more often in a row than is allowed."""
         self._guard.check(record.arrays, record.step, lambda: _last_good(self._saved, others_live=True))
         loss, norm = record.values["loss"], record.values.get("grad_norm", 0.0)
-        self._not_finite = 0 if math.isfinite(loss) and math.isfinite(norm) else self._not_finite + 1
+        finite = math.isfinite(norm) and (math.isfinite(loss) or not record.counts)
+        self._not_finite = 0 if finite else self._not_finite + 1
         if self._not_finite == 1 and record.first:
             self._first = f"; the first that was not finite: {record.first}, at step {record.step}"
         if self._not_finite > self._run.skip_nonfinite:

@@ -56,7 +56,13 @@ class Progress:
         """The line in words: `step 20/100  loss 3.21  1.20k tok/s  MFU 31.0 %  1.20 GiB  left 2 min 10 s`."""
         parts = [f"step {line['step']}/{self._total}"]
         loss = line.get("loss")
-        parts.append(f"loss {loss:.4f}" if loss is not None else "loss not finite")
+        parts.append(
+            f"loss {loss:.4f}"
+            if loss is not None
+            else "no token counts"
+            if line.get("grad_norm") == 0
+            else "loss not finite"
+        )
         if line.get("validation_loss") is not None:
             parts.append(f"validation {line['validation_loss']:.4f}")
         if line.get("bits_per_byte") is not None:

@@ -165,7 +165,7 @@ def make_step(
             metrics["learning_rate"] = jnp.asarray(learning_rate(state.step), jnp.float32)
         new = model, optimizer_state, average, rolled(state.scales, met)
         if options.skip_nonfinite:
-            good = all_finite(metrics["loss"], metrics["grad_norm"])
+            good = all_finite(sums.cross_entropy, metrics["grad_norm"])  # a mean over no tokens is no number
             kept = left_out(optimizer_state, state.optimizer)
             new = select(good, new, (state.model, kept, state.average, state.scales))
         *new, scales = new
