@@ -287,3 +287,13 @@ def test_a_run_that_has_no_validation_text_or_no_tokenizer_says_so(run_file, tmp
     assert "samples  none: the text's store has no tokenizer; --data.tokenizer tokenizer.json names one" in out
     code, _, err = trellis(capsys, "evaluate", tmp_path / "without")
     assert code == 2 and "An evaluation needs validation text." in err
+
+
+def test_a_run_that_is_longer_than_its_data_is_refused_before_its_first_step(run_file, tmp_path, capsys):
+    source = f"{{kind: mixture, parts: [{{name: a, path: {run_file.parent}/train, weight: 1, epochs: 1}}]}}"
+    words = ("train", run_file, "--run-dir", tmp_path / "run", "--devices", 1, "--data.source", source, "--steps", 999)
+    code, _, said = trellis(capsys, *words)
+    assert code == 2 and "The data lasts as long as the run." in said and "batches for 999 steps" in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    (there,) = re.findall(r"fix:   use --steps (\d+), or more epochs: null repeats a part without an end", said)
+    assert int(there) > 0 and f"seen:  {there} batches" in said

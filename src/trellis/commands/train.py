@@ -136,7 +136,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     from trellis.run.lengths import as_of_phase
     from trellis.train.assemble import assemble
     from trellis.train.checks import check_guard, check_marks, check_state, check_step
-    from trellis.train.corpus import open_corpus
+    from trellis.train.corpus import check_lasts, open_corpus
     from trellis.train.distributed import is_first
     from trellis.train.evaluation import Evaluator
     from trellis.train.flops import costs, work_of
@@ -151,6 +151,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
     assembled = assemble(run, devices)
     check_state(assembled)
     corpus = open_corpus(run, progress=is_first())
+    check_lasts(run, corpus)
     text = {name: identity(store) for name, store in corpus.stores.items()}
     check_text(text)
     programs, memory = {}, {}

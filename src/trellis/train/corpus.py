@@ -82,6 +82,22 @@ def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
     return Corpus(batches=batches, validation=validation, tokenizer=tokenizer)
 
 
+def check_lasts(run: Run, corpus: Corpus) -> None:
+    """Refuses a run that is longer than its data, as where all parts of a mixture are read so often and not more.
+
+    Raises:
+        UserError: there are fewer batches than steps.
+    """
+    there = corpus.batches.num_steps
+    if there is not None and there < run.steps:
+        raise UserError(
+            "The data lasts as long as the run.",
+            seen=f"{there} batches for {run.steps} steps",
+            where="data.source",
+            fix=(f"use --steps {there}, or " if there else "use ") + "more epochs: null repeats a part without an end",
+        )
+
+
 def _stores(run: Run, progress: bool) -> tuple[TokenStore | Mixture, dict[str, TokenStore]]:
     source = run.data.source
     match source:
