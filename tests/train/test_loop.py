@@ -255,6 +255,17 @@ def test_out_of_memory_stops_the_run_with_advice(tmp_path, mesh):
     assert "`trellis memory`" in error.value.fix
 
 
+def test_held_out_data_that_go_away_are_told_likewise(tmp_path, mesh):
+    assembled, feed = toy(mesh, EVERY)
+
+    def evaluate(state, made):
+        raise UserError("A store exists.", seen="no such file", where="stores/held-out", fix="put it back")
+
+    with pytest.raises(RunStopped, match="A store exists") as error:
+        train(assembled, dataclasses.replace(feed, evaluate=evaluate), tmp_path, progress=quiet())
+    assert error.value.where.endswith("step-00000003") and "stores/held-out" in error.value.seen
+
+
 @pytest.mark.parametrize("gone", [0, 4])
 def test_data_that_go_away_are_told_with_the_last_good_checkpoint_once_there_are_steps(tmp_path, mesh, gone):
     assembled, feed = toy(mesh, EVERY)
@@ -287,7 +298,8 @@ def test_data_that_ends_early_is_an_error(tmp_path, mesh):
 
     with pytest.raises(UserError, match="The data lasts as long as the run") as error:
         train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=quiet())
-    assert error.value.seen == "4 batches for 12 steps"
+    assert error.value.seen == f"4 batches for 12 steps, at {tmp_path}"
+    assert error.value.where.endswith("step-00000003")
 
 
 @pytest.mark.slow

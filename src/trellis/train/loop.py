@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from trellis.checkpoints.checkpoints import Checkpoints, told_of_last_good
+from trellis.checkpoints.room import NoRoom
 from trellis.errors import UserError
 from trellis.figures.numbers import duration
 from trellis.run.schema import plain
@@ -215,7 +216,9 @@ class _Loop:
             self._timeline.add("finished" if made >= run.steps else "interrupted" if exit_code else "paused", made)
         except Exception as error:
             self._timeline.add("stopped", None, why=str(error).splitlines()[0] if str(error) else type(error).__name__)
-            raise
+            if (told := self._stopped(error)) is error:
+                raise
+            raise told from error
         return Outcome(
             state=state,
             step=made,
@@ -250,7 +253,7 @@ class _Loop:
                 self._save(state, start)
                 self._saved.wait()
             return state, start, 0
-        batches = self._open.enter_context(contextlib.closing(self._batches(start)))
+        batches = self._open.enter_context(contextlib.closing(self._feed.batches(start)))
         asked, phase = time.perf_counter(), None
         for index, batch in batches:
             waited = (asked, time.perf_counter())
@@ -311,20 +314,16 @@ class _Loop:
             fix="repeat the data, or make fewer steps",
         )
 
-    def _batches(self, start: int) -> Iterator[tuple[int, Any]]:
-        """The batches from a step on. Of data that go away under the run the message says what was saved."""
-        with contextlib.closing(self._feed.batches(start)) as batches:
-            try:
-                yield from batches
-            except UserError as error:
-                if self._newest is None:  # no step was made of them: the input is wrong
-                    raise
-                raise RunStopped(
-                    error.rule,
-                    seen=f"{error.seen}, at {error.where}",
-                    where=_last_good(self._saved, others_live=jax.process_count() == 1),
-                    fix=f"{error.fix}; then run the same command again, which continues after that checkpoint",
-                ) from error
+    def _stopped(self, error: Exception) -> Exception:
+        """What ended the run between steps: of data that go away under it the message says what was saved."""
+        if self._newest is None or not isinstance(error, UserError) or isinstance(error, RunStopped | NoRoom):
+            return error
+        return RunStopped(
+            error.rule,
+            seen=f"{error.seen}, at {error.where}",
+            where=_last_good(self._saved, others_live=jax.process_count() == 1),
+            fix=f"{error.fix}; then run the same command again, which continues after that checkpoint",
+        )
 
     def _save(self, state: Any, made: int) -> None:
         with self._watch.excused(f"saves after step {made}"):
