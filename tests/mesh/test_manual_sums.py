@@ -114,3 +114,21 @@ def test_nothing_is_summed_twice():
 def test_linear_plain_operations_carry_the_sum_on():
     out = _manual(lambda y: tr.reshard("b q +m -> b q", jax.lax.pad(y.T.T + y, 0.0, ((0, 0, 0), (1, 1, 0)))), "b q")
     np.testing.assert_array_equal(out[0], [0, 32, 32, 32, 0])
+
+
+def test_settle_sums_in_manual_mode_too():
+    """By name: over the devices along which a sum is pending, and along no others."""
+    layout = tr.Layout(tr.make_mesh(d=2, m=4))
+
+    @tr.shard_map
+    def program(x: tr.f32["b/d e/m"], w: tr.f32["e/m o"]) -> tr.f32["b/d o"]:
+        y = tr.einsum("b e, e o -> b o", x, w)
+        assert tr.typeof(y) == "f32[b/d=2 o=3 +m]"
+        return tr.exp(tr.settle(y) - 16.0)
+
+    with layout:
+        x, w = (tr.ones([tr.Axis(*axis) for axis in each]) for each in ((("b", 2), ("e", 16)), (("e", 16), ("o", 3))))
+        x, w = tr.reshard("b e -> b/d e/m", x), tr.reshard("e o -> e/m o", w)
+        found = tr.ledger(program, x, w)
+        assert [(row.kind, *row.axes) for row in found] == [("all-reduce", "m")]
+        np.testing.assert_array_equal(np.asarray(program(x, w)), np.ones((2, 3), np.float32))

@@ -14,7 +14,7 @@ from trellis.named.arguments import count_of, dtypes_of_jax
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError
 from trellis.named.operand import operand, refuse_dealt
-from trellis.named.placing import locally, settle, settle_selected, whole
+from trellis.named.placing import locally, settle_selected, to_layout, whole
 from trellis.named.reduce import masked, names_of
 from trellis.notation import typeof
 from trellis.notation.state import state_of
@@ -60,10 +60,10 @@ def apply_along(
         spec = jax.P(*(None if n == along else jax.P.UNCONSTRAINED for n in x.names))
         here = jax.NamedSharding(jax.typeof(x.array).sharding.mesh, spec)
         made = run(jax.lax.with_sharding_constraint(x.array, here))
-        return settle(x.with_array(jax.lax.with_sharding_constraint(made, here)))
+        return to_layout(x.with_array(jax.lax.with_sharding_constraint(made, here)))
     with dtypes_of_jax((x,), what):
         array = locally(run, x.array) if local else run(x.array)
-    return settle(x.with_array(array))
+    return to_layout(x.with_array(array))
 
 
 def _one(x: NamedArray, along: Name, what: str) -> str:

@@ -11,8 +11,7 @@ from trellis.named.narrow import Narrow, marked
 from trellis.named.operand import check_sizes, on_one_mesh, operand, types_of
 from trellis.named.overlap import overlapped
 from trellis.named.pair import Pair, free
-from trellis.named.placing import missing_axes, outside
-from trellis.named.placing import settle as settle_to_layout
+from trellis.named.placing import missing_axes, outside, to_layout
 from trellis.named.reduce import sum as sum_over
 from trellis.named.reshape import transpose
 from trellis.notation import NotationError, parse, typeof
@@ -144,7 +143,7 @@ def dot_each(
             mark = pairs[i].mark
             mine = narrow.get((mark.kind, mark.at)) if mark else None
             results[i] = pairs[i].multiply(moved, mine) if found is None else found[n]
-    results = {i: settle_to_layout(r) if settle else r for i, r in results.items()}
+    results = {i: to_layout(r) if settle else r for i, r in results.items()}
     return tuple(results[i] for i in range(len(factors)))
 
 
@@ -231,7 +230,7 @@ def _products(arrays: list[NamedArray], out: Words, what: str, dtype, settle: bo
         settled = settle or not last
         ringed = _overlapped(left, [pair], settled)
         result = pair.multiply(pair.bring(left)) if ringed is None else ringed[0]
-        result = settle_to_layout(result) if settled else result
+        result = to_layout(result) if settled else result
     return result
 
 

@@ -8,7 +8,7 @@ from trellis.named.array import NamedArray
 from trellis.named.blocks import named_scales
 from trellis.named.narrow import Mark, Rounded, forms, product
 from trellis.named.operand import refuse_cut
-from trellis.named.placing import Assignment, assign, bring_to_product, from_product, move, settle
+from trellis.named.placing import Assignment, assign, bring_to_product, from_product, move, to_layout
 from trellis.notation import Dim, Shape, spec_of
 from trellis.notation.state import state_of
 
@@ -68,7 +68,7 @@ class Pair:
             array = jnp.transpose(array, [order.index(n) for n in self.out])
         slices = tuple(where[n] for n in self.out) if where and (x.slices or y.slices) else ()
         result = from_product(NamedArray(array, self.out, slices), self.x, self.y)
-        return settle(result) if mode == "auto" else result
+        return to_layout(result) if mode == "auto" else result
 
     def narrow(self, number: int) -> tuple[Rounded, ...]:
         """A factor in its narrow forms, rounded where it is and then moved."""

@@ -19,7 +19,7 @@ from trellis.named.operand import (
     types_of,
     union,
 )
-from trellis.named.placing import assign, bring, settle, settle_selected, spread, whole
+from trellis.named.placing import assign, bring, settle_selected, spread, to_layout, whole
 from trellis.named.reshape import rename
 from trellis.notation import TypeMismatch, typeof
 from trellis.notation.state import state_of
@@ -132,7 +132,7 @@ def stack(arrays: Sequence[NamedArray], name: Name) -> NamedArray:
         )
     refuse_dealt((name,), "stack", arrays[0])
     plain, names, slices = _joined(name, arrays, "stack", False)
-    return settle(NamedArray(jnp.stack(plain), (name, *names), ((), *slices) if slices else ()))
+    return to_layout(NamedArray(jnp.stack(plain), (name, *names), ((), *slices) if slices else ()))
 
 
 def pad(x: NamedArray, widths: Mapping[Name, tuple[int, int]], *, value=0) -> NamedArray:
@@ -178,4 +178,4 @@ def roll(x: NamedArray, shift: int, name: Name) -> NamedArray:
     name = x.names[x.index(name)]
     refuse_cut((name,), "roll")
     x = whole(x, (name,), "roll")
-    return settle(x.with_array(jnp.roll(x.array, shift, axis=x.index(name))))
+    return to_layout(x.with_array(jnp.roll(x.array, shift, axis=x.index(name))))

@@ -22,12 +22,12 @@ from trellis._compat import is_tracer, mapped_over
 from trellis.mesh.by_device import by_device
 from trellis.mesh.layout import current_layout
 from trellis.mesh.meshes import MeshError
-from trellis.mesh.reshard import place
+from trellis.mesh.reshard import place, reshard
 from trellis.named.arguments import shown
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.operand import on_mesh, refuse_dealt, types_of
-from trellis.notation import spec_of, typeof
+from trellis.notation import Shape, spec_of, typeof
 from trellis.notation.state import sharding_on, state_of
 
 Assignment = dict[str, tuple[str, ...]]
@@ -204,7 +204,7 @@ def _gather(x: NamedArray, axes, copied):
 def settle(x: NamedArray) -> NamedArray:
     """Moves an array to what `compute` says of its names; pending sums are summed on the way.
 
-    Without a layout they are summed, and nothing else moves. In manual mode `reshard` says where a sum goes.
+    Without a layout, and in manual mode, they are summed, and nothing else moves.
 
     Names: those of `x`.
     Gradient: an all-gather where a sum was scattered, else nothing moves.
@@ -212,6 +212,13 @@ def settle(x: NamedArray) -> NamedArray:
     """
     if not isinstance(x, NamedArray):
         raise NamesError(f"settle takes a named array, got {shown(x)}, in settle: name its dimensions with named(...)")
+    if state_of(x.array).mode == "manual" and state_of(x.array).pending:
+        return reshard(f"{x.type} -> {Shape(x.type.dims, (), x.type.copied)}", x)
+    return to_layout(x)
+
+
+def to_layout(x: NamedArray) -> NamedArray:
+    """`settle`, of a result; in manual mode, where the text says what moves, it stays as it is."""
     layout = current_layout()
     if layout is not None and state_of(x.array).mode == "none":
         x = x.with_array(on_mesh(x.array, x.names, "settle"))
@@ -224,11 +231,11 @@ def settle(x: NamedArray) -> NamedArray:
 
 
 def settle_selected(x: NamedArray, names: tuple[str, ...]) -> NamedArray:
-    """`settle`, of a result that has some of its positions selected along names: whole where mesh axes do not divide
+    """`to_layout`, of a result that has some of its positions selected along names: whole where mesh axes do not divide
     how many there are."""
     layout = current_layout()
     if layout is None or state_of(x.array).mode in ("none", "manual"):
-        return settle(x)
+        return to_layout(x)
     sizes = layout.mesh.shape
     axes = [
         mine if n not in names or x.shape[n] % math.prod(sizes[a] for a in mine) == 0 else ()

@@ -17,7 +17,7 @@ from trellis.named.arguments import dtypes_of_jax
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError, once
 from trellis.named.operand import check_sizes, on_one_mesh, operand, refuse_cut, refuse_dealt, refuse_others
-from trellis.named.placing import bring, locally, settle, spread, whole
+from trellis.named.placing import bring, locally, spread, to_layout, whole
 from trellis.notation import typeof
 from trellis.notation.state import state_of
 
@@ -78,7 +78,7 @@ def reduction(
         x, kwargs["where"] = masked(x, where, what)
     with dtypes_of_jax((x,), what):
         array = fn(x.array, axis=tuple(x.index(n) for n in gone), **kwargs)
-    return settle(without(x, array, gone))
+    return to_layout(without(x, array, gone))
 
 
 def masked(x: NamedArray, mask, what: str) -> tuple[NamedArray, jax.Array]:
@@ -351,4 +351,4 @@ def _position(fn: Callable, what: str, x: NamedArray, over: Name) -> NamedArray:
     x = whole(x, (name,), what) if state_of(x.array).mode == "manual" else x
     with dtypes_of_jax((x,), what):
         array = fn(x.array, axis=x.index(name))
-    return settle(without(x, array, (name,)))
+    return to_layout(without(x, array, (name,)))

@@ -11,7 +11,7 @@ from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.index import index
 from trellis.named.operand import check_contained, check_sizes, on_one_mesh, operand, refuse_others, union
-from trellis.named.placing import from_slices, own_mesh, settle, transpose_array, whole, widen
+from trellis.named.placing import from_slices, own_mesh, to_layout, transpose_array, whole, widen
 from trellis.named.selection import on_mesh, selection
 from trellis.notation import TypeMismatch, spec_of, typeof
 from trellis.notation.state import state_of
@@ -105,7 +105,7 @@ class Place:
         # an update has been wrong: one piece.
         mapped = layout is not None and layout.mapped
         x = _one_piece(whole(x, x.names if mapped else updated, what, by_order=updated), updated)
-        return settle(_one_piece(_Update(x, arrays, numbers, slices, what).run(method, value), updated))
+        return to_layout(_one_piece(_Update(x, arrays, numbers, slices, what).run(method, value), updated))
 
 
 def _one_piece(x: NamedArray, names) -> NamedArray:
