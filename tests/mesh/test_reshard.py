@@ -186,3 +186,11 @@ def test_what_is_mapped_over_an_axis_is_not_cut_along_it():
         for mapped, given in ((jax.vmap(inside), x), (tr.vmap(inside, "a"), tr.named(x, "a b"))):
             with pytest.raises(ReshardError, match=said):
                 mapped(given)
+
+
+def test_constant_booleans_are_summed_over_devices():
+    """XLA ends the process where it knows what it sums (docs/published-bugs.md, 36)."""
+    with tr.Layout(tr.make_mesh(x=8), compute={"e": "x"}):
+        ones = lambda *names: tr.ones([tr.Axis(name, 8) for name in names], dtype=bool)
+        made = jax.jit(lambda: tr.dot(ones("b", "e"), ones("e", "o"), over="e"))()
+    assert tr.typeof(made) == "bool_[b=8 o=8]" and np.asarray(made).all()

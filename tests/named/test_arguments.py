@@ -1,5 +1,7 @@
 """Arguments that are no arrays, of another kind than an operation takes: one clear error, with what to write."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,8 +43,22 @@ WRONG = {
     ),
     "the largest of complex numbers": (
         lambda: tr.argmax(X.astype("complex64"), "embed"),
-        r"got c64\[batch=4 embed=6\] in argmax \(gt does not accept dtype complex64 .*: cast",
+        r"complex numbers have no largest, got c64\[batch=4 embed=6\], in argmax: take their real\(x\)",
     ),
+    **{
+        f"of complex numbers, {what}": (
+            functools.partial(call, X.astype("complex64")),
+            rf"complex numbers have no largest, got c64\[batch=4 embed=6\], in {what}: take",
+        )
+        for what, call in {
+            "max": tr.max,
+            "min": lambda x: x.min("embed", where=X > 0),
+            "nanmax": tr.nanmax,
+            "nanmin": tr.nanmin,
+            "softmax": lambda x: tr.softmax(x, "embed"),
+            "log_softmax": lambda x: tr.log_softmax(x, "embed"),
+        }.items()
+    },
     "the largest complex numbers": (
         lambda: tr.top_k(X.astype("complex64"), "embed", 2),
         r"in top_k \(top_k is not compatible with complex inputs\): cast",

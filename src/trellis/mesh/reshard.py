@@ -272,6 +272,9 @@ def place(array, axes, pending=(), copied=(), *, names=None):
         # Of copies along other axes the gradient is settled first: compilers go from no partial sums to others at once.
         array = _move(array, names, State("explicit", state.axes, state.pending, state.copied - idle), mesh)
         state = state_of(array)
+    if array.dtype == bool and state.pending and not pending:
+        # XLA ends the process where it knows the booleans that it sums over devices (docs/published-bugs.md, 36).
+        return place(array.astype("int32"), axes, pending, copied, names=names) != 0
     settled = _settled(state, axes, pending, array.shape, mesh)
     way = route(settled.axes, axes, array.shape, mesh.shape)
     if state.mode == "explicit" and (len(way) > 1 or way and settled.axes != state.axes):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from trellis.named.arguments import count_of, dtypes_of_jax
+from trellis.named.arguments import count_of, dtypes_of_jax, ordered
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError
 from trellis.named.operand import operand, refuse_dealt
@@ -176,6 +176,7 @@ def log_softmax(x: NamedArray, over: Names, *, where: NamedArray | None = None) 
 
 def _normalized(fn: Callable, what: str, x: NamedArray, over: Names, where: NamedArray | None) -> NamedArray:
     x = operand(x, what, copies=False)
+    ordered(x, what)
     names = names_of(x, over, what)
     if state_of(x.array).mode == "manual":
         x = whole(x, names, what)

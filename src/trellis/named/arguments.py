@@ -64,6 +64,17 @@ def dtypes_of_jax(args, what: str) -> Generator[None]:
         ) from error
 
 
+def ordered(x: Any, what: str) -> None:
+    """An argument whose values are larger and smaller than others. JAX orders complex numbers by their real parts
+    first, where one device has them all; XLA has no such reduction over devices.
+
+    Raises:
+        NamesError: it is of complex numbers.
+    """
+    if jnp.issubdtype(getattr(x, "dtype", jnp.float32), jnp.complexfloating):
+        raise NamesError(f"complex numbers have no largest, got {shown(x)}, in {what}: take their real(x), or abs(x)")
+
+
 def mapping_of(value: Any, what: str, fix: str) -> Mapping:
     """An argument that is a dict.
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from trellis.mesh.manual.ops import mark_pending
 from trellis.named import backend
-from trellis.named.arguments import dtypes_of_jax
+from trellis.named.arguments import dtypes_of_jax, ordered
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError, once
 from trellis.named.operand import check_sizes, on_one_mesh, operand, refuse_cut, refuse_dealt, refuse_others
@@ -170,6 +170,7 @@ def max(x, over: Names | None = None, *, where: NamedArray | None = None, initia
         sliced.
     Moves: an all-reduce where a name in `over` is sliced, and one of booleans of floats, which says where one is NaN.
     """
+    ordered(x, "max")
     fn = functools.partial(_attained, jnp.max)
     return reduction(fn, x, over, where=where, name="max", initial=_least(x, where, initial, -1))
 
@@ -182,6 +183,7 @@ def min(x, over: Names | None = None, *, where: NamedArray | None = None, initia
         sliced.
     Moves: an all-reduce where a name in `over` is sliced, and one of booleans of floats, which says where one is NaN.
     """
+    ordered(x, "min")
     fn = functools.partial(_attained, jnp.min)
     return reduction(fn, x, over, where=where, name="min", initial=_least(x, where, initial, 1))
 
@@ -288,6 +290,7 @@ def nanmax(x, over: Names | None = None, *, where: NamedArray | None = None, ini
         sliced.
     Moves: an all-reduce where a name in `over` is sliced.
     """
+    ordered(x, "nanmax")
     return reduction(jnp.nanmax, x, over, where=where, initial=_least(x, where, initial, -1))
 
 
@@ -299,6 +302,7 @@ def nanmin(x, over: Names | None = None, *, where: NamedArray | None = None, ini
         sliced.
     Moves: an all-reduce where a name in `over` is sliced.
     """
+    ordered(x, "nanmin")
     return reduction(jnp.nanmin, x, over, where=where, initial=_least(x, where, initial, 1))
 
 
@@ -346,6 +350,7 @@ def argmin(x: NamedArray, over: Name) -> NamedArray:
 
 def _position(fn: Callable, what: str, x: NamedArray, over: Name) -> NamedArray:
     x = operand(x, what, copies=False)
+    ordered(x, what)
     (name,) = names_of(x, over if isinstance(over, str | Axis) else (over,), what)
     refuse_dealt((name,), what, x)
     x = whole(x, (name,), what) if state_of(x.array).mode == "manual" else x
