@@ -45,6 +45,10 @@ WRONG = {
         lambda: tr.argmax(X.astype("complex64"), "embed"),
         r"complex numbers have no largest, got c64\[batch=4 embed=6\], in argmax: take their real\(x\)",
     ),
+    "the largest of none": (
+        lambda: tr.argmax(X["embed", :0], "embed"),
+        r"that of one of the values, got none in f32\[batch=4 embed=0\] along 'embed', in argmax: leave",
+    ),
     **{
         f"of complex numbers, {what}": (
             functools.partial(call, X.astype("complex64")),

@@ -195,6 +195,16 @@ def test_an_array_of_zeros_stays_zeros_and_what_is_not_finite_shows():
         assert not np.isfinite(tr.dot(x, tr.Narrow(w, kind), over="embed").array).any()
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8", "mxfp8", "nvfp4"])
+def test_a_product_of_no_numbers(kind):
+    loss = lambda x, w: tr.dot(x, tr.Narrow(w, kind), over="embed").sum()
+    with layout_of("FSDP"):
+        for batch, embed in ((0, 32), (8, 0)):
+            factors = tr.zeros({"batch": batch, "embed": embed}), tr.zeros({"embed": embed, "mlp": 16})
+            made, slopes = tr.value_and_grad(loss, (0, 1))(*factors)
+            assert not float(made) and [y.shape for y in slopes] == [x.shape for x in factors]
+
+
 def test_scales_keep_small_and_large_numbers():
     x, w = tr.full({"batch": 2, "embed": 4}, 1e-6), tr.full({"embed": 4, "mlp": 2}, 1e5)
     for kind in KINDS:

@@ -352,6 +352,11 @@ def _position(fn: Callable, what: str, x: NamedArray, over: Name) -> NamedArray:
     x = operand(x, what, copies=False)
     ordered(x, what)
     (name,) = names_of(x, over if isinstance(over, str | Axis) else (over,), what)
+    if not x.shape[name]:
+        raise NamesError(
+            f"a position is that of one of the values, got none in {typeof(x)} along '{name}', in {what}: "
+            "leave it out where there are none"
+        )
     refuse_dealt((name,), what, x)
     x = whole(x, (name,), what) if state_of(x.array).mode == "manual" else x
     with dtypes_of_jax((x,), what):
