@@ -1,6 +1,7 @@
 """`vmap` over a name: a loss per example, under every layout of its parameters."""
 
 import contextlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,19 @@ def test_a_gathered_parameters_gradient_is_one_reduce_scatter():
         assert tr.typeof(step(w, x)) == "f32[e/data=16 o=8]"
         kinds = sorted({row.kind for row in moved.rows if row.payload > 64})
         assert kinds == ["all-gather", "reduce-scatter"]
+
+
+def test_the_largest_values_are_found_where_their_rows_are():
+    """Of a `top_k` that is mapped over slices XLA gathers the rows, and no type says so."""
+    x = np.random.default_rng(0).permutation(np.arange(64, dtype=np.float32).repeat(2)).reshape(8, 4, 4)
+    best = tr.vmap(lambda x: tr.top_k(x, "e", 2, new_name="k"), "b")
+    with tr.Layout(tr.make_mesh(data=4, model=2), compute={"b": "data", "p": "model"}):
+        step = jax.jit(best).lower(tr.shard(tr.named(x, "b p e"), "compute")).compile()
+        found = step(tr.shard(tr.named(x, "b p e"), "compute"))
+    assert not re.findall(r"all-\w+\(|collective-\w+\(", step.as_text())
+    for ours, theirs in zip(found, jax.lax.top_k(x, 2)):
+        np.testing.assert_array_equal(ours, theirs)
+        assert tr.typeof(ours)[3:] == "[b/data=8 p/model=4 k=2]"
 
 
 @pytest.mark.slow(but=1)

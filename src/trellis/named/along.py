@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from trellis._compat import mapped_over
 from trellis.named.arguments import count_of, dtypes_of_jax, ordered
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError
@@ -213,8 +214,15 @@ def top_k(x: NamedArray, along: Name, k: int, *, new_name: Name | None = None) -
     x = whole(x, (name,), "top_k")
     i = x.index(name)
 
+    sliced = mapped_over()
+
     def largest(array):
-        return tuple(jnp.moveaxis(a, -1, i) for a in jax.lax.top_k(jnp.moveaxis(array, i, -1), k))
+        if not sliced:
+            return tuple(jnp.moveaxis(a, -1, i) for a in jax.lax.top_k(jnp.moveaxis(array, i, -1), k))
+        # XLA gathers slices that its own `top_k` is mapped over, and leaves those of a sort where they are.
+        places = jnp.argsort(jax.lax.stop_gradient(array), axis=i, descending=True).astype(jnp.int32)
+        places = jax.lax.slice_in_dim(places, 0, k, axis=i)
+        return jnp.take_along_axis(array, places, axis=i), places
 
     short = new_name.name if isinstance(new_name, Axis) else new_name or name
     refuse_dealt((short,), "top_k", x)
