@@ -184,6 +184,21 @@ def test_an_update_of_joined_slices_in_auto_mode():
         np.testing.assert_array_equal(jax.jit(fn)(*args).array, expected)
 
 
+@pytest.mark.parametrize("method", ["set", "max"])
+def test_the_gradient_of_an_update_in_auto_mode(method):
+    """Where the values' own names are sliced as well, XLA's partitioner ends in an error of its own."""
+    values, x = drawn(8, 8), drawn(16, 8, seed=1)
+    places = np.random.default_rng(2).permutation(16)[:8]
+    ours = lambda values, x: (getattr(x.at["vocab", tr.named(places, "batch")], method)(values) ** 3.0).sum().array
+    plain = lambda values, x: (getattr(jnp.asarray(x).at[places], method)(values) ** 3.0).sum()
+    mesh = tr.make_mesh(axis_type="auto", x=2, y=2, z=2)
+    with tr.Layout(mesh, compute={"batch": ("x", "z"), "embed": "y", "vocab": "z"}):
+        args = tr.shard((tr.named(values, "batch embed"), tr.named(x, "vocab embed")), "compute")
+        gradients = jax.jit(jax.grad(ours, argnums=(0, 1)))(*args)
+    for found, expected in zip(gradients, jax.grad(plain, argnums=(0, 1))(values, x)):
+        np.testing.assert_allclose(found.array, expected, rtol=1e-5)
+
+
 def test_branches_by_hand_that_give_two_shardings_are_refused_in_the_notation():
     @tr.shard_map
     def slices(x: f32["batch"]) -> f32["batch/data"]:

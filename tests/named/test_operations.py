@@ -234,6 +234,22 @@ def test_lifting_is_one_line():
     assert median(rand(a=3, b=2), "a").names == ("b",)
 
 
+@pytest.mark.parametrize(
+    "lifted",
+    [
+        lambda x: tr.lift(lambda a: jnp.interp(a, jnp.arange(3.0), jnp.arange(3.0)), name="it")(x),
+        lambda x: tr.lift(lambda a: jnp.polyval(jnp.ones(3), a), name="it")(x),
+        lambda x: tr.lift_along(lambda a, axis: jnp.nanmedian(a, axis, keepdims=True) + a, name="it")(x, "b"),
+        lambda x: tr.lift_reduction(jnp.nanmedian, name="it")(x, "b"),
+    ],
+)
+def test_what_jax_does_not_lift_over_slices(lifted):
+    with tr.Layout(tr.make_mesh(data=8), compute={"a": "data"}):
+        x = tr.shard(rand(a=8, b=2), "compute")
+        with pytest.raises(NamesError, match=r"got f32\[a/data=8 b=2\] in it \(.*\): gather them first, with shard"):
+            lifted(x)
+
+
 X = "f32[batch=2 embed=3]"
 
 

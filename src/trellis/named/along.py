@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from trellis._compat import mapped_over
-from trellis.named.arguments import count_of, dtypes_of_jax, ordered
+from trellis.named.arguments import count_of, dtypes_of_jax, ordered, slices_of_jax
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError
 from trellis.named.operand import operand, refuse_dealt
@@ -28,11 +28,15 @@ def lift_along(fn: Callable, *, name: str | None = None, gather: bool = True) ->
         fn: gives an array of the same shape.
         name: what errors call it.
         gather: JAX refuses it on a sliced dimension, so that one axis is gathered first.
+
+    Raises:
+        NamesError: of what it is made, JAX's types do not know how its result lies, of an array in slices.
     """
 
     @functools.wraps(fn)
     def lifted(x: NamedArray, along: Name, **kwargs) -> NamedArray:
-        return apply_along(fn, x, along, name=name, gather=gather, **kwargs)
+        with slices_of_jax((x,), name or getattr(fn, "__name__", "the function")):
+            return apply_along(fn, x, along, name=name, gather=gather, **kwargs)
 
     return lifted
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from trellis.errors import shortened
+from trellis.errors import TrellisError, shortened
 from trellis.named.axis import Axis, NamesError
 from trellis.notation import typeof
 
@@ -61,6 +61,27 @@ def dtypes_of_jax(args, what: str) -> Generator[None]:
         raise NamesError(
             f"an operation takes the dtypes of JAX's, got {' and '.join(map(shown, args))} in {what} "
             f"({said[0].strip()}): cast with .astype"
+        ) from error
+
+
+@contextlib.contextmanager
+def slices_of_jax(args, what: str) -> Generator[None]:
+    """Says what JAX says of a user's function whose results it cannot place, given arrays in slices.
+
+    Raises:
+        NamesError: JAX's types refuse the function.
+    """
+    try:
+        yield
+    except Exception as error:  # one class has no public name
+        said = str(error).split("\n")[0]
+        typed = type(error).__name__ == "ShardingTypeError" or said.startswith(("Resource axis", "scan body function"))
+        if not typed or isinstance(error, TrellisError):
+            raise
+        raise NamesError(
+            "JAX computes a function of slices where it knows how its result lies, got "
+            f"{' and '.join(map(shown, args))} in {what} ({shortened(said.rstrip('.:'), 160)}): gather them first, "
+            "with shard(x, {}), or make it of operations by name"
         ) from error
 
 

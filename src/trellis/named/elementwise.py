@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from trellis._compat import is_tracer
 from trellis.mesh.reshard import place
 from trellis.named import backend
-from trellis.named.arguments import dtype_of, dtypes_of_jax, function_of
+from trellis.named.arguments import dtype_of, dtypes_of_jax, function_of, slices_of_jax
 from trellis.named.array import NamedArray
 from trellis.named.axis import NamesError
 from trellis.named.operand import (
@@ -37,11 +37,15 @@ def lift(fn: Callable, *, name: str | None = None) -> Callable[..., NamedArray]:
     Args:
         fn: takes arrays that broadcast against each other (and scalars) and gives an array of their common shape.
         name: what errors call it.
+
+    Raises:
+        NamesError: of what it is made, JAX's types do not know how its result lies, of an array in slices.
     """
 
     @functools.wraps(fn)
     def lifted(*args, **kwargs):
-        return by_name(fn, *args, name=name, **kwargs)
+        with slices_of_jax(args, name or getattr(fn, "__name__", "the function")):
+            return by_name(fn, *args, name=name, **kwargs)
 
     return lifted
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from trellis.mesh.manual.ops import mark_pending
 from trellis.named import backend
-from trellis.named.arguments import dtypes_of_jax, ordered
+from trellis.named.arguments import dtypes_of_jax, ordered, slices_of_jax
 from trellis.named.array import NamedArray
 from trellis.named.axis import Axis, Name, Names, NamesError, once
 from trellis.named.operand import check_sizes, on_one_mesh, operand, refuse_cut, refuse_dealt, refuse_others
@@ -48,11 +48,15 @@ def lift_reduction(fn: Callable, *, name: str | None = None, gather: bool = True
         fn: takes the positions of the dimensions that go, as a tuple.
         name: what errors call it.
         gather: JAX refuses it, or its gradient, on a sliced dimension, so that these are gathered first.
+
+    Raises:
+        NamesError: of what it is made, JAX's types do not know how its result lies, of an array in slices.
     """
 
     @functools.wraps(fn)
     def lifted(x: NamedArray, over: Names | None = None, *, where: NamedArray | None = None, **kwargs) -> NamedArray:
-        return reduction(fn, x, over, where=where, name=name, gather=gather, **kwargs)
+        with slices_of_jax((x,), name or getattr(fn, "__name__", "the function")):
+            return reduction(fn, x, over, where=where, name=name, gather=gather, **kwargs)
 
     return lifted
 

@@ -22,7 +22,7 @@ def at(x: NamedArray) -> "At":
 
     Names: those of `x`.
     Gradient: to the array where it was kept, to the values where they were put; an all-gather where an indexed name is
-        sliced.
+        sliced. Of `multiply`, `divide` and `power` at positions in arrays there is none.
     Moves: an all-gather along indexed names that are sliced; along all names in a `vmap` over slices.
     """
     return At(operand(x, "an update"))
@@ -125,6 +125,7 @@ class _Update:
     def __init__(self, x: NamedArray, arrays, numbers, slices, what: str):
         self.x, self.what, self.slices = x, what, slices
         self.numbers = list(numbers.values())
+        self.updated = {*arrays, *numbers, *slices}
         ids = list(arrays.values())
         self.id_names = union(ids) if ids else ()
         if ids:
@@ -144,9 +145,11 @@ class _Update:
         self.ids = ids
 
     def run(self, method: str, value) -> NamedArray:
-        x = self.x
+        x, layout = self.x, current_layout()
         state = state_of(x.array)
         axes = dict(zip(x.names, x.slices or state.axes, strict=True))
+        if state.mode == "auto" and layout is not None:  # as `_one_piece` has put it, or XLA cuts the values otherwise
+            axes = {n: () if n in self.updated else mine for n, mine in zip(x.names, layout.assign(x.names))}
         plain = place(x.array, state.axes, (), (), names=x.names) if state.mode == "explicit" else x.array
         names = [*self.aligned, *self.own, *self.free]
         arrays = [self._whole(widen(i, self.id_names), self.id_names, i, axes) for i in self.ids]
@@ -160,7 +163,15 @@ class _Update:
         if state.mode == "explicit" and any(axes.values()):
             specs = tuple(spec_of(state_of(a).axes) for a in (plain, *arrays))
             program = by_device(program, mesh=own_mesh(x.array), in_specs=specs, out_specs=specs[0])
-        return x.with_array(program(plain, *arrays))
+        try:
+            return x.with_array(program(plain, *arrays))
+        except NotImplementedError as error:
+            if "scatter_mul gradients" not in str(error):
+                raise
+            raise NamesError(
+                f"JAX has no derivative of factors at places that may be met twice, got {method} of {typeof(self.x)} "
+                f"at positions that are values, in {self.what}: read the places, x[...], and set what you make of them"
+            ) from error
 
     def _whole(self, array, names, x: NamedArray, axes):
         """Positions and values, sliced as the array is along the names that it has, whole along others."""
@@ -170,7 +181,7 @@ class _Update:
             return array
         keep = [*self.aligned, *self.free]
         wanted = [axes.get(n, ()) if n in keep and array.shape[i] > 1 else () for i, n in enumerate(names)]
-        return place(array, wanted, (), (), names=tuple(names)) if state.mode == "explicit" else array
+        return array if state.mode == "none" else place(array, wanted, (), (), names=tuple(names))
 
     def _values(self, value: NamedArray, names: list[str], axes):
         if extra := [n for n in value.names if n not in names]:
