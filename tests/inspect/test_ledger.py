@@ -146,6 +146,30 @@ def test_what_the_compiler_chooses_is_noted():
     assert {row.note for row in ledger(lookup, table, ids)} == {"the compiler chooses"}
 
 
+def test_a_callback_is_called_by_the_first_device():
+    with jax.set_mesh(MESH):
+        x = placed((8, 6), "data", "model")
+        kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+        def program(x):
+            jax.debug.callback(lambda a: None, x)
+            return jax.pure_callback(lambda a: a, kind, x) * 2.0
+
+        @tr.shard_map
+        def by_hand(x: tr.f32["b/data e/model"]) -> tr.f32["b/data e/model"]:
+            jax.debug.callback(lambda a: None, x)
+            return x
+
+        assert not len(ledger(by_hand, x))
+        found = ledger(program, x)
+        compiled = collectives(jax.jit(program).lower(x).compile(), MESH)
+    assert [(row.kind, row.note) for row in found] == [
+        ("all-gather", "for a callback"),
+        ("all-reduce", "of a callback"),
+    ]
+    assert compare(found, compiled).agrees()
+
+
 def test_manual_mode_rows():
     x, w = placed((8, 16), "data", None), placed((16, 32), "data", "model")
     rows = short(ledger(manual, x, w))

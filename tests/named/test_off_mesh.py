@@ -195,3 +195,25 @@ def test_manual_functions_take_numpy():
 
     with _layout("explicit", compute={"b": "data"}):
         np.testing.assert_array_equal(total(np.ones((8, 4), np.float32)), np.full(4, 8.0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_callback_gives_is_the_first_devices(kind):
+    """As a program's result it is on that one alone, and JAX says that all have it."""
+    values = np.arange(1, 65, dtype=np.float32).reshape(8, 8)
+    called = jax.jit(
+        lambda x: jax.pure_callback(lambda a: np.asarray(a) + 1, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    )
+    with _layout(kind, params={}, compute={"batch": "data"}):
+        x = tr.shard(tr.named(values, "batch embed"), "compute")
+        y = tr.named(called(x.array), "batch embed")
+        uses = {
+            "an operation": y + x - x,
+            "shard": tr.shard(y) * 1.0,
+            "plain": tr.named(tr.shard(y.array), "batch embed") * 1.0,
+            "named_jit": tr.named_jit(lambda y: y * 1.0)(y),
+            "reshard": tr.reshard("batch embed -> batch embed/model", y) * 1.0,
+        }
+    for what, used in uses.items():
+        for part in used.array.addressable_shards:
+            np.testing.assert_array_equal(part.data, values[part.index] + 1, err_msg=what)

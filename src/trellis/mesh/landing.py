@@ -39,7 +39,7 @@ def placed(array, spec: PartitionSpec, mesh=None):
     if not on_one_device(array):
         return jax.reshard(array, place(spec))
     try:
-        return jax.device_put(array, NamedSharding(jax.sharding.get_mesh() if mesh is None else mesh, spec))
+        return put(array, NamedSharding(jax.sharding.get_mesh() if mesh is None else mesh, spec))
     except ValueError:  # inside of `jit` there is only its shape
         return jax.reshard(jax.device_get(array), place(spec))
 
@@ -47,3 +47,11 @@ def placed(array, spec: PartitionSpec, mesh=None):
 def on_one_device(array) -> bool:
     """Whether somebody put an array on a device: JAX does not take it from there by itself."""
     return isinstance(array, jax.Array) and not is_tracer(array) and array.committed
+
+
+def put(array, sharding: NamedSharding) -> jax.Array:
+    """`jax.device_put`, also of what a callback gives as the result of a program: that is on the first device alone,
+    and called an array of all of them (docs/published-bugs.md, 37)."""
+    called = getattr(array, "sharding", None)
+    alone = called is not None and not isinstance(called, NamedSharding) and len(called.device_set) > 1
+    return jax.device_put(jax.device_get(array) if alone else array, sharding)

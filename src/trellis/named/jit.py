@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from trellis._compat import is_tracer
+from trellis.mesh.landing import put
 from trellis.mesh.layout import Layout, current_layout
 from trellis.mesh.reshard import place
 from trellis.named.arguments import function_of
@@ -58,9 +59,9 @@ def shard(tree, which="params"):
     """
     layout = _mapped(_require(), which)
 
-    def put(x):
+    def moved(x):
         if not is_named(x):
-            return jax.device_put(x, layout.sharding(())) if isinstance(x, jax.Array) and not is_tracer(x) else x
+            return put(x, layout.sharding(())) if isinstance(x, jax.Array) and not is_tracer(x) else x
         check_rank(x, "shard")
         if x.slices:
             raise NamesError(
@@ -69,12 +70,12 @@ def shard(tree, which="params"):
             )
         layout.check(x.names, tuple(x.shape.values()))
         if not is_tracer(x.array) and not state_of(x.array).pending:
-            return NamedArray(jax.device_put(in_order_here(x.array, x.names), layout.sharding(x.names)), x.names)
+            return NamedArray(put(in_order_here(x.array, x.names), layout.sharding(x.names)), x.names)
         with layout:
             entered = on_mesh(x.array, x.names, "shard")
         return NamedArray(place(entered, layout.assign(x.names), names=x.names), x.names)
 
-    return jax.tree.map(put, tree, is_leaf=is_named)
+    return jax.tree.map(moved, tree, is_leaf=is_named)
 
 
 def abstract(tree, which="params"):
@@ -176,7 +177,7 @@ def _brought(tree, layout: Layout):
             on_mesh(array, names, "named_jit")
             return x
         layout.check(names, array.shape)
-        array = jax.device_put(array, layout.sharding(names))
+        array = put(array, layout.sharding(names))
         return NamedArray(array, names) if is_named(x) else array
 
     return jax.tree.map(bring, tree, is_leaf=is_named)

@@ -19,6 +19,7 @@ from trellis.program.reading import ENTER, LEAVE, Operation, Value
 from trellis.program.sizes import is_auto, num_bytes
 
 GUESS = "the compiler chooses"
+CALLBACKS = {"pure_callback", "io_callback", "debug_callback", "debug_print"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class States:
         self.twins: dict[Value, Value] = {}  # each value's first twin: equal operations on equal values
         self.first: dict[tuple, list[Operation]] = {}  # the first ones of twins that differ in parameters alone
         self.written: dict[int, str] = {}  # the parameters of these, by their equations: of a `shard_map` one for all
+        self.gathered: set[Value] = set()  # for callbacks
         self.unclear: set[Value] = set()  # results of lookups where one mesh axis slices both the table and the indices
 
     def __getitem__(self, value: Value) -> State:
@@ -52,6 +54,9 @@ class States:
 
     def implied(self, operation: Operation) -> Iterator[Implied]:
         """The communication of one operation; notes where its results lie."""
+        if operation.name in CALLBACKS:
+            yield from self._called(operation)
+            return
         if not operation.results or not hasattr(operation.results[0].aval, "shape"):
             return
         name, out = operation.name, operation.results[0]
@@ -160,6 +165,26 @@ class States:
             payload //= self._count(a for a in self._real(state.sliced) if a not in axes)
             move = Move(kind, axes, payload, wire_bytes(kind, self._count(axes), payload))
             yield Implied(move, source.aval, state, state, GUESS)
+
+    def _called(self, operation: Operation) -> Iterator[Implied]:
+        """A callback is called by the first device alone, which gathers what it takes; all others get what it gives."""
+        states = {value: self[value] for value in operation.operands if hasattr(value.aval, "shape")}
+        if operation.params.get("partitioned") or any(state.mode == "manual" for state in states.values()):
+            return
+        for value, state in states.items():
+            if (same := self.twins.get(value, value)) in self.gathered:
+                continue
+            self.gathered.add(same)
+            whole = placed([()] * len(state.axes))
+            yield from self._moved("all-gather", state.sliced, value, state, whole, "for a callback")
+        for value in operation.results:
+            yield from self._moved("all-reduce", self.sizes, value, value.state, value.state, "of a callback")
+
+    def _moved(self, kind: str, axes, value: Value, before: State, after: State, note: str) -> Iterator[Implied]:
+        """A whole array's move over mesh axes, if any of them has devices."""
+        if axes := self._real(axes):
+            move = Move(kind, axes, num_bytes(value.aval), wire_bytes(kind, self._count(axes), num_bytes(value.aval)))
+            yield Implied(move, value.aval, before, after, note)
 
     def _argmax(self, operation: Operation, natural: State, after: State) -> Iterator[Implied]:
         """Each device's best value and its index are gathered."""
