@@ -71,6 +71,7 @@ WRONG = {
         lambda: tr.clip(X.astype("complex64"), 0, 1),
         r"in clip \(Clip received a complex value .*: cast",
     ),
+    "a sum of four bits": (lambda: X.astype("int4").sum(), r"got i4\[batch=4 embed=6\] in sum .*: cast"),
     "whole numbers": (lambda: tr.sigmoid(WHOLE), r"takes the dtypes of JAX's, got i32\[batch=4\] .*cast"),
     "names and no array": (lambda: tr.named("batch", X), r"named takes an array, got 'batch', in named"),
     "a number and no array": (lambda: tr.einsum("a b -> a", 3), r"an einsum multiplies arrays, got int, in einsum"),

@@ -26,3 +26,11 @@ def test_positions_shared_by_a_sliced_batch():
         value, gradient = jax.jit(jax.value_and_grad(copied))(*args)
     np.testing.assert_allclose(value, whole[0], rtol=1e-6)
     np.testing.assert_allclose(gradient.array, whole[1].array, rtol=1e-5)
+
+
+def test_numbers_without_a_zero():
+    """Rows of other devices are zeros, and a sum: scales of narrow numbers have none."""
+    table = jnp.asarray(2.0 ** np.arange(-4, 4), jnp.float8_e8m0fnu)
+    with Layout(make_mesh(data=4, model=2), compute={"vocab": "model"}):
+        rows = tr.take(tr.shard(tr.named(table, "vocab"), "compute"), "vocab", tr.named(np.int32([6, 1, 3]), "pos"))
+    np.testing.assert_array_equal(np.asarray(rows).astype(np.float32), [4, 0.125, 0.5])

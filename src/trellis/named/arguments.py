@@ -41,7 +41,7 @@ def count_of(value: Any, what: str, fix: str) -> int:
 _WORDS = r"(?:[^.]|\.\S)*"
 _REFUSALS = (
     r"does not accept|must be integers|requires ndarray|not inexact|not compatible with finfo|complex value|"
-    r"complex(?:-valued)? inputs"
+    r"complex(?:-valued)? inputs|Invalid integer data type"
 )
 _OF_A_DTYPE = re.compile(f"{_WORDS}(?:{_REFUSALS}){_WORDS}")
 

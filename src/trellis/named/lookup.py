@@ -52,7 +52,7 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     plan = _Plan(x.names, looked_up, union(ids))
     check_sizes([_renamed(x, plan), *ids], what)
     x, *ids = on_one_mesh([x, *ids], what)
-    if len(looked_up) > 1:
+    if len(looked_up) > 1 or x.dtype == jnp.float8_e8m0fnu:  # which has no zero for the rows of other devices
         x = whole(x, looked_up, what)
     mode = state_of(x.array).mode
     if mode == "manual":
