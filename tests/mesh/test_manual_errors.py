@@ -475,3 +475,12 @@ def test_truths_are_no_numbers_to_add_up():
         "int32 what is summed, and compare the sum with 0",
         lambda: some(put((8, 3), "batch/d in") > 0),
     )
+
+
+@pytest.mark.parametrize("axis_type", ["explicit", "auto"])
+def test_a_ring_of_whole_arrays(axis_type):
+    with (
+        jax.set_mesh(make_mesh(d=8, axis_type=axis_type)),
+        pytest.raises(TransitionError, match="got 'batch/d' outside of it, in shift.*: call it in a function under"),
+    ):
+        shift("batch/d", jax.device_put(jnp.ones(8), jax.P("d")), "d")

@@ -52,13 +52,14 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
     plan = _Plan(x.names, looked_up, union(ids))
     check_sizes([_renamed(x, plan), *ids], what)
     x, *ids = on_one_mesh([x, *ids], what)
-    if len(looked_up) > 1 or x.dtype == jnp.float8_e8m0fnu:  # which has no zero for the rows of other devices
+    together = len(looked_up) > 1 or x.dtype == jnp.float8_e8m0fnu  # which has no zero for the rows of other devices
+    if together:
         x = whole(x, looked_up, what)
     mode = state_of(x.array).mode
     if mode == "manual":
         return _manual(x, ids, plan, what)
     where = _where(x, ids, plan)
-    if where and len(looked_up) > 1:
+    if where and together:
         where |= dict.fromkeys(plan.renamed, ())
     held = state_of(x.array)
     if where is None or mode == "auto" or not any(where.values()):
@@ -72,7 +73,7 @@ def lookup(x: NamedArray, positions: dict[str, NamedArray], what: str) -> NamedA
         return settle_selected(NamedArray(array, plan.out), plan.looked_up)
     table = _bring(x, plan, where)
     ids = [NamedArray(bring(i, where).array, i.names) for i in ids]
-    pending = where[plan.renamed[0]] if len(looked_up) == 1 else ()
+    pending = () if together else where[plan.renamed[0]]
     layout = current_layout()
     if (layout is not None and layout.mapped) or not all(i.array.size for i in ids):
         # JAX 0.10.2 to 0.12.0 has no gradient of a `shard_map` that is mapped over slices, and 0.12 no pending sum of

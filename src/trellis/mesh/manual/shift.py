@@ -5,6 +5,7 @@ import jax
 from trellis.mesh.manual.reshard import TransitionError, check_slice, known_axes
 from trellis.notation import parse
 from trellis.notation.binding import bind_shape, live, real_axes
+from trellis.notation.state import mode_of
 
 
 def shift(text: str, x, axis: str, *, by: int = 1):
@@ -18,7 +19,7 @@ def shift(text: str, x, axis: str, *, by: int = 1):
         axis: the mesh axis of the ring.
 
     Raises:
-        TransitionError: no dimension is sliced over `axis`, or `x` is not of that type.
+        TransitionError: no dimension is sliced over `axis`, `x` is not of that type, or it is a whole array.
     """
     where = f"shift('{text}', over='{axis}')"
     shape = parse(text)
@@ -29,6 +30,11 @@ def shift(text: str, x, axis: str, *, by: int = 1):
         )
     mesh = jax.sharding.get_abstract_mesh()
     known_axes((shape,), mesh, where)
+    if mode_of(mesh) != "manual":
+        raise TransitionError(
+            f"a ring passes slices on in manual mode, got '{shape}' outside of it, in {where}: call it in a function "
+            "under @shard_map"
+        )
     bind_shape(shape, x, where, live())
     size = mesh.shape[axis]
     x = check_slice(x, real_axes(shape, mesh), where, mentioned={*shape.mesh_axes, *shape.pending, *shape.copied})
