@@ -1,5 +1,6 @@
 """Eight CPU devices, strict promotion: set before JAX looks at its devices."""
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -7,14 +8,21 @@ import importlib.metadata
 import os
 import pathlib
 import threading
+import time
 
 # Before JAX reads it, and for the processes that tests start: tests hold what a program computes and moves, not what
 # LLVM makes of its loops. Compiled with the least effort they take half of the time.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no other way to write a loop
-    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
-# A program is compiled once for all tests, all their processes, and the next run.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent / ".cache" / "compiled"))
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    # Loops are written the older way, and products are Eigen's: of the newer library's, each program makes what is to
+    # be computed anew, which takes longer than products of tests do. Later versions have neither choice.
+    os.environ.setdefault(
+        "XLA_FLAGS",
+        "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
+        "--xla_cpu_experimental_ynn_fusion_type=",
+    )
+# A program is compiled once for all tests, all their processes, the next run, and the user's other checkouts.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/trellis/compiled-by-tests"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
@@ -135,8 +143,16 @@ def _processor() -> float:
     return sum(os.times()[:4])
 
 
+# Seconds that a compiled program is kept: what no test compiles any more would stay for ever.
+KEPT = 30 * 24 * 3600
+
+
 def pytest_configure(config):
     config.room = ROOM
+    for program in pathlib.Path("~/.cache/trellis/compiled-by-tests").expanduser().glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another process of the tests was first
+            if program.stat().st_mtime < time.time() - KEPT:
+                program.unlink()
 
 
 def pytest_collection_finish(session):

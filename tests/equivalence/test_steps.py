@@ -3,7 +3,8 @@
 The step is the trainer's, assembled from a run and compiled as the trainer compiles it, with the optimizer, the
 schedule and the learning rate of the recipe `tiny`, clipping and the z-loss. Each layout and each family meets both
 accumulations and every checkpointing policy; each family meets every pair of the two. In float32 the loss of every step
-differs from one device's by at most 1e-4 (5e-6 where this was written), the gradient norm by 1e-3 of itself.
+differs from one device's by at most 1e-4 (5e-6 where this was written), the gradient norm by 1e-3 of itself. What the
+optimizer keeps of each parameter's gradient after the first step is one device's, as gradients are in `test_models.py`.
 """
 
 import dataclasses
@@ -11,8 +12,11 @@ import functools
 
 import jax
 import numpy as np
+import optax
 import pytest
 
+from tests.equivalence.test_models import FAMILIES as ALL
+from tests.equivalence.test_models import SHALLOW, assert_gradients_near, moved_a_little
 from tests.models.small import CONFIGS, VOCAB
 from tests.sample import grid
 from trellis.data.batch import Batch
@@ -38,11 +42,8 @@ LAYOUTS = {
     "hybrid": (8, MeshSizes(replica=2, data=2, model=2)),
 }
 FAMILIES = {
-    "llama": CONFIGS["llama3"],  # tied embeddings
-    "qwen3": CONFIGS["qwen3"],
-    "gpt2": dataclasses.replace(CONFIGS["gpt2_mistral"], layers=2, dropout=0.1),  # the same numbers dropped everywhere
-    "gptj": CONFIGS["gptj"],
-    "mixtral": CONFIGS["mixtral"],
+    family: dataclasses.replace(ALL[family], layers=SHALLOW.get(family, ALL[family].layers))
+    for family in ("llama", "qwen3", "gpt2", "gptj", "mixtral")
 }
 POLICIES = ("none", "full", "saved", "dots")
 MICROBATCHES = (1, 4)
@@ -90,7 +91,8 @@ def first_state(family):
     made = assembled(family, "single", 1, "none")
     with made.layout:
         state = made.init()
-    return jax.device_get(dataclasses.replace(state, key=None))
+    state = jax.device_get(dataclasses.replace(state, key=None))
+    return dataclasses.replace(state, model=moved_a_little(state.model))
 
 
 def put(state, abstract):
@@ -108,7 +110,7 @@ def put(state, abstract):
 
 
 def curve(family, layout, microbatches, policy):
-    """Loss and gradient norm of every step."""
+    """Loss and gradient norm of every step, and the mean of gradients that the optimizer keeps after the first."""
     made = assembled(family, layout, microbatches, policy)
     step, found = CompiledStep(made.step, QUICKLY), []
     with made.layout:
@@ -117,8 +119,10 @@ def curve(family, layout, microbatches, policy):
             data = Batch(**jax.device_put(batch(index), made.batch_sharding))
             state, metrics = step(state, data)
             found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+            if index == 0:
+                gradients = jax.device_get(optax.tree.get(state.optimizer, "mu"))
     assert len(step.programs) == 1
-    return np.array(found).T
+    return *np.array(found).T, gradients
 
 
 @functools.cache
@@ -130,11 +134,19 @@ def one_device(family, microbatches):
 def test_twenty_steps(family, layout):
     row, column = list(FAMILIES).index(family), list(LAYOUTS).index(layout)
     microbatches, policy = MICROBATCHES[(row + column) % 2], POLICIES[(row + column // 2) % 4]
-    wanted, wanted_norm = one_device(family, microbatches)
-    found, norm = curve(family, layout, microbatches, policy)
+    wanted, wanted_norm, wanted_gradients = one_device(family, microbatches)
+    found, norm, gradients = curve(family, layout, microbatches, policy)
     assert wanted[-1] < 0.8 * wanted[0], "it learns, so that the losses say something"
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4, err_msg=f"{microbatches} microbatches, {policy}")
     np.testing.assert_allclose(norm, wanted_norm, rtol=1e-3)
+    assert_gradients_near(jax.tree.map(without_padding, gradients, wanted_gradients), wanted_gradients)
+
+
+def without_padding(x, like):
+    """What rows of a padded vocabulary have is zero."""
+    inside = tuple(map(slice, like.shape))
+    assert np.count_nonzero(x) == np.count_nonzero(x[inside])
+    return x[inside]
 
 
 @pytest.mark.slow

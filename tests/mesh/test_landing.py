@@ -102,3 +102,21 @@ def test_a_lookup_in_slices_of_whole_arrays():
         "take('a/x b, i -> i b +x'): call it in a function under @shard_map, or name the arrays, as in "
         "take(named(table, 'a b'), ...)"
     )
+
+
+def test_what_one_device_has_is_cut_without_a_program_and_outlives_its_slices(caplog):
+    """JAX compiles one for each shape. A program that is given the slices to overwrite writes nowhere else."""
+    numbers = jax.device_put(NUMBERS[:, :20] + 1, jax.devices()[1])  # of a shape that no other test has
+    keys, weak = jax.random.split(jax.random.key(0), 4), jnp.full((4,), 2.0)
+    given = [tr.NamedArray(numbers, ("a", "b")), tr.NamedArray(keys, ("b",)), tr.NamedArray(weak, ("b",))]
+    with tr.Layout(MESH, {"a": "x", "b": "y"}), jax.log_compiles():
+        caplog.clear()
+        sliced = tr.shard(given[0])
+        assert not caplog.records
+        others = tr.shard(given[1:])
+    assert tr.typeof(sliced.array) == "f32[16/x 20/y]" and [tr.typeof(x.array) for x in others] == [
+        "key[4/y]",
+        "f32[4/y]",
+    ]
+    jax.jit(lambda x: x * 0, donate_argnums=0)(sliced.array).block_until_ready()
+    np.testing.assert_array_equal(numbers, NUMBERS[:, :20] + 1)

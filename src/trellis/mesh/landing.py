@@ -50,8 +50,25 @@ def on_one_device(array) -> bool:
 
 
 def put(array, sharding: NamedSharding) -> jax.Array:
-    """`jax.device_put`, also of what a callback gives as the result of a program: that is on the first device alone,
-    and called an array of all of them (docs/published-bugs.md, 37)."""
-    called = getattr(array, "sharding", None)
-    alone = called is not None and not isinstance(called, NamedSharding) and len(called.device_set) > 1
-    return jax.device_put(jax.device_get(array) if alone else array, sharding)
+    """`jax.device_put`, where that would be wrong, or slow.
+
+    What a callback gives as the result of a program is on the first device alone, and called an array of all of them
+    (docs/published-bugs.md, 37). And to cut into slices what one CPU device has, JAX compiles a program for each shape,
+    where its memory can be read as NumPy's are; donating the result leaves that array as it is.
+    """
+    through_memory = _called_of_all(array) or (sharding.is_fully_addressable and _in_memory(array))
+    return jax.device_put(jax.device_get(array) if through_memory else array, sharding)
+
+
+def _called_of_all(array) -> bool:
+    sharding = getattr(array, "sharding", None)
+    return sharding is not None and not isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1
+
+
+def _in_memory(array) -> bool:
+    """Whether an array is one CPU device's, and NumPy has its type: keys and numbers without a fixed type are JAX's."""
+    if not isinstance(array, jax.Array) or is_tracer(array) or jax.typeof(array).weak_type:
+        return False
+    devices = array.devices()
+    known = not jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
+    return known and len(devices) == 1 and next(iter(devices)).platform == "cpu"
