@@ -14,6 +14,8 @@ from trellis.inspect.work import work
 from trellis.nn.attention.pattern import Pattern
 from trellis.nn.moe import grouped_matmul
 from trellis.nn.moe.blocks import BLOCKS
+from trellis.nn.moe.grouped import grouped_products, grouped_sums
+from trellis.nn.moe.rows import Taken
 from trellis.plan.prepared import prepare
 from trellis.plan.quick import quick_plan
 from trellis.program import trace
@@ -133,6 +135,35 @@ def test_kernels_for_grouped_products_say_their_work(on):
         filled = min(load * even, rows)
         for counted in grouped_flops(even, rows, groups, load, mesh):
             assert -1 <= counted / (2 * 16 * 8) - filled <= groups * tile  # rows are whole
+
+
+def test_rows_that_kernels_gather_are_read_as_often_as_they_are_taken():
+    """And nothing else of their array is: what is counted of each kernel is what it would be of sorted rows, and which
+    rows they are."""
+    mesh = jax.sharding.Mesh(described_devices(target("4xH100"))[:1], "x", axis_types=(jax.sharding.AxisType.Explicit,))
+    rows, given = 4096, [jnp.ones(s, jnp.bfloat16) for s in ((512, 16), (4, 16, 8), (4, 8, 16))]
+    taken = Taken(jnp.zeros(rows, jnp.int32), jnp.zeros((512, 8), jnp.int32))
+
+    def counted(gathered: bool) -> list[tuple[float, ...]]:
+        def loss(x, into, out):
+            sizes = jnp.full(4, rows // 8, jnp.int32)
+            with filled_rows(rows // 2, rows):
+                (made,) = grouped_products(
+                    x if gathered else taken.of(x), (into,), sizes, (), taken if gathered else None
+                )
+                if gathered:
+                    return jnp.sum(grouped_sums(jnp.tanh(made), out, sizes, taken))
+                return jnp.sum(taken.summed(grouped_products(jnp.tanh(made), (out,), sizes)[0]))
+
+        with jax.set_mesh(mesh):
+            step = jax.shard_map(jax.grad(loss, argnums=(0, 1, 2)), in_specs=P(), out_specs=P())
+            pieces = [p for p in work(trace(step, *given)) if p.kind == "grouped"]
+        return sorted((p.direction, p.dims, p.flops, p.num_bytes) for p in pieces)
+
+    gathered, sorted_ = counted(True), counted(False)
+    assert [piece[:3] for piece in gathered] == [piece[:3] for piece in sorted_]
+    more = [ours[3] - theirs[3] for ours, theirs in zip(gathered, sorted_, strict=True)]
+    assert sorted(more) == [0, *[taken.index.nbytes] * 4]  # of the first product's rows the gradient is sorted
 
 
 @pytest.mark.slow

@@ -134,6 +134,43 @@ def test_attention_of_cudnn(given):
             np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("gathers", ["", "rows", "d"])
+def test_kernels_of_grouped_rows_gather_them(gathers):
+    """Two groups of three rows and one; what row of nobody's is from is anything, and is not read."""
+    random, many = np.random.default_rng(0), dict.fromkeys(("rows", "d"), 5) | ({gathers: 3} if gathers else {})
+    sources = np.array([2, 0, 2, 1, 1 << 30], np.int32)
+    rows, d = (random.normal(size=(many[name], size)).astype(np.float32) for name, size in (("rows", 4), ("d", 6)))
+    weights = random.normal(size=(2, 4, 6)).astype(np.float32)
+    taken = {"rows": rows, "d": d} | ({gathers: {"rows": rows, "d": d}[gathers][sources % 3]} if gathers else {})
+    listed = {"sources": sources} if gathers else {}
+    tables = {
+        "group": np.array([0, 1], np.int32),
+        "first": np.array([0, 3], np.int32),
+        "end": np.array([3, 4], np.int32),
+    }
+
+    def found(name: str, result: str, given: dict[str, np.ndarray]) -> np.ndarray:
+        shapes = {
+            k: f"{'f' if v.dtype == np.float32 else 's'}32[{','.join(map(str, v.shape))}]" for k, v in given.items()
+        }
+        lines = [f"  {k} = {shape} parameter({i})" for i, (k, shape) in enumerate(shapes.items())]
+        call = f'custom-call({", ".join(f"%{k}" for k in given)}), custom_call_target="__gpu$xla.gpu.triton"'
+        text = ["HloModule m", f"ENTRY main () -> {result} {{", *lines, f"  ROOT {name}.1 = {result} {call}", "}"]
+        return run("\n".join(text), given.values())[0]
+
+    if gathers != "d":
+        name = f"grouped_product{'_gathers' if gathers else ''}"
+        made = found(name, "f32[5,6]", tables | listed | {"rows": rows, "weights": weights})
+        wanted = np.concatenate([taken["rows"][:3] @ weights[0], taken["rows"][3:4] @ weights[1]])
+        np.testing.assert_allclose(made[:4], wanted, rtol=1e-5)
+        assert np.isnan(made[4]).all()
+    name = f"grouped_gradient{f'_gathers_{gathers}' if gathers else ''}_outer_1"
+    given = {"begins": tables["first"], "ends": tables["end"]} | listed | {"rows": rows, "d": d}
+    made = found(name, "f32[4,2,6]", given)
+    for group, mine in enumerate((slice(0, 3), slice(3, 4))):
+        np.testing.assert_allclose(made[:, group], taken["rows"][mine].T @ taken["d"][mine], rtol=1e-5)
+
+
 def test_a_query_that_sees_nothing_counts_for_nothing():
     """As in a tile of another document: added to another tile's by the logs of their sums it changes nothing."""
     v = np.random.default_rng(2).normal(size=(1, 1, 3, SIZE)).astype(np.float32)

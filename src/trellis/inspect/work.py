@@ -183,9 +183,10 @@ def _kernel(operation: Operation, load: float) -> Piece:
     moved = sum(v.num_bytes for v in arrays)
     largest = max(operation.operands, key=lambda value: value.num_bytes)
     if (found := grouped_said(operation, load)) is not None:
-        flops, dims = found
-        rows = sum(v.num_bytes for v in arrays if len(v.local_shape) == 2)  # weights have three dimensions, tables one
-        moved -= (1 - share_filled(operation, load)) * rows
+        flops, dims, filled = found
+        # Weights have three dimensions, tables one. Rows that a kernel gathers it reads as often as it takes them.
+        of_rows = [v for v in arrays if len(v.local_shape) == 2]
+        moved += sum(filled * v.num_bytes / v.local_shape[0] - v.num_bytes for v in of_rows)
         what, dtype = f"grouped {_show(largest)}", str(largest.aval.dtype)
         return _piece(operation, "grouped", what, flops=flops, num_bytes=moved, dims=dims, dtype=dtype)
     kind, flops = work_said(operation) or ("kernel", 0.0)

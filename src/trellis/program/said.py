@@ -121,8 +121,8 @@ def work_said(operation: Operation) -> tuple[str, float] | None:
     return kind, flops
 
 
-def grouped_said(operation: Operation, load: float) -> tuple[float, tuple[int, int, int]] | None:
-    """FLOPs of a kernel for sorted rows, and its sizes: rows, what is summed, columns.
+def grouped_said(operation: Operation, load: float) -> tuple[float, tuple[int, int, int], float] | None:
+    """FLOPs of a kernel for sorted rows, its sizes (rows, what is summed, columns), and how many rows it reads.
 
     Args:
         operation: a kernel.
@@ -132,11 +132,11 @@ def grouped_said(operation: Operation, load: float) -> tuple[float, tuple[int, i
     if not found:
         return None
     rows, inner, columns, groups, tile = map(int, found[-1][1:])
+    filled = rows * share_filled(operation, load)
     # The last tile of each group is half full, in the mean of all sizes.
-    rows = min(round(rows * share_filled(operation, load)) + groups * tile // 2, rows + groups * tile)
-    if found[-1][0] == "product":
-        return 2.0 * rows * inner * columns, (rows, inner, columns)
-    return 2.0 * rows * inner * columns, (inner, -(-rows // groups), columns)
+    rows = min(round(filled) + groups * tile // 2, rows + groups * tile)
+    dims = (rows, inner, columns) if found[-1][0] == "product" else (inner, -(-rows // groups), columns)
+    return 2.0 * rows * inner * columns, dims, filled
 
 
 def mask_said(op_name: str) -> tuple[int, int, int] | None:

@@ -123,6 +123,40 @@ def test_weights_are_read_and_written_as_they_lie(outer):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype, outer", [("float32", 0), ("bfloat16", 1), ("float32", 2)])
+def test_rows_are_gathered_in_the_kernels(dtype, outer):
+    """Those of tokens that several rows are of, and one that is nobody's; where rows of nobody are from is anything."""
+    how = dict(outer=outer, interpret=True)
+    product = jax.jit(functools.partial(triton.multiply, **how))
+    back = jax.jit(functools.partial(triton.rows_gradient, outer=(outer,), interpret=True))
+    gradient = jax.jit(functools.partial(triton.weights_gradient, dtype=jnp.float32, **how))
+    random, few, rounded = np.random.default_rng(1), 70, 1e-6 if dtype == "float32" else 2**-8
+    as_held = lambda x: np.array(jnp.array(x, dtype), np.float32)
+
+    def held(found, x, y):
+        """A product of numbers that the dtype holds, summed in float32 and rounded once."""
+        assert (np.abs(as_held(found) - x @ y) <= rounded * (np.abs(x) @ np.abs(y))).all()
+
+    for sizes in LOADS:
+        rows, d, weights = map(as_held, drawn(sizes))
+        tokens, of_tokens = (as_held(x[:few]) for x in drawn(LOADS[0])[:2])
+        tokens[-1] = of_tokens[-1] = np.nan
+        sources = random.integers(0, few - 1, ROWS).astype(np.int32)
+        sources[sum(sizes) :] = 2**30
+        x, d_x, sorted_x, sorted_d, w = (jnp.array(a, dtype) for a in (tokens, of_tokens, rows, d, weights))
+        made = product(x, w, jnp.array(sizes), sources=sources)
+        returned = back((d_x,), (w,), jnp.array(sizes), sources=sources)
+        first = gradient(x, sorted_d, jnp.array(sizes), sources=sources)
+        last = gradient(sorted_x, d_x, jnp.array(sizes), d_sources=sources)
+        for group, mine in parts(sizes):
+            taken, d_taken = tokens[sources[mine]], of_tokens[sources[mine]]
+            held(made[mine], taken, weights[group])
+            held(returned[mine], d_taken, weights[group].T)
+            held(first[group], taken.T, d[mine])
+            held(last[group], rows[mine].T, d_taken)
+
+
+@pytest.mark.slow
 def test_blocks_multiply_the_rows_and_few_besides(monkeypatch):
     """Of groups that nearly fill a large block, take several, or are empty; loops run in Python, and are counted."""
     sizes, multiplied, product = (481, 700, 0, 96), [], jax.lax.dot_general
@@ -210,13 +244,16 @@ def test_gpus_have_kernels_and_no_dense_product(name, node, outer):
         assert not re.search(r"= \S+ dot\(", text)
         assert temporaries < 2**20
     given = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 256), (4, 256, 512), (4096, 512))]
-    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
-    all_three = lambda rows, weights, d, sizes: (
+    sizes, sources = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (4, 16_384))
+    all_three = lambda rows, weights, d, sizes, sources: (
         triton.multiply(rows, weights, sizes, outer=outer),
         triton.rows_gradient((d, d), (weights, weights), sizes, outer=(outer, 0)),  # one kernel sums both
         triton.weights_gradient(rows, d, sizes, jnp.bfloat16, outer=outer),
+        triton.multiply(rows, weights, sizes, sources=sources, outer=outer),
+        triton.rows_gradient((d,), (weights,), sizes, sources=sources),
+        triton.weights_gradient(rows, d, sizes, jnp.bfloat16, sources=sources, d_sources=sources, outer=outer),
     )
     mesh = jax.sharding.Mesh(described_devices(target(node))[:1], "x", axis_types=(AxisType.Explicit,))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(all_three).trace(*given, sizes).lower(lowering_platforms=("cuda",)).as_text()
-    assert lowered.count("@__gpu$xla.gpu.triton") == 3 and "stablehlo.dot_general" not in lowered
+        lowered = jax.jit(all_three).trace(*given, sizes, sources).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("@__gpu$xla.gpu.triton") == 6 and "stablehlo.dot_general" not in lowered

@@ -12,7 +12,19 @@ from trellis.mesh import Layout, make_mesh
 from trellis.named import map as loop
 from trellis.named import named, named_jit, shard, vmap
 from trellis.nn import ClampedSwiGLU
-from trellis.nn.moe import Biases, Choices, ExpertsError, choose, grouped_matmul, mix, mixing, score
+from trellis.nn.moe import (
+    Biases,
+    Choices,
+    ExpertsError,
+    blocks,
+    choose,
+    grouped,
+    grouped_matmul,
+    mix,
+    mixing,
+    score,
+    triton,
+)
 
 BATCH, POS, EMBED, MLP, EXPERTS, CHOICES = 4, 6, 8, 12, 8, 2
 CLAMPED = ClampedSwiGLU(0.5)
@@ -139,6 +151,67 @@ def test_every_way_is_the_definition(layout, way, slack, monkeypatch):
         found = on_layout(layout, given, way=way, slack=slack, dispatch=dispatch)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(defined(biased, KINDS[dispatch])), strict=True):
             assert np.linalg.norm(a - b) < 2e-6 * np.linalg.norm(b), dispatch
+
+
+def standing_in(name):
+    """For a kernel for GPUs, in manual mode, where Pallas's interpreter knows no axes: the CPU's, of rows that are
+    gathered before. How weights lie changes no number."""
+
+    def kernel(*given, outer=0, sources=None, d_sources=None):
+        at = {"multiply": [sources], "rows_gradient": [sources], "weights_gradient": [sources, d_sources]}[name]
+        taken = lambda x, index: x if index is None else x.at[index].get(mode="fill")
+        gathered = [jax.tree.map(lambda x, i=i: taken(x, i), x) for x, i in zip(given, at, strict=False)]
+        return getattr(blocks, name)(*gathered, *given[len(at) :])
+
+    return kernel
+
+
+@pytest.fixture
+def kernels_of_gpus(monkeypatch, layout):
+    """The kernels for GPUs in the place of the CPU's; which are called, and what each is told of rows to gather."""
+    told = set()
+    for name in ("multiply", "rows_gradient", "weights_gradient"):
+        kernel = functools.partial(getattr(triton, name), interpret=True) if layout == "one" else standing_in(name)
+
+        def called(*given, kernel=kernel, name=name, **how):
+            told.add((name, *(key for key in how if key.endswith("sources"))))
+            return kernel(*given, **how)
+
+        monkeypatch.setattr(triton, name, called)
+    monkeypatch.setattr(grouped, "_KERNELS", {"cpu": "triton"})
+    return told
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    ("layout", "way"),
+    [
+        ("one", "grouped"),
+        ("expert", "grouped"),
+        ("expert, many", "gather"),
+        ("expert, many", "slots"),
+        ("tensor", "gather"),
+        ("over both", "auto"),
+    ],
+)
+def test_kernels_of_gpus_gather_their_rows(layout, way, kernels_of_gpus):
+    """Of the first products, and of the last one's gradients; results, and the others' gradients, are sorted."""
+    biased = (layout, way, 1.5) in BIASED
+    found = on_layout(layout, arrays() + (biases() if biased else ()), way=way)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(defined(biased)), strict=True):
+        assert np.linalg.norm(a - b) < 2e-6 * np.linalg.norm(b)
+    first, last = "sources", "d_sources"
+    if way == "slots":
+        assert not any(first in what or last in what for what in kernels_of_gpus)
+    else:
+        assert kernels_of_gpus == {
+            ("multiply",),
+            ("multiply", first),
+            ("rows_gradient",),
+            ("rows_gradient", first),
+            ("weights_gradient", first),
+            ("weights_gradient", last),
+        }
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -19,7 +19,7 @@ from trellis.nn.moe.dispatch import Carrier, as_returned, as_sent
 from trellis.nn.moe.interleave import in_turn
 from trellis.nn.moe.ragged import in_tiles
 from trellis.nn.moe.rounds import Moving, in_rounds, one_round
-from trellis.nn.moe.rows import Compute, local_experts, sort_by_expert, sum_rows, take_rows
+from trellis.nn.moe.rows import Compute, Mix, from_rows, mix_here, sort_by_expert, sum_rows, take_rows
 from trellis.nn.moe.turns import Axes, Road, Turn
 from trellis.program.said import filled_rows, loop_turns
 
@@ -63,6 +63,22 @@ def gather_experts(
     Raises:
         ExpertsError: outside of manual mode, or the mesh has no such axis.
     """
+    how = dict(axes=axes, count=count, tokens=tokens, dispatch=dispatch)
+    return gather_mixed(x, ids, weights, from_rows(compute), **how)
+
+
+def gather_mixed(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    mix: Mix,
+    *,
+    axes: Axes,
+    count: int,
+    tokens: Axes | None = None,
+    dispatch: Dispatch | None = None,
+) -> jax.Array:
+    """`gather_experts` by a `mix` of tokens."""
     check_axes(axes, "gather_experts")
     tokens = axes if tokens is None else tokens
     x, ids, weights = (vary(a, axes) for a in (x, ids, weights))
@@ -75,11 +91,11 @@ def gather_experts(
         x = as_sent(x, dispatch)
     first = lax.axis_index(axes) * count
 
-    def filling(rows, sizes, weights):
+    def filling(*given):
         with filled_rows(ids.size // lax.axis_size(axes), ids.size):
-            return compute(rows, sizes, weights)
+            return mix(*given)
 
-    made = local_experts(x, ids - first, weights, filling, count=count)
+    made = mix_here(x, ids - first, weights, filling, count=count)
     return carrier.back(made, None) if tokens else as_returned(made, dispatch)
 
 

@@ -7,12 +7,24 @@ from functools import partial
 import jax
 
 from trellis.named.backend import platform_of
+from trellis.nn.moe.rows import Taken
 
 # Modules with `multiply`, `rows_gradient` and `weights_gradient`, imported where they are needed. On other platforms,
 # as on a CPU, a loop over blocks.
 _KERNELS = {"tpu": "mosaic", "cuda": "triton"}
 # Of these, whose kernels read weights whichever dimension lies outermost. A TPU's tiles are of the last two.
 _AS_IT_LIES = ("triton",)
+# And whose kernels read rows of another array where they are.
+_GATHER = ("triton",)
+
+
+def gathers(a: jax.Array) -> bool:
+    """Whether kernels where a value will live gather their rows themselves, as `taken` says."""
+    return _kernels(a) in _GATHER
+
+
+def _kernels(a: jax.Array) -> str:
+    return _KERNELS.get(platform_of(a), "blocks")
 
 
 def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -39,24 +51,52 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax
 
 
 def grouped_products(
-    rows: jax.Array, weights: Sequence[jax.Array], sizes: jax.Array, outer: Sequence[int] = ()
+    rows: jax.Array,
+    weights: Sequence[jax.Array],
+    sizes: jax.Array,
+    outer: Sequence[int] = (),
+    taken: Taken | None = None,
 ) -> tuple[jax.Array, ...]:
     """The same rows with several weights, `grouped_matmul` of each: their gradients are summed where they are made.
 
     Args:
-        rows, weights, sizes: as there.
+        rows, weights, sizes: as there; where rows are `taken`, the array that they are taken from.
         outer: of each weight, which of its dimensions lies outermost in memory, as the one does along which it was
             gathered; none is 0 for all. Kernels for GPUs read it, and write its gradient, as it lies; others read rows
             of `out`, group by group, and compilers lay a weight out anew before that.
+        taken: which rows, where kernels gather them (`gathers`): nothing is written of them, nor read but by kernels.
+            Their gradient is written, and summed for each row of the array.
     """
-    name = _KERNELS.get(platform_of(rows), "blocks")
+    return _grouped(rows, taken, tuple(weights), sizes, *_platform(rows, outer))
+
+
+def grouped_sums(
+    rows: jax.Array, weights: jax.Array, sizes: jax.Array, taken: Taken, outer: Sequence[int] = ()
+) -> jax.Array:
+    """`taken.summed` of `grouped_matmul`, whose gradient is read by kernels, where these gather: nobody writes it for
+    each row.
+
+    Args:
+        rows, weights, sizes: as there.
+        taken: which row of the result each product is added to.
+        outer: of this one weight, as in `grouped_products`.
+    """
+    if not gathers(rows):
+        return taken.summed(grouped_products(rows, (weights,), sizes, outer)[0])
+    return _summed(rows, weights, sizes, taken, *_platform(rows, outer))
+
+
+def _platform(rows, outer):
+    """A platform's kernels, and how they are told that weights lie."""
+    name = _kernels(rows)
     lying = tuple(outer) if any(outer) and name in _AS_IT_LIES else ()
-    return _grouped(rows, tuple(weights), sizes, importlib.import_module(f"trellis.nn.moe.{name}"), lying)
+    return importlib.import_module(f"trellis.nn.moe.{name}"), lying
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _grouped(rows, weights, sizes, platform, lying):
-    return tuple(platform.multiply(rows, w, sizes, **how) for w, how in zip(weights, _each(lying, weights)))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _grouped(rows, taken, weights, sizes, platform, lying):
+    told = zip(weights, _each(lying, weights), strict=True)
+    return tuple(platform.multiply(rows, w, sizes, **how, **_gathered(taken)) for w, how in told)
 
 
 def _each(lying, weights) -> list[dict[str, int]]:
@@ -64,16 +104,44 @@ def _each(lying, weights) -> list[dict[str, int]]:
     return [{"outer": outer} for outer in lying] or [{}] * len(weights)
 
 
-def _forward(rows, weights, sizes, platform, lying):
+def _gathered(taken, name: str = "sources") -> dict[str, jax.Array]:
+    """What a kernel is told of rows that it gathers."""
+    return {} if taken is None else {name: taken.index}
+
+
+def _forward(rows, taken, weights, sizes, platform, lying):
     # A call again: a kernel that stood here by itself JAX would compute anew where nothing reads it.
-    return _grouped(rows, weights, sizes, platform, lying), (rows, weights, sizes)
+    return _grouped(rows, taken, weights, sizes, platform, lying), (rows, taken, weights, sizes)
 
 
 def _backward(platform, lying, kept, d):
-    rows, weights, sizes = kept
+    rows, taken, weights, sizes = kept
     d_rows = platform.rows_gradient(d, weights, sizes, **({"outer": lying} if lying else {}))
     products = zip(d, weights, _each(lying, weights), strict=True)
-    return d_rows, tuple(platform.weights_gradient(rows, x, sizes, w.dtype, **how) for x, w, how in products), None
+    of_weights = (
+        platform.weights_gradient(rows, x, sizes, w.dtype, **how, **_gathered(taken)) for x, w, how in products
+    )
+    return d_rows if taken is None else taken.summed(d_rows), None, tuple(of_weights), None
 
 
 _grouped.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _summed(rows, weights, sizes, taken, platform, lying):
+    return taken.summed(platform.multiply(rows, weights, sizes, **_each(lying, (weights,))[0]))
+
+
+def _summed_forward(rows, weights, sizes, taken, platform, lying):
+    return _summed(rows, weights, sizes, taken, platform, lying), (rows, weights, sizes, taken)
+
+
+def _summed_backward(platform, lying, kept, d):
+    rows, weights, sizes, taken = kept
+    how, (told,) = {"outer": lying} if lying else {}, _each(lying, (weights,))
+    d_rows = platform.rows_gradient((d,), (weights,), sizes, **how, **_gathered(taken))
+    d_weights = platform.weights_gradient(rows, d, sizes, weights.dtype, **told, **_gathered(taken, "d_sources"))
+    return d_rows, d_weights, None, None
+
+
+_summed.defvjp(_summed_forward, _summed_backward)

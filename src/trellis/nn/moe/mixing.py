@@ -20,11 +20,12 @@ from trellis.nn.gate import ClampedSwiGLU
 from trellis.nn.initializers import constant
 from trellis.nn.moe.config import EXPERT_WEIGHTS, Dispatch, Way
 from trellis.nn.moe.dispatch import as_returned, as_sent
-from trellis.nn.moe.exchange import ExpertsError, exchange_each, gather_experts
+from trellis.nn.moe.exchange import ExpertsError, exchange_each, gather_mixed
+from trellis.nn.moe.grouped import gathers, grouped_sums
 from trellis.nn.moe.hierarchical import hierarchical_each, parts_met
 from trellis.nn.moe.narrow import gradient_only, grouped_each, held, narrow_weights, unmarked
 from trellis.nn.moe.routing import Choices
-from trellis.nn.moe.rows import local_experts
+from trellis.nn.moe.rows import Taken, from_rows, mix_here
 from trellis.nn.moe.tiles import slower_than_a_copy
 from trellis.nn.parameters import Bias
 from trellis.notation import spec_of
@@ -221,9 +222,19 @@ def _mixed(
         parts = list(zip(rows[::3], rows[1::3], rows[2::3], strict=True))
         in_words = dispatch is not None and bool(places.shared)  # which are kept, instead of what they stand for
 
+        weights, wide = (gate, up, down), not any(kinds)
+
         def compute(rows, sizes, counted):
             rows = rows if in_words else save(rows, "mlp_rows")
-            return _products(rows, sizes, counted, gate, up, down, added, gated, outer)
+            hidden = _hidden(rows, sizes, counted, weights, added, gated, outer)
+            return grouped_each(hidden, (down,), sizes, outer[2:])[0]
+
+        def mixed(x, taken, sizes, counted):
+            if not wide or not gathers(x):
+                return from_rows(compute)(x, taken, sizes, counted)
+            x = x if in_words else save(x, "mlp_rows")
+            hidden = _hidden(x, sizes, counted, weights, added, gated, outer, taken)
+            return grouped_sums(hidden, down, sizes, taken, outer[2:])
 
         count = experts // devices
         if chosen in EXCHANGES:
@@ -235,9 +246,9 @@ def _mixed(
                 made = exchange_each(parts, compute, **how)
         elif places.experts:
             how = dict(axes=places.experts, count=count, tokens=places.shared, dispatch=dispatch)
-            made = [gather_experts(*part, compute, **how) for part in parts]
+            made = [gather_mixed(*part, mixed, **how) for part in parts]
         else:
-            made = [local_experts(as_sent(x, dispatch), *beside, compute, count=count) for x, *beside in parts]
+            made = [mix_here(as_sent(x, dispatch), *beside, mixed, count=count) for x, *beside in parts]
             made = [as_returned(out, dispatch) for out in made]
         return [out.reshape(x.shape) for out, x in zip(made, of_tokens[::3], strict=True)]
 
@@ -309,19 +320,20 @@ def _gathered(before: NamedArray, after: jax.Array) -> tuple[int, int]:
     return dimension, math.prod(mesh.shape[axis] for axis in gone[dimension])
 
 
-def _products(rows, sizes, counted, gate, up, down, added, gated_by: ClampedSwiGLU | None, outer: Sequence[int]):
-    """What the experts of one device make of rows sorted by expert, times what each row counts."""
-    gated, upped = grouped_each(rows, (gate, up), sizes, outer[:2])
+def _hidden(
+    rows, sizes, counted, weights, added, gated_by: ClampedSwiGLU | None, outer, taken: Taken | None = None
+) -> jax.Array:
+    """What the last product of the experts of one device is of, for rows sorted by expert, times what each counts."""
+    gated, upped = grouped_each(rows, weights[:2], sizes, outer[:2], taken)
     if added:
         # As a product: its gradient is one too, whose sums over rows are float32.
-        group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")
+        group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(counted.shape[0]), side="right")
         own = jax.nn.one_hot(group, sizes.shape[0], dtype=rows.dtype)
         mine = (group < sizes.shape[0])[:, None]  # the others may be no numbers, and so may their gradients be
         gated, upped = (jnp.where(mine, y + own @ bias, 0) for y, bias in zip((gated, upped), added, strict=True))
     gated, upped = save(gated, "mlp_gate"), save(upped, "mlp_up")
     hidden = jax.nn.silu(gated) * upped if gated_by is None else gated_by(gated, upped)
-    hidden = hidden.astype(jnp.float32) * counted[:, None]
-    return grouped_each(hidden.astype(rows.dtype), (down,), sizes, outer[2:])[0]
+    return (hidden.astype(jnp.float32) * counted[:, None]).astype(rows.dtype)
 
 
 def _weighted(choices: Choices, of_expert: NamedArray) -> NamedArray:

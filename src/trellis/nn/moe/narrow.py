@@ -18,6 +18,7 @@ from trellis.named import NamedArray, NamesError
 from trellis.named.narrow import TYPES, Kind, Narrow, not_again, rounded, with_one_scale
 from trellis.named.placing import move
 from trellis.nn.moe.grouped import grouped_matmul, grouped_products
+from trellis.nn.moe.rows import Taken
 from trellis.notation import spec_of
 
 Kinds = tuple[Kind | None, ...]
@@ -92,18 +93,22 @@ def held(weights: Sequence[jax.Array], kinds: Kinds, narrow: Sequence[jax.Array]
 
 
 def grouped_each(
-    rows: jax.Array, weights: Sequence[jax.Array | Held], sizes: jax.Array, outer: Sequence[int] = ()
+    rows: jax.Array,
+    weights: Sequence[jax.Array | Held],
+    sizes: jax.Array,
+    outer: Sequence[int] = (),
+    taken: Taken | None = None,
 ) -> list[jax.Array]:
     """`grouped_matmul` of rows with several weights; rows are rounded once for all that are of one kind.
 
     Args:
         rows, weights, sizes: as there.
-        outer: as in `grouped_products`, if no weight is narrow.
+        outer, taken: as in `grouped_products`, if no weight is narrow.
     """
     kinds = {w.kind for w in weights if isinstance(w, Held)}
     narrow = {kind: _rounded_rows(lax.stop_gradient(rows), sizes, kind, gradient=False) for kind in kinds}
     wide = [w for w in weights if not isinstance(w, Held)]
-    made = iter(grouped_products(rows, wide, sizes, () if kinds else outer) if wide else ())
+    made = iter(grouped_products(rows, wide, sizes, () if kinds else outer, taken) if wide else ())
     return [
         _multiply(rows, w.weight, (*narrow[w.kind], w.values, w.scale), sizes, w.kind, (rows.dtype, w.weight.dtype))
         if isinstance(w, Held)

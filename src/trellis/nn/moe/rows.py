@@ -1,6 +1,7 @@
 """Tokens to rows sorted by expert, and back: gathers in both directions, forward and backward."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,9 @@ from trellis.named.backend import fences_gradients
 # From rows sorted by expert, how many each expert has, and what each row counts, to what the experts make of them.
 # Rows after the last expert's have no meaning: any number or none, and so may what is made of them be.
 Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+# The same, of tokens and which of them the rows are: nobody but who computes has to write the rows. To the sums of what
+# the experts make of each token.
+Mix = Callable[[jax.Array, "Taken", jax.Array, jax.Array], jax.Array]
 
 
 @jax.custom_vjp
@@ -87,6 +91,31 @@ def _summed(made, copies):
     return total.astype(made.dtype)
 
 
+class Taken(NamedTuple):
+    """Which of an array's rows others are, and where each of it is among these.
+
+    Attributes:
+        index: `i32["rows"]`, which row each is; any number for rows of nobody, which come last.
+        copies: `i32["n count"]`, where each row of the array is among them; the number of rows for nowhere.
+    """
+
+    index: jax.Array
+    copies: jax.Array
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """`rows ...`, the rows of `n ...`."""
+        return take_rows(x, *self)
+
+    def summed(self, made: jax.Array) -> jax.Array:
+        """`n ...`, of each row of the array the sum of what was made of it, `rows ...`."""
+        return sum_rows(made, self.copies, self.index)
+
+
+def from_rows(compute: Compute) -> Mix:
+    """What is computed of rows, of tokens: the rows are taken before and summed after it."""
+    return lambda x, taken, sizes, weights: taken.summed(compute(taken.of(x), sizes, weights))
+
+
 def sort_by_expert(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The order that sorts by expert, each one's place in it, and how many every expert has.
 
@@ -119,11 +148,14 @@ def local_experts(x: jax.Array, ids: jax.Array, weights: jax.Array, compute: Com
     Returns:
         `tokens embed`.
     """
+    return mix_here(x, ids, weights, from_rows(compute), count=count)
+
+
+def mix_here(x: jax.Array, ids: jax.Array, weights: jax.Array, mix: Mix, *, count: int) -> jax.Array:
+    """`local_experts` by a `mix` of tokens."""
     tokens, choices = ids.shape
     room = tokens * min(choices, count)  # what the fullest device gets: a token's experts are all different
     order, place, sizes = sort_by_expert(ids.reshape(-1), count)
     place = jnp.where(place < sizes.sum(), place, room)
-    order, copies = order[:room], place.reshape(tokens, choices)
-    rows = take_rows(x, order // choices, copies)
-    made = compute(rows, sizes, take_rows(weights.reshape(-1), order, place[:, None]))
-    return sum_rows(made, copies, order // choices)
+    order, taken = order[:room], Taken(order[:room] // choices, place.reshape(tokens, choices))
+    return mix(x, taken, sizes, take_rows(weights.reshape(-1), order, place[:, None]))

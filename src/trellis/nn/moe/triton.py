@@ -1,7 +1,8 @@
 """Grouped products on NVIDIA GPUs, by kernels of our own in Pallas's dialect for Triton.
 
 XLA makes of `jax.lax.ragged_dot` a dense product there, as many times the work as there are groups. These multiply the
-rows that there are, and what completes the last tile of each group.
+rows that there are, and what completes the last tile of each group. Rows may be those of another array, `sources` says
+which, and then are read where they are: nobody writes them sorted (Tan et al., 2024, arXiv:2403.08245).
 """
 
 import functools
@@ -29,6 +30,7 @@ def multiply(
     weights: jax.Array,
     sizes: jax.Array,
     *,
+    sources: jax.Array | None = None,
     outer: int = 0,
     swapped: bool = False,
     interpret: bool = False,
@@ -36,14 +38,15 @@ def multiply(
     """As `grouped_matmul`; rows of nobody are not written.
 
     Args:
-        rows: `rows in`.
+        rows: `rows in`, or where there are `sources` any number of rows.
         weights: `groups in out`, or `groups out in` where they are swapped.
         sizes: `i32["groups"]`.
+        sources: `i32["rows"]`, which of `rows` each row is, anything for rows of nobody; None for the rows themselves.
         outer: see `grouped_products`.
         swapped: see `weights`.
         interpret: runs the kernel on any backend, slowly.
     """
-    return _multiplied([(rows, weights, outer)], sizes, swapped=swapped, interpret=interpret)
+    return _multiplied([(rows, weights, outer)], sizes, sources, swapped=swapped, interpret=interpret)
 
 
 def rows_gradient(
@@ -51,6 +54,7 @@ def rows_gradient(
     weights: Sequence[jax.Array],
     sizes: jax.Array,
     *,
+    sources: jax.Array | None = None,
     outer: Sequence[int] = (),
     interpret: bool = False,
 ) -> jax.Array:
@@ -59,21 +63,27 @@ def rows_gradient(
     One kernel makes it: a sum of arrays, made by one kernel each, would read and write all of them once more.
 
     Args:
-        d: of each product's result the gradient, `rows out`.
+        d: of each product's result the gradient, `rows out`, or where there are `sources` any number of rows.
         weights: of each product, `groups in out`.
         sizes: `i32["groups"]`.
+        sources: of all of `d`, as in `multiply`.
         outer: see `grouped_products`; none is 0 for all.
         interpret: runs the kernel on any backend, slowly.
     """
     products = list(zip(d, weights, outer or (0,) * len(d), strict=True))
-    return _multiplied(products, sizes, swapped=True, interpret=interpret)
+    return _multiplied(products, sizes, sources, swapped=True, interpret=interpret)
 
 
 def _multiplied(
-    products: Sequence[tuple[jax.Array, jax.Array, int]], sizes: jax.Array, *, swapped: bool, interpret: bool
+    products: Sequence[tuple[jax.Array, jax.Array, int]],
+    sizes: jax.Array,
+    sources: jax.Array | None,
+    *,
+    swapped: bool,
+    interpret: bool,
 ) -> jax.Array:
     """The sum of several products of as many rows, each by weights of its own, whose outermost dimension is said."""
-    (count, _), dtype = products[0][0].shape, products[0][0].dtype
+    count, dtype = (products[0][0] if sources is None else sources).shape[0], products[0][0].dtype
     groups, columns = sizes.shape[0], products[0][1].shape[1 if swapped else 2]
     across, summed = _side(columns, COLUMNS), [_side(x.shape[1], SUMMED * 2 // dtype.itemsize) for x, *_ in products]
     down = min(-(-count // ROWS) + groups, count)  # tiles of rows, at most
@@ -84,10 +94,12 @@ def _multiplied(
     outer = [o for *_, o in products]
     with as_it_lies():
         pairs = [x for rows, weights, o in products for x in (rows, jnp.moveaxis(weights, o, 0))]
-    shape, given = shaped((count, columns), dtype, group, first, end, *pairs)
+    gathers = () if sources is None else (sources,)
+    shape, given = shaped((count, columns), dtype, group, first, end, *gathers, *pairs)
+    how = dict(across=across, summed=summed, down=down, swapped=swapped, outer=outer, gathers=bool(gathers))
     call = pl.pallas_call(
-        functools.partial(_product, across=across, summed=summed, down=down, swapped=swapped, outer=outer),
-        name=f"grouped_product{'_swapped' if swapped else ''}{_suffix(*outer)}",
+        functools.partial(_product, **how),
+        name=f"grouped_product{'_swapped' * swapped}{'_gathers' * bool(gathers)}{_suffix(*outer)}",
         grid=(down * -(-columns // across),),
         out_shape=shape,
         compiler_params=LAUNCH,
@@ -99,9 +111,18 @@ def _multiplied(
 
 
 def _product(
-    group, first, end, *given, across: int, summed: Sequence[int], down: int, swapped: bool, outer: Sequence[int]
+    group,
+    first,
+    end,
+    *given,
+    across: int,
+    summed: Sequence[int],
+    down: int,
+    swapped: bool,
+    outer: Sequence[int],
+    gathers: bool,
 ):
-    *pairs, out = given
+    sources, *pairs, out = given if gathers else (None, *given)
     columns = out.shape[1]
     row, column = _walk(pl.program_id(0), down, -(-columns // across))
     begin, past = first[row], end[row]
@@ -111,12 +132,12 @@ def _product(
     def _():
         own = begin + jnp.arange(ROWS) < past
         shown = columns_here < columns
-        mine = group[row]
+        mine, at = group[row], _places(sources, begin, ROWS, own)
 
         def added(total, rows, weights, most: int, outer: int):
             def add(i, total):
                 terms = i * most + jnp.arange(most) < rows.shape[1]
-                x = _load(rows.at[pl.ds(begin, ROWS), pl.ds(i * most, most)], own[:, None] & terms[None])
+                x = _load(_tile(rows, at, i * most, most), own[:, None] & terms[None])
                 of_terms, of_columns = pl.ds(i * most, most), pl.ds(column_first, across)
                 sides = (of_columns, of_terms) if swapped else (of_terms, of_columns)
                 y = weights.at[_lying(outer, mine, *sides)]
@@ -134,26 +155,38 @@ def _product(
 
 
 def weights_gradient(
-    rows: jax.Array, d: jax.Array, sizes: jax.Array, dtype: jnp.dtype, *, outer: int = 0, interpret: bool = False
+    rows: jax.Array,
+    d: jax.Array,
+    sizes: jax.Array,
+    dtype: jnp.dtype,
+    *,
+    sources: jax.Array | None = None,
+    d_sources: jax.Array | None = None,
+    outer: int = 0,
+    interpret: bool = False,
 ) -> jax.Array:
     """Of each group, its rows' products with their gradients, summed: `groups in out`, zeros for an empty one.
 
     Args:
-        rows: `rows in`.
-        d: `rows out`.
+        rows: `rows in`, or where there are `sources` any number of rows.
+        d: `rows out`, or where there are `d_sources` any number of rows.
         sizes: `i32["groups"]`.
         dtype: of the result; sums are float32.
+        sources, d_sources: of the rows, and of their gradients, as in `multiply`.
         outer: of the result, see `grouped_products`.
         interpret: runs the kernel on any backend, slowly.
     """
-    (count, inner), columns, groups = rows.shape, d.shape[1], sizes.shape[0]
+    count, groups = (rows if sources is None else sources).shape[0], sizes.shape[0]
+    inner, columns = rows.shape[1], d.shape[1]
     down, across, summed = _side(inner, ROWS), _side(columns, COLUMNS), SUMMED * 2 // rows.dtype.itemsize
     ends = jnp.cumsum(sizes.astype(jnp.int32))
     lying = _lying(outer, groups, inner, columns)
-    shape, given = shaped(lying, dtype, ends - sizes, ends, rows, d)
+    gathers = {name: x for name, x in (("rows", sources), ("d", d_sources)) if x is not None}
+    shape, given = shaped(lying, dtype, ends - sizes, ends, *gathers.values(), rows, d)
+    how = dict(down=down, across=across, summed=summed, outer=outer, gathers=tuple(gathers))
     call = pl.pallas_call(
-        functools.partial(_gradient, down=down, across=across, summed=summed, outer=outer),
-        name=f"grouped_gradient{_suffix(outer)}",
+        functools.partial(_gradient, **how),
+        name=f"grouped_gradient{''.join(f'_gathers_{name}' for name in gathers)}{_suffix(outer)}",
         grid=(-(-inner // down) * -(-columns // across), groups),
         out_shape=shape,
         compiler_params=LAUNCH,
@@ -165,7 +198,9 @@ def weights_gradient(
         return jnp.moveaxis(made, 0, outer)
 
 
-def _gradient(begins, ends, rows, d, out, *, down: int, across: int, summed: int, outer: int):
+def _gradient(begins, ends, *given, down: int, across: int, summed: int, outer: int, gathers: tuple[str, ...]):
+    *sources, rows, d, out = given
+    sources = dict(zip(gathers, sources, strict=True))
     inner, columns = rows.shape[1], d.shape[1]
     row, column = _walk(pl.program_id(0), -(-inner // down), -(-columns // across))
     group = pl.program_id(1)
@@ -174,9 +209,10 @@ def _gradient(begins, ends, rows, d, out, *, down: int, across: int, summed: int
 
     def add(i, total):
         first = begin + i * summed
-        own = (first + jnp.arange(summed) < past)[:, None]
-        x = _load(rows.at[pl.ds(first, summed), pl.ds(row * down, down)], own & inside[None])
-        y = _load(d.at[pl.ds(first, summed), pl.ds(column * across, across)], own & shown[None])
+        own = first + jnp.arange(summed) < past
+        of_rows, of_d = (_places(sources.get(name), first, summed, own) for name in ("rows", "d"))
+        x = _load(_tile(rows, of_rows, row * down, down), own[:, None] & inside[None])
+        y = _load(_tile(d, of_d, column * across, across), own[:, None] & shown[None])
         return total + (_dot(y, x, (0, 0)) if outer == 2 else _dot(x, y, (0, 0)))
 
     sides = (across, down) if outer == 2 else (down, across)
@@ -204,8 +240,20 @@ def _walk(number, down: int, across: int):
     return band * ACROSS + within % height, within // height
 
 
+def _places(sources, first, size: int, own):
+    """Where in their array a tile's rows are: side by side, or as `sources` says of its own."""
+    return pl.ds(first, size) if sources is None else _load(sources.at[pl.ds(first, size)], own)
+
+
+def _tile(array, places, first, size: int):
+    """Columns of these rows."""
+    if isinstance(places, pl.Slice):
+        return array.at[places, pl.ds(first, size)]
+    return array.at[places[:, None], first + jnp.arange(size)[None]]
+
+
 def _load(ref, mask):
-    return plgpu.load(ref, mask=mask, other=0.0)
+    return plgpu.load(ref, mask=mask, other=0)
 
 
 def _dot(x, y, summed: tuple[int, int]):

@@ -60,14 +60,17 @@ def _product(name: str, instruction: Instruction, machine) -> Callable:
 
 def _our_product(name: str, instruction: Instruction, machine) -> Callable:
     """Tiles of rows, of each its group, its first row and where the group's end, on GPUs; then rows and weights of each
-    product that is summed. Weights may be swapped, and lie with another dimension than that of groups outermost."""
+    product that is summed. Weights may be swapped, and lie with another dimension than that of groups outermost. Rows
+    may be gathered: which ones they are comes before them."""
     kind, swapped, outers = machine.type(instruction), name.startswith("grouped_product_swapped"), _outers(name)
+    gathers = "_gathers" in name
 
     def one(*values: np.ndarray) -> np.ndarray:
         groups, first, end, *pairs = values
+        sources = pairs.pop(0) if gathers else None
         parts, sums = [*zip(groups, zip(first, end))], []
         for rows, weights, outer in zip(pairs[::2], pairs[1::2], outers or [0] * len(pairs)):
-            weights = np.moveaxis(weights, 0, outer)
+            weights, rows = np.moveaxis(weights, 0, outer), _gathered(rows, sources)
             sums.append(_written(kind.shape, rows, weights.swapaxes(1, 2) if swapped else weights, parts))
         return sum(sums[1:], sums[0])
 
@@ -88,15 +91,27 @@ def _our_rows_gradient(name: str, instruction: Instruction, machine) -> Callable
 
 
 def _our_gradient(name: str, instruction: Instruction, machine) -> Callable:
-    """Where each group's rows begin and end, the rows, and their gradients; before them what a TPU walks by."""
+    """Where each group's rows begin and end, the rows, and their gradients; before them what a TPU walks by. Those of
+    both that are gathered, on GPUs, come with which ones they are, before them."""
     kind, (outer,) = machine.type(instruction), _outers(name) or [0]
+    gathered = re.findall(r"_gathers_(rows|d)", name)
 
     def one(*values: np.ndarray) -> np.ndarray:
-        begins, ends, rows, d = values[-4:]
+        begins, ends, *sources, rows, d = values[-4 - len(gathered) :]
+        of = dict(zip(gathered, sources, strict=True))
+        rows, d = _gathered(rows, of.get("rows")), _gathered(d, of.get("d"))
         sums = np.stack([rows[first:last].T @ d[first:last] for first, last in zip(begins, ends)])
         return np.moveaxis(sums, outer, 0).reshape(kind.shape).astype(d.dtype)
 
     return lambda values, team: each(one, values, team)
+
+
+def _gathered(rows: np.ndarray, sources: np.ndarray | None) -> np.ndarray:
+    """The rows that a kernel reads; those of nobody, from anywhere, it passes over: NaN."""
+    if sources is None:
+        return rows
+    inside = (sources >= 0) & (sources < len(rows))
+    return np.where(inside[:, None], rows[np.where(inside, sources, 0)], np.nan).astype(rows.dtype)
 
 
 def _outers(name: str) -> list[int]:
