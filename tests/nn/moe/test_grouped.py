@@ -125,7 +125,8 @@ def test_weights_are_read_and_written_as_they_lie(outer):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, outer", [("float32", 0), ("bfloat16", 1), ("float32", 2)])
 def test_rows_are_gathered_in_the_kernels(dtype, outer):
-    """Those of tokens that several rows are of, and one that is nobody's; where rows of nobody are from is anything."""
+    """Those of tokens that several rows are of, and one that is nobody's; where rows of nobody are from is anything.
+    And written elsewhere, each to a place of its own."""
     how = dict(outer=outer, interpret=True)
     product = jax.jit(functools.partial(triton.multiply, **how))
     back = jax.jit(functools.partial(triton.rows_gradient, outer=(outer,), interpret=True))
@@ -143,15 +144,18 @@ def test_rows_are_gathered_in_the_kernels(dtype, outer):
         tokens[-1] = of_tokens[-1] = np.nan
         sources = random.integers(0, few - 1, ROWS).astype(np.int32)
         sources[sum(sizes) :] = 2**30
+        targets = random.permutation(ROWS).astype(np.int32)
         x, d_x, sorted_x, sorted_d, w = (jnp.array(a, dtype) for a in (tokens, of_tokens, rows, d, weights))
         made = product(x, w, jnp.array(sizes), sources=sources)
-        returned = back((d_x,), (w,), jnp.array(sizes), sources=sources)
+        placed = product(sorted_x, w, jnp.array(sizes), targets=targets)
+        returned = back((d_x,), (w,), jnp.array(sizes), sources=sources, targets=targets)
         first = gradient(x, sorted_d, jnp.array(sizes), sources=sources)
         last = gradient(sorted_x, d_x, jnp.array(sizes), d_sources=sources)
         for group, mine in parts(sizes):
             taken, d_taken = tokens[sources[mine]], of_tokens[sources[mine]]
             held(made[mine], taken, weights[group])
-            held(returned[mine], d_taken, weights[group].T)
+            held(placed[targets[mine]], rows[mine], weights[group])
+            held(returned[targets[mine]], d_taken, weights[group].T)
             held(first[group], taken.T, d[mine])
             held(last[group], rows[mine].T, d_taken)
 
@@ -250,7 +254,7 @@ def test_gpus_have_kernels_and_no_dense_product(name, node, outer):
         triton.rows_gradient((d, d), (weights, weights), sizes, outer=(outer, 0)),  # one kernel sums both
         triton.weights_gradient(rows, d, sizes, jnp.bfloat16, outer=outer),
         triton.multiply(rows, weights, sizes, sources=sources, outer=outer),
-        triton.rows_gradient((d,), (weights,), sizes, sources=sources),
+        triton.rows_gradient((d,), (weights,), sizes, sources=sources, targets=sources),
         triton.weights_gradient(rows, d, sizes, jnp.bfloat16, sources=sources, d_sources=sources, outer=outer),
     )
     mesh = jax.sharding.Mesh(described_devices(target(node))[:1], "x", axis_types=(AxisType.Explicit,))

@@ -157,11 +157,12 @@ def standing_in(name):
     """For a kernel for GPUs, in manual mode, where Pallas's interpreter knows no axes: the CPU's, of rows that are
     gathered before. How weights lie changes no number."""
 
-    def kernel(*given, outer=0, sources=None, d_sources=None):
+    def kernel(*given, outer=0, sources=None, d_sources=None, targets=None):
         at = {"multiply": [sources], "rows_gradient": [sources], "weights_gradient": [sources, d_sources]}[name]
         taken = lambda x, index: x if index is None else x.at[index].get(mode="fill")
         gathered = [jax.tree.map(lambda x, i=i: taken(x, i), x) for x, i in zip(given, at, strict=False)]
-        return getattr(blocks, name)(*gathered, *given[len(at) :])
+        made = getattr(blocks, name)(*gathered, *given[len(at) :])
+        return made if targets is None else jnp.full_like(made, jnp.nan).at[targets].set(made)
 
     return kernel
 
@@ -174,7 +175,7 @@ def kernels_of_gpus(monkeypatch, layout):
         kernel = functools.partial(getattr(triton, name), interpret=True) if layout == "one" else standing_in(name)
 
         def called(*given, kernel=kernel, name=name, **how):
-            told.add((name, *(key for key in how if key.endswith("sources"))))
+            told.add((name, *(key for key in how if key != "outer")))
             return kernel(*given, **how)
 
         monkeypatch.setattr(triton, name, called)
@@ -186,32 +187,37 @@ def kernels_of_gpus(monkeypatch, layout):
 @pytest.mark.parametrize(
     ("layout", "way"),
     [
-        ("one", "grouped"),
         ("expert", "grouped"),
+        ("one", "grouped"),
         ("expert, many", "gather"),
         ("expert, many", "slots"),
+        ("expert", "ragged"),
+        ("expert, hierarchical", "hierarchical"),
         ("tensor", "gather"),
         ("over both", "auto"),
     ],
 )
-def test_kernels_of_gpus_gather_their_rows(layout, way, kernels_of_gpus):
-    """Of the first products, and of the last one's gradients; results, and the others' gradients, are sorted."""
-    biased = (layout, way, 1.5) in BIASED
-    found = on_layout(layout, arrays() + (biases() if biased else ()), way=way)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(defined(biased)), strict=True):
-        assert np.linalg.norm(a - b) < 2e-6 * np.linalg.norm(b)
-    first, last = "sources", "d_sources"
-    if way == "slots":
-        assert not any(first in what or last in what for what in kernels_of_gpus)
-    else:
-        assert kernels_of_gpus == {
-            ("multiply",),
-            ("multiply", first),
-            ("rows_gradient",),
-            ("rows_gradient", first),
-            ("weights_gradient", first),
-            ("weights_gradient", last),
-        }
+def test_kernels_of_gpus_gather_their_rows(layout, way, kernels_of_gpus, monkeypatch):
+    """Of the first products, and of the last one's gradients. Results, and the others' gradients, are sorted before
+    they are summed for each token; rows that are exchanged are written as they arrived."""
+    monkeypatch.setattr(mixing, "RAGGED", (*mixing.RAGGED, "cpu"))
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
+    slack = 0.3 if "expert" in layout else 1.5
+    biased = (layout, way, slack) in BIASED
+    given = arrays() + (biases() if biased else ())
+    for dispatch in NARROW.get((layout, way, slack), (None,)):
+        found = on_layout(layout, given, way=way, slack=slack, dispatch=dispatch)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(defined(biased, KINDS[dispatch])), strict=True):
+            assert np.linalg.norm(a - b) < 2e-6 * np.linalg.norm(b), dispatch
+    written = ("targets",) if way in mixing.EXCHANGES else ()
+    assert kernels_of_gpus == {
+        ("multiply", "sources"),
+        ("multiply", *written),
+        ("rows_gradient", "sources"),
+        ("rows_gradient", *written),
+        ("weights_gradient", "sources"),
+        ("weights_gradient", "d_sources"),
+    }
 
 
 @pytest.mark.parametrize("biased", [False, True])

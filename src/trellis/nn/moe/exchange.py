@@ -19,7 +19,7 @@ from trellis.nn.moe.dispatch import Carrier, as_returned, as_sent
 from trellis.nn.moe.interleave import in_turn
 from trellis.nn.moe.ragged import in_tiles
 from trellis.nn.moe.rounds import Moving, in_rounds, one_round
-from trellis.nn.moe.rows import Compute, Mix, from_rows, mix_here, sort_by_expert, sum_rows, take_rows
+from trellis.nn.moe.rows import Compute, local_experts, sort_by_expert, sum_rows, take_rows
 from trellis.nn.moe.turns import Axes, Road, Turn
 from trellis.program.said import filled_rows, loop_turns
 
@@ -41,6 +41,7 @@ def gather_experts(
     count: int,
     tokens: Axes | None = None,
     dispatch: Dispatch | None = None,
+    gathers: bool = False,
 ) -> jax.Array:
     """Every device gets all tokens, computes what its own experts make of them, and the sums are scattered back.
 
@@ -56,6 +57,7 @@ def gather_experts(
         tokens: those of the axes that slice tokens too; all if not given. Along the others all devices hold the same
             tokens, and the result is each device's part of the sum.
         dispatch: in which numbers tokens are gathered, and gradients of the sums; None for those that they have.
+        gathers: as in `local_experts`.
 
     Returns:
         `tokens embed`.
@@ -63,22 +65,6 @@ def gather_experts(
     Raises:
         ExpertsError: outside of manual mode, or the mesh has no such axis.
     """
-    how = dict(axes=axes, count=count, tokens=tokens, dispatch=dispatch)
-    return gather_mixed(x, ids, weights, from_rows(compute), **how)
-
-
-def gather_mixed(
-    x: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    mix: Mix,
-    *,
-    axes: Axes,
-    count: int,
-    tokens: Axes | None = None,
-    dispatch: Dispatch | None = None,
-) -> jax.Array:
-    """`gather_experts` by a `mix` of tokens."""
     check_axes(axes, "gather_experts")
     tokens = axes if tokens is None else tokens
     x, ids, weights = (vary(a, axes) for a in (x, ids, weights))
@@ -93,9 +79,9 @@ def gather_mixed(
 
     def filling(*given):
         with filled_rows(ids.size // lax.axis_size(axes), ids.size):
-            return mix(*given)
+            return compute(*given)
 
-    made = mix_here(x, ids - first, weights, filling, count=count)
+    made = local_experts(x, ids - first, weights, filling, count=count, gathers=gathers)
     return carrier.back(made, None) if tokens else as_returned(made, dispatch)
 
 
@@ -156,12 +142,15 @@ def exchange_each(
     ragged: bool,
     slack: float,
     dispatch: Dispatch | None = None,
+    gathers: bool = False,
 ) -> list[jax.Array]:
     """`exchange_experts` of several parts of a device's tokens, whose exchanges follow each other (`in_turn`).
 
     Args:
         given: `x`, `ids` and `weights` of each, all of the same sizes.
         compute, axes, count, ragged, slack, dispatch: as there.
+        gathers: whether `compute(x, sizes, weights, taken)` takes its rows itself from those that arrived, and returns
+            what it makes where these were.
     """
     given, varying = enter(given, axes, slack, "exchange_experts")
     (tokens, choices), devices = given[0][1].shape, lax.axis_size(axes)
@@ -169,7 +158,7 @@ def exchange_each(
     # The most that one device can be sent: a token's experts are all different.
     worst = devices * tokens * min(choices, count)
     room = min(worst, -(-math.ceil(slack * pairs) // devices) * devices)
-    road = Road(axes, room, ragged, even=pairs)
+    road = Road(axes, room, ragged, even=pairs, sorts=not gathers)
     carrier = Carrier(road.bring, lambda made, at: road.leave(made, at, pairs), dispatch, ragged)
 
     def packing(given, ids):
@@ -177,9 +166,9 @@ def exchange_each(
         known = pack(weights, ids, axes=axes, count=count, room=pairs)
         return (take_rows(x, known.tokens, known.copies), known.counted), known[1:]
 
-    def filling(rows, sizes, weights):
+    def filling(*given):
         with filled_rows(pairs, room):
-            return compute(rows, sizes, weights)
+            return compute(*given)
 
     packed = in_turn(
         packing, [((in_tiles(x) if ragged else x, weights), ids) for x, ids, weights in given], all_wait=True

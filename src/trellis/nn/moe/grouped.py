@@ -65,7 +65,8 @@ def grouped_products(
             gathered; none is 0 for all. Kernels for GPUs read it, and write its gradient, as it lies; others read rows
             of `out`, group by group, and compilers lay a weight out anew before that.
         taken: which rows, where kernels gather them (`gathers`): nothing is written of them, nor read but by kernels.
-            Their gradient is written, and summed for each row of the array.
+            Their gradient is written sorted, and summed for each row of the array; where no row is taken twice, it is
+            written to where they are.
     """
     return _grouped(rows, taken, tuple(weights), sizes, *_platform(rows, outer))
 
@@ -73,16 +74,14 @@ def grouped_products(
 def grouped_sums(
     rows: jax.Array, weights: jax.Array, sizes: jax.Array, taken: Taken, outer: Sequence[int] = ()
 ) -> jax.Array:
-    """`taken.summed` of `grouped_matmul`, whose gradient is read by kernels, where these gather: nobody writes it for
-    each row.
+    """For each row that was `taken`, the sum of `grouped_matmul`, by kernels that gather (`gathers`): they read the
+    gradient where it is, and nobody writes it for each row.
 
     Args:
         rows, weights, sizes: as there.
         taken: which row of the result each product is added to.
         outer: of this one weight, as in `grouped_products`.
     """
-    if not gathers(rows):
-        return taken.summed(grouped_products(rows, (weights,), sizes, outer)[0])
     return _summed(rows, weights, sizes, taken, *_platform(rows, outer))
 
 
@@ -109,6 +108,15 @@ def _gathered(taken, name: str = "sources") -> dict[str, jax.Array]:
     return {} if taken is None else {name: taken.index}
 
 
+def _where_taken(kernel, taken, *given, **how):
+    """What a kernel makes of sorted rows, for the rows of the array that these were taken from."""
+    if taken is None:
+        return kernel(*given, **how)
+    if taken.copies is None:
+        return kernel(*given, **how, targets=taken.index)
+    return taken.summed(kernel(*given, **how))
+
+
 def _forward(rows, taken, weights, sizes, platform, lying):
     # A call again: a kernel that stood here by itself JAX would compute anew where nothing reads it.
     return _grouped(rows, taken, weights, sizes, platform, lying), (rows, taken, weights, sizes)
@@ -116,12 +124,13 @@ def _forward(rows, taken, weights, sizes, platform, lying):
 
 def _backward(platform, lying, kept, d):
     rows, taken, weights, sizes = kept
-    d_rows = platform.rows_gradient(d, weights, sizes, **({"outer": lying} if lying else {}))
+    told = {"outer": lying} if lying else {}
+    d_rows = _where_taken(platform.rows_gradient, taken, d, weights, sizes, **told)
     products = zip(d, weights, _each(lying, weights), strict=True)
     of_weights = (
         platform.weights_gradient(rows, x, sizes, w.dtype, **how, **_gathered(taken)) for x, w, how in products
     )
-    return d_rows if taken is None else taken.summed(d_rows), None, tuple(of_weights), None
+    return d_rows, None, tuple(of_weights), None
 
 
 _grouped.defvjp(_forward, _backward)
@@ -129,7 +138,7 @@ _grouped.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _summed(rows, weights, sizes, taken, platform, lying):
-    return taken.summed(platform.multiply(rows, weights, sizes, **_each(lying, (weights,))[0]))
+    return _where_taken(platform.multiply, taken, rows, weights, sizes, **_each(lying, (weights,))[0])
 
 
 def _summed_forward(rows, weights, sizes, taken, platform, lying):

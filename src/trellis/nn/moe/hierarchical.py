@@ -22,7 +22,7 @@ from trellis.nn.moe.exchange import Tokens, enter, first_by_expert, pack
 from trellis.nn.moe.interleave import after
 from trellis.nn.moe.ragged import in_tiles
 from trellis.nn.moe.rounds import Moving, in_rounds, one_round
-from trellis.nn.moe.rows import Compute, sum_rows, take_rows
+from trellis.nn.moe.rows import Compute, Taken, sum_rows, take_rows
 from trellis.nn.moe.turns import Arrived, Axes, Road, Turn, arrivals, brought_with
 from trellis.program.said import filled_rows, loop_turns
 
@@ -82,20 +82,22 @@ def hierarchical_each(
     slack: float,
     most: int | None = None,
     dispatch: Dispatch | None = None,
+    gathers: bool = False,
 ) -> list[jax.Array]:
     """`hierarchical_experts` of several parts of a device's tokens, whose exchanges follow each other (`in_turn`).
 
     Args:
         given: `x`, `ids` and `weights` of each, all of the same sizes.
         compute, axes, count, ragged, slack, most, dispatch: as there.
+        gathers: as in `exchange_each`.
     """
     given, varying = enter(given, axes, slack, "hierarchical_experts")
     rooms = _Rooms(*given[0][1].shape, lax.axis_size(axes[0]), lax.axis_size(axes[1:]), count, ragged, slack, most)
     halvings = rooms.parts_at_worst()
 
-    def filling(rows, sizes, weights):
+    def filling(*given):
         with filled_rows(rooms.pairs, rooms.last):
-            return compute(rows, sizes, weights)
+            return compute(*given)
 
     def agreed(ids):
         return lax.pmax(vary(_parts_needed(ids, rooms, halvings, axes), varying), varying)
@@ -107,7 +109,8 @@ def hierarchical_each(
         first = (ids, None) if parts else None
         parts.append(Moving(in_tiles(x) if ragged else x, weights, (ids, needed), needed, first))
     roads = _Roads(
-        Road(axes[:1], rooms.arrived, ragged, even=rooms.even), Road(axes[1:], rooms.last, ragged, even=rooms.pairs)
+        Road(axes[:1], rooms.arrived, ragged, even=rooms.even),
+        Road(axes[1:], rooms.last, ragged, even=rooms.pairs, sorts=not gathers),
     )
     bring, leaving = (functools.partial(move, rooms=rooms, roads=roads) for move in (_bring, _leave))
     carrier = Carrier(bring, leaving, dispatch, ragged)
@@ -277,6 +280,11 @@ class _Arrived(NamedTuple):
     near_rows: tuple[jax.Array, jax.Array]
     far: tuple[jax.Array, Turn]
     far_rows: tuple[jax.Array, jax.Array]
+
+    @property
+    def taken(self) -> tuple[Taken, ...]:
+        """As those along the last axes are."""
+        return self.near.taken
 
 
 def _known(weights, ids, moves, rooms: _Rooms, roads: _Roads) -> tuple[jax.Array, _Arrived]:

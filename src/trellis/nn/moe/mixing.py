@@ -20,12 +20,12 @@ from trellis.nn.gate import ClampedSwiGLU
 from trellis.nn.initializers import constant
 from trellis.nn.moe.config import EXPERT_WEIGHTS, Dispatch, Way
 from trellis.nn.moe.dispatch import as_returned, as_sent
-from trellis.nn.moe.exchange import ExpertsError, exchange_each, gather_mixed
+from trellis.nn.moe.exchange import ExpertsError, exchange_each, gather_experts
 from trellis.nn.moe.grouped import gathers, grouped_sums
 from trellis.nn.moe.hierarchical import hierarchical_each, parts_met
 from trellis.nn.moe.narrow import gradient_only, grouped_each, held, narrow_weights, unmarked
 from trellis.nn.moe.routing import Choices
-from trellis.nn.moe.rows import Taken, from_rows, mix_here
+from trellis.nn.moe.rows import Taken, local_experts
 from trellis.nn.moe.tiles import slower_than_a_copy
 from trellis.nn.parameters import Bias
 from trellis.notation import spec_of
@@ -222,33 +222,26 @@ def _mixed(
         parts = list(zip(rows[::3], rows[1::3], rows[2::3], strict=True))
         in_words = dispatch is not None and bool(places.shared)  # which are kept, instead of what they stand for
 
-        weights, wide = (gate, up, down), not any(kinds)
-
-        def compute(rows, sizes, counted):
+        def compute(rows, sizes, counted, taken=None):
             rows = rows if in_words else save(rows, "mlp_rows")
-            hidden = _hidden(rows, sizes, counted, weights, added, gated, outer)
-            return grouped_each(hidden, (down,), sizes, outer[2:])[0]
-
-        def mixed(x, taken, sizes, counted):
-            if not wide or not gathers(x):
-                return from_rows(compute)(x, taken, sizes, counted)
-            x = x if in_words else save(x, "mlp_rows")
-            hidden = _hidden(x, sizes, counted, weights, added, gated, outer, taken)
+            hidden = _hidden(rows, sizes, counted, (gate, up), added, gated, outer, taken)
+            if taken is None:
+                return grouped_each(hidden, (down,), sizes, outer[2:])[0]
             return grouped_sums(hidden, down, sizes, taken, outer[2:])
 
-        count = experts // devices
+        beside = dict(count=experts // devices, gathers=gathers(first.array) and not any(kinds))
         if chosen in EXCHANGES:
-            how = dict(axes=places.experts, count=count, ragged=ragged, slack=slack, dispatch=dispatch)
+            how = dict(axes=places.experts, ragged=ragged, slack=slack, dispatch=dispatch, **beside)
             if chosen == "hierarchical":
                 most = parts_met(mesh.shape[places.experts[0]], *groups)
                 made = hierarchical_each(parts, compute, **how, most=most)
             else:
                 made = exchange_each(parts, compute, **how)
         elif places.experts:
-            how = dict(axes=places.experts, count=count, tokens=places.shared, dispatch=dispatch)
-            made = [gather_mixed(*part, mixed, **how) for part in parts]
+            how = dict(axes=places.experts, tokens=places.shared, dispatch=dispatch, **beside)
+            made = [gather_experts(*part, compute, **how) for part in parts]
         else:
-            made = [mix_here(as_sent(x, dispatch), *beside, mixed, count=count) for x, *beside in parts]
+            made = [local_experts(as_sent(x, dispatch), *routed, compute, **beside) for x, *routed in parts]
             made = [as_returned(out, dispatch) for out in made]
         return [out.reshape(x.shape) for out, x in zip(made, of_tokens[::3], strict=True)]
 
@@ -324,7 +317,7 @@ def _hidden(
     rows, sizes, counted, weights, added, gated_by: ClampedSwiGLU | None, outer, taken: Taken | None = None
 ) -> jax.Array:
     """What the last product of the experts of one device is of, for rows sorted by expert, times what each counts."""
-    gated, upped = grouped_each(rows, weights[:2], sizes, outer[:2], taken)
+    gated, upped = grouped_each(rows, weights, sizes, outer[:2], taken)
     if added:
         # As a product: its gradient is one too, whose sums over rows are float32.
         group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(counted.shape[0]), side="right")

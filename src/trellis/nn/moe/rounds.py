@@ -40,8 +40,8 @@ def one_round(arrive: Stage, compute: Callable, leave: Stage, parts: Sequence[Mo
 
     Args:
         arrive: from rows and what they count, with `counts` and the round's number, to those that arrive here, with
-            their `sizes` and whatever else `leave` asks for.
-        compute: what this device's experts do to them, `compute(rows, sizes, weights)`.
+            their `sizes`, what is `taken` of them, and whatever else `leave` asks for.
+        compute: what this device's experts do to them, `compute(rows, sizes, weights, *taken)`.
         leave: from what is made of these to where they came from.
         parts: what moves.
     """
@@ -60,7 +60,7 @@ def in_rounds(
     rows, counted, counts, *_ = parts[0]
     known = lambda rows, counted: arrive((rows, counted), (counts, jnp.int32(0)))
     (given, weights), at = jax.eval_shape(known, rows, counted)
-    pure, held = jax.closure_convert(compute, given, at.sizes, weights)
+    pure, held = jax.closure_convert(compute, given, at.sizes, weights, *at.taken)
     computing = lambda held: lambda *given: pure(*given, *held)
 
     def one(rows, counted, counts, turn, held):
@@ -84,7 +84,8 @@ def _round(arrive: Stage, computes: Sequence[Callable], leave: Stage, parts: Seq
     given = [((part.rows, part.counted), mine) for part, mine in zip(parts, known, strict=True)]
     arrived = in_turn(arrive, given, all_wait=True)
     made = [
-        (compute(rows, at.sizes, weights), at) for compute, ((rows, weights), at) in zip(computes, arrived, strict=True)
+        (compute(rows, at.sizes, weights, *at.taken), at)
+        for compute, ((rows, weights), at) in zip(computes, arrived, strict=True)
     ]
     return [out for out, _ in in_turn(leave, made)]
 

@@ -11,10 +11,9 @@ from trellis.named.backend import fences_gradients
 
 # From rows sorted by expert, how many each expert has, and what each row counts, to what the experts make of them.
 # Rows after the last expert's have no meaning: any number or none, and so may what is made of them be.
-Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-# The same, of tokens and which of them the rows are: nobody but who computes has to write the rows. To the sums of what
-# the experts make of each token.
-Mix = Callable[[jax.Array, "Taken", jax.Array, jax.Array], jax.Array]
+# One that gathers its rows gets the array that they are of, and which they are (`Taken`) as a fourth argument; what it
+# makes is of that array's rows, sums where several rows are one of them.
+Compute = Callable[..., jax.Array]
 
 
 @jax.custom_vjp
@@ -96,24 +95,22 @@ class Taken(NamedTuple):
 
     Attributes:
         index: `i32["rows"]`, which row each is; any number for rows of nobody, which come last.
-        copies: `i32["n count"]`, where each row of the array is among them; the number of rows for nowhere.
+        copies: `i32["n count"]`, where each row of the array is among them; the number of rows for nowhere. None where
+            no row is taken twice.
     """
 
     index: jax.Array
-    copies: jax.Array
+    copies: jax.Array | None
 
     def of(self, x: jax.Array) -> jax.Array:
         """`rows ...`, the rows of `n ...`."""
-        return take_rows(x, *self)
+        assert self.copies is not None
+        return take_rows(x, self.index, self.copies)
 
     def summed(self, made: jax.Array) -> jax.Array:
         """`n ...`, of each row of the array the sum of what was made of it, `rows ...`."""
+        assert self.copies is not None
         return sum_rows(made, self.copies, self.index)
-
-
-def from_rows(compute: Compute) -> Mix:
-    """What is computed of rows, of tokens: the rows are taken before and summed after it."""
-    return lambda x, taken, sizes, weights: taken.summed(compute(taken.of(x), sizes, weights))
 
 
 def sort_by_expert(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -134,7 +131,9 @@ def sort_by_expert(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array
     return order, place, sizes
 
 
-def local_experts(x: jax.Array, ids: jax.Array, weights: jax.Array, compute: Compute, *, count: int) -> jax.Array:
+def local_experts(
+    x: jax.Array, ids: jax.Array, weights: jax.Array, compute: Compute, *, count: int, gathers: bool = False
+) -> jax.Array:
     """The weighted sum of what this device's experts make of each token; nothing moves.
 
     Args:
@@ -144,18 +143,15 @@ def local_experts(x: jax.Array, ids: jax.Array, weights: jax.Array, compute: Com
         weights: `f32["tokens choices"]`.
         compute: what the experts do to rows sorted by expert, `compute(rows, sizes, weights)`.
         count: how many experts are here.
+        gathers: whether `compute(x, sizes, weights, taken)` takes its rows itself, and sums what it makes of a token.
 
     Returns:
         `tokens embed`.
     """
-    return mix_here(x, ids, weights, from_rows(compute), count=count)
-
-
-def mix_here(x: jax.Array, ids: jax.Array, weights: jax.Array, mix: Mix, *, count: int) -> jax.Array:
-    """`local_experts` by a `mix` of tokens."""
     tokens, choices = ids.shape
     room = tokens * min(choices, count)  # what the fullest device gets: a token's experts are all different
     order, place, sizes = sort_by_expert(ids.reshape(-1), count)
     place = jnp.where(place < sizes.sum(), place, room)
     order, taken = order[:room], Taken(order[:room] // choices, place.reshape(tokens, choices))
-    return mix(x, taken, sizes, take_rows(weights.reshape(-1), order, place[:, None]))
+    counted = take_rows(weights.reshape(-1), order, place[:, None])
+    return compute(x, sizes, counted, taken) if gathers else taken.summed(compute(taken.of(x), sizes, counted))

@@ -2,7 +2,8 @@
 
 XLA makes of `jax.lax.ragged_dot` a dense product there, as many times the work as there are groups. These multiply the
 rows that there are, and what completes the last tile of each group. Rows may be those of another array, `sources` says
-which, and then are read where they are: nobody writes them sorted (Tan et al., 2024, arXiv:2403.08245).
+which, and then are read where they are, or written, `targets`: nobody writes them sorted (Tan et al., 2024,
+arXiv:2403.08245).
 """
 
 import functools
@@ -23,6 +24,7 @@ from trellis.program.said import as_it_lies, grouped_work
 ROWS, COLUMNS, SUMMED, ACROSS = 128, 256, 64, 8
 LAUNCH = plgpu.CompilerParams(num_warps=8, num_stages=3)
 LEAST = 16  # of a tile's sides: fewer fill no matrix unit
+NOWHERE = 2**31 - 1  # in no array
 
 
 def multiply(
@@ -31,6 +33,7 @@ def multiply(
     sizes: jax.Array,
     *,
     sources: jax.Array | None = None,
+    targets: jax.Array | None = None,
     outer: int = 0,
     swapped: bool = False,
     interpret: bool = False,
@@ -42,11 +45,12 @@ def multiply(
         weights: `groups in out`, or `groups out in` where they are swapped.
         sizes: `i32["groups"]`.
         sources: `i32["rows"]`, which of `rows` each row is, anything for rows of nobody; None for the rows themselves.
+        targets: `i32["rows"]`, where in the result each row is written, all in other places; None for as they come.
         outer: see `grouped_products`.
         swapped: see `weights`.
         interpret: runs the kernel on any backend, slowly.
     """
-    return _multiplied([(rows, weights, outer)], sizes, sources, swapped=swapped, interpret=interpret)
+    return _multiplied([(rows, weights, outer)], sizes, sources, targets, swapped=swapped, interpret=interpret)
 
 
 def rows_gradient(
@@ -55,6 +59,7 @@ def rows_gradient(
     sizes: jax.Array,
     *,
     sources: jax.Array | None = None,
+    targets: jax.Array | None = None,
     outer: Sequence[int] = (),
     interpret: bool = False,
 ) -> jax.Array:
@@ -67,17 +72,19 @@ def rows_gradient(
         weights: of each product, `groups in out`.
         sizes: `i32["groups"]`.
         sources: of all of `d`, as in `multiply`.
+        targets: as there.
         outer: see `grouped_products`; none is 0 for all.
         interpret: runs the kernel on any backend, slowly.
     """
     products = list(zip(d, weights, outer or (0,) * len(d), strict=True))
-    return _multiplied(products, sizes, sources, swapped=True, interpret=interpret)
+    return _multiplied(products, sizes, sources, targets, swapped=True, interpret=interpret)
 
 
 def _multiplied(
     products: Sequence[tuple[jax.Array, jax.Array, int]],
     sizes: jax.Array,
     sources: jax.Array | None,
+    targets: jax.Array | None,
     *,
     swapped: bool,
     interpret: bool,
@@ -94,12 +101,12 @@ def _multiplied(
     outer = [o for *_, o in products]
     with as_it_lies():
         pairs = [x for rows, weights, o in products for x in (rows, jnp.moveaxis(weights, o, 0))]
-    gathers = () if sources is None else (sources,)
-    shape, given = shaped((count, columns), dtype, group, first, end, *gathers, *pairs)
-    how = dict(across=across, summed=summed, down=down, swapped=swapped, outer=outer, gathers=bool(gathers))
+    listed = {name: x for name, x in (("gathers", sources), ("scatters", targets)) if x is not None}
+    shape, given = shaped((count, columns), dtype, group, first, end, *listed.values(), *pairs)
+    how = dict(across=across, summed=summed, down=down, swapped=swapped, outer=outer, listed=tuple(listed))
     call = pl.pallas_call(
         functools.partial(_product, **how),
-        name=f"grouped_product{'_swapped' * swapped}{'_gathers' * bool(gathers)}{_suffix(*outer)}",
+        name="_".join(["grouped_product", *["swapped"] * swapped, *listed]) + _suffix(*outer),
         grid=(down * -(-columns // across),),
         out_shape=shape,
         compiler_params=LAUNCH,
@@ -120,9 +127,9 @@ def _product(
     down: int,
     swapped: bool,
     outer: Sequence[int],
-    gathers: bool,
+    listed: tuple[str, ...],
 ):
-    sources, *pairs, out = given if gathers else (None, *given)
+    lists, pairs, out = dict(zip(listed, given, strict=False)), given[len(listed) : -1], given[-1]
     columns = out.shape[1]
     row, column = _walk(pl.program_id(0), down, -(-columns // across))
     begin, past = first[row], end[row]
@@ -132,12 +139,12 @@ def _product(
     def _():
         own = begin + jnp.arange(ROWS) < past
         shown = columns_here < columns
-        mine, at = group[row], _places(sources, begin, ROWS, own)
+        mine, (of_rows, of_out) = group[row], (_places(lists.get(x), begin, ROWS, own) for x in ("gathers", "scatters"))
 
         def added(total, rows, weights, most: int, outer: int):
             def add(i, total):
                 terms = i * most + jnp.arange(most) < rows.shape[1]
-                x = _load(_tile(rows, at, i * most, most), own[:, None] & terms[None])
+                x = _load(_tile(rows, of_rows, i * most, most), own[:, None] & terms[None])
                 of_terms, of_columns = pl.ds(i * most, most), pl.ds(column_first, across)
                 sides = (of_columns, of_terms) if swapped else (of_terms, of_columns)
                 y = weights.at[_lying(outer, mine, *sides)]
@@ -150,7 +157,7 @@ def _product(
         total = jnp.zeros((ROWS, across), jnp.float32)
         for each in zip(pairs[::2], pairs[1::2], summed, outer, strict=True):
             total = added(total, *each)
-        place = out.at[pl.ds(begin, ROWS), pl.ds(column_first, across)]
+        place = _tile(out, of_out, column_first, across)
         plgpu.store(place, total.astype(out.dtype), mask=own[:, None] & shown[None])
 
 
@@ -186,7 +193,7 @@ def weights_gradient(
     how = dict(down=down, across=across, summed=summed, outer=outer, gathers=tuple(gathers))
     call = pl.pallas_call(
         functools.partial(_gradient, **how),
-        name=f"grouped_gradient{''.join(f'_gathers_{name}' for name in gathers)}{_suffix(outer)}",
+        name="_gathers_".join(["grouped_gradient", *gathers]) + _suffix(outer),
         grid=(-(-inner // down) * -(-columns // across), groups),
         out_shape=shape,
         compiler_params=LAUNCH,
@@ -240,9 +247,9 @@ def _walk(number, down: int, across: int):
     return band * ACROSS + within % height, within // height
 
 
-def _places(sources, first, size: int, own):
-    """Where in their array a tile's rows are: side by side, or as `sources` says of its own."""
-    return pl.ds(first, size) if sources is None else _load(sources.at[pl.ds(first, size)], own)
+def _places(listed, first, size: int, own):
+    """Where in their array a tile's rows are: side by side, or as a list says of its own; others nowhere."""
+    return pl.ds(first, size) if listed is None else _load(listed.at[pl.ds(first, size)], own, NOWHERE)
 
 
 def _tile(array, places, first, size: int):
@@ -252,8 +259,8 @@ def _tile(array, places, first, size: int):
     return array.at[places[:, None], first + jnp.arange(size)[None]]
 
 
-def _load(ref, mask):
-    return plgpu.load(ref, mask=mask, other=0)
+def _load(ref, mask, other: int = 0):
+    return plgpu.load(ref, mask=mask, other=other)
 
 
 def _dot(x, y, summed: tuple[int, int]):

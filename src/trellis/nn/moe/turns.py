@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from trellis.nn.moe.ragged import in_tiles, ragged_all_to_all
-from trellis.nn.moe.rows import reorder, sort_by_expert, sum_rows, take_rows
+from trellis.nn.moe.rows import Taken, reorder, sort_by_expert, sum_rows, take_rows
 from trellis.program.said import filled_rows
 
 Axes = tuple[str, ...]
@@ -65,6 +65,7 @@ class Arrived(NamedTuple):
     Attributes:
         sizes: `i32["count"]`, how many each expert has.
         order, place: `i32["room"]`, from the buffer to rows sorted by expert, and back.
+        taken: where who computes takes rows in this order from the buffer, which: one `Taken`, else none.
         counts: `i32["from to count"]`, rows for each expert.
         turn: in which they moved.
         beside: of all devices' rows the number of each, and where each of these is.
@@ -73,6 +74,7 @@ class Arrived(NamedTuple):
     sizes: jax.Array
     order: jax.Array
     place: jax.Array
+    taken: tuple[Taken, ...]
     counts: jax.Array
     turn: Turn
     beside: tuple[jax.Array, jax.Array]
@@ -87,12 +89,15 @@ class Road:
         room: places of the buffer that rows arrive in; what is in others is anything.
         ragged: whether only rows that there are travel.
         even: how many arrive where the load is even.
+        sorts: whether rows that arrive are sorted by expert, and what is made of them comes so; else both are as they
+            arrive.
     """
 
     axes: Axes
     room: int
     ragged: bool
     even: int
+    sorts: bool = True
 
     def there(self, rows: jax.Array, counts: jax.Array, turn: Turn) -> jax.Array:
         """Rows to other devices.
@@ -132,11 +137,13 @@ class Road:
         expert, sender, mine = arrivals(counts, turn, self.room)
         beside = brought_with(counts, turn, sender, mine, self.room, rows)
         order, place, sizes = sort_by_expert(expert, counts.shape[2])
-        return Arrived(sizes, order, place, counts, turn, beside)
+        taken = () if self.sorts else (Taken(order, None),)
+        return Arrived(sizes, order, place, taken, counts, turn, beside)
 
     def bring(self, rows: jax.Array, at: "Arrived") -> jax.Array:
-        """`room embed`, a round's rows, sorted by this device's experts, of `rows ...`."""
-        return reorder(self.there(rows, at.counts, at.turn), at.order, at.place).reshape(self.room, -1)
+        """`room embed`, a round's rows, sorted by this device's experts or not, of `rows ...`."""
+        arrived = self.there(rows, at.counts, at.turn)
+        return (reorder(arrived, at.order, at.place) if self.sorts else arrived).reshape(self.room, -1)
 
     def weigh(self, counted: jax.Array, at: "Arrived") -> jax.Array:
         """`f32["room"]`, what each of them counts, of `f32["pairs"]`, what the rows of all devices do."""
@@ -144,8 +151,8 @@ class Road:
 
     def leave(self, made: jax.Array, at: "Arrived", rows: int) -> jax.Array:
         """What is made of rows that arrived, at their places among the rows that were sent; anything at the others."""
-        made = reorder(in_tiles(made) if self.ragged else made, at.place, at.order)
-        return self.home(made, at.counts, at.turn, rows)
+        made = in_tiles(made) if self.ragged else made
+        return self.home(reorder(made, at.place, at.order) if self.sorts else made, at.counts, at.turn, rows)
 
     def _ways(self, counts, turn: Turn):
         me = turn.me

@@ -61,17 +61,17 @@ def _product(name: str, instruction: Instruction, machine) -> Callable:
 def _our_product(name: str, instruction: Instruction, machine) -> Callable:
     """Tiles of rows, of each its group, its first row and where the group's end, on GPUs; then rows and weights of each
     product that is summed. Weights may be swapped, and lie with another dimension than that of groups outermost. Rows
-    may be gathered: which ones they are comes before them."""
+    may be gathered, and written elsewhere: which ones they are, and where, comes before them."""
     kind, swapped, outers = machine.type(instruction), name.startswith("grouped_product_swapped"), _outers(name)
-    gathers = "_gathers" in name
+    gathers, scatters = "_gathers" in name, "_scatters" in name
 
     def one(*values: np.ndarray) -> np.ndarray:
         groups, first, end, *pairs = values
-        sources = pairs.pop(0) if gathers else None
+        sources, targets = (pairs.pop(0) if listed else None for listed in (gathers, scatters))
         parts, sums = [*zip(groups, zip(first, end))], []
         for rows, weights, outer in zip(pairs[::2], pairs[1::2], outers or [0] * len(pairs)):
             weights, rows = np.moveaxis(weights, 0, outer), _gathered(rows, sources)
-            sums.append(_written(kind.shape, rows, weights.swapaxes(1, 2) if swapped else weights, parts))
+            sums.append(_written(kind.shape, rows, weights.swapaxes(1, 2) if swapped else weights, parts, targets))
         return sum(sums[1:], sums[0])
 
     return lambda values, team: each(one, values, team)
@@ -120,11 +120,12 @@ def _outers(name: str) -> list[int]:
     return [int(outer) for outer in found[1].split("_")] if found else []
 
 
-def _written(shape, rows, weights, parts) -> np.ndarray:
-    """Products of the parts of the rows, `(group, (first, last))`; what is in none is not written: NaN."""
+def _written(shape, rows, weights, parts, targets: np.ndarray | None = None) -> np.ndarray:
+    """Products of the parts of the rows, `(group, (first, last))`, each where its row is or at its target; what is in
+    none is not written: NaN."""
     out = np.full(shape, np.nan, rows.dtype)
     for group, (first, last) in parts:
-        out[first:last] = rows[first:last] @ weights[group]
+        out[slice(first, last) if targets is None else targets[first:last]] = rows[first:last] @ weights[group]
     return out
 
 
