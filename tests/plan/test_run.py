@@ -15,6 +15,7 @@ from trellis.frozen import FrozenMap
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
 from trellis.inspect import Memory
+from trellis.inspect.timeline import FRAGMENTATION
 from trellis.nn.moe.dispatch import WORDS
 from trellis.pages.plan import page
 from trellis.plan import compile as compiling
@@ -280,6 +281,14 @@ def test_of_mixtures_what_experts_make_is_kept_without_what_they_get():
     assert [s.peak for s in of] == sorted((s.peak for s in of), reverse=True)
     dots = sketch(dataclasses.replace(run, remat=Remat(policy="dots")), where, {"data": 64})
     assert dots.seconds > of[3].seconds and dots.peak < of[3].peak  # it keeps no product of experts
+    m, tokens = run.model, run.batch_size * run.data.sequence_length / 64
+    for on, rows in (("8x8xH100", 1), ("v5p:4x4x4", m.experts_per_token)):  # GPUs keep tokens, and gather from these
+        given, gates = (
+            sketch(dataclasses.replace(run, remat=Remat(policy="saved", names=names)), target(on), {"data": 64}).peak
+            for names in (("attention", "mlp_rows"), ("attention", "mlp_gate"))
+        )
+        more = 2.0 * m.layers * tokens / run.parts * (rows * m.embed - m.experts_per_token * m.mlp)
+        assert given - gates == pytest.approx((1 + FRAGMENTATION) * more)
 
 
 def test_hosts_may_hold_a_copy_each():

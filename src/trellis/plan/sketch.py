@@ -142,7 +142,9 @@ def sketch(run: Run, target: Target, sizes: dict[str, int]) -> Sketch:
     seconds = compute + activations + weights - hidden
     state = 12.0 * (of_stage + tables) / (ways * model if sharded else model)
     base, per_mlp, per_head = keep
-    of_mlp = per_token * (of_choice * m.mlp + of_rows * m.embed) if experts else per_mlp * m.mlp
+    # Kernels for GPUs gather rows from tokens, or from those of the few devices that share experts.
+    rows_of = min(per_token, expert) if chip.kind == "gpu" else per_token
+    of_mlp = per_token * of_choice * m.mlp + rows_of * of_rows * m.embed if experts else per_mlp * m.mlp
     width = base * m.embed + (of_mlp + per_head * m.embed) / model
     width -= base * m.embed * (1 - 1 / sequence)
     kept = gathered + 2.0 * width * m.layers * local / parts * (min(parts, 2 * stages) if stages > 1 else 1)
