@@ -17,7 +17,7 @@ from trellis.inspect import ledger
 from trellis.mesh import Layout, make_mesh
 from trellis.named import named, named_jit, shard
 from trellis.named.saving import only
-from trellis.nn.moe import Choices, choose, dispatch, mix, narrow, score
+from trellis.nn.moe import Choices, choose, dispatch, grouped, mix, narrow, score
 from trellis.nn.moe.dispatch import as_sent, from_words, in_words
 from trellis.run.layouts import LayoutChoice, MeshSizes, make_layout
 from trellis.train.step import StepOptions, batch_loss
@@ -167,9 +167,14 @@ def exchanged_again(dispatch, slack, *keep):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dispatch", "slack"), [(None, ONE_ROUND), ("mxfp8", ONE_ROUND), ("mxfp8", 1.5)])
-def test_rows_that_are_kept_do_not_travel_again(dispatch, slack):
-    """In eight bits what is kept of them is what travelled."""
+@pytest.mark.parametrize(
+    ("dispatch", "slack", "platform"),
+    [(None, ONE_ROUND, "cpu"), ("mxfp8", ONE_ROUND, "cpu"), ("mxfp8", 1.5, "cpu")]
+    + [(None, ONE_ROUND, "cuda"), ("mxfp8", ONE_ROUND, "cuda")],
+)
+def test_rows_that_are_kept_do_not_travel_again(dispatch, slack, platform, monkeypatch):
+    """In eight bits what is kept of them is what travelled; where kernels gather rows, what they gather them from."""
+    monkeypatch.setattr(grouped, "platform_of", lambda a: platform)
     kind = "u16" if dispatch else "f32"
     if slack == ONE_ROUND:
         assert exchanged_again(dispatch, slack) == [("expert", kind), ("expert_y", kind)]
