@@ -134,41 +134,47 @@ def test_attention_of_cudnn(given):
             np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+# Two groups, of three rows and one; the last is nobody's, and where it is from is anything.
+GROUPS_AT = {"first": np.array([0, 3], np.int32), "end": np.array([3, 4], np.int32)}
+SOURCES, TARGETS = np.array([2, 0, 2, 1, 1 << 30], np.int32), np.array([3, 1, 0, 4, 2], np.int32)
+
+
+def grouped_kernel(name: str, result: str, given: dict[str, np.ndarray]) -> np.ndarray:
+    """What a program makes that is one call of a kernel of ours."""
+    shown = {"float32": "f32", "int32": "s32"}
+    lines = [
+        f"  {k} = {shown[str(v.dtype)]}{str([*v.shape]).replace(' ', '')} parameter({i})"
+        for i, (k, v) in enumerate(given.items())
+    ]
+    call = f'custom-call({", ".join(f"%{k}" for k in given)}), custom_call_target="__gpu$xla.gpu.triton"'
+    text = ["HloModule m", f"ENTRY main () -> {result} {{", *lines, f"  ROOT {name}.1 = {result} {call}", "}"]
+    return run("\n".join(text), given.values())[0]
+
+
+@pytest.mark.parametrize("named", ["", "_gathers", "_scatters", "_gathers_scatters", "_swapped_gathers"])
+def test_kernels_of_grouped_rows_gather_and_scatter_them(named):
+    random = np.random.default_rng(0)
+    rows, weights = (random.normal(size=size).astype(np.float32) for size in ((5, 4), (2, 4, 6)))
+    listed = {"sources": SOURCES} if "gathers" in named else {}
+    listed |= {"targets": TARGETS} if "scatters" in named else {}
+    given = {"rows": rows, "weights": weights.swapaxes(1, 2) if "swapped" in named else weights}
+    groups = {"group": np.array([0, 1], np.int32)} | GROUPS_AT
+    made = grouped_kernel(f"grouped_product{named}", "f32[5,6]", groups | listed | given)
+    taken = rows[SOURCES[:4]] if "gathers" in named else rows[:4]
+    wanted = np.concatenate([taken[:3] @ weights[0], taken[3:] @ weights[1]])
+    np.testing.assert_allclose(made[TARGETS[:4] if "scatters" in named else slice(4)], wanted, rtol=1e-5)
+    assert np.isnan(made).all(1).sum() == 1
+
+
 @pytest.mark.parametrize("gathers", ["", "rows", "d"])
-def test_kernels_of_grouped_rows_gather_them(gathers):
-    """Two groups of three rows and one; what row of nobody's is from is anything, and is not read."""
-    random, many = np.random.default_rng(0), dict.fromkeys(("rows", "d"), 5) | ({gathers: 3} if gathers else {})
-    sources = np.array([2, 0, 2, 1, 1 << 30], np.int32)
-    rows, d = (random.normal(size=(many[name], size)).astype(np.float32) for name, size in (("rows", 4), ("d", 6)))
-    weights = random.normal(size=(2, 4, 6)).astype(np.float32)
-    taken = {"rows": rows, "d": d} | ({gathers: {"rows": rows, "d": d}[gathers][sources % 3]} if gathers else {})
-    listed = {"sources": sources} if gathers else {}
-    tables = {
-        "group": np.array([0, 1], np.int32),
-        "first": np.array([0, 3], np.int32),
-        "end": np.array([3, 4], np.int32),
-    }
-
-    def found(name: str, result: str, given: dict[str, np.ndarray]) -> np.ndarray:
-        shapes = {
-            k: f"{'f' if v.dtype == np.float32 else 's'}32[{','.join(map(str, v.shape))}]" for k, v in given.items()
-        }
-        lines = [f"  {k} = {shape} parameter({i})" for i, (k, shape) in enumerate(shapes.items())]
-        call = f'custom-call({", ".join(f"%{k}" for k in given)}), custom_call_target="__gpu$xla.gpu.triton"'
-        text = ["HloModule m", f"ENTRY main () -> {result} {{", *lines, f"  ROOT {name}.1 = {result} {call}", "}"]
-        return run("\n".join(text), given.values())[0]
-
-    if gathers != "d":
-        name = f"grouped_product{'_gathers' if gathers else ''}"
-        made = found(name, "f32[5,6]", tables | listed | {"rows": rows, "weights": weights})
-        wanted = np.concatenate([taken["rows"][:3] @ weights[0], taken["rows"][3:4] @ weights[1]])
-        np.testing.assert_allclose(made[:4], wanted, rtol=1e-5)
-        assert np.isnan(made[4]).all()
-    name = f"grouped_gradient{f'_gathers_{gathers}' if gathers else ''}_outer_1"
-    given = {"begins": tables["first"], "ends": tables["end"]} | listed | {"rows": rows, "d": d}
-    made = found(name, "f32[4,2,6]", given)
+def test_kernels_of_gradients_by_weights_gather_rows(gathers):
+    random = np.random.default_rng(0)
+    given = {name: random.normal(size=(5, size)).astype(np.float32) for name, size in (("rows", 4), ("d", 6))}
+    listed, name = ({"sources": SOURCES}, f"_gathers_{gathers}") if gathers else ({}, "")
+    made = grouped_kernel(f"grouped_gradient{name}_outer_1", "f32[4,2,6]", GROUPS_AT | listed | given)
+    rows, d = (x[SOURCES[:4]] if which == gathers else x for which, x in given.items())
     for group, mine in enumerate((slice(0, 3), slice(3, 4))):
-        np.testing.assert_allclose(made[:, group], taken["rows"][mine].T @ taken["d"][mine], rtol=1e-5)
+        np.testing.assert_allclose(made[:, group], rows[mine].T @ d[mine], rtol=1e-5)
 
 
 def test_a_query_that_sees_nothing_counts_for_nothing():
