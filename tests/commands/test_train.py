@@ -1,5 +1,6 @@
 """Real runs through the command line: a folder, a report, evaluation, and refusals."""
 
+import dataclasses
 import json
 import re
 
@@ -7,6 +8,9 @@ import pytest
 
 from tests.train.small import trellis
 from trellis.commands import train
+from trellis.optim import Linear
+from trellis.recipes import tiny
+from trellis.run.folder import claim
 from trellis.train import checks
 from trellis.train.trackers import read_lines
 
@@ -297,3 +301,14 @@ def test_a_run_that_is_longer_than_its_data_is_refused_before_its_first_step(run
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     (there,) = re.findall(r"fix:   use --steps (\d+), or more epochs: null repeats a part without an end", said)
     assert int(there) > 0 and f"seen:  {there} batches" in said
+
+
+def test_another_number_of_steps_tells_the_learning_rate_that_it_makes(tmp_path):
+    run = dataclasses.replace(tiny(), schedule=Linear(warmup_steps=0, final_fraction=0.0))
+    claim(tmp_path, run)
+    longer = dataclasses.replace(run, steps=40)
+    assert train._other_rate(tmp_path, longer, 10) == ""  # it has not begun
+    (tmp_path / "checkpoints" / "step-00000010").mkdir(parents=True)
+    words = "steps    20 -> 40: the learning rate goes by these, in step 11 0.00725, where it would have been 0.0045"
+    assert train._other_rate(tmp_path, longer, 10) == words
+    assert train._other_rate(tmp_path, run, 10) == train._other_rate(tmp_path, longer, 0) == ""

@@ -85,7 +85,10 @@ def execute(args: argparse.Namespace) -> int:
                 devices = devices[: chosen.devices]
             run = chosen
         with unchanged_if_refused(folder) if is_first() else contextlib.nullcontext():
+            changed = _other_rate(folder, run, done())
             claim(folder, run, done=done(), write=is_first())
+            if changed and is_first():
+                print(changed, flush=True)
             try:
                 code = train_run(run, folder, devices, until=args.until)
             finally:
@@ -97,6 +100,21 @@ def execute(args: argparse.Namespace) -> int:
         elif code == 0 and is_first():
             print(_NEXT.format(trellis=called(), folder=shlex.quote(str(folder))))
         return code
+
+
+def _other_rate(folder: Path, run: "Run", done: int) -> str:
+    """Words for the learning rate that a run goes on with, where another number of steps makes it another."""
+    from trellis.optim import learning_rates
+    from trellis.run.folder import has_begun, open_run
+
+    if not done or not has_begun(folder) or not (folder / "run.yaml").is_file():
+        return ""
+    peak, before = run.optimizer.learning_rate, open_run(folder).steps
+    was, now = (float(learning_rates(run.schedule, peak, steps)(done)) for steps in (before, run.steps))
+    if was == now:
+        return ""
+    rates = f"in step {done + 1} {now:.3g}, where it would have been {was:.3g}"
+    return f"steps    {before:,} -> {run.steps:,}: the learning rate goes by these, {rates}"
 
 
 # Three things to do with a run that has ended.
