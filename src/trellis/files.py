@@ -58,6 +58,7 @@ def load_yaml(text: str) -> Any:
 def _each_once(loader: Any) -> Any:
     """A loader that refuses a key which stands twice in a mapping; PyYAML's own would take the last."""
     import yaml
+    from yaml.constructor import ConstructorError
 
     class EachOnce(loader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -65,7 +66,7 @@ def _each_once(loader: Any) -> Any:
             pairs = node.value if isinstance(node, yaml.MappingNode) else ()
             for key in [key for key, _ in pairs if isinstance(key, yaml.ScalarNode)]:
                 if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"`{key.value}` stands twice", key.start_mark)
+                    raise ConstructorError(None, None, f"`{key.value}` stands twice", key.start_mark)
                 seen.add(key.value)
             return super().construct_mapping(node, deep)
 
