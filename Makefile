@@ -17,7 +17,10 @@ GPU := $(if $(wildcard /dev/nvidia[0-9]*),[gpu])
 train: $(VENV)/core.stamp
 	$(BIN)/trellis train
 
-PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
+# Compilers and traces ask for small memory by the million: with jemalloc, which Ray's package has for Linux, tests take a
+# tenth less time than with the system's allocator.
+JEMALLOC = $(abspath $(firstword $(wildcard $(VENV)/lib/python3*/site-packages/ray/core/libjemalloc.so)))
+PYTEST = $(addprefix LD_PRELOAD=,$(JEMALLOC)) $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 test: lint
 	$(PYTEST)
