@@ -15,7 +15,6 @@ from trellis.frozen import FrozenMap
 from trellis.hardware.chips import target
 from trellis.hardware.described import described_devices
 from trellis.inspect import Memory
-from trellis.inspect.timeline import FRAGMENTATION
 from trellis.nn.moe.dispatch import WORDS
 from trellis.pages.plan import page
 from trellis.plan import compile as compiling
@@ -25,11 +24,10 @@ from trellis.plan.frontier import frontier_text, why_lost, why_won
 from trellis.plan.prepared import prepare
 from trellis.plan.quick import quick_plan
 from trellis.plan.search import Candidate, best, search, variants
-from trellis.plan.sketch import Sketch, sketch
+from trellis.plan.sketch import Sketch
 from trellis.plan.text import as_json, text
 from trellis.plan.verdict import judge, verdict_text
 from trellis.recipes import load_run
-from trellis.run.config import Remat
 
 
 @pytest.mark.slow(but=2)
@@ -264,31 +262,6 @@ def test_kept_names_are_searched():
     assert kept == {(), ("attention",), operands, (*operands, "mlp_up")}
     own = small(remat__policy="saved", remat__names="mlp_gate")
     assert ("mlp_gate",) in {variant.remat.names for variant, _ in variants(own, target("v5e:2x2"))}
-
-
-def test_of_mixtures_what_experts_make_is_kept_without_what_they_get():
-    run, where = load_run("mixtral_8x7b"), target("8x8xH100")
-    operands, gates = ("query", "key", "value", "attention"), ("mlp_gate", "mlp_up")
-    kept = {variant.remat.names for variant, _ in variants(run, where)}
-    assert {(*operands, *gates), ("attention", *gates)} < kept
-    ways = [("none", ()), ("saved", ()), ("saved", (*operands, *gates)), ("saved", ("attention", *gates))]
-    ways += [("saved", (*operands, "mlp_up")), ("full", ())]
-    of = [
-        sketch(dataclasses.replace(run, remat=Remat(policy=policy, names=names)), where, {"data": 64})
-        for policy, names in ways
-    ]
-    assert [s.seconds for s in of] == sorted(s.seconds for s in of)
-    assert [s.peak for s in of] == sorted((s.peak for s in of), reverse=True)
-    dots = sketch(dataclasses.replace(run, remat=Remat(policy="dots")), where, {"data": 64})
-    assert dots.seconds > of[3].seconds and dots.peak < of[3].peak  # it keeps no product of experts
-    m, tokens = run.model, run.batch_size * run.data.sequence_length / 64
-    for on, rows in (("8x8xH100", 1), ("v5p:4x4x4", m.experts_per_token)):  # GPUs keep tokens, and gather from these
-        given, gates = (
-            sketch(dataclasses.replace(run, remat=Remat(policy="saved", names=names)), target(on), {"data": 64}).peak
-            for names in (("attention", "mlp_rows"), ("attention", "mlp_gate"))
-        )
-        more = 2.0 * m.layers * tokens / run.parts * (rows * m.embed - m.experts_per_token * m.mlp)
-        assert given - gates == pytest.approx((1 + FRAGMENTATION) * more)
 
 
 def test_hosts_may_hold_a_copy_each():
