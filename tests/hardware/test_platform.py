@@ -1,12 +1,10 @@
-"""What this machine's processor is called, and how many threads XLA starts."""
+"""What this machine's processor is called."""
 
-import os
 import platform
 
 import pytest
 
-from trellis.cores import usable_cores
-from trellis.hardware.platform import leave_threads, processor
+from trellis.hardware.platform import processor
 
 MILAN = "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\nflags\t\t: avx2\n"
 
@@ -31,12 +29,3 @@ def test_where_the_system_has_no_names_the_machine_has_one(tmp_path, monkeypatch
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nCPU implementer\t: 0x41\n")
     assert processor(tmp_path / "cpuinfo") == "arm"
     assert processor(tmp_path / "absent") == "arm"
-
-
-def test_several_collectives_of_each_device_have_a_thread(monkeypatch):
-    monkeypatch.delenv("NPROC", raising=False)
-    leave_threads(4)
-    assert int(os.environ["NPROC"]) == max(32, usable_cores())
-    monkeypatch.setenv("NPROC", "3")
-    leave_threads(8)
-    assert os.environ["NPROC"] == "3"

@@ -9,10 +9,6 @@ from typing import Any
 
 import jax
 
-from trellis.cores import usable_cores
-
-_THREADS = 8  # of a CPU device, where its collectives may keep some of them
-
 
 def choose_platform() -> None:
     """Keeps JAX from looking for TPUs on a Linux machine that has none: with libtpu there, it would wait and complain.
@@ -61,15 +57,3 @@ def processor(system: Path = Path("/proc/cpuinfo")) -> str:
     which = [f"{name} {told[key]}" for key, name in (("cpu family", "family"), ("model", "model")) if key in told]
     name = told.get("model name") or platform.processor() or platform.machine()
     return f"{name} ({', '.join(which)})" if which else name
-
-
-def leave_threads(devices: int) -> None:
-    """Has XLA's CPU client start with threads for several collectives of each device at once.
-
-    Operations of a step that do not wait for each other run at the same time, and a collective keeps its thread until
-    all devices have come. XLA starts as many threads as there are cores, or devices if these are more: two collectives
-    of some devices, as a pipeline has, may keep all of them while another device finds none, and after a minute XLA
-    ends the process (JAX 0.10.2, docs/published-bugs.md, 35). What the variable `NPROC` says goes first. Call it before
-    JAX looks at its devices.
-    """
-    os.environ.setdefault("NPROC", str(max(usable_cores(), _THREADS * devices)))

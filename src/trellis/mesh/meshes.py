@@ -11,7 +11,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, Sharding, SingleDeviceSharding
 
 from trellis.errors import TrellisError
-from trellis.mesh.platform import are_cpus, platform_of_devices
+from trellis.mesh.platform import all_devices, are_cpus, platform_of_devices
 from trellis.notation.shape import is_name
 
 # From rarely to often talking: gradients once a step, activations of a stage
@@ -78,7 +78,7 @@ def make_mesh(devices: Sequence | None = None, *, axis_type: str = "explicit", *
         MeshError: the sizes do not multiply to the number of devices, or the
             axes cannot be divided over the slices or hosts.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    devices = list(all_devices() if devices is None else devices)
     if axis_type not in _TYPES:
         raise MeshError(
             f"a mesh axis is 'explicit' or 'auto', got axis_type={axis_type!r}, in make_mesh: pass one of the two"

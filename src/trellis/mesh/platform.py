@@ -1,11 +1,15 @@
 """Where a computation will run, asked while it is traced, and what devices are."""
 
+import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from trellis.cores import usable_cores
+
+_THREADS = 8  # of a CPU device, where its collectives may keep some of them
 
 
 def platform_of(x: jax.Array) -> str:
@@ -26,6 +30,27 @@ def platform_of_devices(devices: jax.sharding.Mesh | Sequence[Any]) -> str:
 def are_cpus(devices: jax.sharding.Mesh | Sequence[Any]) -> bool:
     """Whether a mesh or devices are of a CPU, which may stand for a larger machine."""
     return platform_of_devices(devices) == "cpu"
+
+
+def all_devices() -> list[Any]:
+    """JAX's devices. Where this is the first look at them, several of a CPU are left threads for their collectives."""
+    forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    asked: Any = jax.config
+    if (count := max(asked.jax_num_cpu_devices, *map(int, forced), 1)) > 1:
+        leave_threads(count)
+    return jax.devices()
+
+
+def leave_threads(devices: int) -> None:
+    """Has XLA's CPU client start with threads for several collectives of each device at once.
+
+    Operations that do not wait for each other run at the same time, also those of two programs, and a collective keeps
+    its thread until all devices have come. XLA starts as many threads as there are cores, or devices if these are more:
+    two collectives of some devices, as a pipeline has, may keep all of them while another device finds none, and after
+    a minute XLA ends the process (JAX 0.10.2, docs/published-bugs.md, 35). What the variable `NPROC` says goes first.
+    Call it before JAX looks at its devices.
+    """
+    os.environ.setdefault("NPROC", str(max(usable_cores(), _THREADS * devices)))
 
 
 def rows_of_a_tile(devices: jax.sharding.Mesh | Sequence[Any]) -> int:

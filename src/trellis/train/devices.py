@@ -8,8 +8,8 @@ import jax
 
 from trellis.cores import usable_cores
 from trellis.errors import UserError
-from trellis.hardware.platform import choose_platform, claim_gpu_memory, leave_threads
-from trellis.mesh.platform import are_cpus
+from trellis.hardware.platform import choose_platform, claim_gpu_memory
+from trellis.mesh.platform import are_cpus, leave_threads
 from trellis.run.config import Run
 
 # The processors' caches and memory are shared: past this many devices a CPU gains nothing and compiles for longer.
