@@ -135,6 +135,9 @@ def test_refusals(run_folder, tmp_path, capsys):
     assert "seen:  step 3" in refused(capsys, "export", str(run_folder), "--to", str(tmp_path / "x"), "--step", "3")
     assert "A Hugging Face folder has a config.json." in refused(capsys, "import", str(tmp_path))
     assert "A count is 1 or more." in refused(capsys, "generate", str(run_folder), "--tokens", "0")
+    for name, value in (("top-k", "3"), ("top-p", "0.5"), ("samples", "2")):
+        there = refused(capsys, "generate", str(run_folder), "--temperature", "0", f"--{name}", value)
+        assert f"seen:  {name}={value}, temperature=0: it has no effect" in there
     assert "A temperature is 0 or more." in refused(capsys, "generate", str(run_folder), "--temperature", "-1")
     there = refused(capsys, "evaluate", str(run_folder), "--devices", "3")
     assert "batch_size=8 over data=3\n  where: --devices\n  fix:   use --devices 1, or as many as divide it" in there

@@ -38,6 +38,13 @@ def execute(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             seen = f"{name}={getattr(args, name)}"
             raise UserError("A count is 1 or more.", seen=seen, where=f"--{name}", fix="use 1 or more")
+    if args.temperature == 0:
+        given = {"top-k": args.top_k, "top-p": args.top_p, "samples": args.samples if args.samples > 1 else None}
+        for name, value in given.items():
+            if value is not None:
+                rule = "With temperature 0 the likeliest token is taken, of all, and each text is the same."
+                seen, fix = f"{name}={value}, temperature=0: it has no effect", "leave it out, or use --temperature 0.8"
+                raise UserError(rule, seen=seen, where=f"--{name}", fix=fix)
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     run, step = open_checkpoint(folder, args.step)
     run = for_use(run, args.devices)
