@@ -83,6 +83,10 @@ def test_chat(tmp_path):
         (["--out", "x", "--bytes", "--workers", "many", "none.txt"], "no such file, folder or pattern"),
         (["--out", "x", "--bytes", "--workers", "many"], "many"),
         (["--out", "x", "--tokenizer", "none.json"], "No such file or directory: 'none.json'"),
+        (
+            ["--out", "x", "--bytes", "--workers", "0", "--filter", "os:gone"],
+            "AttributeError: module 'os' has no attribute",
+        ),
         (["--out", "x", "--bytes", "dataset:a", "b.txt"], "dataset:a b.txt"),
         (["--out", "x", "--bytes", "a.txt", "--separator", "\\"], "`\\`: \\ at end of string"),
         (["--out", "x", "--bytes", "dataset:a", "--format", "json"], "json, of dataset:a: it has no effect"),

@@ -93,6 +93,10 @@ def test_overview_loads_nothing_heavy():
             ],
         ),
         (
+            ["doctor", "--devices", "0"],
+            ["A count is 1 or more.", "devices=0", "--devices", "use 1 or more, or leave it out"],
+        ),
+        (
             ["train", "tiny", "--optimizer.lerning_rate", "1"],
             [
                 "`optimizer` has known fields only.",

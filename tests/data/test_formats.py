@@ -375,6 +375,14 @@ def test_members_of_a_tar_that_are_not_texts(tmp_path):
     assert raised.value.where.endswith("in.tar, member 0.txt")
 
 
+def test_a_field_of_text_files_alone_is_refused(tmp_path):
+    for name in ("a.txt", "b.jsonl"):
+        (tmp_path / name).write_text('{"text": "x"}')
+    with pytest.raises(UserError, match=r"a text file is one text, or several\.\n  seen:  body, and 1 text file\n"):
+        FileSource(files=find_files(tmp_path / "a.txt"), field="body")
+    assert FileSource(files=find_files(tmp_path), field="body").text_field == "body"
+
+
 @pytest.mark.parametrize(
     ("options", "rule"),
     [

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trellis.commands.command import Command
+from trellis.errors import UserError
 
 _PIP = f"{sys.executable} -m pip install"
 
@@ -30,7 +31,10 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.mesh.platform import are_cpus
 
     choose_platform()
-    if args.devices:
+    if args.devices is not None:
+        if args.devices < 1:
+            seen, fix = f"devices={args.devices}", "use 1 or more, or leave it out"
+            raise UserError("A count is 1 or more.", seen=seen, where="--devices", fix=fix)
         jax.config.update("jax_num_cpu_devices", args.devices)
     print(f"python           {platform.python_version()} at {sys.executable}")
     print(f"machine          {platform.system()} {platform.machine()}, {usable_cores()} cores")

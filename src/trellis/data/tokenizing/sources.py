@@ -67,6 +67,14 @@ class FileSource:
                 fix="leave it out, or use --format text",
             )
 
+        if self.field is not None and self.files and all(self._format(file) == "text" for file in self.files):
+            raise UserError(
+                "A field holds the text of records; a text file is one text, or several.",
+                seen=f"{self.field}, and {len(self.files)} text file{'s' * (len(self.files) > 1)}",
+                where="--field",
+                fix="leave it out, or say what the files are, as --format jsonl",
+            )
+
     @property
     def text_field(self) -> str:
         """The field that holds the text."""

@@ -151,16 +151,28 @@ class Encoder:
 
 
 def load_function(spec: str):
-    """The function called "module:function" or "path.py:function"."""
+    """The function called "module:function" or "path.py:function".
+
+    Raises:
+        UserError: there is none.
+    """
     place, _, name = spec.rpartition(":")
-    if place.endswith(".py"):
-        found = importlib.util.spec_from_file_location("_trellis_user_" + os.path.basename(place)[:-3], place)
-        module = importlib.util.module_from_spec(found)
-        found.loader.exec_module(module)
-    else:
-        module = importlib.import_module(place)
-    for part in name.split("."):
-        module = getattr(module, part)
+    try:
+        if place.endswith(".py"):
+            found = importlib.util.spec_from_file_location("_trellis_user_" + os.path.basename(place)[:-3], place)
+            module = importlib.util.module_from_spec(found)
+            found.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        for part in name.split("."):
+            module = getattr(module, part)
+    except Exception as error:  # whatever a user's file does when it is imported
+        raise UserError(
+            "A filter is a function of a module, or of a file, that can be imported.",
+            seen=f"{type(error).__name__}: {error}",
+            where=f"--filter {spec}",
+            fix="write module:function or path.py:function, of one that is there",
+        ) from error
     return module
 
 
