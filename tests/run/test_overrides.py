@@ -257,6 +257,7 @@ def test_the_mixture_of_the_manual_is_a_run():
     (text,) = re.findall(
         r"```yaml\n(# mixture.yaml.*?)```", (Path(__file__).parents[2] / "docs" / "data.md").read_text(), re.DOTALL
     )
-    run = resolve(Run, tiny(), patch={"data": yaml.safe_load(text)["data"]}, source="mixture.yaml")
+    fields = {name: value for name, value in yaml.safe_load(text).items() if name != "base"}
+    run = resolve(Run, tiny(), patch=fields, source="mixture.yaml")
     assert [part.name for part in run.data.source.parts] == ["web", "code"]
     assert run.data.source.parts[1].weight[1].weight == 0.5

@@ -76,21 +76,24 @@ def _default(field: Field) -> Any:
 
 
 def named_in(kind: type, options: Mapping[str, str]) -> Iterator[str]:
-    """The dotted names that options set: their own, and those of the parts that `{...}` in their text names.
+    """The dotted names that options set: their own, and those of the parts that `{...}` in their text gives another
+    value than the field has of itself.
 
     >>> from trellis.run.config import Run
-    >>> list(named_in(Run, {"layout": "{context: exchange, compute: {pos: data}}", "steps": "3"}))
+    >>> list(named_in(Run, {"layout": "{context: exchange, gather: joint, compute: {pos: data}}", "steps": "3"}))
     ['layout', 'layout.context', 'layout.compute', 'layout.compute.pos', 'steps']
     """
+    fields = dict(every_field(kind))
 
     def inside(name: str, value: Any) -> Iterator[str]:
         yield name
         for part, inner in value.items() if isinstance(value, Mapping) else ():
-            yield from inside(f"{name}.{part}", inner)
+            dotted = f"{name}.{part}"
+            if dotted not in fields or _default(fields[dotted]) != inner:
+                yield from inside(dotted, inner)
 
-    types = dict(every_field(kind))
     for name, text in options.items():
-        yield from inside(name, read(types[name].type, text) if name in types else text)
+        yield from inside(name, read(fields[name].type, text) if name in fields else text)
 
 
 def leaves(kind: Any, data: Any, path: str = "") -> Iterator[tuple[str, Any, Any, str]]:
