@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from trellis._compat import is_tracer
+from trellis.mesh.platform import are_cpus
 from trellis.notation import spec_of
 from trellis.notation.state import mode_of
 
@@ -69,6 +70,6 @@ def _in_memory(array) -> bool:
     """Whether an array is one CPU device's, and NumPy has its type: keys and numbers without a fixed type are JAX's."""
     if not isinstance(array, jax.Array) or is_tracer(array) or jax.typeof(array).weak_type:
         return False
-    devices = array.devices()
+    devices = list(array.devices())
     known = not jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
-    return known and len(devices) == 1 and next(iter(devices)).platform == "cpu"
+    return known and len(devices) == 1 and are_cpus(devices)
