@@ -153,5 +153,6 @@ def local_experts(
     order, place, sizes = sort_by_expert(ids.reshape(-1), count)
     place = jnp.where(place < sizes.sum(), place, room)
     order, taken = order[:room], Taken(order[:room] // choices, place.reshape(tokens, choices))
+    rows = x if gathers else taken.of(x)
     counted = take_rows(weights.reshape(-1), order, place[:, None])
-    return compute(x, sizes, counted, taken) if gathers else taken.summed(compute(taken.of(x), sizes, counted))
+    return compute(rows, sizes, counted, taken) if gathers else taken.summed(compute(rows, sizes, counted))
