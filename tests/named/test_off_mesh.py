@@ -121,6 +121,17 @@ def test_arrays_of_another_mesh_are_refused():
                 use(x)
 
 
+def test_how_another_mesh_of_the_same_sizes_is_another():
+    meshes = {
+        r"data=8, auto\)": tr.make_mesh(axis_type="auto", data=8),
+        r"data=8, its devices in another order\)": tr.make_mesh(jax.devices()[::-1], data=8),
+    }
+    for said, mesh in meshes.items():
+        x = tr.named(jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P("data"))), "b")
+        with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}), pytest.raises(MeshError, match=said):
+            x + 1
+
+
 def test_after_the_layout_has_ended():
     """A value can be used, and a gradient says where it is to be taken."""
     with _layout("explicit", params={"e": "data"}, compute={"b": "data"}):

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, Sharding, SingleDeviceSharding
 from trellis.errors import TrellisError
 from trellis.mesh.platform import all_devices, are_cpus, platform_of_devices
 from trellis.notation.shape import is_name
+from trellis.notation.state import mode_of
 
 # From rarely to often talking: gradients once a step, activations of a stage
 # once a microbatch, weights once a layer, then what moves several times a layer.
@@ -32,8 +33,9 @@ def same_mesh(mesh, other) -> bool:
 
 
 def mesh_text(mesh) -> str:
-    """A mesh for messages: `data=4, model=2`."""
-    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    """A mesh for messages: `data=4, model=2`, and whether its axes are left to the compiler."""
+    sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    return f"{sizes}, auto" if mode_of(mesh) == "auto" else sizes
 
 
 ALONE = "alone"

@@ -108,10 +108,11 @@ def on_mesh(array, names: tuple[str, ...], what: str) -> jax.Array:
     if not same_mesh(mesh, here) or (
         devices is not None and isinstance(array, jax.Array) and _elsewhere(devices, layout)
     ):
+        otherwise = ", its devices in another order" if same_mesh(mesh, here) else ""
         raise MeshError(
             f"an operation takes arrays of the mesh in force, which is ({mesh_text(here)}), got "
-            f"{_shown(array, names)} of another mesh ({mesh_text(mesh)}), in {what}: move it there first, with "
-            "shard(x) or shard(x, 'compute')"
+            f"{_shown(array, names)} of another mesh ({mesh_text(mesh)}{otherwise}), in {what}: move it there first, "
+            "with shard(x) or shard(x, 'compute')"
         )
     return array
 
