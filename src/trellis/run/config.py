@@ -231,7 +231,7 @@ class Run:
     profile: Profile | None = None
     """A trace of some steps; null takes none. Set it where steps are slower than planned."""
     compiler_options: Mapping[str, str] = dataclasses.field(default_factory=FrozenMap)
-    """Options of the compiler for the step, as in xla_tpu_scoped_vmem_limit_kib: 65536. Those of other platforms than
+    """Options of the compiler for the step, as in xla_tpu_scoped_vmem_limit_kib: '65536'. Those of other platforms than
     the run's (xla_tpu_..., xla_gpu_..., xla_cpu_...) are left out. Set them to try what a compiler can do for a step;
     the recipes of TPU slices have theirs."""
     cpu: Cpu = Cpu()
