@@ -11,10 +11,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from trellis.checkpoints.checkpoints import Checkpoints
+from trellis.commands import export
 from trellis.commands.line import main
 from trellis.data import byte_tokenizer
+from trellis.errors import UserError
 from trellis.hub.folder import write_tokenizer
-from trellis.models import LlamaConfig
+from trellis.models import LlamaConfig, YarnScaling
 from trellis.recipes import tiny
 from trellis.run.folder import claim, open_run
 from trellis.run.layouts import LayoutChoice
@@ -151,7 +153,12 @@ def test_refusals(run_folder, tmp_path, capsys):
     (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
     there = refused(capsys, "export", str(run_folder), "--to", str(tmp_path / "theirs"))
     assert "seen:  tokenizer.json" in there and "or remove what is there" in there
-    main(["export", str(run_folder), "--to", str(tmp_path / "hf"), "--dtype", "float32"])
+    there = refused(capsys, "export", str(run_folder), "--to", str(tmp_path / "x"), "--positions", "0")
+    assert "seen:  --positions 0\n" in there and not (tmp_path / "x").exists()
+    words = ["--dtype", "float32", "--positions", "4096"]
+    main(["export", str(run_folder), "--to", str(tmp_path / "hf"), *words])
+    hub = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert hub["max_position_embeddings"] == 4096 and hub["vocab_size"] == 257
     assert load_file(tmp_path / "hf" / "model.safetensors")["lm_head.weight"].shape == (257, 16)
     there = refused(capsys, "import", str(tmp_path / "hf"), "--to", str(run_folder))
     assert "An import makes a new run." in there
@@ -172,3 +179,12 @@ def test_a_model_without_a_tokenizer_has_not_the_recipes(run_folder, tmp_path, c
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
     assert not (tmp_path / "back" / "tokenizer.json").exists()
+
+
+def test_the_positions_of_an_export_are_the_models_where_it_has_some():
+    scaling = YarnScaling(factor=4.0, original_context=16)
+    run = dataclasses.replace(tiny(), model=dataclasses.replace(MODEL, rope_scaling=scaling))
+    assert export._positions(tiny(), None) == 64 and export._positions(tiny(), 9) == 9
+    assert export._positions(run, None) == export._positions(run, 64) == 64
+    with pytest.raises(UserError, match="--positions 65 of a model with 64"):
+        export._positions(run, 65)

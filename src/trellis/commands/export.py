@@ -2,8 +2,13 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trellis.commands.command import Command
+from trellis.errors import UserError
+
+if TYPE_CHECKING:
+    from trellis.run.config import Run
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,6 +19,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", required=True, metavar="DIR", help="the folder to write")
     parser.add_argument(
         "--dtype", choices=tuple(DTYPE_NAMES), default="bfloat16", help="of weights (default: bfloat16)"
+    )
+    parser.add_argument(
+        "--positions", type=int, metavar="N", help="the longest sequence, for config.json (default: that of the run)"
     )
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
 
@@ -32,7 +40,7 @@ def execute(args: argparse.Namespace) -> int:
     run, at = open_checkpoint(folder, args.step)
     choose_platform()
     assembled = assemble(for_use(run, 1), jax.devices("cpu")[:1])
-    positions = run.model.positions or run.data.sequence_length
+    positions = _positions(run, args.positions)
     chosen = run.data.tokenizer
     tokenizer = tokenizer_of(run)
     if tokenizer is None:
@@ -54,12 +62,27 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
+def _positions(run: "Run", asked: int | None) -> int:
+    """The longest sequence that `config.json` tells of: programs that load it refuse longer ones."""
+    from trellis.nn import YarnScaling
+
+    own = run.model.positions
+    if isinstance(scaling := getattr(run.model, "rope_scaling", None), YarnScaling):
+        own = round(scaling.factor * scaling.original_context)
+    if asked is not None and (asked < 1 or own not in (None, asked)):
+        rule = "A model whose positions are learned, or scaled by YaRN, says how many it has; others have 1 or more."
+        seen = f"--positions {asked}" + ("" if own is None else f" of a model with {own}")
+        raise UserError(rule, seen=seen, where="--positions", fix="leave it out" if own else "use 1 or more")
+    return own or asked or run.data.sequence_length
+
+
 COMMAND = Command(
     name="export",
     summary="a run to a Hugging Face folder",
     description=(
         "Writes a run's model as a folder that `transformers` loads: config.json, safetensors and the tokenizer. "
-        "Weights are read and written one layer of a parameter at a time, whatever the size of the model."
+        "Weights are read and written one layer of a parameter at a time, whatever the size of the model. A model that "
+        "was imported for longer sequences than it is trained on keeps them by --positions."
     ),
     arguments=arguments,
     execute=execute,
