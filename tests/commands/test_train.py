@@ -4,14 +4,17 @@ import dataclasses
 import json
 import re
 
+import jax
 import pytest
 
 from tests.train.small import trellis
-from trellis.commands import train
+from trellis.commands import evaluate, train
 from trellis.optim import Linear
 from trellis.recipes import tiny
 from trellis.run.folder import claim
+from trellis.run.layouts import LayoutChoice, MeshSizes
 from trellis.train import checks
+from trellis.train.assemble import assemble
 from trellis.train.trackers import read_lines
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -312,3 +315,23 @@ def test_another_number_of_steps_tells_the_learning_rate_that_it_makes(tmp_path)
     words = "steps    20 -> 40: the learning rate goes by these, in step 11 0.00725, where it would have been 0.0045"
     assert train._other_rate(tmp_path, longer, 10) == words
     assert train._other_rate(tmp_path, run, 10) == train._other_rate(tmp_path, longer, 0) == ""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mesh": MeshSizes(stage=2), "layout": LayoutChoice(pipeline_microbatches=4), "accumulation": "sharded"},
+        {"mesh": MeshSizes(model=2), "layout": LayoutChoice(preset="fsdp_tensor_sequence", overlap=("mlp",))},
+        {"microbatches": 8},
+    ],
+)
+def test_a_run_is_evaluated_on_devices_in_a_row_however_its_steps_are_cut(fields):
+    for devices in (1, 8):
+        run = evaluate._in_one_row(dataclasses.replace(tiny(), **fields), devices)
+        assert (run.devices, run.mesh, run.microbatches) == (devices, MeshSizes(), None)
+        assert assemble(run, jax.devices()[:devices]).layout.mesh.size == devices
+
+
+def test_a_measure_that_is_not_known_is_null():
+    said = evaluate._as_json(3, 2, {"validation_loss": 2.5, "bits_per_byte": float("nan")})
+    assert said == '{"step": 3, "batches": 2, "validation_loss": 2.5, "bits_per_byte": null}'

@@ -3,10 +3,16 @@
 import argparse
 import dataclasses
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trellis.commands.command import Command
 from trellis.errors import UserError
+
+if TYPE_CHECKING:
+    from trellis.run.config import Run
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +26,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """`trellis evaluate`."""
-    from trellis.run.layouts import MeshSizes
     from trellis.train.assemble import assemble
     from trellis.train.compilation import use_persistent_cache
     from trellis.train.corpus import open_corpus
@@ -30,10 +35,7 @@ def execute(args: argparse.Namespace) -> int:
 
     folder = Path(args.folder)
     run, chosen = open_checkpoint(folder, args.step)
-    if args.devices is not None:  # so many in one row, whatever the mesh of the run
-        preset = "single" if args.devices == 1 else "auto"
-        layout = dataclasses.replace(run.layout, preset=preset, params={}, compute={})
-        run = dataclasses.replace(run, devices=args.devices, mesh=MeshSizes(), layout=layout)
+    run = run if args.devices is None else _in_one_row(run, args.devices)
     reported = run.evaluation
     run = dataclasses.replace(run, evaluation=dataclasses.replace(reported, batches=args.batches))
     use_persistent_cache()
@@ -59,12 +61,27 @@ def execute(args: argparse.Namespace) -> int:
     limits = (args.batches, reported.batches, None)
     used, theirs, whole = (sum(s._replace(limit=n).num_batches for s in corpus.validation.values()) for n in limits)
     if args.json:
-        print(json.dumps({"step": step, "batches": used, **values}))
+        print(_as_json(step, used, values))
         return 0
     print(f"step {step}, {_words(used, theirs, whole)}")
     for name, value in values.items():
         print(f"{name:<32} {value:.4f}")
     return 0
+
+
+def _in_one_row(run: "Run", devices: int) -> "Run":
+    """A run over so many devices in one row, whatever its mesh: how its steps are cut and placed is for that."""
+    from trellis.run.layouts import LayoutChoice, MeshSizes
+
+    layout = LayoutChoice(preset="single" if devices == 1 else "auto", mode=run.layout.mode)
+    steps = {"microbatches": None, "accumulation": "pending"}
+    return dataclasses.replace(run, devices=devices, mesh=MeshSizes(), layout=layout, **steps)
+
+
+def _as_json(step: int, batches: int, values: Mapping[str, float]) -> str:
+    """One object; a number that is not known, as the bits a byte of text that a store does not know, is null."""
+    known = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    return json.dumps({"step": step, "batches": batches, **known})
 
 
 def _words(used: int, reported: int, whole: int) -> str:
