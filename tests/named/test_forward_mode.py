@@ -101,3 +101,26 @@ def test_manual_forward_mode():
         gradient = jax.grad(lambda w: loss(w, x_))(w_)
     np.testing.assert_allclose(gradient, 2 * x.T @ (x @ w), rtol=1e-4)
     np.testing.assert_allclose(tangent, (2 * x.T @ (x @ w) * t).sum(), rtol=1e-4)
+
+
+def test_a_backward_rule_of_ones_own():
+    """Its gradients lie where its arguments do."""
+    product = lambda x, w: tr.dot(x, w, over="e")
+
+    def ruled(place):
+        rule = jax.custom_vjp(product)
+        backward = lambda kept, g: (tr.dot(g, kept[1], over="m"), tr.dot(kept[0], g, over="b"))
+        rule.defvjp(lambda x, w: (product(x, w), (x, w)), lambda kept, g: place(*backward(kept, g)))
+        return lambda w, x: (rule(x, w) ** 2.0).sum()
+
+    with tr.Layout(tr.make_mesh(data=4, model=2), params={"e": "data"}, compute={"b": "data", "m": "model"}):
+        w = tr.shard(tr.named(np.arange(32, dtype=np.float32).reshape(8, 4), "e m"))
+        x = tr.shard(tr.named(np.arange(32, dtype=np.float32).reshape(4, 8), "b e"), "compute")
+        with pytest.raises(
+            tr.TypeMismatch, match=r"got float32\[8,4.*\] for an argument of float32\[8@data,4.*shard\("
+        ):
+            tr.grad(ruled(lambda x, w: (x, w)))(w, x)
+        found = tr.grad(ruled(lambda x, w: (tr.shard(x, "compute"), tr.shard(w))))(w, x)
+        expected = tr.grad(lambda w, x: (product(x, w) ** 2.0).sum())(w, x)
+        assert tr.typeof(found) == tr.typeof(expected)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -1,5 +1,6 @@
 """`grad` and `value_and_grad` of functions that give a named scalar."""
 
+import re
 from collections.abc import Callable
 
 import jax
@@ -8,7 +9,10 @@ from trellis.mesh.manual.refusals import raise_of_gradient
 from trellis.named.array import NamedArray, is_named
 from trellis.named.axis import NamesError
 from trellis.named.operand import no_copies
-from trellis.notation import typeof
+from trellis.notation import TypeMismatch, typeof
+
+# The mesh axes of a dimension, as JAX writes a type.
+_SLICES = re.compile(r"@(\([^)]*\)|\w+)")
 
 
 def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable:
@@ -29,7 +33,8 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
 
     Raises:
         NamesError: the value has names left.
-        TypeMismatch: JAX does not differentiate what a manual function makes of a copy.
+        TypeMismatch: JAX does not differentiate what a manual function makes of a copy; or a `jax.custom_vjp` gives a
+            gradient that lies elsewhere than its argument.
     """
     names: list[bool] = []
 
@@ -52,11 +57,24 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
             (value, aux), gradients = differentiated(*args, **kwargs)
         except (ValueError, NotImplementedError) as error:
             raise_of_gradient(error, getattr(fn, "__name__", "the function"))
+            _raise_of_a_rule(error, getattr(fn, "__name__", "the function"))
             raise
         value = NamedArray(value, ()) if names.pop() else value
         return ((value, aux) if has_aux else value), gradients
 
     return call
+
+
+def _raise_of_a_rule(error: Exception, name: str) -> None:
+    """Turns what JAX says of a backward rule whose gradient is not where its argument is into our words."""
+    found = re.search(r"rule produced an output of type (\S+) corresponding to an input of type (\S+)", str(error))
+    given, wanted = found.groups() if found else ("", "")
+    if given != wanted and _SLICES.sub("", given) == _SLICES.sub("", wanted):
+        raise TypeMismatch(
+            f"a backward rule of one's own gives each gradient where its argument lies, got {given} for an argument of "
+            f"{wanted}, in the gradient of `{name}`: end the rule with shard(gradient) for a parameter's, and "
+            "shard(gradient, 'compute') for an activation's"
+        ) from error
 
 
 def grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable:
