@@ -201,7 +201,8 @@ def test_a_product_of_no_numbers(kind):
     with layout_of("FSDP"):
         for batch, embed in ((0, 32), (8, 0)):
             factors = tr.zeros({"batch": batch, "embed": embed}), tr.zeros({"embed": embed, "mlp": 16})
-            made, slopes = tr.value_and_grad(loss, (0, 1))(*factors)
+            # In one program: of no columns JAX 0.12 cannot give a pending sum by itself, whatever the product is of.
+            made, slopes = jax.jit(tr.value_and_grad(loss, (0, 1)))(*factors)
             assert not float(made) and [y.shape for y in slopes] == [x.shape for x in factors]
 
 
