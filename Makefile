@@ -63,7 +63,7 @@ lock: | $(VENV)/bin/python
 	$(BIN)/python constraints/lock.py
 
 clean:
-	rm -rf .venv build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .cache build .pytest_cache .ruff_cache .hypothesis
 
 # Whether a Python, which may be none, is new enough.
 IS_NEW = -c 'import sys; sys.exit(sys.version_info < (3, 11))'

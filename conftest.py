@@ -1,6 +1,5 @@
 """Eight CPU devices, strict promotion: set before JAX looks at its devices."""
 
-import contextlib
 import ctypes
 import functools
 import gc
@@ -8,7 +7,6 @@ import importlib.metadata
 import os
 import pathlib
 import threading
-import time
 
 # Before JAX reads it, and for the processes that tests start: tests hold what a program computes and moves, not what
 # LLVM makes of its loops. Compiled with the least effort they take half of the time.
@@ -21,8 +19,8 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
         "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
         "--xla_cpu_experimental_ynn_fusion_type=",
     )
-# A program is compiled once for all tests, all their processes, the next run, and the user's other checkouts.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/trellis/compiled-by-tests"))
+# A program is compiled once for all tests, all their processes, and the next run.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent / ".cache" / "compiled"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
@@ -143,16 +141,8 @@ def _processor() -> float:
     return sum(os.times()[:4])
 
 
-# Seconds that a compiled program is kept: what no test compiles any more would stay for ever.
-KEPT = 30 * 24 * 3600
-
-
 def pytest_configure(config):
     config.room = ROOM
-    for program in pathlib.Path("~/.cache/trellis/compiled-by-tests").expanduser().glob("*"):
-        with contextlib.suppress(FileNotFoundError):  # another process of the tests was first
-            if program.stat().st_mtime < time.time() - KEPT:
-                program.unlink()
 
 
 def pytest_collection_finish(session):
