@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ import jax
 
 from trellis.errors import UserError
 from trellis.files import cache_folder
+from trellis.mesh.platform import are_cpus
+from trellis.run.config import Run
 
 # What a platform's compiler is told where a run says nothing. XLA orders a CPU's operations so that many could run at
 # once, which starts the backward pass's copies and exponentials in the forward pass: on two cores a step has a fifth
@@ -54,7 +56,22 @@ def use_persistent_cache(folder: str | Path | None = None) -> None:
     if os.environ.get("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS") is None:
         # The small programs around a step take tenths of a second each: keep them too.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    if os.environ.get("JAX_ENABLE_COMPILATION_CACHE") is None:
+        jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()  # JAX settles at its first compilation whether it has a cache
+
+
+def compile_anew(run: Run, devices: Sequence[Any]) -> None:
+    """Of a pipeline on a CPU neither keeps compiled programs nor takes those that are kept.
+
+    Of a program that XLA's CPU backend loads, all collectives have one number: two of a pipeline that run at the same
+    time may meet each other, with other sums, or none and the end of the process (JAX 0.10.2).
+    """
+    from jax.experimental.compilation_cache import compilation_cache
+
+    if run.mesh.stage > 1 and are_cpus(devices):
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
 
 
 def options_for(platform: str, options: Mapping[str, str], devices: int = 1) -> dict[str, str]:
