@@ -156,10 +156,8 @@ def marked(operands: tuple, what: str) -> tuple[tuple[NamedArray, ...], Mark | N
             f"a narrow product is one of two factors, of one kind, got {', '.join(map(typeof, plain))} of kind "
             f"{' and '.join(sorted(kinds))}, in {what}: multiply two at a time"
         )
-    if any(
-        isinstance(x, NamedArray) and not x.size for x in plain
-    ):  # of no numbers none is the largest, and the product has none of them
-        return plain, None
+    if any(isinstance(x, NamedArray) and not x.size for x in plain):
+        return plain, None  # of no numbers none is the largest, and the product has none of them
     at, mark = max(marks.items())
     return plain, Mark(mark.kind, at, _one_key(mark, what), _three(mark, what))
 

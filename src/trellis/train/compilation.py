@@ -64,8 +64,9 @@ def use_persistent_cache(folder: str | Path | None = None) -> None:
 def compile_anew(run: Run, devices: Sequence[Any]) -> None:
     """Of a pipeline on a CPU neither keeps compiled programs nor takes those that are kept.
 
-    Of a program that XLA's CPU backend loads, all collectives have one number: two of a pipeline that run at the same
-    time may meet each other, with other sums, or none and the end of the process (JAX 0.10.2).
+    Loaded by XLA's CPU backend, such programs had other losses from one run to the next, or waited in collectives until
+    XLA ended the process (JAX 0.10.2). Why is not known: its message gives all that waited one number, as if those that
+    run at the same time could meet each other.
     """
     from jax.experimental.compilation_cache import compilation_cache
 
