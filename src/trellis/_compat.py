@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import re
 import traceback
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import Any
 
 import jax
@@ -163,6 +163,37 @@ def choose_among_slices() -> None:
         select = getattr(module, name, None)
         if select is not None and not hasattr(select, "__wrapped__"):
             setattr(module, name, lying_alike(select))
+
+
+def keep_programs_that(load_right: Callable[[Any], bool]) -> bool:
+    """Leaves compiled programs for which this is false out of JAX's compilation cache: they are neither kept nor taken.
+
+    What keeps and what takes are private functions, in JAX 0.10.2 to 0.12.0. Returns whether they are there.
+
+    Args:
+        load_right: of a compiled program (JAX's `LoadedExecutable`) whether it computes the same when it was loaded.
+    """
+    import functools
+    import importlib
+
+    module: Any = importlib.import_module("jax._src.compilation_cache")
+    keep, take = (getattr(module, f"{verb}_executable_and_time", None) for verb in ("put", "get"))
+    if keep is None or take is None:
+        return False
+
+    @functools.wraps(keep)
+    def keep_right(key, name, executable, *rest, **named):
+        if load_right(executable):
+            keep(key, name, executable, *rest, **named)
+
+    @functools.wraps(take)
+    def take_right(*args, **named):
+        executable, seconds = take(*args, **named)
+        return (None, None) if executable is not None and not load_right(executable) else (executable, seconds)
+
+    if not hasattr(keep, "__wrapped__"):
+        module.put_executable_and_time, module.get_executable_and_time = keep_right, take_right
+    return True
 
 
 # In JAX 0.12 the collectives that XLA's partitioner inserts have the name and source line of what made their operand;

@@ -27,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """`trellis evaluate`."""
     from trellis.train.assemble import assemble
-    from trellis.train.compilation import compile_anew, use_persistent_cache
+    from trellis.train.compilation import use_persistent_cache
     from trellis.train.corpus import open_corpus
     from trellis.train.devices import find_devices
     from trellis.train.evaluation import Evaluator
@@ -40,7 +40,6 @@ def execute(args: argparse.Namespace) -> int:
     run = dataclasses.replace(run, evaluation=dataclasses.replace(reported, batches=args.batches))
     use_persistent_cache()
     devices = find_devices(run)
-    compile_anew(run, devices)
     try:
         assembled = assemble(run, devices)
     except UserError as error:  # the run is trained, and what it is stays

@@ -38,7 +38,7 @@ def execute(args: argparse.Namespace) -> int:
     from trellis.run.folder import alone, claim, has_begun, new_folder, unchanged_if_refused
     from trellis.run.unheeded import check_given
     from trellis.train.choices import as_it_began, choose
-    from trellis.train.compilation import compile_anew, use_persistent_cache
+    from trellis.train.compilation import use_persistent_cache
     from trellis.train.devices import find_devices
     from trellis.train.distributed import initialize, is_first
     from trellis.train.stopping import left_alone
@@ -53,7 +53,6 @@ def execute(args: argparse.Namespace) -> int:
     if args.run_dir or resumed:
         run = as_it_began(run, Path(args.run_dir or resumed))
     devices = find_devices(run)  # the first look at the devices, which fixes how many a CPU has
-    compile_anew(run, devices)
     if args.run_dir is None and resumed is None and jax.process_count() > 1:
         raise UserError(
             "The processes of a run share its folder.",

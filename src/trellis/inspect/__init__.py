@@ -14,12 +14,14 @@ from trellis.inspect.compiled import (
 from trellis.inspect.graph import step_svg
 from trellis.inspect.hlo import parse_program
 from trellis.inspect.ledger import ledger
+from trellis.inspect.meeting import keep_what_loads_right
 from trellis.inspect.memory import Memory, NotEnoughMemory, live_bytes, live_memory, memory
 from trellis.inspect.pictures import Picture, show
 from trellis.inspect.rows import Ledger, Row
 from trellis.inspect.structure import Structure, structure_of
 
 hide_frames(__file__)
+keep_what_loads_right()
 
 __all__ = [
     "Buffer",

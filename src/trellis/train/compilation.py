@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,7 @@ import jax
 
 from trellis.errors import UserError
 from trellis.files import cache_folder
-from trellis.mesh.platform import are_cpus
-from trellis.run.config import Run
+from trellis.inspect.meeting import in_order, keep_what_loads_right
 
 # What a platform's compiler is told where a run says nothing. XLA orders a CPU's operations so that many could run at
 # once, which starts the backward pass's copies and exponentials in the forward pass: on two cores a step has a fifth
@@ -28,10 +27,11 @@ DEFAULTS: Mapping[str, Mapping[str, str]] = {
         "xla_gpu_reduce_scatter_combine_threshold_bytes": "1048576",
     },
 }
-# ... for up to so many CPU devices. That order leaves a collective that stands behind a loop with collectives free to
-# run beside it, and all of them meet under one key: devices wait for each other for ever, or XLA aborts (JAX 0.10.2,
-# docs/published-bugs.md, 21). The steps of recipes have no such pair on two devices, and do on eight.
+# ... for up to so many CPU devices. That order leaves collectives behind a loop with collectives, which begin before it
+# in the other order and may run beside it in this one (`trellis.inspect.meeting`). The steps of recipes have no such
+# pair on two devices, and do on eight; a step on two that has one is compiled in the other order.
 MOST_DEVICES = 2
+_ORDER = "xla_cpu_scheduler_type"
 
 # The option by which XLA for GPUs is told how long instructions take (`trellis plan --costs`). Where the file is not
 # there it goes on without, and says so in a log only.
@@ -44,11 +44,17 @@ _PREFIXES = {"cpu": ("xla_cpu_",), "gpu": ("xla_gpu_",), "tpu": ("xla_tpu_", "xl
 def use_persistent_cache(folder: str | Path | None = None) -> None:
     """Keeps compiled programs between runs. What the variables of JAX's compilation cache say goes first.
 
+    Programs for CPUs that would compute something else when they are loaded are compiled anew each time; with a JAX
+    that cannot be told so, nothing is kept.
+
     Args:
         folder: where; None takes the user's cache folder.
     """
     from jax.experimental.compilation_cache import compilation_cache
 
+    if not keep_what_loads_right():
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
     if os.environ.get("JAX_COMPILATION_CACHE_DIR") is None:
         path = Path(folder) if folder is not None else cache_folder("compiled")
         path.mkdir(parents=True, exist_ok=True)
@@ -59,20 +65,6 @@ def use_persistent_cache(folder: str | Path | None = None) -> None:
     if os.environ.get("JAX_ENABLE_COMPILATION_CACHE") is None:
         jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()  # JAX settles at its first compilation whether it has a cache
-
-
-def compile_anew(run: Run, devices: Sequence[Any]) -> None:
-    """Of a pipeline on a CPU neither keeps compiled programs nor takes those that are kept.
-
-    Loaded by XLA's CPU backend, such programs had other losses from one run to the next, or waited in collectives until
-    XLA ended the process (JAX 0.10.2). Why is not known: its message gives all that waited one number, as if those that
-    run at the same time could meet each other.
-    """
-    from jax.experimental.compilation_cache import compilation_cache
-
-    if run.mesh.stage > 1 and are_cpus(devices):
-        jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()
 
 
 def options_for(platform: str, options: Mapping[str, str], devices: int = 1) -> dict[str, str]:
@@ -142,8 +134,16 @@ class CompiledStep:
         program = self._programs.get(key)
         if program is None:
             with _explained(self._options):
-                program = self._programs[key] = self._step.lower(state, batch).compile(self._options)
+                program = self._programs[key] = self._compiled(state, batch)
         return program(state, batch)
+
+    def _compiled(self, state: Any, batch: Any) -> Any:
+        lowered = self._step.lower(state, batch)
+        program = lowered.compile(self._options)
+        if self._options and _ORDER in self._options and not in_order(program.as_text(), loaded=False):
+            options = {name: value for name, value in self._options.items() if name != _ORDER}
+            program = lowered.compile(options or None)
+        return program
 
     def is_compiled(self, batch: Any) -> bool:
         """Whether there is a program for batches of this shape."""
