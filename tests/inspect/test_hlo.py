@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh
 
+import trellis as tr
 from trellis.inspect import collectives, compiled_memory, flops, products, scheduled_cycles
 from trellis.inspect.compiled import gathered_bytes
 from trellis.inspect.hlo import parse_program, replica_groups
@@ -79,6 +80,25 @@ def test_a_tpu_program():
     ]
     assert scheduled_cycles(TPU) == 3 * 5170
     assert flops(TPU) == 3 * 2 * 512 * 256 * 256
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "times"),
+    [(0, 1, 10), (0, 3, 4), (2, 4, 2), (12, 1, 0), ("n", 1, 1), (0, "n", 1), (0, "n + 1", 1)],
+)
+def test_a_loop_counts_from_where_it_starts_by_its_step_or_not_at_all(start, step, times):
+    """Where either is computed nobody knows the turns: it counts once, where the bound was told before."""
+    mesh = tr.make_mesh(x=8)
+
+    def program(a, n):
+        value = lambda number: {"n": n, "n + 1": n + 1}.get(number, number)
+        body = lambda state: (state[0] + value(step), jnp.sin(jax.lax.psum(state[1], "x")))
+        return jax.lax.while_loop(lambda state: state[0] < 10, body, (jnp.int32(value(start)), a))[1]
+
+    a = jax.device_put(jnp.ones(64), jax.NamedSharding(mesh, jax.P("x")))
+    split = jax.shard_map(program, mesh=mesh, in_specs=(jax.P("x"), jax.P()), out_specs=jax.P("x"), check_vma=False)
+    compiled = jax.jit(split).lower(a, jnp.int32(3)).compile()
+    assert sum(row.times for row in collectives(compiled, mesh) if row.kind == "all-reduce") == times
 
 
 def test_a_loop_counted_in_its_backend_config_or_not_at_all():

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
+from trellis.inspect.counting import counted
 from trellis.program.said import turns_in
 from trellis.program.scopes import share_of_turns
 
@@ -219,7 +220,8 @@ class Program:
         return made[0] if len(made) == 1 else ""
 
     def trip_count(self, loop: Instruction, load: float | None = None) -> int | None:
-        """How often a `while` runs, from `known_trip_count` or from a condition that compares with a constant.
+        """How often a `while` runs: from `known_trip_count`, from how it counts (`counting.py`), or from a condition
+        that compares with a constant where that cannot be read.
 
         Args:
             loop: the instruction.
@@ -229,13 +231,16 @@ class Program:
         known = re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.attributes)
         if known:
             return int(known[1])
+        seen, turns = counted(self, loop)
+        if turns is not None:
+            return turns
         condition = self.computations.get(loop.called().get("condition", [""])[0], [])
         constants = [int(i.literal) for i in condition if i.op == "constant" and re.fullmatch(r"-?\d+", i.literal)]
         for instruction in condition:  # the bound may be compared inside a fusion that takes it as an operand
             for called in instruction.called().get("calls", []):
                 inner = self.computations.get(called, [])
                 constants += [int(i.literal) for i in inner if i.op == "constant" and re.fullmatch(r"-?\d+", i.literal)]
-        if len(set(constants)) == 1:
+        if not seen and len(set(constants)) == 1:
             return constants[0]
         return None if load is None else turns_in(loop.quoted("op_name") or "", load)
 

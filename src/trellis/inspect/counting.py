@@ -1,0 +1,133 @@
+"""How often a `while` of HLO runs, read from how it counts: from where, by how much, and up to where."""
+
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trellis.inspect.hlo import Instruction, Program
+
+_SAME = ("copy", "bitcast", "convert", "reshape", "broadcast")
+_ARITHMETIC = {
+    "subtract", "multiply", "divide", "remainder", "negate", "abs", "maximum", "minimum", "select", "clamp", "and",
+    "or", "shift-left", "shift-right-arithmetic", "shift-right-logical", "dynamic-slice", "reduce", "gather",
+    "custom-call",
+}  # fmt: skip
+_COMPUTED = "computed"  # a value that the text does not say
+
+
+def counted(program: "Program", loop: "Instruction") -> tuple[bool, int | None]:
+    """Whether a loop was seen to count, and how often it runs then: None where it starts or steps by what is computed.
+
+    >>> from trellis.inspect.hlo import parse_program
+    >>> program = parse_program('''
+    ... body (s: (s32[])) -> (s32[]) {
+    ...   s = (s32[]) parameter(0)
+    ...   i = s32[] get-tuple-element(%s), index=0
+    ...   three = s32[] constant(3)
+    ...   next = s32[] add(%i, %three)
+    ...   ROOT t = (s32[]) tuple(%next)
+    ... }
+    ... more (u: (s32[])) -> pred[] {
+    ...   u = (s32[]) parameter(0)
+    ...   j = s32[] get-tuple-element(%u), index=0
+    ...   ten = s32[] constant(10)
+    ...   ROOT less = pred[] compare(%j, %ten), direction=LT
+    ... }
+    ... ENTRY main () -> (s32[]) {
+    ...   zero = s32[] constant(0)
+    ...   start = (s32[]) tuple(%zero)
+    ...   ROOT loop = (s32[]) while(%start), condition=%more, body=%body
+    ... }''')
+    >>> counted(program, program.by_name["loop"])
+    (True, 4)
+
+    Args:
+        program: the whole text.
+        loop: a `while` of it.
+    """
+    called = loop.called()
+    condition, body = (program.computations.get(called.get(key, [""])[0], []) for key in ("condition", "body"))
+    if not condition or not body:
+        return False, None
+    match _read(program, condition[-1], ()):
+        case ("LT", ("element", int(place)), int(bound)) | ("GT", int(bound), ("element", int(place))):
+            pass
+        case _:
+            return False, None
+    terms = _terms(_element(program, body[-1], place))
+    if len(terms) < 2 or ("element", place) not in terms:
+        return False, None
+    terms.remove(("element", place))
+    first = program.by_name[loop.operands[0]]
+    for number, term in enumerate(terms):
+        if isinstance(term, tuple) and term[0] == "element":  # a number that the loop carries along, or makes anew
+            carried = _element(program, body[-1], term[1]) == term
+            terms[number] = _number(_element(program, first, term[1])) if carried else _COMPUTED
+    start = _number(_element(program, first, place))
+    if any(isinstance(each, tuple) for each in (start, *terms)):
+        return False, None
+    if _COMPUTED in (start, *terms) or sum(terms) < 1:
+        return True, None
+    return True, max(0, -(-(bound - start) // sum(terms)))
+
+
+def _terms(value: Any) -> list[Any]:
+    """What a sum adds up."""
+    if isinstance(value, tuple) and value[0] == "sum":
+        return [term for part in value[1:] for term in _terms(part)]
+    return [value]
+
+
+def _number(value: Any) -> Any:
+    """A value before a loop: a sum of what the text does not say is computed, too."""
+    return _COMPUTED if isinstance(value, tuple) and value[0] == "sum" else value
+
+
+def _element(program: "Program", instruction: "Instruction", place: int) -> Any:
+    """What an element of a tuple is."""
+    if instruction.op == "tuple":
+        return _read(program, program.by_name[instruction.operands[place]], ())
+    if instruction.op in ("copy", "fusion"):
+        whole = _read(program, instruction, ())
+        return whole[place + 1] if isinstance(whole, tuple) and whole[0] == "tuple" else ("unread",)
+    return ("unread",)
+
+
+def _read(program: "Program", instruction: "Instruction", given: tuple) -> Any:
+    """A number; ("element", its place in the state of a loop); a sum; a comparison; `_COMPUTED`; or what was not read.
+
+    Args:
+        program: the whole text.
+        instruction: whose result.
+        given: what the computation's parameters are, of a fusion; else a loop's state is its parameter.
+    """
+    operands = [program.by_name[name] for name in instruction.operands if name in program.by_name]
+    within = lambda each: _read(program, each, given)
+    if instruction.op == "constant":
+        return int(instruction.literal) if re.fullmatch(r"-?\d+", instruction.literal) else ("unread",)
+    if instruction.op == "parameter":
+        if given:
+            return given[int(instruction.literal)]
+        entry = program.homes[instruction.name] == program.entry
+        return _COMPUTED if entry else ("state",)
+    if instruction.op in _SAME and len(operands) == 1:
+        return within(operands[0])
+    if instruction.op == "get-tuple-element":
+        index = re.search(r"index=(\d+)", instruction.attributes)
+        whole = within(operands[0])
+        if index is None or not isinstance(whole, tuple):
+            return ("unread",)
+        if whole[0] == "tuple":
+            return whole[int(index[1]) + 1]
+        return ("element", int(index[1])) if whole == ("state",) else ("unread",)
+    if instruction.op == "tuple":
+        return ("tuple", *map(within, operands))
+    if instruction.op == "add":
+        return ("sum", *map(within, operands))
+    if instruction.op == "compare":
+        direction = re.search(r"direction=(\w+)", instruction.attributes)
+        return (direction[1] if direction else "", *map(within, operands))
+    if instruction.op == "fusion":
+        inner = program.computations.get(instruction.called().get("calls", [""])[0], [])
+        return _read(program, inner[-1], tuple(map(within, operands))) if inner and operands else ("unread",)
+    return _COMPUTED if instruction.op in _ARITHMETIC else ("unread",)
