@@ -87,7 +87,8 @@ ENTRY %main (p: f32[8], q: f32[8]) -> (f32[8], f32[8]) {
   %p = f32[8]{0} parameter(0)
   %q = f32[8]{0} parameter(1)
   %zero = s32[] constant(0)
-  %start = (s32[], f32[8]{0}, f32[8]{0}) tuple(%zero, %p, %q)
+  %angle = f32[8]{0} atan2(%p, %q)
+  %start = (s32[], f32[8]{0}, f32[8]{0}) tuple(%zero, %angle, %q)
   %loop = (s32[], f32[8]{0}, f32[8]{0}) while(%start), condition=%more, body=%body
   %element = f32[8]{0} get-tuple-element(%loop), index=INDEX
   %behind = f32[8]{0} all-reduce(%element), replica_groups={}, to_apply=%add

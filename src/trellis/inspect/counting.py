@@ -13,6 +13,7 @@ _ARITHMETIC = {
     "custom-call",
 }  # fmt: skip
 _COMPUTED = "computed"  # a value that the text does not say
+_DEEPEST = 12  # so far back a value is followed
 
 
 def counted(program: "Program", loop: "Instruction") -> tuple[bool, int | None]:
@@ -93,16 +94,19 @@ def _element(program: "Program", instruction: "Instruction", place: int) -> Any:
     return ("unread",)
 
 
-def _read(program: "Program", instruction: "Instruction", given: tuple) -> Any:
+def _read(program: "Program", instruction: "Instruction", given: tuple, deep: int = 0) -> Any:
     """A number; ("element", its place in the state of a loop); a sum; a comparison; `_COMPUTED`; or what was not read.
 
     Args:
         program: the whole text.
         instruction: whose result.
         given: what the computation's parameters are, of a fusion; else a loop's state is its parameter.
+        deep: how many instructions it was followed through.
     """
+    if deep > _DEEPEST:
+        return ("unread",)
     operands = [program.by_name[name] for name in instruction.operands if name in program.by_name]
-    within = lambda each: _read(program, each, given)
+    within = lambda each: _read(program, each, given, deep + 1)
     if instruction.op == "constant":
         return int(instruction.literal) if re.fullmatch(r"-?\d+", instruction.literal) else ("unread",)
     if instruction.op == "parameter":
@@ -129,5 +133,5 @@ def _read(program: "Program", instruction: "Instruction", given: tuple) -> Any:
         return (direction[1] if direction else "", *map(within, operands))
     if instruction.op == "fusion":
         inner = program.computations.get(instruction.called().get("calls", [""])[0], [])
-        return _read(program, inner[-1], tuple(map(within, operands))) if inner and operands else ("unread",)
+        return _read(program, inner[-1], tuple(map(within, operands)), deep + 1) if inner and operands else ("unread",)
     return _COMPUTED if instruction.op in _ARITHMETIC else ("unread",)

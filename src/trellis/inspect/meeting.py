@@ -8,7 +8,7 @@ from trellis._compat import keep_programs_that
 from trellis.mesh.platform import are_cpus
 
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-~]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-~#]+) = (?:\(.*?\)|\S+) ([a-z][a-z\-]*)\((.*)")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-~#]+) = (?:\(.*?\)|\S+) ([a-z][a-z0-9\-]*)\((.*)")
 _NAMES = re.compile(r"%([\w.\-~#]+)")
 _INDEX = re.compile(r"index=(\d+)")
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|\w+_computations?)=(\{[^}]*\}|%[\w.\-~#]+)")
@@ -129,7 +129,9 @@ def _is_ordered(program: dict[str, _Computation], name: str, meets: dict[str, bo
     return True
 
 
-def _read_by(program: dict[str, _Computation], here: dict[str, _Instruction], instruction: _Instruction):
+def _read_by(
+    program: dict[str, _Computation], here: dict[str, _Instruction], instruction: _Instruction
+) -> list[tuple[str, int | None]]:
     """The operands of an instruction that it reads, each whole (None) or an element of a tuple."""
     if instruction.op == "get-tuple-element":
         return [(instruction.operands[0], instruction.index)]
