@@ -5,10 +5,12 @@ import re
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
+import trellis as tr
 from tests.proof.mutations import ELSEWHERE, mutations
 from trellis.inspect import Ledger, Row, ledger, structure_of
 from trellis.inspect.copies import Apart
@@ -344,3 +346,25 @@ def test_which_faults_are_certain():
     assert largest.extremes and not largest.right and not largest.certain
     assert dataclasses.replace(empty, apart=(apart,)).certain
     assert not dataclasses.replace(empty, apart=(apart,), auto=("data", "model")).certain
+
+
+def _of_what_is_closed_over(a):
+    return a * jax.reshard(jax.reshard(jnp.full((8, 8), 2.0), jax.P("x")), jax.P()).sum()
+
+
+def _of_an_argument(a):
+    return a * jax.reshard(a, jax.P()).sum()
+
+
+@pytest.mark.parametrize(("function", "rows", "missing"), [(_of_what_is_closed_over, 0, 0), (_of_an_argument, 1, 1)])
+def test_what_a_compiler_may_know_beforehand_need_not_be_moved(function, rows, missing):
+    """XLA writes the gathered constant down, and a proof of such a program said that a gather was missing."""
+    mesh = tr.make_mesh(x=8)
+    a = jax.device_put(jnp.ones(64), jax.NamedSharding(mesh, jax.P("x")))
+    with jax.set_mesh(mesh):
+        listed, compiled = ledger(function, a), jax.jit(function).lower(a).compile()
+        nothing_moves = jax.jit(lambda a: a * 2).lower(a).compile()
+    assert len(listed) == 1
+    assert structure_of(listed, compiled, mesh).right
+    assert len(structure_of(listed, compiled, mesh).matches) == rows
+    assert len(structure_of(listed, nothing_moves, mesh).missing) == missing

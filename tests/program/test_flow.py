@@ -10,9 +10,10 @@ from jax.sharding import PartitionSpec as P
 import trellis as tr
 from trellis.inspect import ledger
 from trellis.program import trace
-from trellis.program.flow import repeats
+from trellis.program.flow import constants, repeats
 
 STACK, LAYERS = jnp.ones((3, 4)), 3
+NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
 
 
 def over(body, carry, xs=None, length=5):
@@ -108,3 +109,35 @@ def test_what_is_made_of_zeros_is_found_again():
     with jax.set_mesh(tr.make_mesh(x=8)):
         x = jax.reshard(jnp.ones(8), P("x"))
         assert ledger(lambda x: optax.tree.norm(x) + optax.tree.norm(x), x).count() == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "known"),
+    [
+        pytest.param(lambda w: jnp.sin(STACK) + w, True, id="closed over"),
+        pytest.param(lambda w: w + jnp.sin(jnp.zeros((3, 4)) + jnp.arange(4.0)[None]), True, id="made here"),
+        pytest.param(lambda w: jnp.sin(w), False, id="an argument"),
+        pytest.param(lambda w: jax.jit(lambda v, s: v + jnp.sin(s))(w, STACK), True, id="given to a call"),
+        pytest.param(lambda w: over(lambda c, _: c + jnp.sin(STACK[0]), w[0]), True, id="in a loop"),
+        pytest.param(lambda w: over(lambda c, x: c + jnp.sin(x), w[0], STACK), False, id="a slice a turn"),
+        pytest.param(lambda w: over(lambda c, _: jnp.sin(c), STACK[0]) + w[0], False, id="carried"),
+        pytest.param(lambda w: lax.cond(w[0, 0] > 0, lambda: jnp.sin(STACK), lambda: STACK), True, id="in a branch"),
+        pytest.param(lambda w: lax.cond(w[0, 0] > 0, lambda v: jnp.sin(v), lambda v: v, w), False, id="of a branch"),
+        pytest.param(lambda w: w + jnp.sin(jax.pure_callback(lambda: 1.0, NUMBER)), False, id="of a callback"),
+    ],
+)
+def test_what_is_made_of_no_argument(function, known):
+    program = trace(function, STACK)
+    (sine,) = (operation for operation in program.walk() if operation.name == "sin")
+    assert constants(program).issuperset(sine.results) == known
+
+
+@pytest.mark.parametrize(
+    "of", [lambda x: jnp.sin(lax.axis_index("x").astype(jnp.float32)) + x, lambda x: jnp.sin(1.0 + x)]
+)
+def test_what_each_device_has_of_its_own_is_not_made_of_nothing(of):
+    mesh = tr.make_mesh(x=8)
+    x = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, P("x")))
+    program = trace(jax.shard_map(of, mesh=mesh, in_specs=P("x"), out_specs=P("x")), x)
+    (sine,) = (operation for operation in program.walk() if operation.name == "sin")
+    assert not constants(program).issuperset(sine.results)

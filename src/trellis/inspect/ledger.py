@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from trellis.inspect.rows import Ledger, Row
 from trellis.notation.typeof import short_dtype
 from trellis.program import Body, Operation, Program, refuse_resettled, trace
-from trellis.program.flow import Parameters, repeats, roles, zeros
+from trellis.program.flow import Parameters, constants, repeats, roles, zeros
 from trellis.program.manual import COLLECTIVES, moves, text_of, words
 from trellis.program.moves import Move
 from trellis.program.rules import Implied, States
@@ -68,6 +68,7 @@ class _Rows:
     def __init__(self, program: Program, load: float | None):
         self.sizes, self.states, self.roles, self.load = program.mesh, States(program.mesh), roles(program), load
         self.parameters, self.repeats, self.zeros = Parameters(program), repeats(program), zeros(program)
+        self.constants = constants(program)
 
     def of(self, body: Body) -> list[Row]:
         return [row for operation in body.operations for row in self.operation(operation)]
@@ -126,6 +127,7 @@ class _Rows:
             parameter=self.parameters.moved_by(operation, self.roles[operation]),
             reduction=_REDUCTIONS.get(operation.name, "sum"),
             same=self.repeats[operation],
+            constant=self.constants.issuperset(operation.results),
         )
 
 

@@ -39,6 +39,7 @@ class Row:
         same: in how many of its runs it moves the same array, which a compiler may move once for all of them: turns of
             loops that do not change it.
         twin: whether, in manual mode, one before it moves the same array in the same way: a compiler may do one alone.
+        constant: whether it moves what no argument has a part in: a compiler may know what becomes of it.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Row:
     reduction: str = "sum"
     same: int = 1
     twin: bool = False
+    constant: bool = False
 
     @property
     def axis(self) -> str:

@@ -31,7 +31,7 @@ from trellis.inspect.copies import Apart, copies_apart
 from trellis.inspect.groups import axes_of, cut
 from trellis.inspect.hlo import Instruction, Program, item_bits
 from trellis.inspect.matching import Match, Part, matched
-from trellis.inspect.rows import Ledger
+from trellis.inspect.rows import Ledger, Row
 from trellis.inspect.ways import Key
 from trellis.program.pairs import axes_met, axes_of_pairs
 
@@ -137,7 +137,7 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
     parts = [part for collective in found for part in _parts(program, collective, mesh)]
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     matches, rest = matched(ledger, (part for part in parts if part.axes), sizes)
-    decided = tuple(match for match in matches if not (match.missing and set(match.row.axes) & set(ledger.auto)))
+    decided = tuple(match for match in matches if not (match.missing and _may_go(match.row, ledger.auto)))
     besides = [(part, runs) for part, runs in rest if part.cut == 1]
     strange = [part for part in parts if not part.axes] + [part for part, _ in rest if part.cut > 1]
     strange = [part for part in strange if not set(axes_met(part.collective.groups, mesh.shape)) <= set(ledger.auto)]
@@ -158,6 +158,11 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
         apart=tuple(copies_apart(program, mesh.shape, whole)),
         auto=ledger.auto,
     )
+
+
+def _may_go(row: Row, auto: tuple[str, ...]) -> bool:
+    """Whether a compiler may do otherwise than a row says, or know what becomes of what it moves."""
+    return row.constant or bool(set(row.axes) & set(auto))
 
 
 def _taken(part: Part) -> set[tuple[str, str]]:

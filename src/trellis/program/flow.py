@@ -1,5 +1,5 @@
-"""What depends on what in a program: values made of parameters alone, what its communication moves, what loops repeat,
-and what is zero."""
+"""What depends on what in a program: values made of parameters alone, or of no argument at all, what its communication
+moves, what loops repeat, and what is zero."""
 
 import math
 from collections.abc import Iterator
@@ -42,6 +42,28 @@ def of_parameters(program: Program) -> set[Value]:
             for each in zip(operation.results, *(inner.results for inner in made)):
                 if found.issuperset(each[1:]):
                     found.add(each[0])
+
+    read(program)
+    return found
+
+
+def constants(program: Program) -> set[Value]:
+    """The values that are made of no argument and are the same in every turn: a compiler may know them beforehand."""
+    found: set[Value] = set()
+    given = set(program.inputs)
+
+    def constant(value: Value) -> bool:
+        return value in found or (value.maker is None and value not in given)  # a literal, or what was closed over
+
+    def read(body: Body) -> None:
+        for operation in body.operations:
+            for inner in operation.bodies:
+                given.update(inner.inputs)
+                found.update(v for v, outer in operation.entering(inner) if v.fixed and constant(outer))
+                read(inner)
+            own = operation.name == "axis_index" or "callback" in operation.name or operation.equation.effects
+            if not operation.bodies and not own and all(map(constant, operation.operands)):
+                found.update(operation.results)
 
     read(program)
     return found
