@@ -99,7 +99,9 @@ ENTRY %main (p: f32[8], q: f32[8]) -> (f32[8], f32[8]) {
 
 @pytest.mark.parametrize(("index", "waits"), [("1", True), ("2", False)])
 def test_what_a_loop_only_passes_on_waits_for_nothing(index, waits):
-    assert in_order(LOOPS.replace("INDEX", index), loaded=False) == waits
+    text = LOOPS.replace("INDEX", index)
+    assert in_order(text, loaded=False) == waits
+    assert in_order(text.replace("all-reduce(%element)", f"all-reduce(%loop#{index})"), loaded=False) == waits
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ def _laid_end_to_end(program: Program, operand: str) -> list[Array]:
     made = program.by_name.get(operand)
     if made is not None and made.op == "fusion":
         (inside,) = made.called().get("calls", [""])
-        made = next((i for i in program.computations.get(inside, ()) if i.root), None)
+        made = program.root(inside)
     if made is None or made.op != "concatenate" or (made.quoted("op_name") or "").endswith("/concatenate"):
         return []
     pieces = [piece for name in made.operands if (i := program.by_name.get(name)) for piece in i.results]

@@ -47,22 +47,22 @@ def counted(program: "Program", loop: "Instruction") -> tuple[bool, int | None]:
         loop: a `while` of it.
     """
     called = loop.called()
-    condition, body = (program.computations.get(called.get(key, [""])[0], []) for key in ("condition", "body"))
-    if not condition or not body:
+    condition, body = (program.root(called.get(key, [""])[0]) for key in ("condition", "body"))
+    if condition is None or body is None:
         return False, None
-    match _read(program, condition[-1], ()):
+    match _read(program, condition, ()):
         case ("LT", ("element", int(place)), int(bound)) | ("GT", int(bound), ("element", int(place))):
             pass
         case _:
             return False, None
-    terms = _terms(_element(program, body[-1], place))
+    terms = _terms(_element(program, body, place))
     if len(terms) < 2 or ("element", place) not in terms:
         return False, None
     terms.remove(("element", place))
     first = program.by_name[loop.operands[0]]
     for number, term in enumerate(terms):
         if isinstance(term, tuple) and term[0] == "element":  # a number that the loop carries along, or makes anew
-            carried = _element(program, body[-1], term[1]) == term
+            carried = _element(program, body, term[1]) == term
             terms[number] = _number(_element(program, first, term[1])) if carried else _COMPUTED
     start = _number(_element(program, first, place))
     if any(isinstance(each, tuple) for each in (start, *terms)):
@@ -117,21 +117,17 @@ def _read(program: "Program", instruction: "Instruction", given: tuple, deep: in
     if instruction.op in _SAME and len(operands) == 1:
         return within(operands[0])
     if instruction.op == "get-tuple-element":
-        index = re.search(r"index=(\d+)", instruction.attributes)
-        whole = within(operands[0])
-        if index is None or not isinstance(whole, tuple):
-            return ("unread",)
-        if whole[0] == "tuple":
-            return whole[int(index[1]) + 1]
-        return ("element", int(index[1])) if whole == ("state",) else ("unread",)
+        index, whole = int(instruction.attribute("index") or 0), within(operands[0])
+        if isinstance(whole, tuple) and whole[0] == "tuple":
+            return whole[index + 1]
+        return ("element", index) if whole == ("state",) else ("unread",)
     if instruction.op == "tuple":
         return ("tuple", *map(within, operands))
     if instruction.op == "add":
         return ("sum", *map(within, operands))
     if instruction.op == "compare":
-        direction = re.search(r"direction=(\w+)", instruction.attributes)
-        return (direction[1] if direction else "", *map(within, operands))
+        return (instruction.attribute("direction"), *map(within, operands))
     if instruction.op == "fusion":
-        inner = program.computations.get(instruction.called().get("calls", [""])[0], [])
-        return _read(program, inner[-1], tuple(map(within, operands)), deep + 1) if inner and operands else ("unread",)
+        inner = program.root(instruction.called().get("calls", [""])[0])
+        return _read(program, inner, tuple(map(within, operands)), deep + 1) if inner and operands else ("unread",)
     return _COMPUTED if instruction.op in _ARITHMETIC else ("unread",)

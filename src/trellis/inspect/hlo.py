@@ -201,6 +201,10 @@ class Program:
         """The computation that each instruction stands in, by its name."""
         return {i.name: name for name, instructions in self.computations.items() for i in instructions}
 
+    def root(self, computation: str) -> Instruction | None:
+        """The instruction whose result is that of a computation; None where there is no such computation."""
+        return next((i for i in self.computations.get(computation, ()) if i.root), None)
+
     def scopes(self, instruction: Instruction) -> str:
         """The scopes around an instruction: its `op_name`, behind those of the calls that lead to it.
 

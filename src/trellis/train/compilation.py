@@ -62,8 +62,6 @@ def use_persistent_cache(folder: str | Path | None = None) -> None:
     if os.environ.get("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS") is None:
         # The small programs around a step take tenths of a second each: keep them too.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    if os.environ.get("JAX_ENABLE_COMPILATION_CACHE") is None:
-        jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()  # JAX settles at its first compilation whether it has a cache
 
 
