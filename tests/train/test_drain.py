@@ -58,6 +58,20 @@ def test_what_the_loop_does_between_two_steps_is_no_time_of_the_next(drain):
     assert first.done <= began <= first.released == second.idle_from
 
 
+def test_no_step_ends_before_the_one_before_it_though_the_thread_is_late():
+    gate, late = Gate(), threading.Event()
+    drain = Drain(finished=lambda record: late.wait(30) if record.step == 1 else None)
+    drain.push(1, {"loss": jnp.float32(1)})
+    second = gate.metrics(2)
+    drain.push(2, second)
+    gate.event.set()
+    jax.block_until_ready(second)
+    drain.push(3, {"loss": jnp.float32(3)})
+    late.set()
+    assert all(record.seconds >= 0 for record in drain.flush())
+    drain.close()
+
+
 def test_only_too_far_ahead_waits_for_the_oldest_step(drain):
     gate, passed = Gate(), threading.Event()
 

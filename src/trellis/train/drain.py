@@ -102,6 +102,9 @@ class Drain:
             record = Record(step=step, values={}, dispatched=now, waited=waited)
             if _ready(metrics):  # a CPU may compute while it dispatches, and the thread would notice later
                 record.done = now
+                for before in self._pending:  # is finished, too
+                    before.record.done = before.record.done or now
+                    before.record.released = before.record.released or now
             self._pending.append(_Pending(record, dict(metrics)))
             self._unfinished += 1
             self._change.notify_all()
