@@ -20,10 +20,11 @@ from trellis.pages.plan import page
 from trellis.plan import compile as compiling
 from trellis.plan.adapt import adapt, data_sizes
 from trellis.plan.advice import advice
+from trellis.plan.candidate import Candidate
 from trellis.plan.frontier import frontier_text, why_lost, why_won
 from trellis.plan.prepared import prepare
 from trellis.plan.quick import quick_plan
-from trellis.plan.search import Candidate, best, search, variants
+from trellis.plan.search import best, search, variants
 from trellis.plan.sketch import Sketch
 from trellis.plan.text import as_json, text
 from trellis.plan.verdict import judge, verdict_text

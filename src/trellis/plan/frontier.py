@@ -6,7 +6,8 @@ from typing import Any
 from trellis.figures import numbers
 from trellis.figures.text import aligned
 from trellis.hardware.chips import Target
-from trellis.plan.search import Candidate, Found
+from trellis.plan.candidate import Candidate
+from trellis.plan.search import Found
 
 
 def why_lost(candidate: Candidate, winner: Candidate | None, target: Target) -> str:

@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import operator
-import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -24,8 +23,9 @@ from trellis.models.protocol import stacked
 from trellis.named.pipeline.parts import Parts
 from trellis.named.pipeline.schedule import Schedule
 from trellis.plan.adapt import DATA_AXES, data_sizes
-from trellis.plan.quick import Plan, quick_plan
-from trellis.plan.sketch import Sketch, sketch
+from trellis.plan.candidate import Candidate, promising, with_less_kept
+from trellis.plan.quick import quick_plan
+from trellis.plan.sketch import sketch
 from trellis.plan.ways_to_fit import POLICIES, some_names
 from trellis.run.config import Run
 from trellis.run.layouts import MeshSizes
@@ -41,73 +41,6 @@ MOST_BLOCKS, BLOCK = 1 << 15, 512
 # Stages of a pipeline, and how often parameters are gathered.
 STAGES = (1, 2, 4, 8)
 ACCUMULATIONS: tuple[Literal["pending", "sharded"], ...] = ("pending", "sharded")
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """One variant of a run.
-
-    Attributes:
-        run: the variant.
-        options: what differs, as command line options.
-        sketch: rough figures.
-        plan: from types; None if it was not among the best, or could not be planned.
-        refused: why it could not be planned.
-        verdict: the compiler's view, where it was asked.
-    """
-
-    run: Run
-    options: Mapping[str, str]
-    sketch: Sketch
-    plan: Plan | None = None
-    refused: str = ""
-    verdict: Any = None
-
-    @property
-    def seconds(self) -> float:
-        """The best known time of a step."""
-        if self.verdict is not None and self.verdict.seconds is not None:
-            return self.verdict.seconds
-        return self.plan.seconds if self.plan else self.sketch.seconds
-
-    @property
-    def peak(self) -> float:
-        """The best known memory of a device."""
-        if self.verdict is not None:
-            return self.verdict.compiled.peak
-        return self.plan.memory.peak if self.plan else self.sketch.peak
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits, by the best known figure."""
-        if self.verdict is not None:
-            return self.verdict.compiled.fits
-        return bool(self.plan and self.plan.fits)
-
-    def words(self) -> str:
-        """The options as text to paste."""
-        return " ".join(f"--{name} {shlex.quote(value)}" for name, value in self.options.items())
-
-    @property
-    def layout(self) -> str:
-        """The preset, how attention reaches keys of other slices, and how layers are dealt out to stages."""
-        layout, mesh = self.run.layout, self.run.mesh
-        kinds: list[str] = [layout.preset, *([layout.context] if mesh.context > 1 else [])]
-        if mesh.stage > 1:
-            kinds += [*([f"{layout.pipeline_groups} groups"] if layout.pipeline_groups > 1 else [])]
-            kinds += [self.run.accumulation] if self.run.accumulation != "pending" else []
-        return ", ".join(kinds)
-
-    @property
-    def parts(self) -> int:
-        """Into how many parts a batch is cut."""
-        return self.run.layout.pipeline_microbatches or self.run.parts
-
-    @property
-    def keeps(self) -> str:
-        """What is kept for the backward pass, in words."""
-        remat = self.run.remat
-        return f"{remat.policy}: {', '.join(remat.names)}" if remat.names else remat.policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,16 +297,16 @@ def search(
     planned = []
     own = next((c for c in sketched if _same(c.run, run, target)), None) or _itself(run, target, written or run)
     chosen = [own] if own else []
-    chosen += [c for c in _promising(sketched, target, most) if c is not own]
+    chosen += [c for c in promising(sketched, target, most) if c is not own]
+    plan = functools.partial(_planned, target=target, price=price, load=load)
     for number, candidate in enumerate(chosen, 1):
         if progress:
             print(f"\rplanning {number} of {len(chosen)}", end="", file=sys.stderr, flush=True)
-        try:
-            planned.append(
-                dataclasses.replace(candidate, plan=quick_plan(candidate.run, target, price=price, load=load))
-            )
-        except (UserError, ValueError, NotImplementedError) as error:
-            planned.append(dataclasses.replace(candidate, refused=str(error).splitlines()[0]))
+        planned.append(plan(candidate))
+    for _ in range(most // 3):
+        if (candidate := with_less_kept(planned, sketched, target)) is None:
+            break
+        planned.append(plan(candidate))
     if progress:
         print(file=sys.stderr)
     if compile_best:
@@ -391,6 +324,13 @@ def _refused(devices: Sequence[Any], run: Run, mesh, layout, microbatches: int |
     except UserError as error:
         return error
     return None
+
+
+def _planned(candidate: Candidate, target: Target, price: float | None, load: float) -> Candidate:
+    try:
+        return dataclasses.replace(candidate, plan=quick_plan(candidate.run, target, price=price, load=load))
+    except (UserError, ValueError, NotImplementedError) as error:
+        return dataclasses.replace(candidate, refused=str(error).splitlines()[0])
 
 
 def _sketched(run: Run, options: dict[str, str], target: Target) -> Candidate:
@@ -440,45 +380,6 @@ def _beats(one: Candidate, other: Candidate) -> bool:
         and one.peak <= other.peak
         and (one.seconds, one.peak) != (other.seconds, other.peak)
     )
-
-
-def _promising(sketched: list[Candidate], target: Target, most: int) -> Iterator[Candidate]:
-    """What is worth tracing: the best of each kind of parallelism first, then the fastest of all.
-
-    A sketch's memory is off by a fifth or so: of each kind and checkpoint policy, with one microbatch and with more,
-    the fastest that surely fits goes along with the fastest that may.
-    """
-    room = target.chip.hbm_bytes
-    chosen: dict[tuple, Candidate] = {}
-    for c in sorted(sketched, key=lambda c: c.sketch.seconds):
-        for share in (0.75, 1.2):
-            if c.sketch.peak <= share * room:
-                chosen.setdefault((_kind(c), c.run.remat, c.parts == 1, share), c)
-    able = sorted({id(c): c for c in chosen.values()}.values(), key=lambda c: c.sketch.seconds)
-    if not able:  # nothing fits: how far off the smallest are
-        yield from sorted(sketched, key=lambda c: c.sketch.peak)[: min(most, 6)]
-        return
-    plain, staged = ([c for c in able if (c.run.mesh.stage > 1) == several] for several in (False, True))
-    staged = _firsts(staged, room)[: most // 6 if plain else most]
-    first = _firsts(plain, room)[: most // 2]
-    rest = [c for c in plain if not any(c is f for f in first)]
-    yield from (first + rest)[: most - len(staged)]
-    yield from staged
-
-
-def _firsts(candidates: list[Candidate], room: float) -> list[Candidate]:
-    """Of each kind of parallelism the first that surely fits."""
-    firsts: dict[tuple, Candidate] = {}
-    for c in candidates:
-        if c.sketch.peak <= 0.75 * room:
-            firsts.setdefault(_kind(c)[1:], c)
-    return list(firsts.values())
-
-
-def _kind(candidate: Candidate) -> tuple:
-    mesh = candidate.run.mesh
-    layout = candidate.run.layout
-    return layout.context, mesh.model, mesh.context, mesh.replica, mesh.expert, mesh.expert_y, mesh.stage, layout.preset
 
 
 def _compiled(planned: list[Candidate], target: Target, count: int) -> list[Candidate]:

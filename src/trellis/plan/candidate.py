@@ -1,0 +1,143 @@
+"""Variants of a run that a search meets, and which of them are worth a plan."""
+
+import dataclasses
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from trellis.hardware.chips import Target
+from trellis.plan.quick import Plan
+from trellis.plan.sketch import Sketch
+from trellis.run.config import Run
+
+# Of a device's memory, what a plan may take to surely fit, where it is made up from that of a like variant.
+_ROOM = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One variant of a run.
+
+    Attributes:
+        run: the variant.
+        options: what differs, as command line options.
+        sketch: rough figures.
+        plan: from types; None if it was not among the best, or could not be planned.
+        refused: why it could not be planned.
+        verdict: the compiler's view, where it was asked.
+    """
+
+    run: Run
+    options: Mapping[str, str]
+    sketch: Sketch
+    plan: Plan | None = None
+    refused: str = ""
+    verdict: Any = None
+
+    @property
+    def seconds(self) -> float:
+        """The best known time of a step."""
+        if self.verdict is not None and self.verdict.seconds is not None:
+            return self.verdict.seconds
+        return self.plan.seconds if self.plan else self.sketch.seconds
+
+    @property
+    def peak(self) -> float:
+        """The best known memory of a device."""
+        if self.verdict is not None:
+            return self.verdict.compiled.peak
+        return self.plan.memory.peak if self.plan else self.sketch.peak
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits, by the best known figure."""
+        if self.verdict is not None:
+            return self.verdict.compiled.fits
+        return bool(self.plan and self.plan.fits)
+
+    def words(self) -> str:
+        """The options as text to paste."""
+        return " ".join(f"--{name} {shlex.quote(value)}" for name, value in self.options.items())
+
+    @property
+    def layout(self) -> str:
+        """The preset, how attention reaches keys of other slices, and how layers are dealt out to stages."""
+        layout, mesh = self.run.layout, self.run.mesh
+        kinds: list[str] = [layout.preset, *([layout.context] if mesh.context > 1 else [])]
+        if mesh.stage > 1:
+            kinds += [*([f"{layout.pipeline_groups} groups"] if layout.pipeline_groups > 1 else [])]
+            kinds += [self.run.accumulation] if self.run.accumulation != "pending" else []
+        return ", ".join(kinds)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a batch is cut."""
+        return self.run.layout.pipeline_microbatches or self.run.parts
+
+    @property
+    def keeps(self) -> str:
+        """What is kept for the backward pass, in words."""
+        remat = self.run.remat
+        return f"{remat.policy}: {', '.join(remat.names)}" if remat.names else remat.policy
+
+
+def promising(sketched: list[Candidate], target: Target, most: int) -> Iterator[Candidate]:
+    """What is worth tracing: the best of each kind of parallelism first, then the fastest of all.
+
+    A sketch's memory is off by a fifth or so: of each kind and checkpoint policy, with one microbatch and with more,
+    the fastest that surely fits goes along with the fastest that may.
+    """
+    room = target.chip.hbm_bytes
+    chosen: dict[tuple, Candidate] = {}
+    for c in sorted(sketched, key=lambda c: c.sketch.seconds):
+        for share in (0.75, 1.2):
+            if c.sketch.peak <= share * room:
+                chosen.setdefault((_kind(c), c.run.remat, c.parts == 1, share), c)
+    able = sorted({id(c): c for c in chosen.values()}.values(), key=lambda c: c.sketch.seconds)
+    if not able:  # nothing fits: how far off the smallest are
+        yield from sorted(sketched, key=lambda c: c.sketch.peak)[: min(most, 6)]
+        return
+    plain, staged = ([c for c in able if (c.run.mesh.stage > 1) == several] for several in (False, True))
+    staged = _firsts(staged, room)[: most // 6 if plain else most]
+    first = _firsts(plain, room)[: most // 2]
+    rest = [c for c in plain if not any(c is f for f in first)]
+    yield from (first + rest)[: most - len(staged)]
+    yield from staged
+
+
+def _firsts(candidates: list[Candidate], room: float) -> list[Candidate]:
+    """Of each kind of parallelism the first that surely fits."""
+    firsts: dict[tuple, Candidate] = {}
+    for c in candidates:
+        if c.sketch.peak <= 0.75 * room:
+            firsts.setdefault(_kind(c)[1:], c)
+    return list(firsts.values())
+
+
+def _kind(candidate: Candidate) -> tuple:
+    mesh = candidate.run.mesh
+    layout = candidate.run.layout
+    return layout.context, mesh.model, mesh.context, mesh.replica, mesh.expert, mesh.expert_y, mesh.stage, layout.preset
+
+
+def with_less_kept(planned: Sequence[Candidate], sketched: Sequence[Candidate], target: Target) -> Candidate | None:
+    """What is worth a plan after others were: of those that would be the fastest, but do not fit, the same mesh and
+    layout with other checkpointing or microbatches. None if nothing of the kind promises to be faster than what fits.
+
+    A variant's time and memory are told from its sketch by how far the sketch of the like one was off.
+
+    Args:
+        planned: with their plans, or why there is none.
+        sketched: all variants.
+        target: the hardware.
+    """
+    room = _ROOM * target.chip.hbm_bytes
+    known = [c for c in planned if c.plan is not None]
+    least = min((c.seconds for c in known if c.peak <= room), default=float("inf"))
+    tried, found = {id(c.run) for c in planned}, []
+    for like in (c for c in known if c.seconds < least and c.peak > room):
+        slower, larger = like.seconds / like.sketch.seconds, like.peak / like.sketch.peak
+        for c in (c for c in sketched if _kind(c) == _kind(like) and id(c.run) not in tried):
+            if c.sketch.peak * larger <= room and c.sketch.seconds * slower < least:
+                found.append((c.sketch.seconds * slower, c))
+    return min(found, key=lambda pair: pair[0], default=(0.0, None))[1]
