@@ -27,9 +27,7 @@ def test_what_would_be_fastest_but_does_not_fit_is_planned_with_less_kept():
     sketched = [one("none", 4.0, 0.6), one("dots", 5.0, 0.5), one("saved", 5.5, 0.3), one("full", 6.0, 0.2)]
     large = dataclasses.replace(sketched[0], plan=one("none", 0, 0, planned=(2.0, 1.2)).plan)  # half of it, twice of it
     fits = one("full", 3.0, 0.3, mesh="2", planned=(2.9, 0.4))
-    assert with_less_kept([large, fits], sketched, where) is sketched[2], (
-        "2.75 s with 0.6 of the memory; 3 s is too slow"
-    )
+    assert with_less_kept([large, fits], sketched, where) is sketched[2], "2.75 s, 0.6 of the memory; 3 s is too slow"
     assert with_less_kept([large], sketched, where) is sketched[2], "dots would take all of it"
     refused = dataclasses.replace(sketched[2], refused="why")
     assert with_less_kept([large, refused], sketched, where) is sketched[3]
