@@ -84,7 +84,7 @@ def qwen3_30b_a3b_v6e_64() -> Run:
         qwen3_30b_a3b(),
         name="qwen3_30b_a3b_v6e_64",
         batch_size=128,
-        mesh=MeshSizes(data=8, data_y=8),
+        mesh=MeshSizes(data=32, expert=2),
         remat=Remat(policy="saved", names=("query", "key", "value", "attention")),
         compiler_options=FrozenMap(V6E),
     )
