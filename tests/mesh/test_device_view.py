@@ -65,6 +65,19 @@ def test_what_is_put_elsewhere_on_the_mesh_is_moved_there(fn, spec, out):
     np.testing.assert_array_equal(on_a_device(fn, spec, out), np.arange(8.0))
 
 
+@pytest.mark.parametrize("spec", [P("data"), P(("data", "model")), P(("model", "data"))])
+@pytest.mark.parametrize("over", [("data",), ("model",), ("data", "model")])
+def test_slices_that_become_partial_sums_are_in_their_places(spec, over):
+    """The gradient of copies of which each device takes its slice; what is whole is on one device."""
+    kept = [axis for axis in jax.tree.leaves(tuple(spec)) if axis not in over]
+
+    def summed(x, mesh):
+        partial = jax.reshard(x, NamedSharding(mesh, P(tuple(kept), unreduced=set(over))))
+        return jax.reshard(partial, NamedSharding(mesh, P(None)))
+
+    np.testing.assert_array_equal(on_a_device(summed, spec, P()), np.arange(8.0))
+
+
 def _there_and_back(x, parts):
     """Through whole numbers of the same width, or of a half or a quarter of it."""
     bits = jax.lax.bitcast_convert_type(x, parts)

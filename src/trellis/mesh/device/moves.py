@@ -6,7 +6,7 @@ import math
 import jax
 from jax import lax
 
-from trellis.mesh.parts import own_part
+from trellis.mesh.parts import own_part, with_part
 from trellis.mesh.permute import renumbered
 from trellis.notation import Dim, Shape
 from trellis.notation.state import State
@@ -57,12 +57,25 @@ def _perform(step: Step, x: jax.Array, sizes) -> jax.Array:
 
 
 def _cast(step: Step, x: jax.Array) -> jax.Array:
-    """Copies are what they were. A value that is whole everywhere, as a pending sum: it on the first device."""
-    made = tuple(sorted(set(step.after.pending) - set(step.before.pending)))
+    """Copies are what they were. As a pending sum, a slice is in its place between zeros (of `a/x -> a +x`, 3 and 4 of
+    `1 2 3 4` are `0 0 3 4` on the second device), and a value that is whole everywhere is on the first device."""
+    made = set(step.after.pending) - set(step.before.pending)
+    for dim, (held, kept) in enumerate(zip(step.before.dims, step.after.dims, strict=True)):
+        if gone := held.axes[len(kept.axes) :]:
+            x = _in_its_place(x, dim, gone)
+            made -= set(gone)
+    made = tuple(sorted(made))
     if not made:
         return x
     first = lax.axis_index(made) == 0
     return lax.select(lax.broadcast(first, x.shape), x, lax.full_like(x, 0))
+
+
+def _in_its_place(x: jax.Array, dim: int, axes: Axes) -> jax.Array:
+    """A device's slice of a dimension over its last mesh axes, with zeros where the others have theirs."""
+    size = x.shape[dim]
+    shape = (*x.shape[:dim], size * lax.axis_size(axes), *x.shape[dim + 1 :])
+    return with_part(lax.full(shape, 0, x.dtype), x, lax.axis_index(axes) * size, dim)
 
 
 def _permuted(x: jax.Array, before: Axes, after: Axes, sizes) -> jax.Array:
