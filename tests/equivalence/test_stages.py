@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from trellis.inspect.ledger import ledger_of
 from trellis.inspect.work import work
 from trellis.models import Routing
 from trellis.models.llama.llama import Block
-from trellis.named import Keep, NamesError, named_jit, shard
+from trellis.named import Keep, NamedArray, NamesError, named, named_jit, shard
 from trellis.named.jit import abstract
 from trellis.nn.attention.sharded import Placement
 from trellis.program import trace
@@ -104,6 +105,32 @@ def test_groups_that_do_not_fit():
         model = shard(model, "params")
         with pytest.raises(ValueError, match="stages divide the microbatches, got 1 of them on 2 stages with 2 groups"):
             found(named_jit, model, shard(Batch(**batch()).named(), "compute"), StepOptions())
+
+
+class Weighed(eqx.Module):
+    """A norm, times the sum of a number for each layer: a parameter with the layers' name that is no layer's."""
+
+    norm: eqx.Module
+    weights: NamedArray
+
+    def __call__(self, x):
+        return self.norm(x) * self.weights.sum("layers")
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("name, groups", [("tied", 2), ("odd", 1)])
+def test_a_parameter_outside_of_the_stack_may_have_the_name_of_its_layers(name, groups):
+    def weighed(model):
+        weights = named(jnp.linspace(0.1, 0.9, model.config.layers), "layers")
+        return eqx.tree_at(lambda m: m.norm, model, Weighed(model.norm, weights))
+
+    sizes, choice = MeshSizes(stage=2, data=2), LayoutChoice(preset="fsdp", pipeline_microbatches=2)
+    wanted, _ = found(jax.jit, weighed(whole(name)), Batch(**batch()).named(), StepOptions(microbatches=2))
+    choice = dataclasses.replace(choice, pipeline_groups=groups)
+    with make_layout(sizes, choice, jax.devices()[:4], model_axes(CONFIGS[name])):
+        placed = shard(weighed(whole(name)), "params"), shard(Batch(**batch()).named(), "compute")
+        got, _ = found(named_jit, *placed, StepOptions())
+    assert_near(got, wanted)
 
 
 @pytest.mark.slow

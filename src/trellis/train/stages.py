@@ -72,26 +72,49 @@ def dealt_out(params, axis: str):
     parts = Parts.of(layers, layout.mesh.shape[axis], layout.pipeline_groups)
 
     def deal(x):
+        if layers.name not in x.names:
+            return x
         return spread(x, layers.name, axis, parts) if parts.uneven else interleaved(x, axis, parts.stages, parts.groups)
 
-    return jax.tree.map(lambda x: deal(x) if layers.name in x.names else x, params, is_leaf=is_named)
+    return apart(params, stacked=deal, others=lambda x: x)
 
 
 def in_stages(params, axis: str):
     """Parameters as the stages use them: layers where they are, all others whole along the stages, as copies.
 
-    The gradients of the copies are partial sums over the stages.
+    The gradients of the copies are partial sums over the stages. What is not of the stack is no layer, whatever its
+    names.
     """
     layers = params.layers.axis.name
 
-    def leaf(x):
-        if layers in x.names:
-            return x
+    def whole(x):
         state = state_of(x.array)
         axes = tuple(tuple(a for a in mine if a != axis) for mine in state.axes)
         return x.with_array(place(x.array, axes, (), state.copied | {axis}, names=x.names))
 
-    return jax.tree.map(leaf, params, is_leaf=is_named)
+    return apart(params, stacked=lambda x: x if layers in x.names else whole(x), others=whole)
+
+
+def apart(params, *, stacked: Callable, others: Callable):
+    """Parameters after one function of those of the layers, and another of all others.
+
+    The first runs where every stage has as many layers. That is so of the stack once it is dealt out, and of nothing
+    else.
+    """
+    name = params.layers.axis.name
+
+    def part(x):
+        if not _is_stack(x, name):
+            return others(x)
+        with current_layout().even():
+            return jax.tree.map(stacked, x, is_leaf=is_named)
+
+    return jax.tree.map(part, params, is_leaf=lambda x: is_named(x) or _is_stack(x, name))
+
+
+def _is_stack(x, name: str) -> bool:
+    """Whether this is a stack of layers of this name."""
+    return isinstance(x, Stacked) and x.axis.name == name
 
 
 def around_loss(model, axis: str) -> Layout | None:
@@ -177,9 +200,8 @@ def pipelined(
         named = lambda arrays: [x.with_array(array) for x, array in zip(head, arrays, strict=True)]
         together = Together(last, types, lambda params, arrays: put_head(params, named(arrays)))
     name = params.layers.axis.name  # a stack of another name is whole on every stage, and runs in the first
-    is_stack = lambda x: isinstance(x, Stacked) and x.axis.name == name
-    leaves, tree = jax.tree.flatten(params, is_leaf=is_stack)
-    at, *others = [i for i, leaf in enumerate(leaves) if is_stack(leaf)]
+    leaves, tree = jax.tree.flatten(params, is_leaf=lambda x: _is_stack(x, name))
+    at, *others = [i for i, leaf in enumerate(leaves) if _is_stack(leaf, name)]
     if others:
         raise NamesError(
             f"a pipeline's layers are one stack, got {1 + len(others)} of them in a model: make one stack of groups of "

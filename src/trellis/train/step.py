@@ -34,6 +34,7 @@ from trellis.optim.updated import updated
 from trellis.train.out_of_range import first_out_of_range
 from trellis.train.scales import Scales, largest_of, rolled
 from trellis.train.stages import (
+    apart,
     around_loss,
     dealt_out,
     for_loss,
@@ -230,14 +231,13 @@ def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, 
 
     def used(params):
         dealt, head = dealt_out(to_use(params), axis), []
-        with current_layout().even():
-            whole = copied(dealt)
-            if last is not None:
-                with last:
-                    head = copied(for_loss(head_of(dealt)))
-                if not model.config.tie_embeddings:  # it is read nowhere else
-                    whole = put_head(whole, jax.lax.stop_gradient(head_of(dealt)))
-            return in_stages(whole, axis), head
+        whole = apart(dealt, stacked=copied, others=copied)
+        if last is not None:
+            with last:
+                head = copied(for_loss(head_of(dealt)))
+            if not model.config.tie_embeddings:  # it is read nowhere else
+                whole = put_head(whole, jax.lax.stop_gradient(head_of(dealt)))
+        return in_stages(whole, axis), head
 
     use, pull = jax.vjp(used, model)
     scale = 1.0 / jnp.maximum(batch.loss_mask.astype(jnp.float32).sum().array, 1.0)
