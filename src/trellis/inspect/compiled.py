@@ -78,7 +78,7 @@ def collective_rows(
     """The same, each as the program has it and as the ledger's row; those of groups of one device are left out."""
     program = program_of(compiled)
     for found in collectives_in(program, mesh.size, load):
-        sent = axes_of_pairs(found.groups, mesh.shape) if found.kind == "permute" else ()
+        sent = axes_of_pairs(found.groups, mesh.shape, some=True) if found.kind == "permute" else ()
         axes = sent or axes_met(found.groups, mesh.shape)
         if not axes:
             continue

@@ -27,6 +27,7 @@ class Part:
         dtype: of the array, as XLA writes it.
         source: `file.py:line (function)`.
         cut: into how many parts of one size its groups cut the devices along these axes, as a rule one.
+        partly: whether it is a permute of some of the devices along these axes.
     """
 
     collective: Collective
@@ -35,6 +36,7 @@ class Part:
     dtype: str
     source: str
     cut: int = 1
+    partly: bool = False
 
     @property
     def key(self) -> Key:
@@ -46,7 +48,7 @@ class Part:
     def what(self) -> str:
         """In words: `all-reduce over data of 64 elements, 2 times, at train.py:18 (loss)`."""
         kind, times = self.collective.kind, self.collective.times
-        along = self.axes and self.cut == 1
+        along = self.axes and self.cut == 1 and not self.partly
         over = f"over {', '.join(self.axes)}" if along else f"in groups {_listed(self.collective.groups)}"
         often = f", {times} times" if times > 1 else ""
         of = "" if self.collective.reduction == "sum" else f"the {self.collective.reduction} of "

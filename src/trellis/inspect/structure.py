@@ -138,8 +138,9 @@ def structure_of(ledger: Ledger, compiled, mesh: Mesh | AbstractMesh) -> Structu
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     matches, rest = matched(ledger, (part for part in parts if part.axes), sizes)
     decided = tuple(match for match in matches if not (match.missing and _may_go(match.row, ledger.auto)))
-    besides = [(part, runs) for part, runs in rest if part.cut == 1]
-    strange = [part for part in parts if not part.axes] + [part for part, _ in rest if part.cut > 1]
+    as_a_rule = lambda part: part.cut == 1 and not part.partly  # others have to be asked for
+    besides = [(part, runs) for part, runs in rest if as_a_rule(part)]
+    strange = [part for part in parts if not part.axes] + [part for part, _ in rest if not as_a_rule(part)]
     strange = [part for part in strange if not set(axes_met(part.collective.groups, mesh.shape)) <= set(ledger.auto)]
     if 1 not in mesh.shape.values():  # a sum over an axis of one device is over groups of one
         strange += [part for collective in found if _alone(collective) for part in _pieces(program, collective, ())]
@@ -189,19 +190,21 @@ def _parts(program: Program, collective: Collective, mesh: Mesh | AbstractMesh) 
         return []
     if kind == "permute":
         axes = axes_of_pairs(groups, mesh.shape)
-    else:
-        axes = axes_of(groups, mesh.shape, ordered=kind != "all-reduce")
-    cut = 1 if kind == "permute" else math.prod(mesh.shape[axis] for axis in axes) // collective.size
-    return _pieces(program, collective, axes, cut)
+        partly = () if axes else axes_of_pairs(groups, mesh.shape, some=True)
+        return _pieces(program, collective, axes or partly, partly=bool(partly))
+    axes = axes_of(groups, mesh.shape, ordered=kind != "all-reduce")
+    return _pieces(program, collective, axes, math.prod(mesh.shape[axis] for axis in axes) // collective.size)
 
 
-def _pieces(program: Program, collective: Collective, axes: tuple[str, ...], cut: int = 1) -> list[Part]:
+def _pieces(
+    program: Program, collective: Collective, axes: tuple[str, ...], cut: int = 1, partly: bool = False
+) -> list[Part]:
     kind = collective.kind
     lengths = [(collective.payload(array) * 8 // item_bits(array.dtype), array.dtype) for array in collective.arrays]
     if kind == "all-to-all":  # the pieces of one array
         lengths = [(sum(length for length, _ in lengths), lengths[0][1])]
     source = program.source(collective.origin, in_a_library)
-    return [Part(collective, axes, *each, source, cut) for each in lengths]
+    return [Part(collective, axes, *each, source, cut, partly) for each in lengths]
 
 
 def _twice(program: Program, parts: Iterable[Part], mesh: Mapping[str, int]) -> Iterator[Part]:

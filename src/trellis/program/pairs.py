@@ -1,5 +1,6 @@
 """Between which devices of a mesh something is exchanged or sent, as mesh axes."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -20,12 +21,13 @@ def axes_met(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[
     return tuple(axis for axis, differ in zip(mesh, differs) if differ)
 
 
-def axes_of_pairs(pairs: Sequence[tuple[int, int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
+def axes_of_pairs(pairs: Sequence[tuple[int, int]], mesh: Mapping[str, int], *, some: bool = False) -> tuple[str, ...]:
     """The mesh axes along which a permute moves: everywhere in the same way, to no device from two.
 
     Args:
         pairs: who sends to whom, as positions in the mesh's devices.
         mesh: sizes of the mesh axes.
+        some: whether it may be of some devices only, which another axis tells from those that it leaves out.
 
     Returns:
         The axes; none where it does not move along any axes alike.
@@ -36,14 +38,19 @@ def axes_of_pairs(pairs: Sequence[tuple[int, int]], mesh: Mapping[str, int]) -> 
     ()
     >>> axes_of_pairs([(0, 0), (1, 1), (2, 3), (3, 2)], {"data": 2, "model": 2})
     ('data', 'model')
+    >>> axes_of_pairs([(0, 2), (2, 0)], {"data": 2, "model": 2}, some=True)
+    ('data', 'model')
     """
     axes = axes_met(pairs, mesh)
     if found := _if_along(axes, pairs, mesh):
         return found
     # One that moves along an axis on some devices, and on others not at all, is along the axis that tells them apart.
     stays = any(source == target for source, target in pairs)
-    more = [tuple(a for a in mesh if a in (*axes, other)) for other in mesh if other not in axes] if stays else []
-    return next(filter(None, (_if_along(some, pairs, mesh) for some in more)), ())
+    rest = [axis for axis in mesh if axis not in axes]
+    counts = range(1, len(rest) + 1) if some else (1,) if stays else ()
+    more = (others for count in counts for others in itertools.combinations(rest, count))
+    wider = (tuple(axis for axis in mesh if axis in (*axes, *others)) for others in more)
+    return next(filter(None, (_if_along(each, pairs, mesh) for each in wider)), ())
 
 
 def _if_along(axes: tuple[str, ...], pairs: Sequence[tuple[int, int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
