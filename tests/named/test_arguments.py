@@ -116,3 +116,12 @@ def test_what_is_on_no_device_is_drawn():
     jax.eval_shape(lambda x: drawn.append(tr.show(x)), jnp.asarray(x))
     for picture in (tr.show(x), *drawn):
         assert "| one device |" in str(picture) and "dim0 whole" in str(picture)
+
+
+@pytest.mark.parametrize("axis_type", ["explicit", "auto"])
+@pytest.mark.parametrize("along", ["batch", "embed"])
+def test_a_dtype_that_jax_has_no_running_maximum_of(axis_type, along):
+    mesh = tr.make_mesh(jax.devices()[:2], axis_type=axis_type, data=2)
+    layout = tr.Layout(mesh, compute={"batch": "data"})
+    with layout, pytest.raises(tr.NamesError, match=r"takes the dtypes of JAX's, got bool_\[.*\] in cummax .*cast"):
+        tr.cummax(tr.shard(X > 0, "compute"), along)

@@ -64,7 +64,8 @@ def apply_along(
         # what comes from behind is sliced too.
         spec = jax.P(*(None if n == along else jax.P.UNCONSTRAINED for n in x.names))
         here = jax.NamedSharding(jax.typeof(x.array).sharding.mesh, spec)
-        made = run(jax.lax.with_sharding_constraint(x.array, here))
+        with dtypes_of_jax((x,), what):
+            made = run(jax.lax.with_sharding_constraint(x.array, here))
         return to_layout(x.with_array(jax.lax.with_sharding_constraint(made, here)))
     with dtypes_of_jax((x,), what):
         array = locally(run, x.array) if local else run(x.array)
