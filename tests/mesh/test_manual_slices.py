@@ -121,6 +121,24 @@ def test_slices_that_lie_otherwise_do_not_meet(meet, other, seen):
     assert told(caught, by_line=True).startswith(f"slices that meet are slices of one dimension, cut alike, got {seen}")
 
 
+def test_a_lookup_of_as_many_positions_as_a_device_has_rows():
+    """Rows and positions are of one number on each device; they meet where they are aligned, and nowhere else."""
+    rows, positions = numbers(8, 4), np.array([0.0, 7.0, 3.0, 3.0], np.float32)
+
+    def looked_up(rows, positions):
+        found = tr.take("a/x/y b, n/z -> n/z b +x +y", rows, positions.astype(jnp.int32))
+        return tr.reshard("n/z b +x +y -> n/z b", found)
+
+    found = jax.jit(program(looked_up, "a/x/y b", "n/z b", "n/z"))(rows, positions)
+    np.testing.assert_array_equal(found, rows[positions.astype(int)])
+
+    aligned = lambda a, b: jnp.take_along_axis(a, b.astype(jnp.int32), 1)
+    with pytest.raises(TypeMismatch) as caught:
+        program(aligned, "a/x/y b", "a/x/y b", "a/y/x b")(rows, rows)
+    refused = "slices that meet are slices of one dimension, cut alike, got one over 'x/y' and one over 'y/x'"
+    assert told(caught, by_line=True).startswith(refused)
+
+
 BROADCAST = {
     "rows by a column": ("a/x/y", lambda a, b: a * b[:, None]),
     "rows by what is made of rows": ("a/x/y b", lambda a, b: a / jnp.linalg.norm(b, axis=1, keepdims=True)),

@@ -281,6 +281,11 @@ def _meeting(operation: Operation, operands: list[Dims]) -> Iterator[tuple[Axes,
         for left, right in (contracted, batch):
             yield from ((operands[0][i], operands[1][j]) for i, j in zip(left, right))
         return
+    if operation.name == "gather":  # rows are looked up by position: only those of one place meet the place's positions
+        numbers = operation.params["dimension_numbers"]
+        places = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+        yield from ((operands[0][i], operands[1][j]) for i, j in zip(*places))
+        return
     if operation.name.startswith("scatter"):
         yield from ((operands[0][j], operands[2][i]) for i, j in windows(operation))
         return
