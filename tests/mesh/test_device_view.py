@@ -78,6 +78,20 @@ def test_slices_that_become_partial_sums_are_in_their_places(spec, over):
     np.testing.assert_array_equal(on_a_device(summed, spec, P()), np.arange(8.0))
 
 
+@pytest.mark.parametrize("spec", [P("data"), P("model"), P()])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_arrays_that_are_stacked_and_taken_apart(spec, axis):
+    """Along a dimension of their own, beside slices and beside what is whole."""
+
+    def both(x, mesh):
+        whole = jnp.ones(8, out_sharding=NamedSharding(mesh, spec))
+        stacked = jnp.stack([x, whole, 2 * x], axis=axis)
+        first, ones, twice = jnp.unstack(stacked * stacked, axis=axis)
+        return jnp.sqrt(first) + ones + twice - 4 * first - 1
+
+    np.testing.assert_array_equal(on_a_device(both, spec, spec), np.arange(8.0))
+
+
 def _there_and_back(x, parts):
     """Through whole numbers of the same width, or of a half or a quarter of it."""
     bits = jax.lax.bitcast_convert_type(x, parts)

@@ -220,10 +220,29 @@ def _dynamic_update_slice(view, equation, args, states) -> Result:
 
 def _concatenate(view, equation, args, states) -> Result:
     dim = equation.params["dimension"]
-    made = max((s.axes for s in states), key=lambda axes: sum(map(len, axes)))
-    made = tuple(() if i == dim else axes for i, axes in enumerate(made))
+    made = tuple(() if i == dim else axes for i, axes in enumerate(_most_sliced(states)))
     args = [_like(view, x, s, made) for x, s in zip(args, states, strict=True)]
     return _bind(equation, args), [_at(_out(view, equation), made)]
+
+
+def _stack(view, equation, args, states) -> Result:
+    """Along a dimension of its own, which is whole."""
+    dim, held = equation.params["axis"], _most_sliced(states)
+    args = [_like(view, x, s, held) for x, s in zip(args, states, strict=True)]
+    return _bind(equation, args), [_at(_out(view, equation), (*held[:dim], (), *held[dim:]))]
+
+
+def _unstack(view, equation, args, states) -> Result:
+    dim = equation.params["axis"]
+    x, state = _gathered(view, args[0], states[0], (dim,))
+    results = _bind(equation, [x])
+    left = (*state.axes[:dim], *state.axes[dim + 1 :])
+    return results, [_at(_out(view, equation, i), left) for i in range(len(results))]
+
+
+def _most_sliced(states) -> tuple[tuple[str, ...], ...]:
+    """How the operand lies whose dimensions are sliced over the most mesh axes."""
+    return max((s.axes for s in states), key=lambda axes: sum(map(len, axes)))
 
 
 def _pad(view, equation, args, states) -> Result:
@@ -311,8 +330,10 @@ RULES: dict[str, Callable] = {
     "sort": _along(_dimension),
     "split": _split,
     "squeeze": _squeeze,
+    "stack": _stack,
     "top_k": _along(_last),
     "transpose": _transpose,
+    "unstack": _unstack,
 }
 
 
