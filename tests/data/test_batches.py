@@ -219,6 +219,24 @@ def test_where_lengths_change_in_a_row_the_rest_of_it_is_left_out(folder):
     assert batches.batch(1).targets.tolist() == [rows.batch(n).targets[0].tolist() for n in (2, 3)]
 
 
+@pytest.mark.parametrize("mask_documents", [True, False])
+@pytest.mark.parametrize("packing", ["chunk", "best_fit", "pad"])
+def test_the_tokens_of_a_batch_are_counted_without_its_padding(folder, packing, mask_documents):
+    store, _ = store_of(folder, 2, 20)
+    options = {"sequence_length": 24, "batch_size": 4, "packing": packing, "max_epochs": 1, "pad_last": True}
+    batches = Batches(store, mask_documents=mask_documents, **options)
+    counts = [batches.num_tokens(step) for step in range(batches.num_steps)]
+    assert counts == [int(batches.batch(step).loss_mask.sum()) for step in range(batches.num_steps)]
+    assert sum(counts) == store.num_tokens and counts[-1] < 4 * 24
+
+
+def test_the_tokens_of_pieces_of_rows_are_counted(folder):
+    store, _ = store_of(folder, 5, 30)
+    batches = Batches(store, sequence_length=[(0, 8), (5, 16)], batch_size=[(0, 4), (5, 2)])
+    for step in range(40):
+        assert batches.num_tokens(step) == batches.batch(step).loss_mask.sum()
+
+
 def test_the_end_of_the_data(folder):
     store, _ = store_of(folder, 1, 20)
     batches = Batches(store, sequence_length=16, batch_size=4, max_epochs=2)

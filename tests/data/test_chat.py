@@ -1,5 +1,6 @@
 """Conversations: the loss is on the assistant's turns alone."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -8,6 +9,9 @@ import pytest
 from trellis.data import Batches, FileSource, Store, find_files, open_store, tokenize, train_bpe
 from trellis.data.tokenizer import Tokenizer
 from trellis.errors import UserError
+from trellis.recipes import tiny
+from trellis.run.data import StoreSource
+from trellis.train.corpus import open_corpus
 
 TALKS = [
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"},
@@ -109,3 +113,12 @@ def test_a_tokenizer_without_markers_writes_them_out(path):
     store = chat_store(path, tokenizer=None, use_bytes=True)
     assert "<|im_start|>user\n2+2?" in store.tokenizer().decode(store.document(0))
     assert np.count_nonzero(store.loss_mask(0, store.num_tokens)) > 0
+
+
+def test_prompts_are_tokens_that_a_run_reads(path):
+    store = chat_store(path)
+    source = StoreSource(path=str(path.parent / "store"))
+    data = dataclasses.replace(tiny().data, source=source, sequence_length=512)
+    corpus = open_corpus(dataclasses.replace(tiny(), data=data, batch_size=1))
+    assert corpus.batches.num_tokens(0) == store.num_tokens > corpus.batches.batch(0).loss_mask.sum()
+    assert not corpus.all_count and open_corpus(tiny()).all_count

@@ -113,6 +113,7 @@ def test_batches_are_the_same_in_any_pieces(stores):
         parts = [again.batch(step, rows=slice(i, i + 2)) for i in range(0, 8, 2)]
         assert np.array_equal(np.concatenate([p.targets for p in parts]), whole.targets)
         assert np.array_equal(np.concatenate([p.segment_ids for p in parts]), whole.segment_ids)
+        assert batches.num_tokens(step) == whole.loss_mask.sum()
 
 
 def test_the_order_is_the_documented_one(stores):

@@ -231,6 +231,14 @@ def test_a_step_of_which_no_token_counts_is_no_loss_that_is_no_number(tmp_path, 
     assert lines[7]["tokens"] == lines[6]["tokens"] and lines[8]["tokens"] > lines[7]["tokens"]
 
 
+def test_tokens_that_were_read_and_do_not_count_are_in_the_metrics_too(tmp_path, mesh):
+    assembled, feed = toy(mesh, EVERY, prompt_at=7)
+    train(assembled, dataclasses.replace(feed, tokens=lambda step: 100 + step), tmp_path)
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert [line["tokens"] for line in lines] == [sum(100 + step for step in range(n)) for n in range(1, 13)]
+    assert [line["step"] for line in lines if line["loss"] is None] == [8]
+
+
 def test_some_steps_in_a_row_may_be_skipped(tmp_path, mesh):
     with pytest.raises(LossNotFinite, match=r"3 in a row \(allowed: 2\)") as error:
         train(*toy(mesh, dataclasses.replace(EVERY, skip_nonfinite=2), spoil_at=7), tmp_path, progress=quiet())

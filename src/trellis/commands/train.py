@@ -208,6 +208,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
 
     feed = Feed(
         batches=lambda start: Loader(corpus.batches, sharding, start_step=start),
+        tokens=None if corpus.all_count else corpus.batches.num_tokens,
         again=lambda step: sharded(corpus.batches, step, sharding),
         evaluate=evaluated if corpus.validation else None,
         sample=None if corpus.tokenizer is None else sampled,

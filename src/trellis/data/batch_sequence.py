@@ -48,7 +48,14 @@ class Rows:
 
     def read(self, positions: np.ndarray, pieces: np.ndarray, length: int) -> Batch:
         """Of the rows at `positions` (`i64["batch"]`) of the sequence, the pieces of a length with these numbers."""
-        return self._cut[length].read(self._order(positions) * (self._longest // length) + pieces)
+        return self._cut[length].read(self._places(positions, pieces, length))
+
+    def num_tokens(self, positions: np.ndarray, pieces: np.ndarray, length: int) -> int:
+        """Tokens in the same pieces, without padding."""
+        return self._cut[length].num_tokens(self._places(positions, pieces, length))
+
+    def _places(self, positions, pieces, length):
+        return self._order(positions) * (self._longest // length) + pieces
 
     def _order(self, positions):
         if not self.store.complete:
@@ -121,6 +128,26 @@ class Batches:
         Raises:
             UserError: the data ends before.
         """
+        length, real, at, pieces = self._places(step, rows)
+        read = lambda: self._rows.read(at[real], pieces[real], length)
+        if real.all():
+            batch = read()
+        else:
+            batch = padding(len(at) - int(real.sum()), length)
+            batch = pick([read(), batch], np.arange(len(at))) if real.any() else batch
+        return batch if self._mask_documents else batch.without_documents()
+
+    def num_tokens(self, step: int) -> int:
+        """Tokens in the batch of `step`, those that do not count in the loss among them, and without padding.
+
+        Raises:
+            UserError: the data ends before.
+        """
+        length, real, at, pieces = self._places(step, None)
+        return self._rows.num_tokens(at[real], pieces[real], length)
+
+    def _places(self, step: int, rows: slice | None) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+        """Of a batch the length of its rows, which of them there are, their positions, and which pieces of these."""
         if not isinstance(step, (int, np.integer)):
             raise UserError(
                 "Steps are counted in whole numbers.", seen=repr(step), where="batch", fix="use int(step), from 0 on"
@@ -136,10 +163,4 @@ class Batches:
         at, pieces = self.sizes.places(step, rows)
         _, length = self.sizes.shape(step)
         real = np.ones(len(at), bool) if self._max_rows is None else at < self._max_rows
-        read = lambda: self._rows.read(at[real], pieces[real], length)
-        if real.all():
-            batch = read()
-        else:
-            batch = padding(len(at) - int(real.sum()), length)
-            batch = pick([read(), batch], np.arange(len(at))) if real.any() else batch
-        return batch if self._mask_documents else batch.without_documents()
+        return length, real, at, pieces

@@ -202,6 +202,12 @@ class MixtureRows:
             places.append(here)
         return pick(parts, np.argsort(np.concatenate(places), kind="stable"))
 
+    def num_tokens(self, positions: np.ndarray, pieces: np.ndarray, length: int) -> int:
+        """Tokens in the same pieces, without padding."""
+        source, index = self.locate(positions)
+        of = lambda s: self._sources[s].num_tokens(index[source == s], pieces[source == s], length)
+        return sum(of(s) for s in np.unique(source))
+
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """For each position, its source and which row of that source's own sequence it is: i64 each."""
         source, index = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)

@@ -47,6 +47,11 @@ class Corpus:
         """Tokens of all that is trained on."""
         return sum(store.num_tokens for store in self.stores.values())
 
+    @property
+    def all_count(self) -> bool:
+        """Whether every token that is trained on counts in the loss, as not those of a chat's prompts."""
+        return not any(store.has_loss_mask for store in self.stores.values())
+
 
 def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
     """Opens what a run reads; the embedded corpus is tokenized first where that was not done yet.

@@ -61,6 +61,7 @@ class Feed:
     Attributes:
         batches: `batches(n)` yields `(n, batch), (n + 1, batch), ...`, and has a `close`, as generators and loaders do.
             The batch of a step depends on nothing else.
+        tokens: how many tokens the batch of step `n` has; None where all of them count in its loss.
         again: reads the batch of step `n` once more, where a guard is to hold it against what the devices have.
         evaluate: from a state, and how many steps were made, to scalar arrays on the device still, `validation_loss`
             among them.
@@ -70,6 +71,7 @@ class Feed:
     """
 
     batches: Callable[[int], Any]
+    tokens: Callable[[int], int] | None = None
     again: Callable[[int], Any] | None = None
     evaluate: Callable[[Any, int], dict[str, jax.Array]] | None = None
     sample: Callable[[Any], str] | None = None
@@ -338,9 +340,9 @@ class _Loop:
         these may stop the run, so that all processes stop at the same step.
         """
         for record in records:
-            tokens = int(record.values.pop("tokens"))
-            record.counts = tokens > 0
-            self._meter.add(record, tokens)
+            counted, read = int(record.values.pop("tokens")), self._feed.tokens
+            record.counts = counted > 0
+            self._meter.add(record, counted if read is None else read(record.step - 1))
             if "out_of_range" in record.values:
                 record.first = named_tensor(self._assembled.abstract.model, record.values.pop("out_of_range"))
             self._learn(record)

@@ -44,6 +44,11 @@ class ChunkRows:
         if self.num_rows < rows:
             self.store.wait_for(rows * self.sequence_length)
 
+    def num_tokens(self, rows: np.ndarray) -> int:
+        """Tokens in the given rows (`i64["batch"]`), without padding."""
+        left = self.store.num_tokens - np.asarray(rows, np.int64) * self.sequence_length
+        return int(np.clip(left, 0, self.sequence_length).sum())
+
     def read(self, rows: np.ndarray) -> Batch:
         """The given rows (`i64["batch"]`)."""
         length = self.sequence_length
@@ -103,6 +108,10 @@ class PieceRows:
 
     def wait_for(self, rows: int) -> None:
         """The store is complete: nothing to wait for."""
+
+    def num_tokens(self, rows: np.ndarray) -> int:
+        """Tokens in the given rows (`i64["batch"]`), without padding."""
+        return sum(int(self._lengths[self._first[row] : self._first[row + 1]].sum()) for row in rows)
 
     def read(self, rows: np.ndarray) -> Batch:
         """The given rows (`i64["batch"]`)."""
