@@ -4,8 +4,10 @@ import dataclasses
 import io
 import json
 import os
+import re
 import signal
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from tests.train.toy import mesh_of, run_of, toy
 from trellis.errors import UserError
 from trellis.run import config
 from trellis.run.config import Evaluation
-from trellis.train.compilation import use_persistent_cache
+from trellis.train.compilation import CompiledStep, use_persistent_cache
 from trellis.train.loop import train
 from trellis.train.progress import Progress
 from trellis.train.stopping import LossNotFinite, RunStopped
@@ -229,6 +231,21 @@ def test_a_step_of_which_no_token_counts_is_no_loss_that_is_no_number(tmp_path, 
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines if line["loss"] is None] == [8]
     assert lines[7]["tokens"] == lines[6]["tokens"] and lines[8]["tokens"] > lines[7]["tokens"]
+
+
+def test_compiling_for_a_larger_batch_is_no_time_of_a_step(tmp_path, mesh, monkeypatch):
+    assembled, feed = toy(mesh, EVERY)
+    double = lambda x: jax.device_put(np.tile(np.asarray(x), (2, 1)), x.sharding)
+    batches = lambda start: ((n, x if n < 7 else double(x)) for n, x in feed.batches(start))
+    compiled = CompiledStep._compiled
+    monkeypatch.setattr(CompiledStep, "_compiled", lambda *given: (time.sleep(1.5), compiled(*given))[1])
+    shown = io.StringIO()
+    progress = Progress(12, stream=shown, every=0.0)
+    train(assembled, dataclasses.replace(feed, batches=batches), tmp_path, progress=progress)
+    assert shown.getvalue().count("compiled the step in ") == 2
+    assert all(line["seconds"] < 1.2 for line in read_lines(tmp_path / "metrics.jsonl"))
+    left = [float(s) for s in re.findall(r"step (?:9|10)/12 .* left ([\d.]+) s", shown.getvalue())]
+    assert len(left) == 2 and max(left) < 1.2
 
 
 def test_tokens_that_were_read_and_do_not_count_are_in_the_metrics_too(tmp_path, mesh):

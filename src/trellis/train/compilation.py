@@ -128,12 +128,14 @@ class CompiledStep:
         self._programs: dict[tuple, Any] = {}
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
-        key = _shapes(batch)
-        program = self._programs.get(key)
-        if program is None:
+        self.compile(state, batch)
+        return self._programs[_shapes(batch)](state, batch)
+
+    def compile(self, state: Any, batch: Any) -> None:
+        """Compiles for batches of this shape, where that was not done yet."""
+        if not self.is_compiled(batch):
             with _explained(self._options):
-                program = self._programs[key] = self._compiled(state, batch)
-        return program(state, batch)
+                self._programs[_shapes(batch)] = self._compiled(state, batch)
 
     def _compiled(self, state: Any, batch: Any) -> Any:
         lowered = self._step.lower(state, batch)

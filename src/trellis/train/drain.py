@@ -23,7 +23,8 @@ class Record:
         first: words for the step's first weight or gradient that was not finite; empty where none is known.
         dispatched: when the step was handed to the device.
         done: when the device had finished it.
-        idle_from: when the device had finished what it was given before; None for the first.
+        began: when the loop had finished what is no part of a step; 0 where there was nothing of the kind.
+        idle_from: when the device had finished what it was given before, and not before `began`; None for the first.
         waited: when the loop began and ended to wait for the step's batch.
         released: when the device had finished what was added for the step, such as an evaluation.
     """
@@ -33,6 +34,7 @@ class Record:
     dispatched: float
     waited: tuple[float, float] | None = None
     done: float = 0.0
+    began: float = 0.0
     idle_from: float | None = None
     released: float = 0.0
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
@@ -80,7 +82,7 @@ class Drain:
     def __init__(self, max_ahead: int = 4, finished: Callable[[Record], None] = lambda record: None):
         self._max_ahead, self._finished = max_ahead, finished
         self._pending: deque[_Pending] = deque()
-        self._unfinished = 0
+        self._unfinished, self._began = 0, 0.0
         self._records: deque[Record] = deque()
         self._failure: BaseException | None = None
         self._closed = False
@@ -99,7 +101,7 @@ class Drain:
         now = time.perf_counter()
         with self._change:
             self._seal()
-            record = Record(step=step, values={}, dispatched=now, waited=waited)
+            record = Record(step=step, values={}, dispatched=now, waited=waited, began=self._began)
             if _ready(metrics):  # a CPU may compute while it dispatches, and the thread would notice later
                 record.done = now
                 for before in self._pending:  # is finished, too
@@ -112,15 +114,16 @@ class Drain:
             self._raise()
 
     def add(self, metrics: Mapping[str, jax.Array]) -> None:
-        """Adds to the step pushed last what was dispatched after it: an evaluation's scalars, small arrays.
-
-        With nothing to add, the next step's time begins now.
-        """
+        """Adds to the step pushed last what was dispatched after it: an evaluation's scalars, small arrays."""
         with self._change:
             self._raise()
             self._pending[-1].later.update(metrics)
             if _ready(metrics):
                 self._pending[-1].record.released = time.perf_counter()
+
+    def excuse(self) -> None:
+        """The next step's time does not begin before now: what the loop did until now, compiling say, is none of it."""
+        self._began = time.perf_counter()
 
     def poll(self) -> list[Record]:
         """The finished records since the last call, in order. Never waits.
@@ -171,7 +174,7 @@ class Drain:
                     item = self._pending[0]
                 _fetch(item.record, item.first)
                 item.record.done = item.record.done or time.perf_counter()
-                item.record.idle_from = idle_from
+                item.record.idle_from = None if idle_from is None else max(idle_from, item.record.began)
                 self._finished(item.record)
                 with self._change:
                     self._unfinished -= 1

@@ -265,21 +265,18 @@ class _Loop:
                 phase = self._assembled.at(index)
                 with self._watch.excused("goes on to another length of sequences"):
                     step, state = self._enter(phase, state, index)
-            compiled = len(step.programs)
+            anew = not step.is_compiled(batch)
             self._watch.doing(f"hands over step {made}")
-            with contextlib.nullcontext() if step.is_compiled(batch) else self._watch.excused("compiles the step"):
+            with self._watch.excused("compiles the step") if anew else contextlib.nullcontext():
+                if anew:
+                    self._compile(step, state, batch, index)
                 replayed = self._guard.replay(step, state, batch, made)
                 state, metrics = step(state, batch)
             self._watch.doing(f"waits for the devices, which have steps up to {made}", dispatched=made)
-            if len(step.programs) > compiled:
-                seconds = time.perf_counter() - waited[1]
-                self._note(f"compiled the step in {duration(seconds)}")
-                self._timeline.add("compiled", index, seconds=seconds)
-                self._programs.append(step.programs[-1])
-                if self._compiled is not None:
-                    with self._watch.excused("reads the compiled step"):
-                        last_good = lambda: _last_good(self._saved, others_live=True)
-                        self._note(self._compiled(step.programs[-1], index, last_good))
+            if anew and self._compiled is not None:
+                with self._watch.excused("reads the compiled step"):
+                    last_good = lambda: _last_good(self._saved, others_live=True)
+                    self._note(self._compiled(step.programs[-1], index, last_good))
             self._newest = metrics
             self._drain.push(made, metrics, waited)
             profile.after(index, metrics)
@@ -296,7 +293,7 @@ class _Loop:
                 if run.evaluation.sample and not last:
                     with self._watch.excused(f"samples after step {made}"):
                         self._sample(state, made)
-                    self._drain.add({})  # the next step's time begins now
+                    self._drain.excuse()
             self._handle(self._drain.poll(), certain=made - _AHEAD - 1)
             if save:
                 # What is saved is known to be good: every loss up to it was looked at, and its copies compared.
@@ -315,6 +312,18 @@ class _Loop:
             where=str(self._folder),
             fix="repeat the data, or make fewer steps",
         )
+
+    def _compile(self, step: CompiledStep, state: Any, batch: Any, index: int) -> None:
+        """Compiles a step for batches of a shape that is new, which is no step's time and no part of the pace."""
+        self._handle(self._drain.flush(), certain=index)
+        began = time.perf_counter()
+        step.compile(state, batch)
+        seconds = time.perf_counter() - began
+        self._note(f"compiled the step in {duration(seconds)}")
+        self._timeline.add("compiled", index, seconds=seconds)
+        self._programs.append(step.programs[-1])
+        self._drain.excuse()
+        self._progress.forget()
 
     def _stopped(self, error: Exception) -> Exception:
         """What ended the run between steps: of data that go away under it the message says what was saved."""

@@ -26,7 +26,8 @@ class Progress:
         self._total, self._stream, self._every = total, stream or sys.stderr, every
         self._stop = total if stop is None else stop
         self._tty = self._stream.isatty()
-        # Time left follows the last hundred lines, from the first on: compiling is not part of the pace.
+        # Time left follows the last hundred lines, from the first on, and from what was compiled last:
+        # compiling is not part of the pace.
         self._times: deque[tuple[int, float]] = deque(maxlen=100)
         self._shown: float | None = None
         self._losses: list[float | None] = []
@@ -84,6 +85,10 @@ class Progress:
         """Writes a line of its own, above the bar."""
         self._stream.write(f"\r\x1b[K{text}\n{self._bar}" if self._tty else text + "\n")
         self._stream.flush()
+
+    def forget(self) -> None:
+        """Time left follows the lines from here on: steps are others now."""
+        self._times.clear()
 
     def close(self) -> None:
         """Leaves the last line standing."""
