@@ -121,6 +121,11 @@ def test_the_histogram_of_large_stores_is_a_sample(tmp_path, monkeypatch):
     assert found.sampled and found.histogram == [(1, 1, 0), (2, 3, 640)]
 
 
+def test_no_more_documents_are_shown_than_there_are(tmp_path):
+    found = summarize(make_store(tmp_path, TEXTS), samples=2**60)
+    assert [i for i, _ in found.samples] == list(range(20))
+
+
 def test_verify(tmp_path, capsys):
     store = make_store(tmp_path, TEXTS)
     assert main(["data", "verify", store.url]) == 0

@@ -93,6 +93,33 @@ def test_overview_loads_nothing_heavy():
             ],
         ),
         (
+            ["doctor", "--devices", "99999999999999999999"],
+            [
+                "A command's words and options are complete and of their types.",
+                "argument --devices: 99999999999999999999 is not within bounds, 4,096 at most",
+                "trellis doctor",
+                "see `trellis doctor --help`",
+            ],
+        ),
+        (
+            ["generate", "run", "--seed", "4294967296"],
+            [
+                "A command's words and options are complete and of their types.",
+                "argument --seed: 4294967296 is not within bounds, 2,147,483,647 at most",
+                "trellis generate",
+                "see `trellis generate --help`",
+            ],
+        ),
+        (
+            ["data", "inspect", "store", "--samples", "-1"],
+            [
+                "A command's words and options are complete and of their types.",
+                "argument --samples: -1 is not within bounds, 0 or more",
+                "trellis data inspect",
+                "see `trellis data inspect --help`",
+            ],
+        ),
+        (
             ["doctor", "--devices", "0"],
             ["A count is 1 or more.", "devices=0", "--devices", "use 1 or more, or leave it out"],
         ),
@@ -180,6 +207,15 @@ def test_exit_codes(monkeypatch, capsys):
     monkeypatch.setattr(line, "_run", fill)
     code, _, said = run(capsys, "generate")
     assert code == 2 and "seen:  RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\n  where: trellis gen" in said
+
+    def run_out(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(line, "_run", run_out)
+    code, _, said = run(capsys, "generate")
+    assert (
+        code == 2 and "seen:  no memory left on this machine\n  where: trellis generate\n  fix:   ask for less" in said
+    )
 
 
 def test_python_runs_the_package_as_the_command(monkeypatch, capsys):

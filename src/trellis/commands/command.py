@@ -39,6 +39,22 @@ class Command:
         return self.description or f"{self.summary[0].upper()}{self.summary[1:]}."
 
 
+def whole(least: int | None = None, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """The type of an argument that is a whole number within bounds; without others, those of 31 bits."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
+        if not (-most if least is None else least) <= value <= most:
+            bounds = f"{most:,} at most" if least is None or value > most else f"{least} or more"
+            raise argparse.ArgumentTypeError(f"{text} is not within bounds, {bounds}")
+        return value
+
+    return parse
+
+
 def called() -> str:
     """What to type for this command from here: its path, where the shell does not find `trellis`."""
     by = Path(sys.argv[0])

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import json
 
-from trellis.commands.command import Command
+from trellis.commands.command import Command, whole
 from trellis.errors import UserError
 
 
@@ -17,7 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         description="Counts, a histogram of document lengths and decoded samples of a store.",
     )
     inspect.add_argument("store", metavar="STORE")
-    inspect.add_argument("--samples", type=int, default=3, metavar="N", help="documents to show (default: 3)")
+    inspect.add_argument("--samples", type=whole(0), default=3, metavar="N", help="documents to show (default: 3)")
     inspect.add_argument("--json", action="store_true", help="print an object instead")
     verify = actions.add_parser(
         "verify",

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from trellis.commands.command import Command
+from trellis.commands.command import Command, whole
 from trellis.errors import UserError
 
 _PIP = f"{sys.executable} -m pip install"
@@ -17,7 +17,7 @@ _PIP = f"{sys.executable} -m pip install"
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trellis doctor`."""
-    parser.add_argument("--devices", type=int, metavar="N", help="CPU devices to split this machine into")
+    parser.add_argument("--devices", type=whole(most=4096), metavar="N", help="CPU devices to split this machine into")
 
 
 def execute(args: argparse.Namespace) -> int:

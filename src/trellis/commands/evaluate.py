@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trellis.commands.command import Command
+from trellis.commands.command import Command, whole
 from trellis.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trellis evaluate`."""
     parser.add_argument("folder", metavar="RUN", help="the run's folder")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
-    parser.add_argument("--devices", type=int, metavar="N", help="use N devices (default: the mesh of the run)")
-    parser.add_argument("--batches", type=int, metavar="N", help="validation batches (default: all)")
+    parser.add_argument("--step", type=whole(), metavar="N", help="the checkpoint of this step (default: the newest)")
+    parser.add_argument("--devices", type=whole(), metavar="N", help="use N devices (default: the mesh of the run)")
+    parser.add_argument("--batches", type=whole(), metavar="N", help="validation batches (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trellis.commands.command import Command
+from trellis.commands.command import Command, whole
 from trellis.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,9 +21,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=tuple(DTYPE_NAMES), default="bfloat16", help="of weights (default: bfloat16)"
     )
     parser.add_argument(
-        "--positions", type=int, metavar="N", help="the longest sequence, for config.json (default: that of the run)"
+        "--positions",
+        type=whole(),
+        metavar="N",
+        help="the longest sequence, for config.json (default: that of the run)",
     )
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    parser.add_argument("--step", type=whole(), metavar="N", help="the checkpoint of this step (default: the newest)")
 
 
 def execute(args: argparse.Namespace) -> int:

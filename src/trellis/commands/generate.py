@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from trellis.commands.command import Command
+from trellis.commands.command import Command, whole
 from trellis.errors import UserError
 
 
@@ -11,18 +11,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trellis generate`."""
     parser.add_argument("folder", metavar="RUN", help="the run's folder")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with")
-    parser.add_argument("--tokens", type=int, default=200, metavar="N", help="new tokens, at most (default: 200)")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="how many texts (default: 1)")
+    parser.add_argument("--tokens", type=whole(), default=200, metavar="N", help="new tokens, at most (default: 200)")
+    parser.add_argument("--samples", type=whole(), default=1, metavar="N", help="how many texts (default: 1)")
     parser.add_argument(
         "--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token (default: 0.8)"
     )
-    parser.add_argument("--top-k", type=int, metavar="K", help="choose from the K likeliest tokens (default: all)")
+    parser.add_argument("--top-k", type=whole(), metavar="K", help="choose from the K likeliest tokens (default: all)")
     parser.add_argument(
         "--top-p", type=float, metavar="P", help="choose from the likeliest that hold this probability (default: all)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choices (default: 0)")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
-    parser.add_argument("--devices", type=int, default=1, metavar="N", help="devices that slice the model (default: 1)")
+    parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of the choices (default: 0)")
+    parser.add_argument("--step", type=whole(), metavar="N", help="the checkpoint of this step (default: the newest)")
+    parser.add_argument(
+        "--devices", type=whole(), default=1, metavar="N", help="devices that slice the model (default: 1)"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:

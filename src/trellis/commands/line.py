@@ -89,12 +89,12 @@ def _main(arguments: list[str]) -> int:
         return told.exit_code
     except KeyboardInterrupt:
         return 130
-    except RuntimeError as error:  # XLA's, which only commands that compute have loaded
-        if "RESOURCE_EXHAUSTED" not in str(error):
+    except (RuntimeError, MemoryError) as error:  # XLA's, which only commands that compute have loaded, or Python's
+        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         told = UserError(
             "What a command computes fits into the memory of its devices.",
-            seen=f"{str(error).splitlines()[0]:.300}",
+            seen=f"{str(error).splitlines()[0]:.300}" if str(error) else "no memory left on this machine",
             where=f"trellis {arguments[0]}",
             fix="ask for less at a time, a smaller batch or fewer tokens and samples, or use more --devices",
         )

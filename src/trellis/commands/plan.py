@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trellis.commands.command import Command
+from trellis.commands.command import Command, whole
 from trellis.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--search", action="store_true", help="try meshes, layouts, microbatches and checkpoint policies"
     )
     parser.add_argument(
-        "--top", type=int, metavar="N", help="with --search --compile: how many to compile; 3 if not given"
+        "--top", type=whole(), metavar="N", help="with --search --compile: how many to compile; 3 if not given"
     )
     parser.add_argument(
         "--price", type=float, metavar="DOLLARS", help="for one device and hour: adds the price of tokens"

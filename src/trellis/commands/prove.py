@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trellis.commands.command import Command
+from trellis.commands.command import Command, whole
 
 if TYPE_CHECKING:
     from trellis.proof.proof import Proof
@@ -18,7 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--on", required=True, metavar="TARGET", help="v5e:2x2, v5p:2x2x2, 8xH100: the smallest that has the mesh"
     )
     parser.add_argument("--hardware", metavar="FILE.yaml", help="more chips, in the form of the built-in table")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all numbers")
+    parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of all numbers")
     parser.add_argument(
         "--no-reason", action="store_true", help="do not look for what made it wrong, where it is; saves a minute"
     )

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from trellis.commands.command import Command
+from trellis.commands.command import Command, whole
 from trellis.errors import UserError
 
 
@@ -20,12 +20,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", required=True, metavar="STORE", help="the store's folder, local or a URL")
     kind = parser.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--train-bpe", type=int, metavar="N", help="train a byte-level BPE of N tokens first")
+    kind.add_argument("--train-bpe", type=whole(), metavar="N", help="train a byte-level BPE of N tokens first")
     kind.add_argument("--tokenizer", metavar="PATH", help="a tokenizer.json, or a folder or repository with one")
     kind.add_argument("--bytes", action="store_true", help="every byte is a token")
     parser.add_argument(
         "--train-bytes",
-        type=int,
+        type=whole(most=2**63 - 1),
         metavar="N",
         help="train the BPE on about N bytes of documents, spread evenly (default: 256 MiB)",
     )
@@ -53,7 +53,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--workers", help="worker processes, or ray (default: one a core)")
     parser.add_argument(
-        "--chunk-tokens", type=int, default=1 << 21, metavar="N", help="tokens in a chunk of the store (default: 2 Mi)"
+        "--chunk-tokens",
+        type=whole(),
+        default=1 << 21,
+        metavar="N",
+        help="tokens in a chunk of the store (default: 2 Mi)",
     )
     parser.add_argument("--restart", action="store_true", help="delete what is at STORE first")
     parser.add_argument("--quiet", action="store_true", help="no progress line")

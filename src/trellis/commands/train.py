@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from trellis.commands.command import Command, called
+from trellis.commands.command import Command, called, whole
 from trellis.errors import UserError
 from trellis.files import write_json
 
@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trellis train`."""
     parser.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: runs/NAME-DATE)")
     parser.add_argument(
-        "--until", type=int, metavar="N", help="pause after step N, with a checkpoint; 0 writes the first state"
+        "--until", type=whole(), metavar="N", help="pause after step N, with a checkpoint; 0 writes the first state"
     )
 
 

@@ -3,18 +3,20 @@
 import argparse
 from pathlib import Path
 
-from trellis.commands.command import Command
+from trellis.commands.command import Command, whole
 from trellis.errors import UserError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trellis watch`."""
     parser.add_argument("folder", metavar="RUN", help="the run's folder")
-    parser.add_argument("--port", type=int, default=8321, metavar="N", help="0 takes a free one (default: 8321)")
+    parser.add_argument("--port", type=whole(), default=8321, metavar="N", help="0 takes a free one (default: 8321)")
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="0.0.0.0 shows it to the network (default: this machine)"
     )
-    parser.add_argument("--every", type=int, default=10, metavar="SECONDS", help="a page is read anew (default: 10)")
+    parser.add_argument(
+        "--every", type=whole(), default=10, metavar="SECONDS", help="a page is read anew (default: 10)"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:

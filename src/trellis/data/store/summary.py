@@ -44,7 +44,8 @@ def summarize(store: TokenStore, *, samples: int = 3) -> Summary:
     lengths, sampled = _lengths(store)
     buckets = np.bincount(np.floor(np.log2(np.maximum(lengths, 1))).astype(int)) if len(lengths) else []
     histogram = [(2**i, 2 ** (i + 1) - 1, int(n)) for i, n in enumerate(buckets)]
-    chosen = sorted({i * store.num_documents // samples for i in range(samples)}) if store.num_documents else []
+    samples = min(samples, store.num_documents)
+    chosen = [i * store.num_documents // samples for i in range(samples)]
     shown = [(i, _decoded(store, i)) for i in chosen]
     return Summary(counts, histogram, sampled, shown)
 
