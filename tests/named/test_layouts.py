@@ -32,8 +32,44 @@ def test_shard_puts_trees_where_each_map_says():
         assert tr.typeof(tr.shard(x, {"pos": ("data",)})) == "f32[batch=8 pos/data=4 embed=16]"
         inside = tr.named_jit(lambda x: tr.shard(x, "compute"))(x)
         assert tr.typeof(inside) == "f32[batch/data=8 pos/model=4 embed=16]"
-    with pytest.raises(tr.NamesError, match="sharding by name needs a layout, got none in force"):
-        tr.shard(x)
+
+
+@jax.custom_vjp
+def _clipped(w, x):
+    """`x w` of `batch`, whose gradients are at most 1."""
+    return tr.dot(x, w, over="embed")
+
+
+def _clipped_backward(kept, g):
+    w, x = kept
+    into_w, into_x = tr.dot(g, x, over="batch"), tr.outer(tr.multiply, g, w)
+    return tr.shard(tr.clip(into_w, -1.0, 1.0)), tr.shard(tr.clip(into_x, -1.0, 1.0), "compute")
+
+
+_clipped.defvjp(lambda w, x: (_clipped(w, x), (w, x)), _clipped_backward)
+
+
+def test_a_backward_rule_of_ones_own_runs_with_and_without_a_layout():
+    w, x = numbers("embed"), numbers("batch", "embed")
+    gradients = tr.grad(lambda w, x: _clipped(w, x).sum(), argnums=(0, 1))
+    alone = gradients(w, x)
+    for a, b in zip(tr.named_jit(gradients)(w, x), alone, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    with layout():
+        into_w, into_x = tr.named_jit(gradients)(tr.shard(w), tr.shard(x, "compute"))
+    assert tr.typeof(into_w) == "f32[embed/data=16]" and tr.typeof(into_x) == "f32[batch/data=8 embed=16]"
+    np.testing.assert_allclose(into_w, alone[0], rtol=1e-5)
+    np.testing.assert_allclose(into_x, alone[1], rtol=1e-5)
+
+
+def test_without_a_layout_shard_leaves_a_tree_as_it_is():
+    x = numbers("batch", "pos")
+    tree = {"x": x, "number": jnp.float32(1), "text": "as it is"}
+    assert tr.shard(tree)["x"] is x and tr.shard(tree, "compute") == tree
+    with pytest.raises(tr.NamesError, match=r"a map to mesh axes needs a layout, got \{'pos': 'data'\} and none in"):
+        tr.shard(tree, {"pos": "data"})
+    with pytest.raises(tr.NamesError, match="a tree goes where one of the layout's maps says, .* got 'activations'"):
+        tr.shard(tree, "activations")
 
 
 def test_shard_refuses_what_does_not_divide():

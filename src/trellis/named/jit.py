@@ -19,13 +19,6 @@ from trellis.notation import typeof
 from trellis.notation.state import state_of
 
 
-def _require() -> Layout:
-    layout = current_layout()
-    if layout is None:
-        raise NamesError("sharding by name needs a layout, got none in force: write 'with layout:' around it")
-    return layout
-
-
 def _mapped(layout: Layout, which) -> Layout:
     """A layout whose `compute` is the given map: "params", "compute", or a dict."""
     _check_map(which, "shard")
@@ -48,6 +41,7 @@ def shard(tree, which="params"):
 
     Inside a program this is a reshard, outside a transfer to the devices.
     JAX's arrays without names are copied to every device; anything else stays as it is.
+    Without a layout everything does: a model whose text has it runs on one device.
 
     Args:
         tree: any tree.
@@ -55,9 +49,12 @@ def shard(tree, which="params"):
 
     Raises:
         NotationError: a mesh axis does not divide its dimension.
-        NamesError: no layout is in force.
+        NamesError: a map of one's own, where no layout is in force.
     """
-    layout = _mapped(_require(), which)
+    layout = current_layout()
+    if layout is None:
+        return _left(tree, which)
+    layout = _mapped(layout, which)
 
     def moved(x):
         if not is_named(x):
@@ -76,6 +73,17 @@ def shard(tree, which="params"):
         return NamedArray(place(entered, layout.assign(x.names), names=x.names), x.names)
 
     return jax.tree.map(moved, tree, is_leaf=is_named)
+
+
+def _left(tree, which):
+    """The tree as it is, where there is no layout, whose maps are then empty; one of one's own names axes of a mesh."""
+    _check_map(which, "shard")
+    if isinstance(which, Mapping):
+        raise NamesError(
+            f"a map to mesh axes needs a layout, got {which!r} and none in force, in shard: write 'with layout:' "
+            "around it"
+        )
+    return tree
 
 
 def abstract(tree, which="params"):
