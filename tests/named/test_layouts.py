@@ -1,5 +1,7 @@
 """Named arrays under a layout: what is placed where, what is gathered, what is refused."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,6 +92,36 @@ def test_named_jit_takes_maps_for_inputs_and_outputs():
         out = tr.named_jit(lambda x, w: tr.dot(x, w, over="embed"), inputs="params", outputs={"mlp": "data"})(x, w)
         assert tr.typeof(out) == "f32[batch=8 mlp/data=32]"
     np.testing.assert_allclose(out.array, x.array @ w.array, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("where", [layout, contextlib.nullcontext])
+def test_what_is_donated_is_given_once(where):
+    """Or JAX ends the process where there are several devices."""
+    doubled = tr.named_jit(lambda state, *rest: jax.tree.map(lambda x: x * 2, state), donate=0)
+    with where():
+        w, key, number = tr.shard((numbers("embed"), jax.random.key(0), jnp.asarray(2.0)))
+        for state in ({"model": w, "ema": w}, {"model": w.array, "ema": w}):
+            with pytest.raises(tr.NamesError, match=r"got f32\[.*as argument 0\['ema'\] and as argument 0\['model'\]"):
+                doubled(state)
+        with pytest.raises(tr.NamesError, match=r"got f32\[\] as argument 0 and as argument 1, in named_jit\(donate"):
+            doubled(*(tr.shard(number) for _ in range(2)))
+        with pytest.raises(
+            tr.NamesError, match=r"got key\[\] as argument 0\[1\] and as argument 1\['key'\], in named_jit"
+        ):
+            doubled((w, tr.shard(key)), {"key": tr.shard(key)})
+        copied = doubled({"model": w, "ema": jax.tree.map(jnp.copy, w)}, key, key)
+    np.testing.assert_array_equal(copied["ema"], 2 * np.asarray(numbers("embed")))
+
+
+def test_positions_of_arguments_are_given_as_donate_and_static():
+    times = tr.named_jit(lambda x, n: x * n, static=1)
+    for where in (layout(), contextlib.nullcontext()):
+        with where:
+            np.testing.assert_array_equal(times(tr.ones({"embed": 16}), 2.0), np.full(16, 2))
+    with pytest.raises(tr.NamesError, match="got donate_argnums=0, in named_jit: write donate=0"):
+        tr.named_jit(lambda x: x, donate_argnums=0)
+    with pytest.raises(tr.NamesError, match=r"got static_argnums=\(1,\), in named_jit: write static=\(1,\)"):
+        tr.named_jit(static_argnums=(1,))
 
 
 def test_named_jit_donates_and_compiles_once_a_layout():

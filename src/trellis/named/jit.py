@@ -110,7 +110,13 @@ def abstract(tree, which="params"):
 
 
 def named_jit(
-    fn=None, *, donate: tuple[int, ...] | int = (), inputs=None, outputs=None, static: tuple[int, ...] = (), **options
+    fn=None,
+    *,
+    donate: tuple[int, ...] | int = (),
+    inputs=None,
+    outputs=None,
+    static: tuple[int, ...] | int = (),
+    **options,
 ):
     """`jax.jit` under the layout in force: no sharding arguments.
 
@@ -122,7 +128,17 @@ def named_jit(
         outputs: the same for named results. Without a layout neither moves anything.
         static: positions of arguments that are Python values.
         **options: passed to `jax.jit`.
+
+    Raises:
+        NamesError: what is no function or no map, or, in a call, an array that is donated and given a second time.
     """
+    for option, ours in (("donate_argnums", "donate"), ("static_argnums", "static")):
+        if option in options:
+            raise NamesError(
+                f"positions of arguments are given by donate= and static=, got {option}={options[option]!r}, in "
+                f"named_jit: write {ours}={options[option]!r}"
+            )
+    donated, fixed = ((given,) if isinstance(given, int) else tuple(given) for given in (donate, static))
     if fn is None:
         return functools.partial(named_jit, donate=donate, inputs=inputs, outputs=outputs, static=static, **options)
     function_of(fn, "named_jit", "write named_jit(lambda x: 2 * x)")
@@ -133,19 +149,19 @@ def named_jit(
     @functools.wraps(fn)
     def run(*args, **kwargs):
         if inputs is not None and current_layout() is not None:
-            args = tuple(a if i in static else shard(a, inputs) for i, a in enumerate(args))
+            args = tuple(a if i in fixed else shard(a, inputs) for i, a in enumerate(args))
             kwargs = shard(kwargs, inputs)
         out = fn(*args, **kwargs)
         return out if outputs is None or current_layout() is None else shard(out, outputs)
 
-    compiled = jax.jit(run, donate_argnums=donate, static_argnums=static or None, **options)
+    compiled = jax.jit(run, donate_argnums=donated, static_argnums=fixed or None, **options)
 
     def given(args, kwargs):
         layout = current_layout()
         if layout is None:
             return args, kwargs
         mapped = _mapped(layout, "compute" if inputs is None else inputs)
-        args = tuple(a if i in static else _brought(a, mapped) for i, a in enumerate(args))
+        args = tuple(a if i in fixed else _brought(a, mapped) for i, a in enumerate(args))
         return args, _brought(kwargs, mapped)
 
     def using(use: Callable) -> Callable:
@@ -156,10 +172,51 @@ def named_jit(
 
         return call
 
-    call = using(compiled)
+    def used(*args, **kwargs):
+        if donated:
+            _check_given_once(donated, args, kwargs)
+        return compiled(*args, **kwargs)
+
+    call = using(used)
     for stage in ("lower", "trace"):
         setattr(call, stage, using(getattr(compiled, stage)))
     return call
+
+
+def _check_given_once(donate: tuple[int, ...], args: tuple, kwargs: dict) -> None:
+    """Refuses an array that is donated and given a second time: on several devices JAX (0.10.2) ends the process.
+
+    Raises:
+        NamesError: with both places.
+    """
+    held = [_memory(x) for x in jax.tree.leaves((args, kwargs)) if _is_concrete(x)]
+    if len(set(held)) == len(held):
+        return
+    donated, places = {position % len(args) for position in donate}, {}
+    for given, tree in (*enumerate(args), *kwargs.items()):
+        for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_named):
+            array, place = x.array if is_named(x) else x, f"argument {given}{jax.tree_util.keystr(path)}"
+            if not _is_concrete(array):
+                continue
+            first, other = places.setdefault(_memory(array), (place, given))
+            if place != first and not donated.isdisjoint((given, other)):
+                raise NamesError(
+                    f"an array whose memory results may take is given once, got {typeof(x)} as {first} and as {place}, "
+                    "in named_jit(donate=...): copy one of them with jax.tree.map(jax.numpy.copy, ...)"
+                )
+
+
+def _is_concrete(x) -> bool:
+    return isinstance(x, jax.Array) and not is_tracer(x)
+
+
+def _memory(array: jax.Array) -> int:
+    """What is the same for arrays in the same memory, which those that were put on a mesh do not share, but for keys
+    and numbers without a fixed type (see `trellis.mesh.landing.put`)."""
+    key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
+    if not key and not jax.typeof(array).weak_type:
+        return id(array)
+    return (jax.random.key_data(array) if key else array).addressable_data(0).unsafe_buffer_pointer()
 
 
 def _brought(tree, layout: Layout):
