@@ -228,6 +228,8 @@ def test_the_tokens_of_a_batch_are_counted_without_its_padding(folder, packing, 
     counts = [batches.num_tokens(step) for step in range(batches.num_steps)]
     assert counts == [int(batches.batch(step).loss_mask.sum()) for step in range(batches.num_steps)]
     assert sum(counts) == store.num_tokens and counts[-1] < 4 * 24
+    rows = sum((batches.batch(step).loss_mask.any(1)).sum() for step in range(batches.num_steps))
+    assert batches.filled(3) == batches.filled(1) == store.num_tokens / (24 * rows)
 
 
 def test_the_tokens_of_pieces_of_rows_are_counted(folder):

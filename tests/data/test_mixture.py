@@ -116,6 +116,16 @@ def test_batches_are_the_same_in_any_pieces(stores):
         assert batches.num_tokens(step) == whole.loss_mask.sum()
 
 
+def test_a_mixture_is_filled_as_its_sources_are_whose_rows_it_takes(stores):
+    weights = [(0, {"big": 1, "middle": 0, "small": 0}), (6, {"big": 1, "middle": 2, "small": 1})]
+    options = {"sequence_length": 64, "batch_size": 8, "packing": "pad"}
+    batches = Batches(Mixture(stores=stores, weights=weights, max_epochs={"small": 1}, block=16), **options)
+    alone = {name: Batches(store, **options).filled(1) for name, store in stores.items()}
+    assert batches.filled(6) == pytest.approx(alone["big"]) and len(set(alone.values())) == 3
+    counts = [batches.num_tokens(step) for step in range(200)]
+    assert batches.filled(200) == pytest.approx(sum(counts) / (200 * 8 * 64), rel=0.02)
+
+
 def test_the_order_is_the_documented_one(stores):
     """docs/data.md in plain integers: two stages, and one more where the small source has given its last row."""
     block, seed = 16, 77

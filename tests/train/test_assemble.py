@@ -219,6 +219,8 @@ def test_what_a_run_is_about_to_do_is_plain_values(assembled, run):
     program = step_program(assembled)
     found = json.loads(json.dumps(sections(assembled, memory_of(program).per_kind(), ledger_of(program), tokens=5000)))
     assert found["tokens"] == {"run": run.steps * ROWS * LENGTH, "corpus": 5000} and run.steps * ROWS * LENGTH == 640
+    padded = sections(assembled, memory_of(program).per_kind(), ledger_of(program), tokens=5000, filled=0.25)
+    assert padded["tokens"] == {"run": 160, "corpus": 5000}
     assert found["mesh"] == {"data": 2, "model": 2} and found["ledger"]["per_axis"].keys() == {"data", "model"}
     table = next(a for a in arrays(assembled) if a["name"] == "embedding")
     assert table["bytes"] == 258 * 16 * 4 and table["device_bytes"] == table["bytes"] // 4

@@ -183,7 +183,9 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
             check_guard(memory[step], made)
     ledgers = {step: ledger_of(program) for step, program in programs.items()}
     ledger = ledgers[0]
-    found = sections(assembled, memory[0], ledger, corpus.num_tokens) | {"lengths": lengths(assembled, memory)}
+    filled = corpus.batches.filled(run.steps)
+    found = sections(assembled, memory[0], ledger, corpus.num_tokens, filled)
+    found["lengths"] = lengths(assembled, memory)
     if is_first():
         _write_ledger(folder, ledgers, assembled)
         write_sections(folder, found)

@@ -46,6 +46,10 @@ class Rows:
             self._rows.wait_for(2**62)
         return self._rows.num_rows
 
+    def filled(self, rows: int) -> float:
+        """Which share of the first `rows` rows holds tokens, and not padding: that of all of them."""
+        return self.store.num_tokens / (self.num_rows * self._longest)
+
     def read(self, positions: np.ndarray, pieces: np.ndarray, length: int) -> Batch:
         """Of the rows at `positions` (`i64["batch"]`) of the sequence, the pieces of a length with these numbers."""
         return self._cut[length].read(self._places(positions, pieces, length))
@@ -145,6 +149,10 @@ class Batches:
         """
         length, real, at, pieces = self._places(step, None)
         return self._rows.num_tokens(at[real], pieces[real], length)
+
+    def filled(self, steps: int) -> float:
+        """About which share of the positions in the batches before step `steps` holds tokens, and not padding."""
+        return self._rows.filled(self.sizes.first_row(steps))
 
     def _places(self, step: int, rows: slice | None) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         """Of a batch the length of its rows, which of them there are, their positions, and which pieces of these."""

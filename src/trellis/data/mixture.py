@@ -192,6 +192,11 @@ class MixtureRows:
         """Rows of all sources, each once."""
         return sum(source.num_rows for source in self._sources)
 
+    def filled(self, rows: int) -> float:
+        """Which share of the first `rows` rows holds tokens, not padding: of each source that of all its rows."""
+        used = self._used_until(self._stages[bisect.bisect_right(self._firsts, rows) - 1], rows)
+        return sum(n * source.filled(n) for n, source in zip(used, self._sources, strict=True)) / max(rows, 1)
+
     def read(self, positions: np.ndarray, pieces: np.ndarray, length: int) -> Batch:
         """Of the rows at `positions` (`i64["batch"]`), the pieces of a length with these numbers."""
         source, index = self.locate(positions)

@@ -78,7 +78,9 @@ def step_program(assembled: Assembled, step: int = 0) -> Program:
         return trace(made.step, made.abstract, made.abstract_batch(step), kind_of=kind_of)
 
 
-def sections(assembled: Assembled, memory: Mapping[str, int], ledger: Ledger, tokens: int | None) -> dict[str, Any]:
+def sections(
+    assembled: Assembled, memory: Mapping[str, int], ledger: Ledger, tokens: int | None, filled: float = 1.0
+) -> dict[str, Any]:
     """Everything that the page of a run shows besides its metrics, as plain values.
 
     Args:
@@ -86,12 +88,13 @@ def sections(assembled: Assembled, memory: Mapping[str, int], ledger: Ledger, to
         memory: bytes of its step on a device, by kind.
         ledger: what that moves.
         tokens: tokens of the corpus, where known.
+        filled: which share of the run's positions holds tokens, and not padding.
     """
     run, layout = assembled.run, assembled.layout
     return {
         "machine": machine(),
         "model": {"family": run.model.family, "parameters": num_parameters(assembled)},
-        "tokens": {"run": tokens_of(run, 0, run.steps), "corpus": tokens},
+        "tokens": {"run": round(tokens_of(run, 0, run.steps) * filled), "corpus": tokens},
         "mesh": dict(layout.mesh.shape),
         "microbatches": assembled.options.microbatches,
         "layout": {
