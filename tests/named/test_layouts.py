@@ -109,6 +109,11 @@ def test_what_is_donated_is_given_once(where):
             tr.NamesError, match=r"got key\[\] as argument 0\[1\] and as argument 1\['key'\], in named_jit"
         ):
             doubled((w, tr.shard(key)), {"key": tr.shard(key)})
+        by_name = tr.named_jit(lambda state, other: (state * 2, other + 1), donate=-2)
+        with pytest.raises(
+            tr.NamesError, match=r"as argument (other|state) and as argument (state|other), in named_jit"
+        ):
+            by_name(state=w, other=w)
         copied = doubled({"model": w, "ema": jax.tree.map(jnp.copy, w)}, key, key)
     np.testing.assert_array_equal(copied["ema"], 2 * np.asarray(numbers("embed")))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 
 import jax
@@ -155,6 +156,7 @@ def named_jit(
         return out if outputs is None or current_layout() is None else shard(out, outputs)
 
     compiled = jax.jit(run, donate_argnums=donated, static_argnums=fixed or None, **options)
+    named = _names_of(fn, donated)
 
     def given(args, kwargs):
         layout = current_layout()
@@ -174,7 +176,7 @@ def named_jit(
 
     def used(*args, **kwargs):
         if donated:
-            _check_given_once(donated, args, kwargs)
+            _check_given_once(donated + named, args, kwargs)
         return compiled(*args, **kwargs)
 
     call = using(used)
@@ -183,7 +185,16 @@ def named_jit(
     return call
 
 
-def _check_given_once(donate: tuple[int, ...], args: tuple, kwargs: dict) -> None:
+def _names_of(fn: Callable, positions: tuple[int, ...]) -> tuple[str, ...]:
+    """By which names arguments at these positions may be given, too: `jax.jit` donates them there as well."""
+    try:
+        names = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):  # of a builtin
+        return ()
+    return tuple(names[p] for p in positions if -len(names) <= p < len(names))
+
+
+def _check_given_once(donate: tuple[int | str, ...], args: tuple, kwargs: dict) -> None:
     """Refuses an array that is donated and given a second time: on several devices JAX (0.10.2) ends the process.
 
     Raises:
@@ -192,7 +203,7 @@ def _check_given_once(donate: tuple[int, ...], args: tuple, kwargs: dict) -> Non
     held = [_memory(x) for x in jax.tree.leaves((args, kwargs)) if _is_concrete(x)]
     if len(set(held)) == len(held):
         return
-    donated, places = {position % len(args) for position in donate}, {}
+    donated, places = {p + len(args) if isinstance(p, int) and p < 0 else p for p in donate}, {}
     for given, tree in (*enumerate(args), *kwargs.items()):
         for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_named):
             array, place = x.array if is_named(x) else x, f"argument {given}{jax.tree_util.keystr(path)}"
