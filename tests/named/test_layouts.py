@@ -110,9 +110,7 @@ def test_what_is_donated_is_given_once(where):
         ):
             doubled((w, tr.shard(key)), {"key": tr.shard(key)})
         by_name = tr.named_jit(lambda state, other: (state * 2, other + 1), donate=-2)
-        with pytest.raises(
-            tr.NamesError, match="as argument state and as argument other, in"
-        ):
+        with pytest.raises(tr.NamesError, match="as argument (other|state) and as argument (other|state), in"):
             by_name(state=w, other=w)
         copied = doubled({"model": w, "ema": jax.tree.map(jnp.copy, w)}, key, key)
     np.testing.assert_array_equal(copied["ema"], 2 * np.asarray(numbers("embed")))
