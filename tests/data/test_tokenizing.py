@@ -220,6 +220,7 @@ def test_training_on_a_store_that_is_being_written(tmp_path):
         shuffle = Shuffle(block=4, window=2, in_order=True)
         options = {"sequence_length": 16, "batch_size": 4, "seed": 3, "shuffle": shuffle}
         early, late = Batches(growing, **options), Batches(done, **options)
+        assert early.filled(2) == 1.0, "nothing waits for the store's end"
         assert np.array_equal(early.batch(0).targets, late.batch(0).targets)
         with pytest.raises(UserError) as raised:
             Batches(growing, sequence_length=16, batch_size=4)

@@ -47,7 +47,10 @@ class Rows:
         return self._rows.num_rows
 
     def filled(self, rows: int) -> float:
-        """Which share of the first `rows` rows holds tokens, and not padding: that of all of them."""
+        """Which share of the first `rows` rows holds tokens, and not padding: that of all of them. All of it in a store
+        that is still being written, for whose end nothing waits here."""
+        if not self.store.complete:
+            return 1.0
         return self.store.num_tokens / (self.num_rows * self._longest)
 
     def read(self, positions: np.ndarray, pieces: np.ndarray, length: int) -> Batch:
