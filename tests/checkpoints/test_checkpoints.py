@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import trellis
 from trellis.checkpoints.checkpoints import MANIFEST, Checkpoints, finished_steps
 from trellis.checkpoints.manifest import own_checksum
 from trellis.errors import UserError
@@ -262,6 +263,41 @@ def test_what_does_not_fit_is_refused(tmp_path, wide):
         assert error.value.fix == "use one of the steps [1]"
         part = checkpoints.restore({"params": target["params"]}, partial=True)
     same(part.state, {"params": state["params"]})
+
+
+def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path, wide):
+    state, empty = state_on(wide), put(wide, P(), np.zeros((3, 0), np.float32))
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (-1, 2.5, jnp.int32(-3)):
+            with pytest.raises(UserError, match="A checkpoint is that of a number of steps"):
+                checkpoints.save(step, state)
+        for bad, seen in (({}, "a state without leaves"), ({"w": empty}, r"\(3, 0\)")):
+            with pytest.raises(UserError, match=f"arrays of one element at least(.|\n)*{seen}"):
+                checkpoints.save(1, bad)
+        with pytest.raises(UserError, match=r"is written as JSON(.|\n)*ndarray is not JSON serializable"):
+            checkpoints.save(1, state, data={"position": np.arange(3)})
+        assert list(tmp_path.iterdir()) == []
+        assert checkpoints.save(state["step"], state)
+        checkpoints.wait()
+        assert checkpoints.steps() == [int(state["step"])]
+
+
+@pytest.mark.parametrize("axis_type", ["explicit", "auto"])
+def test_a_target_on_a_mesh_says_where_its_arrays_lie(tmp_path, axis_type):
+    def initial():
+        return {"key": jax.random.key(0), "w": trellis.ones({"embed": 16})}
+
+    layout = trellis.Layout(trellis.make_mesh(data=8, axis_type=axis_type), params={"embed": "data"})
+    with layout, Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, initial())
+        checkpoints.wait()
+        with pytest.raises(UserError, match="On a mesh a target says where its arrays are to lie") as error:
+            checkpoints.restore(jax.eval_shape(initial))
+        assert error.value.where in ("key", "w") and error.value.fix.startswith("pass trellis.abstract(target)")
+        restored = checkpoints.restore(trellis.abstract(jax.eval_shape(initial))).state
+        np.testing.assert_array_equal(restored["w"], np.ones(16))
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        np.testing.assert_array_equal(checkpoints.restore(jax.eval_shape(initial)).state["w"], np.ones(16))
 
 
 def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path, wide):

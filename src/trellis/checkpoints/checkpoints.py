@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from trellis.checkpoints.asked import check_content, check_places, number_of
 from trellis.checkpoints.entries import entries, rebuild
 from trellis.checkpoints.manifest import (
     MANIFEST,
@@ -139,20 +140,24 @@ class Checkpoints:
         Waits first for the checkpoint before it. What fails in the background is raised by the next call.
 
         Args:
-            step: how many steps made this state.
+            step: how many steps made this state; an integer of any kind, such as `state.step`.
             state: any tree of arrays, typed random keys and named arrays among them.
             data: what to store beside it, as JSON: the data position, counters.
 
         Returns:
             False where a checkpoint of this step exists already, and nothing was written.
+
+        Raises:
+            UserError: what cannot be stored, as an array without elements, or data that JSON does not take.
         """
         self.wait()
+        step, found = number_of(step), entries(state)
+        check_content(found, data)
         folder = self.path(step)
         if (folder / MANIFEST).exists():
             return False
         if jax.process_index() == 0:
             _try_to_write(self.folder)
-        found = entries(state)
         ocp = _orbax()
         # Layers are stored one by one, so that whoever needs one reads one.
         chunks = {name: ocp.SaveArgs(shard_axes=(0,) if entry.is_stacked else ()) for name, entry in found.items()}
@@ -211,7 +216,8 @@ class Checkpoints:
             The state, its step and data position; None where there is no checkpoint.
 
         Raises:
-            UserError: a checkpoint does not fit the target, or is asked for and absent, or all are damaged.
+            UserError: a checkpoint does not fit the target, or is asked for and absent, or all are damaged; or the
+                target does not say where its arrays are to lie.
         """
         known = self.steps()
         wanted, damage = known[::-1] if step is None else [s for s in known if s == step], None
@@ -258,6 +264,7 @@ class Checkpoints:
     def _read(self, folder: Path, manifest: dict, target: Any, partial: bool, resizable: dict[str, int]) -> Restored:
         ocp = _orbax()
         wanted = entries(target)
+        check_places(wanted)
         check_names(folder, manifest["entries"], wanted, partial)
         args = {}
         for name, entry in wanted.items():
