@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import trellis as tr
+from trellis.mesh.layout import current_layout
 
 SIZES = {"batch": 8, "pos": 4, "embed": 16, "mlp": 32}
 
@@ -62,6 +63,26 @@ def test_a_backward_rule_of_ones_own_runs_with_and_without_a_layout():
     assert tr.typeof(into_w) == "f32[embed/data=16]" and tr.typeof(into_x) == "f32[batch/data=8 embed=16]"
     np.testing.assert_allclose(into_w, alone[0], rtol=1e-5)
     np.testing.assert_allclose(into_x, alone[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, layout])
+def test_a_layout_of_another_mesh_does_not_begin_within_what_is_compiled(around):
+    inner = tr.Layout(tr.make_mesh(data=8), compute={"batch": "data"})
+
+    @jax.jit
+    def within(x):
+        with inner:
+            return x * 2.0
+
+    found = "data=4, model=2" if around is layout else "none"
+    x = numbers("batch")
+    with around() as outer:
+        with pytest.raises(
+            tr.MeshError, match=rf"got a layout of \(data=8\) where that is \(?{found}.*around the call"
+        ):
+            within(x)
+        assert current_layout() == outer
+    assert current_layout() is None and tr.typeof(x * 2.0) == "f32[batch=8]"
 
 
 def test_without_a_layout_shard_leaves_a_tree_as_it_is():

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from trellis._compat import mapped_over
-from trellis.mesh.meshes import MeshError
+from trellis.mesh.meshes import MeshError, mesh_text
 from trellis.notation import spec_of
 from trellis.notation.shape import is_name
 from trellis.notation.state import mode_of
@@ -259,12 +259,30 @@ class Layout:
             check_divides(name, size, axes, self.mesh.shape, f"'{'/'.join((name, *axes))}'")
 
     def __enter__(self) -> "Layout":
-        stack = contextlib.ExitStack()
-        stack.enter_context(_current(self))
-        if jax.sharding.get_abstract_mesh() != self.mesh.abstract_mesh:
-            stack.enter_context(jax.set_mesh(self.mesh))
-        _entered.stacks = [*getattr(_entered, "stacks", []), stack]
+        with contextlib.ExitStack() as stack:
+            if jax.sharding.get_abstract_mesh() != self.mesh.abstract_mesh:
+                stack.enter_context(self._begun())
+            stack.enter_context(_current(self))
+            _entered.stacks = [*getattr(_entered, "stacks", []), stack.pop_all()]
         return self
+
+    def _begun(self) -> contextlib.AbstractContextManager:
+        """This layout's mesh in force.
+
+        Raises:
+            MeshError: within what is compiled, whose mesh is another.
+        """
+        try:
+            return jax.set_mesh(self.mesh)
+        except ValueError as error:
+            if "outside of `jax.jit`" not in str(error):
+                raise
+            here = jax.sharding.get_abstract_mesh()
+            around = "none" if here.empty else f"({mesh_text(here)})"
+            raise MeshError(
+                f"what is compiled has the mesh that is in force around it, got a layout of ({mesh_text(self.mesh)}) "
+                f"where that is {around}, in `with layout:`: write it around the call"
+            ) from error
 
     def __exit__(self, *exception) -> None:
         _entered.stacks.pop().close()
