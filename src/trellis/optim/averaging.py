@@ -5,8 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from trellis.optim.updated import updated
 
-def average(ema: Any, params: Any, decay: float, step: jax.Array | int) -> Any:
+
+def average(ema: Any, params: Any, decay: float, step: jax.Array | int, key: jax.Array | None = None) -> Any:
     """The average after one more step.
 
     Early on, when `decay` would keep the random initial parameters, it is at most (1 + step) / (10 + step).
@@ -16,7 +18,12 @@ def average(ema: Any, params: Any, decay: float, step: jax.Array | int) -> Any:
         params: the parameters after this step.
         decay: what is kept of the average each step.
         step: steps before this one.
+        key: rounds averages that are kept in types below float32 at random, right in the mean. None rounds them to the
+            nearest number, which is the same one where `decay` is near 1: such an average stays what it is.
     """
     step = jnp.asarray(step, jnp.float32)
     kept = jnp.minimum(jnp.float32(decay), (1 + step) / (10 + step))
-    return jax.tree.map(lambda e, p: e + (1 - kept).astype(e.dtype) * (p.astype(e.dtype) - e), ema, params)
+    change = jax.tree.map(lambda e, p: (1 - kept) * (p.astype(jnp.float32) - e.astype(jnp.float32)), ema, params)
+    if key is None:
+        return jax.tree.map(lambda e, c: (e.astype(jnp.float32) + c).astype(e.dtype), ema, change)
+    return updated(ema, change, key)

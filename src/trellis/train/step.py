@@ -6,6 +6,7 @@ Everything that moves between devices follows from the layout in force.
 """
 
 import dataclasses
+import zlib
 from collections.abc import Callable
 
 import equinox as eqx
@@ -151,7 +152,8 @@ def make_step(
         model = measured.update(updated(state.model, updates, at_random))
         average = state.average
         if options.ema is not None:
-            average = moving_average(average, model, options.ema, state.step)
+            drawn = jax.random.fold_in(key, zlib.crc32(b"average"))
+            average = moving_average(average, model, options.ema, state.step, drawn)
         metrics = {
             "loss": sums.cross_entropy / sums.tokens,
             "z_loss": sums.z_loss / sums.tokens,
