@@ -1,5 +1,6 @@
 """Batches by number: a pure function of the data, the seed and the step."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from trellis.data.order.packing import open_rows, padding, pick
 from trellis.data.sizes import BatchSizes, Schedule
 from trellis.data.store.token_store import TokenStore
 from trellis.errors import UserError
+
+# Of so many rows tokens are counted one row after the other where it is asked how many there are.
+_COUNTED = 1 << 11
 
 
 class Rows:
@@ -154,8 +158,15 @@ class Batches:
         return self._rows.num_tokens(at[real], pieces[real], length)
 
     def filled(self, steps: int) -> float:
-        """About which share of the positions in the batches before step `steps` holds tokens, and not padding."""
-        return self._rows.filled(self.sizes.first_row(steps))
+        """Which share of the positions in the batches before step `steps` holds tokens, and not padding.
+
+        Of many rows it is about what their sources' rows hold in the mean.
+        """
+        rows = self.sizes.first_row(steps)
+        if rows > _COUNTED or not steps:
+            return self._rows.filled(rows)
+        tokens = sum(self.num_tokens(step) for step in range(steps))
+        return tokens / sum(math.prod(self.sizes.shape(step)) for step in range(steps))
 
     def _places(self, step: int, rows: slice | None) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         """Of a batch the length of its rows, which of them there are, their positions, and which pieces of these."""
