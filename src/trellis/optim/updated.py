@@ -1,11 +1,10 @@
-"""Parameters after an update, in the type that they are kept in."""
+"""Parameters and what an optimizer keeps of them after an update, in the types that they are kept in."""
 
 import zlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from trellis.named import is_named
 from trellis.named.rounding import at_random, drawn_for
@@ -20,8 +19,6 @@ def updated(params: Any, updates: Any, key: jax.Array | None = None) -> Any:
         updates: a tree like it.
         key: rounds sums to types below float32 at random, each parameter by a key of its own; None to the nearest.
     """
-    if key is None:
-        return optax.apply_updates(params, updates)
 
     def leaf(p: Parameter, update: Any) -> Any:
         array, change = (x.array if is_named(x) else x for x in (p.leaf, update))
@@ -29,10 +26,42 @@ def updated(params: Any, updates: Any, key: jax.Array | None = None) -> Any:
             new = array + change.astype(array.dtype)
         else:
             wide = array.astype(jnp.float32) + change.astype(jnp.float32)
-            bits = drawn_for(wide, jax.random.fold_in(key, zlib.crc32(p.path.encode())))
-            new = at_random(wide, array.dtype, (bits >> 8).astype(jnp.float32) / 2.0**24).astype(array.dtype)
+            new = wide.astype(array.dtype) if key is None else _rounded(wide, array.dtype, key, p.path)
         return p.leaf.with_array(new) if is_named(p.leaf) else new
 
     changes = jax.tree.leaves(updates, is_leaf=is_named)
     leaves = [leaf(p, change) for p, change in zip(parameters(params), changes, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_named), leaves)
+
+
+def in_float32(tree: Any) -> Any:
+    """What a rule is to have in float32, gradients, what it keeps, and parameters, where it is bfloat16 or float16."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if _is_half(x) else x, tree)
+
+
+def kept_like(kept: Any, before: Any, key: jax.Array) -> Any:
+    """What an optimizer keeps after a step, in the types that it had before.
+
+    A moving average changes by less in a step than two neighbours in bfloat16 are apart: rounded to the nearest number,
+    squares with a decay near 1 would stay the largest that they ever were. They are rounded at random.
+
+    Args:
+        kept: in float32, where `in_float32` gave it to the rule so.
+        before: a tree like it.
+        key: of the step; each array has a key of its own.
+    """
+
+    def leaf(path: Any, x: Any, was: Any) -> Any:
+        return _rounded(x, was.dtype, key, f"optimizer{jax.tree_util.keystr(path)}") if _is_half(was) else x
+
+    return jax.tree_util.tree_map_with_path(leaf, kept, before)
+
+
+def _is_half(x: Any) -> bool:
+    return getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16)
+
+
+def _rounded(wide: jax.Array, dtype: Any, key: jax.Array, path: str) -> jax.Array:
+    """Numbers in float32 as neighbours of them in another type, the nearer the likelier."""
+    bits = drawn_for(wide, jax.random.fold_in(key, zlib.crc32(path.encode())))
+    return at_random(wide, dtype, (bits >> 8).astype(jnp.float32) / 2.0**24).astype(dtype)
