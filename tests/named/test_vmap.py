@@ -198,3 +198,23 @@ def test_what_a_users_function_does_not_do_stays_its_own_error(manual):
 
     with tr.Layout(tr.make_mesh(data=8), compute={"b": "data"}), pytest.raises(NotImplementedError):
         slices(X) if manual else tr.vmap(one, "b")(tr.named(X, "b e"))
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("kept", [jax.checkpoint, jax.jit], ids=["checkpoint", "jit"])
+def test_what_is_sorted_in_a_map_is_the_same_where_it_is_kept_for_the_backward_pass(kept, descending):
+    """The mapped dimension is not the first one of what is sorted, and as long as that."""
+    x = tr.named(np.random.default_rng(0).normal(size=(3, 4, 6)).astype(np.float32), "b o e")
+    copies = tr.arange(tr.Axis("copy", 3)).astype("float32")
+
+    def one(row):
+        sorted_copies = tr.sort(tr.stack([row, 2.0 * row, row * row], "copy"), "e", descending=descending)
+        return sorted_copies["o", 1] * copies
+
+    def loss(x, way):
+        return (way(tr.vmap(one, "b"))(x) ** 2.0).sum()
+
+    plain, expected = tr.value_and_grad(lambda x: loss(x, lambda fn: fn))(x)
+    value, found = tr.value_and_grad(lambda x: loss(x, kept))(x)
+    np.testing.assert_allclose(value, plain, rtol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -128,11 +128,15 @@ def _sorted(descending: bool, a, axis: int):
 
 @_sorted.defjvp
 def _sorted_jvp(descending: bool, axis: int, values, changes):
-    """JAX's own is not to be had in a mapped function over slices."""
+    """JAX's own is not to be had in a mapped function over slices.
+
+    Values are sorted again, not taken from their places: within what is compiled or kept for a backward pass, JAX
+    (0.10.2) takes a mapped dimension of a rule's value to be where it is in the function's.
+    """
     (a,), (change,) = values, changes
     places = jnp.argsort(a, axis=axis, descending=descending)
-    moved = lambda x: jnp.take_along_axis(x, places, axis=axis)
-    return moved(a), moved(change) if jnp.issubdtype(a.dtype, jnp.inexact) else change
+    moved = jnp.take_along_axis(change, places, axis=axis) if jnp.issubdtype(a.dtype, jnp.inexact) else change
+    return jnp.sort(a, axis=axis, descending=descending), moved
 
 
 def argsort(x: NamedArray, along: Name, *, descending: bool = False) -> NamedArray:
