@@ -31,6 +31,8 @@ CASES = [
     ("model.routing.slack=2", {**MOE, "mesh.expert": "2", "model.routing.way": "gather"}, "model.routing.way=auto"),
     ("guard.replay=false", {}, "guard.every=100"),
     ("checkpoints.keep_every=10", {"checkpoints.every": "null"}, "checkpoints.every=10"),
+    ("evaluation.sample=true", {"evaluation.every": "null"}, "evaluation.every=100"),
+    ("evaluation.sample=false", {"evaluation.every": "null"}, ""),
     ("deadline.seconds=60", {"deadline.factor": "null"}, "deadline.factor=20"),
 ]
 

@@ -42,6 +42,10 @@ def _unheeded(run: Run) -> Iterator[tuple[str, UserError]]:
         rule = "Checkpoints are kept of those that are written every few steps."
         fix = f"use --checkpoints.every {keep} with it, or leave it out"
         yield _told("checkpoints.keep_every", rule, f"keep_every={keep}, checkpoints.every=null", fix)
+    if run.evaluation.every is None and run.evaluation.sample:
+        rule = "Texts are sampled at evaluations during a run, as at its end without being asked."
+        fix = "use --evaluation.every 100 with it, or leave it out"
+        yield _told("evaluation.sample", rule, "sample=true, evaluation.every=null", fix)
     if run.deadline.factor is None:
         rule = "The least deadline is one of steps that have a deadline."
         seen = f"seconds={run.deadline.seconds:g}, deadline.factor=null"
