@@ -191,6 +191,7 @@ def test_validation_sets_come_whole(stores, texts):
         ({"weights": ALL, "max_epochs": {"huge": 1}}, "Limits are for known sources."),
         ({"weights": ALL, "block": 8},
          "A block of a mixture has at least the square of the number of sources in rows."),
+        ({"weights": ALL, "block": 2**31}, "The order of a mixture's block fits into memory."),
     ],
 )  # fmt: skip
 def test_wrong_mixtures(stores, options, rule):

@@ -20,6 +20,8 @@ from trellis.errors import UserError
 
 Weights = Mapping[str, float]
 _MIX = 4  # what a key is for; 1 to 3 are in order.py
+# Rows of a block at most: of sixteen of them it is known which source's each is, in 16 bytes.
+MOST_ROWS = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,13 @@ class Mixture:
                 seen=f"{self.block} rows for {len(self.stores)} sources",
                 where="Mixture.block",
                 fix=f"use {len(self.stores) ** 2} or more",
+            )
+        if self.block > MOST_ROWS:
+            raise UserError(
+                "The order of a mixture's block fits into memory.",
+                seen=f"{self.block:,} rows",
+                where="Mixture.block",
+                fix=f"use {MOST_ROWS:,} or fewer",
             )
 
     @property
