@@ -115,6 +115,7 @@ def test_a_tokenizer_without_markers_writes_them_out(path):
     assert np.count_nonzero(store.loss_mask(0, store.num_tokens)) > 0
 
 
+@pytest.mark.slow
 def test_prompts_are_tokens_that_a_run_reads(path):
     store = chat_store(path)
     source = StoreSource(path=str(path.parent / "store"))

@@ -117,7 +117,7 @@ class Weighed(eqx.Module):
         return self.norm(x) * self.weights.sum("layers")
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, groups", [("tied", 2), ("odd", 1)])
 def test_a_parameter_outside_of_the_stack_may_have_the_name_of_its_layers(name, groups):
     def weighed(model):
