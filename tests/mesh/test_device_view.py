@@ -34,14 +34,15 @@ def test_an_operation_that_jax_writes_out_late_is_run_where_it_stands():
     np.testing.assert_array_equal(found, place(ends, x))
 
 
-def on_a_device(fn, spec, out):
+def on_a_device(fn, spec, out, **sizes):
     """What a function of whole arrays makes of 0 to 7, as a device's program under a stage's axis.
 
     Args:
         fn: of an array, and of the mesh that it lies on.
         spec, out: where its argument and its result lie.
+        sizes: of the mesh axes.
     """
-    mesh = make_mesh(stage=2, data=2, model=2)
+    mesh = make_mesh(**(sizes or dict(stage=2, data=2, model=2)))
     inner, x = without_axis(mesh, "stage").abstract_mesh, jnp.arange(8.0)
     with on_another(without_axis(mesh, "stage")):
         typed = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(inner, spec))
@@ -76,6 +77,15 @@ def test_slices_that_become_partial_sums_are_in_their_places(spec, over):
         return jax.reshard(partial, NamedSharding(mesh, P(None)))
 
     np.testing.assert_array_equal(on_a_device(summed, spec, P()), np.arange(8.0))
+
+
+@pytest.mark.parametrize(
+    "before, after", [(("data", "model"), ("model", "data")), (("model", "data"), ("data", "model"))]
+)
+def test_slices_in_another_order_of_mesh_axes(before, after):
+    """Between axes of other sizes, from the mesh's own order and to it."""
+    fn = lambda x, mesh: jax.reshard(x, NamedSharding(mesh, P(after)))
+    np.testing.assert_array_equal(on_a_device(fn, P(before), P(after), stage=1, data=4, model=2), np.arange(8.0))
 
 
 @pytest.mark.parametrize("spec", [P("data"), P("model"), P()])

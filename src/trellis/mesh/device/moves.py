@@ -7,7 +7,7 @@ import jax
 from jax import lax
 
 from trellis.mesh.parts import own_part, with_part
-from trellis.mesh.permute import renumbered
+from trellis.mesh.permute import permute, renumbered
 from trellis.notation import Dim, Shape
 from trellis.notation.state import State
 from trellis.notation.transition import Step, plan
@@ -81,4 +81,4 @@ def _in_its_place(x: jax.Array, dim: int, axes: Axes) -> jax.Array:
 def _permuted(x: jax.Array, before: Axes, after: Axes, sizes) -> jax.Array:
     """The same slices on other devices: of `a/x/y` those of `a/y/x`."""
     pieces = range(math.prod(sizes[a] for a in before))
-    return lax.ppermute(x, before, [(p, renumbered(p, after, before, sizes)) for p in pieces])
+    return permute(x, before, [(p, renumbered(p, after, before, sizes)) for p in pieces])
