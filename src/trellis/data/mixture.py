@@ -21,7 +21,7 @@ from trellis.errors import UserError
 Weights = Mapping[str, float]
 _MIX = 4  # what a key is for; 1 to 3 are in order.py
 # Rows of a block at most: of sixteen of them it is known which source's each is, in 16 bytes.
-MOST_ROWS = 1 << 22
+_MOST_ROWS = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,13 +95,7 @@ class Mixture:
                 where="Mixture.block",
                 fix=f"use {len(self.stores) ** 2} or more",
             )
-        if self.block > MOST_ROWS:
-            raise UserError(
-                "The order of a mixture's block fits into memory.",
-                seen=f"{self.block:,} rows",
-                where="Mixture.block",
-                fix=f"use {MOST_ROWS:,} or fewer",
-            )
+        check_block(self.block, "Mixture.block")
 
     @property
     def schedule(self) -> list[tuple[int, Weights]]:
@@ -152,6 +146,21 @@ class Mixture:
             )
             for name, store in self.validation.items()
         }
+
+
+def check_block(rows: int, where: str) -> None:
+    """Refuses a block whose order takes more memory than there is.
+
+    Raises:
+        UserError: it has more rows than that.
+    """
+    if rows > _MOST_ROWS:
+        raise UserError(
+            "The order of a mixture's block fits into memory.",
+            seen=f"{rows:,} rows",
+            where=where,
+            fix=f"use {_MOST_ROWS:,} or fewer",
+        )
 
 
 def _is_weight(value: object) -> bool:

@@ -24,6 +24,4 @@ def average(ema: Any, params: Any, decay: float, step: jax.Array | int, key: jax
     step = jnp.asarray(step, jnp.float32)
     kept = jnp.minimum(jnp.float32(decay), (1 + step) / (10 + step))
     change = jax.tree.map(lambda e, p: (1 - kept) * (p.astype(jnp.float32) - e.astype(jnp.float32)), ema, params)
-    if key is None:
-        return jax.tree.map(lambda e, c: (e.astype(jnp.float32) + c).astype(e.dtype), ema, change)
     return updated(ema, change, key)

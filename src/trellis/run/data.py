@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from trellis.data.mixture import MOST_ROWS
+from trellis.data.mixture import check_block
 from trellis.data.tokenizer import check_bpe_size
 from trellis.errors import UserError
 from trellis.run.schema import at_least
@@ -92,9 +92,7 @@ class MixtureSource:
 
     def __post_init__(self):
         at_least(1, block=self.block)
-        if self.block > MOST_ROWS:
-            fix = f"use {MOST_ROWS} or less"
-            raise UserError("A mixture's block fits into memory.", seen=f"block={self.block}", where="block", fix=fix)
+        check_block(self.block, "block")
         names = [part.name for part in self.parts]
         if not names or len(set(names)) < len(names):
             raise UserError(
