@@ -9,7 +9,7 @@ import pytest
 import trellis as tr
 from trellis.errors import UserError
 from trellis.nn import Precision
-from trellis.optim.updated import updated
+from trellis.optim.updated import moved, updated
 
 
 def test_small_updates_add_up_where_they_are_rounded_at_random():
@@ -22,6 +22,18 @@ def test_small_updates_add_up_where_they_are_rounded_at_random():
     moved = np.asarray(loop(params)["w"].array, np.float32)
     assert moved.mean() == pytest.approx(1 + 2 * 2.0**-7, abs=5 * 2.0**-7 * (2 / moved.size) ** 0.5)
     assert (np.asarray(updated(params, change)["w"].array) == 1).all()
+
+
+def test_what_is_moved_in_small_steps_is_rounded_at_random_and_the_rest_is_left():
+    """Biases of experts at 1, moved by a thousandth 500 times; weights beside them stay the same bits."""
+    params = {"bias": tr.ones({"routes": 512}, jnp.bfloat16), "w": tr.full({"embed": 8}, 1 / 3, jnp.bfloat16)}
+    up = lambda p: p | {"bias": p["bias"] + 1e-3}
+    loop = lambda n, p: moved(p, up, jax.random.key(n))
+    after = jax.jit(lambda params: jax.lax.fori_loop(0, 500, loop, params))(params)
+    assert np.asarray(after["bias"].array, np.float32).mean() == pytest.approx(1.5, abs=0.02)
+    assert after["bias"].dtype == jnp.bfloat16 and (after["w"].array == params["w"].array).all()
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    assert moved(wide, up, jax.random.key(0))["w"].array is wide["w"].array
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

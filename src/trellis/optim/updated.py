@@ -1,6 +1,7 @@
 """Parameters and what an optimizer keeps of them after an update, in the types that they are kept in."""
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,6 +56,30 @@ def kept_like(kept: Any, before: Any, key: jax.Array) -> Any:
         return _rounded(x, was.dtype, key, f"optimizer{jax.tree_util.keystr(path)}") if _is_half(was) else x
 
     return jax.tree_util.tree_map_with_path(leaf, kept, before)
+
+
+def moved(params: Any, move: Callable[[Any], Any], key: jax.Array) -> Any:
+    """Parameters of which some are moved, by no gradient, in the types that they are kept in.
+
+    What is moved is computed in float32, and rounded at random where it is kept in less: a step that is small beside a
+    number would be lost.
+
+    Args:
+        params: before.
+        move: from parameters to parameters; those that it leaves are the same arrays.
+        key: of the step; each array has a key of its own.
+    """
+    wide = in_float32(params)
+    before, after = jax.tree.leaves(wide), jax.tree_util.tree_leaves_with_path(move(wide))
+
+    def leaf(was: Any, wide: Any, path: Any, new: Any) -> Any:
+        if new is wide:
+            return was
+        return _rounded(new, was.dtype, key, f"moved{jax.tree_util.keystr(path)}") if _is_half(was) else new
+
+    kept = jax.tree.leaves(params)
+    leaves = [leaf(was, x, *each) for was, x, each in zip(kept, before, after, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
 def _is_half(x: Any) -> bool:

@@ -31,7 +31,7 @@ from trellis.notation.state import mode_of, state_of
 from trellis.optim import all_finite, select
 from trellis.optim.averaging import average as moving_average
 from trellis.optim.optimizer import left_out
-from trellis.optim.updated import in_float32, kept_like, updated
+from trellis.optim.updated import in_float32, kept_like, moved, updated
 from trellis.train.out_of_range import first_out_of_range
 from trellis.train.scales import Scales, largest_of, rolled
 from trellis.train.stages import (
@@ -150,7 +150,7 @@ def make_step(
             updates, kept = optimizer.update(*in_float32((gradients, state.optimizer, state.model)))
         optimizer_state = kept_like(kept, state.optimizer, key)
         at_random = key if options.precision.updates == "random" else None
-        model = measured.update(updated(state.model, updates, at_random))
+        model = moved(updated(state.model, updates, at_random), measured.update, key)
         average = state.average
         if options.ema is not None:
             drawn = jax.random.fold_in(key, zlib.crc32(b"average"))
