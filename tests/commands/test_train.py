@@ -219,6 +219,15 @@ def test_a_run_does_not_pretend_to_write_to_a_bucket(run_file, capsys):
                 "use --until 0 for the first checkpoint alone",
             ],
         ),
+        (
+            ("--steps", 4, "--until", 5),
+            [
+                "A run pauses before its end.",
+                "--until 5, steps 4",
+                "--until",
+                "leave it out, or use --steps 5 for more steps",
+            ],
+        ),
     ],
 )
 def test_what_a_run_cannot_be_is_said_in_four_parts(run_file, tmp_path, capsys, monkeypatch, options, message):

@@ -70,6 +70,9 @@ def execute(args: argparse.Namespace) -> int:
     if args.until is not None and args.until < 0:
         fix = "use --until 0 for the first checkpoint alone"
         raise UserError("A run pauses after some steps, or none.", seen=args.until, where="--until", fix=fix)
+    if args.until is not None and args.until > run.steps:
+        seen, fix = f"--until {args.until}, steps {run.steps}", f"leave it out, or use --steps {args.until} for more steps"
+        raise UserError("A run pauses before its end.", seen=seen, where="--until", fix=fix)
     folder = Path(args.run_dir) if args.run_dir else resumed or new_folder(run)
     done = lambda: max(finished_steps(folder / "checkpoints"), default=0)
     with (
