@@ -8,9 +8,9 @@
 # %% [markdown]
 # # Scaling a transformer by hand
 #
-# A transformer block on a mesh, each collective written out, and what every device holds at each point. The mesh has
-# two axes: `dp`, over which the batch is sliced, and `mp`, over which each product is (Megatron's split: Shoeybi et
-# al., 2019, [arXiv:1909.08053](https://arxiv.org/abs/1909.08053)).
+# This page writes a transformer block for a mesh, with each collective written out, and shows what every device holds
+# at each point. The mesh has two axes: `dp` slices the batch, and `mp` slices each product (Megatron's split: Shoeybi
+# et al., 2019, [arXiv:1909.08053](https://arxiv.org/abs/1909.08053)).
 
 # %%
 import functools
@@ -45,8 +45,8 @@ def held(title):
 # %% [markdown]
 # ## What a device holds
 #
-# Slices made where they stay cost every device the same. An array that is made whole first is all on one device, until
-# the last slice has left it. At the size of a real model that is the difference between a run and no run.
+# If each device makes its own slice, the cost is the same on every device. If an array is made whole first, all of it
+# is on one device until the last slice has left. At the size of a real model, this decides whether the run fits at all.
 
 # %%
 held("nothing yet")
@@ -59,8 +59,8 @@ del even, whole
 # %% [markdown]
 # ## Weights
 #
-# `@struct` declares a tree of arrays; an annotation says the names, and after each the mesh axis that slices it. The
-# vocabulary is sliced as well.
+# `@struct` declares a tree of arrays. An annotation gives the names, and after each name the mesh axis that slices it.
+# The vocabulary is sliced as well.
 
 
 # %%
@@ -102,9 +102,9 @@ held("weights, half of each on a device")
 # %% [markdown]
 # ## A block with one sum
 #
-# Attention and feed-forward read the same normalized input, as in GPT-J, so that both partial results add up before
-# one all-reduce. `~mp` is a copy on each device along `mp` whose gradient is a sum over them: written once, where the
-# copy is made, it is settled once on the way back for all four products that use it.
+# Attention and feed-forward read the same normalized input, as in GPT-J, so both partial results add up before one
+# all-reduce. `~mp` means that each device along `mp` has a copy, whose gradient is a sum over these devices. The copy
+# is made once, so the sum is settled once in the backward pass, for all four products that use the copy.
 
 
 # %%
@@ -134,8 +134,8 @@ def block_of(x, block):
 # %% [markdown]
 # ## A vocabulary in parts
 #
-# A device looks up the tokens of its part of the vocabulary and has zeros for the others; the sum over devices has them
-# all. The logits stay in parts, too: a maximum, a sum and the target's logit are all that moves for a token, instead of
+# A device looks up the tokens of its part of the vocabulary and has zeros for the others; the sum over devices has all
+# of them. The logits stay in parts too. For each token only a maximum, a sum and the target's logit move, instead of
 # the vocabulary.
 
 
@@ -164,7 +164,7 @@ def loss_of(weights: Weights, tokens: i32["batch/dp pos"], targets: i32["batch/d
 
 
 # %% [markdown]
-# Everything that a step moves, before it runs:
+# The ledger lists everything that a step moves, before it runs:
 
 # %%
 rows = jax.NamedSharding(mesh, tr.parse("batch/dp pos").spec)
@@ -182,7 +182,7 @@ print(tr.ledger(jax.value_and_grad(loss_of), weights, *batch(0)))
 # %% [markdown]
 # ## The same on one device
 #
-# The definition without a mesh, to compare with.
+# This is the definition without a mesh, for comparison.
 
 
 # %%
@@ -208,7 +208,7 @@ del gradients, by_plain
 # %% [markdown]
 # ## Training
 #
-# Optimizer states are slices where the weights are, and nothing needs to be said about it.
+# Optimizer states are sliced as the weights are, without any further code.
 
 # %%
 optimizer = optax.adam(3e-3)

@@ -8,9 +8,10 @@
 # %% [markdown]
 # # The explicit trainer
 #
-# A whole training step as one device's program: loss, gradients, clipping and AdamW, with FSDP and tensor
-# partitioning written out. `examples/explicit_train.py` is a Llama in this style with data, checkpoints and reports;
-# this page has its skeleton, a feed-forward model of the same shape, and what happens when one line is left out.
+# This page writes a whole training step as one device's program: loss, gradients, clipping and AdamW, with FSDP and
+# tensor partitioning written out. `examples/explicit_train.py` is a Llama in this style with data, checkpoints and
+# reports. This page has its skeleton, a feed-forward model of the same shape, and shows what happens when one line is
+# left out.
 
 # %%
 import inspect
@@ -32,8 +33,8 @@ LAYERS, EMBED, MLP, BATCH = 3, 32, 64, 16
 # %% [markdown]
 # ## What is stored, and where
 #
-# Weights rest in slices over both axes: `data` is FSDP, `model` is tensor partitioning. `Stack` puts a name before all
-# arrays of a struct.
+# Weights rest in slices over both axes: `data` is FSDP, `model` is tensor partitioning. `Stack` adds a leading name to
+# all arrays of a struct.
 
 
 # %%
@@ -68,8 +69,9 @@ def initial():
 # ## The loss
 #
 # A weight is gathered over `data` where it is used. `~data` in the result's type says that each device has a copy
-# whose gradient is a sum over `data`, and so the gradient of this gather is one reduce-scatter, which leaves the
-# gradient where the weight rests. The second product sums over a sliced dimension: `+model`, until the all-reduce.
+# whose gradient is a sum over `data`. So the gradient of this gather is one reduce-scatter, which leaves the gradient
+# where the weight rests. The second product sums over a sliced dimension, so its result is `+model` until the
+# all-reduce.
 
 
 # %%
@@ -92,7 +94,7 @@ def loss_of(layers, x, y):
 # ## The step
 #
 # AdamW (Loshchilov and Hutter, 2019, [arXiv:1711.05101](https://arxiv.org/abs/1711.05101)) works on the slices that a
-# device has; only the gradient's norm needs the others.
+# device has. Only the gradient's norm needs the other slices.
 
 
 # %%
@@ -125,8 +127,8 @@ state = initial()
 print(tr.ledger(train_step, state, x, y, jnp.float32(1)))
 
 # %% [markdown]
-# Each layer gathers its two weights forward, and again on the way back, since `jax.checkpoint` keeps none of them; two
-# reduce-scatters a layer are all that gradients cost.
+# Each layer gathers its two weights in the forward pass, and again in the backward pass, since `jax.checkpoint` keeps
+# neither of them. The gradients cost only two reduce-scatters a layer.
 
 # %%
 step = jax.jit(train_step, donate_argnums=0)
@@ -140,8 +142,8 @@ assert losses[-1] < 0.5 * losses[0]
 # %% [markdown]
 # ## One line less
 #
-# The gradient is wrong without the copy's mark, the loss without a sum. Neither gets as far as a number. Here is each
-# collective of the layer left out in turn, by rewriting its text.
+# Without the copy's mark the gradient would be wrong, and without a sum the loss. Neither program gets as far as a
+# number. The next cell leaves out each collective of the layer in turn, by rewriting its text.
 
 # %%
 source = inspect.getsource(layer_of)

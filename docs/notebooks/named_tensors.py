@@ -8,10 +8,10 @@
 # %% [markdown]
 # # Named tensors
 #
-# The dimensions of an array have names, and operations go by name. A model that is written so says nothing about
-# devices; a layout, a small map from names to mesh axes, makes it data parallel, FSDP or tensor parallel afterwards.
+# The dimensions of an array have names, and operations work by name. A model written this way says nothing about
+# devices. A layout, a small map from names to mesh axes, makes it data parallel, FSDP or tensor parallel afterwards.
 #
-# Eight CPU devices stand in for a mesh. They have to be asked for before JAX looks at the machine.
+# Eight CPU devices stand in for a mesh. They have to be requested before JAX looks at the machine.
 
 # %%
 import equinox as eqx
@@ -26,7 +26,7 @@ import trellis as tr
 # %% [markdown]
 # ## Operations by name
 #
-# A sum says which names go. Arithmetic broadcasts where one operand's names contain the other's, in whatever order.
+# A sum says which names to remove. Arithmetic broadcasts if one operand's names contain the other's, in any order.
 
 # %%
 x = tr.random.normal(jax.random.key(0), {"batch": 8, "height": 16, "width": 16})
@@ -35,7 +35,7 @@ for array in (x, mean, x - mean, x.sum(("height", "width"))):
     print(tr.typeof(array))
 
 # %% [markdown]
-# A contraction says what it sums over, and `vmap` over which name it maps. The function inside sees one example.
+# A contraction says which name it sums over, and `vmap` which name it maps over. The function inside sees one example.
 
 # %%
 w = tr.random.normal(jax.random.key(1), {"width": 16, "out": 4})
@@ -43,7 +43,7 @@ print(tr.typeof(tr.dot(x, w, over="width")))
 print(tr.typeof(tr.vmap(lambda image: image.sum("height"), "batch")(x)))
 
 # %% [markdown]
-# Names that do not fit are an error that says which rule was broken, what was seen and how to mend it.
+# If names do not fit, the error says which rule was broken, what was seen and how to fix it.
 
 # %%
 try:
@@ -54,7 +54,7 @@ except Exception as error:
 # %% [markdown]
 # ## A layer
 #
-# Weights have names, too. There is no mesh in the text, and none is needed to run it.
+# Weights have names too. The code mentions no mesh, and needs none to run.
 
 
 # %%
@@ -91,9 +91,9 @@ print(alone)
 # %% [markdown]
 # ## Layouts
 #
-# `params` says where parameters rest, `compute` where arrays are while they are computed with. A parameter that rests
-# in slices over `data` and is used by batches in slices over `data` is gathered on its way: that is FSDP. One line a
-# layout changes what moves; the loss stays.
+# `params` says where parameters rest, `compute` where arrays are while they are in use. A parameter that rests in
+# slices over `data`, and is used with batches in slices over `data`, is gathered before use: that is FSDP. One line per
+# layout changes what moves; the loss stays the same.
 
 # %%
 LAYOUTS = {
@@ -120,13 +120,13 @@ for name, (sizes, params, compute) in LAYOUTS.items():
         print(tr.ledger(jax.value_and_grad(loss), layers, batch), "\n")
 
 # %% [markdown]
-# The ledger is made from the types, without compiling. Each row is a collective: over which mesh axes, of what, in
-# which pass and on which line of this page. Note the reduce-scatter that stands for each gather on the way back, and
-# that sequence parallelism turns an all-reduce over `model` into a reduce-scatter and an all-gather.
+# The ledger is made from the types, without compiling. Each row is a collective, with its mesh axes, its array, its
+# pass and its line of this page. Note that each gather has a reduce-scatter in the backward pass, and that sequence
+# parallelism turns an all-reduce over `model` into a reduce-scatter and an all-gather.
 #
 # ## Random numbers
 #
-# A key gives the same numbers on every mesh, each made where it stays.
+# A key gives the same numbers on every mesh. Each number is made on the device that keeps it.
 
 # %%
 draw = lambda: tr.random.normal(jax.random.key(2), {"embed": 4096, "mlp": 64})

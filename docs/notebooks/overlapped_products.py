@@ -8,10 +8,10 @@
 # %% [markdown]
 # # Overlapped products
 #
-# A product whose operand is sliced along the summed dimension needs a collective before it, and one whose result is a
-# partial sum needs one after it. Done as a whole, the devices wait for the links and then the links for the devices.
-# Cut into parts, each part travels while another is multiplied: a *collective matmul* (Wang et al., 2023,
-# [doi:10.1145/3567955.3567959](https://doi.org/10.1145/3567955.3567959)).
+# If an operand is sliced along the summed dimension, a product needs a collective before it. If its result is a partial
+# sum, it needs one after it. If the collective is done as a whole, the devices wait for the links, and then the links
+# for the devices. If it is cut into parts, each part travels while another is multiplied. This is a *collective matmul*
+# (Wang et al., 2023, [doi:10.1145/3567955.3567959](https://doi.org/10.1145/3567955.3567959)).
 
 # %%
 import jax
@@ -39,9 +39,9 @@ w = put("embed mlp/y", EMBED, MLP)
 # %% [markdown]
 # ## By hand
 #
-# Each device has a fourth of `a`'s columns and a fourth of `w`'s columns, and wants the product of all of `a` with
-# its part of `w`. It multiplies the part of `a` that it has with the rows that belong to it, while that part is on
-# its way to the next device; four turns see all parts.
+# Each device has a fourth of `a`'s columns and a fourth of `w`'s columns, and needs the product of all of `a` with its
+# part of `w`. It multiplies the part of `a` that it has with the matching rows of `w`, while that part is on its way to
+# the next device. After four turns it has seen all parts.
 
 
 # %%
@@ -66,8 +66,8 @@ with jax.set_mesh(mesh):
 # %% [markdown]
 # ## From the library
 #
-# The same as one call, in the notation; its gradient is overlapped, too. Rings may run both ways, which halves the
-# time on links that do, and in chunks.
+# The library has the same as one call, in the notation. Its gradient is overlapped too. Rings can run both ways, which
+# halves the time on links that do, and in chunks.
 
 
 # %%
@@ -85,8 +85,8 @@ with jax.set_mesh(mesh):
         print(tr.ledger(gathered(ring), a, w), "\n")
 
 # %% [markdown]
-# The other direction: the summed dimension is sliced, and each device's part of the result is wanted whole on all of
-# them, or in slices.
+# The other direction: the summed dimension is sliced, so each device has a part of the result. The sum is wanted whole
+# on all devices, or in slices.
 
 # %%
 rows = put("embed/y mlp", EMBED, MLP)

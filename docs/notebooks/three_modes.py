@@ -9,8 +9,8 @@
 # # The three modes
 #
 # JAX has three ways to program a mesh, and the notation serves all of them. In *explicit* mode types carry shardings,
-# and Trellis moves what a layout says. In *auto* mode the compiler chooses. In *manual* mode (`shard_map`) the program
-# is one device's, and each collective is a line of it. This page computes one product in each.
+# and Trellis moves arrays as a layout says. In *auto* mode the compiler chooses. In *manual* mode (`shard_map`) you
+# write the program of one device, and each collective is a line of it. This page computes one product in each mode.
 
 # %%
 import jax
@@ -33,7 +33,7 @@ expected = np.square(a) @ b
 # ## Explicit
 #
 # The summed dimension is sliced over `y`, so each device has a part of the sum; the result is wanted whole along `y`.
-# The ledger says that this costs one all-reduce, and why.
+# The ledger shows that this costs one all-reduce, and why.
 
 
 # %%
@@ -53,8 +53,8 @@ np.testing.assert_allclose(out.array, expected, rtol=1e-5)
 # %% [markdown]
 # ## Auto
 #
-# The same text on a mesh whose axes the compiler owns. Types say nothing of slices there; what the compiler chose is
-# read from the compiled program.
+# This is the same code on a mesh whose axes the compiler controls. Types say nothing about slices there, so the
+# compiled program shows what the compiler chose.
 
 # %%
 auto = tr.Layout(tr.make_mesh(x=2, y=4, axis_type="auto"), compute={"batch": "x", "wide": "y"})
@@ -68,7 +68,7 @@ np.testing.assert_allclose(out.array, expected, rtol=1e-5)
 # %% [markdown]
 # ## Manual
 #
-# One device's view. The partial sum is in the type, `+y`, until a collective settles it.
+# This is one device's view. The partial sum is in the type, as `+y`, until a collective settles it.
 
 # %%
 mesh = tr.make_mesh(x=2, y=4)
@@ -90,8 +90,8 @@ with jax.set_mesh(mesh):
     np.testing.assert_allclose(jax.jit(by_hand)(x, w), expected, rtol=1e-5)
 
 # %% [markdown]
-# Without that line the program would run and be wrong. Here it does not run: an exponential of a part of a sum is not a
-# part of anything.
+# Without that line the program would run and give a wrong result. Here it does not run: the exponential of a part of a
+# sum is not a part of anything.
 
 
 # %%
@@ -107,8 +107,8 @@ with jax.set_mesh(mesh):
         print(error)
 
 # %% [markdown]
-# What is easy on a slice may be awkward on a whole array, and the other way around. The mean over devices of the first
-# four elements of each slice is three lines by hand.
+# Some things are easy on a slice and awkward on a whole array, and others the other way around. By hand, the mean over
+# devices of the first four elements of each slice takes three lines.
 
 
 # %%
