@@ -44,17 +44,19 @@ def plain(x, unembed, targets, weights, *, z_loss, logit_softcap, vocab_size, vo
     return entropy + z_sum, entropy, z_sum, correct, jnp.sum(weights)
 
 
-def gradients(function, x, unembed, *rest, **settings):
-    def mean(x, unembed):
-        sums = function(x, unembed, *rest, **settings)
+def gradients(function, x, unembed, targets, weights, **settings):
+    """Of the mean, whose denominator is the sum of the weights."""
+
+    def mean(x, unembed, weights):
+        sums = function(x, unembed, targets, weights, **settings)
         return sums[0] / sums[4], tuple(sums)
 
-    (_, sums), found = jax.value_and_grad(mean, (0, 1), has_aux=True)(x, unembed)
+    (_, sums), found = jax.value_and_grad(mean, (0, 1, 2), has_aux=True)(x, unembed, weights)
     return sums, found
 
 
-def with_gradients(function, x, unembed, *rest, **settings):
-    return jax.jit(lambda x, unembed: gradients(function, x, unembed, *rest, **settings))(x, unembed)
+def with_gradients(function, x, unembed, targets, weights, **settings):
+    return jax.jit(lambda *given: gradients(function, *given, **settings))(x, unembed, targets, weights)
 
 
 def assert_near(seen, wanted):
@@ -174,7 +176,8 @@ def test_low_precision_sums_in_float32(arrays):
     x, unembed, targets, weights = arrays
     low = [a.astype(jnp.bfloat16) for a in (x, unembed)]
     sums, gradients = with_gradients(cross_entropy, *low, targets, weights)
-    assert {a.dtype for a in sums} == {jnp.dtype("float32")} and {a.dtype for a in gradients} == {jnp.dtype("bfloat16")}
+    assert {a.dtype for a in sums} == {jnp.dtype("float32")}
+    assert [a.dtype for a in gradients] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
     wanted, _ = with_gradients(cross_entropy, *(a.astype(jnp.float32) for a in low), targets, weights)
     np.testing.assert_allclose(sums[0], wanted[0], rtol=1e-4)
 

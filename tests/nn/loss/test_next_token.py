@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import trellis as tr
+from trellis import nn
 from trellis.mesh.layout import Layout
 from trellis.mesh.meshes import make_mesh
 from trellis.mesh.topology import slice_devices
@@ -103,6 +104,35 @@ def test_a_loss_of_each_example_that_is_mapped(compute):
         found = run(shard(hidden, "compute"), shard(table), shard(targets, "compute"))
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_depend_on_the_model_and_arrays_that_are_on_no_mesh():
+    """A focal loss, whose weights have a gradient; whatever is on no mesh is whole on it, biases too."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    given = named(draw(8, 4, 8), "batch pos embed"), named(draw(16, 8), "vocab embed"), named(draw(16), "vocab")
+    targets = named(rng.integers(0, 16, (8, 4)).astype(np.int32), "batch pos")
+
+    def focal(nats):
+        return (1 - tr.exp(-nats)) ** 2.0
+
+    def by_formula(hidden, table, bias):
+        nats = nn.cross_entropy(tr.dot(hidden, table, over="embed") + bias, targets)
+        return (focal(nats) * nats).sum().array / focal(nats).sum().array
+
+    def by_loss(hidden, table, bias):
+        nats = nn.cross_entropy(tr.dot(hidden, table, over="embed") + bias, targets)
+        sums = next_token_loss(hidden, table, targets, focal(nats), bias=bias)
+        return sums.total / sums.tokens
+
+    run = lambda loss: jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*given)
+    wanted = run(by_formula)
+    found = [run(by_loss)]
+    with Layout(make_mesh(data=2, model=4), params={"embed": "data"}, compute={"batch": "data", "vocab": "model"}):
+        assert "all-reduce  model" in str(tr.ledger(by_loss, *given))
+        found.append(run(by_loss))
+    for each in found:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), each, wanted)
 
 
 @pytest.mark.parametrize("name", ["vocab", "embed"])

@@ -60,7 +60,7 @@ def assert_near(seen, wanted):
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
 @pytest.mark.parametrize("settings", [{}, dict(z_loss=0.1, logit_softcap=4.0, vocab_size=WORDS)], ids=["plain", "all"])
 def test_chunks_equal_one_device(arrays, place, settings, small_chunks):
-    run = jax.value_and_grad(lambda *a: mean(*a, **settings), (0, 1), has_aux=True)
+    run = jax.value_and_grad(lambda *a: mean(*a, **settings), (0, 1, 3), has_aux=True)
     wanted = jax.jit(run)(*arrays)
     mesh, sliced = placed(arrays, place)
     with jax.set_mesh(mesh):

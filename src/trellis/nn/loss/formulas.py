@@ -50,6 +50,11 @@ def changes(sums, gradients, tangents, axes: Axes = ()):
     return lax.psum(change, axes) if axes else change, rest
 
 
+def changes_of_weights(gradient, tangent):
+    """What tangents of the tokens' weights add to those of the total, and of the weights' sum."""
+    return _along(gradient, tangent), jnp.sum(tangent)
+
+
 def _change(gradients, tangents):
     wide = lambda d, t: jnp.sum(d.astype(jnp.float32) * t.astype(jnp.float32))
     return sum(jax.tree.leaves(jax.tree.map(wide, gradients, tangents)))
@@ -67,7 +72,8 @@ def capped(logits, softcap: float | None):
 
 
 def weighed(largest, total, hit, weights, z_loss: float):
-    """`(total, its parts)` of the loss, and what `exp(logit - largest)` weighs in its gradient; all of each token.
+    """`(total, its parts)` of the loss; what `exp(logit - largest)` weighs in its gradient, and the gradient by each
+    weight, both of each token.
 
     Args:
         largest: the largest logit.
@@ -81,4 +87,4 @@ def weighed(largest, total, hit, weights, z_loss: float):
     # The target has the largest logit exactly if it is the largest logit: no search for its place.
     correct = jnp.sum(jnp.where(hit >= largest, weights, 0.0))
     sums = entropy + z_sum, (entropy, z_sum, correct, jnp.sum(weights))
-    return sums, weights * (1 + 2 * z_loss * log_sum) / total
+    return sums, weights * (1 + 2 * z_loss * log_sum) / total, log_sum - hit + z_loss * log_sum * log_sum

@@ -30,11 +30,12 @@ class TokenLoss(NamedTuple):
     """Sums over all tokens of the batch, float32 scalars; divide by `tokens` for means.
 
     Attributes:
-        total: what is minimized: cross entropy plus z-loss. Only this one carries a gradient.
+        total: what is minimized: cross entropy plus z-loss. Only this one carries a gradient, also with respect to the
+            weights of tokens.
         cross_entropy: the first part, in nats.
         z_loss: the second part.
         correct: how many tokens had the largest logit.
-        tokens: the sum of the weights.
+        tokens: the sum of the weights, with a gradient with respect to these alone.
     """
 
     total: jax.Array
@@ -180,7 +181,7 @@ def _local(
         if narrow is not None:
             narrow = dataclasses.replace(narrow, x=joined(narrow.x))
         total, rest = summed_by_vocab(x, head[0], targets, weights, narrow, settings, chunks)
-        return TokenLoss(total, *(lax.stop_gradient(s) for s in rest))
+        return reported(total, rest)
     count = targets.size
     columns = head[0].shape[0 if settings.vocab_first else 1]
     chunk = chunk_size(count, columns, settings)
@@ -192,7 +193,13 @@ def _local(
     if narrow is not None:
         narrow = dataclasses.replace(narrow, x=in_chunks(narrow.x, chunk))
     total, rest = summed_by_tokens(cut_up(x), head, cut_up(targets), cut_up(weights), narrow, settings)
-    return TokenLoss(total, *(lax.stop_gradient(s) for s in rest))
+    return reported(total, rest)
+
+
+def reported(total, rest) -> TokenLoss:
+    """Sums of which only the total, and the sum of the weights, carry gradients."""
+    *parts, tokens = rest
+    return TokenLoss(total, *(lax.stop_gradient(s) for s in parts), tokens)
 
 
 def _vocab_axes(states: list[State], x, unembed, vocab_first: bool) -> Axes:

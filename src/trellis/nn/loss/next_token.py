@@ -13,11 +13,12 @@ from trellis.mesh.linear import linear
 from trellis.named import NamedArray, arange, dot, equal, exp, outer, stop_gradient, where
 from trellis.named.backend import on_accelerator
 from trellis.named.narrow import TYPES, Kind, Narrow
+from trellis.named.operand import operand
 from trellis.named.pair import moved
 from trellis.named.placing import move, whole
 from trellis.named.reduce import reduction
 from trellis.nn.loss.formulas import capped, weighed
-from trellis.nn.loss.linear import LossError, TokenLoss, linear_cross_entropy
+from trellis.nn.loss.linear import LossError, TokenLoss, linear_cross_entropy, reported
 from trellis.nn.loss.products import ABLE, NarrowFactors, limit_of, narrow_factor
 from trellis.notation import typeof
 from trellis.notation.state import state_of
@@ -62,9 +63,11 @@ def next_token_loss(
     tokens = ("batch", "pos")
     kind = unembedding.kind if isinstance(unembedding, Narrow) else None
     unembedding = unembedding.weight if isinstance(unembedding, Narrow) else unembedding
-    hidden, unembedding = hidden.transpose((*tokens, "embed")), unembedding.transpose(("vocab", "embed"))
-    targets = targets.transpose(tokens)
-    weights = None if weights is None else weights.transpose(tokens)
+    ordered = lambda x, *names: operand(x, "next_token_loss", pending=True).transpose(names)
+    hidden, unembedding = ordered(hidden, *tokens, "embed"), ordered(unembedding, "vocab", "embed")
+    targets = ordered(targets, *tokens)
+    weights = None if weights is None else ordered(weights, *tokens)
+    bias = None if bias is None else ordered(bias, "vocab")
     for x in (hidden, unembedding):
         if x.slices:  # in a manual program a device sums over its own words and channels only
             whole(x, ("embed", "vocab"), "next_token_loss")
@@ -130,7 +133,7 @@ def _mapped(
     hit = where(outer(equal, targets, columns), logits, 0.0).sum("vocab")
     counted = jnp.ones_like(hit.array) if weights is None else weights.astype(jnp.float32).array
     summed, rest = weighed(largest.array, total.array, hit.array, counted, z_loss)[0]
-    return TokenLoss(summed, *(lax.stop_gradient(s) for s in rest))
+    return reported(summed, rest)
 
 
 def tied(table: NamedArray, tokens: NamedArray, kind: Kind | None = None) -> NamedArray:

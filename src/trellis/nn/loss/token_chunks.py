@@ -5,10 +5,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from trellis.mesh.manual.ops import Axes, vary, varying_axes
 from trellis.named.backend import copied_turned, on_accelerator
-from trellis.nn.loss.formulas import Settings, capped, changes, weighed
+from trellis.nn.loss.formulas import Settings, capped, changes, changes_of_weights, weighed
 from trellis.nn.loss.products import (
     Factor,
     NarrowFactors,
@@ -67,10 +68,21 @@ def summed_by_tokens(x, head, targets, weights, narrow: NarrowFactors | None, se
     return sums
 
 
-@summed_by_tokens.defjvp
 def _derivative(settings: Settings, primals, tangents):
-    sums, gradients = _with_gradients(*primals, settings)
-    return sums, changes(sums, gradients, tangents[:2], settings.vocab_axes)
+    weighted = not isinstance(tangents[3], SymbolicZero)  # a mask has no gradient, and nothing is kept for it
+    sums, gradients, of_weights = _with_gradients(*primals, settings, weighted)
+    change, rest = changes(sums, gradients, jax.tree.map(_instantiated, primals[:2], tangents[:2]), settings.vocab_axes)
+    if not weighted:
+        return sums, (change, (*rest[:3], SymbolicZero(jax.typeof(rest[3]))))
+    more, of_tokens = changes_of_weights(of_weights, tangents[3])
+    return sums, (change + more, (*rest[:3], of_tokens))
+
+
+summed_by_tokens.defjvp(_derivative, symbolic_zeros=True)
+
+
+def _instantiated(primal, tangent):
+    return jnp.zeros_like(primal) if isinstance(tangent, SymbolicZero) else tangent
 
 
 def _factors(x, head, narrow: NarrowFactors | None):
@@ -78,50 +90,50 @@ def _factors(x, head, narrow: NarrowFactors | None):
     return (x, head) if narrow is None else (narrow.x, (narrow.unembed, *head[1:]))
 
 
-def _with_gradients(x, head, targets, weights, narrow: NarrowFactors | None, settings: Settings):
-    """The sums, and the gradients of the total by `x` and by `head`."""
+def _with_gradients(x, head, targets, weights, narrow: NarrowFactors | None, settings: Settings, weighted: bool):
+    """The sums, and the gradients of the total by `x` and by `head`, and by `weights` if `weighted`."""
     if targets.size <= x.shape[-1]:
-        return _with_kept_gradients(x, head, targets, weights, narrow, settings)
+        return _with_kept_gradients(x, head, targets, weights, narrow, settings, weighted)
     factor, used = _factors(x, head, narrow)
-    about = dict(gradient=True, dtype=x.dtype, limit=None if narrow is None else narrow.limit)
+    about = dict(gradient=True, dtype=x.dtype, limit=None if narrow is None else narrow.limit, weighted=weighted)
     turned = turns_sum(factor, targets.size, head[0], settings)
     summed = settings._replace(vocab_first=settings.vocab_first and not turned)
 
     def step(carry, part):
         sums, d_head = carry
-        mine, d_x, d_logits, d_bias = _chunk(*part, used, settings, **about)
+        mine, d_x, d_logits, d_bias, of_weights = _chunk(*part, used, settings, **about)
         d_more = (to_unembed(d_logits, part[0], summed), *d_bias)
         d_head = jax.tree.map(lambda total, more: (total.astype(more.dtype) + more).astype(total.dtype), d_head, d_more)
-        return (jax.tree.map(jnp.add, sums, mine), d_head), d_x
+        return (jax.tree.map(jnp.add, sums, mine), d_head), (d_x, of_weights)
 
     types = (settings.total_type, jnp.float32)
     zeros = [jnp.zeros(h.shape[::-1] if turned else h.shape, t) for h, t in zip(head, types, strict=False)]
     start = tuple(vary(zero, varying_axes(x, *head)) for zero in zeros)
-    (sums, d_head), d_x = lax.scan(
+    (sums, d_head), (d_x, of_weights) = lax.scan(
         step, (_zero_sums(factor, used, targets, weights, settings), start), (factor, targets, weights)
     )
     if turned:
         d_head = (copied_turned(d_head[0], (1, 0)), *d_head[1:])
-    return sums, (d_x, jax.tree.map(lambda d, h: d.astype(h.dtype), d_head, head))
+    return sums, (d_x, jax.tree.map(lambda d, h: d.astype(h.dtype), d_head, head)), of_weights
 
 
-def _with_kept_gradients(x, head, targets, weights, narrow: NarrowFactors | None, settings: Settings):
+def _with_kept_gradients(x, head, targets, weights, narrow: NarrowFactors | None, settings: Settings, weighted: bool):
     """For no more tokens than `embed`: the gradient of all logits, in the type of `x`, takes no more room than the
     gradient of `unembed`, which then is one product instead of a sum over chunks, made when `unembed` is gone."""
     factor, used = _factors(x, head, narrow)
-    about = dict(gradient=True, dtype=x.dtype, limit=None if narrow is None else narrow.limit)
+    about = dict(gradient=True, dtype=x.dtype, limit=None if narrow is None else narrow.limit, weighted=weighted)
 
     def step(carry, part):
         sums, d_bias = carry
-        mine, d_x, d_logits, more = _chunk(*part, used, settings, **about)
-        return (jax.tree.map(jnp.add, sums, mine), jax.tree.map(jnp.add, d_bias, more)), (d_x, d_logits)
+        mine, d_x, d_logits, more, of_weights = _chunk(*part, used, settings, **about)
+        return (jax.tree.map(jnp.add, sums, mine), jax.tree.map(jnp.add, d_bias, more)), (d_x, d_logits, of_weights)
 
     zeros = tuple(vary(jnp.zeros(b.shape, jnp.float32), varying_axes(x, *head)) for b in head[1:])
-    (sums, d_bias), (d_x, d_logits) = lax.scan(
+    (sums, d_bias), (d_x, d_logits, of_weights) = lax.scan(
         step, (_zero_sums(factor, used, targets, weights, settings), zeros), (factor, targets, weights)
     )
     d_head = (to_unembed(joined(d_logits), joined(factor), settings), *d_bias)
-    return sums, (d_x, jax.tree.map(lambda d, h: d.astype(h.dtype), d_head, head))
+    return sums, (d_x, jax.tree.map(lambda d, h: d.astype(h.dtype), d_head, head)), of_weights
 
 
 def _zero_sums(factor, head, targets, weights, settings: Settings):
@@ -132,8 +144,11 @@ def _zero_sums(factor, head, targets, weights, settings: Settings):
     return zero, (zero, zero, zero, zero)
 
 
-def _chunk(x: Factor, targets, weights, head, settings: Settings, *, gradient: bool, dtype=None, limit=None):
-    """Sums of one chunk, the gradients of its `total`: `(sums, d_x, d_logits, d_bias)`; `d_x` is in `dtype`."""
+def _chunk(
+    x: Factor, targets, weights, head, settings: Settings, *, gradient: bool, dtype=None, limit=None, weighted=False
+):
+    """Sums of one chunk, and the gradients of its `total`: `(sums, d_x, d_logits, d_bias, of_weights)`, where `d_x` is
+    in `dtype`."""
     unembed, *bias = head
     vocab_axes = settings.vocab_axes
     logits = to_logits(x, unembed, settings)
@@ -155,9 +170,9 @@ def _chunk(x: Factor, targets, weights, head, settings: Settings, *, gradient: b
     if vocab_axes:
         hit = lax.psum(jnp.where(here, hit, 0.0), vocab_axes)
 
-    sums, pull = weighed(largest, total, hit, weights, settings.z_loss)
+    sums, pull, of_weights = weighed(largest, total, hit, weights, settings.z_loss)
     if not gradient:
-        return sums, None, None, ()
+        return sums, None, None, (), None
 
     hot = jnp.arange(columns)[None, :] == place[:, None]
     d_logits = powers * pull[:, None] - jnp.where(hot, weights[:, None], 0.0)
@@ -166,7 +181,8 @@ def _chunk(x: Factor, targets, weights, head, settings: Settings, *, gradient: b
     d_bias = tuple(jnp.sum(d_logits, axis=0) for _ in bias)
     wide = None if on_accelerator(d_logits) else jnp.float32  # the faster product: `trellis.named.backend.cpu_dot`
     d_logits = gradient_factor(d_logits, dtype, settings, limit)
-    return sums, to_x(d_logits, unembed, settings, wide).astype(dtype), d_logits, d_bias
+    d_x = to_x(d_logits, unembed, settings, wide).astype(dtype)
+    return sums, d_x, d_logits, d_bias, of_weights if weighted else None
 
 
 def _over(collective, x, axes: Axes):

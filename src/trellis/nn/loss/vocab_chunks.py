@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from trellis.mesh.manual.ops import Axes, vary, varying_axes
 from trellis.mesh.parts import with_one
@@ -90,10 +91,17 @@ def summed_by_vocab(
     return weighed(sums.largest, sums.total, sums.hit, weights, settings.z_loss)[0]
 
 
-def _fwd(x, unembed, targets, weights, narrow: NarrowFactors | None, settings: Settings, chunks: VocabChunks):
+def _fwd(*given):
+    *primals, settings, chunks = given
+    weighted = primals[3].perturbed  # a mask has no gradient, and nothing is kept for it
+    result, gradients, of_weights = _with_gradients(*custom_vjp_primal_tree_values(tuple(primals)), settings, chunks)
+    return result, (gradients, of_weights if weighted else None)
+
+
+def _with_gradients(x, unembed, targets, weights, narrow: NarrowFactors | None, settings, chunks: VocabChunks):
     sums, kept = _all_chunks(x, unembed, targets, narrow, settings, chunks, keep=True)
     factor, limit = (x, None) if narrow is None else (narrow.x, narrow.limit)
-    result, pull = weighed(sums.largest, sums.total, sums.hit, weights, settings.z_loss)
+    result, pull, of_weights = weighed(sums.largest, sums.total, sums.hit, weights, settings.z_loss)
     push = weights if (cap := settings.logit_softcap) is None else weights * (1 - (sums.hit / cap) ** 2)
     d_x = pull[:, None] * sums.pull - push[:, None] * sums.row.astype(jnp.float32)
 
@@ -109,15 +117,21 @@ def _fwd(x, unembed, targets, weights, narrow: NarrowFactors | None, settings: S
         return None, d_chunk
 
     parts = jnp.concatenate([lax.scan(step, None, some)[1] for some in kept])
-    return result, (d_x.astype(x.dtype), parts.reshape(-1, unembed.shape[1])[: chunks.local])
+    return result, (d_x.astype(x.dtype), parts.reshape(-1, unembed.shape[1])[: chunks.local]), of_weights
 
 
-def _bwd(settings, chunks: VocabChunks, gradients, cotangents):
-    d_total, _ = cotangents
-    return *jax.tree.map(lambda d: d * d_total.astype(d.dtype), gradients), None, None, None
+def _bwd(settings, chunks: VocabChunks, kept, cotangents):
+    gradients, of_weights = kept
+    d_total, (*_, d_tokens) = jax.tree.map(_instantiated, cotangents, is_leaf=lambda d: isinstance(d, SymbolicZero))
+    d_weights = None if of_weights is None else of_weights * d_total + d_tokens
+    return *jax.tree.map(lambda d: d * d_total.astype(d.dtype), gradients), None, d_weights, None
 
 
-summed_by_vocab.defvjp(_fwd, _bwd)
+summed_by_vocab.defvjp(_fwd, _bwd, symbolic_zeros=True)
+
+
+def _instantiated(d):
+    return jnp.zeros(d.shape, d.dtype) if isinstance(d, SymbolicZero) else d
 
 
 def _all_chunks(
