@@ -76,6 +76,7 @@ UNARY = {
     "a gradient": lambda a: jax.grad(lambda a: (a * a).sum())(a),
     "rows of a row": lambda a: a * a[:, :1],
     "rows cut and joined": lambda a: jnp.concatenate([a[:1], a[1:]]),
+    "taken apart and stacked": lambda a: jnp.stack(jnp.unstack(a, axis=1), axis=1),
 }
 
 

@@ -111,6 +111,42 @@ def test_nothing_is_summed_twice():
     np.testing.assert_array_equal(_manual(_settled), np.full((2, 3), 16.0))
 
 
+SAME = {
+    "of a sum, in a loop": lambda y, x: jax.lax.scan(lambda c, _: (jax.lax.psum(c, "m"), None), _settled(y), None, 1)[
+        0
+    ],
+    "of what was gathered": lambda y, x: (
+        jax.lax.psum(tr.all_gather("b e/m -> b e", x).sum(-1), "m")[:, None] + _settled(y)
+    ),
+    "over another axis": lambda y, x: jax.lax.psum(_settled(y), "d"),
+    "of a whole argument's": lambda y, x: _settled(y) + jax.lax.psum(jnp.tanh(x), "d").sum(),
+}
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_a_sum_is_of_values_that_differ(what):
+    with pytest.raises(PendingSumError, match="of one that (is the same on all devices along it|was summed over it)"):
+        _on_two_axes(SAME[what])
+
+
+def test_a_mean_of_what_is_the_same_is_the_same_and_a_constant_s_sum_counts_devices():
+    mean = lambda y, x: jax.lax.pmean(_settled(y), ("d", "m")) * jax.lax.psum(1.0, "d")
+    np.testing.assert_array_equal(_on_two_axes(mean), np.full((2, 3), 32.0))
+    counted = lambda y, x: _settled(y) * jax.lax.psum(jnp.ones((2, 1)), "d")
+    np.testing.assert_array_equal(_on_two_axes(counted), np.full((2, 3), 32.0))
+
+
+def _on_two_axes(then):
+    """Of a product's pending sum and its first factor, on a mesh with an axis along which all is the same."""
+
+    @tr.shard_map
+    def program(x: tr.f32["b e/m"], w: tr.f32["e/m o"]) -> tr.f32["b o"]:
+        return then(tr.einsum("b e/m, e/m o -> b o +m", x, w), x)
+
+    with tr.Layout(tr.make_mesh(d=2, m=4)):
+        return program(np.ones((2, 16), np.float32), np.ones((16, 3), np.float32))
+
+
 def test_linear_plain_operations_carry_the_sum_on():
     out = _manual(lambda y: tr.reshard("b q +m -> b q", jax.lax.pad(y.T.T + y, 0.0, ((0, 0, 0), (1, 1, 0)))), "b q")
     np.testing.assert_array_equal(out[0], [0, 32, 32, 32, 0])

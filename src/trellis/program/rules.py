@@ -1,11 +1,11 @@
-"""Where the types put an operation's result before anything moves: the rules of explicit mode.
+"""Where an operation's result lies before anything moves: the rules of explicit mode.
 
-Each rule says what the operands' states make of a result when every device works on what it has. A dimension that is
-summed over leaves a pending sum along its mesh axes. Where the operation's own type lies elsewhere, the difference is
-communication.
+Each rule gives the state of a result from the operands' states, if every device works on what it has. A dimension that
+is summed over leaves a pending sum along its mesh axes. If the operation's own type says another state, the difference
+is communication.
 
-Some operations are refused on sharded dimensions by JAX's types, and `auto_axes` leaves them to the compiler: inside
-such a region types say nothing, so states are carried through it by the same rules.
+JAX's types refuse some operations on sharded dimensions, and `auto_axes` leaves these to the compiler. Inside such a
+region types say nothing, so the same rules carry states through it.
 """
 
 import dataclasses
@@ -34,15 +34,15 @@ class Implied:
 
 
 class States:
-    """Where the values of a program lie: what their types say, and what the rules say where types do not."""
+    """Where the values of a program lie: what their types say, and what the rules say if the types do not."""
 
     def __init__(self, sizes: Mapping[str, int]):
         self.sizes = sizes
         self.known: dict[Value, State] = {}
         self.scattered: set[Value] = set()  # results of scatters, which need no slice after a sum
         self.twins: dict[Value, Value] = {}  # each value's first twin: equal operations on equal values
-        self.first: dict[tuple, list[Operation]] = {}  # the first ones of twins that differ in parameters alone
-        self.written: dict[int, str] = {}  # the parameters of these, by their equations: of a `shard_map` one for all
+        self.first: dict[tuple, list[Operation]] = {}  # the first twin each, of those that differ in parameters alone
+        self.written: dict[int, str] = {}  # the parameters of these, by their equations: a `shard_map` has one for all
         self.gathered: set[Value] = set()  # for callbacks
         self.unclear: set[Value] = set()  # results of lookups where one mesh axis slices both the table and the indices
 
@@ -98,15 +98,15 @@ class States:
             yield Implied(move, out.aval, natural, after, GUESS if unclear else "")
 
     def again(self, operation: Operation) -> bool:
-        """Whether an operation before it, in the same frame, had the same operands and parameters: XLA computes and
-        moves a value once."""
+        """Whether an earlier operation in the same frame had the same operands and parameters: XLA computes and moves a
+        value once."""
         operands = tuple(
             ("literal", str(value.literal.val)) if value.literal is not None else self.twins.setdefault(value, value)
             for value in operation.operands
         )
         types = str([value.aval for value in operation.results])
         alike = self.first.setdefault((operation.frame, operation.name, operands, types), [])
-        # A loop's parameters are its body, which takes long to write out: only where something else is the same.
+        # A loop's parameters are its body, which takes long to write out: only if everything else is the same.
         first = next((one for one in alike if self._written(one) == self._written(operation)), operation)
         if first is operation:
             alike.append(operation)
@@ -121,8 +121,8 @@ class States:
         return self.written[key]
 
     def _operands(self, operation: Operation, states: list[State], after: State) -> Generator[Implied, None, State]:
-        """A product gathers an operand whose contracted dimension is sharded alone, or whose free dimension the
-        result does not have sharded; the rest is what the result has before its pending sums are settled."""
+        """A product gathers an operand whose contracted dimension is sharded alone, or whose free dimension is not
+        sharded in the result. Gives the state of the result before its pending sums are settled."""
         contracted, batch = operation.params["dimension_numbers"]
         free = len(batch[0])
         wanted = []
@@ -144,9 +144,9 @@ class States:
         return _dot_general(operation, wanted)
 
     def _at_the_edges(self, operation: Operation, states: list[State]) -> Iterator[Implied]:
-        """What XLA moves by itself of slices whose neighbours an operation reads: of a convolution along sliced
-        places the rows that a window reaches over its slice's ends; of a Fourier transform the whole array, whichever
-        of its dimensions are sliced (JAX 0.10.2; not 0.12). Estimates both."""
+        """What XLA moves by itself if an operation reads the neighbours of slices: for a convolution along sliced
+        places, the rows that a window reaches past its slice's ends; for a Fourier transform, the whole array,
+        whichever of its dimensions are sliced (JAX 0.10.2; not 0.12). Both are estimates."""
         source, state = operation.operands[0], states[0]
         moved: list[tuple[str, tuple[str, ...], int]] = []
         if operation.name == "fft" and (axes := self._real(state.sliced)):
@@ -157,7 +157,7 @@ class States:
             specs = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strides, dilation)
             for at, window, out, stride, apart in specs:
                 size = operation.operands[1].shape[window]
-                # Of two arrays with sliced places the result is a window's.
+                # If both arrays have sliced places, the result is a window.
                 reach = (made[out] - 1) * stride if states[1].axes[window] else (size - 1) * apart
                 if reach and (axes := self._real(state.axes[at])):
                     moved.append(("permute", axes, num_bytes(source.aval) * reach // source.shape[at]))
@@ -167,7 +167,7 @@ class States:
             yield Implied(move, source.aval, state, state, GUESS)
 
     def _called(self, operation: Operation) -> Iterator[Implied]:
-        """A callback is called by the first device alone, which gathers what it takes; all others get what it gives."""
+        """The first device alone calls a callback. It gathers what that takes, and all others get what it gives."""
         states = {value: self[value] for value in operation.operands if hasattr(value.aval, "shape")}
         if operation.params.get("partitioned") or any(state.mode == "manual" for state in states.values()):
             return
@@ -200,8 +200,8 @@ class States:
             yield Implied(move, out.aval, natural, after, "each device's best")
 
     def _reshaping(self, operation: Operation, states: list[State]) -> Iterator[Implied]:
-        """Operations that cut, join or turn a dimension: free along whole dimensions, left to the compiler along
-        sharded ones, where the row is an estimate."""
+        """Operations that cut, join or reverse a dimension: free along whole dimensions, left to the compiler along
+        sharded ones, for which the row is an estimate."""
         kind, touched = _RESHAPING[operation.name]
         for index in touched(operation):
             axes = self._real(states[0].axes[index])
@@ -223,7 +223,7 @@ class States:
 
 
 def placed(axes, pending=frozenset(), copied=frozenset()) -> State:
-    """Where an array of whole programs lies."""
+    """The state of a whole array, in explicit mode."""
     return State("explicit", tuple(axes), pending, copied)
 
 
@@ -260,9 +260,9 @@ def _dot_general(operation: Operation, states: list[State]) -> State:
 
 
 def _convolution(operation: Operation, states: list[State]) -> State:
-    """A sum over the channels that go in, like a product's; along other dimensions slices stay where they are. In the
-    gradient of a weight, which is a convolution too, the batch stands in the channels' place, and it is a sum over the
-    places of two arrays."""
+    """A sum over the input channels, as in a product; along other dimensions, slices stay where they are. The gradient
+    of a weight is a convolution, too, with the batch in the channels' place, and is a sum over the places of two
+    arrays."""
     numbers, (left, right) = operation.params["dimension_numbers"], states
     (batch, channels, *places), (made, given, *window) = numbers.lhs_spec, numbers.rhs_spec
     along = [() if right.axes[j] else left.axes[i] for i, j in zip(places, window)]
@@ -296,13 +296,18 @@ def _stack(operation: Operation, states: list[State]) -> State:
     return placed((*state.axes[:axis], (), *state.axes[axis:]), state.pending, state.copied)
 
 
+def _unstack(operation: Operation, states: list[State]) -> State:
+    gone, state = operation.params["axis"], states[0]
+    return placed((axes for i, axes in enumerate(state.axes) if i != gone), state.pending, state.copied)
+
+
 def _squeeze(operation: Operation, states: list[State]) -> State:
     gone, state = operation.params["dimensions"], states[0]
     return placed((axes for i, axes in enumerate(state.axes) if i not in gone), state.pending, state.copied)
 
 
 def _reshape(operation: Operation, states: list[State]) -> State:
-    """A mesh axis that the result's type has stays where it has it; one that it lacks was gathered from its front."""
+    """A mesh axis that the result's type has stays where it has it; one that it lacks is gathered at the front."""
     state, out = states[0], operation.results[0]
     if is_auto(out.aval):
         before, shape = operation.operands[0].shape, out.shape
@@ -354,7 +359,7 @@ def _scatter(operation: Operation, states: list[State]) -> State:
     return placed(dims, frozenset(summed - batching - held))
 
 
-# By primitives; where others leave their results, elementwise operations do.
+# By primitive; all others leave their results as elementwise operations do.
 RULES: dict[str, Callable[[Operation, list[State]], State]] = {
     "reshard": _same,
     "dot_general": _dot_general,
@@ -363,6 +368,7 @@ RULES: dict[str, Callable[[Operation, list[State]], State]] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "squeeze": _squeeze,
     "stack": _stack,
+    "unstack": _unstack,
     "reshape": _reshape,
     "gather": _gather,
     "scatter-add": _scatter,
@@ -374,7 +380,7 @@ RULES: dict[str, Callable[[Operation, list[State]], State]] = {
 
 
 def updated_dims(operation: Operation) -> list[tuple[int, int]]:
-    """Of a scatter, the dimensions of the updates that are dimensions of the array, with these."""
+    """The dimensions of a scatter's updates that are dimensions of the array, each with that one."""
     numbers = operation.params["dimension_numbers"]
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     kept = (i for i in range(len(operation.operands[0].shape)) if i not in gone)

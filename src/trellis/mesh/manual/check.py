@@ -1,14 +1,15 @@
-"""No pending sum is lost: a check of a manual program's equations, after tracing and before anything runs.
+"""Checks a manual program's equations, after tracing and before anything runs: no pending sum may be lost.
 
-JAX refuses most nonlinear operations on a pending sum on its own. Some it lets through: it carries the sum on in the
-type of a `pad` with ones, a `sort` or a cast to whole numbers, which each device would do to its own part, and loses
-it in others (0.10.2 and 0.12: cumsum, argmax, `where` with a constant; 0.10.2 also max over a dimension and lookups by
-index). Of a `stack` and a choice between two arrays it carries the sum of one over what the other holds whole. And it
-knows nothing of pending sums where some mesh axes are left to the surrounding program. So the check has its own list of
+JAX refuses most nonlinear operations on a pending sum on its own, but lets some through. It carries the sum on in the
+type of a `pad` with ones, a `sort` or a cast to whole numbers, which each device would do to its own part. It loses the
+sum in others (0.10.2 and 0.12: cumsum, argmax, `where` with a constant; 0.10.2 also max over a dimension and lookups by
+index). In a `stack` and a choice between two arrays, it carries the sum of one over what the other holds whole. And it
+knows nothing of pending sums if some mesh axes are left to the surrounding program. So the check has its own list of
 what is linear. It also follows which values were settled, and refuses to sum one of these again.
 """
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -23,31 +24,33 @@ from trellis.program.reading import ENTER, LEAVE, Body, Operation, Program, Valu
 Axes = frozenset[str]
 _NONE: Axes = frozenset()
 
-# Sums that JAX's types do not tell from sums of what is settled.
+# Sums whose operand may be settled already, which JAX's types do not tell.
 _SECOND_SUMS = {"psum", "psum_invariant"}
-# What moves slices between devices and combines none.
+# Collectives after which all devices along their axes hold the same.
+_SAME_AFTER = {name for name, kind in COLLECTIVES.items() if kind in ("all-reduce", "all-gather")}
+# Operations that move slices between devices and combine none.
 _MOVES = set(COLLECTIVES) - SUMS - {"pmax", "pmin"}
-# What keeps a sum of terms a sum of terms, in its one operand or alike in all.
+# Operations that keep a sum of terms a sum of terms, if all operands are alike such sums.
 _LINEAR = {
     "add", "add_any", "sub", "neg", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice",
-    "split", "concatenate", "stack", "pad", "reduce_sum", "copy", "copy_p", "reduce_precision", "pvary",
+    "split", "unstack", "concatenate", "stack", "pad", "reduce_sum", "copy", "copy_p", "reduce_precision", "pvary",
     "convert_element_type", "layout_constraint",
 }  # fmt: skip
-# What holds for each operand as it is.
+# Operations that pass each operand on as it is.
 _ALIKE = {"optimization_barrier", ENTER, LEAVE}
-# What is linear besides where JAX's types carry the sum on: they refuse products of two sums, and ask for a copy.
+# What is linear if JAX's types carry the sum on, as well: these refuse products of two sums, and ask for a copy.
 _CARRIED = _LINEAR | SUMS | _MOVES | {
     "mul", "div", "dot_general", "select_n", "dynamic_slice", "preduced", "vary_unreduced_cast_p",
     "reduced_vary_cast_p",
 }  # fmt: skip
-# The operands of which a result holds elements, each as it is: these are sums of as many terms.
+# The operands whose elements a result holds as they are: these must be sums of as many terms.
 _JOINED = {
     "concatenate": slice(None),
     "stack": slice(None),
     "select_n": slice(1, None),
     "dynamic_update_slice": slice(2),
 }
-# What makes of zeros nothing else.
+# Operations that leave zeros zeros.
 _KEEPS_ZEROS = {"broadcast_in_dim", "convert_element_type", "reshape", "pvary", "copy", "transpose", "squeeze"}
 # Calls of jitted functions, whose programs are traced once: lines inside may be an earlier call's.
 _SHARED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "linear"}
@@ -60,10 +63,14 @@ class Held:
     Attributes:
         pending: each device holds a part of the sum.
         settled: each device holds the same sum over devices.
+        same: each device holds the same, whether it was summed, gathered or given so.
+        given: whether the value depends on an argument. A constant is the same everywhere, and its sum counts devices.
     """
 
     pending: Axes = _NONE
     settled: Axes = _NONE
+    same: Axes = _NONE
+    given: bool = False
 
 
 def check_pending(program: Program, bindings: Bindings) -> list[Axes]:
@@ -76,7 +83,7 @@ def check_pending(program: Program, bindings: Bindings) -> list[Axes]:
     Raises:
         PendingSumError: an operation other than a sum takes a pending sum, or a sum is taken twice.
     """
-    return [held.pending for held in _Check(bindings).body(program, [Held()] * len(program.inputs))]
+    return [held.pending for held in _Check(bindings).body(program, [Held(given=True)] * len(program.inputs))]
 
 
 class _Check:
@@ -84,15 +91,20 @@ class _Check:
         self.bindings = bindings
 
     def body(self, body: Body, given: list[Held]) -> list[Held]:
-        """What the results hold, where the inputs hold what is given (and what JAX's types say)."""
+        """What the results hold, if the inputs hold what is given (and what JAX's types say)."""
         held: dict[Value, Held] = dict(zip(body.inputs, given, strict=True))
+        manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
         def of(value: Value) -> Held:
             known = held.get(value, Held())
-            return Held(known.pending | summed(value), known.settled)
+            pending = known.pending | summed(value)
+            same = known.same | (manual - varying(value)) if known.given else _NONE
+            return dataclasses.replace(known, pending=pending, same=same - pending)
 
         for operation in body.operations:
             operands = [of(value) for value in operation.operands]
+            if operation.name in _SECOND_SUMS and not _is_mean(operation, body):
+                self.refuse_second_sum(operation, operands)
             held.update(zip(operation.results, self.operation(operation, operands), strict=True))
         return [of(value) for value in body.results]
 
@@ -100,16 +112,18 @@ class _Check:
         name = operation.name
         if name == "name":
             begun, ended = marked(operation.params["name"])
-            return [Held((operands[0].pending | begun) - ended, operands[0].settled)]
+            return [dataclasses.replace(operands[0], pending=(operands[0].pending | begun) - ended)]
         if name in _ALIKE:
             return operands
         if operation.bodies:
             return self.inner(operation, operands)
-        if name in _SECOND_SUMS:
-            self.refuse_second_sum(operation, operands)
         pending = self.pending(operation, [held.pending for held in operands])
-        settled = _same_sum(operation, operands) | (set(axes_over(operation)) if name in SUMS else _NONE)
-        return [Held(pending, settled - pending - summed(value)) for value in operation.results]
+        over = frozenset(axes_over(operation)) if name in COLLECTIVES else _NONE
+        settled, same = ([getattr(held, what) for held in operands] for what in ("settled", "same"))
+        settled = (_alike_along(settled, operation) - over) | (over if name in SUMS else _NONE)
+        same = (_alike_along(same, operation) - over) | (over if name in _SAME_AFTER else _NONE)
+        given, lost = any(held.given for held in operands), [pending | summed(value) for value in operation.results]
+        return [Held(pending, settled - each, same - each, given) for each in lost]
 
     def pending(self, operation: Operation, operands: list[Axes]) -> Axes:
         """The axes along which the results are pending, where JAX's types do not say so."""
@@ -119,7 +133,7 @@ class _Check:
         name = operation.name
         rest = axes - set(axes_over(operation)) if name in SUMS else axes
         if any(map(summed, operation.operands)):
-            # Where JAX's types carried the sum into the operation and not out of it, it was lost.
+            # If JAX's types carried the sum into the operation and not out of it, it was lost.
             carried = all(rest <= summed(value) for value in operation.results)
             if carried and name in _CARRIED and _alike(operation, operands):
                 return _NONE
@@ -129,18 +143,22 @@ class _Check:
 
     def refuse_second_sum(self, operation: Operation, operands: list[Held]) -> None:
         sizes = jax.sharding.get_abstract_mesh().shape
-        settled = _NONE.union(*(held.settled for held in operands))
-        twice = sorted(a for a in settled.intersection(axes_over(operation)) if sizes.get(a, 1) > 1)
-        # A gradient sums the shares of what was the same on all devices: these may be equal.
-        if twice and "transpose" not in operation.scope:
+        over = [a for a in axes_over(operation) if sizes.get(a, 1) > 1]
+        settled, same = (
+            sorted(_NONE.union(*(getattr(held, what) for held in operands)).intersection(over))
+            for what in ("settled", "same")
+        )
+        # The transpose of a value that was the same on all devices is a sum of their shares, which may be equal.
+        if (twice := settled or same) and "transpose" not in operation.scope:
+            was = "was summed over it already" if settled else "is the same on all devices along it"
+            fix = "leave the second sum out" if settled else f"leave '{twice[0]}' out of the sum"
             raise PendingSumError(
                 f"a sum over devices is of values that differ between them, got {operation.name} over "
-                f"'{twice[0]}' of one that was summed over it already, in `{self.bindings.function}`"
-                f"{line_of(operation)}: leave the second sum out"
+                f"'{twice[0]}' of one that {was}, in `{self.bindings.function}`{line_of(operation)}: {fix}"
             )
 
     def inner(self, operation: Operation, operands: list[Held]) -> list[Held]:
-        """Through the bodies of a loop, of branches, or of a call that does not take its operands as they are."""
+        """Follows the bodies of a loop, of branches, or of a call that does not take its operands as they are."""
         name, outs = operation.name, None
         known = dict(zip(operation.operands, operands, strict=True))
         loop, typed = operation.is_loop, any(map(summed, operation.operands))
@@ -148,18 +166,21 @@ class _Check:
             entering = operation.entering(body)
             given = [known[outer] for _, outer in entering] or [Held()] * len(body.inputs)
             if loop:  # what is carried may be another sum in the next turn
-                given = [Held(held.pending) for held in given]
+                given = [Held(held.pending, given=held.given) for held in given]
             got = self.body(body, given)
             if name == "while" and body is operation.bodies[0]:
                 continue
             # Marks of pending sums (unlike JAX's types) do not pass through programs that call others their own way.
             if entering and len(got) == len(operation.results):
                 pairs = zip(outs or got, got, strict=True)
-                outs = [Held(a.pending | b.pending, a.settled & b.settled) for a, b in pairs]
+                outs = [
+                    Held(a.pending | b.pending, a.settled & b.settled, a.same & b.same, a.given or b.given)
+                    for a, b in pairs
+                ]
             elif any(held.pending for held in operands) and not typed:
                 raise self.refused(operation, operands)
             if loop and not typed:
-                # A loop carries a sum that is pending from the first turn on, or never.
+                # A sum that a loop carries is pending from the first turn on, or never.
                 first, count = operation.carries
                 before, after = given[first : first + count], got[:count]
                 if [held.pending for held in before] != [held.pending for held in after]:
@@ -172,7 +193,7 @@ class _Check:
 
 
 def _alike(operation: Operation, operands: list[Axes]) -> bool:
-    """Whether an operation of several operands takes sums of as many terms, and one that rounds stays in floats."""
+    """Whether all operands that an operation joins are sums of as many terms; of a cast, whether it is to floats."""
     if operation.name == "convert_element_type":
         return bool(jax.numpy.issubdtype(operation.params["new_dtype"], jax.numpy.inexact))
     if operation.name == "pad":
@@ -183,7 +204,7 @@ def _alike(operation: Operation, operands: list[Axes]) -> bool:
 
 
 def _linear(operation: Operation, operands: list[Axes], axes: Axes) -> bool:
-    """Whether an operation gives a sum of terms of sums of terms that are pending along `axes`, by our own marks."""
+    """Whether an operation makes sums that are pending along `axes`, by our own marks, into such a sum."""
     name = operation.name
     if name in ("mul", "div"):  # by one number, the same on all devices
         first, second = operation.operands
@@ -198,11 +219,26 @@ def _linear(operation: Operation, operands: list[Axes], axes: Axes) -> bool:
     return (name in _LINEAR or name in SUMS) and all(part == axes for part in operands) and _alike(operation, operands)
 
 
-def _same_sum(operation: Operation, operands: list[Held]) -> Axes:
-    """The axes along which a result is made of a settled sum and of nothing that differs between devices."""
-    known = _NONE.union(*(held.settled for held in operands))
-    pairs = list(zip(operands, operation.operands, strict=True))
-    return frozenset(a for a in known if all(a in held.settled or a not in varying(value) for held, value in pairs))
+def _alike_along(known: list[Axes], operation: Operation) -> Axes:
+    """The axes along which a result is made of operands that are known to be alike on all devices, and of nothing that
+    differs between these."""
+    pairs = list(zip(known, operation.operands, strict=True))
+    return frozenset(
+        a for a in _NONE.union(*known) if all(a in axes or a not in varying(value) for axes, value in pairs)
+    )
+
+
+def _is_mean(operation: Operation, body: Body) -> bool:
+    """Whether a sum over devices is only divided by their number: the mean of values that are the same is right."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    count = math.prod(sizes[axis] for axis in axes_over(operation))
+    uses = [use for use in body.operations if not {*operation.results}.isdisjoint(use.operands)]
+
+    def by_count(use: Operation) -> bool:
+        number = use.operands[-1].number
+        return use.name == "div" and number is not None and bool(np.all(np.asarray(number.val) == count))
+
+    return bool(uses) and all(map(by_count, uses)) and {*operation.results}.isdisjoint(body.results)
 
 
 def _is_zero(value: Value) -> bool:
@@ -239,9 +275,9 @@ def line_of(operation: Operation) -> str:
 
 
 def met_line(program: Program, value: Value, sliced) -> str:
-    """Where a value that ends up differing along other mesh axes than `sliced` first met one that is the same there.
+    """Where a value that ends up differing along mesh axes besides `sliced` first met one that is the same there.
 
-    A forgotten gather or sum shows there: what it would have made the same on all devices meets what is.
+    A forgotten gather or sum shows there: what it would have made the same on all devices meets what is the same.
     """
     wanted, line, axes = {value}, "", varying(value) - set(sliced)
     for operation in reversed(program.operations):
