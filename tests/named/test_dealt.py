@@ -1,6 +1,9 @@
 """What goes by the order of `pos` where context parallelism deals positions out (`Layout.dealt`): it is right, or
 refused, never that of other positions."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,6 +68,18 @@ def test_what_comes_from_the_host_is_dealt_out(layout):
     assert float(total) == (X * np.arange(16)[:, None]).sum()
     np.testing.assert_array_equal(undeal(x.array, 4), X)
     assert tr.from_numpy(X, "batch pos embed").array.tolist() == X.tolist()
+
+
+def test_values_that_leave_for_the_host_are_in_natural_order(layout):
+    """As NumPy's, printed, as lists and pickled; the way back deals them out once."""
+    with layout.with_dealt(("c",)):
+        x = tr.named_jit(lambda x: x * 2)(tr.from_numpy(X, "batch pos embed"))
+        np.testing.assert_array_equal(np.asarray(x), 2 * X)
+        assert x.tolist() == (2 * X).tolist() and repr(x).endswith(str(2 * X))
+        for back in (tr.named(np.asarray(x), "batch pos embed"), pickle.loads(pickle.dumps(x)), copy.deepcopy(x)):
+            np.testing.assert_array_equal(np.asarray(x + back), 4 * X)
+        assert (np.asarray(x.transpose("pos batch embed"))[:, 0] == 2 * X[0]).all()
+        np.testing.assert_array_equal(np.asarray(tr.named(X, "batch pos embed")), X)
 
 
 @pytest.mark.parametrize("jit", [False, True])

@@ -1,7 +1,7 @@
-"""Positions dealt out so that under a causal mask every device has as much to do.
+"""Positions dealt out so that every device has equal work under a causal mask.
 
-Of a sequence in natural order the last slice sees `2 n - 1` times as much as the first. Dealt out over `n` devices, the
-sequence is cut into `2 n` pieces, and device `d` holds piece `d` and piece `2 n - 1 - d`:
+In natural order, the last slice of a sequence sees `2 n - 1` times as much as the first. Dealt out over `n` devices,
+the sequence is cut into `2 n` pieces, and device `d` holds piece `d` and piece `2 n - 1 - d`:
 
     natural      0 1 | 2 3 | 4 5 | 6 7
     dealt out    0 7 | 1 6 | 2 5 | 3 4
@@ -9,6 +9,7 @@ sequence is cut into `2 n` pieces, and device `d` holds piece `d` and piece `2 n
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from trellis.mesh.permute import permute
@@ -27,7 +28,7 @@ def deal(x: jax.Array, slices: int, dim: int = 1) -> jax.Array:
 
 
 def places_dealt(x: jax.Array, slices: int, length: int) -> jax.Array:
-    """The positions that are dealt out to places `0, 1, ...` of so many: what `deal` makes of these, each by itself.
+    """The positions that are dealt out to places `x` of `length`: what `deal` gives for all, for each place by itself.
 
     >>> places_dealt(jnp.arange(8), 2, 8).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
@@ -38,7 +39,7 @@ def places_dealt(x: jax.Array, slices: int, length: int) -> jax.Array:
 
 
 def undeal(x: jax.Array, slices: int, dim: int = 1) -> jax.Array:
-    """A whole dimension that is dealt out, in natural order.
+    """A whole dimension that is dealt out, back in natural order.
 
     >>> undeal(deal(jnp.arange(8)[None], 2), 2)[0].tolist()
     [0, 1, 2, 3, 4, 5, 6, 7]
@@ -48,15 +49,27 @@ def undeal(x: jax.Array, slices: int, dim: int = 1) -> jax.Array:
     return jnp.concatenate([low, jnp.flip(high, dim)], dim).reshape(x.shape)
 
 
+def undealt(x: np.ndarray, slices: int, dim: int) -> np.ndarray:
+    """The same of an array in the host's memory.
+
+    >>> undealt(np.array([0, 1, 6, 7, 2, 3, 4, 5]), 2, 0).tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    pieces = x.reshape(*x.shape[:dim], 2 * slices, -1, *x.shape[dim + 1 :])
+    places = np.arange(2 * slices)  # of piece p: an even place if it is in the first half, and an odd one else
+    held = np.where(places < slices, 2 * places, 2 * (2 * slices - 1 - places) + 1)
+    return np.take(pieces, held, dim).reshape(x.shape)
+
+
 def deal_slices(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """A device's slice in natural order for the one that it gets when positions are dealt out; two permutes."""
+    """Exchanges a device's slice in natural order for its slice of positions dealt out, by two permutes."""
     even, odd = (permute(half, axes, pairs) for half, pairs in zip(jnp.split(x, 2, dim), _routes(axes), strict=True))
     first = lax.axis_index(axes) % 2 == 0  # an even device's low piece is an even one
     return jnp.concatenate([jnp.where(first, even, odd), jnp.where(first, odd, even)], dim)
 
 
 def gather_slices(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """The other way: from positions dealt out to a slice in natural order."""
+    """The other way round: exchanges positions dealt out for a slice in natural order."""
     low, high = jnp.split(x, 2, dim)
     first = lax.axis_index(axes) % 2 == 0
     halves = jnp.where(first, low, high), jnp.where(first, high, low)

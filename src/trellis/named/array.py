@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from trellis._compat import is_tracer
+from trellis.mesh.dealing import undealt
 from trellis.mesh.layout import POSITIONS, current_layout, is_dealt
 from trellis.mesh.manual.ops import vary
 from trellis.named.arguments import names_of
@@ -33,9 +34,8 @@ class NamedArray(Methods):
     slice, and `slices` says over which mesh axes each dimension is sliced, so
     that `shape` and `typeof` still give the whole sizes.
 
-    A named array is a tree of one leaf, so JAX's transformations, Equinox and
-    Optax take it as it is. They may put anything in the place of the array;
-    names and rank are held against each other where an operation uses it.
+    A named array is a tree of one leaf, so JAX's transformations, Equinox and Optax take it as it is. They may put
+    anything in the place of the array; an operation that uses it checks the names against the rank.
 
     Attributes:
         array: the data.
@@ -90,7 +90,7 @@ class NamedArray(Methods):
         if not self.slices:
             return as_seen(dict(zip(self.names, self.array.shape, strict=True)))
         mesh = jax.sharding.get_abstract_mesh()
-        # Over axes that are left to the surrounding program the array seen here is whole.
+        # Over axes that are left to the surrounding program, the array seen here is whole.
         parts = [math.prod(mesh.shape[a] for a in axes if a in mesh.manual_axes) for axes in self.slices]
         return {n: s * p for n, s, p in zip(self.names, self.array.shape, parts, strict=True)}
 
@@ -173,7 +173,7 @@ class NamedArray(Methods):
         return self
 
     def __array__(self, dtype=None, copy=None):
-        array = known(self, "np.asarray")
+        array = in_natural_order(self, known(self, "np.asarray"))
         if self.slices == () and 0 in array.shape and isinstance(array, jax.Array) and not is_tracer(array):
             return np.zeros(array.shape, dtype or array.dtype)  # JAX 0.10.2 cannot fetch a sliced array of no elements
         return np.array(array, dtype=dtype) if copy else np.asarray(array, dtype)
@@ -207,6 +207,10 @@ class NamedArray(Methods):
 
     def __iter__(self):
         raise TypeMismatch(f"a named array is not iterated by position, got {typeof(self)}: use x.unbind(name)")
+
+    def __reduce__(self):
+        dealt = isinstance(self.array, jax.Array) and _dealt_dims(self)
+        return NamedArray, (np.asarray(self) if dealt else self.array, self.names, self.slices)
 
     def __copy__(self) -> "NamedArray":
         return NamedArray.tree_unflatten((self.names, self.slices), (self.array,))
@@ -263,8 +267,9 @@ def named(array, names: Names) -> NamedArray:
 
 
 def _refuse_unknown_order(array, names: tuple[str, ...]) -> None:
-    """Where positions are dealt out over devices (`Layout.dealt`), an array that JAX made has them in natural order,
-    and one that was taken out of a named array has not. Those are slices; of whole ones it cannot be told.
+    """Refuses an array whose order of positions is unknown, where they are dealt out over devices (`Layout.dealt`): JAX
+    makes arrays in natural order; those taken out of named arrays are not in it. The latter are slices; a whole one may
+    be either.
 
     Raises:
         NamesError: it cannot be told.
@@ -306,7 +311,7 @@ def is_named(x) -> bool:
 
 
 def check_rank(x: NamedArray, what: str) -> None:
-    """Holds names against the array's dimensions: JAX's transformations take dimensions away and know no names.
+    """Checks the names against the array's rank: JAX's transformations remove dimensions and know nothing of names.
 
     Raises:
         NamesError: the array has another number of dimensions than names, or there is no array.
@@ -323,7 +328,7 @@ def check_rank(x: NamedArray, what: str) -> None:
 
 
 def known(x: NamedArray, what: str):
-    """The array, whose values Python is to see.
+    """The array, for Python to see its values.
 
     Raises:
         PendingSumError: partial sums of it are pending.
@@ -338,8 +343,21 @@ def known(x: NamedArray, what: str):
     return x.array
 
 
+def in_natural_order(x: NamedArray, array):
+    """Values that leave for the host: positions that the layout in force deals out, back in their own order."""
+    for dim in _dealt_dims(x):
+        array = undealt(np.asarray(array), current_layout().slices_dealt, dim)
+    return array
+
+
+def _dealt_dims(x: NamedArray) -> list[int]:
+    """The dimensions along which an array on the mesh has its positions dealt out."""
+    dims = [dim for dim, name in enumerate(x.names) if is_dealt(name)]
+    return dims if dims and state_of(x.array).mode == "explicit" else []
+
+
 def shown(x: NamedArray) -> str:
-    """The type, and the values where there are any to see. Never fails."""
+    """The type, and the values if there are any to see. Never fails."""
     try:
         text = typeof(x)
     except Exception:
@@ -347,6 +365,8 @@ def shown(x: NamedArray) -> str:
     if isinstance(x.array, Tracer):
         return text if x.names else f"{text} (a named array: its `.array` is JAX's scalar)"
     try:
-        return f"{text}\n{known(x, 'printing')}" if isinstance(x.array, jax.Array | np.ndarray) else text
+        if not isinstance(x.array, jax.Array | np.ndarray):
+            return text
+        return f"{text}\n{in_natural_order(x, known(x, 'printing'))}"
     except Exception:
         return text
