@@ -31,6 +31,14 @@ def test_closed_form(schedule, formula):
     assert rates(schedule) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("schedule", [Linear, lambda **more: WSD(decay_steps=3, **more)], ids=["linear", "wsd"])
+def test_a_rate_that_ends_at_zero_is_never_below(schedule):
+    for steps in (4, 30, 77):
+        line = jax.jit(learning_rates(schedule(warmup_steps=1, final_fraction=0.0), 0.01, steps))
+        found = [float(line(jnp.int32(step))) for step in range(steps)]
+        assert found[-1] == 0 and min(found) == 0
+
+
 def test_without_warmup_the_first_step_is_near_the_peak():
     assert rates(Constant(warmup_steps=0)) == [PEAK] * STEPS
     assert rates(Linear(warmup_steps=0))[0] == pytest.approx(PEAK * 19 / 20)

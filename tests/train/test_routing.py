@@ -178,4 +178,5 @@ def test_biases_even_the_load():
     for _ in range(120):
         state, metrics = step(state, batch())
         fullest.append(float(metrics["router_load_max"]))
+    assert {x.dtype for x in metrics.values()} == {jnp.dtype("float32")}
     assert fullest[0] > 1.5 and fullest[-1] < 1.25, (fullest[0], fullest[-1])

@@ -40,10 +40,16 @@ def _after_warmup(schedule: Schedule, peak: float, steps: int) -> list[optax.Sch
         case Constant():
             return [optax.constant_schedule(peak)]
         case Linear(final_fraction=final):
-            return [optax.linear_schedule(peak, final * peak, left)]
+            return [_line(peak, final * peak, left)]
         case Cosine(final_fraction=final):
             return [optax.cosine_decay_schedule(peak, left, alpha=final)]
         case WSD(decay_steps=decay, final_fraction=final):
-            return [optax.constant_schedule(peak), optax.linear_schedule(peak, final * peak, decay)]
+            return [optax.constant_schedule(peak), _line(peak, final * peak, decay)]
         case InverseSqrt(warmup_steps=warmup):
             return [lambda step: peak * jnp.sqrt(warmup / jnp.maximum(step + warmup, 1))]
+
+
+def _line(first: float, last: float, steps: int) -> optax.Schedule:
+    """A straight line that ends exactly at `last`: rounded, Optax's may go past it, below 0 even."""
+    line = optax.linear_schedule(first, last, steps)
+    return lambda step: jnp.where(step >= steps, jnp.float32(last), line(step))

@@ -1,4 +1,4 @@
-"""Metrics leave the device without stopping it."""
+"""Moves metrics off the device without stopping it."""
 
 import threading
 import time
@@ -17,15 +17,15 @@ class Record:
 
     Attributes:
         step: how many steps had been made after this one.
-        values: the metrics, those that were added for the same step (an evaluation) among them.
-        arrays: of what was added, that which is no scalar.
-        counts: whether a token of its batch counted: without one a step has no loss, and no gradient.
-        first: words for the step's first weight or gradient that was not finite; empty where none is known.
-        dispatched: when the step was handed to the device.
+        values: the metrics, including those that were added for the same step (an evaluation).
+        arrays: what was added and is not a scalar.
+        counts: whether any token of its batch counted: without one a step has no loss and no gradient.
+        first: words for the step's first weight or gradient that was not finite; empty if none is known.
+        dispatched: when the loop began to hand the step to the device.
         done: when the device had finished it.
-        began: when the loop had finished what is no part of a step; 0 where there was nothing of the kind.
-        idle_from: when the device had finished what it was given before, and not before `began`; None for the first.
-        waited: when the loop began and ended to wait for the step's batch.
+        began: when the loop had finished what is not part of a step; 0 if there was nothing of the kind.
+        idle_from: when the device had finished its earlier work, but not before `began`; None for the first.
+        waited: when the loop began and ended its wait for the step's batch.
         released: when the device had finished what was added for the step, such as an evaluation.
     """
 
@@ -43,12 +43,12 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """From the end of what the device did before to the end of this step: waiting for data counts."""
+        """Seconds from the end of the device's earlier work to the end of this step: waiting for data counts."""
         return self.done - (self.dispatched if self.idle_from is None else self.idle_from)
 
     @property
     def data_wait(self) -> float:
-        """Seconds that the device had nothing to do while the loop waited for the step's batch."""
+        """Seconds for which the device had nothing to do while the loop waited for the step's batch."""
         if self.waited is None or self.idle_from is None:
             return 0.0
         return max(0.0, self.waited[1] - max(self.waited[0], self.idle_from))
@@ -68,11 +68,11 @@ _LAST_WAIT = 10.0  # seconds
 class Drain:
     """A thread that waits for each step's metrics, so that the training loop does not.
 
-    The loop pushes device scalars and goes on; it blocks only where it is `max_ahead` steps ahead of the device, which
+    The loop pushes device scalars and continues; it blocks only when it is `max_ahead` steps ahead of the device, which
     bounds the batches in flight and never lets the device run out of work.
 
     Args:
-        max_ahead: how many steps may be dispatched and unfinished.
+        max_ahead: how many steps may be dispatched but unfinished.
         finished: called by the thread with a step's record when the device has finished it, and again when it has
             finished what was added for it.
 
@@ -90,18 +90,26 @@ class Drain:
         self._thread = threading.Thread(target=self._work, name="metrics", daemon=True)
         self._thread.start()
 
-    def push(self, step: int, metrics: Mapping[str, jax.Array], waited: tuple[float, float] | None = None) -> None:
+    def push(
+        self,
+        step: int,
+        metrics: Mapping[str, jax.Array],
+        waited: tuple[float, float] | None = None,
+        handed: float | None = None,
+    ) -> None:
         """Hands over a step's metrics, scalars on the device.
 
         Args:
             step: how many steps have been made with this one.
             metrics: scalar arrays, each on all devices or on one.
-            waited: when the loop began and ended to wait for the step's batch, in `time.perf_counter` seconds.
+            waited: when the loop began and ended its wait for the step's batch, in `time.perf_counter` seconds.
+            handed: when it began to hand the step to the device, which a CPU may compute meanwhile; now if not given.
         """
         now = time.perf_counter()
         with self._change:
             self._seal()
-            record = Record(step=step, values={}, dispatched=now, waited=waited, began=self._began)
+            handed = now if handed is None else handed
+            record = Record(step=step, values={}, dispatched=handed, waited=waited, began=self._began)
             if _ready(metrics):  # a CPU may compute while it dispatches, and the thread would notice later
                 record.done = now
                 for before in self._pending:  # is finished, too
@@ -114,7 +122,7 @@ class Drain:
             self._raise()
 
     def add(self, metrics: Mapping[str, jax.Array]) -> None:
-        """Adds to the step pushed last what was dispatched after it: an evaluation's scalars, small arrays."""
+        """Adds to the last pushed step what was dispatched after it: an evaluation's scalars, small arrays."""
         with self._change:
             self._raise()
             self._pending[-1].later.update(metrics)
@@ -122,7 +130,7 @@ class Drain:
                 self._pending[-1].record.released = time.perf_counter()
 
     def excuse(self) -> None:
-        """The next step's time does not begin before now: what the loop did until now, compiling say, is none of it."""
+        """Starts the next step's time no earlier than now: what the loop did so far, say compiling, is not counted."""
         self._began = time.perf_counter()
 
     def poll(self) -> list[Record]:
@@ -137,7 +145,7 @@ class Drain:
             return found
 
     def flush(self) -> list[Record]:
-        """Waits for everything that was pushed and returns what `poll` had not."""
+        """Waits for everything that was pushed, and returns what `poll` has not returned."""
         with self._change:
             self._seal()
             self._change.notify_all()
@@ -145,7 +153,7 @@ class Drain:
         return self.poll()
 
     def close(self) -> None:
-        """Ends the thread; waits for a device that hangs no longer than some seconds.
+        """Ends the thread; waits no longer than some seconds for a device that hangs.
 
         A thread that is inside JAX when the interpreter ends would abort the process (Python before 3.14).
         """

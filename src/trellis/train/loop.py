@@ -1,4 +1,4 @@
-"""The training loop: effects only. What a step computes is the step's affair."""
+"""The training loop: effects only. What a step computes is up to the step."""
 
 import contextlib
 import dataclasses
@@ -45,12 +45,12 @@ from trellis.train.watchdog import Watchdog
 
 # How many steps may be dispatched before the first of them is finished. (More than 32 hang XLA on several CPU devices.)
 _AHEAD = 4
-# From how many steps, after the first, a run's time is told again, where it is off by more than a share of it.
+# After this many steps past the first, a run's time is reported again if it is off by more than this share.
 _PACED, _OFF = 3, 0.2
-# Seconds. Runs that are shorter spend their time elsewhere.
+# Seconds. A shorter run is not worth a line.
 _WORTH_TELLING = 20.0
 _UNKNOWN = "takes    not known before its first steps: no such step was measured on this machine"
-# Of so many of the newest steps the median is kept for later runs.
+# The median of this many of the newest steps is kept for later runs.
 _REMEMBERED = 100
 
 
@@ -62,12 +62,12 @@ class Feed:
         batches: `batches(n)` yields `(n, batch), (n + 1, batch), ...`, and has a `close`, as generators and loaders do.
             The batch of a step depends on nothing else.
         tokens: how many tokens the batch of step `n` has; None where all of them count in its loss.
-        again: reads the batch of step `n` once more, where a guard is to hold it against what the devices have.
-        evaluate: from a state, and how many steps were made, to scalar arrays on the device still, `validation_loss`
-            among them.
+        again: reads the batch of step `n` once more, if a guard is to compare it with what the devices have.
+        evaluate: from a state and the number of steps made to scalar arrays, still on the device, with
+            `validation_loss` among them.
         sample: from a state to a text.
-        text: what is known of all that is read, in plain values; checkpoints have it.
-        check_text: refuses to go on from a checkpoint, by what that has.
+        text: what is known about everything that is read, in plain values; checkpoints contain it.
+        check_text: takes a checkpoint's `text`, and refuses to resume from one that does not fit.
     """
 
     batches: Callable[[int], Any]
@@ -85,12 +85,12 @@ class Outcome:
 
     Attributes:
         state: the last state.
-        step: how many steps were made, those before a resume counted in.
+        step: how many steps were made, including those before a resume.
         exit_code: 0, or 128 and a signal's number: a checkpoint was written.
         lines: the lines of metrics that this process logged.
         programs: the compiled steps, one for each shape of a batch.
-        token_seconds: the median time of a step by its tokens, of the last length of sequences and without the first
-            ones; None after too few.
+        token_seconds: the median time of a step divided by its tokens, for the last sequence length and without its
+            first steps; None after too few.
     """
 
     state: Any
@@ -113,25 +113,26 @@ def train(
     compiled: Callable[[Any, int, Callable[[], str]], str] | None = None,
     first_collective: str | None = None,
 ) -> Outcome:
-    """Trains until the last step or a signal; goes on where the folder's newest checkpoint ends.
+    """Trains until the last step or a signal; resumes from the folder's newest checkpoint.
 
     Args:
         assembled: the run on its devices.
         feed: its batches, its evaluation, its samples.
         folder: the run's folder. It gets `metrics.jsonl`, `timeline.jsonl`, `checkpoints/`, and `samples.jsonl` and
-            `profile/` where asked; a `run.yaml` in it is copied into each checkpoint.
-        until: pause after this step, with a checkpoint; None goes on to the end.
-        work: what a token costs in the first of the run's lengths of sequences, for MFU.
-        pace: how fast steps are expected to be, which is told before the first.
+            `profile/` on request; a `run.yaml` in it is copied into each checkpoint.
+        until: pause after this step, with a checkpoint; None trains to the end.
+        work: what a token costs at the first of the run's sequence lengths, for MFU.
+        pace: how fast steps are expected to be, which is reported before the first.
         progress: where progress is shown; the default is stderr.
-        compiled: from a program that was compiled, the number of steps before it, and what names the last good
-            checkpoint, to what is to be told of it. It is called while the devices make the program's first step.
+        compiled: takes a compiled program, the number of steps before it, and a function that names the last good
+            checkpoint, and returns what to report about the program. It is called while the devices make the program's
+            first step.
         first_collective: words for the first collective of a step, for the message of a step that does not end.
 
     Raises:
-        RunStopped: the loss was not finite too often, copies of the state differed, the compiled step is not what its
-            types say, or memory did not suffice. The message names the last good checkpoint. (A step past its deadline
-            ends the process, with the same code.)
+        RunStopped: the loss was not finite too often, copies of the state differed, the compiled step does not do what
+            its types say, or memory did not suffice. The message names the last good checkpoint. (A step past its
+            deadline ends the process, with the same exit code.)
     """
     folder = Path(folder)
     run_file = folder / "run.yaml"
@@ -190,7 +191,7 @@ class _Loop:
         state = assembled.init() if restored is None else assembled.at(start - 1).takes(restored.state)
         if restored is not None:
             self._feed.check_text(restored.data.get("text", {}))
-        del restored  # the step is about to donate its arrays
+        del restored  # the step will donate its arrays
         self._progress = progress or Progress(run.steps, stop=self._stop)
         self._note(f"resuming after step {start}, from {self._saved.path(start)}" if start else "")
         self._timeline.add("resumed" if start else "started", start)
@@ -231,7 +232,7 @@ class _Loop:
         )
 
     def _enter(self, phase: Assembled, state: Any, index: int) -> tuple[CompiledStep, Any]:
-        """The step for sequences of a length, and the state for it. What is measured of steps is measured anew."""
+        """The step for sequences of one length, and the state for it. Measurements of steps start anew."""
         if self._drain is not None:
             self._handle(self._drain.flush(), certain=index)
             size, length = phase.abstract_batch(index).shape
@@ -247,11 +248,11 @@ class _Loop:
         return CompiledStep(phase.step, phase.compiler_options), phase.takes(state)
 
     def _steps(self, state: Any, start: int) -> tuple[Any, int, int]:
-        """From `start` to the end: the state, how many steps were made, and the exit code."""
+        """Trains from `start` to the end: the state, how many steps were made, and the exit code."""
         run, made = self._run, start
         profile = Profiler(self._folder / "profile", run.profile if is_first() else None)
         if start >= self._stop:
-            if start == 0:  # asked for nothing but the first state
+            if start == 0:  # only the first state was asked for
                 self._save(state, start)
                 self._saved.wait()
             return state, start, 0
@@ -271,14 +272,16 @@ class _Loop:
                 if anew:
                     self._compile(step, state, batch, index)
                 replayed = self._guard.replay(step, state, batch, made)
+                handed = time.perf_counter()
                 state, metrics = step(state, batch)
             self._watch.doing(f"waits for the devices, which have steps up to {made}", dispatched=made)
+            self._newest = metrics
+            self._drain.push(made, metrics, waited, handed)
             if anew and self._compiled is not None:
                 with self._watch.excused("reads the compiled step"):
                     last_good = lambda: _last_good(self._saved, others_live=True)
                     self._note(self._compiled(step.programs[-1], index, last_good))
-            self._newest = metrics
-            self._drain.push(made, metrics, waited)
+                self._drain.excuse()
             profile.after(index, metrics)
             exit_code = self._signals.exit_code(made)
             last = made >= self._stop or exit_code is not None
@@ -296,7 +299,7 @@ class _Loop:
                     self._drain.excuse()
             self._handle(self._drain.poll(), certain=made - _AHEAD - 1)
             if save:
-                # What is saved is known to be good: every loss up to it was looked at, and its copies compared.
+                # What is saved is known to be good: every loss up to it was checked, and its copies were compared.
                 self._handle(self._drain.flush(), certain=made)
                 self._save(state, made)
             if last:
@@ -314,7 +317,7 @@ class _Loop:
         )
 
     def _compile(self, step: CompiledStep, state: Any, batch: Any, index: int) -> None:
-        """Compiles a step for batches of a shape that is new, which is no step's time and no part of the pace."""
+        """Compiles a step for batches of a new shape. The time counts neither for a step nor for the pace."""
         self._handle(self._drain.flush(), certain=index)
         began = time.perf_counter()
         step.compile(state, batch)
@@ -326,7 +329,7 @@ class _Loop:
         self._progress.forget()
 
     def _stopped(self, error: Exception) -> Exception:
-        """What ended the run between steps: of data that go away under it the message says what was saved."""
+        """The error that ended the run between steps. If its data went away, the message says what was saved."""
         if self._newest is None or not isinstance(error, UserError) or isinstance(error, RunStopped | NoRoom):
             return error
         return RunStopped(
@@ -343,10 +346,10 @@ class _Loop:
             self._timeline.add("checkpoint", made)
 
     def _handle(self, records: Sequence[Record], certain: int) -> None:
-        """Logs what came from the device, and looks at the losses up to the step `certain`.
+        """Logs what came from the device, and checks the losses up to the step `certain`.
 
-        Records come when they come, on each process at other times; those up to `certain` have come on all. Only
-        these may stop the run, so that all processes stop at the same step.
+        Records arrive at different times on each process; those up to `certain` have arrived on all. Only these may
+        stop the run, so that all processes stop at the same step.
         """
         for record in records:
             counted, read = int(record.values.pop("tokens")), self._feed.tokens
@@ -369,7 +372,7 @@ class _Loop:
             self._check(self._unchecked.popleft())
 
     def _foretell(self, start: int) -> None:
-        """Says how long the run takes from a step on, where that is long enough to be worth a line."""
+        """Reports how long the run takes from a step on, if that is long enough to be worth a line."""
         stop = min([self._stop, *(first for first in self._assembled.later if first > start)])
         rule, left = self._run.evaluation, range(start + 1, stop + 1)
         if self._pace is None or not left:
@@ -387,11 +390,11 @@ class _Loop:
             self._note(f"takes    {told}{more}")
 
     def _settle(self) -> None:
-        """Waits for the steps that the devices were given."""
+        """Waits for the steps that were handed to the devices."""
         jax.block_until_ready(self._newest)
 
     def _learn(self, record: Record) -> None:
-        """Takes down a step's pace, and tells it after the first few, of which the first compiled, if it is another."""
+        """Notes a step's pace, and reports it after the first few (the very first compiled) if it differs."""
         self._paces.append(record.seconds / tokens_of(self._run, record.step - 1, record.step))
         self._made += 1
         if self._made == 1:
@@ -441,7 +444,8 @@ def _due(step: int, every: int | None) -> bool:
 
 
 def _last_good(saved: Checkpoints, others_live: bool) -> str:
-    """Words that name the last good checkpoint; one under way is waited for if the processes that write it live."""
+    """Words that name the last good checkpoint; one under way is waited for if the processes that write it are
+    alive."""
     if others_live:
         with contextlib.suppress(Exception):
             saved.wait()

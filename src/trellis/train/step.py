@@ -57,15 +57,15 @@ class StepOptions:
 
     Attributes:
         precision: the types of activations and of parameters in use.
-        microbatches: parts of a batch, one after the other.
+        microbatches: parts of a batch that are computed one after the other.
         accumulation: "pending" gathers parameters and sums gradients over devices once a step, however many
-            microbatches; "sharded" once a microbatch, which needs less memory.
+            microbatches there are; "sharded" does so once a microbatch, which needs less memory.
         policy: what each layer keeps for the backward pass.
         z_loss: weight of the squared log-normalizer in the loss.
         ema: decay of the moving average of the parameters.
-        tuned: how a CPU's kernels are cut.
-        chunk_bytes: what the float32 logits of a chunk of the loss take; None for what suits the device.
-        skip_nonfinite: leave parameters as they were where the loss or the gradient is not finite.
+        tuned: how a CPU's kernels are cut into parts.
+        chunk_bytes: the bytes of the float32 logits of a chunk of the loss; None for what suits the device.
+        skip_nonfinite: leave parameters as they were if the loss or the gradient is not finite.
         names_tensors: whether a step finds its first weight or gradient that is not finite.
     """
 
@@ -84,14 +84,14 @@ class StepOptions:
 def batch_loss(
     model: LanguageModel, batch: Batch, options: StepOptions, key=None, ahead=None
 ) -> tuple[TokenLoss, Measured]:
-    """Summed loss of a batch in the parameters' type, and what the model measured besides.
+    """The summed loss of a batch in the parameters' type, and what else the model measured.
 
     Args:
         model: parameters in the type they are used in.
         batch: named arrays.
         options: how it is computed.
         key: for dropout; None for none.
-        ahead: of a model that looks ahead: the sum of `measured.ahead` over the batch that this is a part of.
+        ahead: for a model that looks ahead: the sum of `measured.ahead` over the batch that this is a part of.
     """
     layout, batch = dealt(batch)
     with layout, tuned_for(options.tuned):
@@ -132,12 +132,12 @@ def make_step(
     Args:
         optimizer: gets gradients and parameters as the state keeps them.
         options: how it is computed.
-        learning_rate: from a step's number to its learning rate, for the metrics.
+        learning_rate: gives the learning rate of a step by its number, for the metrics.
 
     Returns:
         `step(state, batch) -> (state, metrics)`; metrics are float32 scalars: `loss` (nats a token), `z_loss`,
-        `accuracy`, `grad_norm`, `tokens`, `learning_rate`, what the model measures of itself, and where asked
-        `out_of_range`, of `first_out_of_range`.
+        `accuracy`, `grad_norm`, `tokens`, `learning_rate`, what the model itself measures, and on request
+        `out_of_range`, by `first_out_of_range`.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -159,7 +159,7 @@ def make_step(
             "loss": sums.cross_entropy / sums.tokens,
             "z_loss": sums.z_loss / sums.tokens,
             "accuracy": sums.correct / sums.tokens,
-            "grad_norm": optax.tree.norm(gradients),
+            "grad_norm": optax.tree.norm(in_float32(gradients)),
             "tokens": sums.tokens,
             **measured.metrics(sums.tokens),
         }
@@ -169,7 +169,7 @@ def make_step(
             metrics["learning_rate"] = jnp.asarray(learning_rate(state.step), jnp.float32)
         new = model, optimizer_state, average, rolled(state.scales, met)
         if options.skip_nonfinite:
-            good = all_finite(sums.cross_entropy, metrics["grad_norm"])  # a mean over no tokens is no number
+            good = all_finite(sums.cross_entropy, metrics["grad_norm"])  # a mean over no tokens is not a number
             kept = left_out(optimizer_state, state.optimizer)
             new = select(good, new, (state.model, kept, state.average, state.scales))
         *new, scales = new
@@ -179,7 +179,7 @@ def make_step(
 
 
 def loss_and_gradients(model: LanguageModel, batch: Batch, options: StepOptions, key=None):
-    """Sums of the loss over a batch, what the model measured, and the gradient of the mean over all counted tokens.
+    """The sums of the loss over a batch, what the model measured, and the gradient of the mean over all counted tokens.
 
     Microbatches are weighted by their tokens: each one's sum is divided by the count of the whole batch. With
     "pending" accumulation the gradients of all microbatches are added up as partial sums on each device, and summed
@@ -189,11 +189,11 @@ def loss_and_gradients(model: LanguageModel, batch: Batch, options: StepOptions,
 
 
 def loss_gradients_and_met(model: LanguageModel, largest: Scales, batch: Batch, options: StepOptions, key=None):
-    """The same with delayed scales: also the largest elements that narrow products met in the batch.
+    """The same with delayed scales, and with the largest elements that narrow products met in the batch.
 
     Args:
-        model, batch, options, key: as there.
-        largest: what scales are made from, by `largest_of`.
+        model, batch, options, key: as for `loss_and_gradients`.
+        largest: the elements that scales are made from, by `largest_of`.
     """
     tokens = batch.loss_mask.astype(jnp.float32).sum().array
     scale = 1.0 / jnp.maximum(tokens, 1.0)
@@ -215,7 +215,7 @@ def loss_gradients_and_met(model: LanguageModel, largest: Scales, batch: Batch, 
         params = to_use(params)
         if options.accumulation == "pending":
             params = _copied(params)
-        # Scales of narrow products are found by the paths of their weights, which a stack that is taken apart has not.
+        # Scales of narrow products are found by the paths of their weights, which a stack that is taken apart lacks.
         return params if options.precision.products else taken_apart(params)
 
     use, pull = jax.vjp(as_used, model)
@@ -228,7 +228,7 @@ def loss_gradients_and_met(model: LanguageModel, largest: Scales, batch: Batch, 
 
 
 def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, options: StepOptions, key, axis: str):
-    """The same of a model whose layers are spread over stages."""
+    """The same for a model whose layers are spread over stages."""
     copied = _copied if options.accumulation == "pending" else lambda params: params
     last = around_loss(model, axis)
 
@@ -258,8 +258,8 @@ def _through_stages(model, batch: Batch, to_use: Callable, mean_loss: Callable, 
 
 
 def _accumulate(value_and_grad, params, largest, parts, key, ahead):
-    """Sums over microbatches of the loss, the measures and float32 gradients, and the largest elements that they met;
-    partial sums stay partial."""
+    """The loss, the measures and the float32 gradients summed over microbatches, and the largest elements that they
+    met; pending sums stay pending."""
     zeros, layout = jax.tree.map(_zero_gradient, params), current_layout()
     compiler_places = layout is not None and mode_of(layout.mesh) == "auto"
 
@@ -268,7 +268,7 @@ def _accumulate(value_and_grad, params, largest, parts, key, ahead):
         index, arrays = part
         mine = None if key is None else jax.random.fold_in(key, index)
         (_, (more, measured)), (new, now) = value_and_grad(params, largest, arrays.named(), mine, ahead)
-        if compiler_places:  # it would sum a table's gradient together with the total: docs/published-bugs.md, 23
+        if compiler_places:  # it would sum a table's gradient and the total together: docs/published-bugs.md, 23
             new = jax.lax.optimization_barrier(new)
         gradients = jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, new)
         return (jax.tree.map(jnp.add, sums, more), gradients, jax.tree.map(jnp.maximum, met, now)), measured
@@ -280,7 +280,7 @@ def _accumulate(value_and_grad, params, largest, parts, key, ahead):
 
 
 def _look_ahead(params: LanguageModel, parts):
-    """What the losses of microbatches depend on of the whole batch, by a forward pass over all of them."""
+    """What the losses of microbatches need to know of the whole batch, from a forward pass over all of them."""
 
     def body(_, part):
         layout, one = dealt(part[1].named())
@@ -293,9 +293,9 @@ def _look_ahead(params: LanguageModel, parts):
 
 
 def _parts(batch: Batch, count: int) -> tuple[jax.Array, Batch]:
-    """Microbatches one after the other: their numbers, and their arrays `"part batch pos"`, without names for a loop.
+    """The microbatches of a batch: their numbers, and their arrays `"part batch pos"`, without names, for a loop.
 
-    Every device's rows are dealt out in turn, and nothing moves.
+    Each device's rows are dealt out in turn, so nothing moves.
     """
 
     def cut(x: NamedArray) -> jax.Array:
@@ -306,7 +306,7 @@ def _parts(batch: Batch, count: int) -> tuple[jax.Array, Batch]:
 
 
 def _copied(params):
-    """Parameters gathered for use, as copies whose gradients are partial sums over the batch's mesh axes."""
+    """The parameters gathered for use, as copies whose gradients are partial sums over the batch's mesh axes."""
     layout = current_layout()
     if layout is None or mode_of(layout.mesh) != "explicit":
         return params
@@ -314,7 +314,7 @@ def _copied(params):
     (over,) = layout.assign(("batch",))
 
     def leaf(x):
-        _, *axes = layout.assign(("batch", *x.names))  # beside the batch: where it has an axis, another name has not
+        _, *axes = layout.assign(("batch", *x.names))  # beside the batch: an axis that it has, no other name has
         own = {axis for mine in axes for axis in mine}
         return x.with_array(place(x.array, axes, (), frozenset(over) - own, names=x.names))
 
@@ -322,7 +322,7 @@ def _copied(params):
 
 
 def _zero_gradient(param: jax.Array) -> jax.Array:
-    """Float32 zeros in the type of the parameter's gradient: copies have partial sums."""
+    """Float32 zeros in the type of the parameter's gradient: for copies, partial sums."""
     state = state_of(param)
     spec = spec_of(list(state.axes), state.copied) if state.mode == "explicit" else None
     return jax.lax.broadcast_in_dim(jnp.float32(0), param.shape, (), out_sharding=spec)
