@@ -28,8 +28,8 @@ class Corpus:
 
     Attributes:
         batches: the batches of training, by step.
-        validation: the validation sets, by name, in sequences of the run's first length; empty where there is none.
-        tokenizer: turns text into tokens and back; None where the store holds none.
+        validation: the validation sets, by name, in sequences of the run's first length; empty if there are none.
+        tokenizer: turns text into tokens and back; None if the store holds none.
     """
 
     batches: Batches
@@ -38,27 +38,27 @@ class Corpus:
 
     @property
     def stores(self) -> dict[str, TokenStore]:
-        """All that is trained on: a mixture's parts by name, one store without."""
+        """All stores that are trained on: a mixture's parts by name, a single store by ""."""
         data = self.batches.data
         return dict(data.stores) if isinstance(data, Mixture) else {"": data}
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all that is trained on."""
+        """Tokens of all stores that are trained on."""
         return sum(store.num_tokens for store in self.stores.values())
 
     @property
     def all_count(self) -> bool:
-        """Whether every token that is trained on counts in the loss, as not those of a chat's prompts."""
+        """Whether every token that is trained on counts in the loss. Those of a chat's prompts do not."""
         return not any(store.has_loss_mask for store in self.stores.values())
 
 
 def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
-    """Opens what a run reads; the embedded corpus is tokenized first where that was not done yet.
+    """Opens what a run reads. The embedded corpus is first tokenized, if that was not done yet.
 
     Args:
         run: the run.
-        progress: show the progress of tokenizing.
+        progress: whether to show the progress of tokenizing.
 
     Raises:
         UserError: a store is not there or not complete, has more tokens than the model's vocabulary, or was made by
@@ -69,9 +69,10 @@ def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
     stores = list(source.stores.values()) if isinstance(source, Mixture) else [source]
     tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer is not None else _tokenizer_of(stores[0])
     for store in [*stores, *held_out.values()]:
-        check_vocabulary(store, run.model.vocab)
         if tokenizer is not None and _tokenizer_of(store) is not None:
             check_tokenizer(store, tokenizer)
+        check_vocabulary(store, run.model.vocab)
+        _check_counts(store)
     how = {"packing": _PACKINGS[data.packing], "mask_documents": data.mask_documents}
     phases = run.phases()
     sizes = [(entry.step or phase.start, entry.size) for phase in phases for entry in phase.run.batch_sizes()]
@@ -87,8 +88,22 @@ def open_corpus(run: Run, *, progress: bool = False) -> Corpus:
     return Corpus(batches=batches, validation=validation, tokenizer=tokenizer)
 
 
+def _check_counts(store: TokenStore) -> None:
+    """Refuses a store of which no token counts in the loss, as of chats without an answer."""
+    count, step = store.num_tokens, 1 << 20
+    if not (store.has_loss_mask and store.complete and count):
+        return
+    if not any(store.loss_mask(first, min(first + step, count)).any() for first in range(0, count, step)):
+        raise UserError(
+            "A run learns from tokens that count in its loss.",
+            seen=f"{count:,} tokens, none of which counts",
+            where=store.url,
+            fix="tokenize chats in which messages of the role assistant answer others",
+        )
+
+
 def check_lasts(run: Run, corpus: Corpus) -> None:
-    """Refuses a run that is longer than its data, as where all parts of a mixture are read so often and not more.
+    """Refuses a run that is longer than its data, as with a mixture whose parts all have a limited number of epochs.
 
     Raises:
         UserError: there are fewer batches than steps.
@@ -132,5 +147,5 @@ def _mixture(config: MixtureSource, stores: dict, held_out: dict) -> Mixture:
 def _tokenizer_of(store: TokenStore) -> Tokenizer | None:
     try:
         return store.tokenizer()
-    except UserError:  # formats of other projects hold none; training needs none
+    except UserError:  # other projects' formats hold none, and training needs none
         return None
