@@ -3,6 +3,7 @@
 import json
 import re
 
+import jax
 import numpy as np
 import pytest
 
@@ -183,6 +184,7 @@ def test_progress_is_printed(tmp_path, corpus, capsys, monkeypatch):
 
 def test_a_run_whose_chats_have_no_answer_is_refused_and_tokenizers_are_compared_first(tmp_path, capsys):
     """Nothing would count in its loss; and of two tokenizers, the size of a vocabulary is not what is wrong."""
+    assert len(jax.devices()) == 8  # a first command would settle how many there are for all tests
     talk = {"messages": [{"role": "user", "content": "who is there?"}]}
     (tmp_path / "in.jsonl").write_text(json.dumps(talk))
     (tmp_path / "in.txt").write_text("one and two and one and two " * 20)

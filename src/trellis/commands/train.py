@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trellis.run.config import Run
     from trellis.train.assemble import Assembled
 
-# Of the sample at the end of a run.
+# The tokens of the sample at the end of a run.
 _SAMPLE_TOKENS = 200
 
 
@@ -71,8 +71,12 @@ def execute(args: argparse.Namespace) -> int:
         fix = "use --until 0 for the first checkpoint alone"
         raise UserError("A run pauses after some steps, or none.", seen=args.until, where="--until", fix=fix)
     if args.until is not None and args.until > run.steps:
-        seen, fix = f"--until {args.until}, steps {run.steps}", f"leave it out, or use --steps {args.until} for more steps"
-        raise UserError("A run pauses before its end.", seen=seen, where="--until", fix=fix)
+        raise UserError(
+            "A run pauses before its end.",
+            seen=f"--until {args.until}, steps {run.steps}",
+            where="--until",
+            fix=f"leave it out, or use --steps {args.until} for more steps",
+        )
     folder = Path(args.run_dir) if args.run_dir else resumed or new_folder(run)
     done = lambda: max(finished_steps(folder / "checkpoints"), default=0)
     with (
@@ -98,7 +102,7 @@ def execute(args: argparse.Namespace) -> int:
                 if is_first():
                     _report(folder)
         if is_first() and (code or args.until is not None) and done() < run.steps:
-            word = "stopped" if code else "paused"  # by a signal, or as it was asked to
+            word = "stopped" if code else "paused"  # by a signal, or by request
             print(f"{word:<8} after step {done()}; `{called()} train {shlex.quote(str(folder))}` goes on")
         elif code == 0 and is_first():
             print(_NEXT.format(trellis=called(), folder=shlex.quote(str(folder))))
@@ -106,7 +110,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _other_rate(folder: Path, run: "Run", done: int) -> str:
-    """Words for the learning rate that a run goes on with, where another number of steps makes it another."""
+    """Words for the learning rate that a run continues with, if a new number of steps changes it."""
     from trellis.optim import learning_rates
     from trellis.run.folder import has_begun, open_run
 
@@ -120,7 +124,7 @@ def _other_rate(folder: Path, run: "Run", done: int) -> str:
     return f"steps    {before:,} -> {run.steps:,}: the learning rate goes by these, {rates}"
 
 
-# Three things to do with a run that has ended.
+# Three things to do after a run has ended.
 _NEXT = """next     {trellis} generate {folder} --prompt "def "    more text, from a beginning of yours
          {trellis} compare {folder} OTHER_RUN    beside a run with another model, rate or batch
          {trellis} tokenize texts/*.txt --out stores/mine --train-bpe 4096    your own text, for a run of your own"""
@@ -133,7 +137,7 @@ _WITHOUT_TOKENIZER = "samples  none: the text's store has no tokenizer; --data.t
 
 
 def _report(folder: Path) -> None:
-    """Writes the page of a run, whichever way it ended."""
+    """Writes the page of a run, however it ended."""
     from trellis.pages.run import write_report
     from trellis.run.folder import has_begun
 
@@ -145,7 +149,7 @@ def _report(folder: Path) -> None:
 
 
 def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | None = None) -> int:
-    """Trains a run in a folder on devices, to its end or until a step, and returns the exit code."""
+    """Trains a run in a folder on devices, to its end or until a given step, and returns the exit code."""
     from trellis.data import Loader
     from trellis.data.loader import sharded
     from trellis.data.store.identity import check_identities, identity
@@ -235,7 +239,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
         compiled = outcome.programs[-1]
         found["compiled"] = dataclasses.asdict(compiled_memory(compiled))
         found["structure"] = check.found
-        if ledger.auto:  # the types did not say what moves, but the compiled program does
+        if ledger.auto:  # the types do not say what moves, but the compiled program does
             ledger = collectives(compiled, assembled.layout.mesh)
             _write_ledger(folder, {0: ledger}, assembled)
             found["ledger"] = ledger_sums(ledger)
@@ -247,7 +251,7 @@ def train_run(run: "Run", folder: Path, devices: Sequence[Any], *, until: int | 
 
 
 def _write_ledger(folder: Path, ledgers: Mapping[int, "Ledger"], assembled: "Assembled") -> None:
-    """`ledger.txt`: what moves in a step, of each length of sequences, and below it what moves to compare copies."""
+    """Writes `ledger.txt`: what moves in a step of each sequence length, and then what moves to compare copies."""
     from trellis.train.guard import Guard
 
     titles = {step: f"from step {step + 1} on\n\n" if len(ledgers) > 1 else "" for step in ledgers}
@@ -265,7 +269,7 @@ def _first(ledger: "Ledger") -> str | None:
 
 
 def write_sections(folder: Path, found: dict[str, Any]) -> None:
-    """Keeps what the page of a run shows beside its metrics, as `about.json`."""
+    """Keeps what the page of a run shows besides its metrics, as `about.json`."""
     write_json(folder / "about.json", found)
 
 
