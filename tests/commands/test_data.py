@@ -188,20 +188,13 @@ def test_a_run_whose_chats_have_no_answer_is_refused_and_tokenizers_are_compared
     talk = {"messages": [{"role": "user", "content": "who is there?"}]}
     (tmp_path / "in.jsonl").write_text(json.dumps(talk))
     (tmp_path / "in.txt").write_text("one and two and one and two " * 20)
-    made = ["--workers", "0", "--quiet"]
-    assert (
-        main(["tokenize", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "chat"), "--bytes", "--chat", *made]) == 0
-    )
-    assert (
-        main(["tokenize", str(tmp_path / "in.txt"), "--out", str(tmp_path / "bpe"), "--train-bpe", "260", *made]) == 0
-    )
+    for name, words in {"chat": ["--bytes", "--chat"], "text": ["--bytes"], "bpe": ["--train-bpe", "260"]}.items():
+        read = tmp_path / ("in.jsonl" if name == "chat" else "in.txt")
+        assert main(["tokenize", str(read), "--out", str(tmp_path / name), *words, "--workers", "0", "--quiet"]) == 0
     capsys.readouterr()
     run = ["train", "tiny", "--devices", "1", "--run-dir", str(tmp_path / "run"), "--model.vocab", "257",
-           "--data.source.kind", "store", "--data.source.path", str(tmp_path / "chat")]  # fmt: skip
-    assert main([*run, "--evaluation.every", "null"]) == 2
-    assert (
-        "A run learns from tokens that count in its loss.\n  seen:  42 tokens, none of which counts"
-        in capsys.readouterr().err
-    )
-    assert main([*run, "--data.source.validation", str(tmp_path / "bpe")]) == 2
+           "--data.source.kind", "store", "--data.source.path"]  # fmt: skip
+    assert main([*run, str(tmp_path / "chat"), "--evaluation.every", "null"]) == 2
+    assert "A run learns from tokens that count in its loss.\n  seen:  42 tokens, none of" in capsys.readouterr().err
+    assert main([*run, str(tmp_path / "text"), "--data.source.validation", str(tmp_path / "bpe")]) == 2
     assert "A run's data and its model use one tokenizer." in capsys.readouterr().err
